@@ -1,8 +1,9 @@
-"""Watch the processes of a component that must stay alive, and report how one of them ended.
+"""Watch the worker processes of a component that must stay alive, and report how one ended.
 
-A service may answer its health check although its worker has died. SGLang's HTTP server does so
-after an abort in the C++ code of its scheduler. Source: sgl-project/sglang#18421. The worker is not
-a child of this process, so its exit status is known only if the kernel reports it.
+A component may answer its health check although one of its workers has died. For example, SGLang's
+HTTP server still answers after its scheduler process has aborted in C++ code. Source:
+sgl-project/sglang#18421. A worker is not a child of Muster's process, so its exit status must be
+read from the kernel in other ways.
 """
 
 from __future__ import annotations
@@ -23,22 +24,32 @@ from tasks.record.outcome import Exit, GiveUpReason
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import LiveProbe
 
-#: Layout of the request and of the answer: mask, cgroup, pid, thread group, parent, four pairs of
-#: ids, exit status.
-#: Source: linux/pidfd.h, struct pidfd_info in its first size.
+#: Layout of the argument of the ioctl PIDFD_GET_INFO: mask, cgroup, pid, thread group, parent, four
+#: pairs of user and group ids, exit status.
+#: Source: linux/pidfd.h, the first version of struct pidfd_info.
 _INFO = struct.Struct("=QQ11Ii")
-#: _IOWR(0xFF, 11, struct pidfd_info).
+#: Number of the ioctl that reads facts about a pidfd's process: _IOWR(0xFF, 11, struct pidfd_info).
 _PIDFD_GET_INFO = 3 << 30 | _INFO.size << 16 | 0xFF << 8 | 11
+#: Bit in the mask that requests the exit status, or says that the answer contains it.
 _PIDFD_INFO_EXIT = 1 << 3
-#: Index of the exit status among the fields of /proc/PID/stat after the command. Source:
-#: proc_pid_stat(5), 52.
+#: Index of the exit status in the list that `tree.stat_fields` returns.
+#: Source: proc_pid_stat(5), field 52.
 _EXIT_CODE_FIELD = 49
 
 
 def exit_of(pidfd: int, process: ProcessId) -> Exit:
-    """Return how an ended process ended; without exit code and signal if they are unknown."""
+    """Return the exit of a process that has ended.
+
+    Args:
+        pidfd: Pidfd of the process.
+        process: Identity of the process.
+
+    Returns:
+        The exit, with the current time. Its exit code and signal are None if they are unknown.
+    """
     at_monotonic_s = time.monotonic()
-    # The process may be reaped between the first two attempts to read its status.
+    # The kernel keeps the status either for a zombie or, after the parent has reaped it, in the
+    # pidfd. Read the pidfd again at the end, in case the parent reaps the zombie in between.
     for status in (_kept_by_pidfd(pidfd), _of_zombie(process), _kept_by_pidfd(pidfd)):
         if status is not None:
             return Exit.from_return_code(os.waitstatus_to_exitcode(status), at_monotonic_s)
@@ -47,7 +58,11 @@ def exit_of(pidfd: int, process: ProcessId) -> Exit:
 
 
 def _kept_by_pidfd(pidfd: int) -> int | None:
-    """Return the wait status of a reaped process; None for a zombie, and before Linux 6.15."""
+    """Return the wait status of a process from its pidfd.
+
+    Returns:
+        None if the parent has not reaped the process yet, or if the kernel is older than 6.15.
+    """
     answer = bytearray(_INFO.size)
     _INFO.pack_into(answer, 0, _PIDFD_INFO_EXIT, *[0] * 13)
     try:
@@ -59,45 +74,54 @@ def _kept_by_pidfd(pidfd: int) -> int | None:
 
 
 def _of_zombie(process: ProcessId) -> int | None:
-    """Return the wait status of a process that its parent has not reaped; otherwise None."""
+    """Return the wait status of a process that has ended and was not reaped by its parent.
+
+    Returns:
+        None if the process runs, was reaped, or belongs to another user.
+    """
     fields = tree.stat_fields(process.pid)
     try:
         os.readlink(f"/proc/{process.pid}/exe")
-    except PermissionError:  # Without this permission, the kernel shows a status of 0.
+    except PermissionError:
+        # For a process that this user may not examine, /proc/PID/stat shows the exit status 0.
         return None
-    except OSError:  # A zombie has no program.
+    except OSError:
+        # A zombie has no program, so the link cannot be read. The permission is there.
         pass
     if not fields or tree.start_ticks(process.pid) != process.start_ticks:
         return None
     return int(fields[_EXIT_CODE_FIELD]) if fields[0] == b"Z" else None
 
 
-#: Seconds from fork to exec, during which a process has its parent's command line. Usually this
-#: takes milliseconds.
+#: Longest time in seconds between the fork of a process and the execution of its program. During
+#: this time, the process has the command line of its parent. Usually it is a few milliseconds.
 _FORKED_WITHIN_S = 1.0
+#: Largest length of a command line in a message.
 _SHOWN_CHARACTERS = 200
 
 
 @dataclass(slots=True)
 class ProcessWatch:
-    """Watches each process of a tree whose command line matches, through a pidfd.
+    """Watches the processes of a component whose command lines match a pattern.
 
-    A death is noticed within milliseconds. A new process is noticed at the next check.
+    Each process is watched through a pidfd, so its death is noticed within milliseconds. New
+    processes are looked for at intervals.
     """
 
     #: The component whose processes are watched.
     process: GuardedProcess
-    #: Settings: the pattern, the seconds between two checks, and the number of checks without a
-    #: match that count as a loss.
+    #: The liveness probe of the component. It contains the pattern, the seconds between two
+    #: searches, and the number of consecutive searches without a match that count as a loss.
     live: LiveProbe
-    #: Publishes an event for each process that is watched from now on.
+    #: Publishes the event `process.watched` for each process that is watched from now on.
     emit: Emit
     #: Pidfd of each watched process, by its pid.
     _pidfds: dict[int, int] = field(default_factory=dict)
 
     async def until_lost(self) -> GiveUpReason:
-        """Wait for the first loss and return it. Afterwards, also after a cancel, no pidfd is
-        open.
+        """Wait until a watched process ends or no process matches, and return this loss.
+
+        When the coroutine ends, also by a cancel, all pidfds are closed.
         """
         lost: asyncio.Future[GiveUpReason] = asyncio.get_running_loop().create_future()
         misses = 0
@@ -117,7 +141,14 @@ class ProcessWatch:
                 self._forget(pid)
 
     def _watch_new_processes(self, lost: asyncio.Future[GiveUpReason]) -> bool:
-        """Watch new processes that match. Return True if any process matches."""
+        """Find matching processes that are not watched yet, and watch them.
+
+        Args:
+            lost: Future that is resolved with the loss when a watched process ends.
+
+        Returns:
+            True if at least one process of the component matches the pattern.
+        """
         is_there = bool(self._pidfds)
         for pid in self.process.processes():
             if pid == self.process.pid or pid in self._pidfds:
@@ -132,6 +163,7 @@ class ProcessWatch:
         return is_there
 
     def _watch(self, process: ProcessId, command: str, lost: asyncio.Future[GiveUpReason]) -> None:
+        """Watch one process, unless it has ended already. Its end resolves the future `lost`."""
         try:
             pidfd = os.pidfd_open(process.pid)
         except ProcessLookupError:
@@ -155,15 +187,21 @@ class ProcessWatch:
         self.emit("process.watched", name, pid=process.pid, command=command)
 
     def _forget(self, pid: int) -> None:
+        """Stop watching a process, and close its pidfd."""
         pidfd = self._pidfds.pop(pid)
         asyncio.get_running_loop().remove_reader(pidfd)
         os.close(pidfd)
 
 
 def _may_become_another(process: ProcessId, command: str) -> bool:
-    """Return True if the process was just forked and may be about to start another program.
+    """Return True if a process was just forked and may soon execute another program.
 
-    If such a process were watched, the end of a compiler, for example, would be taken for a loss.
+    Such a process has the command line of its parent, so it matches the pattern if its parent does.
+    It must not be watched: it may become a compiler, for example, whose end is no loss.
+
+    Args:
+        process: The process.
+        command: The current command line of the process.
     """
     since_boot_s = process.start_ticks / os.sysconf("SC_CLK_TCK")
     is_young = time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot_s < _FORKED_WITHIN_S

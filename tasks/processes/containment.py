@@ -1,7 +1,7 @@
-"""Containment: how reliably the processes of a run are ended on this machine.
+"""Levels of containment: how reliably all processes of a run are ended on this machine.
 
-This module defines the levels, finds the levels that are available here, and makes the PID
-namespace of the highest level. With it, the kernel guarantees that no process remains.
+This module defines the levels, finds the highest level that works on this machine, and makes the
+PID namespace of level L4. When a PID namespace ends, the kernel kills every process in it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from tasks.processes import cgroup, tree
 
 #: Options of unshare(1) for a PID namespace and a mount namespace with its own /proc.
 _UNSHARE = ("--pid", "--fork", "--mount-proc", "--propagation", "slave")
-#: Commands that are tried. The second works without privileges: it adds a user namespace with the
-#: same user.
+#: Commands that start a program in a new PID namespace, in the order in which they are tried. The
+#: second works without privileges, because it also makes a user namespace.
 _UNSHARE_COMMANDS = (("unshare", *_UNSHARE), ("unshare", "--user", "--map-current-user", *_UNSHARE))
-#: Program of a namespace's first process. Because it ignores SIGCHLD, the kernel reaps its orphans.
+#: Python program of the first process of a PID namespace. It ignores SIGCHLD, so that the kernel
+#: removes its ended children, which include all orphans of the namespace. It ends when its standard
+#: input closes.
 _INIT = """
 import os, signal
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -34,19 +36,24 @@ os.write(1, b"ready")
 os.close(1)
 os.read(0, 1)
 """
-#: Time limit in seconds of a trial of `unshare`.
+#: Time limit in seconds for one trial of an `unshare` command.
 _PROBE_WITHIN_S = 20.0
 
 
 class Level(Enum):
-    """Levels of containment. Each includes the promises of the lower levels."""
+    """Levels of containment. Each level includes the promises of the lower levels."""
 
+    #: Only process groups.
     L1 = "L1"
+    #: Guardian processes.
     L2 = "L2"
+    #: Guardian processes and cgroups.
     L3 = "L3"
+    #: Guardian processes, cgroups if possible, and a PID namespace.
     L4 = "L4"
 
 
+#: Mechanisms and promise of each level, for people.
 _PROMISES = {
     Level.L1: "process groups only: processes that leave their session may be left behind",
     Level.L2: "guardians: no single SIGKILL leaves a process behind",
@@ -57,12 +64,13 @@ _PROMISES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Containment:
-    """The containment of a run's processes."""
+    """The level of containment that a run uses on this machine."""
 
     level: Level
-    #: Cgroup below which each component gets its own cgroup; None: components get no cgroup.
+    #: Directory of the cgroup below which each component gets a cgroup. None: components get no
+    #: cgroup.
     cgroup_parent: str | None = None
-    #: Reason for each higher level that is not used.
+    #: Reason why a higher level is not used, for each such level.
     missing: Mapping[Level, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def __str__(self) -> str:
@@ -70,6 +78,7 @@ class Containment:
         return f"{self.level.value} ({_PROMISES[self.level]}{why})"
 
     def as_json(self) -> dict[str, Any]:
+        """Return the containment as it is written into `run.json`."""
         return {
             "level": self.level.value,
             "promise": _PROMISES[self.level],
@@ -78,12 +87,12 @@ class Containment:
 
 
 def probe(*, namespace: bool = False) -> Containment:
-    """Return the highest level that is available here, found by trials.
+    """Try the levels of containment on this machine, and return the highest one that works.
 
-    The variable `MUSTER_MAX_CONTAINMENT` limits the level. The default is L4.
+    The environment variable `MUSTER_MAX_CONTAINMENT` limits the level, for example to `L2`.
 
     Args:
-        namespace: True if the run requests L4, which is not used otherwise.
+        namespace: True if the run requests level L4. Otherwise L4 is not tried.
     """
     missing: dict[Level, str] = {}
     try:
@@ -110,10 +119,12 @@ def probe(*, namespace: bool = False) -> Containment:
 
 @functools.cache
 def _unshare_command() -> tuple[str, ...]:
-    """Return the command that runs a program as the first process of a new PID namespace.
+    """Return the first words of a command that runs a program in a new PID namespace.
+
+    The program becomes the first process of the namespace.
 
     Raises:
-        OSError: No command works here.
+        OSError: The system allows this user no PID namespace.
     """
     for command in _UNSHARE_COMMANDS:
         done = subprocess.run(
@@ -129,10 +140,18 @@ def _unshare_command() -> tuple[str, ...]:
 
 @functools.cache
 def _require_usable(parent: str) -> str:
-    """Return the cgroup if processes can be put below it and killed there (since Linux 5.14).
+    """Check with a trial process that components can have cgroups below a cgroup.
+
+    Killing a whole cgroup needs Linux 5.14.
+
+    Args:
+        parent: Directory of the cgroup.
+
+    Returns:
+        The same directory.
 
     Raises:
-        OSError: The cgroup cannot be used.
+        OSError: No cgroup can be made there, or its processes cannot be killed.
     """
     trial = cgroup.create(parent, f"probe-{os.getpid()}-{os.urandom(3).hex()}")
     try:
@@ -147,28 +166,28 @@ def _require_usable(parent: str) -> str:
     return parent
 
 
-#: Seconds to wait for the start of a namespace.
+#: Seconds to wait for the start of a PID namespace.
 _START_WITHIN_S = 30.0
-#: Seconds to wait for its end. Only a process in uninterruptible sleep takes longer.
+#: Seconds to wait for the end of a PID namespace. It takes longer only if a process in it is in
+#: uninterruptible sleep.
 _END_WITHIN_S = 8.0
 
 
 class PidNamespace:
-    """A PID namespace with its first process. Guardians enter it, and it ends with the last of
-    them.
+    """A PID namespace for the components of a run.
 
-    The first process runs until its standard input closes. The write end of that pipe is held by
-    the guardians. When the first process ends for any reason, the kernel ends every process in the
-    namespace.
+    The first process of the namespace runs until its standard input, a pipe, closes. The guardians
+    have the write end of this pipe open, so the pipe closes when the last guardian has ended. When
+    the first process ends for any reason, the kernel kills every process in the namespace.
 
     Create the namespace, start guardians with `fds`, call `settle`, and finally call `close`.
     """
 
     def __init__(self) -> None:
-        """Create a namespace.
+        """Create the namespace, and wait until its first process runs.
 
         Raises:
-            OSError: No namespace can be created.
+            OSError: The system allows this user no PID namespace.
         """
         self._outside = subprocess.Popen(
             [*_unshare_command(), sys.executable, "-I", "-S", "-c", _INIT],
@@ -187,7 +206,7 @@ class PidNamespace:
             has_answered = tree.is_ready(stdout.fileno(), select.POLLIN, _START_WITHIN_S)
             if not (has_answered and stdout.read(64)):
                 raise OSError("no PID namespace can be made here")
-            #: Pid of the namespace's first process in this process's PID namespace.
+            #: Pid of the namespace's first process, as seen from the calling process.
             [self.init_pid] = tree.children(self._outside.pid)
             self._init = os.pidfd_open(self.init_pid)
         except BaseException:
@@ -200,20 +219,25 @@ class PidNamespace:
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """File descriptors that a guardian needs to enter: a pidfd of the first process, and the
-        write end of the pipe that keeps the namespace alive.
+        """File descriptors that a guardian needs to enter the namespace.
+
+        They are a pidfd of the first process, and the write end of the pipe that keeps the first
+        process running.
         """
         return self._init, self._alive.fileno()
 
     def settle(self) -> None:
-        """Leave it to the existing guardians to keep the namespace alive."""
+        """Close this process's write end of the pipe, so that only guardians keep the namespace.
+
+        Call it after the last guardian was started.
+        """
         self._alive.close()
 
     def close(self) -> bool:
-        """End the namespace and all processes in it.
+        """Kill the first process of the namespace, so that the kernel kills all others in it.
 
         Returns:
-            True if all processes have ended. The first process ends only after all others.
+            True if all processes of the namespace have ended. The first process ends last.
         """
         self.settle()
         with contextlib.suppress(ProcessLookupError):

@@ -1,8 +1,9 @@
 """End the leftover processes of a run on this machine.
 
 There are three ways to find these processes. `end_orphans` finds them as adopted children of this
-process, `end_marked` by the mark that `tree.mark_own` has set, and `end_carriers` by the environment
-variables with which they were started. Each sends SIGKILL in rounds until a round finds no process.
+process. `end_marked` finds them by the mark that `tree.mark_own` has set. `end_carriers` finds them
+by the environment variables with which they were started. One round of SIGKILL can miss a new
+process, so rounds are repeated until a round finds no process (see `end_all`).
 
 `end_carriers` also runs on machines without Muster. Ray sends it there by value, with all functions
 that it calls. So these functions return plain data, and use only the standard library and the
@@ -211,7 +212,10 @@ def _end_matching(is_meant: Callable[[int], bool]) -> set[Known]:
         return False
 
     def start_if_meant(pid: int) -> int:
-        """Return the start time of the process in clock ticks; 0 if it is not meant or has ended."""
+        """Return the start time of the process in clock ticks since boot.
+
+        Returns 0 if the process has ended or `is_meant` returns False.
+        """
         if not is_meant(pid):
             return 0
         start = start_ticks(pid)

@@ -1,4 +1,4 @@
-"""Permanent identity of a process. A pid alone is not enough, because the kernel reuses pids."""
+"""Identify a process permanently. A pid alone is not enough, because the kernel reuses pids."""
 
 from __future__ import annotations
 
@@ -13,36 +13,41 @@ from tasks.processes import tree
 
 
 def host_name() -> str:
-    """Return the name of this machine, from MUSTER_HOST or else from the kernel.
+    """Return the name of this machine: the value of MUSTER_HOST, or else the host name.
 
-    Records with another host name belong to another machine. MUSTER_HOST is needed in containers,
-    whose host name differs from that of their node.
+    Muster's records contain this name, to show which machine they belong to. Set MUSTER_HOST in a
+    container, because its host name differs from that of its machine.
     """
     return os.environ.get("MUSTER_HOST") or socket.gethostname()
 
 
-#: Returns the id of this boot and PID namespace. A pid has a meaning only within them.
+#: Function that returns an id of this boot of the machine and this PID namespace. A pid is only
+#: valid within them.
 boot_id = cache(tree.machine)
 
 
 class ProcessId(BaseModel):
-    """Permanent identity of one process: its pid may be reused, but not together with the other
-    fields.
+    """Permanent identity of one process.
+
+    The kernel may give the same pid to a later process, but never with the same start time in the
+    same boot and PID namespace.
     """
 
     model_config = ConfigDict(frozen=True)
 
     pid: int
-    #: Start time in clock ticks since boot.
+    #: Start time in clock ticks since boot; 0 if the process had ended before it was identified.
     start_ticks: int
-    #: Boot and PID namespace, see the function `boot_id`.
+    #: Id of the boot and the PID namespace in which the process was started.
     boot_id: str
 
     @staticmethod
     def of(pid: int) -> ProcessId:
+        """Return the identity of the process that has this pid now."""
         return ProcessId(pid=pid, start_ticks=tree.start_ticks(pid), boot_id=boot_id())
 
     def is_alive(self) -> bool:
+        """Return True if exactly this process still runs on this machine."""
         return (
             self.boot_id == boot_id()
             and self.start_ticks != 0
@@ -51,13 +56,19 @@ class ProcessId(BaseModel):
         )
 
     def send(self, signum: int) -> bool:
-        """Signal this process, but no other process with the same pid. Return True if it was
-        alive.
+        """Send a signal to this process, but not to another process that has got the same pid.
+
+        Returns:
+            True if the signal was sent. False if this process has ended.
         """
         return tree.signal_if(self.pid, signum, self.is_alive)
 
     def is_gone_within(self, limit_s: float) -> bool:
-        """Wait for the end of the process. Return False if it does not end in time."""
+        """Wait until the process has ended, at most `limit_s` seconds.
+
+        Returns:
+            False if the process still runs.
+        """
         try:
             pidfd = os.pidfd_open(self.pid)
         except OSError:

@@ -1,4 +1,4 @@
-"""An asyncio loop in its own thread, for callers that block or are interrupted by signals."""
+"""Run an asyncio loop in a separate thread, for callers that block or handle signals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class LoopThread:
         """
         Args:
             name: Name of the thread.
-            on_error: Called in the loop with each error that no coroutine handles.
+            on_error: Called in the thread of the loop with each error that no coroutine handles.
         """
         self._on_error = on_error
         self._loop = asyncio.new_event_loop()
@@ -28,20 +28,23 @@ class LoopThread:
 
     @property
     def is_open(self) -> bool:
-        """True until `close`."""
+        """True until `close` is called."""
         return not self._loop.is_closed()
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the loop, and return its result or raise its error."""
+        """Run a coroutine in the loop, wait for its end, and return its result or raise its error.
+
+        Do not call it from the thread of the loop.
+        """
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def soon(self, function: Callable[..., object], *arguments: object) -> None:
-        """Have the loop call a function. Returns at once; does nothing after `close`."""
+        """Have the loop call a function soon. Returns at once. Does nothing after `close`."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def close(self) -> None:
-        """Stop the loop and wait for the end of its thread."""
+        """Stop the loop, and wait until its thread has ended."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

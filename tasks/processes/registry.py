@@ -1,12 +1,12 @@
-"""The registry on disk of the runs of this machine: `$MUSTER_HOME/live/<run id>/`.
+"""The registry on disk of the active runs of this machine: `$MUSTER_HOME/live/<run id>/`.
 
-Each active run has a directory here. It contains `owner.json`, which describes the flow process,
-and one file for each component. A component's file is written before its program is executed. The
-directory is removed when the run has ended. A directory without a living owner belongs to a run
-that was killed; `finish` ends the leftovers of that run.
+Each active run has a directory in the registry. It contains `owner.json`, which describes the flow
+process of the run (its owner), and one file for each component. A component's file is written
+before its program is executed. The directory is removed when the run has ended. If the owner has
+died, the run was killed, and `finish` ends its leftover processes.
 
-A lock file shows whether the owner lives. The kernel releases the lock when the process ends.
-Unlike a pid, the lock can be checked from every PID namespace.
+The owner holds the lock on a file in the directory. The kernel releases the lock when the owner
+ends. Unlike a pid, the lock shows from every PID namespace whether the owner lives.
 """
 
 from __future__ import annotations
@@ -36,46 +36,59 @@ from tasks.record.run_json import RunJson
 
 _log = logging.getLogger(__name__)
 
+#: Name of the file that describes the owner of a run.
 _OWNER = "owner.json"
+#: Name of the file whose lock the owner of a run holds.
 _LOCK = "lock"
-#: Seconds to wait for the disk. If a write takes longer, the run stays registered for `reconcile`.
+#: Seconds to wait until the last files of a run are on the disk. If the disk takes longer, the run
+#: stays registered, and a later `muster reconcile` completes its record.
 _WRITTEN_WITHIN_S = 5.0
+#: Seconds to wait for the short final record, which needs no further disk space.
 _WRITTEN_AFTER_ALL_WITHIN_S = 0.5
 #: Seconds to wait for another process that is finishing the same run.
 _CLAIM_WITHIN_S = 60.0
+#: Seconds between two attempts to lock the run's directory.
 _LOOK_EVERY_S = 0.1
 
 
 class _Model(BaseModel):
+    """Base of the registry's JSON files. Unknown keys are ignored."""
+
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
 class Owner(_Model):
-    """The process that supervises a run."""
+    """The process that supervises a run, as `owner.json` describes it."""
 
     run_id: str
+    #: Name of the machine on which the process runs.
     host: str
+    #: Identity of the process.
     process: ProcessId
-    #: Id of the flow run; None for an owner without one, such as a temporary Prefect server.
+    #: Id of the run's flow run. None if the entry is for something else, such as a temporary
+    #: Prefect server.
     flow_run_id: str | None = None
-    #: URL of the Prefect server that keeps the flow run; None if that server ends with the run.
+    #: URL of the Prefect server that stores the flow run. None if it is a temporary server, which
+    #: ends with the run.
     api_url: str | None = None
-    #: Name of the worker that started the flow run; None if no worker did.
+    #: Name of the Prefect worker that started the flow run. None if no worker started it.
     worker: str | None = None
     #: Directory of the run; None if the run has no directory.
     directory: Path | None = None
-    #: True if the run's Ray jobs may continue without this process until the run is resumed.
+    #: True if the run's Ray jobs may continue after the death of the process, until another process
+    #: resumes the run.
     adopts: bool = False
-    #: Files and directories that must be removed with the run.
+    #: Files and directories that must be removed when the run has ended.
     leftovers: tuple[Path, ...] = ()
-    #: Time at which the owner was first found dead, in CLOCK_BOOTTIME seconds; None if it is not
-    #: known to be dead.
+    #: Time at which the process was first found dead, in CLOCK_BOOTTIME seconds. None if it was
+    #: never found dead.
     lost_at_boot_s: float | None = None
 
 
 class _Entry(_Model):
-    """One component of a run, kept in a separate file."""
+    """One component of a run. Each entry is a separate file in the run's registry directory."""
 
+    #: First part of the file name.
     kind: ClassVar[str]
 
     run_id: str
@@ -87,36 +100,42 @@ class _Entry(_Model):
 
     @classmethod
     def file_of(cls, component: str) -> str:
+        """Return the file name of a component's entry in the run's registry directory."""
         return f"{cls.kind}-{component}.json"
 
 
 class RegisterEntry(_Entry):
-    """A component that runs on this machine, or that is about to be started.
+    """Registry entry of a component that runs on this machine or is about to be started here.
 
-    A component may guard processes itself. Such a process is entered as `COMPONENT.PART`.
+    A component may start guardians itself, for example for the servers of a rollout. Each of them
+    has an entry of its own with the name `COMPONENT.PART`.
     """
 
     kind = "component"
 
-    #: Mark of the guardian and its descendants, see `tree.mark_own`.
+    #: Number that identifies the guardian and its descendants, see `tree.mark_own`.
     mark: int
+    #: Identity of the guardian process.
     guardian: ProcessId
-    #: First process of the component. It does not execute its program before this entry is written.
+    #: Identity of the component's first process. It executes its program only after this entry was
+    #: written.
     process: ProcessId
-    #: The component's cgroup v2 directory, or None.
+    #: Directory of the component's cgroup v2; None if the component has no cgroup.
     cgroup: Path | None = None
 
 
 class JobEntry(_Entry):
-    """A component that runs as a job on a Ray cluster, or that is about to be submitted.
+    """Registry entry of a component that runs as a Ray job or is about to be submitted as one.
 
-    The data for queries about the job are in `submission.json` in the attempt's directory.
+    The address of the cluster and other facts about the job are in `submission.json` in the
+    directory of the attempt.
     """
 
     kind = "job"
 
+    #: Submission id of the Ray job.
     submission_id: str
-    #: Log file in the attempt's directory.
+    #: The component's log file in the directory of the attempt.
     log: Path
 
 
@@ -125,7 +144,11 @@ class RunHeld(OSError):
 
 
 def enter(directory: Path, entry: RegisterEntry | JobEntry) -> None:
-    """Write the entry of a component to the run's directory, before the component is started.
+    """Write the registry entry of a component. Call this before the component is started.
+
+    Args:
+        directory: Directory of the run in the registry.
+        entry: The entry.
 
     Raises:
         OSError: The entry was not written. The component must not be started.
@@ -134,31 +157,41 @@ def enter(directory: Path, entry: RegisterEntry | JobEntry) -> None:
 
 
 def leave(directory: Path, component: str) -> None:
-    """Remove the entries of a component whose processes have all ended."""
+    """Remove the registry entries of a component whose processes have all ended.
+
+    Args:
+        directory: Directory of the run in the registry.
+        component: Name of the component.
+    """
     (directory / RegisterEntry.file_of(component)).unlink(missing_ok=True)
-    # The process that entered the parts may have been killed. Its parts were its descendants, so
-    # they have ended, too.
+    # Also remove entries of the component's parts. The component may have been killed before it
+    # could remove them. All parts are descendants of the component, so they have ended, too.
     for part in directory.glob(RegisterEntry.file_of(f"{component}.*")):
         part.unlink(missing_ok=True)
     (directory / JobEntry.file_of(component)).unlink(missing_ok=True)
 
 
 class RunRegister:
-    """The registry of one run, held open by the process that supervises the run.
+    """The registry directory of one run, locked by the process that supervises the run.
 
-    `close` removes the run from the registry.
+    `close` removes the directory.
     """
 
     def __init__(self, owner: Owner) -> None:
-        """Register a run, after waiting for a process that is finishing an earlier owner of the
-        run.
+        """Register a run, and lock its registry directory.
+
+        An earlier owner of the run may have died. If another process is finishing the leftovers of
+        that owner, wait for the end of this work.
+
+        Args:
+            owner: This process, and facts about the run.
 
         Raises:
             RunHeld: Another living process supervises the run.
-            FileExistsError: The directory belongs to another flow run.
+            FileExistsError: The run is registered with the id of another flow run.
             OSError: The registry cannot be written.
         """
-        #: Directory of the run in the registry. `close` removes it.
+        #: Directory of the run in the registry.
         self.directory = _live() / owner.run_id
         self.owner = owner
         #: Thread that writes the files of the run.
@@ -183,11 +216,14 @@ class RunRegister:
 
     @staticmethod
     def opened(run_id: str, **about: object) -> RunRegister:
-        """Register this process as the owner of a run.
+        """Register a run with this process as its owner.
 
         Args:
             run_id: The run.
             about: Further fields of `Owner`.
+
+        Raises:
+            OSError: See `RunRegister`.
         """
         keep_private()
         me = ProcessId.of(os.getpid())
@@ -197,12 +233,12 @@ class RunRegister:
         return RunRegister(owner)
 
     def note_leftovers(self, made: set[Path], gone: set[Path]) -> None:
-        """Update the list of files that must be removed with the run.
+        """Update the list of files that must be removed when the run has ended.
 
         Args:
-            made: Files that the run has made.
-            gone: Files that no longer exist. They leave the list, because another user may reuse a
-                name.
+            made: Files that processes of the run have made.
+            gone: Files that were removed. They leave the list, because another user may create a
+                file with the same name.
         """
         kept = [path for path in self.owner.leftovers if path not in gone]
         leftovers = (*kept, *sorted(made.difference(kept)))
@@ -211,7 +247,7 @@ class RunRegister:
             self.disk.replace(self.directory / _OWNER, self._owner_text)
 
     async def enter(self, entry: RegisterEntry | JobEntry) -> None:
-        """Write the entry of a component before it is started.
+        """Write the registry entry of a component. Await this before the component is started.
 
         Raises:
             OSError: The entry was not written. The component must not be started.
@@ -219,14 +255,20 @@ class RunRegister:
         await asyncio.wrap_future(self.disk.do(partial(enter, self.directory, entry)))
 
     def leave(self, component: str) -> None:
-        """Remove the entries of a component whose processes have all ended. Returns at once."""
+        """Remove the registry entries of a component whose processes have all ended.
+
+        Returns at once. Another thread removes the files.
+        """
         self.disk.do(partial(leave, self.directory, component))
 
     def settle(self, record: RunJson) -> None:
         """Wait until the final record of the run is on disk.
 
-        If the disk does not accept the record in time, a short form of it is written to the
-        reserved disk space. A later `reconcile` then writes the record.
+        If the disk does not accept the record in time, write a short form of it into the reserved
+        disk space of the run. A later `muster reconcile` then writes `run.json` from it.
+
+        Args:
+            record: The final record.
         """
         if not self.disk.flush(_WRITTEN_WITHIN_S):
             with suppress(OSError):  # TimeoutError is one.
@@ -234,10 +276,10 @@ class RunRegister:
                 self.disk.do(write).result(_WRITTEN_AFTER_ALL_WITHIN_S)
 
     def close(self) -> None:
-        """Remove the run from the registry and release its lock.
+        """Remove the run from the registry, and release the lock on its directory.
 
-        The run stays registered if an entry remains or if its record could not be written. A later
-        `reconcile` then finds the run.
+        The run stays registered if a component still has an entry or if the record of the run could
+        not be written. A later `muster reconcile` then finishes the run.
         """
         if self._lock_fd is None:
             return
@@ -253,7 +295,10 @@ class RunRegister:
 
 
 class LostRun:
-    """A run of this machine whose owner has died, claimed by the process that finishes the run."""
+    """A registered run whose owner has died. The calling process holds the lock on its directory.
+
+    Use `claimed` to get one.
+    """
 
     def __init__(self, directory: Path, owner: Owner) -> None:
         self._directory = directory
@@ -265,15 +310,17 @@ class LostRun:
 
     @property
     def is_of_this_boot(self) -> bool:
-        """True if the run belongs to this boot of the machine or container.
+        """True if the owner of the run was started after the last boot of this machine or
+        container.
 
-        Otherwise none of its processes can still run.
+        If it is False, no process of the run can still exist.
         """
         return self.owner.process.boot_id == boot_id()
 
     def seconds_lost(self) -> float:
-        """Return the seconds since the owner was first found dead. The first call records that
-        time.
+        """Return the seconds since the owner was first found dead.
+
+        The first call writes the current time into `owner.json` and returns 0.
         """
         now = time.clock_gettime(time.CLOCK_BOOTTIME)
         if self.owner.lost_at_boot_s is None or self.owner.lost_at_boot_s > now:
@@ -282,7 +329,11 @@ class LostRun:
         return now - (self.owner.lost_at_boot_s or now)
 
     def forget_job(self, component: str) -> None:
-        """Remove the entry of a component whose job has ended without leftovers."""
+        """Remove the registry entry of a Ray job that has ended without leftover processes.
+
+        Args:
+            component: Name of the component that ran as this job.
+        """
         (self._directory / JobEntry.file_of(component)).unlink(missing_ok=True)
         self.jobs = [entry for entry in self.jobs if entry.component != component]
 
@@ -293,15 +344,15 @@ class LostRun:
 
 @contextmanager
 def claimed(run_id: str, *, host: str | None = None) -> Iterator[LostRun | None]:
-    """Claim a run whose owner has died, so that no other process finishes it at the same time.
+    """Lock a run whose owner has died, so that no other process finishes it at the same time.
 
     Args:
         run_id: The run.
-        host: Required host of the run. None: this machine.
+        host: Name of the machine to which the run must belong. None: this machine.
 
     Yields:
-        The run; None if its owner lives, another process is finishing it, or it belongs to another
-        host.
+        The run. None if its owner lives, if another process is finishing the run, if the run is not
+        registered, or if it belongs to another machine.
     """
     directory = _live() / run_id
     owner = _read(directory / _OWNER, Owner)
@@ -310,7 +361,8 @@ def claimed(run_id: str, *, host: str | None = None) -> Iterator[LostRun | None]
         return
     lock = _try_lock(directory)
     try:
-        # Read again under the lock, because another process may have finished the run since.
+        # Read the owner again while the directory is locked. Another process may have finished the
+        # run since the first read.
         owner = _read(directory / _OWNER, Owner) if lock is not None else None
         yield LostRun(directory, owner) if owner is not None else None
     finally:
@@ -319,7 +371,7 @@ def claimed(run_id: str, *, host: str | None = None) -> Iterator[LostRun | None]
 
 
 def registered_runs() -> list[str]:
-    """Return the ids of all registered runs, both living and lost, in alphabetical order."""
+    """Return the ids of all registered runs in alphabetical order, with living and dead owners."""
     try:
         return sorted(entry.name for entry in _live().iterdir() if entry.is_dir())
     except OSError:
@@ -327,20 +379,26 @@ def registered_runs() -> list[str]:
 
 
 def owner_of(run_id: str) -> Owner | None:
-    """Return the registered owner of a run, alive or dead; None if there is no readable entry."""
+    """Return the registered owner of a run, which may be dead.
+
+    Returns:
+        None if the run is not registered or its `owner.json` cannot be read.
+    """
     return _read(_live() / run_id / _OWNER, Owner)
 
 
 def teardown_s(process: int | None = None) -> float:
-    """Return the longest time in seconds that the teardown of a registered run can take; 0 without
-    runs.
+    """Return the longest time that the teardown of a registered run can take, in seconds.
 
-    Components are stopped one after the other. Each may finish a save before it is stopped, which
-    can take another grace period.
+    The components of a run are stopped one after the other. Each may first finish a checkpoint,
+    which can take as long as its grace period.
 
     Args:
-        process: Pid of a flow process, to count only its run. None: count every run of this
+        process: Pid of a flow process, to consider only its run. None: consider every run of this
             MUSTER_HOME.
+
+    Returns:
+        0 if no such run is registered.
     """
     longest_s = 0.0
     for run_id in registered_runs():
@@ -349,13 +407,15 @@ def teardown_s(process: int | None = None) -> float:
             continue
         directory = _live() / run_id
         entries = [*_entries(directory, RegisterEntry), *_entries(directory, JobEntry)]
-        # A part (`COMPONENT.PART`) ends within the grace period of its component.
+        # Do not add the grace periods of parts (`COMPONENT.PART`). A part ends together with its
+        # component.
         graces = [entry.grace_s for entry in entries if "." not in entry.component]
         longest_s = max(longest_s, 2 * sum(graces))
     return longest_s
 
 
 def _live() -> Path:
+    """Return the directory of the registry."""
     return muster_home() / "live"
 
 
@@ -364,11 +424,13 @@ _E = TypeVar("_E", bound=_Entry)
 
 
 def _entries(directory: Path, kind: type[_E]) -> list[_E]:
+    """Return all readable entries of a type from a run's registry directory."""
     entries = [_read(path, kind) for path in sorted(directory.glob(kind.file_of("*")))]
     return [entry for entry in entries if entry is not None]
 
 
 def _read(path: Path, model: type[_M]) -> _M | None:
+    """Return the content of a registry file; None if the file is missing or cannot be read."""
     try:
         return model.model_validate_json(read_own_file(path))
     except FileNotFoundError:
@@ -379,13 +441,12 @@ def _read(path: Path, model: type[_M]) -> _M | None:
 
 
 def _try_lock(directory: Path) -> int | None:
-    """Lock the run's directory and return the file descriptor of the lock.
+    """Lock a run's registry directory, and return the open file descriptor of its lock file.
 
-    This is a POSIX lock, which belongs to the process and not to the open file, so a forked child
-    does not inherit it.
+    A POSIX lock is used, because a forked child does not inherit it.
 
     Returns:
-        None if another process holds the lock or has just removed it.
+        None if another process holds the lock or has just removed the directory.
     """
     try:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -405,36 +466,39 @@ def _try_lock(directory: Path) -> int | None:
     return fd
 
 
-#: Seconds that a guardian without a supervisor may need in addition to its grace period.
+#: Seconds in addition to the grace period that a guardian gets to end its component after the death
+#: of the run's owner. After that time it is killed.
 _GUARDIAN_MARGIN_S = 10.0
-#: Prefix of the directories that Muster makes. Directories without it are never removed.
+#: Prefix of the names of directories that Muster makes. Other directories are never removed.
 _PREFIX = "muster-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remains:
-    """Result of finishing a lost run."""
+    """Result of `finish`: what was killed and removed, and what remains of a lost run."""
 
-    #: Pids that were killed.
+    #: Pids of the processes that were killed.
     killed: tuple[int, ...]
-    #: Pids of each component that survived SIGKILL.
+    #: `left[component]`: pids of the processes that survived SIGKILL.
     left: Mapping[str, tuple[int, ...]]
-    #: Pid of each component's guardian that is still within the grace period.
+    #: `waiting[component]`: pid of a guardian that is still ending its component within the grace
+    #: period.
     waiting: Mapping[str, int]
-    #: Removed files, directories and cgroups.
+    #: Files, directories and cgroups that were removed.
     removed: tuple[Path, ...]
 
     @property
     def is_clean(self) -> bool:
-        """True if no process remains and no guardian is still working."""
+        """True if no process of the run remains and no guardian is still ending its component."""
         return not self.left and not self.waiting
 
 
 def finish(lost: LostRun) -> Remains:
-    """End the leftovers of a lost run, and remove its files. It may be called any number of times.
+    """End the leftover processes of a lost run, and remove its files.
 
-    A living guardian ends its component itself within the grace period. It is killed only if it has
-    not done so in time. Only processes with the run's mark or in its cgroup are touched.
+    A living guardian ends its component itself within the grace period. It is killed only if it
+    needs longer. Only processes with a mark of the run (see `tree.mark_own`) or in its cgroups are
+    killed. The function may be called any number of times.
     """
     killed: set[int] = set()
     left: dict[str, tuple[int, ...]] = {}
@@ -458,7 +522,10 @@ def finish(lost: LostRun) -> Remains:
 
 
 def _end_once(entry: RegisterEntry) -> set[Known]:
-    """Send SIGKILL once to all processes of a component, and return those that were alive."""
+    """Send SIGKILL once to all processes of a component, and return those that were alive.
+
+    They are found by the mark and the cgroup in the registry entry of the component.
+    """
     living = end_marked(entry.mark)
     if entry.cgroup is not None and not cgroup.is_empty(str(entry.cgroup)):
         with suppress(OSError):

@@ -1,8 +1,8 @@
-"""Find the shared memory segments in /dev/shm that the processes of a run have made.
+"""Find and remove the shared memory segments in /dev/shm that the processes of a run have made.
 
-After the death of the processes that made a segment, the segment has no owner and its name proves
-nothing. So each segment is attributed when it appears: inotify reports the new name, and a process
-that has the segment open or mapped at that moment has made it.
+A segment can outlive the processes that made it. Then nothing shows which run it belongs to. So
+each segment is assigned to a run when it appears. inotify reports the new file, and the process
+that has the file open or mapped at that moment has made it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tasks.processes import tree
 
 _log = logging.getLogger(__name__)
 
+#: Directory of the shared memory segments. Each segment is a file.
 DIRECTORY = Path("/dev/shm")
 _IN_MOVED_FROM = 0x40
 _IN_MOVED_TO = 0x80
@@ -32,23 +33,33 @@ _APPEARED = _IN_CREATE | _IN_MOVED_TO
 _REMOVED = _IN_DELETE | _IN_MOVED_FROM
 #: Layout of `struct inotify_event`. Source: inotify(7).
 _EVENT = struct.Struct("iIII")
-#: Seconds to collect new names before the check. A collective library makes many segments at once.
+#: Seconds from the first inotify event to the check of the new files. A library such as NCCL makes
+#: many segments at once, which are then checked together.
 _GATHER_S = 0.05
-#: Seconds in which an unattributed segment is checked again. Its maker may close it and map it
-#: later.
+#: Seconds in which a new segment is checked repeatedly, until a process of the run has it open or
+#: mapped. A process may close a segment and map it a moment later.
 _MAPPED_WITHIN_S = 0.2
-#: Largest share of one CPU core for the checks. Many new files only make the checks rarer.
+#: Largest share of one CPU core that the checks use. If there are many new files, the checks become
+#: less frequent.
 _CPU_SHARE = 0.02
-#: Seconds to wait for the last check, which may hang on a broken disk.
+#: Seconds that `close` waits for the last check, which may hang on a broken disk.
 _LAST_CHECK_WITHIN_S = 5.0
-#: Value written to the eventfd to request a check at once.
+#: Value that `hurry` writes to the eventfd to request a check at once.
 _CHECK_NOW = 1
-#: Value written to the eventfd to request a last check.
+#: Value that `close` writes to the eventfd to request the last check.
 _CHECK_LAST = 1 << 32
 
 
 def _wait(fds: Iterable[int], within_s: float | None) -> bool:
-    """Wait until a file descriptor is readable. Return False if the time is over first."""
+    """Wait until one of the file descriptors is readable.
+
+    Args:
+        fds: The file descriptors.
+        within_s: Time limit in seconds. None: no limit.
+
+    Returns:
+        False if the time limit is over before.
+    """
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)
@@ -56,9 +67,10 @@ def _wait(fds: Iterable[int], within_s: float | None) -> bool:
 
 
 class SharedMemoryWatch:
-    """Notes the shared memory segments that the processes of a run make, until `close`.
+    """Reports the shared memory segments that the processes of a run make, until `close`.
 
-    Does nothing if the directory cannot be watched.
+    A thread watches the directory with inotify. If the kernel offers no further inotify watch,
+    nothing is reported.
     """
 
     def __init__(
@@ -69,15 +81,17 @@ class SharedMemoryWatch:
     ) -> None:
         """
         Args:
-            own_pids: Returns the pids of the run. Called in a thread, once for each check.
-            note: Called in that thread with the segments that the run made, and with all files that
-                were removed.
+            own_pids: Returns the pids of the run. Called in the watching thread, once for each
+                check.
+            note: Called in the watching thread with the segments that the run has made, and with
+                all files that were removed.
             directory: Directory to watch.
         """
         self._own_pids = own_pids
         self._note = note
         self._directory = directory
-        #: Time at which each unattributed file appeared, in CLOCK_MONOTONIC seconds.
+        #: Time at which each new file appeared, in CLOCK_MONOTONIC seconds. A file leaves this
+        #: dictionary when its maker is known or after `_MAPPED_WITHIN_S`.
         self._appeared: dict[Path, float] = {}
         self._fd = _watch(directory)
         self._wake = os.eventfd(0)
@@ -86,9 +100,13 @@ class SharedMemoryWatch:
             self._thread.start()
 
     def hurry(self, *, is_last: bool = False) -> None:
-        """Request a check at once, because a process that made a segment may be about to end.
+        """Request a check of the new files at once. Returns at once.
 
-        Returns at once.
+        Call this before processes of the run are stopped. After their end, the files that they had
+        open are unknown.
+
+        Args:
+            is_last: True if the thread must end after this check.
         """
         os.eventfd_write(self._wake, _CHECK_LAST if is_last else _CHECK_NOW)
 
@@ -105,7 +123,7 @@ class SharedMemoryWatch:
             os.close(self._fd)
 
     def _follow(self) -> None:
-        """Check after each event or request, until `close`."""
+        """Check the new files after each inotify event and each request, until `close`."""
         next_at = 0.0
         is_closing = False
         while not is_closing:
@@ -119,6 +137,7 @@ class SharedMemoryWatch:
             next_at = time.monotonic() + (time.thread_time() - began_s) / _CPU_SHARE
 
     def _check(self) -> None:
+        """Find the makers of the new files once, and report the files of this run."""
         now = time.monotonic()
         gone = self._read_events(now)
         wanted = {path for path in self._appeared if is_own_file(path)}
@@ -139,8 +158,13 @@ class SharedMemoryWatch:
             self._note(made, gone)
 
     def _read_events(self, now: float) -> set[Path]:
-        """Read the pending inotify events: return removed files, and add new files to
-        `_appeared`.
+        """Read the pending inotify events, and add the new files to `_appeared`.
+
+        Args:
+            now: The current time in CLOCK_MONOTONIC seconds.
+
+        Returns:
+            The files that were removed.
         """
         gone: set[Path] = set()
         with suppress(BlockingIOError):
@@ -160,22 +184,22 @@ class SharedMemoryWatch:
 
 
 def held_by(pids: Iterable[int], wanted: set[Path]) -> set[Path]:
-    """Return those of the files that one of the processes has open or mapped.
+    """Return the files from `wanted` that at least one of the processes has open or mapped.
 
     Raises:
-        OSError: This process cannot check, for example because it cannot open more files (EMFILE).
+        OSError: /proc cannot be read, for example because this process has too many open files.
     """
     held: set[Path] = set()
     names = {str(path): path for path in wanted}
-    # Each path of a mapping in /proc/PID/maps begins with a space and its folder.
+    # In /proc/PID/maps, a space and the directory come before the name of each mapped file.
     folders = {b" " + os.fsencode(path.parent) + b"/" for path in wanted}
     for pid in pids:
         if len(held) == len(wanted):
             break
         held |= {names[target] for target in tree.open_files(pid).values() if target in names}
         with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-            # Processes often have thousands of mappings, so a Python loop over all lines would be
-            # slow.
+            # Split the text at the directory instead of looping over its lines, because a process
+            # may have thousands of mappings.
             maps = Path(f"/proc/{pid}/maps").read_bytes()
             for folder in folders:
                 for rest in maps.split(folder)[1:]:
@@ -186,19 +210,22 @@ def held_by(pids: Iterable[int], wanted: set[Path]) -> set[Path]:
 
 
 def is_own_file(path: Path) -> bool:
-    """Return True if the file exists and belongs to this user. Other users' files are never
-    removed.
-    """
+    """Return True if the file exists and belongs to this user."""
     with suppress(OSError):
         return path.lstat().st_uid == os.getuid()
     return False
 
 
 def remove_unused(paths: Iterable[Path]) -> list[Path]:
-    """Remove the segments of this user that no living process has open or mapped.
+    """Remove those shared memory segments that no process has open or mapped.
+
+    Segments of other users stay.
+
+    Args:
+        paths: The segments.
 
     Returns:
-        The removed segments; an empty list if their users are unknown.
+        The removed segments. Empty if the processes that use the segments cannot be determined.
     """
     candidates = {path for path in paths if is_own_file(path)}
     removed: list[Path] = []
@@ -215,7 +242,11 @@ def remove_unused(paths: Iterable[Path]) -> list[Path]:
 
 
 def _watch(directory: Path) -> int:
-    """Return an inotify file descriptor for the directory; -1 if none is available."""
+    """Return an inotify file descriptor that reports new and removed files of the directory.
+
+    Returns:
+        -1 if the kernel offers no further inotify watch.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     fd: int = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
     if fd < 0:

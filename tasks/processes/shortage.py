@@ -1,7 +1,7 @@
-"""Shortages of this machine or process: no open files, memory or ports remain.
+"""Recognise a shortage of this machine or process: no more files, memory or ports are available.
 
-A shortage is no fault of the component or server that this process wanted to ask. So it never
-counts against a component or a server. Standard library only.
+If a probe fails because of such a shortage, the component or server that it asks is not to blame.
+So the failure does not count against it. This module uses only the standard library.
 """
 
 from __future__ import annotations
@@ -9,24 +9,28 @@ from __future__ import annotations
 import errno
 import os
 
-#: Error numbers of a shortage: open files of the process or of the machine, memory, buffers, ports
-#: for connections.
+#: Error numbers that mean a shortage: too many open files in this process or on this machine, no
+#: memory, no network buffers, no free port for a connection.
 OWN_SHORTAGES = frozenset(
     {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL}
 )
 
 
 class Unasked(str):
-    """Reason why a question could not be asked: this process has a shortage, such as no open files.
+    """Reason why a probe could not be asked, because of a shortage of this process.
 
-    It is no fault of the component.
+    It does not count as a failure of the component.
     """
 
     __slots__ = ()
 
 
 def is_own_shortage(error: BaseException) -> bool:
-    """Return True if an error, or one of its causes, is a shortage of this machine or process."""
+    """Return True if an error was caused by a shortage of this machine or process.
+
+    The error itself, its causes, and the members of an exception group are checked. Also returns
+    True if this process cannot open another file now.
+    """
     causes: list[BaseException | None] = [error]
     seen: set[int] = set()
     while causes:
@@ -45,7 +49,7 @@ def is_own_shortage(error: BaseException) -> bool:
 def has_no_files_left() -> bool:
     """Return True if this process cannot open another file.
 
-    Some libraries hide the error number of such a failure.
+    Check this in addition to an error, because some libraries do not pass on the error number.
     """
     try:
         os.close(os.open("/", os.O_PATH))

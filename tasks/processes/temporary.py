@@ -1,7 +1,8 @@
-"""A private temporary folder, which no other user can enter or create first.
+"""Use a private temporary folder, which no other user can enter or create.
 
-Prefect's runner keeps files in `runner_storage` of the folder that Python's `tempfile` names. In
-`/tmp`, the first user's umask excludes all other users, and any user can create that folder first.
+Prefect's runner keeps files in the folder `runner_storage` in Python's temporary folder, which
+usually is `/tmp`. On a shared machine, only the user who first creates `/tmp/runner_storage` can
+write to it, and that may be any user.
 """
 
 from __future__ import annotations
@@ -17,28 +18,31 @@ from pathlib import Path
 from tasks.processes.identity import host_name
 from tasks.record.places import muster_home
 
-#: Name of the lock file in each folder. Its process holds the lock until the process ends.
+#: Name of the lock file in each temporary folder. The process that uses the folder holds the lock
+#: until it ends.
 _LOCK = "held"
-#: The folder of this process, and its open lock. Empty until there is one.
+#: Temporary folder of this process, with the file descriptor of its lock. Empty until
+#: `use_own_temporary_folder` is called.
 _own: dict[Path, int] = {}
 
 
 def use_own_temporary_folder() -> Path:
-    """Make Python's `tempfile` in this process use a private folder, and return that folder.
+    """Create a private folder for Python's `tempfile` in this process, and return it.
 
-    The folder is in the home and is removed when this process ends. If this process is killed, the
-    next process on this host removes it. The environment does not change, so child processes keep
-    the user's TMPDIR. A second call returns the same folder.
+    The folder is in MUSTER_HOME and is removed when this process ends. If this process is killed,
+    the next process that calls this function on this host removes the folder. Child processes are
+    not affected: they use TMPDIR of the user. A second call returns the same folder.
 
     Raises:
-        UntrustedPath: Another user can change the home.
+        UntrustedPath: Another user can change MUSTER_HOME.
         OSError: The folder cannot be created.
     """
     for folder in _own:
         return folder
     all_of_host = muster_home() / "temp" / host_name()
     all_of_host.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # Only one process at a time: a folder without its lock would seem abandoned.
+    # Lock out other processes until the new folder has its lock. They would remove a folder without
+    # a lock as abandoned.
     turn = _locked(all_of_host, fcntl.LOCK_EX)
     try:
         _remove_abandoned(all_of_host)
@@ -52,16 +56,16 @@ def use_own_temporary_folder() -> Path:
 
 
 def _remove_own(folder: Path, owner_pid: int) -> None:
-    # A forked process inherits the exit handlers of its parent.
+    # Do nothing in a forked process, which inherits this exit handler from its parent.
     if os.getpid() == owner_pid:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove_abandoned(all_of_host: Path) -> None:
-    """Remove the folders that no living process holds."""
+    """Remove the temporary folders whose lock no living process holds."""
     for folder in all_of_host.iterdir():
-        # A living process holds the lock of its folder. The common lock file is no folder and
-        # raises OSError.
+        # An OSError means that a living process holds the lock, or that the entry is no folder but
+        # the common lock file of this host.
         with suppress(OSError):
             fd = _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
@@ -70,6 +74,10 @@ def _remove_abandoned(all_of_host: Path) -> None:
 
 def _locked(folder: Path, how: int) -> int:
     """Open and lock the lock file of a folder, and return its file descriptor.
+
+    Args:
+        folder: The folder.
+        how: Operation for flock(2), such as LOCK_EX.
 
     Raises:
         BlockingIOError: Another process holds the lock, and `how` does not wait.

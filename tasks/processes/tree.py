@@ -1,8 +1,8 @@
 """Process trees of this machine: list the descendants of a process, and end a whole tree.
 
 A subreaper is a process that the kernel makes the parent of its orphaned descendants. Only a
-subreaper can prove that a tree is empty: if waitpid(2) reports that it has no child (ECHILD), it has
-no descendants. A list of processes from /proc is no such proof. It misses most processes that fork
+subreaper can prove that a tree is empty: it has no descendants if waitpid(2) reports that it has no
+child (ECHILD). A list of processes from /proc is no such proof. It misses most processes that fork
 and exit within a fraction of a millisecond, so it only names the processes to signal next.
 
 This module uses only the standard library and imports quickly, because the guardian imports it and
