@@ -1,7 +1,8 @@
-"""A report on a component that hangs, written next to its log before the component is ended.
+"""Write a report on a component that hangs, before the component is ended.
 
-The report combines several sources: py-spy if it is installed, the kernel through /proc, NCCL, and
-the GPU driver. On this machine, SIGABRT also makes the processes write their own stacks.
+The report is a file next to the component's log. It shows the Python stacks if py-spy is installed,
+the state of the processes in the kernel, NCCL's report, and the utilisation of the GPUs. On this
+machine, processes that catch SIGABRT also write their own stacks before they end.
 """
 
 from __future__ import annotations
@@ -37,11 +38,19 @@ from tasks.processes.tree import all_pids, environment_of, is_zombie, machine
 from tasks.spec.formatting import format_datetime, join_commas
 
 _PROC = Path("/proc")
+#: Largest number of threads of a process that the report shows.
 _THREADS_AT_MOST = 200
 
 
 def kernel_view(pids: Iterable[int], proc: Path = _PROC) -> Iterator[str]:
-    """Yield a text of several lines for each process. Processes that have ended are left out."""
+    """Yield a text about each process from /proc: state, kernel stack, threads and connections.
+
+    Processes that have ended are skipped.
+
+    Args:
+        pids: The processes.
+        proc: Directory of the proc file system.
+    """
     for pid in pids:
         if status := status_of(pid, proc):
             yield "\n".join(_describe(proc / str(pid), pid, status)) + "\n"
@@ -59,6 +68,13 @@ def catches(pid: int, signum: int, proc: Path = _PROC) -> bool:
 
 
 def _describe(at: Path, pid: int, status: dict[str, str]) -> Iterator[str]:
+    """Yield the lines of the text about one process.
+
+    Args:
+        at: Directory of the process in /proc.
+        pid: Pid of the process.
+        status: Fields of its file `status`.
+    """
     command = _text(at / "cmdline").replace("\0", " ").strip() or f"[{status.get('Name')}]"
     yield f"pid {pid}, child of {status.get('PPid')}: {command}"
     yield f"  state: {status.get('State')}, waits in: {_text(at / 'wchan') or '?'}"
@@ -71,7 +87,7 @@ def _describe(at: Path, pid: int, status: dict[str, str]) -> Iterator[str]:
         waits_in = _text(thread / "wchan") or "?"
         yield f"    {thread.name} {head.partition('(')[2]} {rest[:1] or '?'} {waits_in}"
     yield "  connections:"
-    # On a Ray node, Ray's own copy of psutil is used. It may be too old for `net_connections`.
+    # On a Ray node, psutil is the copy that comes with Ray. An old copy has no `net_connections`.
     with suppress(psutil.Error, AttributeError):
         for connection in psutil.Process(pid).net_connections("tcp"):
             addresses = [end for end in (connection.laddr, connection.raddr) if end]
@@ -80,55 +96,63 @@ def _describe(at: Path, pid: int, status: dict[str, str]) -> Iterator[str]:
 
 
 def _text(path: Path, otherwise: str = "") -> str:
+    """Return the content of a file; `otherwise` if the file cannot be read."""
     try:
         return path.read_bytes().decode(errors="replace")
     except OSError:
         return otherwise
 
 
-#: Largest number of processes that py-spy examines. Each needs a py-spy process.
+#: Largest number of processes that py-spy examines at the same time. Each needs a py-spy process.
 _ASKED_AT_MOST = 32
-#: Parts of paths that mark a file as library code, not as the program's own code.
+#: If the path of a source file contains one of these texts, the file is library code and not the
+#: program's own code.
 _NOT_OWN = ("/lib/python", "-packages/", "<frozen", ".pyx")
-#: Part of the path of the wrapper of a Ray job. Its stack is not the program's own, either.
+#: If the path of a source file contains this text, the file is Muster's wrapper of a Ray job and
+#: not the program's own code.
 _WRAPS = "/muster_driver/"
 
 
 class HungProcess(TypedDict):
-    """One process of a component that hangs."""
+    """State of one process of a component that hangs."""
 
     pid: int
-    #: Name of the process in the kernel.
+    #: Name of the process, as the kernel shows it.
     name: str
-    #: State in the kernel, for example `S (sleeping)`.
+    #: State of the process, as the kernel shows it, for example `S (sleeping)`.
     state: str
-    #: RANK, which launchers of distributed programs set; empty if the process has no rank.
+    #: Value of the environment variable RANK, which launchers of distributed programs set. Empty if
+    #: it is not set or cannot be read.
     rank: str
-    #: Place in the program's own code, and the innermost call; empty if unknown.
+    #: Function, file and line that a thread executes in the program's own code, and those of its
+    #: innermost call. Empty if unknown.
     frame: str
-    #: True if `frame` is in the program's own code.
+    #: True if the stack contains the program's own code. Otherwise `frame` names library code.
     is_own: bool
 
 
 class HangEvidence(TypedDict):
-    """Evidence on a component's processes on one machine, as far as it was gathered in time."""
+    """Facts about a component's processes on one machine.
+
+    Facts that could not be gathered within the time limit are missing.
+    """
 
     #: Identity of the machine, see `tree.machine`.
     machine: str
     processes: list[HungProcess]
-    #: Stacks of the processes, and their state in the kernel.
+    #: Stacks of the processes, and their state in the kernel, as a text for people.
     text: str
-    #: NCCL's report on the communicators; empty if unknown.
+    #: NCCL's report on the communicators of the job; empty if there is none.
     nccl: str
-    #: Utilisation of the GPUs; empty if unknown.
+    #: Utilisation and memory use of the GPUs, as a text for people; empty if unknown.
     gpus: str
 
 
 def evidence(pids: Sequence[int], within_s: float) -> HangEvidence:
-    """Gather evidence on processes of this machine, without changing them.
+    """Gather facts about processes of this machine, without changing the processes.
 
-    A check can block, for example on a process that is stuck in the kernel. Its result and those of
-    later checks are then missing.
+    The facts are gathered one after the other in another thread. If one of the checks blocks, for
+    example on a process that is stuck in the kernel, its facts and all later facts are missing.
 
     Args:
         pids: The processes.
@@ -157,16 +181,17 @@ def evidence(pids: Sequence[int], within_s: float) -> HangEvidence:
 def report(
     component: str, title: str, found: Mapping[str, HangEvidence], unreached: Mapping[str, str]
 ) -> tuple[str, str]:
-    """Write the report on a component that hangs.
+    """Compose the report on a component that hangs.
 
     Args:
         component: Name of the component.
         title: Title of the report.
-        found: Evidence of each node.
-        unreached: Reason for each node that could not be examined.
+        found: `found[node]`: facts that were gathered on the node.
+        unreached: `unreached[node]`: reason why the node could not be examined.
 
     Returns:
-        One line that names the place of the hang (empty if unknown), and the whole report.
+        `(place, report)`: one line that names the place in the code where the component hangs
+        (empty if unknown), and the text of the whole report.
     """
     processes = [
         (node, process) for node, of_node in found.items() for process in of_node["processes"]
@@ -177,7 +202,8 @@ def report(
         _, process = node_and_process
         return (not process["rank"], not process["is_own"], frame_counts[process["frame"]])
 
-    # The rank whose frame differs from that of most ranks is probably the cause.
+    # Put processes with rare frames first. Most ranks wait at the same place for the rank that
+    # hangs, so a rank at another place is probably the cause.
     processes.sort(key=sort_key)
     places = [
         (f"rank {process['rank']}, " if process["rank"] else "")
@@ -190,7 +216,7 @@ def report(
     ]
     parts = [f"{title} hangs, {format_datetime(time.time())}", "\n".join(listed)]
     nccl = [(node, of_node["nccl"]) for node, of_node in found.items() if of_node["nccl"]]
-    # Each report covers the whole job, so the first is enough.
+    # NCCL's report from any node covers all nodes of the job, so show only the first.
     parts += [f"NCCL, asked on node {node}:\n{text}" for node, text in nccl[:1]]
     for node, of_node in found.items():
         if of_node["gpus"]:
@@ -204,11 +230,15 @@ def report(
 
 
 def python_stacks(pids: Iterable[int], within_s: float) -> dict[int, list[dict[str, Any]] | str]:
-    """Return the threads of each Python process as py-spy shows them.
+    """Return the threads of each Python process with their stacks, from py-spy.
+
+    Args:
+        pids: The processes. Those that do not run Python are skipped.
+        within_s: Time limit in seconds for all processes together.
 
     Returns:
-        `threads[pid]`, or a text with the reason if py-spy failed. Empty if py-spy is not
-        installed.
+        `threads[pid]`: the threads in py-spy's JSON format, the main thread first; or a text with
+        the reason if py-spy failed for the process. Empty if py-spy is not installed.
     """
     stacks: dict[int, list[dict[str, Any]] | str] = {}
     if (spy := _py_spy()) is None:
@@ -216,8 +246,8 @@ def python_stacks(pids: Iterable[int], within_s: float) -> dict[int, list[dict[s
     deadline = time.monotonic() + within_s
     asked = {
         pid: subprocess.Popen(
-            # Do not pause the process: py-spy would wait forever for a process that is already
-            # stopped.
+            # With `--nonblocking`, py-spy does not pause the process. Otherwise it would wait
+            # forever for a process that SIGSTOP has stopped already.
             [spy, "dump", "--nonblocking", "--json", "--pid", str(pid)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -240,6 +270,7 @@ def python_stacks(pids: Iterable[int], within_s: float) -> dict[int, list[dict[s
 
 
 def _format_threads(threads: list[dict[str, Any]] | str) -> str:
+    """Return the stacks of a process as a text, from a result of `python_stacks`."""
     if isinstance(threads, str):
         return threads
     lines = []
@@ -255,6 +286,12 @@ def _format_frame(frame: Mapping[str, Any]) -> str:
 
 
 def _examine_process(pid: int, threads: list[dict[str, Any]] | str) -> HungProcess:
+    """Return the state of one process.
+
+    Args:
+        pid: The process.
+        threads: Threads of the process, as in the result of `python_stacks`.
+    """
     status = status_of(pid)
     seen = HungProcess(
         pid=pid,
@@ -266,7 +303,7 @@ def _examine_process(pid: int, threads: list[dict[str, Any]] | str) -> HungProce
     )
     if not threads or isinstance(threads, str):
         return seen
-    # The environment may be unreadable even if py-spy could read the process.
+    # This process may not be allowed to read the environment, even if py-spy could read the stacks.
     with suppress(PermissionError):
         seen["rank"] = environment_of(pid).get("RANK", "")
     stacks = [thread["frames"] for thread in threads if thread["frames"]]
@@ -275,11 +312,13 @@ def _examine_process(pid: int, threads: list[dict[str, Any]] | str) -> HungProce
         if own and not any(_WRAPS in frame["filename"] for frame in frames):
             within = "" if own[0] is frames[0] else f", in {_format_frame(frames[0])}"
             return seen | {"is_own": True, "frame": _format_frame(own[0]) + within}
-    # An installed program, such as verl, has no frames of its own code.
+    # No stack contains the program's own code, for example if the program is an installed package
+    # such as verl. Show the four innermost calls of the main thread.
     return seen | {"frame": " < ".join(map(_format_frame, stacks[0][:4])) if stacks else ""}
 
 
 def _is_own(path: str) -> bool:
+    """Return True if a source file is the program's own code and not that of a library."""
     return not any(part in path for part in _NOT_OWN)
 
 
@@ -298,16 +337,22 @@ def _describe_gpus(seen: Mapping[str, Any]) -> str:
 #: Default address of NCCL's RAS service; NCCL_RAS_ADDR replaces it.
 #: Source: NCCL 2.24, src/ras/client.cc, ras_internal.h.
 _RAS_ADDRESS = "localhost:28028"
-#: Seconds that the RAS service may take to ask its peers.
+#: Seconds that NCCL's RAS service may take to ask the other ranks of the job.
 _RAS_PEERS_WITHIN_S = 3
+#: Number of connections to one address of the RAS service that are tried.
 _RAS_TRIES = 3
 
 
 def nccl_status(pids: Sequence[int]) -> str:
-    """Return NCCL's report on a job's communicators: which ranks are behind, silent or dead.
+    """Return the report of NCCL's RAS service on the communicators of a job.
+
+    The report tells which ranks are behind, silent or dead.
+
+    Args:
+        pids: Processes of the job on this machine.
 
     Returns:
-        An empty string if none of the processes serves such a report.
+        An empty string if none of the processes offers the RAS service.
     """
     addresses = set()
     for pid in pids:
@@ -315,7 +360,8 @@ def nccl_status(pids: Sequence[int]) -> str:
             addresses.add(environment_of(pid).get("NCCL_RAS_ADDR", _RAS_ADDRESS))
     for address in sorted(addresses):
         host, _, port = address.rpartition(":")
-        # Several processes may listen on the address, and some of them may be stopped.
+        # Try again after a failure. Several processes of the job may share the address, and those
+        # that hang do not answer.
         for _ in range(_RAS_TRIES):
             with suppress(OSError, ValueError):
                 inodes = listening_inodes(int(port)).keys()
@@ -326,7 +372,7 @@ def nccl_status(pids: Sequence[int]) -> str:
 
 
 def _ras_status(host: str, port: int) -> str:
-    """Ask the RAS service for its status.
+    """Request the status report of NCCL's RAS service at an address, and return it.
 
     Raises:
         OSError: The service does not answer.
@@ -342,15 +388,21 @@ def _ras_status(host: str, port: int) -> str:
         return answer.read(_TEXT_AT_MOST).decode(errors="replace")
 
 
-#: Largest number of processes examined on one machine. A node may run hundreds of data workers.
+#: Largest number of processes that are examined on one machine. A job may have hundreds of
+#: processes that load data.
 _CARRIERS_AT_MOST = 64
+#: Largest number of characters of the stacks, and largest number of bytes of NCCL's report.
 _TEXT_AT_MOST = 1 << 20
 
 
 def examine_carriers(wanted: Mapping[str, str], within_s: float) -> HangEvidence:
-    """Gather evidence on this machine's processes that have all the variables with these values.
+    """Gather facts about the processes of this machine that were started with certain variables.
 
-    Like `end_carriers`, this function is sent to Ray nodes by value.
+    Ray sends this function by value to nodes without Muster.
+
+    Args:
+        wanted: Names and values of the environment variables.
+        within_s: Time limit in seconds.
     """
     carriers = [pid for pid in all_pids() if not is_zombie(pid) and carries(pid, wanted)]
     gathered = evidence(carriers[:_CARRIERS_AT_MOST], within_s)
@@ -358,46 +410,49 @@ def examine_carriers(wanted: Mapping[str, str], within_s: float) -> HangEvidence
 
 
 def abort_python(processes: Iterable[ProcessId], within_s: float) -> None:
-    """Make those processes that catch SIGABRT write down their stacks, as faulthandler does, and
-    die.
+    """Send SIGABRT to processes that handle it, so that they write their stacks and end.
 
-    Processes without a handler are not signalled, because they would die without writing their
-    stacks.
+    Python's faulthandler installs such a handler. Processes without a handler get no signal,
+    because they would end without writing their stacks. The processes are signalled one after the
+    other, so that their outputs are not mixed.
 
     Args:
         processes: The processes.
-        within_s: Total time limit in seconds. The processes are signalled one after the other, so
-            that their outputs are not mixed.
+        within_s: Time limit in seconds for all processes together.
     """
     deadline = time.monotonic() + within_s
     asked = [process for process in processes if catches(process.pid, signal.SIGABRT)]
     for process in asked:
-        # A process that waits for another would resume after the end of that process, and its stack
-        # would no longer show the wait.
+        # Stop all processes first. Otherwise a process that waits for another one would continue
+        # when that one ends, and its stack would not show the wait.
         _send_abort(process, signal.SIGSTOP)
     for process in asked:
         with suppress(OSError, ValueError):
-            # Writing a core dump would take too long. The limit 1 also prevents dumps to a program
-            # that collects them, which the limit 0 does not. Source: core(5).
+            # Prevent a core dump, because writing it takes too long. The limit is 1 byte and not 0:
+            # with 0, the kernel still sends the dump to a program that collects dumps.
+            # Source: core(5).
             _, hard = resource.prlimit(process.pid, resource.RLIMIT_CORE)
             resource.prlimit(process.pid, resource.RLIMIT_CORE, (1, hard))
         _send_abort(process, signal.SIGABRT)
-        # A stopped process handles SIGABRT only after SIGCONT, and before anything else.
+        # After SIGCONT, the stopped process handles SIGABRT before it does anything else.
         _send_abort(process, signal.SIGCONT)
         process.is_gone_within(max(0.0, deadline - time.monotonic()))
 
 
 def _send_abort(process: ProcessId, signum: int) -> None:
+    """Send a signal to a process, unless it has ended or belongs to another user."""
     with suppress(PermissionError):
         process.send(signum)
 
 
 def _py_spy() -> str | None:
+    """Return the path of the program py-spy; None if it is not installed."""
     beside = os.path.dirname(sys.executable)
     return shutil.which("py-spy", path=os.pathsep.join([beside, os.environ.get("PATH", "")]))
 
 
 def _is_python(pid: int) -> bool:
+    """Return True if the process runs a Python interpreter."""
     try:
         return os.path.basename(os.readlink(f"/proc/{pid}/exe")).startswith(("python", "pypy"))
     except OSError:
@@ -407,56 +462,68 @@ def _is_python(pid: int) -> bool:
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-#: Time limits in seconds of the parts of the diagnosis, which delay a teardown: examination of the
-#: processes, ...
+#: Time limit in seconds for gathering facts about the processes. It delays the teardown, like the
+#: next three limits.
 _EXAMINED_WITHIN_S = 15.0
-#: ... writing the report, ...
+#: Time limit in seconds for writing the report.
 _REPORTED_WITHIN_S = 1.0
-#: ... SIGABRT to the processes, ...
+#: Time limit in seconds for sending SIGABRT before the stop signal.
 _ABORTED_WITHIN_S = 1.0
-#: ... and the copy of the log.
+#: Time limit in seconds for copying the end of the log into the report.
 _COPIED_WITHIN_S = 1.0
-#: Seconds before SIGKILL at which the remaining processes get SIGABRT; at most half of the grace
-#: period.
+#: Seconds from SIGABRT to SIGKILL for processes that have survived the stop signal. If the grace
+#: period is short, half of it is used.
 _BEFORE_KILL_S = 1.0
+#: Largest number of bytes of the log that are copied into the report.
 _LOG_BYTES_AT_MOST = 1 << 20
-#: Pattern of a stack frame in the output of faulthandler.
+#: Pattern of a line with a stack frame in the output of Python's faulthandler.
 _FAULTHANDLER_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 
 @dataclass(slots=True, kw_only=True)
 class Diagnosis:
-    """Examines a component that hangs, while the component is ended.
+    """Examines a component that hangs, and writes the report on it.
 
-    First call `examine`, while all processes of the run are still there: the component may wait for
-    one of them. Then stop the component inside `listening`. Both take a few seconds and raise no
-    errors. The work is done in daemon threads, which are abandoned if a process or a file system
-    blocks them.
+    First await `examine`, before any process of the run is stopped, because the component may wait
+    for another component. Then stop the component inside the context `listening`. Both take some
+    seconds and raise no errors. The work is done in daemon threads, which are abandoned if a
+    process or a file system blocks them.
     """
 
+    #: The component that hangs.
     process: GuardedProcess
+    #: Command of the component, with its log and its stop signal.
     command: Command
     #: Masks secrets in a text.
     mask: Callable[[str], str]
-    #: Place in the code where the component hangs; empty while unknown.
+    #: Place in the code where the component hangs; empty if unknown.
     hangs_in: str = ""
+    #: True after a part of the report was written.
     _is_written: bool = False
+    #: Size of the component's log in bytes at the start of the examination.
     _log_began: int = 0
 
     async def examine(self) -> Path | None:
-        """Write the report on the component's processes. Return its path; None if it was not
-        written.
+        """Gather facts about the component's processes, and write the report.
+
+        Returns:
+            The path of the report; None if it could not be written.
         """
         await within(_EXAMINED_WITHIN_S + _REPORTED_WITHIN_S, self._examine, None)
         return self._path if self._is_written else None
 
     @property
     def _path(self) -> Path:
+        """Path of the report."""
         return self.command.log.with_name(f"{self.process.name}.hang.txt")
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
-        """Add the last output of the component's processes to the report, while they are ended."""
+        """Collect the last output of the component while the caller stops it in this context.
+
+        Processes that catch SIGABRT write their stacks into the log. At the end, the new part of
+        the log is added to the report.
+        """
         await within(_ABORTED_WITHIN_S, self._abort_early, None)
         late = asyncio.create_task(self._abort_late())
         try:
@@ -478,23 +545,24 @@ class Diagnosis:
         self._write(text)
 
     def _abort_early(self) -> None:
-        """Have processes print their stacks if the stop signal would end them without output."""
-        # The first process comes last, because the guardian stops all others after its end.
+        """Send SIGABRT to the processes that the stop signal would end without any output."""
+        # Signal the component's first process last. After its end, the guardian stops all others.
         unheard = [pid for pid in reversed(self.process.processes()) if self._dies_unheard(pid)]
         abort_python(map(ProcessId.of, unheard), _ABORTED_WITHIN_S)
 
     def _dies_unheard(self, pid: int) -> bool:
-        """Return True if the stop signal would end the process before it can act, such as save."""
+        """Return True if the stop signal would end a process that does not handle it."""
         if catches(pid, self.command.stop_signal):
             return False
-        # The first signal does not reach other process groups. Such a process may be needed by a
-        # first process that saves.
+        # The stop signal only reaches the process group of the component's first process. Spare
+        # processes outside this group if the first process handles the signal: it may save a
+        # checkpoint and need them for that.
         first = self.process.pid or 0
         saves = catches(first, self.command.stop_signal)
         return not saves or _group_of(pid) == _group_of(first)
 
     async def _abort_late(self) -> None:
-        """Request the stacks of processes that survived the stop signal, shortly before SIGKILL."""
+        """Send SIGABRT to processes that have survived the stop signal, shortly before SIGKILL."""
         grace_s = self.command.grace_s
         before_kill_s = min(_BEFORE_KILL_S, grace_s / 2)
         await asyncio.sleep(grace_s - before_kill_s)
@@ -505,6 +573,7 @@ class Diagnosis:
         await within(before_kill_s, abort, None)
 
     def _copy_log(self) -> None:
+        """Add the output since the start of the examination to the report."""
         log = self.command.log
         with log.open("rb") as f:
             f.seek(self._log_began)
@@ -513,8 +582,9 @@ class Diagnosis:
             self._write(f"{log.name} from then on:\n{output}")
         for path, line, name in _FAULTHANDLER_FRAME.findall(output):
             if not self.hangs_in and _is_own(path):
-                # py-spy was not allowed to read the process, because the kernel permits that only
-                # for child processes.
+                # py-spy has found no place in the program's own code, for example because the
+                # kernel only lets it read child processes. Take the place from the stack that
+                # faulthandler has written.
                 frame = f"{name} ({os.path.basename(path)}:{line})"
                 self.hangs_in = f"{frame} (node {host_name()}, below pid {self.process.pid})"
 
@@ -525,10 +595,12 @@ class Diagnosis:
 
 
 async def within(limit_s: float, work: Callable[[], T], otherwise: T) -> T:
-    """Call a function that may block forever, in a daemon thread and with a time limit.
+    """Call a function in a daemon thread, and wait for its result at most `limit_s` seconds.
+
+    Use it for functions that may block forever. The thread is then abandoned.
 
     Returns:
-        The function's result; `otherwise` if it fails or exceeds the limit.
+        The result of the function; `otherwise` if the function fails or takes too long.
     """
     loop = asyncio.get_running_loop()
     done = asyncio.Event()
@@ -538,7 +610,8 @@ async def within(limit_s: float, work: Callable[[], T], otherwise: T) -> T:
         nonlocal result
         with _log_errors():
             result = work()
-        with suppress(RuntimeError):  # The loop was closed after the time limit.
+        # The loop may be closed by now, if the function has taken too long.
+        with suppress(RuntimeError):
             loop.call_soon_threadsafe(done.set)
 
     threading.Thread(target=run, name="diagnosis", daemon=True).start()
@@ -550,6 +623,7 @@ async def within(limit_s: float, work: Callable[[], T], otherwise: T) -> T:
 
 @contextmanager
 def _log_errors() -> Iterator[None]:
+    """Write errors of the context to Muster's log instead of raising them."""
     try:
         yield
     except Exception:
@@ -557,6 +631,7 @@ def _log_errors() -> Iterator[None]:
 
 
 def _group_of(pid: int) -> int:
+    """Return the process group id of a process; 0 if the process has ended."""
     try:
         return os.getpgid(pid)
     except ProcessLookupError:

@@ -1,7 +1,8 @@
-"""Facts about one machine, gathered before a run is sent to it.
+"""Gather facts about one machine, before a run is started on it.
 
-Like `sweep`, these functions are sent to Ray nodes by value. So they use only the standard library
-and return plain data. NVML is asked if its Python bindings are installed.
+These functions also run on machines without Muster: Ray sends them to its nodes by value. So they
+use only the standard library and return plain data. Facts about GPUs come from NVML, NVIDIA's
+library, if its Python bindings are installed.
 
 Source: NVML API Reference Guide, nvmlDeviceGet*.
 """
@@ -23,25 +24,26 @@ from typing import Any
 
 from tasks.processes.tree import all_pids, environment_of, is_of_own_user, machine, parent_of
 
-#: This file exists if NVIDIA's driver is loaded.
+#: File of the proc file system that exists if NVIDIA's driver is loaded.
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
-#: NVML field with the recovery that a GPU needs after its last error (Xid), according to its
-#: driver. Errors that end with the process that caused them need none. Drivers before 570 do not
-#: have this field.
+#: Id of the NVML field with the recovery action that a GPU needs after an error (Xid); 0 for none.
+#: An error that is over when its process has ended needs no action. Drivers before 570 do not have
+#: this field.
 #: Source: nvml.h, NVML_FI_DEV_GET_GPU_RECOVERY_ACTION.
 _RECOVERY_ACTION = 230
 
 
 def gpus_seen() -> dict[str, Any]:
-    """Return the GPUs and their processes as NVIDIA's driver shows them.
+    """Return the GPUs of this machine and their processes, as NVIDIA's driver reports them.
 
     Returns:
         `{"driver": bool, "problem": str, "gpus": [{"index", "uuid", "used_mib", "busy_percent",
         "problem"}], "processes": [{"uuid", "pid", "used_mib", "alive"}]}`. `driver` is False if
-        there is no driver. `problem` is the error of a driver that does not answer. A GPU with a
-        `problem` must not get a run. Unknown values are None.
+        the machine has no driver. `problem` is the error of the driver; empty if it has answered.
+        The `problem` of a GPU is the reason why no run may use it; empty if there is none. Unknown
+        values are None.
     """
     answer: dict[str, Any] = {"driver": False, "problem": "", "gpus": [], "processes": []}
     try:
@@ -69,6 +71,7 @@ def gpus_seen() -> dict[str, Any]:
 
 
 def _gpu(nvml: Any, index: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return one GPU and the list of its processes, in the format of `gpus_seen`."""
     gpu: dict[str, Any] = {"index": index, "uuid": "", "problem": ""}
     gpu |= {"used_mib": None, "busy_percent": None}
     try:
@@ -78,7 +81,8 @@ def _gpu(nvml: Any, index: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         gpu["used_mib"] = _mib(memory.used)
         running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
     except nvml.NVMLError as error:
-        # The GPU may have fallen off the bus, for example. The others are still read.
+        # This GPU does not answer; it may have fallen off the bus. Report the error as its problem,
+        # so that the other GPUs are still read.
         return gpu | {"problem": str(error)}, []
     with suppress(nvml.NVMLError):
         gpu["busy_percent"] = nvml.nvmlDeviceGetUtilizationRates(handle).gpu
@@ -95,9 +99,9 @@ def _gpu(nvml: Any, index: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def _problem(nvml: Any, handle: Any) -> str:
-    """Return the reason why a GPU should get no run; an empty string if there is none.
+    """Return the reason why no run may use a GPU; an empty string if there is none.
 
-    Checks that the GPU's model does not support are skipped.
+    A check that this model of GPU does not support is skipped.
     """
     with suppress(nvml.NVMLError):
         if nvml.nvmlDeviceGetMigMode(handle)[0] == nvml.NVML_DEVICE_MIG_ENABLE:
@@ -126,22 +130,27 @@ def _mib(used_bytes: int | None) -> int | None:
     return None if used_bytes is None else used_bytes // 2**20
 
 
-#: Seconds until a network file system must show a new file.
+#: Seconds to wait until a network file system shows a file that another node has written.
 _SEEN_WITHIN_S = 5.0
-#: Seconds between two checks for new files.
+#: Seconds between two checks whether the files of the other nodes are visible.
 _CHECK_EVERY_S = 0.2
-#: Packages whose versions are reported.
+#: Python packages whose versions are compared between nodes.
 _PACKAGES = ("muster", "ray", "prefect")
 
 
 def look(shared: str, folder: str, name: str, ray_dir: str) -> dict[str, Any]:
-    """Gather the facts about this machine, and write a file `name` into the shared directory.
+    """Gather the facts about this machine, and write a test file into the shared directory.
+
+    Other nodes then check that they can read the file (see `names_unseen`).
 
     Args:
-        shared: Directory that should be the same on every node.
-        folder: Folder in `shared`, made by the caller, into which each node writes its file.
-        name: Name of this node, used as the file's name and as its content.
+        shared: Directory that should be shared by all nodes.
+        folder: Folder in `shared` for the test files. The caller has created it.
+        name: Name and content of this node's test file.
         ray_dir: Ray's session directory on this node.
+
+    Returns:
+        Plain data, whose keys are the names of the facts.
     """
     return {
         "machine": machine(),
@@ -156,9 +165,14 @@ def look(shared: str, folder: str, name: str, ray_dir: str) -> dict[str, Any]:
 
 
 def code_here() -> dict[str, str]:
-    """Return `{"digest", "problem"}` of the package `tasks` as this interpreter would import it."""
+    """Return a digest of Muster's code on this machine, to compare it between nodes.
+
+    Returns:
+        `{"digest": str, "problem": str}`. The digest covers the package `tasks` as this interpreter
+        imports it. It is empty if the import fails; `problem` is then the error.
+    """
     try:
-        # This module also needs installed packages of other projects.
+        # Import a module that needs installed packages, to notice if one of them is missing.
         importlib.import_module("tasks.spec.run")
         spec = importlib.util.find_spec("tasks")
     except Exception as error:
@@ -173,7 +187,17 @@ def code_here() -> dict[str, str]:
 
 
 def names_unseen(folder: str, names: Sequence[str]) -> dict[str, Any]:
-    """Return `{"unseen": [...]}`: the names of other nodes whose files cannot be read here."""
+    """Return the names of the nodes whose test files cannot be read on this machine.
+
+    Waits some seconds, because a network file system may show new files late.
+
+    Args:
+        folder: Folder with the test files, see `look`.
+        names: Names of the nodes.
+
+    Returns:
+        `{"unseen": [...]}`.
+    """
     deadline = time.monotonic() + _SEEN_WITHIN_S
     while unseen := [name for name in names if _read(Path(folder, name)) != name]:
         if time.monotonic() >= deadline:
@@ -183,13 +207,20 @@ def names_unseen(folder: str, names: Sequence[str]) -> dict[str, Any]:
 
 
 def forget(folder: str) -> dict[str, Any]:
-    """Remove the folder into which `look` wrote its file."""
+    """Remove the folder with the test files that `look` has written. Return an empty dictionary."""
     shutil.rmtree(folder, ignore_errors=True)
     return {}
 
 
 def _carriers() -> list[dict[str, Any]]:
-    """Return this user's processes of runs that have no guardian of their run as an ancestor."""
+    """Return the processes of this user that belong to a run but have lost their guardian.
+
+    Such a process has MUSTER_RUN_ID in its environment, but none of its ancestors is a guardian of
+    that run.
+
+    Returns:
+        `[{"pid", "run_id", "attempt", "component"}]`.
+    """
     environments: dict[int, dict[str, str]] = {}
     for pid in all_pids():
         with suppress(PermissionError):
@@ -210,11 +241,16 @@ def _carriers() -> list[dict[str, Any]]:
 
 
 def _write(shared: Path, folder: Path, name: str) -> str:
-    """Write the file `name`. Return the problem; an empty string if the file was written."""
+    """Write this node's test file into the shared directory, see `look`.
+
+    Returns:
+        The reason if the file could not be written; otherwise an empty string.
+    """
     if not shared.is_dir():
         return f"there is no directory {shared}"
     try:
-        # If `shared` is not the caller's directory, the folder does not exist here yet.
+        # If this node does not share the directory with the caller, the folder is missing here.
+        # Create it, so that the missing test files of other nodes show the fault.
         folder.mkdir(exist_ok=True)
         (folder / name).write_text(name)
     except OSError as error:
@@ -223,13 +259,17 @@ def _write(shared: Path, folder: Path, name: str) -> str:
 
 
 def _read(path: Path) -> str:
+    """Return the content of a file; an empty string if it cannot be read."""
     with suppress(OSError):
         return path.read_text()
     return ""
 
 
 def _free(directory: str) -> int | None:
-    """Return the free bytes of the nearest existing parent directory; None if unknown."""
+    """Return the free disk space for a directory in bytes; None if unknown.
+
+    If the directory does not exist, its nearest existing parent directory is used.
+    """
     place = Path(directory)
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -239,6 +279,7 @@ def _free(directory: str) -> int | None:
 
 
 def _versions() -> Mapping[str, str]:
+    """Return the versions of Python and of important packages, and the id of the user."""
     versions = {"python": platform.python_version(), "user": str(os.getuid())}
     for package in _PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):

@@ -1,6 +1,5 @@
-"""Free ports for a run's components, and the processes that listen on a port.
-
-The listeners come from the kernel's socket table.
+"""Reserve free TCP ports for the components of a run, and find the processes that listen on a
+port.
 """
 
 from __future__ import annotations
@@ -37,31 +36,39 @@ __all__ = (
     "user_of_connection",
 )
 
-#: Range of the reserved ports. It is above the ports of a Ray node's workers, 10002 to 19999. It is
-#: below the ports that the kernel by default uses for outgoing connections.
+#: Range from which ports are reserved. It avoids 10002 to 19999, which the workers of a Ray node
+#: use. It also avoids the ports from 32768, which the kernel uses for outgoing connections.
 _PORTS = range(20000, 32000)
-#: Number of random ports that are tried before there is no free port.
+#: Number of random ports that are tried before the reservation fails.
 _TRIES = 2000
-#: Process names of the programs that listen on published ports for container runtimes.
+#: Names of programs that listen on a port of this machine on behalf of a container.
 _FORWARDERS = frozenset({"docker-proxy", "rootlessport", "slirp4netns", "pasta"})
 
 
 def port_key() -> bytes:
-    """Return the secret with which the runs of this home reserve ports.
+    """Return the secret of this MUSTER_HOME from which the lock names of ports are derived.
+
+    The secret is created if it does not exist.
 
     Raises:
         OSError: The secret can be neither read nor created.
     """
-    # Imported here, since `PortsReserved` is sent by value to nodes that have no Muster.
+    # Import the module here and not at the top. Ray sends this module to nodes without Muster,
+    # where it could not be imported.
     places = importlib.import_module("tasks.record.places")
     home: Path = places.muster_home()
     return str(places.kept_secret(home / "ports.key", lambda: os.urandom(32).hex())).encode()
 
 
 def lock_name(port: int, key: bytes) -> str:
-    """Return the name in the kernel's abstract socket namespace that reserves a port for a run.
+    """Return the name of the Unix socket that reserves a port for a run.
 
-    Every user can list such names. Without the key, a name does not reveal its port.
+    The name is in the kernel's abstract socket namespace, which every user can list. Without the
+    key, the name does not reveal the port.
+
+    Args:
+        port: The port.
+        key: Secret of the MUSTER_HOME, see `port_key`.
     """
     return f"\0muster/port/{hmac.new(key, str(port).encode(), 'sha256').hexdigest()}"
 
@@ -69,26 +76,27 @@ def lock_name(port: int, key: bytes) -> str:
 class PortsReserved:
     """Ports that are reserved for one attempt until `close`.
 
-    Two sockets reserve a port. The first is bound to the port; `release` closes it, so that the
-    component can bind the port. The second has the name `lock_name`, which other runs of the home
-    respect. The scope of that name is the network namespace, like that of ports, and the kernel
-    removes it with this process.
+    Two sockets reserve a port. A TCP socket is bound to the port, and `release` closes it, so that
+    the component can bind the port. A Unix socket has the name `lock_name` of the port until
+    `close`. Other runs of this MUSTER_HOME do not use a port whose lock name is taken. The kernel
+    removes both sockets when this process ends.
     """
 
     def __init__(self, names: Iterable[str], key: bytes | None = None) -> None:
         """
         Args:
-            names: Names of the ports, as `component.port`.
-            key: Key for `lock_name`. None: the key of this home.
+            names: Names of the ports, for example `trainer.port`.
+            key: Secret from which the lock names are derived. None: the secret of this MUSTER_HOME.
 
         Raises:
             OSError: No port is free.
         """
         self._key = key
-        #: Socket with the lock name of each port, by the port's name.
+        #: Unix socket with the lock name of each port, by the name of the port.
         self._locks: dict[str, socket.socket] = {}
+        #: TCP socket that is bound to each port, by the name of the port, until `release`.
         self._bound: dict[str, socket.socket] = {}
-        #: Number of each port, by the port's name.
+        #: Number of each port, by the name of the port.
         self.numbers: dict[str, int] = {}
         try:
             for name in names:
@@ -99,28 +107,40 @@ class PortsReserved:
 
     @classmethod
     def known(cls, numbers: Mapping[str, int]) -> PortsReserved:
-        """Return ports on which components may already listen, so that they are not reserved."""
+        """Return ports with known numbers, without reserving them.
+
+        Use it if the components may already listen on the ports.
+
+        Args:
+            numbers: Number of each port, by the name of the port.
+        """
         ports = cls(())
         ports.numbers.update(numbers)
         return ports
 
     def of(self, component: str) -> dict[str, int]:
-        """Return the ports of one component, which are named `component.port` or longer."""
+        """Return the number of each port of one component, by the name of the port.
+
+        The name of a port begins with the component and a dot, for example `trainer.port`.
+        """
         return {
             name: port for name, port in self.numbers.items() if name.partition(".")[0] == component
         }
 
     def release(self, component: str) -> None:
-        """Close the bound sockets of a component, so that it can bind its ports."""
+        """Close the TCP sockets on the ports of a component, so that it can bind its ports."""
         for name in self.of(component):
             if (bound := self._bound.pop(name, None)) is not None:
                 bound.close()
 
     def move(self, component: str) -> None:
-        """Give other ports to a component whose port was taken.
+        """Reserve other ports for a component, because another process has taken one of its ports.
 
-        These ports are locked but not bound. Every user can see a bound port, and could take it
-        between `release` and the component's own bind.
+        For the new ports, only the lock names are taken and no TCP socket is bound. Other users can
+        see a bound port, and could take it between `release` and the component's own bind.
+
+        Args:
+            component: Name of the component.
 
         Raises:
             OSError: No port is free.
@@ -133,12 +153,22 @@ class PortsReserved:
                 before.close()
 
     def close(self) -> None:
+        """End the reservation of all ports."""
         for held in [*self._locks.values(), *self._bound.values()]:
             held.close()
         self._locks.clear()
         self._bound.clear()
 
     def _reserve(self, name: str, *, is_bound: bool = True) -> None:
+        """Reserve a random free port.
+
+        Args:
+            name: Name of the port.
+            is_bound: True: keep a TCP socket bound to the port until `release`.
+
+        Raises:
+            OSError: None of the tried ports is free.
+        """
         if self._key is None:
             self._key = port_key()
         for port in random.SystemRandom().sample(_PORTS, _TRIES):
@@ -165,26 +195,32 @@ class PortsReserved:
 class Listener:
     """A process that listens on a TCP port."""
 
-    #: Pid of the process; 0 if this user may not see it.
+    #: Pid of the process; 0 if the process is hidden from this user.
     pid: int
-    #: The user who opened the socket.
+    #: Uid of the user who opened the socket.
     uid: int
 
     @property
     def command(self) -> str:
-        """The first 200 characters of the command line."""
+        """The first 200 characters of the process's command line; empty if it is unknown."""
         return tree.command_of(self.pid)[:200]
 
     @property
     def run_id(self) -> str | None:
-        """Run id in the process's environment; None if it has none or cannot be read."""
+        """Value of MUSTER_RUN_ID in the environment of the process.
+
+        None if the variable is not set or the environment cannot be read.
+        """
         with suppress(PermissionError):
             return tree.environment_of(self.pid).get("MUSTER_RUN_ID")
         return None
 
     @property
     def is_containers(self) -> bool:
-        """True if the process is in a container or listens for a container."""
+        """True if the process runs in a container, or listens on behalf of a container.
+
+        A process runs in a container if it is in another PID namespace than the calling process.
+        """
         try:
             if Path(f"/proc/{self.pid}/comm").read_text().strip() in _FORWARDERS:
                 return True
@@ -194,9 +230,10 @@ class Listener:
 
     @property
     def is_roots_container(self) -> bool:
-        """True if the process is in a PID namespace that root created.
+        """True if the process is in another PID namespace, which root has created.
 
-        Other users need a user namespace to create a PID namespace.
+        A user without root's rights can create a PID namespace only together with a user namespace.
+        So root has created it if the process is in the user namespace of the calling process.
         """
         own = Path("/proc/self/ns")
         other = Path(f"/proc/{self.pid}/ns")
@@ -208,7 +245,7 @@ class Listener:
 
 
 def is_listened(port: int) -> bool:
-    """Return True if a process listens on the TCP port, on any address of this machine.
+    """Return True if a process listens on a TCP port at any address of this machine.
 
     Raises:
         OSError: The kernel cannot be asked.
@@ -221,7 +258,11 @@ def listeners(port: int, likely: Iterable[int] = ()) -> list[Listener]:
 
     Args:
         port: The port.
-        likely: Pids that are checked first, so that usually not all processes must be checked.
+        likely: Pids that are checked first. If they include the listeners, the other processes of
+            this machine need not be checked, which saves time.
+
+    Returns:
+        One `Listener` for each process. A hidden process is included with pid 0.
 
     Raises:
         OSError: The kernel cannot be asked.

@@ -1,4 +1,4 @@
-"""Probes: questions to a component with a time limit, and waiting for the first success."""
+"""Probes: check with a time limit whether a component works, and wait for the first success."""
 
 from __future__ import annotations
 
@@ -26,41 +26,45 @@ from tasks.spec.probes import find_unmet_conditions
 _CREDENTIALS = struct.Struct("3i")
 
 
-#: Seconds between two checks of the cheap sign of a change, such as a port that opens.
+#: Seconds between two calls of `ComponentProbe.glance`.
 _GLANCE_S = 0.01
-#: The interval between questions, as a share of the time waited.
+#: Interval between two readiness checks, as a share of the time waited so far.
 _SHARE_OF_WAIT = 0.1
-#: Largest interval between questions, in seconds.
+#: Largest interval between two readiness checks that grows with the time waited, in seconds.
 _EVERY_S_AT_MOST = 1.0
-#: Time limit in seconds of one question about readiness.
+#: Time limit in seconds of one readiness check.
 _ANSWERS_WITHIN_S = 5.0
+#: Number of bytes of a log that are read at once.
 _CHUNK_BYTES = 1 << 20
-#: Largest number of messages read at once, so that a component that sends without end does not
-#: block other tasks.
+#: Largest number of messages of NOTIFY_SOCKET that are read at once. Without this limit, a
+#: component that sends messages without a pause would block all other tasks.
 _MESSAGES_AT_ONCE = 1024
+#: Largest length of a STATUS message of NOTIFY_SOCKET.
 _STATUS_LENGTH = 500
-#: Seconds until the owner of a pid is read again, instead of for each message.
+#: Seconds for which the check of a sender of NOTIFY_SOCKET messages is valid. After that time it is
+#: repeated, because the kernel may have reused the pid.
 _KNOWN_FOR_S = 1.0
+#: First characters of the host names and addresses that mean this machine.
 _LOOPBACK = ("localhost", "127.", "::1", "0.0.0.0")
 
 
 class ComponentProbe(ABC):
-    """A question to a component that can be asked repeatedly."""
+    """A check of one component that can be repeated."""
 
-    #: The question as text for messages, for example `GET http://127.0.0.1:8000/health`.
+    #: Description of the check for messages, for example `GET http://127.0.0.1:8000/health`.
     question: str
-    #: TCP port of this machine that the probe asks; None if it asks no local port.
+    #: TCP port of this machine that the probe connects to; None if there is none.
     local_port: int | None = None
 
     async def ask(self, timeout_s: float) -> str | None:
-        """Ask once. Raises nothing except for a cancel.
+        """Check the component once. Raises no error.
 
         Args:
             timeout_s: Time limit in seconds.
 
         Returns:
-            None for success; otherwise the question and the reason for the failure. The reason is
-            an `Unasked` if this process lacks resources for the question.
+            None if the check succeeded; otherwise the description of the check and the reason for
+            its failure. The text is an `Unasked` if this process had no resources for the check.
         """
         try:
             reason = await self.why_not(timeout_s)
@@ -74,32 +78,37 @@ class ComponentProbe(ABC):
 
     @abstractmethod
     async def why_not(self, timeout_s: float) -> str:
-        """Return the reason for a failure; an empty string for success.
+        """Check the component once. Return the reason for a failure, or an empty string.
+
+        Args:
+            timeout_s: Time limit in seconds.
 
         Raises:
-            OSError: The probe failed. TimeoutError is an OSError.
+            OSError: The check failed, or the time limit is over (TimeoutError).
         """
 
     @abstractmethod
     def glance(self) -> object:
-        """Return a cheap sign, without waiting. If it changes, the question should be asked at
-        once.
+        """Return a value that changes if the result of the check may have changed.
+
+        It takes little time and never waits. For example, it tells whether a port accepts
+        connections.
         """
 
 
 async def until_yes(
     probe: ComponentProbe, *, every_s: float, on_no: Callable[[str], None] = lambda reason: None
 ) -> None:
-    """Ask until the probe succeeds. The caller must set a deadline.
+    """Repeat the check of a probe until it succeeds. The caller must set a time limit.
 
-    Between two questions, the probe's cheap sign is checked, so that success is usually noticed
-    within 10 ms although questions are rare.
+    Between two checks, `glance` is called every 10 ms. If its value changes, the check is repeated
+    at once.
 
     Args:
         probe: The probe.
-        every_s: The first interval in seconds. Later intervals are a tenth of the time waited, but
-            at most one second.
-        on_no: Called with each new reason for a failure.
+        every_s: Smallest interval between two checks, in seconds. The interval grows to a tenth of
+            the time waited so far, but at most to one second.
+        on_no: Called with the reason for a failure, if it differs from the last reason.
     """
     reason = None
     began = time.monotonic()
@@ -112,6 +121,7 @@ async def until_yes(
 
 
 async def _until_changed(probe: ComponentProbe, limit_s: float) -> None:
+    """Wait until the value of `probe.glance` changes, at most `limit_s` seconds."""
     deadline = time.monotonic() + limit_s
     before = probe.glance()
     while (left := deadline - time.monotonic()) > 0:
@@ -121,7 +131,7 @@ async def _until_changed(probe: ComponentProbe, limit_s: float) -> None:
 
 
 class HttpProbe(ComponentProbe):
-    """Success: GET returns a status 2xx, and the JSON answer meets the conditions."""
+    """Succeeds if a GET request returns a status 2xx and its JSON body meets the conditions."""
 
     def __init__(
         self, url: str, client: httpx.AsyncClient, conditions: Mapping[str, object] | None = None
@@ -135,8 +145,8 @@ class HttpProbe(ComponentProbe):
 
     async def why_not(self, timeout_s: float) -> str:
         try:
-            # httpx limits only single steps of a request. A server that sends single bytes would
-            # never reach these limits.
+            # Limit the whole request. The limits of httpx hold for its single steps, so a server
+            # that sends one byte at a time would never exceed them.
             async with asyncio.timeout(timeout_s):
                 response = await self._client.get(self._url)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -159,7 +169,7 @@ class HttpProbe(ComponentProbe):
 
 
 class TcpProbe(ComponentProbe):
-    """Success: the component accepts a TCP connection."""
+    """Succeeds if the component accepts a TCP connection."""
 
     def __init__(self, host: str, port: int) -> None:
         self.question = f"connect to {host}:{port}"
@@ -180,15 +190,15 @@ class TcpProbe(ComponentProbe):
 
 
 class LogProbe(ComponentProbe):
-    """Success: a line of the component's log matches the pattern."""
+    """Succeeds if a line of the component's log matches a pattern."""
 
     def __init__(self, log: Path, pattern: str, since: int = 0) -> None:
         """
         Args:
             log: The log file.
             pattern: Regular expression.
-            since: Number of bytes at the start of the log that an earlier process wrote. They are
-                skipped.
+            since: Number of bytes at the start of the log that an earlier process has written. They
+                are skipped.
         """
         self.question = f"/{pattern}/ in {log.name}"
         self._log = log
@@ -207,7 +217,7 @@ class LogProbe(ComponentProbe):
         return "no such line yet"
 
     def _matches(self, data: bytes) -> bool:
-        # The last line may be incomplete. It is matched now, and matched again when it has grown.
+        # The last line may be incomplete. Match it now, and again when more of it was read.
         lines = (self._partial + data).split(b"\n")
         self._partial = lines[-1][-_CHUNK_BYTES:]
         return any(self._pattern.search(line.decode("utf-8", "replace")) for line in lines)
@@ -217,17 +227,17 @@ class LogProbe(ComponentProbe):
 
 
 class FileProbe(ComponentProbe):
-    """Success: the file exists and differs from the file that existed before the component's start.
+    """Succeeds if a file exists that was created or changed after the component's start.
 
-    The files are compared by identity. Their times do not help, because the clock of a network file
-    system may belong to another machine.
+    The file's identity is compared with the identity before the start. The time of the file is not
+    compared with the time of the start, because a network file system may have another clock.
     """
 
     def __init__(self, path: Path, before: object) -> None:
         """
         Args:
             path: The file.
-            before: `identity_of` the file before the component's start.
+            before: Result of `identity_of` before the component's start.
         """
         self.question = f"file {path}"
         self._path = path
@@ -242,7 +252,7 @@ class FileProbe(ComponentProbe):
 
 
 def identity_of(path: Path) -> object:
-    """Return a value that changes if the file is replaced or written; None if it does not exist."""
+    """Return a value that changes if a file is replaced or written; None if it does not exist."""
     try:
         return _identity(path.stat())
     except OSError:
@@ -254,11 +264,12 @@ def _identity(stat: os.stat_result) -> object:
 
 
 class NotifyProbe(ComponentProbe):
-    """Success: a process of the component sent READY=1 to its NOTIFY_SOCKET.
+    """Succeeds if a process of the component has sent READY=1 to its NOTIFY_SOCKET.
 
-    The socket is in the abstract namespace, so it leaves no file. Any process of the machine can
-    send to it, so the pid of each sender, as the kernel reports it, is checked. Messages are read
-    until `close`, because a full socket blocks its senders.
+    The socket is in the kernel's abstract namespace, so it leaves no file. Any process of the
+    machine can send to it. So the kernel reports the pid of each sender, and messages from other
+    processes are ignored. All messages are read until `close`, because a full socket would block
+    the component.
 
     Source: sd_notify(3); SCM_CREDENTIALS in unix(7).
     """
@@ -268,22 +279,23 @@ class NotifyProbe(ComponentProbe):
     def __init__(self, is_ours: Callable[[int], bool]) -> None:
         """
         Args:
-            is_ours: Returns True if a pid belongs to the component.
+            is_ours: Returns True for the pid of a process that belongs to the component.
         """
         self._is_ours = is_ours
-        #: Whether each recent sender, by its pid, belongs to the component.
+        #: `genuine[pid]`: True if the sender of a recent message belongs to the component.
         self._genuine: dict[int, bool] = {}
+        #: Time at which `_genuine` was last emptied, in CLOCK_MONOTONIC seconds.
         self._forgotten_s = 0.0
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self._socket.setblocking(False)
         name = f"muster/notify/{os.getpid()}/{os.urandom(8).hex()}"
         self._socket.bind(f"\0{name}")
-        #: Value of NOTIFY_SOCKET for the component.
+        #: Value of the environment variable NOTIFY_SOCKET for the component.
         self.address = f"@{name}"
-        #: The component's last STATUS= line.
+        #: Text of the component's last STATUS message; empty if there was none.
         self.status = ""
-        #: Set when `status` changes.
+        #: Set when `status` changes. The reader of `status` clears it.
         self.has_news = asyncio.Event()
         self._is_ready = False
         asyncio.get_running_loop().add_reader(self._socket, self.glance)
@@ -294,7 +306,8 @@ class NotifyProbe(ComponentProbe):
         return f"not yet (STATUS: {self.status})" if self.status else "not yet"
 
     def glance(self) -> object:
-        with contextlib.suppress(OSError):  # All messages were read.
+        # An OSError means that no further message is available.
+        with contextlib.suppress(OSError):
             for _ in range(_MESSAGES_AT_ONCE):
                 data, ancillary, _, _ = self._socket.recvmsg(4096, socket.CMSG_SPACE(12))
                 if self._is_genuine(ancillary):
@@ -316,6 +329,11 @@ class NotifyProbe(ComponentProbe):
                 self.has_news.set()
 
     def _is_genuine(self, ancillary: list[tuple[int, int, bytes]]) -> bool:
+        """Return True if a process of the component has sent a message.
+
+        Args:
+            ancillary: Ancillary data of the message, which contain the sender's pid and user.
+        """
         for level, kind, content in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
                 pid, uid, _ = _CREDENTIALS.unpack(content[: _CREDENTIALS.size])
@@ -323,8 +341,8 @@ class NotifyProbe(ComponentProbe):
                     self._genuine = {}
                     self._forgotten_s = time.monotonic()
                 if pid not in self._genuine:
-                    # A process such as `systemd-notify` has often ended by now. Then its user is
-                    # checked instead.
+                    # A short-lived sender such as `systemd-notify` may have ended already. Accept
+                    # it if it belonged to this user.
                     is_gone = tree.parent_of(pid) == 0
                     self._genuine[pid] = self._is_ours(pid) or (is_gone and uid == os.getuid())
                 return self._genuine[pid]
@@ -332,11 +350,14 @@ class NotifyProbe(ComponentProbe):
 
 
 class AliveProbe(ComponentProbe):
-    """Success: the component has been alive for some time. For components without a better
-    probe.
-    """
+    """Succeeds if the component has been alive for some time. Use it if no other probe fits."""
 
     def __init__(self, alive_s: float, since_monotonic_s: float) -> None:
+        """
+        Args:
+            alive_s: Required time in seconds.
+            since_monotonic_s: Start of the component, in CLOCK_MONOTONIC seconds.
+        """
         self.question = f"alive for {alive_s:g} s"
         self._at = since_monotonic_s + alive_s
 
@@ -348,10 +369,11 @@ class AliveProbe(ComponentProbe):
 
 
 def make_client() -> httpx.AsyncClient:
-    """Make the HTTP client of probes: without proxies, redirects and kept connections.
+    """Return a new HTTP client for probes.
 
-    Certificates are not verified, because components usually use self-signed ones. Source:
-    Kubernetes, HTTP probes.
+    It uses no proxy, follows no redirect and opens a new connection for each request. It does not
+    verify certificates, because components usually have self-signed ones. Source: Kubernetes, HTTP
+    probes.
     """
     return httpx.AsyncClient(
         trust_env=False,
@@ -362,6 +384,7 @@ def make_client() -> httpx.AsyncClient:
 
 
 def _local_port(url: str) -> int | None:
+    """Return the port of a URL that points to this machine; None if it points elsewhere."""
     parts = urlsplit(url)
     if not (parts.hostname or "").startswith(_LOOPBACK):
         return None
@@ -369,16 +392,16 @@ def _local_port(url: str) -> int | None:
 
 
 def _accepts(port: int | None) -> bool:
-    """Return True if a process accepts connections on the loopback port, without waiting.
+    """Return True if a process accepts connections on a port of 127.0.0.1. Does not wait.
 
-    Returns False if this process cannot check.
+    Returns False if `port` is None or this process cannot open another file.
     """
     if port is None or has_no_files_left():
         return False
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as s:
         s.setblocking(False)
-        # A non-blocking connect always returns "in progress". On loopback, the result is known at
-        # once.
+        # A non-blocking connect returns "in progress". On the loopback interface, the result is
+        # then available at once.
         error = s.connect_ex(("127.0.0.1", port))
         if error == errno.EINPROGRESS and tree.is_ready(s.fileno(), select.POLLOUT):
             error = s.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)

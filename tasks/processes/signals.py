@@ -1,11 +1,12 @@
-"""The signals that ask a program of Muster to end: SIGINT, SIGTERM and SIGHUP.
+"""Handle the signals that request the end of a program of Muster: SIGINT, SIGTERM and SIGHUP.
 
-A signal that is ignored when a program starts stays ignored: `nohup` ignores SIGHUP, and a shell
-without job control ignores SIGINT for its background programs.
+A signal that is ignored at the start of a program stays ignored. For example, `nohup` starts a
+program with SIGHUP ignored, and a shell without job control starts background programs with SIGINT
+ignored.
 
-A program that carries out one run goes through three stages. Before the run, a signal raises
-KeyboardInterrupt. During the run, a signal ends the run. After the run, a signal changes neither
-the verdict nor the exit code.
+A program that executes one run treats these signals differently before, during and after the run.
+Before the run, a signal raises KeyboardInterrupt. During the run, it ends the run. After the run,
+it changes neither the verdict nor the exit code, except that a second Ctrl-C ends the program.
 """
 
 from __future__ import annotations
@@ -19,24 +20,26 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+#: Signals that request the end of a program.
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-#: Seconds within which several SIGINTs count as one Ctrl-C. A terminal sends SIGINT to the whole
-#: foreground group, and a wrapper in that group may pass it on as well.
+#: Several SIGINTs within this number of seconds count as one Ctrl-C. A terminal sends SIGINT to all
+#: processes in the foreground, and one of them may send it once more to its child process.
 ONE_PRESS_S = 0.1
 
-#: Signals that Python itself handles: it ignores SIGPIPE and SIGXFSZ in every program.
+#: Signals that Python itself ignores in every program.
 _OF_PYTHON = {signal.SIGPIPE, signal.SIGXFSZ}
+#: Signals that no program can ignore or handle.
 _CANNOT_BE_SET = {signal.SIGKILL, signal.SIGSTOP}
 
 
 class CtrlC:
-    """Distinguishes the presses of Ctrl-C: one press may be delivered more than once."""
+    """Tells whether a SIGINT is a second press of Ctrl-C, or a repetition of the first press."""
 
     def __init__(self) -> None:
         self._last_at_s: float | None = None
 
     def is_second(self, at_s: float) -> bool:
-        """Record a SIGINT, and return True if an earlier press preceded it.
+        """Record a SIGINT, and return True if it is a second press of Ctrl-C.
 
         Args:
             at_s: Time of the signal's arrival, in CLOCK_MONOTONIC seconds.
@@ -47,20 +50,22 @@ class CtrlC:
 
 
 class _Program:
-    """The current stage of this program: before, during or after its run."""
+    """State of this program: whether it executes one run, and whether that run has ended."""
 
     def __init__(self) -> None:
-        #: True if the program carries out one run and ends after it.
+        #: True if the program executes one run and ends after it.
         self.has_one_run = False
+        #: True after that run has ended.
         self.has_run_ended = False
         #: Signals that were ignored when the program started.
         self.ignored: frozenset[int] = frozenset()
-        #: Presses of Ctrl-C before and after the run.
+        #: Recognises a second Ctrl-C before and after the run.
         self.ctrl_c = CtrlC()
 
     def on_signal(self, signum: int, frame: FrameType | None) -> None:
         """Handle a signal that arrives before or after the run."""
-        # A second press always works, so that a person can leave a program that waits for a server.
+        # A second Ctrl-C also works after the run, so that a person can end a program that still
+        # waits for a server.
         is_second_press = signum == signal.SIGINT and self.ctrl_c.is_second(time.monotonic())
         if is_second_press or not self.has_run_ended:
             raise KeyboardInterrupt
@@ -70,15 +75,22 @@ _program = _Program()
 
 
 def ignored_signals() -> frozenset[int]:
-    """Return the signals that this program ignores, except the signals that Python always
-    ignores.
+    """Return the signals that this program ignores now.
+
+    Signals that Python itself ignores in every program are not included.
     """
     numbers = signal.valid_signals() - _OF_PYTHON
     return frozenset(number for number in numbers if signal.getsignal(number) == signal.SIG_IGN)
 
 
 def take_dispositions(ignored: Iterable[int]) -> None:
-    """Ignore exactly these signals, like a program that was started with them ignored."""
+    """Ignore exactly the given signals, and reset all others to their default.
+
+    Afterwards, this process behaves like a program that was started with these signals ignored.
+
+    Args:
+        ignored: Numbers of the signals.
+    """
     wanted = frozenset(ignored) - _CANNOT_BE_SET - _OF_PYTHON
     current = ignored_signals()
     for number in wanted - current:
@@ -89,16 +101,17 @@ def take_dispositions(ignored: Iterable[int]) -> None:
 
 
 def interrupt_on_signals() -> None:
-    """Have SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt. Ignored signals stay ignored."""
+    """Raise KeyboardInterrupt on SIGINT, SIGTERM and SIGHUP, unless the signal is ignored now."""
     for signum in ENDING_SIGNALS:
         if signal.getsignal(signum) != signal.SIG_IGN:
             signal.signal(signum, _program.on_signal)
 
 
 def expect_one_run() -> None:
-    """Declare that this program carries out one run and ends after it.
+    """Declare that this program executes one run and ends after it.
 
-    Signals that are ignored now stay ignored during the run, even if a library installs a handler.
+    Signals that are ignored now stay ignored during the run, even if a library installs a handler
+    for them before the run.
     """
     _program.has_one_run = True
     _program.ignored = ignored_signals()
@@ -106,18 +119,18 @@ def expect_one_run() -> None:
 
 @contextmanager
 def received_by(receive: Callable[[int, float], None]) -> Iterator[None]:
-    """Have a run's function receive SIGINT, SIGTERM and SIGHUP while the context is open.
+    """Call a function for each SIGINT, SIGTERM and SIGHUP while the context is open.
 
-    The function is called in a thread of its own. That thread reads the signal numbers from the
-    interpreter's wakeup descriptor, because a Python signal handler may come too late: it runs in
-    the main thread only. If two signals arrive at once, the kernel may deliver both to another
-    thread. A main thread that waits for a lock is then not woken.
+    The function is called in a separate thread, which reads the signal numbers from Python's wakeup
+    file descriptor. A Python signal handler would not be enough: it only runs in the main thread,
+    which may wait for a lock. The kernel may deliver a signal to another thread, and the main
+    thread then does not wake up.
 
-    Ignored signals stay ignored, even if a library has installed a handler since. Outside the main
-    thread, where Python cannot handle signals, the context has no effect.
+    Signals that were ignored at the start of the program or are ignored now stay ignored. The
+    context has no effect outside the main thread, because Python cannot handle signals there.
 
-    After the context, the former handlers are restored. In a program that carries out one run,
-    signals then have no effect, except a second Ctrl-C.
+    When the context closes, the former handlers are restored. There is one exception: in a program
+    that executes one run, signals then have no effect, except for a second Ctrl-C.
 
     Args:
         receive: Called with the signal number and the time of its arrival, in CLOCK_MONOTONIC
@@ -140,7 +153,7 @@ def received_by(receive: Callable[[int, float], None]) -> Iterator[None]:
         while numbers := receiver.recv(1024):
             at_s = time.monotonic()
             for signum in numbers:
-                # The interpreter also writes the numbers of other signals that have a handler.
+                # Skip other signals. Python writes the number of every signal with a handler.
                 if signum in ENDING_SIGNALS:
                     receive(signum, at_s)
 
@@ -155,7 +168,8 @@ def received_by(receive: Callable[[int, float], None]) -> Iterator[None]:
             if _program.has_run_ended and signal.getsignal(signum) != signal.SIG_IGN:
                 signal.signal(signum, _program.on_signal)
             elif not _program.has_run_ended:
-                # None stands for a handler that was not installed from Python.
+                # None means that the former handler was not a Python function. Python cannot
+                # restore such a handler.
                 signal.signal(signum, signal.SIG_DFL if former is None else former)
         signal.set_wakeup_fd(wakeup_fd_before)
         sender.close()
@@ -164,14 +178,18 @@ def received_by(receive: Callable[[int, float], None]) -> Iterator[None]:
 
 
 def _leave_to_thread(signum: int, frame: FrameType | None) -> None:
-    """Do nothing. With a handler, the interpreter writes the number to the wakeup descriptor."""
+    """Do nothing.
+
+    Python writes a signal's number to the wakeup file descriptor only if the signal has a handler.
+    The thread in `received_by` reads it there.
+    """
 
 
 def ignore_until_exit() -> None:
-    """Ignore SIGINT, SIGTERM and SIGHUP from now on, because the verdict of this program is final.
+    """Ignore SIGINT, SIGTERM and SIGHUP until this program exits.
 
-    A handler would not be enough. The interpreter removes handlers before it exits, and a later
-    signal would then change the exit code.
+    Call it when the verdict is final. A handler that does nothing would not be enough. Python removes handlers before it exits, and a
+    signal after that would change the exit code.
     """
     for signum in ENDING_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)

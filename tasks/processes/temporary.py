@@ -39,17 +39,17 @@ def use_own_temporary_folder() -> Path:
     """
     for folder in _own:
         return folder
-    all_of_host = muster_home() / "temp" / host_name()
-    all_of_host.mkdir(mode=0o700, parents=True, exist_ok=True)
+    host_folder = muster_home() / "temp" / host_name()
+    host_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     # Lock out other processes until the new folder has its lock. They would remove a folder without
     # a lock as abandoned.
-    turn = _locked(all_of_host, fcntl.LOCK_EX)
+    host_lock = _open_and_lock(host_folder, fcntl.LOCK_EX)
     try:
-        _remove_abandoned(all_of_host)
-        folder = Path(tempfile.mkdtemp(dir=all_of_host))
-        _own[folder] = _locked(folder, fcntl.LOCK_EX)
+        _remove_abandoned(host_folder)
+        folder = Path(tempfile.mkdtemp(dir=host_folder))
+        _own[folder] = _open_and_lock(folder, fcntl.LOCK_EX)
     finally:
-        os.close(turn)
+        os.close(host_lock)
     tempfile.tempdir = str(folder)
     atexit.register(_remove_own, folder, os.getpid())
     return folder
@@ -61,32 +61,32 @@ def _remove_own(folder: Path, owner_pid: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _remove_abandoned(all_of_host: Path) -> None:
+def _remove_abandoned(host_folder: Path) -> None:
     """Remove the temporary folders whose lock no living process holds."""
-    for folder in all_of_host.iterdir():
+    for folder in host_folder.iterdir():
         # An OSError means that a living process holds the lock, or that the entry is no folder but
         # the common lock file of this host.
         with suppress(OSError):
-            fd = _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fd = _open_and_lock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
             os.close(fd)
 
 
-def _locked(folder: Path, how: int) -> int:
+def _open_and_lock(folder: Path, operation: int) -> int:
     """Open and lock the lock file of a folder, and return its file descriptor.
 
     Args:
         folder: The folder.
-        how: Operation for flock(2), such as LOCK_EX.
+        operation: Operation for flock(2), such as LOCK_EX.
 
     Raises:
-        BlockingIOError: Another process holds the lock, and `how` does not wait.
+        BlockingIOError: Another process holds the lock, and `operation` does not wait.
         OSError: The lock file cannot be opened.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(folder / _LOCK, flags, 0o600)
     try:
-        fcntl.flock(fd, how)
+        fcntl.flock(fd, operation)
     except OSError:
         os.close(fd)
         raise
