@@ -1,4 +1,4 @@
-"""A component that runs as a process of this machine, with all its descendants."""
+"""Run a component as a process of this machine, together with all its descendants."""
 
 from __future__ import annotations
 
@@ -21,23 +21,25 @@ from tasks.record.outcome import GivenUp, GiveUpReason
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import LiveProbe, ReadyProbe
 
-#: Seconds to wait for the end of an idle guardian. It takes longer only if it is stopped.
+#: Seconds to wait for the end of a guardian that has no command. It takes longer only if SIGSTOP
+#: has stopped the guardian.
 _LEAVE_WITHIN_S = 2.0
-#: Seconds from the end of a component's own processes until the component itself must end.
+#: Seconds that a component may run after it has ended its own worker processes. If it runs longer,
+#: the workers count as lost.
 _LEAVES_WITHIN_S = 1.0
-#: Pause between two published statuses of a component, as a share of the component's age.
+#: Pause between two published status messages of a component, as a share of the component's age.
 _STATUS_PART = 0.01
-#: Smallest such pause in seconds.
+#: Smallest pause between two published status messages, in seconds.
 _STATUS_AT_LEAST_S = 1.0
-#: Largest such pause in seconds.
+#: Largest pause between two published status messages, in seconds.
 _STATUS_AT_MOST_S = 60.0
 
 
 class ProcessMember(Member):
-    """A component and its process, from its idle guardian to the end of its process tree."""
+    """A component that runs as a process of this machine under its own guardian."""
 
     def __init__(self, plan: ComponentPlan, context: AttemptContext) -> None:
-        """Prepare the guardian.
+        """Start a guardian for the component. The guardian waits for the launch.
 
         Raises:
             OSError: The guardian could not be started.
@@ -79,6 +81,7 @@ class ProcessMember(Member):
         self._emit("component.spawned", self.name, pid=self.pid, argv=list(command.argv))
 
     async def _enter(self, process: GuardedProcess) -> None:
+        """Write the component's process to the run's registry, before its program is executed."""
         await self._context.enter(
             RegisterEntry,
             self.plan,
@@ -94,7 +97,8 @@ class ProcessMember(Member):
             return await forever()
         loss = await ProcessWatch(self.process, live, self._emit).until_lost()
         if self.plan.on_exit_zero != "fail":
-            # A component that may finish ends its own processes first, and ends soon after them.
+            # A component that finishes may first end its worker processes and then itself. Wait a
+            # moment for its end, so that the end of a worker does not count as a loss.
             if loss.exit and (loss.exit.is_zero or loss.exit.signal == signal.SIGTERM):
                 await asyncio.wait([self.exited], timeout=_LEAVES_WITHIN_S)
             if self.exited.done() and self.exited.result().is_zero:
@@ -102,8 +106,9 @@ class ProcessMember(Member):
         return loss
 
     async def examine(self) -> None:
-        """Write a report about the place where the component hangs; `end` adds the last output
-        to it.
+        """Write a report on a component that hangs.
+
+        `end` later adds the component's last output to the report.
         """
         self._diagnosis = Diagnosis(
             process=self.process, command=self.plan.command, mask=self._context.plan.mask
@@ -131,7 +136,11 @@ class ProcessMember(Member):
         return left
 
     async def _publish_statuses(self, notify: NotifyProbe) -> None:
-        """Publish each new status, with a pause between two of them."""
+        """Publish each new status message of the component as an event, with pauses in between.
+
+        Args:
+            notify: Probe that receives the status messages.
+        """
         while True:
             await notify.has_news.wait()
             self._publish_status(notify)
@@ -159,7 +168,7 @@ class ProcessMember(Member):
     def _refuse_foreign(self, port: int | None) -> None:
         if port is None:
             return
-        # Processes of other components of the run may listen on a port that is reserved for them.
+        # A listener may also be a process of another component of this run, which is allowed.
         ours = self._context.own_pids()
         for listener in self._listeners(port, ours):
             if listener.pid not in ours and self._is_foreign(listener):
@@ -185,7 +194,7 @@ class ProcessMember(Member):
 
         Args:
             port: The TCP port.
-            likely: Pids that are checked first, which is faster than a search of all processes.
+            likely: Pids that are checked first. This is faster than a check of all processes.
 
         Raises:
             GivenUp: The kernel cannot be asked.
@@ -198,13 +207,19 @@ class ProcessMember(Member):
             raise GivenUp(GiveUpReason(kind=kind, rule="port-unknown", message=message)) from error
 
     def _is_foreign(self, listener: Listener) -> bool:
-        """Return True if the component cannot have started a listener that is outside its tree.
+        """Return True if a listener outside the component's process tree is not of this run.
 
-        After the launch, a container runtime or a daemon may listen for the component from outside
-        its tree. Such a process belongs to this user or to root. It is in a container, works for a
-        container, or has the run's id in its environment. A process of another user could imitate
-        these signs. Containers of root may contain programs of other users. Only root can start
-        such a program in a new PID namespace without a new user namespace.
+        A listener outside the process tree can be of this run: a container or a daemon that the
+        component has started. It counts as such if the component was launched and
+
+        - the listener belongs to this user or root, and runs in a container, listens for a
+          container, or has the run id in its environment; or
+        - the listener belongs to another user, but runs in a PID namespace that root has created.
+          Containers of root may contain programs of other users, and no other user can create such
+          a namespace.
+
+        Args:
+            listener: A process outside the component's tree.
         """
         if not self.is_launched:
             return True

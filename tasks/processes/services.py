@@ -1,7 +1,7 @@
-"""Services: processes of this machine that are restarted after they die.
+"""Run services: processes of this machine that are started again after they die.
 
-The parts of a stack are services, and so is the temporary Prefect server of a run. A service keeps
-its command, its log and its ports. `Services` watches all services from its own thread.
+The parts of a stack are services, and so is the temporary Prefect server of a run. After a restart,
+a service has the same command, log and ports. `Services` watches all services in a separate thread.
 """
 
 from __future__ import annotations
@@ -31,41 +31,50 @@ from tasks.spec.failure_kinds import FailureKind
 
 _log = logging.getLogger(__name__)
 
-#: Number of files that this process needs to open for many services.
+#: Limit of open files that this process requests. It needs some for each service.
 _OPEN_FILES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """The rules for the restart of a service that has died."""
+    """Rules for the restart of a service that has died."""
 
-    #: Seconds from the first death to the restart. Each further death doubles them.
+    #: Seconds from the first death of a service to its restart. Each further death doubles this
+    #: delay.
     first_delay_s: float = 0.5
-    #: The longest delay, in seconds.
+    #: Longest delay before a restart, in seconds.
     most_delay_s: float = 30.0
-    #: Seconds of readiness that a service needs to recover. Its next delay is the first one again.
+    #: If a service was ready for this number of seconds before its death, its next delay is
+    #: `first_delay_s` again.
     steady_s: float = 30.0
-    #: Seconds of repeated failure, without being ready once, until a service is given up.
+    #: If a service was not ready once for this number of seconds after its first death, it is not
+    #: started again.
     give_up_after_s: float = 300.0
 
 
 class Restarts:
-    """Counts the deaths of one service. Times are CLOCK_MONOTONIC seconds."""
+    """Calculates the delay before each restart of one service from its earlier deaths.
+
+    Times are CLOCK_MONOTONIC seconds.
+    """
 
     def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy
-        #: Deaths since the service was last ready for `steady_s`.
+        #: Number of deaths since the service was last ready for `steady_s` seconds.
         self._deaths = 0
         #: Time of the first death since the service was last ready; None if there was none.
         self._failing_since_s: float | None = None
 
     def delay_after_death(self, now_s: float, ready_for_s: float | None) -> float | None:
-        """Return the seconds until the restart of the service; None if it must be given up.
+        """Record a death of the service, and return the seconds until its restart.
 
         Args:
             now_s: Time of the death.
-            ready_for_s: Seconds for which the service was ready before its death; None if it was
-                not ready.
+            ready_for_s: Number of seconds for which the service was ready before its death. None
+                if it was not ready.
+
+        Returns:
+            None if the service must not be started again.
         """
         if ready_for_s is not None and ready_for_s >= self._policy.steady_s:
             self._deaths = 0
@@ -81,34 +90,35 @@ class Restarts:
 class ServiceState(Enum):
     """State of a service."""
 
-    #: Not started yet.
+    #: The service was not started yet.
     WAITING = "waiting"
-    #: Its process runs, but is not ready yet.
+    #: The service is being started and is not ready yet.
     STARTING = "starting"
+    #: The service is ready.
     READY = "ready"
-    #: It has died, and will be started again.
+    #: The service has died and will be started again.
     DOWN = "down"
-    #: It has done its work and left with exit code 0.
+    #: The service has done its work and has ended with exit code 0.
     DONE = "done"
-    #: It has died, and will not be started again.
+    #: The service has died and will not be started again.
     GIVEN_UP = "given up"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceReport:
-    """State of one service at this moment."""
+    """State of one service at one moment."""
 
     name: str
     state: ServiceState = ServiceState.WAITING
-    #: Pid of the service's process, or None.
+    #: Pid of the service's process; None if the process does not run.
     pid: int | None = None
-    #: Guardians of the service's process, and of leftover children of its earlier processes.
+    #: Guardians of the service's process, and of earlier processes whose children still run.
     guardians: tuple[ProcessId, ...] = ()
-    #: Number of its deaths.
+    #: Number of deaths of the service.
     deaths: int = 0
-    #: Time of its last death, in UTC epoch seconds; None if it has never died.
+    #: Time of the last death in UTC epoch seconds; None if the service has never died.
     died_at: float | None = None
-    #: Reason for its last death; empty if it has never died.
+    #: Reason for the last death; empty if the service has never died.
     reason: str = ""
 
 
@@ -139,13 +149,14 @@ MakeMember = Callable[[ComponentPlan, AttemptContext], ServiceMember]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Death:
-    """An unexpected end of a service's process."""
+    """An end of a service's process after which the service must be started again."""
 
-    #: The failure; None if the process was stopped because the service that it needs had died.
+    #: Failure of the process. None if Muster has ended the process, because another service that it
+    #: needs has died.
     failure: Failure | None
-    #: Duration of the process's readiness in seconds; None if it was not ready.
+    #: Number of seconds for which the process was ready; None if it was not ready.
     ready_for_s: float | None = None
-    #: True if the process was killed from outside, so that its program may work.
+    #: True if the process was killed from outside. Its program may then work after a restart.
     was_killed: bool = False
 
 
@@ -154,7 +165,7 @@ def _seconds_since(began_s: float | None, now_s: float) -> float | None:
 
 
 class _Service:
-    """One service: its current process, and leftover children of its earlier processes."""
+    """One service: its current process, and earlier processes whose children still run."""
 
     def __init__(
         self, plan: ComponentPlan, owner: Services, needed: _Service | None, policy: RestartPolicy
@@ -163,19 +174,22 @@ class _Service:
         self.report = ServiceReport(name=plan.name)
         #: Set while the service is ready or done.
         self.is_up = asyncio.Event()
-        #: Set when the current process has died. Each process has its own event.
+        #: Set when the current process has died. A new process gets a new event.
         self.is_gone = asyncio.Event()
         #: Set when the service was ready or done for the first time.
         self.was_up = asyncio.Event()
         self.keeper: asyncio.Task[None] | None = None
-        #: The current process, and earlier processes with leftover children.
+        #: The current process, and earlier processes whose children still run.
         self.members: list[ServiceMember] = []
         self._owner = owner
         self._needed = needed
         self._restarts = Restarts(policy)
 
     async def keep(self) -> None:
-        """Start the service and restart it after each death, until it is done or given up."""
+        """Start the service, and start it again after each death.
+
+        Returns when the service has done its work or must not be started again.
+        """
         while (death := await self._live()) is not None:
             self.is_up.clear()
             self.is_gone.set()
@@ -192,8 +206,8 @@ class _Service:
             )
             delay_s = self._restarts.delay_after_death(self._owner.clock(), death.ready_for_s)
             if not self.was_up.is_set() and not death.was_killed:
-                # The service cannot work here. Give it up at once, so that `start` reports the
-                # failure.
+                # The service has died by itself before it was ever ready, so a restart would not
+                # help. Do not start it again, so that `start` reports the failure now.
                 delay_s = None
             if delay_s is None:
                 if self.was_up.is_set():
@@ -270,7 +284,8 @@ class _Service:
             getting_ready.cancel()
             following.cancel()
         if not member.exited.done():
-            # The required service is gone, so this process is ended, too. Report that at once.
+            # The service that this one needs has died, so this one will be ended, too. Report the
+            # new state now, because the end may take some seconds.
             self._note(state=ServiceState.DOWN, pid=None)
             return _Death(failure=None)
         exit = member.exited.result()
@@ -300,9 +315,9 @@ class _Service:
         kind: FailureKind | None = None,
         exit: Exit | None = None,
     ) -> _Death:
-        # If its guardian was killed, the process dies as well and its exit status is unknown.
+        # An unknown exit status means that the guardian was killed, and the process with it.
         killed = exit is not None and (exit.signal == signal.SIGKILL or exit.exit_code is None)
-        # The log of a process that was killed from outside does not contain the reason.
+        # If the process was killed from outside, do not search its log for the reason.
         words = member.last_words() if member is not None and not killed else ""
         pid = f" (pid {member.pid})" if member is not None and member.pid is not None else ""
         failure = failure_of(
@@ -316,7 +331,10 @@ class _Service:
         return _Death(failure=failure, ready_for_s=ready_for_s, was_killed=killed)
 
     async def _end_leftovers(self, member: ServiceMember) -> None:
-        """End the leftover children of a process, unless they may outlive it."""
+        """End the remaining children of a service's process that has died.
+
+        Does nothing if the children may outlive the process (`Command.children_grace_s`).
+        """
         outlives = self.plan.command.children_grace_s is not None
         if outlives and member.exited.done():
             return
@@ -335,16 +353,17 @@ class _Service:
         self.was_up.set()
 
     def _note(self, **changes: object) -> None:
+        """Change the report on the service, and publish it with `on_change`."""
         guardians = tuple(member.process.guardian for member in self.members)
         self.report = replace(self.report, guardians=guardians, **changes)  # type: ignore[arg-type]
         self._owner.on_change(self.report)
 
 
 class Services:
-    """Keeps the services of a plan running, from its own thread, while the context is open.
+    """Runs the services of a plan in a separate thread, while the context is open.
 
-    If this process dies, the guardians end all services. This process becomes a subreaper
-    permanently.
+    If the calling process dies, the guardians end all services. The calling process becomes a
+    subreaper and stays one.
     """
 
     def __init__(
@@ -363,20 +382,21 @@ class Services:
     ) -> None:
         """
         Args:
-            plan: The services, as components.
-            ports: Their ports.
+            plan: The services; each is one component of the plan.
+            ports: The ports of the services.
             emit: Publishes events.
-            register: Registry on disk for the processes. None: they are not registered.
-            needs: `needs[service]` names the service that it needs. If that service dies, both are
-                restarted in this order.
-            policy: Rules for restarts.
-            on_change: Called in the services' thread after each change. The guardian of a process
-                is reported before the process is launched.
-            make_member: Makes a process of a service.
+            register: Registry on disk for the processes. None: the processes are not registered.
+            needs: `needs[service]`: name of another service that the service needs. If that one
+                dies, both are ended and started again in the right order.
+            policy: Rules for restarts. None: the default rules.
+            on_change: Called in the thread of the services after each change of a service. The
+                guardian of a process is reported before the process is launched.
+            make_member: Creates the object for one process of a service.
             clock: Returns the time in CLOCK_MONOTONIC seconds.
             sleep: Waits for a number of seconds.
         """
-        with contextlib.suppress(OSError):  # Containment level L1 has no subreapers.
+        # This fails if the kernel has no subreapers (containment level L1).
+        with contextlib.suppress(OSError):
             tree.become_subreaper()
         tree.allow_files(_OPEN_FILES)
         self.context = AttemptContext(plan, ports, emit, register)
@@ -385,9 +405,9 @@ class Services:
         self.make_member = make_member
         self.clock = clock
         self.sleep = sleep
-        #: Failure that prevents the services from running; None if there is none.
+        #: Failure of a service that was not started again; None if there is none.
         self.failure: Failure | None = None
-        #: Reason given to `stop`; empty if it was not called.
+        #: Reason from the call of `stop`; empty if `stop` was not called.
         self.stopped_by = ""
         self._is_over = asyncio.Event()
         self._services: dict[str, _Service] = {}
@@ -401,19 +421,19 @@ class Services:
     def start(self, name: str) -> None:
         """Start a service, and wait until it is ready or has done its work.
 
-        From then on, the service is restarted after each death.
+        After that, the service is started again after each death.
 
         Raises:
-            RunEnded: The service cannot work here, or the services are stopped; see `failure`.
+            RunEnded: The service died before it was ready (see `failure`), or `stop` was called.
         """
         self._loop.call(self._start(name))
 
     def wait_over(self) -> None:
-        """Wait until `stop` is called or a service is given up."""
+        """Wait until `stop` is called or a service cannot be started again."""
         self._loop.call(self._is_over.wait())
 
     def stop(self, why: str) -> None:
-        """Request the end of the services. Returns at once; safe in any thread.
+        """Request the end of all services. Returns at once. May be called from any thread.
 
         Args:
             why: Reason for the end.
@@ -424,14 +444,17 @@ class Services:
         """End the services in the reverse order of their start. May be called any number of times.
 
         Returns:
-            `left[service]`: pids that cannot be ended.
+            `left[service]`: pids of processes that survived SIGKILL. Empty if all have ended.
         """
         if self._left is None:
             self._left = self._loop.call(self._teardown())
         return self._left
 
     def give_up(self, failure: Failure) -> None:
-        """Record that a service cannot be kept running. Call it only in the services' thread."""
+        """Record that a service cannot be started again, so that all services end.
+
+        Call it only in the thread of the services.
+        """
         if not self._is_over.is_set():
             self.failure = failure
             self._is_over.set()
@@ -474,7 +497,8 @@ class Services:
 
     async def _teardown(self) -> dict[str, tuple[int | str, ...]]:
         self._stop("its context was left")
-        # Stop all restarts before the first service is ended.
+        # Cancel all restarts before the first service is ended. Otherwise a service that needs it
+        # would be started again.
         services = self._services.values()
         keepers = [service.keeper for service in services if service.keeper is not None]
         for keeper in keepers:

@@ -188,8 +188,8 @@ def _leave_to_thread(signum: int, frame: FrameType | None) -> None:
 def ignore_until_exit() -> None:
     """Ignore SIGINT, SIGTERM and SIGHUP until this program exits.
 
-    Call it when the verdict is final. A handler that does nothing would not be enough. Python removes handlers before it exits, and a
-    signal after that would change the exit code.
+    Call it when the verdict is final. A handler that does nothing would not be enough: Python
+    removes handlers before it exits, and a signal after that would change the exit code.
     """
     for signum in ENDING_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)

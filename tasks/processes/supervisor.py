@@ -1,4 +1,4 @@
-"""The supervisor: a thread that watches an attempt while the caller does other work."""
+"""Supervise an attempt in a separate thread, while the caller does other work."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tasks.record.events import Emit
 from tasks.record.outcome import Failure, Verdict
 from tasks.record.states import RunState
 
-#: Number of files that this process needs to open. Each component needs two or three.
+#: Limit of open files that this process requests. It needs two or three for each component.
 _OPEN_FILES = 1 << 16
 
 
 class Supervisor:
-    """Supervises one attempt from its own thread.
+    """Supervises one attempt in a separate thread.
 
-    The caller's thread may wait for a request or be interrupted by a signal at any time. The
-    supervisor still notices deaths and completes a teardown. Leaving the context ends everything.
-    This process becomes a subreaper permanently.
+    The thread notices the end of components and completes a teardown, even if the caller's thread
+    waits for a request or is interrupted by a signal. When the context closes, all components are
+    ended. The calling process becomes a subreaper and stays one.
     """
 
     def __init__(
@@ -42,18 +42,19 @@ class Supervisor:
             plan: The components and their settings.
             ports: The ports of the run.
             emit: Publishes events.
-            register: The run's registry on disk. None: the run is not registered, so that
-                `reconcile` cannot end its leftovers.
-            template: Template for the guardians; it is closed when they are forked. None: one is
-                made.
-            replan: See `SupervisedAttempt`; it is called in another thread.
+            register: The run's registry on disk. None: the run is not registered, so `muster
+                reconcile` cannot end its leftover processes.
+            template: Helper process that forks the guardians. It is closed after that. None: start
+                a new helper process if it is needed.
+            replan: See `SupervisedAttempt`. Called in another thread.
         """
-        with contextlib.suppress(OSError):  # Containment level L1 has no subreapers.
+        # This fails if the kernel has no subreapers (containment level L1).
+        with contextlib.suppress(OSError):
             tree.become_subreaper()
         tree.allow_files(_OPEN_FILES)
         self._attempt = SupervisedAttempt(plan, ports, emit, register, template, replan)
         self._loop = LoopThread("supervisor", self._attempt.crash)
-        # Prepare first, in parallel to the caller.
+        # Start the guardians in the thread now, while the caller continues.
         self._loop.soon(self._attempt.prepare)
         self._verdict: Verdict | None = None
 
@@ -66,40 +67,45 @@ class Supervisor:
         self._loop.call(self._attempt.start(component))
 
     def wait_decided(self) -> None:
-        """Wait until the end of the run is decided."""
+        """Wait until an event has decided how the attempt ends."""
         self._loop.call(self._attempt.decided.wait())
 
     @property
     def decision(self) -> Decision | None:
-        """The decision on the end of the run; an earlier event may still replace it. None:
-        undecided.
+        """The event that decides how the attempt ends; None if there is none yet.
+
+        An event that happened earlier but is noticed later may still replace it.
         """
         return self._attempt.earliest.decision
 
     def describe(self, component: str) -> str:
-        """Return the component's name, with its pid if the component has started: `trainer (pid
-        812)`.
-        """
+        """Return the name of a component, with its pid if it has started: `trainer (pid 812)`."""
         return str(self._attempt.members.get(component, component))
 
     def interrupt(self, why: str, state: RunState = RunState.CANCELLED) -> None:
-        """End the attempt. With state RUNNING, its jobs continue until the run is resumed."""
+        """Request the end of the attempt. Returns at once.
+
+        Args:
+            why: Reason for people.
+            state: State of the run after the attempt. With RUNNING, the Ray jobs of the attempt
+                continue until another process resumes the run.
+        """
         self._loop.soon(self._attempt.interrupt, why, state)
 
     def crash(self, error: BaseException) -> None:
-        """End the run as failed after an error in the caller."""
+        """Fail the attempt because of an error in Muster's own code. Returns at once."""
         self._loop.soon(self._attempt.crash, error)
 
     def fail(self, failure: Failure) -> None:
-        """End the run as failed for a reason that is not a component's."""
+        """Fail the attempt for a reason outside its components. Returns at once."""
         self._loop.soon(self._attempt.fail, failure)
 
     def hurry(self) -> None:
-        """End all components without a grace period."""
+        """Request that all components are killed without a grace period. Returns at once."""
         self._loop.soon(self._attempt.hurry)
 
     def teardown(self) -> Verdict:
-        """Stop everything in reverse order and wait until no process remains.
+        """Stop all components in the reverse order of their start, and wait for their end.
 
         May be called any number of times.
 

@@ -1,8 +1,9 @@
-"""Connections to servers of this machine: a client sends nothing to another user's server.
+"""Check that a server on this machine belongs to a trusted user, before a client sends data.
 
-After the end of a server, any local user may listen on its port. So a client that holds a password
-asks the kernel for the listener's user before and after it connects. It sends nothing until the
-answer is known. Servers on other machines are not checked; use TLS for those.
+After the end of a server, any user of the machine can listen on its port and receive the passwords
+of its clients. So a client asks the kernel which user listens, before and after it connects. It
+sends no data if that user is not trusted. Servers on other machines are not checked; use TLS for
+those.
 """
 
 from __future__ import annotations
@@ -22,23 +23,24 @@ import httpx
 
 from tasks.processes.ports import ListeningSocket, listening_sockets
 
-#: Variable with further users whose servers are trusted: names or numbers, separated by commas.
+#: Environment variable with further users whose servers are trusted. It contains user names or
+#: uids, separated by commas.
 SERVER_USERS = "MUSTER_SERVER_USERS"
 
 _Address = IPv4Address | IPv6Address
 
 
 class UntrustedListener(ConnectionError):
-    """A server of this machine belongs to another user, or its user is unknown.
+    """A server on this machine belongs to a user who is not trusted, or its user is unknown.
 
-    No data was sent.
+    No data was sent to the server.
     """
 
 
 def trusted_users() -> frozenset[int]:
-    """Return the users whose servers may receive a password.
+    """Return the uids of the users whose servers may receive a password.
 
-    These are this user, root, and the users of MUSTER_SERVER_USERS. Unknown names are skipped.
+    They are this user, root, and the users in MUSTER_SERVER_USERS. Unknown names are skipped.
     """
     users = {0, os.geteuid()}
     for name in os.environ.get(SERVER_USERS, "").split(","):
@@ -52,10 +54,12 @@ def trusted_users() -> frozenset[int]:
 
 
 class ListenerCheck:
-    """The check of one connection: create it before connecting, then call `require_trusted`.
+    """Checks which user's server has accepted one connection.
 
-    The same socket must listen before and after the connection was made. While that socket listens,
-    the kernel lets no other user listen on its address, so it received the connection.
+    Create the object before the client connects, and call `require_trusted` after that. The check
+    requires that the same socket listens before and after the connection was made. While it
+    listens, the kernel lets no other user listen on its address. So this socket has accepted the
+    connection.
     """
 
     def __init__(self) -> None:
@@ -67,14 +71,17 @@ class ListenerCheck:
             self._problem = str(error)
 
     def require_trusted(self, own: tuple[typing.Any, ...], peer: tuple[typing.Any, ...]) -> None:
-        """Check the listener after the connection was made.
+        """Check that the server of a new connection belongs to a trusted user.
+
+        A server on another machine passes the check.
 
         Args:
             own: Address of the client's end, as `getsockname` returns it.
             peer: Address of the server's end, as `getpeername` returns it.
 
         Raises:
-            UntrustedListener: The listener is not trusted, unknown, or was replaced.
+            UntrustedListener: The user of the server is not trusted or unknown, or another socket
+                has begun to listen since this object was created.
         """
         own_address = _parsed(own[0])
         peer_address = _parsed(peer[0])
@@ -95,12 +102,13 @@ class ListenerCheck:
 
 
 def require_trusted_listener(host: str, port: int) -> None:
-    """Check the listener at an address, for a client whose connections cannot be checked.
+    """Check that the server at an address belongs to a trusted user.
 
-    Addresses of other machines pass, and so do ports without a listener.
+    Use it for a client whose single connections cannot be checked. Addresses of other machines pass
+    the check, and so do ports without a server.
 
     Raises:
-        UntrustedListener: The listener is not trusted or is unknown.
+        UntrustedListener: The user of the server is not trusted or unknown.
     """
     where = f"{host}:{port}"
     try:
@@ -119,10 +127,10 @@ def require_trusted_listener(host: str, port: int) -> None:
 
 
 def require_trusted_url(url: str) -> None:
-    """Check the listener at the host and port of a URL, as `require_trusted_listener` does.
+    """Check that the server of a URL belongs to a trusted user, see `require_trusted_listener`.
 
     Raises:
-        UntrustedListener: The listener is not trusted or is unknown.
+        UntrustedListener: The user of the server is not trusted or unknown.
     """
     parts = urlsplit(url)
     default = 443 if parts.scheme == "https" else 80
@@ -132,10 +140,16 @@ def require_trusted_url(url: str) -> None:
 def receivers(
     table: Iterable[ListeningSocket], address: _Address, port: int
 ) -> list[ListeningSocket]:
-    """Return the sockets that may receive a connection to the address.
+    """Return the listening sockets that receive connections to an address.
 
-    These are the sockets of the most specific listener. There are several only if one user shares
-    the port between them (SO_REUSEPORT).
+    The kernel prefers a socket that listens on exactly this address to one that listens on all
+    addresses. Several sockets are returned only if one user shares the port between them with
+    SO_REUSEPORT.
+
+    Args:
+        table: All listening sockets of this machine.
+        address: The address.
+        port: The port.
     """
     on_port = [listener for listener in table if listener.port == port]
     candidates: list[_Address] = [address]
@@ -148,10 +162,14 @@ def receivers(
 
 
 def _refuse_others(where: str, listeners: Iterable[ListeningSocket]) -> None:
-    """Check that all listeners belong to trusted users.
+    """Check that all listening sockets belong to trusted users.
+
+    Args:
+        where: Address and port, for the error message.
+        listeners: The listening sockets.
 
     Raises:
-        UntrustedListener: A listener belongs to another user.
+        UntrustedListener: A socket belongs to another user.
     """
     for listener in listeners:
         if listener.uid not in trusted_users():
@@ -163,10 +181,12 @@ def _refuse_others(where: str, listeners: Iterable[ListeningSocket]) -> None:
 
 
 def _unknown(where: str, why: str) -> str:
+    """Return the error message for a server whose user could not be determined."""
     return f"it is unknown whose server listens at {where} ({why}): nothing was sent; try again"
 
 
 def _name_of(uid: int) -> str:
+    """Return the name of a user, or the uid if the user has no name."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
@@ -174,7 +194,10 @@ def _name_of(uid: int) -> str:
 
 
 def _parsed(host: str) -> _Address:
-    """Return the address without its zone. An IPv4-mapped IPv6 address becomes an IPv4 address."""
+    """Parse an IP address. A zone such as `%eth0` is dropped.
+
+    An IPv6 address that stands for an IPv4 address (`::ffff:10.0.0.1`) becomes that IPv4 address.
+    """
     address = ip_address(host.partition("%")[0])
     if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
         return address.ipv4_mapped
@@ -182,9 +205,7 @@ def _parsed(host: str) -> _Address:
 
 
 def _is_of_this_machine(address: _Address) -> bool:
-    """Return True if a socket can be bound to the address, which needs an address of this
-    machine.
-    """
+    """Return True if an address belongs to this machine, so that a socket can be bound to it."""
     family = socket.AF_INET if isinstance(address, IPv4Address) else socket.AF_INET6
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
@@ -195,10 +216,11 @@ def _is_of_this_machine(address: _Address) -> bool:
 
 
 def check_listeners(client: httpx.Client | httpx.AsyncClient) -> None:
-    """Make a client check the listener of each connection to this machine before it sends data.
+    """Change a client, so that it checks the server of each new connection before it sends data.
 
-    httpx has no public way to replace its network backend, so private attributes are set. If a
-    later release renames them, AttributeError is raised here.
+    Afterwards, the client raises httpx.ConnectError if the server on this machine does not belong
+    to a trusted user. httpx has no public way to replace its network backend, so private attributes
+    are set. If a later release of httpx renames them, AttributeError is raised here.
     """
     for transport in (client._transport, *client._mounts.values()):
         if isinstance(transport, httpx.AsyncHTTPTransport):
@@ -208,7 +230,7 @@ def check_listeners(client: httpx.Client | httpx.AsyncClient) -> None:
 
 
 class _Backend(httpcore.NetworkBackend):
-    """Opens connections as `inner` does, and checks the listener of each."""
+    """Network backend that checks the server of each connection which another backend opens."""
 
     def __init__(self, inner: httpcore.NetworkBackend) -> None:
         self._inner = inner
@@ -235,7 +257,7 @@ class _Backend(httpcore.NetworkBackend):
 
 
 class _AsyncBackend(httpcore.AsyncNetworkBackend):
-    """Opens connections as `inner` does, and checks the listener of each."""
+    """Network backend that checks the server of each connection which another backend opens."""
 
     def __init__(self, inner: httpcore.AsyncNetworkBackend) -> None:
         self._inner = inner
@@ -262,10 +284,14 @@ class _AsyncBackend(httpcore.AsyncNetworkBackend):
 
 
 def check_transport(check: ListenerCheck, transport: asyncio.BaseTransport) -> None:
-    """Check the listener of an asyncio transport's connection.
+    """Check that the server of an asyncio transport's connection belongs to a trusted user.
+
+    Args:
+        check: Object that was created before the connection was made.
+        transport: Transport of the connection.
 
     Raises:
-        UntrustedListener: The listener is not trusted or is unknown.
+        UntrustedListener: The user of the server is not trusted or unknown.
         OSError: The connection has ended.
     """
     _check_ends(check, transport.get_extra_info("socket"))
