@@ -1,4 +1,4 @@
-"""The command that runs a pipeline file or resumes a pipeline, and prints what happens."""
+"""The command that runs a pipeline file or resumes a pipeline, and prints its progress."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ from tasks.spec.errors import BadArgument, MusterError
 from tasks.spec.pipeline import PipelineSpec, add_deployment_specs, load_pipeline, parse_pipeline
 
 _NO_QUEUE = """\
-A pipeline's runs go through the queue of a Prefect server, and PREFECT_API_URL names none.
-Start one: muster up
-A single run needs none: muster train SPEC.yaml"""
+A pipeline needs a Prefect server, but PREFECT_API_URL is not set.
+To start a server: muster up
+To run a single training without a server: muster train SPEC.yaml"""
 
 
 def run_pipeline(
     pipeline: Flow[..., State[Any]], path: Path | None, overrides: Sequence[str], resume: str
 ) -> int:
-    """Run a pipeline, and print what happens.
+    """Run a pipeline in this process until it ends, and print its progress.
 
     Args:
-        pipeline: The flow.
-        path: The pipeline file. None: only resume.
-        overrides: Values of `--set`.
-        resume: Id or name of the flow run to resume, or an empty string.
+        pipeline: The Prefect flow that runs pipelines.
+        path: The pipeline file. None resumes a flow run with the spec that it already has.
+        overrides: Values of `--set`. They replace values of the pipeline's spec.
+        resume: Id or name of the flow run to resume. An empty string starts a new flow run.
 
     Returns:
-        The exit code; see `exit_code_of`.
+        The exit code of the command, as `exit_code_of` derives it from the final state.
 
     Raises:
         MusterError: The arguments or the spec are invalid, or the flow run cannot be resumed.
     """
     if path is None and not resume:
-        raise BadArgument("name a PIPELINE.yaml, or a flow run with --resume")
+        raise BadArgument("give a PIPELINE.yaml, or a flow run with --resume")
     spec = load_pipeline(path, overrides) if path else None
     api_url = PREFECT_API_URL.value()
     if not api_url:
@@ -71,7 +71,8 @@ def run_pipeline(
             with talking_to(api_url) as client:
                 if path:
                     spec = add_code(client, spec, Path.cwd())
-                # Raises if a spec is invalid, before anything starts.
+                # The result is not used. This raises if a stage's spec is invalid, before anything
+                # starts.
                 add_deployment_specs(spec, read_specs_of_deployments(client, spec))
 
             if flow_run is not None:
@@ -89,7 +90,7 @@ def run_pipeline(
 
 
 def _message_printer() -> Callable[[str], None]:
-    """Return a function that prints a message with the seconds since now."""
+    """Return a function that prints messages, each with the seconds since this call."""
     started_s = time.monotonic()
 
     def print_message(message: str) -> None:
@@ -101,7 +102,7 @@ def _message_printer() -> Callable[[str], None]:
 def _resume(
     pipeline: Flow[..., State[Any]], api_url: str, flow_run: FlowRun, spec: PipelineSpec
 ) -> State[Any]:
-    """Run the flow in this process for an existing flow run, and return the final state."""
+    """Run an existing flow run of a pipeline in this process, and return its final state."""
     other_tags = set(flow_run.tags) - flow_runs.process_tags_of(flow_run.tags)
     new_tags = other_tags | {flow_runs.process_tag()}
     with talking_to(api_url) as client:
@@ -116,10 +117,10 @@ def _resume(
 
 
 def _find_resumable(api_url: str, id_or_name: str) -> FlowRun:
-    """Return the flow run of a pipeline.
+    """Return the pipeline's flow run with this id or name, if it can be resumed.
 
     Raises:
-        MusterError: There is no such flow run, or it may still have a process.
+        MusterError: The flow run does not exist, or it may still have a process.
     """
     try:
         flow_run_filter: Mapping[str, Any] = {"id": {"any_": [UUID(id_or_name)]}}
@@ -128,12 +129,14 @@ def _find_resumable(api_url: str, id_or_name: str) -> FlowRun:
     with talking_to(api_url) as client:
         flow_run = next(flow_runs_of(client, flow_run_filter, ["pipeline"]), None)
     if flow_run is None:
-        raise MusterError(f"the Prefect server has no flow run {id_or_name} of a pipeline")
+        raise MusterError(
+            f"the Prefect server has no pipeline with the flow run id or name {id_or_name}"
+        )
     state = flow_run.state
     if state is None or state.is_final() or flow_runs.has_lost_its_process(flow_run):
         return flow_run
     raise MusterError(
-        f"{flow_run.name} is {state.name} and may have a process: cancel it first "
-        f"(prefect flow-run cancel {flow_run.id}). Where that was killed, the reconcile of its "
-        "host says so within a minute, and goes on with it itself where it is a deployment's"
+        f"{flow_run.name} is {state.name}, so its process may still run. Cancel it first: "
+        f"prefect flow-run cancel {flow_run.id}. If its process was killed, Muster's upkeep on "
+        "its host finds that out within a minute, and resumes a flow run of a deployment by itself."
     )

@@ -1,7 +1,8 @@
-"""A pipeline in its flow process: begin its stages one after the other, and follow their runs.
+"""Run a pipeline in its flow process: create the run of each stage in turn, and wait for its end.
 
-Everything that is known about a pipeline is on the Prefect server and is read again for each step.
-So its process can be killed at any time, and the next one continues where it was.
+The Prefect server stores the whole progress of a pipeline, and each step reads the progress again.
+The flow process of a pipeline can therefore be killed at any time. The next flow process continues
+at the same step.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from tasks.pipeline.stage_runs import (
     list_stage_runs,
 )
 from tasks.pipeline.stage_specs import CannotBegin, read_specs_of_deployments
-from tasks.pipeline.steps import Begin, StageRun, completed_run, last_asked, next_step
+from tasks.pipeline.steps import Begin, StageRun, completed_run, find_last_request, next_step
 from tasks.record.checkpoints import find_stage_checkpoint
 from tasks.record.places import RunPlace
 from tasks.record.states import RunState
@@ -49,70 +50,75 @@ from tasks.spec.run import RunSpec
 
 _log = logging.getLogger(__name__)
 
-#: Called with each message about the pipelines of this context. The command prints the messages.
+#: Function that receives each progress message of a pipeline. `muster pipeline` sets it to print
+#: the messages. By default the messages are only logged.
 on_message: ContextVar[Callable[[str], None]] = ContextVar(
     "on_message", default=lambda message: None
 )
 
-#: Seconds between two requests for the state of a run.
+#: Seconds between two requests for the state of a stage's run.
 _POLL_INTERVAL_S = 2.0
 #: Seconds to wait for the end of a cancelled run, in addition to its grace periods.
 _CANCEL_TIMEOUT_S = 180.0
 #: Seconds to wait for the end of a run that is cancelled without grace periods.
 _HURRIED_TIMEOUT_S = 30.0
-#: Seconds to wait for a server that does not answer while the pipeline is ending.
+#: Seconds to wait for a Prefect server that does not answer while the pipeline is ending.
 _SERVER_TIMEOUT_S = 30.0
-#: Seconds until the next process of the pipeline may start. By then, this one has exited.
+#: Seconds until the pipeline's next flow process may start. By then, this process has exited.
 _DUE_AFTER_S = 5.0
 
 T = TypeVar("T")
 
 
 class PipelineSession:
-    """One pipeline in its flow process. `interrupt` and `let_go` may be called by any thread."""
+    """One pipeline that runs in this process.
+
+    `interrupt`, `hurry` and `let_go` may be called by any thread.
+    """
 
     def __init__(self, spec: PipelineSpec, *, flow_run_id: UUID, api_url: str) -> None:
         self.spec = spec
         self.flow_run_id = flow_run_id
         self._api_url = api_url
         #: Reason for ending the pipeline as cancelled, or an empty string.
-        self.interrupted_by = ""
+        self.cancel_reason = ""
         #: Reason for handing the pipeline over to its next process, or an empty string.
-        self.left_by = ""
-        #: Reason why the pipeline cannot continue, or an empty string.
-        self.refused = ""
-        #: The run that ended the pipeline, or None.
-        self.ended_by: StageRun | None = None
-        #: All runs that the stages have had.
+        self.hand_over_reason = ""
+        #: Reason why a stage cannot begin, so that the pipeline fails, or an empty string.
+        self.failure = ""
+        #: The failed or cancelled stage run that ended the pipeline, or None.
+        self.final_run: StageRun | None = None
+        #: All runs that the stages have had until the last step, in any order.
         self._runs: list[StageRun] = []
-        #: The last message about the current stage.
+        #: The last progress message about the current stage, or an empty string.
         self._last_message = ""
-        #: True if the grace periods of the current stage are skipped.
+        #: True if the run of the current stage is cancelled without its grace periods.
         self._is_hurried = False
-        #: Set when the pipeline is to end or to be handed over.
+        #: Set when the pipeline must end or must be handed over to its next process.
         self._ending = threading.Event()
 
     def interrupt(self, why: str) -> None:
-        """End the pipeline as cancelled, and its stage with every grace period. Returns at once.
+        """Request that the pipeline ends as cancelled, and return at once.
 
-        One cancel may arrive in several ways, so another call changes nothing.
+        The run of the current stage is cancelled with its grace periods. A second call changes
+        nothing, because one cancellation may arrive both as a signal and from the Prefect server.
         """
-        self.interrupted_by = self.interrupted_by or why
+        self.cancel_reason = self.cancel_reason or why
         self._ending.set()
 
     def hurry(self) -> None:
-        """Skip the grace periods of the stage of an interrupted pipeline. Returns at once."""
+        """Request that the run of a cancelled stage skips its grace periods, and return at once."""
         self._is_hurried = True
 
     def let_go(self, why: str) -> None:
-        """Hand the pipeline over to its next process. Returns at once."""
-        self.left_by = self.left_by or why
+        """Request that the pipeline is handed over to its next process, and return at once."""
+        self.hand_over_reason = self.hand_over_reason or why
         self._ending.set()
 
     def prepare(self) -> None:
-        """Check that every stage can begin, before the first one does.
+        """Check the spec, the deployment and the secrets of every stage before the first begins.
 
-        If a stage cannot begin, `refused` says why.
+        If a stage cannot begin, the reason is stored in `failure`.
         """
         self._try(self._update_tags)
         try:
@@ -122,33 +128,33 @@ class PipelineSession:
             for stage in self.spec.stages:
                 self._ask(partial(secrets_of, spec=RunSpec.model_validate(stage.spec)))
         except (InvalidSpec, CannotBegin) as error:
-            self.refused = f"USER_ERROR: {error}"
+            self.failure = f"USER_ERROR: {error}"
 
     def next_stage(self) -> Begin | StageRun | None:
         """Return the next run to create or to follow, or None if the pipeline ends."""
-        if self.refused or self.interrupted_by:
+        if self.failure or self.cancel_reason:
             return None
-        self._runs, asked_at = self._ask(self._read_progress)
-        step = next_step(self.spec.stage_names, self._runs, asked_at)
+        self._runs, requested_at = self._ask(self._read_progress)
+        step = next_step(self.spec.stage_names, self._runs, requested_at)
         if isinstance(step, StageRun) and step.ending is not None:
-            self.ended_by = step
+            self.final_run = step
             return None
         return step
 
     def begin(self, step: Begin | StageRun) -> StageRun | None:
-        """Return the run to follow. For `Begin`, create it.
+        """Return the stage run to wait for. If the step is a `Begin`, create this run.
 
         Returns:
-            None if the run cannot be created. `refused` then says why.
+            None if the run cannot be created. The reason is then stored in `failure`.
 
         Raises:
             Pause: The pipeline is handed over to its next process.
         """
         self._last_message = ""
         if isinstance(step, StageRun):
-            self.say(f"stage {step.stage}: run {step.name} is taken up, {step.state}")
+            self.say(f"stage {step.stage}: attached to run {step.name}, which is {step.state}")
             return step
-        if self.left_by:
+        if self.hand_over_reason:
             self._hand_over(f"stage {step.stage} is next")
 
         stage = self.spec.stage(step.stage)
@@ -161,7 +167,7 @@ class PipelineSession:
                 )
             )
         except (InvalidSpec, CannotBegin) as error:
-            self.refused = f"stage {stage.name}: USER_ERROR: {error}"
+            self.failure = f"stage {stage.name}: USER_ERROR: {error}"
             return None
 
         try_text = f", try {step.number}" if step.number > 1 else ""
@@ -169,10 +175,10 @@ class PipelineSession:
         return run
 
     def follow(self, run: StageRun) -> bool:
-        """Wait until the run ends.
+        """Wait until a stage's run ends.
 
         Returns:
-            False if the pipeline is interrupted before the run ends.
+            True if the run has ended. False if the pipeline is interrupted before that.
 
         Raises:
             Pause: The pipeline is handed over to its next process.
@@ -182,21 +188,26 @@ class PipelineSession:
             if run.ending is not None:
                 self.say(f"stage {run.stage}: {run.state}: {run.message}")
                 return True
-            if self.interrupted_by:
+            if self.cancel_reason:
                 return False
-            # While the run is being cancelled, wait for its end: it also cancels the pipeline. For
-            # example, all runs of this machine are cancelled when the stack stops.
-            if self.left_by and run.state not in ("Cancelling", flow_runs.CANCELLING_NOW):
-                self._hand_over(f"stage {run.stage} goes on, and its next process takes it up")
+            # A run that is being cancelled also ends the pipeline. There is nothing to hand over
+            # then, so wait for the end of the run. Example: a stack that stops cancels all runs of
+            # this machine.
+            is_cancelling = run.state in ("Cancelling", flow_runs.CANCELLING_NOW)
+            if self.hand_over_reason and not is_cancelling:
+                self._hand_over(
+                    f"stage {run.stage} continues, and the pipeline's next process attaches to it"
+                )
             self._wait(_POLL_INTERVAL_S)
 
     def cancel(self, run: StageRun) -> None:
-        """Cancel the run and wait until it has ended.
+        """Cancel a stage's run and wait until it has ended.
 
-        The wait is limited to the grace periods of the run and three minutes. After `hurry`, the
-        run is cancelled without grace periods, and the wait is limited to 30 s.
+        The wait is limited to the run's grace periods plus three minutes. After a call of `hurry`,
+        the run is cancelled without grace periods, and the wait is limited to 30 s. The result is
+        added to `cancel_reason`.
         """
-        self.say(f"cancelling stage {run.stage}: {self.interrupted_by}")
+        self.say(f"cancelling stage {run.stage}: {self.cancel_reason}")
         try:
             self._ask(lambda client: cancel_stage_run(client, run))
             spec = RunSpec.model_validate(self.spec.stage(run.stage).spec)
@@ -212,17 +223,20 @@ class PipelineSession:
                     deadline = min(deadline, time.monotonic() + _HURRIED_TIMEOUT_S)
                 time.sleep(_POLL_INTERVAL_S / 4)
             state = run.state if run.ending is not None else f"still {run.state}"
-            self.interrupted_by += f"; stage {run.stage}: {state}"
+            self.cancel_reason += f"; stage {run.stage}: {state}"
         except ServerAway as error:
-            self.interrupted_by += f"; stage {run.stage} may go on: {error}"
+            self.cancel_reason += (
+                f"; stage {run.stage}: state unknown, it may continue, because the Prefect server "
+                f"does not answer: {error}"
+            )
 
     def conclude(self) -> State[Any]:
         """Return the final Prefect state of the pipeline."""
-        if self.interrupted_by:
-            return Cancelled(message=self.interrupted_by)
-        if self.refused:
-            return Failed(message=self.refused)
-        run = self.ended_by
+        if self.cancel_reason:
+            return Cancelled(message=self.cancel_reason)
+        if self.failure:
+            return Failed(message=self.failure)
+        run = self.final_run
         if run is None:
             names = ", ".join(self.spec.stage_names)
             return Completed(message=f"all stages are complete: {names}")
@@ -234,15 +248,15 @@ class PipelineSession:
         return Failed(message=f"stage {run.stage}: {reason} ({format_link(run)})")
 
     def say(self, message: str) -> None:
-        """Write a message to the flow run's log, and pass it to `on_message`."""
+        """Write a progress message to the flow run's log, and pass it to `on_message`."""
         get_run_logger().info(message)
         on_message.get()(message)
 
     def _update_tags(self, client: SyncPrefectClient) -> None:
-        """Add the pipeline's own tags to the flow run.
+        """Add the tags of the pipeline's spec and its name to the flow run.
 
-        If a worker started this process, remove the tags of a process that was started directly:
-        that process no longer runs the pipeline.
+        A tag of the flow run can name a process that a user started on the command line. If a
+        worker has started the present process, that tag is outdated and is removed.
         """
         old_tags = set(client.read_flow_run(self.flow_run_id).tags)
         stale_tags: set[str] = set()
@@ -253,7 +267,7 @@ class PipelineSession:
             client.update_flow_run(self.flow_run_id, tags=sorted(new_tags))
 
     def _refresh(self, run: StageRun) -> StageRun:
-        """Read the run's current state, and report it if it has changed."""
+        """Return the stage run with its current state, and report the state if it has changed."""
         flow_run = self._ask(lambda client: client.read_flow_run(UUID(run.flow_run_id)))
         current = describe_stage_run(run.stage, run.number, flow_run)
         if current != run or not self._last_message:
@@ -261,7 +275,7 @@ class PipelineSession:
         return current
 
     def _report_stage(self, run: StageRun) -> None:
-        """Show the state of the run in the message of the pipeline's flow run."""
+        """Write the state of a stage's run into the state message of the pipeline's flow run."""
         position = self.spec.stage_names.index(run.stage) + 1
         state_text = f"{run.state}: {run.message}" if run.message else run.state
         message = f"stage {run.stage} ({position} of {len(self.spec.stages)}): {state_text}"
@@ -272,16 +286,20 @@ class PipelineSession:
         self._try(lambda _client: flow_runs.say_running(self.flow_run_id, message, self._ending))
 
     def _read_progress(self, client: SyncPrefectClient) -> tuple[list[StageRun], datetime]:
-        """Return all runs so far, and when somebody last asked for the pipeline."""
+        """Return all stage runs so far, and the time at which a user last started the pipeline."""
         states = client.read_flow_run_states(self.flow_run_id)
         times = [(state.timestamp, state.is_final()) for state in states]
-        return list_stage_runs(client, self.flow_run_id), last_asked(times)
+        return list_stage_runs(client, self.flow_run_id), find_last_request(times)
 
     def _placeholder_value(self, stage: str, key: str) -> str:
-        """Return the value of a placeholder that refers to an earlier stage.
+        """Return the value of a spec placeholder that refers to an earlier stage.
+
+        Args:
+            stage: Name of the earlier stage. It has completed.
+            key: Part of the placeholder after the stage's name.
 
         Raises:
-            CannotBegin: The placeholder needs a checkpoint, and there is none.
+            CannotBegin: The placeholder stands for a checkpoint, and this host finds none.
         """
         run = completed_run(stage, self._runs)
         assert run is not None, f"stage {stage} has not completed"
@@ -294,13 +312,14 @@ class PipelineSession:
         if checkpoint is not None:
             return str(checkpoint)
         raise CannotBegin(
-            f"stage {stage} has completed and no checkpoint of it is there: looked for by "
-            f"{directory}; that folder must be seen by this host, and `checkpoints` or "
-            "`checkpoint` say where the run writes them"
+            f"Stage {stage} has completed, but no checkpoint of it was found for its run directory "
+            f"{directory}. Make sure that this host can read that directory, and that "
+            "`checkpoints` or `checkpoint` in the spec names the place of the checkpoints."
         )
 
     def _find_checkpoint(self, client: SyncPrefectClient, run: StageRun) -> Path | None:
-        # Use the spec that the run had. The pipeline's spec may have been changed since.
+        """Return the path of a completed run's checkpoint, or None if there is none."""
+        # The pipeline's spec may have been changed since the run, so read the spec of the run.
         spec = RunSpec.model_validate(
             client.read_flow_run(UUID(run.flow_run_id)).parameters.get("spec")
         )
@@ -309,10 +328,16 @@ class PipelineSession:
         )
 
     def _ask(self, request: Callable[[SyncPrefectClient], T]) -> T:
-        """Call a function with a client, and repeat this while the server does not answer.
+        """Send a request to the Prefect server, and repeat it while the server does not answer.
+
+        Args:
+            request: Function that sends the request with the client that it receives.
+
+        Returns:
+            The result of the function.
 
         Raises:
-            ServerAway: The server did not answer, and the pipeline is ending.
+            ServerAway: The server did not answer, and the pipeline must end.
         """
         ending_since_s: float | None = None
         while True:
@@ -325,56 +350,63 @@ class PipelineSession:
                     waited_s = time.monotonic() - ending_since_s
                     if self._is_hurried or waited_s > _SERVER_TIMEOUT_S:
                         raise
-                _log.warning("asked again soon: %s", error)
+                _log.warning("Repeating the request to the Prefect server: %s", error)
             self._wait(_POLL_INTERVAL_S)
 
     def _try(self, request: Callable[[SyncPrefectClient], object]) -> None:
-        """Call a function with a client. A failure is logged: the request is not essential."""
+        """Send an optional request to the Prefect server once. A failure is only logged."""
         try:
             with talking_to(self._api_url) as client:
                 request(client)
         except Exception as error:
-            _log.warning("not told to the Prefect server: %r", error)
+            _log.warning("The Prefect server was not updated: %r", error)
 
     def _wait(self, delay_s: float) -> None:
-        """Wait until the pipeline is to end, at most `delay_s`. While it ends, wait a quarter."""
+        """Wait `delay_s` seconds, or less if the pipeline must end.
+
+        If the pipeline must already end at the call, the wait lasts a quarter of `delay_s`.
+        """
         if self._ending.is_set():
             time.sleep(delay_s / 4)
         else:
             self._ending.wait(delay_s)
 
     def _hand_over(self, progress: str) -> NoReturn:
-        """Hand the pipeline over to its next process.
+        """Hand the pipeline over to its next process through a state on the Prefect server.
 
-        If the server does not accept the state, `reconcile` finds the flow run without a process.
+        If the server does not answer, a later `muster reconcile` finds the flow run without a
+        process and has its next process started.
 
         Args:
-            progress: Says where the pipeline is, for the message of the state.
+            progress: Progress of the pipeline, for the message of the state.
 
         Raises:
-            Pause: Always. It ends this process's part of the flow run.
+            Pause: Always. The exception tells Prefect that this process leaves the flow run.
         """
-        state = flow_runs.goes_on(f"{self.left_by}; {progress}", _DUE_AFTER_S)
+        state = flow_runs.goes_on(f"{self.hand_over_reason}; {progress}", _DUE_AFTER_S)
         self.say(str(state.message))
         try:
             self._ask(lambda client: flow_process.hand_over(client, self.flow_run_id, state))
         except ServerAway as error:
-            _log.warning("left as it is: %s", error)
+            _log.warning("The state of the pipeline's flow run was not changed: %s", error)
         raise Pause(state=state)
 
 
 def pipeline_id_of_flow_run() -> str:
-    """Return the name of this context's flow run. It is the same in each of its processes."""
+    """Return the name for the pipeline's flow run that is active in this process.
+
+    Every process of the same flow run gets the same name.
+    """
     return flow_process.id_here(flow_process.spec_here(PipelineSpec).name, "pipeline")
 
 
 @contextmanager
 def open_pipeline(spec: PipelineSpec) -> Iterator[PipelineSession]:
-    """Open the pipeline of this flow run, as a context manager.
+    """Open the pipeline of the active flow run, as a context manager.
 
-    While it is open, a signal or a cancel ends the pipeline together with its current stage. There
-    is one exception: if a worker sends SIGTERM without a cancel, the pipeline is handed over to the
-    next worker.
+    While the pipeline is open, a signal or a cancellation ends it together with its current stage.
+    There is one exception: if a worker sends SIGTERM without a cancellation, the pipeline is handed
+    over to a process of the next worker.
     """
     flow_run_id = flow_process.flow_run_here().id
     session = PipelineSession(spec, flow_run_id=flow_run_id, api_url=PREFECT_API_URL.value() or "")

@@ -1,9 +1,12 @@
-"""The runs of a pipeline's stages on the Prefect server: list, create and cancel them.
+"""List, create and cancel the runs of a pipeline's stages on the Prefect server.
 
 The run of a stage is a flow run of the flow `train`. It is created through a deployment, so it is
-queued like any other run. It is also a subflow of the pipeline's flow run: a task run there shows
-its states. Its idempotency key and its task run depend only on pipeline, stage and number, so a run
-that was created just before a crash is found again.
+queued like any other run. It is also a subflow of the pipeline's flow run, in which a task run
+shows the states of the stage's run.
+
+The idempotency key and the task run of a stage's run depend only on the pipeline, the stage and the
+number of the try. A pipeline that crashes just after it has created a run therefore finds this run
+again and creates no second run.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from tasks.server.flow_runs import flow_runs_of, refusal_of
 from tasks.spec.pipeline import STAGE_DEPLOYMENT, Stage
 from tasks.spec.run import LIVE_CODE
 
+#: Final state of a run by the final state type of its Prefect flow run.
 _ENDINGS = {
     StateType.COMPLETED: RunState.COMPLETED,
     StateType.CANCELLED: RunState.CANCELLED,
@@ -37,15 +41,24 @@ _ENDINGS = {
 
 
 def idempotency_key(pipeline: str, stage: str, number: int) -> str:
-    """Return the key of the flow run for a try at a stage.
+    """Return the Prefect idempotency key of the flow run for one try at a stage.
 
-    The server creates only one flow run for a key, however often it is asked to.
+    The Prefect server creates only one flow run for each key, even if the request is repeated.
+
+    Args:
+        pipeline: Id of the pipeline's flow run.
+        stage: Name of the stage.
+        number: Number of the try, from 1.
     """
     return f"{pipeline}-{stage}-{number}"
 
 
 def parse_key(pipeline: str, key: str) -> tuple[str, int] | None:
-    """Return stage and number of a key, or None if it is not a key of this pipeline."""
+    """Return stage name and try number of an idempotency key.
+
+    Returns:
+        None if the key does not belong to the pipeline with this flow run id.
+    """
     stage, _, number = key.removeprefix(f"{pipeline}-").rpartition("-")
     if not key.startswith(f"{pipeline}-") or not stage or not number.isdecimal():
         return None
@@ -53,7 +66,7 @@ def parse_key(pipeline: str, key: str) -> tuple[str, int] | None:
 
 
 def list_stage_runs(client: SyncPrefectClient, pipeline: UUID) -> list[StageRun]:
-    """Return all runs that the stages of a pipeline have had.
+    """Return all runs that the stages of a pipeline have had so far, in any order.
 
     Args:
         client: Client of the Prefect server.
@@ -69,7 +82,13 @@ def list_stage_runs(client: SyncPrefectClient, pipeline: UUID) -> list[StageRun]
 
 
 def describe_stage_run(stage: str, number: int, flow_run: FlowRun) -> StageRun:
-    """Describe a flow run as a run of a stage."""
+    """Return the `StageRun` that describes a flow run of a stage.
+
+    Args:
+        stage: Name of the stage.
+        number: Number of the try at the stage, from 1.
+        flow_run: The flow run as the Prefect server returned it.
+    """
     state = flow_run.state
     is_final = state is not None and state.is_final()
     return StageRun(
@@ -93,18 +112,18 @@ def create_stage_run(
     spec: Mapping[str, Any],
     tags: Iterable[str],
 ) -> StageRun:
-    """Create the run for a try at a stage, or return it if it exists already.
+    """Create the flow run for one try at a stage, or return the flow run that already exists.
 
     Args:
         client: Client of the Prefect server.
         pipeline: Id of the pipeline's flow run.
-        stage: The stage.
+        stage: The stage of the pipeline's spec.
         number: Number of the try, from 1.
-        spec: The run spec, with placeholders filled in.
-        tags: Tags of the flow run.
+        spec: The run spec of the stage. Its placeholders are already replaced by their values.
+        tags: Tags of the new flow run.
 
     Raises:
-        CannotBegin: The deployment does not exist or refuses the run.
+        CannotBegin: The stage's deployment does not exist or rejects the run.
     """
     deployment_name = stage.deployment or STAGE_DEPLOYMENT
     deployment = require_deployment(client, deployment_name)
@@ -119,7 +138,8 @@ def create_stage_run(
         state=Pending(),
     )
 
-    # A user's deployment keeps its own working directory. Stored code runs in any directory.
+    # Only a run of Muster's own deployment without stored code needs the present directory as its
+    # working directory: a user's deployment has its own, and stored code runs in any directory.
     has_stored_code = spec.get("code") not in (None, LIVE_CODE)
     job_variables = None
     if not stage.deployment and not has_stored_code:
@@ -137,27 +157,37 @@ def create_stage_run(
     except httpx.HTTPStatusError as error:
         if error.response.is_server_error:
             raise
-        message = f"{deployment_name} refuses it: {refusal_of(error.response)}"
+        message = f"the deployment {deployment_name} rejected the run: {refusal_of(error.response)}"
         client.set_task_run_state(task_run.id, Failed(message=message), force=True)
         raise CannotBegin(message) from error
     return describe_stage_run(stage.name, number, flow_run)
 
 
 def cancel_stage_run(client: SyncPrefectClient, run: StageRun, *, is_now: bool = False) -> None:
-    """Request the cancellation of a run, as the UI does. A run that has ended stays unchanged.
+    """Request the cancellation of a stage's run. A run that has ended stays unchanged.
 
     Args:
-        is_now: Skip the grace periods, as `muster cancel --now` does.
+        client: Client of the Prefect server.
+        run: The run.
+        is_now: True cancels the run without its grace periods, as `muster cancel --now` does.
     """
-    message = "its pipeline is cancelled"
+    message = "its pipeline was cancelled"
     flow_runs.cancel(client, UUID(run.flow_run_id), message, is_now=is_now)
 
 
 def format_link(run: StageRun) -> str:
-    """Return the URL of the run's page in the UI, or "flow run ID" if there is no UI."""
+    """Return the URL of the run's page in the Prefect UI.
+
+    Returns:
+        "flow run ID" if Prefect has no UI address.
+    """
     url = url_for("flow-run", obj_id=run.flow_run_id)
     return url or f"flow run {run.flow_run_id}"
 
 
 def _placeholder_task() -> None:
-    """Never called. Its task run represents a stage's run in the pipeline's flow run."""
+    """Do nothing. This function is never called.
+
+    Prefect needs a function for the task run that represents a stage's run in the pipeline's flow
+    run.
+    """

@@ -1,4 +1,4 @@
-"""The run specs of a pipeline's stages: those of deployments, and the code that they name."""
+"""Read the run specs that a pipeline takes from deployments, and store the code of its stages."""
 
 from __future__ import annotations
 
@@ -16,49 +16,66 @@ from tasks.spec.pipeline import PipelineSpec
 
 
 class CannotBegin(MusterError):
-    """A stage cannot begin, and another try does not help: change the pipeline or the server."""
+    """A stage of a pipeline cannot begin, and another try does not help.
+
+    The user must change the pipeline or the Prefect server.
+    """
 
 
 def require_deployment(client: SyncPrefectClient, name: str) -> DeploymentResponse:
-    """Return the deployment `FLOW/NAME`.
+    """Return a deployment from the Prefect server.
+
+    Args:
+        client: Client of the Prefect server.
+        name: Name of the deployment in the form `FLOW/NAME`.
 
     Raises:
-        CannotBegin: The server has no such deployment.
+        CannotBegin: The Prefect server has no deployment of this name.
     """
     try:
         return client.read_deployment_by_name(name)
     except (ObjectNotFound, ValueError):
         raise CannotBegin(
-            f"the Prefect server has no deployment {name}: Muster's own are made by `muster up` or "
-            "`python -m deployments.stack.setup`, one of a spec of yours by `muster deploy SPEC`"
+            f"The Prefect server has no deployment {name}. Create Muster's own deployments with "
+            "`muster up` or `python -m deployments.stack.setup`, and a deployment of your own spec "
+            "with `muster deploy SPEC`."
         ) from None
 
 
 def read_specs_of_deployments(client: SyncPrefectClient, spec: PipelineSpec) -> dict[str, Any]:
-    """Return the run spec of each stage that takes it from a deployment, by the stage's name.
+    """Read the run specs of the stages that name a deployment instead of a spec.
+
+    Returns:
+        `run_spec[stage name]`.
 
     Raises:
-        CannotBegin: A deployment does not exist or has no spec.
+        CannotBegin: A deployment does not exist or has no run spec.
     """
     specs: dict[str, Any] = {}
     for stage in spec.stages:
         if stage.spec is None and (name := stage.deployment):
             specs[stage.name] = require_deployment(client, name).parameters.get("spec")
             if not isinstance(specs[stage.name], Mapping):
-                raise CannotBegin(f"the deployment {name} has no spec: write spec: FILE.yaml")
+                raise CannotBegin(
+                    f"The deployment {name} of stage {stage.name} has no run spec. Give the stage "
+                    "a spec: write `spec: FILE.yaml`."
+                )
     return specs
 
 
 def add_code(client: SyncPrefectClient | None, pipeline: PipelineSpec, root: Path) -> PipelineSpec:
-    """Return the pipeline with the project's code entered in each spec that names no code.
+    """Return the pipeline with a code version in the run spec of each of its stages.
+
+    The project's code is stored, and its version is written into each run spec without the key
+    `code`. Code that a run spec names is checked.
 
     Args:
-        client: Client of the Prefect server, or None if no server is set.
+        client: Client of the Prefect server, or None if no server is configured.
         pipeline: The pipeline.
         root: Root directory of the project.
 
     Raises:
-        InvalidSpec, NoCode, OSError: The code cannot be stored or is not available.
+        InvalidSpec, NoCode, OSError: The code cannot be stored, or the named code is not available.
     """
     written = pipeline.written()
     project_code: str | None = None

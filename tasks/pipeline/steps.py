@@ -1,6 +1,7 @@
-"""The rule that decides the next step of a pipeline from the runs that its stages have had.
+"""Decide the next step of a pipeline from the runs that its stages have had.
 
-The rule has no memory. Whoever asks for the next step, and however often, gets the same answer.
+The decision depends only on the arguments. The same runs always give the same next step, in every
+process of the pipeline.
 """
 
 from __future__ import annotations
@@ -14,52 +15,56 @@ from tasks.record.states import RunState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRun:
-    """One run of a stage, as the Prefect server describes it."""
+    """One run of a pipeline's stage, as the Prefect server describes it."""
 
+    #: Name of the stage.
     stage: str
     #: Number of this try at the stage, from 1.
     number: int
+    #: Prefect id of the run's flow run.
     flow_run_id: str
-    #: Name of the flow run. It is the run id once the run has begun.
+    #: Name of the flow run. After the run has begun, this is its run id.
     name: str
-    #: Name of the flow run's state.
+    #: Name of the flow run's state, such as "Running".
     state: str
-    #: Message of the flow run's state.
+    #: Message of the flow run's state, or an empty string.
     message: str
-    #: How the run ended; FAILED also if its process was lost. None while it waits or runs.
+    #: Final state of the run. FAILED includes a run whose process was lost. None while the run
+    #: waits or runs.
     ending: RunState | None
-    #: End of the run, with its time zone. None while it waits or runs.
+    #: Time with time zone at which the run ended. None while the run waits or runs.
     ended_at: datetime | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begin:
-    """The step that creates a run of a stage."""
+    """Step of a pipeline that creates a new run of a stage."""
 
+    #: Name of the stage.
     stage: str
-    #: Number of this try at the stage, from 1.
+    #: Number of the new try at the stage, from 1.
     number: int
 
 
 def next_step(
-    stages: Sequence[str], runs: Sequence[StageRun], asked_at: datetime
+    stages: Sequence[str], runs: Sequence[StageRun], requested_at: datetime
 ) -> Begin | StageRun | None:
     """Return the next step of a pipeline.
 
-    A stage never has two runs at once: no run begins while another run of the stage waits or runs.
-    A stage that failed is tried again if somebody has asked for the pipeline after the failure.
-    Otherwise the failure ends the pipeline.
+    A stage never has two runs at once. A stage whose last run failed or was cancelled is run again
+    if a user has started the pipeline again since then. Otherwise that run ends the pipeline.
 
     Args:
         stages: Names of all stages, in order.
         runs: All runs that the stages have had, in any order.
-        asked_at: Time at which somebody last asked for the pipeline; see `last_asked`.
+        requested_at: Time with time zone at which a user last started or retried the pipeline. See
+            `find_last_request`.
 
     Returns:
-        - `Begin`: Create a run.
-        - A run that has not ended: Wait for it.
-        - A run that has ended: It ended the pipeline.
-        - None: All stages are complete.
+        - A `Begin` if a new run must be created.
+        - A run that has not ended if the pipeline must wait for this run.
+        - A run that has ended if this run ended the pipeline.
+        - None if all stages are complete.
     """
     for stage in stages:
         tries = sorted((run for run in runs if run.stage == stage), key=lambda run: run.number)
@@ -70,27 +75,32 @@ def next_step(
         if any(run.ending is RunState.COMPLETED for run in tries):
             continue
         last_try = tries[-1]
-        if last_try.ended_at is not None and last_try.ended_at < asked_at:
+        if last_try.ended_at is not None and last_try.ended_at < requested_at:
             return Begin(stage=stage, number=last_try.number + 1)
         return last_try
     return None
 
 
 def completed_run(stage: str, runs: Iterable[StageRun]) -> StageRun | None:
-    """Return the last completed run of a stage. Later stages get the checkpoint of this run."""
+    """Return the last completed run of a stage, whose checkpoint later stages use.
+
+    Returns:
+        None if no run of the stage has completed.
+    """
     completed = [run for run in runs if run.stage == stage and run.ending is RunState.COMPLETED]
     return max(completed, key=lambda run: run.number, default=None)
 
 
-def last_asked(states: Sequence[tuple[datetime, bool]]) -> datetime:
-    """Return the time at which somebody last asked for a flow run.
+def find_last_request(states: Sequence[tuple[datetime, bool]]) -> datetime:
+    """Return the time at which a user last started or retried a flow run.
 
-    Somebody asks for a flow run by creating it, and by retrying it after a final state. A flow run
-    that lost its process and was started again by Muster had no final state in between.
+    The result is the time of the first state after the last final state. If the flow run never had
+    a final state, the result is the time of its first state. A new process that Muster starts after
+    the loss of a process does not count, because Muster sets no final state in between.
 
     Args:
-        states: For each state of the flow run, its time (with time zone) and whether it is final.
-            At least one state.
+        states: Pairs of time (with time zone) and True if the state is final, for each state that
+            the flow run has had. At least one pair is needed. The order does not matter.
     """
     ordered = sorted(states)
     final_indexes = [index for index, (_, is_final) in enumerate(ordered) if is_final]

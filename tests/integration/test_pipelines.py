@@ -317,7 +317,7 @@ def test_resumed_pipeline_continues_with_the_run_of_a_killed_pipeline(pipelines:
         "-m", "flows.pipeline", "--resume", flow_run_id, log="pipeline"
     )
     until(
-        lambda: "is taken up" in pipelines.ground.log("pipeline"),
+        lambda: "attached to run" in pipelines.ground.log("pipeline"),
         "the resumed pipeline has found the run",
     )
     pipelines.let_go()
@@ -336,7 +336,7 @@ def test_pipeline_with_a_living_process_cannot_be_resumed(pipelines: Pipelines) 
     code = pipelines.run_to_end("--resume", flow_run_id)
 
     assert code == 1
-    assert "may have a process: cancel it first" in pipelines.ground.log("pipeline")
+    assert "its process may still run. Cancel it first" in pipelines.ground.log("pipeline")
     pipelines.let_go()
     assert process.wait(WITHIN_S) == 0
 

@@ -1,4 +1,4 @@
-"""Tests of cancelling a pipeline: what the run of its current stage is asked for."""
+"""Cancelling a pipeline also cancels the run of its current stage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tasks.spec.pipeline import parse_pipeline
 
 
 class FakeServer:
-    """A server whose run ends after a number of reads, or at once if it is cancelled now."""
+    """Prefect server with one run, which ends after a number of reads or a cancel without grace."""
 
     def __init__(self, reads: int) -> None:
         self.reads_left = reads
@@ -47,9 +47,16 @@ def session(monkeypatch: pytest.MonkeyPatch) -> PipelineSession:
 
 
 def cancel_stage(
-    session: PipelineSession, reads: int, monkeypatch: pytest.MonkeyPatch, *wishes: str
+    session: PipelineSession, reads: int, monkeypatch: pytest.MonkeyPatch, *requests: str
 ) -> list[str | None]:
-    """Interrupt a pipeline, and return the states that its stage's run was given."""
+    """Interrupt a pipeline, and return the states that it set for the run of its stage.
+
+    Args:
+        session: The pipeline.
+        reads: Number of reads of the run's state until the run has ended.
+        monkeypatch: Replaces the Prefect server.
+        requests: Reasons to interrupt the pipeline, or "hurry" to skip the grace periods.
+    """
     server = FakeServer(reads)
 
     @contextmanager
@@ -67,8 +74,11 @@ def cancel_stage(
         ending=None,
         ended_at=None,
     )
-    for wish in wishes:
-        session.hurry() if wish == "hurry" else session.interrupt(wish)
+    for request in requests:
+        if request == "hurry":
+            session.hurry()
+        else:
+            session.interrupt(request)
     session.cancel(run)
     return server.state_names
 
@@ -76,18 +86,18 @@ def cancel_stage(
 def test_cancel_that_arrives_twice_keeps_the_grace_periods_of_the_stage(
     session: PipelineSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wishes = ("interrupted by SIGTERM", "interrupted by SIGTERM", "cancelled from Prefect")
+    requests = ("interrupted by SIGTERM", "interrupted by SIGTERM", "cancelled from Prefect")
 
-    states = cancel_stage(session, 20, monkeypatch, *wishes)
+    states = cancel_stage(session, 20, monkeypatch, *requests)
 
     assert states == ["Cancelling"]
-    assert session.interrupted_by == "interrupted by SIGTERM; stage only: Cancelled"
+    assert session.cancel_reason == "interrupted by SIGTERM; stage only: Cancelled"
 
 
-def test_second_wish_skips_the_grace_periods_of_the_stage(
+def test_second_interrupt_skips_the_grace_periods_of_the_stage(
     session: PipelineSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     states = cancel_stage(session, 10**9, monkeypatch, "interrupted by SIGINT", "hurry")
 
     assert states == ["Cancelling", "Cancelling", CANCELLING_NOW]
-    assert session.interrupted_by == "interrupted by SIGINT; stage only: Cancelled"
+    assert session.cancel_reason == "interrupted by SIGINT; stage only: Cancelled"

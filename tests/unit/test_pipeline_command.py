@@ -48,7 +48,7 @@ def test_an_invalid_pipeline_exits_2_with_every_fault(capsys: pytest.CaptureFixt
     ("arguments", "code", "said"),
     [
         (["--help"], 0, "--resume"),
-        ([], 2, "name a PIPELINE.yaml, or a flow run with --resume\nNothing was done.\n"),
+        ([], 2, "give a PIPELINE.yaml, or a flow run with --resume\nNothing was done.\n"),
         (["a", "b"], 2, "b"),
     ],
 )
@@ -97,13 +97,13 @@ def ended(state: str, ending: RunState, message: str) -> StageRun:
             StateType.FAILED,
             "stage b: NODE_LOST: n1 (flow run 7)",
         ),
-        # the run has lost its process
+        # the process of the run was lost
         (
             ended("Crashed", RunState.FAILED, "its process is gone"),
             StateType.FAILED,
             "stage b: Crashed: its process is gone (flow run 7)",
         ),
-        # somebody cancelled only the run
+        # a user cancelled only the run of the stage
         (
             ended("Cancelled", RunState.CANCELLED, "cancelled from Prefect"),
             StateType.CANCELLED,
@@ -118,7 +118,7 @@ def test_final_message_names_stage_cause_and_run(
     stages = [{"name": name, "spec": spec} for name in ("a", "b")]
     loaded = parse_pipeline({"name": "two", "stages": stages})
     session = PipelineSession(loaded, flow_run_id=uuid4(), api_url="http://127.0.0.1:9/api")
-    session.ended_by = run
+    session.final_run = run
 
     state = session.conclude()
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tasks.pipeline.stage_runs import idempotency_key, parse_key
-from tasks.pipeline.steps import Begin, StageRun, completed_run, last_asked, next_step
+from tasks.pipeline.steps import Begin, StageRun, completed_run, find_last_request, next_step
 from tasks.record.checkpoints import find_stage_checkpoint
 from tasks.record.places import RunPlace
 from tasks.record.states import RunState
@@ -48,23 +48,23 @@ B_CANCELLED = run("b", 1, CANCELLED, 20)
 
 
 @pytest.mark.parametrize(
-    ("runs", "asked_at", "step"),
+    ("runs", "requested_at", "step"),
     [
         ([], 0, Begin(stage="a", number=1)),
         # the run waits or runs
         ([A_OPEN], 0, A_OPEN),
-        # ... even if the pipeline was asked for since
+        # ... even if a user has started the pipeline again since
         ([A_OPEN], 99, A_OPEN),
-        # complete, and never repeated
+        # a complete stage is never repeated
         ([A_DONE], 0, Begin(stage="b", number=1)),
         ([A_DONE], 99, Begin(stage="b", number=1)),
         ([A_DONE, run("b", 1, DONE, 20)], 0, None),
-        # failed after the pipeline was asked for: the pipeline ends
+        # a failure after the last start of the pipeline ends the pipeline
         ([A_FAILED], 0, A_FAILED),
         ([A_DONE, B_FAILED], 19.9, B_FAILED),
         ([A_DONE, B_FAILED], 20, B_FAILED),
         ([A_DONE, B_CANCELLED], 0, B_CANCELLED),
-        # failed before the pipeline was asked for: try again
+        # a stage that failed before the last start of the pipeline is run again
         ([A_DONE, B_FAILED], 20.1, Begin(stage="b", number=2)),
         ([A_DONE, B_CANCELLED], 21, Begin(stage="b", number=2)),
         ([A_DONE, B_FAILED, run("b", 2, FAILED, 30)], 31, Begin(stage="b", number=3)),
@@ -73,7 +73,7 @@ B_CANCELLED = run("b", 1, CANCELLED, 20)
             21,
             run("b", 2, FAILED, 30),
         ),
-        # never two runs at once: an earlier try that somebody has retried by itself counts
+        # a user has retried the flow run of an earlier try, so this try counts
         ([A_DONE, run("b", 1, None), run("b", 2, FAILED, 30)], 99, run("b", 1, None)),
         ([A_DONE, run("b", 1, DONE, 40), run("b", 2, FAILED, 30)], 99, None),
         # runs in any order
@@ -83,13 +83,13 @@ B_CANCELLED = run("b", 1, CANCELLED, 20)
     ],
 )
 def test_next_step_follows_from_the_runs(
-    runs: list[StageRun], asked_at: float, step: Begin | StageRun | None
+    runs: list[StageRun], requested_at: float, step: Begin | StageRun | None
 ) -> None:
-    assert next_step(STAGES, runs, at(asked_at)) == step
+    assert next_step(STAGES, runs, at(requested_at)) == step
 
 
 @pytest.mark.parametrize(
-    ("states", "asked_at"),
+    ("states", "requested_at"),
     [
         # scheduled, pending, running
         ([(0, False), (1, False), (2, False)], 0),
@@ -97,7 +97,7 @@ def test_next_step_follows_from_the_runs(
         ([(0, False), (2, False), (9, True), (20, False), (21, False)], 20),
         # failed and retried twice
         ([(0, False), (9, True), (20, False), (29, True), (40, False), (41, False)], 40),
-        # lost, and scheduled again by a reconcile: nobody has asked
+        # scheduled again by reconcile after the loss of its process, which is no user's request
         ([(0, False), (2, False), (30, False), (31, False)], 0),
         # states in any order
         ([(20, False), (0, False), (9, True)], 20),
@@ -105,10 +105,12 @@ def test_next_step_follows_from_the_runs(
         ([(0, False), (9, True)], 9),
     ],
 )
-def test_leaving_a_final_state_asks_for_the_pipeline(
-    states: list[tuple[float, bool]], asked_at: float
+def test_last_request_is_the_first_state_after_the_last_final_state(
+    states: list[tuple[float, bool]], requested_at: float
 ) -> None:
-    assert last_asked([(at(when), is_final) for when, is_final in states]) == at(asked_at)
+    assert find_last_request([(at(when), is_final) for when, is_final in states]) == at(
+        requested_at
+    )
 
 
 @pytest.mark.parametrize("stage", ["a", "a-2", "sft_1"])
@@ -137,9 +139,9 @@ def test_last_completed_run_is_used_by_later_stages() -> None:
 @pytest.mark.parametrize(
     ("checkpoint", "found"),
     [
-        # the checkpoint from which the run would be resumed
+        # default: the checkpoint from which the run would be resumed
         (None, "trainer/step-9"),
-        # a path, or a pattern
+        # a path, or a file name pattern
         ("${run.dir}/hf", "hf/model-3"),
         ("${attempt.dir}/export-*", "attempt-02/export-1"),
         ("${run.dir}/${run.id}.bin", "one.bin"),
