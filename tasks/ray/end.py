@@ -417,7 +417,7 @@ class TakeDown:
         note = UncheckedNodesNote(job=job, events=place.events)
         unseen_words = []
         if unseen:
-            note.of(unseen).write()
+            note.with_nodes(unseen).write()
             shown = join_words(unseen, at_most=_MAX_LISTED_NODES)
             unseen_words = [f"{shown}; `muster reconcile` asks again"]
         else:

@@ -1,6 +1,7 @@
-"""Nodes of a Ray cluster that could not be checked for leftover processes after a job had ended.
+"""Record the Ray nodes that could not be checked for leftover processes when a job ended.
 
-For each such job a note is written to disk, so that `muster reconcile` checks the nodes later.
+For each such job a note file is written to disk. `muster reconcile` reads the notes and checks the
+nodes later.
 """
 
 from __future__ import annotations
@@ -24,34 +25,35 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UncheckedNode:
-    """A node, or a whole cluster, that could not be checked for leftover processes."""
+    """A Ray node, or a whole Ray cluster, that could not be checked for leftover processes."""
 
-    #: Ray's node id, in hex. Empty if no node of the cluster could be checked.
+    #: Ray's node id in hex, or an empty string if no node of the cluster could be checked.
     node_id: str
-    #: Name of the node, or the address of the control store if `node_id` is empty.
+    #: Name of the node. If `node_id` is empty, the address of the cluster's control store (GCS).
     name: str
-    #: Reason why the node could not be checked.
+    #: Reason why the node or cluster could not be checked.
     why: str
 
     def __str__(self) -> str:
-        subject = f"node {self.name} was not seen" if self.node_id else "no node was seen"
-        return f"{subject} ({self.why[:200]})"
+        if self.node_id:
+            return f"node {self.name} could not be checked ({self.why[:200]})"
+        return f"no node of the cluster could be checked ({self.why[:200]})"
 
 
 async def split_departed_nodes(
     dashboard: Dashboard, unreached: Sequence[UncheckedNode], *, since: float | None = None
 ) -> tuple[list[UncheckedNode], list[str]]:
-    """Separate unreachable nodes that are still in the cluster from nodes that have left it.
+    """Separate unreachable nodes that belong to the cluster from nodes that have left it.
 
     Args:
-        dashboard: The dashboard of the cluster. It decides which nodes are in the cluster.
+        dashboard: The dashboard of the Ray cluster, which lists the cluster's nodes.
         unreached: The nodes that could not be reached.
-        since: UTC epoch seconds. Nodes that the cluster has lost since then are added to the
-            second list. None adds no nodes.
+        since: UTC epoch seconds. The second list also names the nodes that the cluster has lost
+            since this time. With None, it names only nodes of `unreached`.
 
     Returns:
-        The nodes that are still in the cluster, and one sentence for each node that has left it.
-        If the dashboard does not answer, all nodes count as still in the cluster.
+        The nodes that belong to the cluster, and one phrase for each node that has left it. If the
+        dashboard does not answer, all nodes count as nodes of the cluster.
     """
     try:
         living_ids = {node.node_id for node in await dashboard.nodes()}
@@ -69,34 +71,33 @@ async def split_departed_nodes(
 
 
 class UncheckedNodesNote(BaseModel):
-    """File that lists the nodes that could not be checked after a submission had ended.
+    """Note file that lists the nodes that could not be checked after a Ray job had ended.
 
-    The note exists until every listed node has been checked or has left the cluster. Checking the
-    nodes is safe at any time, even if the run has new attempts: the check looks only for processes
-    of the attempt that has ended.
+    The file exists until every listed node has been checked or has left the cluster. A check only
+    kills processes of the attempt that has ended, so it is safe even if the run has new attempts.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    #: Content of the job's submission file when the note was written.
+    #: Content of the job's submission file at the time when the note was written.
     job: SubmissionJson
-    #: Host that checks the nodes again.
+    #: Name of the host whose `muster reconcile` checks the nodes.
     host: str = Field(default_factory=host_name)
-    #: Path of the attempt's events.jsonl, where the result of the check is logged.
+    #: Path of the attempt's events.jsonl, to which the result of the check is appended.
     events: Path
     #: Time at which the note was created, in UTC epoch seconds.
     since: float = Field(default_factory=time.time)
-    #: `name[node id]`. Empty if all nodes of the cluster must be checked.
+    #: `name[node id]` of the nodes to check. Empty if all nodes of the cluster must be checked.
     nodes: Mapping[str, str] = {}
 
-    def of(self, unseen: Sequence[UncheckedNode]) -> UncheckedNodesNote:
-        """Return a copy of this note that lists these nodes."""
-        is_whole_cluster = any(not node.node_id for node in unseen)
-        nodes = {} if is_whole_cluster else {node.node_id: node.name for node in unseen}
+    def with_nodes(self, unchecked: Sequence[UncheckedNode]) -> UncheckedNodesNote:
+        """Return a copy of this note that lists the given nodes instead of its own."""
+        is_whole_cluster = any(not node.node_id for node in unchecked)
+        nodes = {} if is_whole_cluster else {node.node_id: node.name for node in unchecked}
         return self.model_copy(update={"nodes": nodes})
 
     def write(self) -> None:
-        """Write the note to disk. A failure is logged and not raised."""
+        """Write the note file to disk. An OSError is logged and not raised."""
         path = _note_path(self.job.submission_id)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,7 +106,7 @@ class UncheckedNodesNote(BaseModel):
             _log.warning("%s could not be written: %s", path, error)
 
     def forget(self) -> None:
-        """Delete the note from disk, if it exists."""
+        """Delete the note file from disk, if it exists."""
         _note_path(self.job.submission_id).unlink(missing_ok=True)
 
 
@@ -114,12 +115,15 @@ def _note_path(submission_id: str) -> Path:
 
 
 def read_notes(host: str) -> Iterator[UncheckedNodesNote]:
-    """Yield the notes that this host must check. Unreadable notes are logged and skipped."""
+    """Yield the notes whose nodes a host must check.
+
+    Note files that cannot be read are logged and skipped.
+    """
     for path in sorted(_note_path("").parent.glob("*.json")):
         try:
             note = UncheckedNodesNote.model_validate_json(read_own_file(path))
         except (OSError, ValidationError) as error:
-            _log.warning("%s can't be read, and is passed over: %s", path, error)
+            _log.warning("%s cannot be read and is skipped: %s", path, error)
             continue
         if note.host == host:
             yield note

@@ -1,10 +1,12 @@
 """Clean up after a run whose flow process was killed or lost.
 
-Either the run's Ray jobs are left running for its next process, or everything is ended: the jobs
-and processes, the run's record, its flow run on the Prefect server, and its registry entry.
+There are two outcomes. If another process will resume the run, its Ray jobs keep running. Otherwise
+the run is finished: its jobs and processes are ended, its record and its flow run on the Prefect
+server get their final states, and its registry entry is removed.
 
-`reconcile` uses this for the runs of this host and of a host that is gone for good. The next
-process of a run uses it for its predecessor. A `Loss` collects what was found out and done.
+`muster reconcile` does this for the runs of this host, or of another host that is permanently gone.
+The next flow process of a run does it for the previous flow process. A `FlowLoss` collects the
+results.
 """
 
 from __future__ import annotations
@@ -49,30 +51,33 @@ from tasks.upkeep.waiting_runs import note_waiting_run, update_page_of_closed_ru
 
 _log = logging.getLogger(__name__)
 
-#: A worker that has taken a flow run starts its process within this time.
+#: Time within which a Prefect worker starts the flow process of a flow run that it has accepted.
 _START_TIMEOUT = timedelta(seconds=60)
-#: Seconds until the next process of the run may start. By then, the old one has exited for certain.
+#: Seconds until the run's next flow process may start. By then, the old process has exited.
 _DUE_AFTER_S = 2.0
-#: A server that has not answered for this many seconds is given up.
+#: Longest time after the loss of a run, in seconds, that its cleanup waits for the Prefect server.
 _SERVER_TIMEOUT_S = 24 * 3600.0
-#: Seconds to wait for the leftovers of an earlier process, or for a cluster to answer.
+#: Seconds that a new flow process waits until the previous process of its run is cleaned up.
 _PREDECESSOR_TIMEOUT_S = 120.0
-#: Seconds between two checks while waiting.
+#: Seconds between two checks whether the guardians of a lost run have finished.
 _CHECK_INTERVAL_S = 0.2
-#: Text for a report: the server rejected the new state because the state had changed meanwhile.
-CHANGED = "its state on the server has just changed"
+#: Text in a report if the Prefect server rejected the new state of a flow run because its state had
+#: changed during the reconcile.
+CHANGED = "the state of its flow run has just changed on the Prefect server"
 
 
 def stop_jobs(lost: LostRun, loss: FlowLoss, *, unknown_after_s: float) -> FlowLoss:
-    """End all Ray jobs of a lost run. Jobs without leftovers are removed from the run's entry.
+    """End all Ray jobs of a lost run.
+
+    A job that has ended without leftover processes is removed from the run's registry entry.
 
     Args:
-        lost: The run.
-        loss: What is known about the run so far.
-        unknown_after_s: Seconds after which a cluster that does not answer is given up.
+        lost: The lost run.
+        loss: The results of the cleanup so far.
+        unknown_after_s: Longest wait for a Ray cluster that does not answer, in seconds.
 
     Returns:
-        The loss, completed with the ended jobs, their leftovers, and nodes that were not checked.
+        The results with the ended jobs, their leftovers, and the nodes that could not be checked.
     """
     ended_jobs: list[str] = []
     leftovers: list[str] = []
@@ -96,6 +101,12 @@ def stop_jobs(lost: LostRun, loss: FlowLoss, *, unknown_after_s: float) -> FlowL
 
 
 def _stop_job(entry: JobEntry, unknown_after_s: float) -> JobEnd:
+    """End the Ray job of a registry entry, and return its final state and its leftovers.
+
+    Args:
+        entry: Registry entry of the job.
+        unknown_after_s: Longest wait for a Ray cluster that does not answer, in seconds.
+    """
     file = _read_submission(entry)
     if file is None:
         return JobEnd(state=None, left=())
@@ -106,14 +117,14 @@ def _stop_job(entry: JobEntry, unknown_after_s: float) -> JobEnd:
             )
         )
     except Exception as error:
-        # The cluster is in trouble, so nothing is known about the job.
-        _log.exception("job %s could not be ended", entry.submission_id)
+        # The job may still run, so report it as a leftover. The next reconcile tries again.
+        _log.exception("Job %s could not be ended.", entry.submission_id)
         problem = f"job {entry.submission_id} could not be ended: {error!r}"
         return JobEnd(state=None, left=(problem,))
 
 
 def _read_submission(entry: JobEntry) -> SubmissionFile | None:
-    """Return the submission file of a job, or None if the job was never submitted."""
+    """Return the submission file of a Ray job, or None if the job was never submitted."""
     for path in AttemptPlace(directory=entry.log.parent, number=entry.attempt).submissions():
         file = SubmissionFile.read(path)
         if file is not None and file.content.submission_id == entry.submission_id:
@@ -126,13 +137,17 @@ def _log_event(name: str, **fields: object) -> None:
 
 
 def keep_jobs(lost: LostRun, loss: FlowLoss) -> Reconciled | None:
-    """Leave the jobs of a lost run running, and have the run's next process started.
+    """Keep the Ray jobs of a lost run running, and schedule the run's next flow process.
+
+    Args:
+        lost: The lost run.
+        loss: The results of the cleanup so far.
 
     Returns:
-        The report, with the field `open` set if the next process could not be requested. None if
-        there will be no next process, so that the jobs must be ended. That is the case if the run
-        was cancelled or is final on the server, if nothing starts it again, or if its attempt was
-        already ending.
+        The report about the run. Its field `open` gives the reason if the next flow process could
+        not be scheduled. None if the jobs must be ended, because no flow process will resume the
+        run: the run was cancelled, is final or has no deployment on the Prefect server, or its
+        attempt was already being ended.
     """
     owner = lost.owner
     report = make_report(lost, loss)
@@ -147,25 +162,27 @@ def keep_jobs(lost: LostRun, loss: FlowLoss) -> Reconciled | None:
                 return None
             before = flow_run.state
             if has_gone_to(flow_run, owner.host, owner.worker):
-                # Another host has taken over the run, and its process has attached to the jobs.
+                # A flow process on another host now runs the attempt and its jobs.
                 return None if before.is_final() else report
             if not _needs_next_process(before):
                 return report if before.is_scheduled() or before.is_pending() else None
             clear_process(client, owner.flow_run_id)
             after = goes_on(
-                f"its flow process (pid {owner.process.pid}) was killed or lost; its jobs go on, "
-                "and its next process attaches to them",
+                f"its flow process (pid {owner.process.pid}) was killed or lost; its jobs "
+                "continue, and its next process attaches to them",
                 _DUE_AFTER_S,
             )
             if propose(client, owner.flow_run_id, before, after):
                 return replace(report, server=JOBS_GO_ON)
             return replace(report, open=CHANGED)
     except ServerAway as error:
-        return replace(report, open=f"its jobs go on; the server does not answer ({error})")
+        return replace(
+            report, open=f"its jobs continue; the Prefect server does not answer ({error})"
+        )
 
 
 def has_adoptable_attempt(lost: LostRun) -> bool:
-    """Return True if the run's record has an attempt that a new process can continue."""
+    """Return True if the run's record has an attempt that a new flow process can resume."""
     if lost.owner.directory is None:
         return False
     try:
@@ -176,21 +193,22 @@ def has_adoptable_attempt(lost: LostRun) -> bool:
 
 
 def _needs_next_process(state: State[object]) -> bool:
-    """Return True if the state on the server shows that nobody is starting the next process."""
+    """Return True if the state of a lost flow run shows that no worker starts its next process."""
     if state.is_pending():
         return datetime.now(UTC) - state.timestamp > _START_TIMEOUT
     return state.is_running() or state.is_crashed()
 
 
 def end_processes(lost: LostRun, deadline_s: float) -> tuple[FlowLoss, str]:
-    """End the processes of a lost run. Guardians that still stop their component are waited for.
+    """End the processes of a lost run, and wait for guardians that still stop their components.
 
     Args:
-        lost: The run.
+        lost: The lost run.
         deadline_s: End of the wait for guardians, in CLOCK_MONOTONIC seconds.
 
     Returns:
-        What was done, and a description of leftover processes, which is empty if there are none.
+        The results of the cleanup, and a description of the leftover processes. The description is
+        empty if no process is left over.
     """
     loss = FlowLoss(pid=lost.owner.process.pid, end=lost.end)
     while True:
@@ -206,21 +224,29 @@ def end_processes(lost: LostRun, deadline_s: float) -> tuple[FlowLoss, str]:
 
 
 def _describe_remains(remains: Remains) -> str:
-    """Return a description of leftover processes and busy guardians, or an empty string."""
+    """Return a description of leftover processes and active guardians, or an empty string."""
     parts = []
     if remains.left:
         survivors = "; ".join(f"{name}: {join_commas(pids)}" for name, pids in remains.left.items())
         parts.append(f"processes outlived SIGKILL ({survivors})")
     if remains.waiting:
         guardians = "; ".join(f"{name}: {pid}" for name, pid in remains.waiting.items())
-        parts.append(f"guardians are at work ({guardians})")
+        parts.append(f"guardians still end their components ({guardians})")
     return " and ".join(parts)
 
 
 def make_report(
     lost: LostRun, loss: FlowLoss, record: str = "", *, server: str = "", open: str = ""
 ) -> Reconciled:
-    """Return the report about a lost run."""
+    """Return the report about a lost run.
+
+    Args:
+        lost: The lost run.
+        loss: The results of the cleanup.
+        record: New state in the run's record, or an empty string if it was not changed.
+        server: New state name on the Prefect server, or an empty string if it was not changed.
+        open: Work that could not be done and the reason, or an empty string.
+    """
     return Reconciled(
         name=lost.owner.run_id,
         flow_run_id=lost.owner.flow_run_id,
@@ -235,17 +261,21 @@ def make_report(
 
 
 def finish_run(lost: LostRun, loss: FlowLoss, *, goes_on_here: bool = False) -> Reconciled:
-    """Finish a lost run that has no processes left.
+    """Finish a lost run whose processes have all ended.
 
-    The run's record gets its final state, the Prefect server is told, and the registry entry is
-    removed. The entry stays, so that a later reconcile tries again, if it is unknown whether a job
-    has ended, or if the state on the server has just changed. If the server does not answer, the
-    entry stays for a day.
+    The run's record and its flow run on the Prefect server get their final states, and the registry
+    entry of the run is removed. In these cases the entry stays, so that a later reconcile tries
+    again:
+
+    - A Ray job may still run.
+    - The state on the Prefect server has changed during the reconcile.
+    - Another process of the same flow run runs.
+    - The Prefect server does not answer, and the run was lost less than a day ago.
 
     Args:
-        lost: The run.
-        loss: What was found out and done so far.
-        goes_on_here: True if this process continues the run. It then updates the server itself.
+        lost: The lost run.
+        loss: The results of the cleanup so far.
+        goes_on_here: True if this process resumes the run and sets the server's state itself.
     """
     owner = lost.owner
     flow_run_id = owner.flow_run_id
@@ -260,7 +290,7 @@ def finish_run(lost: LostRun, loss: FlowLoss, *, goes_on_here: bool = False) -> 
         record, is_changed = write_final_record(directory, replace(loss, is_waiting=True))
     elif pids := holders_of(FLOW_RUN_VARIABLE).pids.get(flow_run_id):
         # The run was started again, and its new process is not in the registry yet.
-        open = f"another process of its flow run lives (pid {pids[0]})"
+        open = f"another process of its flow run is running (pid {pids[0]})"
     elif owner.api_url is None:
         record, is_changed = write_final_record(directory, loss)
     else:
@@ -268,8 +298,8 @@ def finish_run(lost: LostRun, loss: FlowLoss, *, goes_on_here: bool = False) -> 
             with talking_to(owner.api_url) as client:
                 loss, state = _on_server(lost, loss, find_flow_run(client, flow_run_id))
                 if loss.elsewhere:
-                    # The other host reports the run's state to the server. When the run has ended
-                    # there, its record here is closed like that of a waiting run.
+                    # The other host sets the run's state on the server. With this note, a later
+                    # reconcile closes the record on this host after the run has ended there.
                     note_waiting_run(owner.run_id, flow_run_id, owner.api_url)
                 record, is_changed = write_final_record(directory, loss)
                 after = state_of_closed(state, record, loss.cause)
@@ -279,15 +309,15 @@ def finish_run(lost: LostRun, loss: FlowLoss, *, goes_on_here: bool = False) -> 
                     else:
                         open = CHANGED
                 if server or (state is not None and state.is_final()):
-                    # The process may have been killed after its final state and before it could
-                    # update the run's page.
+                    # The killed process may have set the final state without the update of the
+                    # run's artifacts in the Prefect UI.
                     update_page_of_closed_run(client, flow_run_id, directory)
         except ServerAway as error:
             is_given_up = lost.seconds_lost() > _SERVER_TIMEOUT_S
             loss = replace(loss, is_waiting=False if is_given_up else None)
             if record is None:
                 record, is_changed = write_final_record(directory, loss)
-            open = "" if is_given_up else f"the server does not answer ({error})"
+            open = "" if is_given_up else f"the Prefect server does not answer ({error})"
     if not open and not loss.jobs_left:
         lost.forget()
     new_state = record.state.value if record is not None and is_changed else ""
@@ -297,11 +327,16 @@ def finish_run(lost: LostRun, loss: FlowLoss, *, goes_on_here: bool = False) -> 
 def _on_server(
     lost: LostRun, loss: FlowLoss, flow_run: FlowRun | None
 ) -> tuple[FlowLoss, State[Any] | None]:
-    """Add to the loss what the server says about the run.
+    """Add the state of a lost run on the Prefect server to the results of its cleanup.
+
+    Args:
+        lost: The lost run.
+        loss: The results of the cleanup so far.
+        flow_run: The run's flow run on the Prefect server, or None if it does not exist.
 
     Returns:
-        The loss, and the state on the server that may have to be replaced. The state is None if the
-        run belongs to another host by now, or if the server does not know it.
+        The completed results, and the flow run's state, which may have to be replaced. The state is
+        None if another host has taken over the run, or if there is no state.
     """
     if flow_run is None:
         return loss, None
@@ -318,19 +353,19 @@ def _on_server(
 
 
 def finish_predecessor(run_id: str, *, adopts: bool = False) -> None:
-    """Clean up after an earlier process of the run, and close the attempt that it was running.
+    """Clean up after the previous flow process of a run, and close the attempt that it ran.
 
-    Does nothing if there was no earlier process, or if it ran on another host. If another process
-    is cleaning up after it, this call waits for that.
+    Does nothing if there was no previous process on this host. If another process, for example
+    `muster reconcile`, is already cleaning up, this call waits until it has finished.
 
     Args:
         run_id: Id of the run.
-        adopts: True if this process will continue the attempt and its jobs, so that both are left
-            as they are.
+        adopts: True if this process will resume the attempt, so that the attempt and its Ray jobs
+            must not be ended.
 
     Raises:
-        OSError: Something could not be ended, or it is unknown whether a job has ended. A second
-            attempt must not start beside it.
+        OSError: A process could not be ended, or a Ray job may still run. A new attempt must not
+            start at the same time.
     """
     deadline = time.monotonic() + _PREDECESSOR_TIMEOUT_S
     while True:
@@ -344,7 +379,8 @@ def finish_predecessor(run_id: str, *, adopts: bool = False) -> None:
                     leftovers = loss.jobs_left
                 if leftovers:
                     raise OSError(
-                        errno.EBUSY, f"an earlier attempt of {run_id} is left: {leftovers}"
+                        errno.EBUSY,
+                        f"an earlier attempt of {run_id} has not ended completely: {leftovers}",
                     )
                 finish_run(lost, loss, goes_on_here=True)
                 return
@@ -352,5 +388,7 @@ def finish_predecessor(run_id: str, *, adopts: bool = False) -> None:
         if owner is None or owner.host != host_name() or owner.process.is_alive():
             return
         if time.monotonic() > deadline:
-            raise OSError(errno.EBUSY, f"an earlier attempt of {run_id} is being reconciled")
+            raise OSError(
+                errno.EBUSY, f"another process is still ending an earlier attempt of {run_id}"
+            )
         time.sleep(_CHECK_INTERVAL_S)

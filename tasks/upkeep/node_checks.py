@@ -1,6 +1,6 @@
-"""Check nodes of Ray clusters again that could not be checked for leftovers after a job had ended.
+"""Check Ray nodes that could not be checked for leftover processes when a job ended.
 
-When a node answers, the leftover processes of the job on it are killed.
+When such a node answers, the leftover processes of the job on this node are killed.
 """
 
 from __future__ import annotations
@@ -20,33 +20,43 @@ from tasks.record.run_json import RunJson
 from tasks.spec.formatting import join_commas
 from tasks.upkeep.report import Reconciled
 
-#: Deadline of one check, in seconds. A node that answers at all does so within a few seconds.
+#: Deadline for the check of the nodes of one job, in seconds. A reachable node answers within a few
+#: seconds.
 _CHECK_TIMEOUT_S = 20.0
-#: Seconds after which a cluster is given up if no node of it could be checked.
+#: Longest time, in seconds, for which the nodes of an unreachable Ray cluster are checked again.
 _GIVES_UP_AFTER_S = 24 * 3600.0
 
 
 def check_nodes_again(host: str) -> Iterator[Reconciled]:
-    """Check the nodes that this host has notes about, and yield a report for each note.
+    """Check the nodes that the notes of a host list, and yield a report for each note.
 
-    A node that was checked or has left its cluster is removed from its note. The runs of the notes
-    may have new attempts by now.
+    Each note lists the unchecked nodes of one ended Ray job. A node that was checked or has left
+    its cluster is removed from the note.
+
+    Args:
+        host: Name of the host whose notes are read.
     """
     by_cluster = groupby(sorted(read_notes(host), key=_cluster_of), key=_cluster_of)
     for address, notes in by_cluster:
-        yield from asyncio.run(_ask_cluster(address, [*notes]))
+        yield from asyncio.run(_check_cluster(address, [*notes]))
 
 
 def _cluster_of(note: UncheckedNodesNote) -> str:
     return note.job.address
 
 
-async def _ask_cluster(address: str, notes: Sequence[UncheckedNodesNote]) -> list[Reconciled]:
+async def _check_cluster(address: str, notes: Sequence[UncheckedNodesNote]) -> list[Reconciled]:
+    """Check the nodes of one Ray cluster, and return a report for each note.
+
+    Args:
+        address: URL of the cluster's dashboard.
+        notes: The notes about jobs of this cluster.
+    """
     async with aclosing(Dashboard(address)) as dashboard:
         try:
             gcs_address = await dashboard.gcs_address()
         except (NoAnswer, Denied) as error:
-            # The timeout is long, so it is not repeated for every note of this cluster.
+            # The request has a long timeout, so it is not repeated for each note of this cluster.
             return [_report_unchecked(note, str(error)) for note in notes]
         return [await _check_nodes(note, dashboard, gcs_address) for note in notes]
 
@@ -54,6 +64,13 @@ async def _ask_cluster(address: str, notes: Sequence[UncheckedNodesNote]) -> lis
 async def _check_nodes(
     note: UncheckedNodesNote, dashboard: Dashboard, gcs_address: str
 ) -> Reconciled:
+    """Check the nodes of one note, kill leftover processes there, and return a report.
+
+    Args:
+        note: Lists the unchecked nodes of one ended Ray job.
+        dashboard: Dashboard of the Ray cluster.
+        gcs_address: `HOST:PORT` of the cluster's control store (GCS).
+    """
     job = note.job
     report = await sweep(
         gcs_address,
@@ -63,21 +80,21 @@ async def _check_nodes(
         only=note.nodes,
         within_s=_CHECK_TIMEOUT_S,
     )
-    # An entry without a node id means that no node of the cluster could be asked.
+    # An entry without a node id means that no node of the cluster could be reached.
     unreached_clusters = [node for node in report.unreached if not node.node_id]
     if unreached_clusters:
         return _report_unchecked(note, unreached_clusters[0].why)
 
     if report.killed:
-        # Command lines can contain secrets, and nothing masks them here. So log only the pids.
+        # Command lines can contain secrets, and this process does not know them. So log only pids.
         fields = report.fields(lambda process: process.place)
         EventLog(note.events).emit("job.swept", job.component, **fields)
-    unseen, departures = await split_departed_nodes(dashboard, report.unreached)
-    open = join_commas(unseen)
+    unchecked, departures = await split_departed_nodes(dashboard, report.unreached)
+    open = join_commas(unchecked)
     if report.left:
         open = f"outlived SIGKILL: {join_commas(process.place for process in report.left)}"
-    elif unseen:
-        note.of(unseen).write()
+    elif unchecked:
+        note.with_nodes(unchecked).write()
     else:
         note.forget()
 
@@ -87,30 +104,46 @@ async def _check_nodes(
     ]
     if not note.nodes and not unreached_ids:
         checked = ["every node"]
-    results = [f"{join_commas(checked)} was seen"] if checked else []
+    results = [f"checked {join_commas(checked)}"] if checked else []
     results += [f"ended {process.place}" for process in report.killed]
     return _report(note, (*results, *departures), open)
 
 
 def _report_unchecked(note: UncheckedNodesNote, why: str) -> Reconciled:
-    """Report that no node could be checked. After a day, the note is deleted."""
+    """Return a report that no node of the cluster could be checked.
+
+    If the note is older than a day, also delete it, so that its nodes are not checked again.
+
+    Args:
+        note: Lists the unchecked nodes of one ended Ray job.
+        why: Reason why the nodes could not be checked.
+    """
     if time.time() - note.since < _GIVES_UP_AFTER_S:
-        return _report(note, (), f"no node was seen ({why})")
+        return _report(note, (), f"no node of the cluster could be checked ({why})")
     note.forget()
     command = f"muster sweep --address {note.job.address} --run-id {note.job.run_id}"
-    result = f"no node was seen for a day ({why}), and none is asked any more: `{command}` does"
+    result = (
+        f"no node of the cluster could be checked for a day ({why}), so Muster stops checking; "
+        f"to check by hand, run `{command}`"
+    )
     return _report(note, (result,), "")
 
 
 def _report(note: UncheckedNodesNote, results: tuple[str, ...], open: str) -> Reconciled:
-    """Return the report about a note. `results` says what this check has found out or done."""
+    """Return the report about the check of a note's nodes.
+
+    Args:
+        note: Lists the unchecked nodes of one ended Ray job.
+        results: Phrases about the checked nodes and the killed processes.
+        open: Phrase about nodes that must be checked again, or an empty string.
+    """
     flow_run_id = None
     with suppress(OSError, ValueError):
         flow_run_id = RunJson.read(RunPlace.of(note.job.run_id).record).flow_run_id
     return Reconciled(
         name=note.job.run_id,
         flow_run_id=flow_run_id,
-        found=f"nodes were not seen after the end of {note.job.submission_id}",
+        found=f"nodes could not be checked after the end of {note.job.submission_id}",
         nodes=results,
         open=open,
     )

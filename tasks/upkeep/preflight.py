@@ -1,4 +1,7 @@
-"""Check every node of a Ray cluster, and decide which nodes are fit for runs."""
+"""Check every node of a Ray cluster, and decide which nodes are fit for runs.
+
+The *caller* is the machine that runs the preflight. Every node is compared with it.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ from tasks.spec.errors import BadArgument
 from tasks.spec.formatting import escape_markdown, join_commas, markdown_table
 
 _GIB = 1 << 30
-#: Name under which the calling machine appears among the nodes.
+#: Name of the machine that runs the preflight, in the list of checked nodes.
 CALLER = "caller"
 
 
@@ -44,19 +47,31 @@ class Limits(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    free_gib: float = Field(10.0, ge=0, description="Free disk in the shared directory, GiB")
-    ray_free_gib: float = Field(5.0, ge=0, description="Free disk in Ray's own directory, GiB")
-    skew_s: float = Field(2.0, gt=0, description="Clock against the caller's, seconds")
+    free_gib: float = Field(
+        10.0, ge=0, description="Minimum free disk space in the shared directory, in GiB"
+    )
+    ray_free_gib: float = Field(
+        5.0, ge=0, description="Minimum free disk space in Ray's own directory, in GiB"
+    )
+    skew_s: float = Field(
+        2.0,
+        gt=0,
+        description="Maximum difference between a node's clock and this machine's, in seconds",
+    )
     gpu_held_mib: int = Field(
-        1024, ge=0, description="Memory of a GPU that no living process accounts for, MiB"
+        1024,
+        ge=0,
+        description="Maximum used memory of a GPU that belongs to no running process, in MiB",
     )
     gpus: Literal["auto", "real", "any"] = Field(
         "auto",
-        description="GPUs that Ray counts on a node without a driver: a failure (real), fine (any),"
-        " or a failure where another node has a driver (auto)",
+        description="How GPUs are judged that Ray counts on a node without a GPU driver. real: the "
+        "node is unfit. any: the node is fit. auto: the node is unfit if another node has a driver",
     )
     code: Literal["same", "any"] = Field(
-        "same", description="Whether Muster's code has to be installed on nodes (same), or not"
+        "same",
+        description="Whether nodes must have the same Muster code as this machine (same) or not "
+        "(any)",
     )
 
 
@@ -65,33 +80,40 @@ DEFAULT_LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSeen:
-    """What was found out about one node."""
+    """Results of the checks on one node."""
 
-    #: Name for people: `10.0.0.2`.
+    #: Name of the node for messages, for example `10.0.0.2`.
     name: str
     #: Number of GPUs that Ray counts on the node.
     gpus: float = 0.0
     #: Reason why the node could not be checked, or an empty string.
     unreached: str = ""
-    #: Result of `machine.look`; empty if the node was not reached. For the caller, it holds only
-    #: the problems with its own file in the shared directory and with its devices.
+    #: Facts that the node reported about itself, as `machine.look` returns them. Empty if the node
+    #: was not reached. For the machine that runs the preflight, it holds only two entries: the
+    #: problem with its own file in the shared directory, and the problem with its devices.
     look: Mapping[str, Any]
-    #: True if the node and the caller do not see each other's files in the shared directory.
+    #: True if this node and the machine that runs the preflight do not find each other's files in
+    #: the shared directory, so that they see two different directories.
     is_elsewhere: bool = False
-    #: Difference of the node's clock to the caller's, in seconds. None if it was not measured.
+    #: Difference between the node's clock and the clock of the machine that runs the preflight, in
+    #: seconds. None if it was not measured.
     skew_s: float | None = None
-    #: Largest error of `skew_s`, in seconds: half of the round trip.
+    #: Largest error of `skew_s` in seconds, which is half of the round-trip time.
     skew_error_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A problem of a node, and its remedy."""
+    """A problem of a node that makes it unfit for runs, and the remedy."""
 
+    #: Name of the node.
     node: str
-    #: `code`, `shared`, `disk`, `clock`, `leftovers`, `gpus`, `devices` or `reach`.
+    #: Name of the check that failed: `code`, `shared`, `disk`, `clock`, `leftovers`, `gpus`,
+    #: `devices` or `reach`.
     check: str
+    #: Description of the problem, with the value that was found.
     problem: str
+    #: Action that solves the problem.
     remedy: str
 
     def __str__(self) -> str:
@@ -100,38 +122,39 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """What was found out about the nodes of a cluster."""
+    """Results of the checks on all nodes of a Ray cluster, before they are judged."""
 
-    #: The caller comes first.
+    #: The results of each node. The first is the machine that runs the preflight.
     nodes: tuple[NodeSeen, ...]
     #: Path of the directory that must be the same on all nodes.
     shared: str
-    #: Digest of the caller's code.
+    #: Digest of the Muster code on the machine that runs the preflight.
     code: str
-    #: Ids of runs that have processes on the nodes and a living flow process, as far as this
-    #: machine knows.
+    #: Ids of the runs that have processes on the nodes and whose flow process runs or may run.
     live: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightVerdict:
-    """Result of a preflight."""
+    """Result of a preflight: the checked nodes and the problems that were found."""
 
+    #: The results of each node. The first is the machine that runs the preflight.
     nodes: tuple[NodeSeen, ...]
+    #: Problems that make a node unfit for runs. Empty if all nodes are fit.
     findings: tuple[Finding, ...]
 
     @property
     def summary(self) -> str:
-        """One line. If nodes are not fit, one more line for each finding."""
+        """One line that names the unfit nodes, and one more line for each problem."""
         count = sum(node.name != CALLER for node in self.nodes)
         unfit_nodes = list(dict.fromkeys(finding.node for finding in self.findings))
         if not unfit_nodes:
             return f"all {count} nodes are fit"
-        headline = f"not fit, of {count} nodes: {', '.join(unfit_nodes)}"
+        headline = f"unfit nodes: {', '.join(unfit_nodes)} ({count} nodes were checked)"
         return "\n".join([headline, *map(str, self.findings)])
 
     def as_markdown(self) -> str:
-        """Return a table with one row for each node, and a list of the findings."""
+        """Return a Markdown table with one row for each node, and a list of the problems."""
         rows = []
         for node in self.nodes:
             failed_checks = [
@@ -144,11 +167,11 @@ class PreflightVerdict:
             if "machine" in node.look:
                 free_bytes = node.look["shared_free_bytes"]
                 free = "?" if free_bytes is None else decimal(free_bytes)
-                processes = f"{len(node.look['carriers'])} processes"
+                processes = f"{len(node.look['carriers'])}"
                 rows.append((*row, free, gpu_words(node), processes))
             else:
                 rows.append((*row, "", "", ""))
-        head = ("node", "verdict", "clock", "free", "GPUs", "of runs")
+        head = ("node", "failed checks", "clock", "free disk", "GPUs", "processes of runs")
         parts = [markdown_table(head, [[*map(escape_markdown, row)] for row in rows])]
         if self.findings:
             parts.append("\n".join(f"- {escape_markdown(finding)}" for finding in self.findings))
@@ -156,7 +179,15 @@ class PreflightVerdict:
 
 
 def judge_nodes(survey: Survey, limits: Limits) -> PreflightVerdict:
-    """Check all nodes against the limits. Findings are in the order of the nodes."""
+    """Decide which nodes are fit for runs.
+
+    Args:
+        survey: Results of the checks on all nodes.
+        limits: Requirements that a node must meet.
+
+    Returns:
+        All problems, in the order of the nodes.
+    """
     if limits.gpus == "auto":
         has_driver = any(node.look.get("gpus", {}).get("driver") for node in survey.nodes)
         limits = limits.model_copy(update={"gpus": "real" if has_driver else "any"})
@@ -175,7 +206,8 @@ def judge_nodes(survey: Survey, limits: Limits) -> PreflightVerdict:
                     "leftovers": _check_leftovers,
                     "gpus": _check_gpus,
                 }
-                # Nodes on the same machine see the same processes, so report leftovers only once.
+                # Nodes on the same machine see the same processes, so report the leftover
+                # processes only for the first of these nodes.
                 if node.look["machine"] in machines:
                     del machine_checks["leftovers"]
                 machines.add(node.look["machine"])
@@ -189,7 +221,11 @@ def judge_nodes(survey: Survey, limits: Limits) -> PreflightVerdict:
 
 
 def gpu_words(node: NodeSeen) -> str:
-    """Describe the GPUs of a node: `8`, `8 logical` (no driver), or `8 counted, 7 there`."""
+    """Return a short text about the number of GPUs of a node.
+
+    Examples are `8`, `8 logical` if the node has no GPU driver, and `8 in Ray, 7 in the driver` if
+    the two numbers differ.
+    """
     gpu_report = node.look.get("gpus", {})
     if not node.gpus:
         return "0"
@@ -198,36 +234,37 @@ def gpu_words(node: NodeSeen) -> str:
     driver_count = len(gpu_report["gpus"])
     if driver_count == node.gpus:
         return f"{driver_count}"
-    return f"{node.gpus:g} counted, {driver_count} there"
+    return f"{node.gpus:g} in Ray, {driver_count} in the driver"
 
 
 #: Pairs of a problem and its remedy.
 _Faults = Iterator[tuple[str, str]]
+#: Function that yields the problems that one check finds on a node.
 _Check = Callable[[NodeSeen, Survey, Limits], _Faults]
 
 
 def _check_reach(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
-    yield node.unreached, "look at its raylet: `ray status`, and its log raylet.out"
+    yield node.unreached, "check the node's raylet with `ray status`, and its log raylet.out"
 
 
 def _check_code(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
     installed = node.look["code"]
-    remedy = "install the caller's release there, in the interpreter that Ray runs with"
+    remedy = "install this machine's Muster release on the node, in the Python of its Ray"
     if limits.code != "same":
         return
     if installed["problem"]:
-        yield f"`tasks` can't be imported: {installed['problem']}", remedy
+        yield f"Muster's package `tasks` cannot be imported: {installed['problem']}", remedy
     elif installed["digest"] != survey.code:
-        problem = f"its code is another ({installed['digest']}, the caller's is {survey.code})"
+        problem = f"its Muster code {installed['digest']} differs from this machine's {survey.code}"
         yield problem, remedy
 
 
 def _check_shared(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
     if problem := node.look.get("shared_problem"):
-        yield problem, f"mount it at {survey.shared}, writable"
+        yield problem, f"mount the shared file system at {survey.shared}, writable"
     elif node.is_elsewhere:
-        problem = f"{survey.shared} is another one there than the caller's"
-        yield problem, "mount the same file system there, or name another with --shared"
+        problem = f"{survey.shared} on this node is not the same directory as on this machine"
+        yield problem, "mount the same file system on both, or give another path with --shared"
 
 
 def _check_disk(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
@@ -237,14 +274,17 @@ def _check_disk(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
     ):
         if free_bytes is not None and free_bytes < min_gib * _GIB:
             problem = f"{decimal(free_bytes)} free in {place}, less than {min_gib:g} GiB"
-            yield problem, "free some, or lower the limit"
+            yield problem, "free disk space there, or lower the limit"
 
 
 def _check_clock(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
-    """Report a clock only if it is wrong for certain, even with the largest measuring error."""
+    """Yield a problem if the node's clock is wrong, even with the largest error of measurement."""
     if node.skew_s is not None and abs(node.skew_s) - node.skew_error_s > limits.skew_s:
-        problem = f"its clock is {node.skew_s:+.1f} s off (± {node.skew_error_s:.1f} s)"
-        yield problem, "start its time service (chrony, ntpd)"
+        problem = (
+            f"its clock differs by {node.skew_s:+.1f} s (± {node.skew_error_s:.1f} s) from this "
+            "machine's"
+        )
+        yield problem, "start a time service there, such as chrony or ntpd"
 
 
 def _check_leftovers(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
@@ -254,45 +294,50 @@ def _check_leftovers(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
             leftover_pids.setdefault(carrier["run_id"], []).append(carrier["pid"])
     for run_id, pids in leftover_pids.items():
         yield (
-            f"run {run_id} has ended, and pid {join_commas(sorted(pids))} of it lives",
-            f"`muster reconcile` where it ran, or `muster sweep --address URL --run-id {run_id}`",
+            f"run {run_id} has ended, but its pid {join_commas(sorted(pids))} still runs",
+            "run `muster reconcile` on the host that started the run, or "
+            f"`muster sweep --address URL --run-id {run_id}`",
         )
 
 
 def _check_gpus(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
     gpu_report = node.look["gpus"]
     if gpu_report["problem"]:
-        yield gpu_report["problem"], "restart its driver, or drain the node"
+        yield gpu_report["problem"], "restart the node's GPU driver, or drain the node"
         return
     if not gpu_report["driver"]:
         if node.gpus and limits.gpus == "real":
-            problem = f"Ray counts {node.gpus:g} GPUs, and there is no driver"
-            yield problem, "install it, or start its raylet with --num-gpus 0"
+            problem = f"Ray counts {node.gpus:g} GPUs, but the node has no GPU driver"
+            yield problem, "install the driver, or start the node's raylet with --num-gpus 0"
         return
     driver_count = len(gpu_report["gpus"])
     if driver_count != node.gpus:
-        problem = f"Ray counts {node.gpus:g} GPUs, the driver sees {driver_count}"
-        yield problem, "reset what fell off, restart its raylet"
+        problem = f"Ray counts {node.gpus:g} GPUs, but the GPU driver reports {driver_count}"
+        yield problem, "reset the missing GPUs, and restart the node's raylet"
     for gpu in gpu_report["gpus"]:
         if gpu.get("problem"):
-            problem = f"GPU {gpu['index']} gets no run: {gpu['problem']}"
-            yield problem, "mend or reset it; until then, drain the node"
+            problem = f"GPU {gpu['index']} cannot be used for runs: {gpu['problem']}"
+            yield problem, "repair or reset the GPU; until then, drain the node"
         lost_mib = _unaccounted_mib(gpu, gpu_report["processes"])
         if lost_mib > limits.gpu_held_mib:
-            problem = f"{lost_mib} MiB of {gpu['uuid']} are held by no process that lives here"
-            yield problem, "`nvidia-smi --gpu-reset`, or end what holds it from another container"
+            problem = f"{lost_mib} MiB of {gpu['uuid']} are in use, but by no process on this node"
+            yield problem, "run `nvidia-smi --gpu-reset`, or end the process in another container"
 
 
 def _check_devices(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
     if problem := node.look.get("devices_problem"):
-        yield problem, "mend it where runs and workers of this machine are started"
+        yield problem, "correct the setting in the environment of this machine's workers and runs"
 
 
 def _unaccounted_mib(gpu: Mapping[str, Any], processes: Sequence[Mapping[str, Any]]) -> int:
-    """Return the used memory of a GPU that no living process accounts for, in MiB.
+    """Return the used memory of a GPU that belongs to no running process, in MiB.
+
+    Args:
+        gpu: The driver's report about the GPU.
+        processes: The driver's reports about the processes on all GPUs of the node.
 
     Returns:
-        0 if the memory of the GPU or of one of its processes is unknown.
+        0 if the used memory of the GPU or of one of its processes is unknown.
     """
     process_mib = [
         process["used_mib"]
@@ -304,33 +349,34 @@ def _unaccounted_mib(gpu: Mapping[str, Any], processes: Sequence[Mapping[str, An
     return int(gpu["used_mib"] - sum(process_mib))
 
 
-#: Default deadline of each step of a survey, in seconds.
+#: Default deadline of each of the two steps of a preflight, in seconds.
 LOOK_WITHIN_S = 60.0
 
 
 @task(name="survey", persist_result=False, cache_policy=NO_CACHE)
 def survey_cluster(address: str, shared: str | None, within_s: float) -> Survey:
-    """Check all nodes at the same time.
+    """Check this machine and all nodes of a Ray cluster at the same time.
 
     Args:
-        address: The URL of the Ray dashboard.
-        shared: Path of the directory that must be the same on all nodes; None: MUSTER_HOME.
-        within_s: Deadline of each step in seconds. The steps are looking and comparing files.
+        address: URL of the Ray dashboard.
+        shared: Path of the directory that must be the same on all nodes. None means MUSTER_HOME.
+        within_s: Deadline in seconds for each of two steps. In the first step, every node reports
+            about itself. In the second step, the nodes look for each other's files.
 
     Raises:
-        NoAnswer, Denied, OSError, ValueError: The cluster could not be asked at all.
+        NoAnswer, Denied, OSError, ValueError: No node of the cluster could be checked.
     """
     add_listed_clusters(listed_clusters(PREFECT_API_URL.value()))
     directory = Path(shared) if shared else muster_home()
     if not shared:
-        # Create MUSTER_HOME if it does not exist, as the first run would.
+        # The first run would create MUSTER_HOME. Its absence is therefore no problem.
         directory.mkdir(parents=True, exist_ok=True)
     return asyncio.run(_survey_nodes(address, directory.absolute(), within_s))
 
 
 @task(name="publish", persist_result=False, cache_policy=NO_CACHE)
 def publish_verdict(verdict: PreflightVerdict) -> None:
-    """Show the result as a table on the flow run, and log a line for each finding."""
+    """Create a Prefect artifact with the result as a table, and log a line for each problem."""
     log = get_run_logger()
     for finding in verdict.findings:
         log.error("%s", finding)
@@ -338,12 +384,13 @@ def publish_verdict(verdict: PreflightVerdict) -> None:
 
 
 def conclude_preflight(verdict: PreflightVerdict) -> State[PreflightVerdict]:
-    """Return the final state of the flow run: failed if a node is not fit."""
+    """Return the final state of the preflight's flow run, which is Failed if a node is unfit."""
     conclude = Failed if verdict.findings else Completed
     return conclude(message=verdict.summary, data=verdict)
 
 
 async def _survey_nodes(address: str, shared: Path, within_s: float) -> Survey:
+    """Check this machine and all nodes of a Ray cluster; see `survey_cluster`."""
     async with connect_to_nodes(await find_gcs_address(address)) as visitor:
         nodes = await _look_at_nodes(visitor, shared, within_s)
     run_ids = {carrier["run_id"] for node in nodes for carrier in node.look.get("carriers", ())}
@@ -358,10 +405,18 @@ async def _survey_nodes(address: str, shared: Path, within_s: float) -> Survey:
 async def _look_at_nodes(
     visitor: NodeClient, shared: Path, within_s: float
 ) -> tuple[NodeSeen, ...]:
-    """Look at the caller and at all nodes, and test whether they share a directory.
+    """Check this machine and all nodes, and test whether they see the same shared directory.
 
-    For the test, each node and the caller write a file into the directory. Then the nodes look for
-    the caller's file, and the caller looks for the files of the nodes.
+    For this test, each node and this machine create a file in the directory. Then the nodes look
+    for the file of this machine, and this machine looks for the files of the nodes.
+
+    Args:
+        visitor: Connection to the nodes.
+        shared: The shared directory.
+        within_s: Deadline of each step, in seconds.
+
+    Returns:
+        The results of each node. The first is this machine.
     """
     nodes = visitor.nodes
     folder = shared / f".muster-preflight-{uuid.uuid4().hex[:12]}"
@@ -391,7 +446,8 @@ async def _look_at_nodes(
         others = [node_id for node_id in writers if node_id not in elsewhere]
         elsewhere += names_unseen(str(folder), others)["unseen"]
 
-        # These nodes wrote into another directory, where the caller cannot delete their files.
+        # These nodes see another directory. This machine cannot delete their files there, so they
+        # delete them themselves.
         deletions = {node_id: {"folder": str(folder)} for node_id in elsewhere}
         await visitor.send_order("tidy", deletions, within_s)
     finally:
@@ -416,7 +472,7 @@ async def _look_at_nodes(
 
 
 def _devices_problem() -> str:
-    """Return why the devices of this machine are unknown, or an empty string if they are known."""
+    """Return the reason why the GPU devices of this machine are unknown, or an empty string."""
     try:
         Devices.here()
     except (BadDevices, OSError) as error:
@@ -425,12 +481,14 @@ def _devices_problem() -> str:
 
 
 def _may_be_alive(run_id: str) -> bool:
-    """Return True if the flow process of a run lives or may live."""
+    """Return True if the flow process of a run is running or may be running."""
     owner = owner_of(run_id)
-    # Hosts can share a registry. A process of another host cannot be checked, so it may be alive.
+    # Several hosts can share a registry. This host cannot check a process of another host, so that
+    # process counts as running.
     return owner is not None and (owner.host != host_name() or owner.process.is_alive())
 
 
+#: Type of a command's parameter that offers one option for each field of `Limits`.
 LimitOptions = Annotated[Limits, Parameter(name="*")]
 
 
@@ -441,11 +499,20 @@ def run_preflight(
     limits: Limits,
     within_s: float,
 ) -> int:
-    """Run the flow and print its result. Returns 1 if a node is not fit or cannot be checked."""
+    """Run the flow `preflight` in this process, and print its result.
+
+    Returns:
+        The exit code of the command: 1 if a node is unfit or could not be checked, 0 otherwise.
+
+    Raises:
+        BadArgument: The address or the deadline is invalid.
+    """
     if not address.startswith(("http://", "https://")):
-        raise BadArgument(f"--address {address}: the dashboard's URL is needed")
+        raise BadArgument(
+            f"--address {address} is not a URL: give the dashboard's, such as http://10.0.0.1:8265"
+        )
     if within_s <= 0:
-        raise BadArgument(f"--within-s {within_s:g}: must be more than 0")
+        raise BadArgument(f"--within-s {within_s:g} must be more than 0")
     quieten_prefect()
     with prefect_server():
         state = flow(address, shared, limits, within_s, return_state=True)

@@ -1,11 +1,14 @@
-"""Delete files of ended runs on this host, old logs of the stack, and flow runs of the upkeep.
+"""Delete old files of ended runs, unused code, old stack logs, and flow runs of the upkeep.
 
-The record `run.json` and the specs of the attempts are always kept: they are small and say what was
-run and how it ended. Files that the run's own programs wrote, such as checkpoints and models, are
-kept unless `outputs` is set.
+The record `run.json` and the specs of a run's attempts are always kept. They are small, and they
+document the run and its end. Files that the run's own programs wrote, such as checkpoints and
+models, are kept unless the rule `outputs` is set.
 
-Pruning is safe at any time and from several processes at once. A run is skipped if it has not
-ended, if it is registered or waits, or if another run uses its files.
+Pruning is safe at any time, even from several processes at once. A run is skipped if it has not
+ended, if it has a registry entry, if it waits for its next attempt, or if another run uses its
+files.
+
+The *upkeep* is Muster's maintenance process of each host. It regularly creates Prefect flow runs.
 """
 
 from __future__ import annotations
@@ -56,42 +59,48 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _DAY_S = 24 * 3600.0
-#: A log of the stack is cut when it is larger. The part before the cut is kept, compressed.
+#: Size from which a log file of the stack's processes is compressed into an archive and emptied.
 _STACK_LOG_BYTES = 50 * 1024**2
-#: Days for which completed flow runs of the upkeep are kept.
+#: Number of days to keep completed flow runs of Muster's upkeep on the Prefect server.
 _UPKEEP_DAYS = 2.0
 #: Largest number of flow runs that the Prefect server deletes in one request.
 _MAX_DELETED = 50
-#: Number of deployments that are requested at once.
+#: Number of deployments that one request to the Prefect server returns at most.
 _PAGE_SIZE = 200
 
-#: Files that are never deleted, relative to the run's directory.
+#: Paths, relative to a run's directory, of files that are never deleted.
 _KEPT_FILES = re.compile(r"run\.json|attempt-\d+/spec\.yaml")
-#: Files that Muster itself writes, relative to the run's directory.
+#: Paths, relative to a run's directory, of files that Muster itself writes.
 _OWN_FILES = re.compile(
     r"attempt-\d+/[^/]*(\.log|\.log\.gz|\.hang\.txt)"
     r"|attempt-\d+/(events\.jsonl|rollout\.jsonl|rollout-plan\.json|submission[^/]*\.json)"
 )
+#: Id of a run, as it appears in the records and specs of other runs.
 _RUN_ID = re.compile(r"[a-z][a-z0-9-]*-(?:ppo|grpo|sft)-\d{8}-\d{6}-[0-9a-f]{8}")
 
 
 class Retention(BaseModel):
-    """How long the files of ended runs are kept."""
+    """Rules for keeping the files of ended runs."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     days: float = Field(
-        default=60, ge=0, description="A run's files are removed so many days after its end."
+        default=60,
+        ge=0,
+        description="Number of days to keep the files of a run after its end.",
     )
     outputs: bool = Field(
         default=False,
-        description="What a run's own programs wrote into its directory, such as checkpoints, is "
-        "removed with Muster's files.",
+        description="Also deletes the files that a run's own programs wrote into its directory, "
+        "such as checkpoints.",
     )
 
     @staticmethod
     def of_environment(environment: Mapping[str, str]) -> Retention:
-        """Return what the operator has set: `MUSTER_PRUNE_DAYS` for `days`, and so on.
+        """Return the rules that the environment variables set.
+
+        The variable of the field `days` is `MUSTER_PRUNE_DAYS`, and that of `outputs` is
+        `MUSTER_PRUNE_OUTPUTS`. A missing or empty variable leaves the field at its default.
 
         Raises:
             ValidationError: A variable has an invalid value. The error names the field.
@@ -104,36 +113,38 @@ class Retention(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrunableRun:
-    """A run's directory with files that may be deleted."""
+    """A run with files that may be deleted after its end."""
 
-    #: `$MUSTER_HOME/runs/<run id>`.
+    #: Directory of the run, `$MUSTER_HOME/runs/<run id>`.
     directory: Path
-    #: Files that may be deleted, relative to the directory.
+    #: Paths of the files that may be deleted, relative to the directory.
     files: frozenset[str]
-    #: Size of these files together.
+    #: Total size of the files that may be deleted.
     size_bytes: int
-    #: UTC epoch seconds. Infinite if the run has not ended, or may not have ended.
+    #: Time of the run's end in UTC epoch seconds. Infinite if the files must be kept now, for
+    #: example because the run has not ended.
     ended_at: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pruned:
-    """Result of one prune of a MUSTER_HOME."""
+    """Result of one prune of this host's MUSTER_HOME and of the Prefect server."""
 
-    #: True if nothing was deleted, and this is only what would be deleted.
+    #: True if this was a trial without deletions. The other fields then describe the deletions of a
+    #: real prune.
     is_dry: bool
-    #: Runs whose files were deleted, the run that ended first comes first.
+    #: Runs whose files were deleted, sorted by the time of their end.
     runs: tuple[PrunableRun, ...] = ()
-    #: Number of flow runs of the upkeep that were deleted from the server.
+    #: Number of flow runs of Muster's upkeep that were deleted from the Prefect server.
     flow_runs: int = 0
-    #: Number of entries of the code store that were deleted because nothing uses them.
+    #: Number of unused entries that were deleted from the code store.
     codes: int = 0
-    #: What could not be done and why, or an empty string.
+    #: Problems that prevented deletions, or an empty string.
     open: str = ""
 
     @property
     def summary(self) -> str:
-        """Summary in one line."""
+        """One line with the numbers of deleted runs, code files and flow runs, and the problems."""
         parts = []
         if self.runs:
             size = decimal(sum(run.size_bytes for run in self.runs))
@@ -149,23 +160,23 @@ class Pruned:
         return "; ".join(filter(None, (action, self.open))) or "nothing to do"
 
     def lines(self) -> Iterator[str]:
-        """Yield one line for each run, and the summary."""
+        """Yield one line with size and id for each run, and then the summary."""
         yield from (f"{decimal(run.size_bytes):>10}  {run.directory.name}" for run in self.runs)
         yield self.summary
 
 
 def prune_host(keep: Retention | None = None, *, dry_run: bool = False) -> Pruned:
-    """Delete what the retention rules allow.
+    """Delete the old files of this host that the retention rules do not keep.
 
-    If a Prefect server is set and does not answer, nothing is deleted: a run that waits there could
-    need the files of another run.
+    If a Prefect server is configured but does not answer, all files are kept: a run that waits on
+    the server could need the files of another run.
 
     Args:
-        keep: How long files are kept. None: as the environment of this host says.
-        dry_run: Delete nothing, only return what would be deleted.
+        keep: The retention rules. None takes them from the environment variables of this process.
+        dry_run: True deletes nothing and only returns what would be deleted.
 
     Raises:
-        ValidationError: The environment of this host has an invalid setting.
+        ValidationError: An environment variable has an invalid value.
     """
     keep = keep or Retention.of_environment(os.environ)
     try:
@@ -173,14 +184,14 @@ def prune_host(keep: Retention | None = None, *, dry_run: bool = False) -> Prune
     except ServerAway as error:
         is_refused = isinstance(error, ServerRefuses)
         why = str(error) if is_refused else f"the Prefect server does not answer ({error})"
-        return Pruned(is_dry=dry_run, open=f"nothing was pruned: {why}")
+        return Pruned(is_dry=dry_run, open=f"nothing was deleted: {why}")
 
     candidates = survey(keep, {*_RUN_ID.findall(server_text)})
     runs = [run for run in candidates if time.time() - run.ended_at > keep.days * _DAY_S]
     kept_directories = [run.directory for run in candidates if run not in runs]
     problems: list[str] = []
     if not dry_run:
-        # A run may have been resumed since the survey, so check again.
+        # A run may have been resumed since `survey` read its record, so check it again.
         ended = (run for run in runs if math.isfinite(_ended_at(run.directory)))
         runs = [run for run in ended if run.directory.name not in registered_runs()]
         problems = [problem for run in runs if (problem := _delete_files(run))]
@@ -192,30 +203,30 @@ def prune_host(keep: Retention | None = None, *, dry_run: bool = False) -> Prune
         codes = _on_server(partial(_forget_code, server_text, kept_directories, dry_run)) or 0
         flow_runs = 0 if dry_run else _on_server(_delete_upkeep) or 0
     except (ServerAway, OSError) as error:
-        _log.warning("code, or flow runs of the upkeep, were not pruned: %s", error)
+        _log.warning("Unused code or flow runs of the upkeep were not deleted: %s", error)
     return Pruned(
         is_dry=dry_run, runs=tuple(runs), codes=codes, flow_runs=flow_runs, open="; ".join(problems)
     )
 
 
 def publish(pruned: Pruned) -> None:
-    """Log the result."""
+    """Write the result of a prune to the log of the active flow run, line by line."""
     for line in pruned.lines():
         run_log(_log).info("%s", line)
 
 
 def survey(keep: Retention, wanted: set[str]) -> list[PrunableRun]:
-    """Return the runs on this host that have files to delete, the run that ended first comes first.
+    """Return the runs on this host that have files to delete, sorted by the time of their end.
 
-    The end time of a run is infinite, so that its files are kept, in these cases:
+    The end time of a run is set to infinity, so that its files are kept, in these cases:
 
-    - The run has not ended, or is registered or waits for its next attempt.
-    - An open flow run names it.
-    - Another run, which has not been pruned, has started from its files.
+    - The run has not ended, has a registry entry, or waits for its next attempt.
+    - A flow run that has not ended, or a deployment, names the run.
+    - Another run has started from its files, and the files of that run were not pruned.
 
     Args:
-        keep: Decides whether files of the run's own programs count.
-        wanted: Ids of the runs that open flow runs name.
+        keep: The retention rules. They decide whether files of the run's own programs are included.
+        wanted: Ids of the runs that flow runs or deployments on the Prefect server name.
     """
     paths = sorted((muster_home() / "runs").glob("*"))
     directories = {
@@ -248,7 +259,7 @@ def survey(keep: Retention, wanted: set[str]) -> list[PrunableRun]:
 
 
 def _ended_at(directory: Path) -> float:
-    """Return the end of a run in UTC epoch seconds, or infinity if it may not have ended."""
+    """Return the time of a run's end in UTC epoch seconds, or infinity if it may not have ended."""
     with suppress(OSError, ValueError):
         content = RunJson.read(RunPlace(directory=directory).record)
         if content.state.is_final and content.ended_at is not None:
@@ -257,7 +268,7 @@ def _ended_at(directory: Path) -> float:
 
 
 def _file_sizes(directory: Path) -> dict[str, int]:
-    """Return the size in bytes of every file, by its path relative to the directory.
+    """Return `bytes[path]` of every file below a directory, with the path relative to it.
 
     A symbolic link counts as a file and is not followed.
     """
@@ -272,7 +283,10 @@ def _file_sizes(directory: Path) -> dict[str, int]:
 
 
 def _named_runs(directory: Path) -> set[str]:
-    """Return the other runs that a run's record and specs name: it has started from their files."""
+    """Return the ids of the other runs that a run's record or specs name.
+
+    The run may have started from the files of these runs, for example from a checkpoint.
+    """
     run_ids: set[str] = set()
     for path in (directory / "run.json", *directory.glob("attempt-*/spec.yaml")):
         with suppress(OSError):
@@ -281,10 +295,10 @@ def _named_runs(directory: Path) -> set[str]:
 
 
 def _delete_files(run: PrunableRun) -> str:
-    """Delete the files of a run, and the folders that are empty then.
+    """Delete the files of a run, and then the empty folders in its directory.
 
     Returns:
-        Reason why files are left, or an empty string.
+        Sentence with the first error if files could not be deleted, or an empty string.
     """
     directory = run.directory
     problem = ""
@@ -295,18 +309,18 @@ def _delete_files(run: PrunableRun) -> str:
             problem = problem or str(error)
 
     folders = (Path(parent) / name for parent, names, _ in os.walk(directory) for name in names)
-    # In reverse order, a folder comes after the folders in it.
+    # The reverse order puts subfolders before their parent folder.
     for folder in sorted(folders, reverse=True):
         with suppress(OSError):
             folder.rmdir()
-    return f"not all of {directory.name} went: {problem}" if problem else ""
+    return f"some files of {directory.name} could not be deleted: {problem}" if problem else ""
 
 
 def _cut_stack_logs() -> None:
-    """Cut the logs of this host's stack that have become large.
+    """Compress each large log file of this host's stack into an archive, and empty the file.
 
-    The processes that write them keep them open in append mode. A few lines that are written
-    between the copy and the cut are lost.
+    The processes of the stack keep their log files open in append mode, so a file is emptied and
+    not replaced. Lines that are written between the compression and the emptying are lost.
     """
     for path in (muster_home() / "stack" / "logs").glob("*.log"):
         try:
@@ -315,11 +329,14 @@ def _cut_stack_logs() -> None:
                     shutil.copyfileobj(source, target, 1 << 20)
                 os.truncate(path, 0)
         except OSError as error:
-            _log.warning("%s was not cut: %s", path, error)
+            _log.warning("The log file %s was not archived: %s", path, error)
 
 
 def _on_server(ask: Callable[[SyncPrefectClient], _T]) -> _T | None:
-    """Call a function with a client of the Prefect server. Returns None if no server is set.
+    """Call a function with a client of the Prefect server, and return its result.
+
+    Returns:
+        None if no server is configured.
 
     Raises:
         ServerAway: The server did not answer.
@@ -331,7 +348,7 @@ def _on_server(ask: Callable[[SyncPrefectClient], _T]) -> _T | None:
 
 
 def _names_and_parameters(client: SyncPrefectClient) -> str:
-    """Return the names and parameters of all open flow runs and deployments as one text."""
+    """Return one text with the names and parameters of all deployments and unfinished flow runs."""
     items: list[FlowRun | DeploymentResponse] = [*open_flow_runs(client)]
     offset = 0
     while page := client.read_deployments(limit=_PAGE_SIZE, offset=offset):
@@ -343,10 +360,16 @@ def _names_and_parameters(client: SyncPrefectClient) -> str:
 def _forget_code(
     server_text: str, kept_directories: Iterable[Path], dry_run: bool, client: SyncPrefectClient
 ) -> int:
-    """Delete code that is no longer used, from this host's code store and from the server.
+    """Delete unused code from this host's code store and from the Prefect server.
 
-    Code is used if a run that keeps its files, an open flow run or a deployment names it. Without
-    a server this is unknown, so nothing is deleted then.
+    Code is in use if one of these names it: a run that keeps its files, an unfinished flow run, or
+    a deployment.
+
+    Args:
+        server_text: Names and parameters of all deployments and unfinished flow runs.
+        kept_directories: Directories of the runs that keep their files.
+        dry_run: True deletes nothing and only counts the unused entries on this host.
+        client: Client of the Prefect server.
 
     Returns:
         The number of deleted entries.
@@ -361,9 +384,10 @@ def _forget_code(
 
 
 def _delete_upkeep(client: SyncPrefectClient) -> int:
-    """Delete flow runs that the upkeep completed some days ago, and return their number.
+    """Delete old completed flow runs of Muster's upkeep, and return the number of deleted ones.
 
-    The upkeep makes more than a hundred flow runs a day, and Prefect itself never deletes any.
+    The upkeep creates more than a hundred flow runs a day, and Prefect never deletes flow runs by
+    itself.
     """
     upkeep_flows = FlowFilter.model_validate({"name": {"any_": UPKEEP_FLOWS}})
     deployments = client.read_deployments(flow_filter=upkeep_flows)
@@ -377,7 +401,8 @@ def _delete_upkeep(client: SyncPrefectClient) -> int:
     content = {"flow_runs": flow_run_filter, "limit": _MAX_DELETED}
     count = 0
     while deployment_ids:
-        path: Any = "/flow_runs/bulk_delete"  # Missing in the client's list of valid paths.
+        # The type `Any` is needed because the path is missing in the client's list of valid paths.
+        path: Any = "/flow_runs/bulk_delete"
         deleted = len(client.request("POST", path, json=content).json()["deleted"])
         count += deleted
         if deleted < _MAX_DELETED:
@@ -393,26 +418,25 @@ def prune(
     ] = Retention().days,
     outputs: Annotated[bool, Parameter(env_var="MUSTER_PRUNE_OUTPUTS")] = Retention().outputs,
 ) -> int:
-    """Show which files of ended runs can be deleted from MUSTER_HOME; with --yes, delete them.
+    """List old files of ended runs in MUSTER_HOME, and delete them with --yes.
 
-    The copy of a run's code is deleted with its files, and so is unused code in the code store.
-    run.json and the specs of a run are always kept. Files that the run's own programs wrote are
-    kept unless --outputs is given. A run is skipped if it has not ended, waits, or if another run
-    has started from its files.
+    The copy of a run's code is deleted with its files, and unused code is deleted from the code
+    store. run.json and the specs of a run are always kept. Files that the run's own programs wrote
+    are kept unless --outputs is given. A run is skipped if it has not ended, if it waits, or if
+    another run has started from its files.
 
-    Exit: 0 done, or shown; 1 something could not be done; 2 a rule is wrong.
+    Exit: 0 files deleted or listed; 1 a file could not be deleted; 2 a rule is invalid.
 
     Args:
-        yes: Delete the files. Otherwise they are only shown.
-        days: A run's files are removed so many days after its end.
-        outputs: What a run's own programs wrote into its directory is removed with Muster's files.
+        yes: Delete the files. By default they are only listed.
+        days: Number of days to keep the files of a run after its end.
+        outputs: Also delete the files that a run's own programs wrote into its directory.
     """
-    # The result is printed, so it need not be logged as well.
-    # What it would log is printed here.
+    # The result is printed, so it is not logged as well.
     logging.getLogger("tasks.upkeep.prune").setLevel(logging.ERROR)
     pruned = prune_host(Retention(days=days, outputs=outputs), dry_run=not yes)
     for line in pruned.lines():
         print(line)
     if not yes and pruned.runs:
-        print("Nothing was done. To do it: muster prune --yes")
+        print("No file was deleted. To delete these files: muster prune --yes")
     return EXIT_FAILED if pruned.open else EXIT_DONE

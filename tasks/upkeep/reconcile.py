@@ -1,10 +1,11 @@
-"""Finish the runs of this host whose flow process is gone, and correct their records.
+"""Finish the runs of this host whose flow process was killed or lost, and correct their records.
 
-This is safe at any time and from several processes at once: each lost run is claimed by one of
-them. Anything that is found alive, waiting or unclear is left as it is.
+A reconcile is safe at any time, even from several processes at once, because one process claims
+each lost run. It changes nothing for a run that is running or waiting or whose state is unknown.
 
-The upkeep reconciles its host every minute without creating a flow run. Nearly every pass finds
-nothing. A flow run for each would start a process and would hide the runs that people look for.
+Muster's maintenance process of each host reconciles the host every minute and creates no flow run
+for that. Most reconciles change nothing, and their flow runs would hide the users' runs in the
+Prefect UI.
 """
 
 from __future__ import annotations
@@ -65,26 +66,29 @@ from tasks.upkeep.waiting_runs import close_ended_waiting_runs
 
 _log = logging.getLogger(__name__)
 
-#: Seconds that all guardians together get in one reconcile to stop their components.
+#: Seconds that one reconcile waits in total for guardians that still stop their components.
 _SETTLE_TIMEOUT_S = 20.0
-#: Seconds after which a Ray cluster that does not answer is given up until the next reconcile.
+#: Longest time that a reconcile waits for a Ray cluster that does not answer, in seconds.
 _CLUSTER_TIMEOUT_S = 5.0
-#: Seconds to wait until the events have been sent.
+#: Seconds to wait until the Prefect events have been sent.
 _FLUSH_TIMEOUT_S = 5.0
 
 
 def reconcile_host(lost: str | None = None) -> Report:
-    """Finish every run of a host whose flow process is gone, and correct the records.
+    """Finish every run of a host whose flow process was killed or lost, and correct the records.
 
-    - Nodes of Ray clusters that could not be checked for leftovers are checked again.
+    - Ray nodes that could not be checked for leftover processes are checked again.
     - Lost runs of the registry are finished.
-    - The records of runs that were cancelled while they waited without a process are closed.
-    - Flow runs of the Prefect server that were assigned to the host, but have neither a process
-      nor a registry entry, get their true state.
+    - The records of runs that ended while they waited without a process are closed.
+    - Flow runs that were assigned to the host, but have neither a process nor a registry entry, get
+      their true state on the Prefect server.
 
     Args:
-        lost: Name of another host that is gone for good. Its runs are finished from here. What
-            only that host could see, such as its processes, is taken to be gone. None: this host.
+        lost: Name of another host that is permanently gone. Its runs are finished by this host,
+            and its processes count as ended. None reconciles this host.
+
+    Returns:
+        Reports about all runs whose recorded state was wrong.
     """
     host = lost or host_name()
     runs = (
@@ -97,7 +101,7 @@ def reconcile_host(lost: str | None = None) -> Report:
 
 
 def publish(report: Report) -> None:
-    """Log what was found. If anything was changed, also leave an artifact and emit events."""
+    """Log the reports. If a run was changed, also create a Prefect artifact and emit events."""
     log = run_log(_log)
     for run in report.runs:
         log.warning("%s", run)
@@ -113,14 +117,14 @@ def publish(report: Report) -> None:
         # `emit_event` never raises.
         emit_event("muster.run.reconciled", resource=resource, payload=run.as_payload())
     if FlowRunContext.get() is None:
-        # Events are sent by a thread. Wait for it, because this process may soon be replaced by
-        # another program. Prefect would log a warning while it waits.
+        # A thread of Prefect sends the events. Wait for it, because this process may soon exit. The
+        # log level is raised because Prefect logs a warning during the wait.
         logging.getLogger(EventsWorker.__name__).setLevel(logging.ERROR)
         EventsWorker.drain_all(timeout=_FLUSH_TIMEOUT_S)
 
 
 def _finish_lost_runs(host: str) -> Iterator[Reconciled]:
-    """Finish the lost runs of the registry, and yield a report for each."""
+    """Finish the lost runs in the registry of a host, and yield a report for each."""
     deadline_s = time.monotonic() + _SETTLE_TIMEOUT_S
     for run_id in registered_runs():
         try:
@@ -128,13 +132,22 @@ def _finish_lost_runs(host: str) -> Iterator[Reconciled]:
                 if lost is not None and (run := _finish(lost, deadline_s)) is not None:
                     yield run
         except Exception as error:
-            # Continue with the other runs. The entry is kept, so this run is tried again.
-            _log.exception("run %s could not be reconciled", run_id)
+            # Continue with the other runs. The registry entry of this run remains, so the next
+            # reconcile retries it.
+            _log.exception("Run %s could not be reconciled.", run_id)
             yield Reconciled(name=run_id, found="its process was gone", open=repr(error))
 
 
 def _finish(lost: LostRun, deadline_s: float) -> Reconciled | None:
-    """Finish a lost run. Returns None if its jobs go on and nothing was done."""
+    """Finish a lost run, or keep its Ray jobs running if another process will resume the run.
+
+    Args:
+        lost: The lost run.
+        deadline_s: End of the wait for guardians, in CLOCK_MONOTONIC seconds.
+
+    Returns:
+        The report about the run. None if its jobs keep running and nothing was changed.
+    """
     loss, leftovers = end_processes(lost, deadline_s)
     if leftovers:
         return make_report(lost, loss, open=leftovers)
@@ -146,9 +159,12 @@ def _finish(lost: LostRun, deadline_s: float) -> Reconciled | None:
 
 
 def _close_lost_flow_runs(host: str) -> list[Reconciled]:
-    """Correct the states of flow runs without a process that no registry entry mentions.
+    """Correct the states of flow runs that have neither a process nor a registry entry.
 
-    They were submitted but never began, or their entry was removed long ago.
+    Such a flow run was submitted but never began, or its registry entry was already removed.
+
+    Args:
+        host: Name of the host of the flow runs.
     """
     api_url = PREFECT_API_URL.value()
     if not api_url:
@@ -157,21 +173,27 @@ def _close_lost_flow_runs(host: str) -> list[Reconciled]:
         with talking_to(api_url) as client:
             return list(_close_flow_runs(client, _describe_host(client, host)))
     except ServerRefuses as error:
-        # Another try does not help: somebody must set the password.
-        return [Reconciled(name=api_url, found="its flow runs are not shown", open=str(error))]
+        # Another try does not help: an operator must set the password.
+        return [Reconciled(name=api_url, found="its flow runs cannot be read", open=str(error))]
     except ServerAway as error:
-        _log.warning("flow runs without a process were not looked for: %s", error)
+        _log.warning("Flow runs without a process were not checked: %s", error)
         return []
     except Exception:
-        # For example, a server of another release. This must not keep a worker from starting, nor
-        # discard the reports about the lost runs that were finished before.
-        _log.exception("flow runs without a process could not be looked for on %s", api_url)
+        # For example, the server can be of another release. Such an error must not prevent the
+        # start of a worker, and must not discard the reports about lost runs.
+        _log.exception("Flow runs without a process could not be checked on %s.", api_url)
         return []
 
 
 def _close_flow_runs(client: SyncPrefectClient, host: Host) -> Iterator[Reconciled]:
+    """Correct the states of lost flow runs on the Prefect server, and yield a report for each.
+
+    Args:
+        client: Client of the Prefect server.
+        host: The host of the flow runs, with its processes.
+    """
     flow_runs = held_flow_runs(client)
-    # Read the clock after the states: `propose` rejects a change of a state that is newer.
+    # Read the server's clock after the states, so that no state looks newer than the clock.
     now = server_now(client) if flow_runs else None
     if now is None:
         return
@@ -181,8 +203,8 @@ def _close_flow_runs(client: SyncPrefectClient, host: Host) -> Iterator[Reconcil
             continue
         after = _recorded_end(run) or after
         if after.is_scheduled() and run.state.is_running():
-            # Otherwise a cancel of the waiting flow run would wait for the recorded process, which
-            # no longer exists.
+            # Delete the recorded process, which has ended. Otherwise, a cancellation of the
+            # scheduled flow run would wait for this process forever.
             clear_process(client, str(run.id))
         is_accepted = propose(client, str(run.id), run.state, after)
         yield Reconciled(
@@ -195,12 +217,12 @@ def _close_flow_runs(client: SyncPrefectClient, host: Host) -> Iterator[Reconcil
 
 
 def _recorded_end(run: FlowRun) -> State[Any] | None:
-    """Return the final state that the run's own record names.
+    """Return the final Prefect state according to the run's record on this host.
 
-    After an outage of the server, a late update can have replaced that state on the server.
+    After an outage of the Prefect server, a delayed update can have replaced the final state there.
 
     Returns:
-        None if the record is missing, is not final, or was itself closed because of a loss.
+        None if the record is missing or not final, or if a reconcile closed it as lost.
     """
     with suppress(OSError, ValueError):
         record = RunJson.read_for_flow_run(RunPlace.of(run.name).record, str(run.id))
@@ -210,10 +232,10 @@ def _recorded_end(run: FlowRun) -> State[Any] | None:
 
 
 def _describe_host(client: SyncPrefectClient, name: str) -> Host:
-    """Collect what decides whether a flow run of the host is lost."""
+    """Collect the facts about a host that decide whether its flow runs are lost."""
     registered: set[str] = set()
     for owner in filter(None, map(owner_of, registered_runs())):
-        registered |= {known for known in (owner.run_id, owner.flow_run_id) if known}
+        registered |= {key for key in (owner.run_id, owner.flow_run_id) if key}
     flow_filter = FlowFilter.model_validate({"name": {"any_": ["pipeline"]}})
     pipeline_flows = client.read_flows(flow_filter=flow_filter, limit=1)
     return Host(
@@ -228,17 +250,17 @@ def _describe_host(client: SyncPrefectClient, name: str) -> Host:
 
 #: Seconds between two reconciles.
 _EVERY_S = 60.0
-#: Seconds to wait at the end for a reconcile in progress. One that is cut short is repeated by the
-#: next process that reconciles.
+#: Seconds to wait for a reconcile in progress when its process ends. After that, it is cut short,
+#: and the next reconcile repeats its work.
 _END_TIMEOUT_S = 5.0
 
 
 @contextmanager
 def reconcile_every_minute() -> Iterator[None]:
-    """Reconcile this host every minute in a thread while the context is open.
+    """Reconcile this host every minute in a thread, as a context manager.
 
-    The first reconcile begins after one minute. Meanwhile, no other thread of this process may
-    reconcile: the locks of the registry belong to the process and do not separate its threads.
+    The first reconcile begins after one minute. While the context is open, no other thread of this
+    process may reconcile. The file locks of the registry only exclude other processes.
     """
     ending = threading.Event()
 
@@ -247,7 +269,9 @@ def reconcile_every_minute() -> Iterator[None]:
             try:
                 publish(reconcile_host())
             except Exception:
-                _log.exception("this host was not reconciled, and is again in %g s", _EVERY_S)
+                _log.exception(
+                    "The reconcile of this host failed. It is repeated in %g s.", _EVERY_S
+                )
 
     thread = thread_here("reconcile", reconcile_repeatedly)
     thread.start()
@@ -259,38 +283,46 @@ def reconcile_every_minute() -> Iterator[None]:
 
 
 def give_up_host(name: str) -> Report:
-    """Finish every run of a host that an operator has declared gone for good.
+    """Finish every run of a host that an operator has declared permanently gone.
 
-    A host that is switched off cannot be told from a host without network, whose processes still
-    use their GPUs. So silence alone proves nothing, and an operator must decide. A host that was
-    heard of recently is refused.
+    Muster cannot decide this by itself. A host without network looks like a host that is switched
+    off, but its processes still use their GPUs. A host that has recently contacted the Prefect
+    server is rejected.
 
     Args:
         name: Name of the host.
 
     Raises:
-        BadArgument: The host is not gone, or is unknown. Nothing was changed.
+        BadArgument: The host is this host, is unknown, or has recently contacted the Prefect
+            server. No run was changed.
         ServerAway: The Prefect server does not answer.
     """
     if name == host_name():
-        raise BadArgument(f"{name} is this host: `muster reconcile` looks after its runs")
+        raise BadArgument(f"{name} is this host: to reconcile it, run `muster reconcile`")
     api_url = PREFECT_API_URL.value()
     if not api_url:
-        raise BadArgument("PREFECT_API_URL is not set: only a server knows what a host had")
+        raise BadArgument(
+            "PREFECT_API_URL is not set: only a Prefect server knows the runs of another host"
+        )
     with talking_to(api_url) as client:
         _check_is_silent(client, name)
     return reconcile_host(lost=name)
 
 
 def _check_is_silent(client: SyncPrefectClient, name: str) -> None:
-    """Raise BadArgument if the host was heard of recently or if no run names it."""
+    """Check that a host exists and has not contacted the Prefect server recently.
+
+    Raises:
+        BadArgument: The host has contacted the server recently, or no worker and no run names it.
+    """
     last_contacts = dict(_last_contacts(client, name))
     now = server_now(client) or datetime.now(UTC)
     for source, contact_at in last_contacts.items():
         if (age_s := (now - contact_at).total_seconds()) < SILENT_AFTER_S:
             raise BadArgument(
-                f"{source} was heard of {max(0.0, age_s):.0f} s ago, so {name} is not lost: cancel "
-                f"its runs; or switch it off, and ask again after {SILENT_AFTER_S:.0f} s"
+                f"{source} last reported {max(0.0, age_s):.0f} s ago, so {name} is not lost. "
+                "Either cancel its runs, or switch the host off and run this command again after "
+                f"{SILENT_AFTER_S:.0f} s."
             )
     owners = filter(None, map(owner_of, registered_runs()))
     known_hosts = {owner.host for owner in owners} | {
@@ -299,11 +331,14 @@ def _check_is_silent(client: SyncPrefectClient, name: str) -> None:
     if not last_contacts and name not in known_hosts:
         other_hosts = sorted(filter(None, known_hosts - {host_name()}))
         others = ", ".join(other_hosts) or "no other host"
-        raise BadArgument(f"nobody knows a host {name!r}; runs are on record of {others}")
+        raise BadArgument(f"no worker and no run names a host {name!r}; hosts with runs: {others}")
 
 
 def _last_contacts(client: SyncPrefectClient, name: str) -> Iterator[tuple[str, datetime]]:
-    """Yield each of Muster's processes on the host, and when the server last heard of it."""
+    """Yield a phrase for each Muster process of a host, and the time of its last report.
+
+    The time is the last contact of the process with the Prefect server, in UTC.
+    """
     for pool in client.read_work_pools():
         for worker in client.read_workers_for_work_pool(pool.name):
             if worker.name == name and worker.last_heartbeat_time is not None:
@@ -314,20 +349,20 @@ def _last_contacts(client: SyncPrefectClient, name: str) -> Iterator[tuple[str, 
 
 
 def reconcile(*, lost_host: str | None = None) -> int:
-    """Finish the runs of this host whose process is gone, and correct their records.
+    """Finish the runs of this host whose process was killed or lost.
 
-    Leftover processes and jobs are ended. The records are corrected here and on the Prefect server.
-    Safe at any time.
+    Leftover processes and jobs are ended. The records of the runs are corrected on this host and on
+    the Prefect server. The command is safe at any time.
 
-    Exit: 0 done, or nothing to do; 1 something could not be finished yet; 2 the host is not lost.
+    Exit: 0 done, or nothing to do; 1 a run could not be finished yet; 2 the host is not lost.
 
     Args:
-        lost_host: Finish the runs of another host, which is gone for good, from this one. Their
-            GPUs are then given to other runs. Use it only for a host that is switched off: on a
-            host that only lost its network, old and new runs would share the GPUs. Refused for a
-            host that was heard of in the last two minutes.
+        lost_host: Name of another host that is permanently gone. Its runs are finished from this
+            host, and their GPUs become free for other runs. Use this only for a host that is
+            switched off: on a host that only lost its network, old and new runs would share the
+            GPUs. A host that has reported in the last two minutes is refused.
     """
-    # The result is printed, so it need not be logged as well.
+    # The result is printed, so it is not logged as well.
     _log.setLevel(logging.ERROR)
     report = give_up_host(lost_host) if lost_host else reconcile_host()
     publish(report)

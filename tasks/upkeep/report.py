@@ -1,4 +1,4 @@
-"""Reports about what a reconcile has found and done."""
+"""Reports of `muster reconcile` about lost runs and about the cleanup of their leftovers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from tasks.record.events import PAYLOADS
 from tasks.spec.formatting import escape_markdown, join_commas
 
-#: Text in front of each field of `Reconciled` when a report is printed.
+#: Text that precedes each field of `Reconciled` in a printed report.
 _FIELD_TEXTS = {
     "killed": "ended pid",
-    "jobs": "ended",
-    "nodes": "asked again:",
+    "jobs": "ended job",
+    "nodes": "checked again:",
     "removed": "removed",
     "record": "run.json:",
     "server": "Prefect:",
@@ -23,36 +23,38 @@ _FIELD_TEXTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reconciled:
-    """Report about a run or flow run that was not in the state that its record said."""
+    """Report about one run or flow run whose recorded state was wrong, and about its cleanup."""
 
     #: Run id, which is also the name of the flow run.
     name: str
-    #: What was wrong: `its process (pid 812) was gone`.
+    #: Phrase that describes the problem, for example `its process (pid 812) was gone`.
     found: str
-    #: None if there is no flow run.
+    #: Id of the run's Prefect flow run, or None if there is none.
     flow_run_id: str | None = None
-    #: Pids of the processes that were killed.
+    #: Process ids of the leftover processes that were killed.
     killed: tuple[int, ...] = ()
     #: Submission ids of the Ray jobs that were ended.
     jobs: tuple[str, ...] = ()
-    #: Results of checking nodes again that could not be checked after a job had ended.
+    #: Phrases about Ray nodes that could be checked for leftover processes only now, some time
+    #: after the job there had ended.
     nodes: tuple[str, ...] = ()
     #: Files, directories and cgroups that were removed.
     removed: tuple[Path, ...] = ()
-    #: New state in `run.json`, or an empty string if it was not changed.
+    #: New state in the run's `run.json`, or an empty string if the state was not changed.
     record: str = ""
-    #: New name of the flow run's state on the server, or an empty string if it was not changed.
+    #: New name of the flow run's state on the Prefect server, or an empty string if the state was
+    #: not changed.
     server: str = ""
-    #: What is still to be done and why it was not, or an empty string.
+    #: Phrase about the work that could not be done yet and the reason, or an empty string.
     open: str = ""
 
     @property
     def has_acted(self) -> bool:
-        """True if anything was changed."""
+        """True if the reconcile has changed anything for this run."""
         return any(getattr(self, name) for name in _FIELD_TEXTS if name != "open")
 
     def as_payload(self) -> dict[str, object]:
-        """Return the payload of the event `muster.run.reconciled`."""
+        """Return the payload of the Prefect event `muster.run.reconciled` as JSON data."""
         fields = json.loads(json.dumps(asdict(self), default=str))
         return {key: fields[key] for key in PAYLOADS["muster.run.reconciled"]}
 
@@ -70,24 +72,26 @@ class Reconciled:
 class Report:
     """Result of one reconcile of one host."""
 
+    #: Name of the host whose runs were reconciled.
     host: str
+    #: One report for each run with a wrong state, whether or not it could be corrected.
     runs: tuple[Reconciled, ...] = ()
 
     @property
     def acted(self) -> tuple[Reconciled, ...]:
-        """The reports about runs for which something was changed."""
+        """Reports about the runs that the reconcile has changed."""
         return tuple(run for run in self.runs if run.has_acted)
 
     @property
     def summary(self) -> str:
-        """Summary in one line."""
+        """One line with the host and the numbers of reconciled and of open runs."""
         if not self.runs:
             return "nothing to do"
         open_count = sum(bool(run.open) for run in self.runs)
         summary = f"{self.host}: {len(self.acted)} of {len(self.runs)} lost runs reconciled"
-        return f"{summary}, {open_count} to be looked at again" if open_count else summary
+        return f"{summary}, {open_count} still open" if open_count else summary
 
     def as_markdown(self) -> str:
-        """Return a Markdown list with the runs for which something was changed."""
+        """Return a Markdown list of the runs that the reconcile has changed."""
         lines = [f"- {escape_markdown(run)}" for run in self.acted]
         return "\n".join((f"Reconciled on **{escape_markdown(self.host)}**\n", *lines))

@@ -1,11 +1,12 @@
-"""Runs that wait without a process, each recorded in a note on this host.
+"""Close the records of runs that end on the Prefect server while they have no process.
 
-A run that waits for its next attempt has no process. If it is cancelled meanwhile, its flow run
-becomes Cancelled at once and no process of the run starts again. `reconcile` therefore checks the
-notes and closes the record of such a run.
+A run that waits for its next attempt has no process. If a user cancels it in this state, its flow
+run becomes Cancelled at once, and no process of the run starts that could close its record. A note
+file on this host lists each such run, and `muster reconcile` closes their records after their end.
 
-A run's page on the Prefect server must be updated together with its record. The page also contains
-a copy of the record, for hosts that have no record of the run or an older one.
+The artifacts of a run in the Prefect UI must be updated together with its record. They also contain
+a copy of the record `run.json`. Hosts without a record of the run, or with an older record, read
+this copy.
 """
 
 from __future__ import annotations
@@ -40,15 +41,20 @@ _log = logging.getLogger(__name__)
 
 
 def update_page_of_closed_run(client: SyncPrefectClient, flow_run_id: str, directory: Path) -> None:
-    """Update the run's page on the server from the record in the run's directory.
+    """Update the run's artifacts in the Prefect UI from the record in the run's directory.
 
-    Never raises: an outdated page must not keep a run from being closed.
+    Errors are only logged, because outdated artifacts must not prevent the end of a run.
+
+    Args:
+        client: Client of the Prefect server.
+        flow_run_id: Id of the run's flow run.
+        directory: Directory of the run.
     """
     place = RunPlace(directory=directory)
     try:
         record = RunJson.read(place.record).decided()
         if record.attempt is None:
-            # No attempt began, so the flow run's state says everything.
+            # No attempt began, so the run has no artifacts.
             return
         spec = load_resolved(place.attempt(record.attempt.number).spec)
         seen = RunSeen(spec)
@@ -68,139 +74,161 @@ def update_page_of_closed_run(client: SyncPrefectClient, flow_run_id: str, direc
             page.ATTEMPTS: page.show_attempts(view),
             page.RECORD: page.show_record(view),
         }
-        # The texts come from files whose secrets are masked already.
+        # `Artifacts` gets no secrets to mask, because they are masked in the files that were read.
         artifacts = Artifacts(UUID(flow_run_id), shown)
         for key, content in shown.items():
             artifacts.show(client, key, content)
     except Exception as error:
-        _log.warning("the page of %s is not current: %r", directory.name, error)
+        _log.warning("The page of %s in the UI was not updated: %r", directory.name, error)
 
 
 def read_page_record(client: SyncPrefectClient, flow_run_id: UUID) -> RunJson | None:
-    """Return the copy of `run.json` that is on the run's page, or None if there is none."""
+    """Return the copy of `run.json` from a run's artifacts on the Prefect server.
+
+    Returns:
+        None if the server has no such copy.
+    """
     artifacts = artifacts_of(client, flow_run_id, [page.RECORD])
     return page.parse_record(str(artifacts[0].data)) if artifacts else None
 
 
 def read_earlier_record(api_url: str, flow_run_id: UUID) -> RunJson | None:
-    """Return the copy of `run.json` on the run's page, for a process that continues the run.
+    """Return the copy of `run.json` on the Prefect server, for a process that resumes the run.
 
     Returns:
-        None if there is no copy or the server does not answer. A run that starts now must not wait
+        None if there is no copy, or if the server does not answer: the start of a run must not wait
         for the records of its earlier attempts.
     """
     try:
         with talking_to(api_url) as client:
             return read_page_record(client, flow_run_id)
     except ServerAway as error:
-        _log.warning("what other hosts have on record of this run is not known: %s", error)
+        _log.warning("The records of this run on other hosts are unknown: %s", error)
         return None
 
 
 class WaitingRunNote(BaseModel):
-    """The note of a run that waits without a process."""
+    """Note file about a run that waits for its next attempt and has no process."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
+    #: Run id, which is also the name of the flow run.
     run_id: str
+    #: Prefect id of the run's flow run.
     flow_run_id: str
     #: URL of the Prefect server that starts the run again.
     api_url: str
 
 
 def note_waiting_run(run_id: str, flow_run_id: str, api_url: str) -> None:
-    """Write the note of a run whose process is about to exit.
+    """Write the note file of a run that waits for its next attempt and will have no process.
+
+    Args:
+        run_id: Id of the run.
+        flow_run_id: Prefect id of the run's flow run.
+        api_url: URL of the Prefect server that starts the run again.
 
     Raises:
-        OSError: The note could not be written.
+        OSError: The note file could not be written.
     """
-    parked = WaitingRunNote(run_id=run_id, flow_run_id=flow_run_id, api_url=api_url)
+    note = WaitingRunNote(run_id=run_id, flow_run_id=flow_run_id, api_url=api_url)
     path = _note_path(run_id)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, parked.model_dump(mode="json"))
+    write_json(path, note.model_dump(mode="json"))
 
 
 def forget_waiting_run(run_id: str) -> None:
-    """Delete the note of a run that has a process again or has ended."""
+    """Delete the note file of a run that has a process again or has ended."""
     _note_path(run_id).unlink(missing_ok=True)
 
 
 def list_waiting_runs() -> list[str]:
-    """Return the ids of the runs that wait on this host, sorted."""
+    """Return the sorted ids of the runs of this host that wait without a process."""
     return sorted(path.stem for path in _note_path("").parent.glob("*.json"))
 
 
 def close_ended_waiting_runs() -> Iterator[Reconciled]:
     """Close the record of each run of this host that ended while it waited without a process.
 
-    A run that still waits, that has a process again, or whose server does not answer is left as it
-    is.
+    A run is skipped if it still waits, if it has a process again, or if its Prefect server does not
+    answer.
+
+    Yields:
+        A report for each run whose record was closed.
     """
     for run_id in list_waiting_runs():
         try:
-            parked = WaitingRunNote.model_validate_json(read_own_file(_note_path(run_id)))
-            report = _close_if_ended(parked)
+            note = WaitingRunNote.model_validate_json(read_own_file(_note_path(run_id)))
+            report = _close_if_ended(note)
             if report is not None:
                 yield report
         except (OSError, ValidationError, ServerAway) as error:
-            _log.debug("%s is left as it is: %s", run_id, error)
+            _log.debug("Waiting run %s was not checked: %s", run_id, error)
         except Exception:
-            # Continue with the other runs.
-            _log.exception("%s could not be looked after", run_id)
+            # A problem with one run must not prevent the check of the other runs.
+            _log.exception("Waiting run %s could not be checked.", run_id)
 
 
-def _close_if_ended(parked: WaitingRunNote) -> Reconciled | None:
-    """Close the run's record if its flow run has ended. Returns None if nothing was changed."""
-    if owner_of(parked.run_id) is not None:
-        # The next process of the run has started. If it was killed, the run is a lost run.
+def _close_if_ended(note: WaitingRunNote) -> Reconciled | None:
+    """Close the record of a waiting run if its flow run has ended, and return a report.
+
+    Args:
+        note: Note file about the run.
+
+    Returns:
+        None if the record was not closed.
+    """
+    if owner_of(note.run_id) is not None:
+        # The next process of the run has started. If it was killed, the reconcile of lost runs
+        # closes the record.
         return None
-    with talking_to(parked.api_url) as client:
-        state = state_of(client, parked.flow_run_id)
+    with talking_to(note.api_url) as client:
+        state = state_of(client, note.flow_run_id)
         if state is not None and not state.is_final():
             return None
         page_record = None
         if state is not None:
-            page_record = read_page_record(client, UUID(parked.flow_run_id))
-    record_state = _close_record(parked, state, page_record)
-    forget_waiting_run(parked.run_id)
+            page_record = read_page_record(client, UUID(note.flow_run_id))
+    record_state = _close_record(note, state, page_record)
+    forget_waiting_run(note.run_id)
     if record_state is None:
         return None
     if state is not None:
-        with suppress(ServerAway), talking_to(parked.api_url) as client:
-            update_page_of_closed_run(
-                client, parked.flow_run_id, RunPlace.of(parked.run_id).directory
-            )
+        with suppress(ServerAway), talking_to(note.api_url) as client:
+            update_page_of_closed_run(client, note.flow_run_id, RunPlace.of(note.run_id).directory)
+    flow_run_text = f"is {state.name}" if state else "was deleted from the Prefect server"
     return Reconciled(
-        name=parked.run_id,
-        flow_run_id=parked.flow_run_id,
-        found=f"it waited without a process, and is {state.name if state else 'no more'}",
+        name=note.run_id,
+        flow_run_id=note.flow_run_id,
+        found=f"it waited without a process, and its flow run {flow_run_text}",
         record=record_state.value,
     )
 
 
 def _close_record(
-    parked: WaitingRunNote, state: State[Any] | None, page_record: RunJson | None
+    note: WaitingRunNote, state: State[Any] | None, page_record: RunJson | None
 ) -> RunState | None:
-    """Give the run's record its final state, or replace it by the record of another host.
+    """Write the final state into a waiting run's record, or copy the record of another host.
 
     Args:
-        parked: The note of the run.
-        state: State of the flow run, or None if the server does not know it.
-        page_record: Copy of the record on the run's page. Another host, which may be lost by now,
-            can have written it. None if there is no copy.
+        note: Note file about the run.
+        state: State of the run's flow run, or None if the Prefect server does not have the flow
+            run.
+        page_record: Copy of the record from the run's artifacts on the Prefect server. Another
+            host can have written this copy. None if there is no copy.
 
     Returns:
-        The new state. None if the record did not say that the run waits, or if the run ended on
-        another host.
+        The state that was written. None if this host's record does not say that the run waits, or
+        if the run ended on another host.
     """
-    place = RunPlace.of(parked.run_id)
+    place = RunPlace.of(note.run_id)
     try:
         local_record = RunJson.read(place.record)
     except (OSError, ValueError):
         return None
 
-    # Another host may have continued the attempt that ran here, so its record can have the same
-    # number of attempts.
+    # Another host may have resumed the attempt that ran here. Its record is then newer, although it
+    # has the same number of attempts.
     is_newer = page_record is not None and len(page_record.attempts) >= len(local_record.attempts)
     if page_record is not None and page_record.state.is_final and is_newer:
         write_json(place.record, page_record.as_json())
@@ -208,7 +236,7 @@ def _close_record(
     if local_record.state is not RunState.PENDING_RESOURCES:
         return None
     if state is not None and state.is_completed():
-        # The run completed on another host. Only that host's record says how.
+        # The run completed on another host. Only the record of that host has the details.
         return None
 
     if state is None or state.is_cancelled():
@@ -216,9 +244,9 @@ def _close_record(
         message = "cancelled while it waited for its next attempt"
     else:
         new_state = RunState.FAILED
-        message = f"while it waited: {state.message or state.name}"
+        message = f"ended while it waited for its next attempt: {state.message or state.name}"
     record = RunRecord(
-        place.record, run_id=parked.run_id, flow_run_id=parked.flow_run_id, earlier=page_record
+        place.record, run_id=note.run_id, flow_run_id=note.flow_run_id, earlier=page_record
     )
     record.move(new_state, message)
     if record.attempts:

@@ -337,7 +337,7 @@ def test_node_that_does_not_answer_the_sweep_is_named_until_a_reconcile_reaches_
     run = only_run(ground).until_running()
     driver = submission_of(run)["driver_node_id"]
     [silent_node] = [node for node in patient_cluster.nodes if node.node_id != driver]
-    unseen_text = f"node 127.0.0.1/{silent_node.node_id[:8]} was not seen"
+    unseen_text = f"node 127.0.0.1/{silent_node.node_id[:8]} could not be checked"
 
     os.kill(silent_node.raylet, signal.SIGSTOP)
     try:
@@ -370,7 +370,7 @@ def test_node_that_does_not_answer_the_sweep_is_named_until_a_reconcile_reaches_
     assert (status, unseen_text in output) == (1, True), result_while_stopped
     status, output = result_when_reached
     assert status == 0, result_when_reached
-    assert f"node 127.0.0.1/{silent_node.node_id[:8]} was seen" in output
+    assert f"checked node 127.0.0.1/{silent_node.node_id[:8]}" in output
     assert f"pid {leftover.pid}" in output
     assert leftover_status == -signal.SIGKILL
     assert last_result == (0, "nothing to do\n")

@@ -74,7 +74,7 @@ def test_node_without_a_gpu_driver_is_named_with_the_reason(
     )
 
     assert done.returncode == 1
-    assert f"{name}: gpus: Ray counts 8 GPUs, and there is no driver" in done.stdout
+    assert f"{name}: gpus: Ray counts 8 GPUs, but the node has no GPU driver" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -214,10 +214,7 @@ def test_run_is_finished_without_the_server_and_reported_when_it_returns(ground:
     owner.write_text(owner_content)
     summary_with_server = ground.reconcile_without_flow()
 
-    assert (
-        summary_without_server
-        == f"{host_name()}: 1 of 1 lost runs reconciled, 1 to be looked at again"
-    )
+    assert summary_without_server == f"{host_name()}: 1 of 1 lost runs reconciled, 1 still open"
     assert (state_without_server, record_without_server["state"]) == ("RUNNING", "failed")
     assert summary_with_server == f"{host_name()}: 1 of 1 lost runs reconciled"
     assert run.state()[0] == "CRASHED"

@@ -406,14 +406,14 @@ async def test_verdict_names_a_tree_that_cannot_be_ended(
 
 async def test_verdict_names_machines_that_were_not_checked(begin: MakeAttempt) -> None:
     attempt = await begin(trainer="complete")
-    attempt.members["trainer"].unseen = ("node 10.0.0.5 was not seen",)
+    attempt.members["trainer"].unseen = ("node 10.0.0.5 could not be checked",)
 
     process("trainer").ends(1.0, code=0)
     verdict = await verdict_of(attempt)
 
     assert verdict.state is RunState.COMPLETED
-    assert "trainer: node 10.0.0.5 was not seen" in verdict.message
-    assert verdict.unseen == {"trainer": ("node 10.0.0.5 was not seen",)}
+    assert "trainer: node 10.0.0.5 could not be checked" in verdict.message
+    assert verdict.unseen == {"trainer": ("node 10.0.0.5 could not be checked",)}
 
 
 async def test_silence_starts_with_the_start_of_a_component(

@@ -158,8 +158,8 @@ def test_for_each_kind_of_failure_there_is_something_to_do(kind: FailureKind) ->
     ("unseen", "said"),
     [
         ([], "cancelled: SIGINT; nothing is left running"),
-        # a node that was not seen may run something still
-        (["node 10.0.0.5 was not seen"], "cancelled: SIGINT"),
+        # leftover processes may still run on a node that could not be checked
+        (["node 10.0.0.5 could not be checked"], "cancelled: SIGINT"),
     ],
 )
 def test_nothing_is_said_to_be_left_only_where_all_was_seen(

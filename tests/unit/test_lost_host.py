@@ -85,14 +85,14 @@ def test_host_known_only_by_a_run_is_given_up(server: Server) -> None:
 @pytest.mark.parametrize(
     ("workers", "upkeeps", "said"),
     [
-        ({"gang": [("there", 12.0)]}, {}, "its worker of the pool gang was heard of 12 s ago"),
-        ({"pipelines": [("there", 119.0)]}, {}, "its worker of the pool pipelines was heard of"),
+        ({"gang": [("there", 12.0)]}, {}, "its worker of the pool gang last reported 12 s ago"),
+        ({"pipelines": [("there", 119.0)]}, {}, "its worker of the pool pipelines last reported"),
         # clocks that differ
-        ({"gang": [("there", -3.0)]}, {}, "its worker of the pool gang was heard of 0 s ago"),
+        ({"gang": [("there", -3.0)]}, {}, "its worker of the pool gang last reported 0 s ago"),
         (
             {"gang": [("there", 500.0)]},
             {"reconcile/there": 7.0},
-            "its upkeep (`reconcile/there`) was heard of 7 s ago",
+            "its upkeep (`reconcile/there`) last reported 7 s ago",
         ),
     ],
 )
@@ -108,20 +108,18 @@ def test_recently_heard_host_is_refused(
         give_up_host("there")
 
     assert said in str(refused.value)
-    assert "ask again after 120 s" in str(refused.value)
+    assert "run this command again after 120 s" in str(refused.value)
 
 
 def test_unknown_host_is_refused_with_the_known_names(server: Server) -> None:
     server.hosts_of_runs = ["b", "a", host_name()]
 
-    with pytest.raises(
-        BadArgument, match=r"nobody knows a host 'their'; runs are on record of a, b$"
-    ):
+    with pytest.raises(BadArgument, match=r"names a host 'their'; hosts with runs: a, b$"):
         give_up_host("their")
 
 
 def test_this_host_is_refused(server: Server) -> None:
-    with pytest.raises(BadArgument, match=r"is this host: `muster reconcile`"):
+    with pytest.raises(BadArgument, match=r"is this host: to reconcile it, run `muster reconcile`"):
         give_up_host(host_name())
 
 
@@ -138,5 +136,5 @@ def test_the_command_says_why_with_2(server: Server, capsys: pytest.CaptureFixtu
 
     said = capsys.readouterr().err
     assert code == 2
-    assert "nobody knows a host 'their'" in said
+    assert "no worker and no run names a host 'their'" in said
     assert said.endswith("Nothing was done.\n")

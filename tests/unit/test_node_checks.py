@@ -134,7 +134,9 @@ def test_unreached_node_is_named_with_reason_and_command(
 ) -> None:
     ended = end(SILENT)
 
-    said = "node 10.0.0.5 was not seen (no answer within 60 s); `muster reconcile` asks again"
+    said = (
+        "node 10.0.0.5 could not be checked (no answer within 60 s); `muster reconcile` asks again"
+    )
     assert (ended.left, ended.unseen) == ((), (said,))
     assert noted() == {"r--a01": {"bb": "10.0.0.5"}}
     assert json.loads((tmp_path / "submission.json").read_text())["unseen"] == [said]
@@ -146,7 +148,8 @@ def test_sweep_that_reached_no_node_says_so(
     ended = end(NO_NODE)
 
     assert ended.unseen == (
-        "no node was seen (the driver has ended); `muster reconcile` asks again",
+        "no node of the cluster could be checked (the driver has ended); "
+        "`muster reconcile` asks again",
     )
     assert noted() == {"r--a01": {}}
 
@@ -179,18 +182,18 @@ def test_only_the_first_of_many_nodes_are_named(
 
     [said] = end(*silent).unseen
 
-    assert "n0 was not seen (gone)" in said and "and 96 more" in said
+    assert "n0 could not be checked (gone)" in said and "and 96 more" in said
     assert len(noted()["r--a01"]) == 100
 
 
 @pytest.mark.parametrize(
     ("report", "found"),
     [
-        (SweepReport(), ("node 10.0.0.5 was seen",)),
+        (SweepReport(), ("checked node 10.0.0.5",)),
         # without the command line, which may contain a secret
         (
             SweepReport(killed=(FOUND,)),
-            ("node 10.0.0.5 was seen", "ended node 10.0.0.5: pid 812"),
+            ("checked node 10.0.0.5", "ended node 10.0.0.5: pid 812"),
         ),
     ],
 )
@@ -213,7 +216,7 @@ def test_silent_node_stays_noted_and_open(end: Callable[..., JobEnd], cluster: C
 
     [run] = reconcile.reconcile_host().runs
 
-    assert run.open == "node 10.0.0.5 was not seen (no answer within 60 s)"
+    assert run.open == "node 10.0.0.5 could not be checked (no answer within 60 s)"
     assert not run.has_acted
     assert noted() == {"r--a01": {"bb": "10.0.0.5"}}
 
@@ -267,7 +270,9 @@ def test_unreachable_cluster_is_asked_once_for_all_jobs(
     runs = reconcile.reconcile_host().runs
 
     assert [run.name for run in runs] == ["r", "s"]
-    assert all("no node was seen (no answer from" in run.open for run in runs)
+    assert all(
+        "no node of the cluster could be checked (no answer from" in run.open for run in runs
+    )
     assert len(cluster.asked) == 1
     assert noted().keys() == {"r--a01", "s--a01"}
 
@@ -281,7 +286,7 @@ def test_cluster_is_given_up_after_a_day_with_the_manual_command(
 
     [run] = reconcile.reconcile_host().runs
 
-    assert f"`muster sweep --address {ADDRESS} --run-id r` does" in run.nodes[0]
+    assert f"run `muster sweep --address {ADDRESS} --run-id r`" in run.nodes[0]
     assert (run.open, noted()) == ("", {})
 
 

@@ -1,4 +1,4 @@
-"""Findings about a node, derived from what was seen of it."""
+"""The preflight finds a problem of a node from the facts that the node reported."""
 
 from __future__ import annotations
 
@@ -137,9 +137,9 @@ def test_summary_names_node_problem_and_remedy() -> None:
     verdict = judge_nodes(survey(seen), DEFAULT_LIMITS)
 
     assert verdict.summary.splitlines() == [
-        "not fit, of 1 nodes: 10.0.0.2",
+        "unfit nodes: 10.0.0.2 (1 nodes were checked)",
         "10.0.0.2: shared: /shared is not writable: Read-only file system "
-        "(mount it at /shared, writable)",
+        "(mount the shared file system at /shared, writable)",
     ]
     assert "| 10.0.0.2 | shared |" in verdict.as_markdown()
 

@@ -16,7 +16,7 @@ OPEN = Reconciled(name="b-run", found="its process (pid 8) was gone", open="the 
     [
         ((), 0, "nothing to do"),
         ((DONE,), 0, "here: 1 of 1 lost runs reconciled"),
-        ((DONE, OPEN), 1, "here: 1 of 2 lost runs reconciled, 1 to be looked at again"),
+        ((DONE, OPEN), 1, "here: 1 of 2 lost runs reconciled, 1 still open"),
     ],
 )
 def test_runs_are_printed_and_exit_code_shows_open_ones(

@@ -18,18 +18,20 @@ LOST = Reconciled(
     record="failed",
     server="Crashed",
 )
-WAITING = Reconciled(name="b", found="its process (pid 9) was gone", open="guardians are at work")
+WAITING = Reconciled(
+    name="b", found="its process (pid 9) was gone", open="guardians still end their components"
+)
 
 
 @pytest.mark.parametrize(
     ("run", "has_acted"),
     [
         (LOST, True),
-        # found but left for the next time: this is not announced every minute
+        # nothing was changed yet, so no event is emitted every minute
         (WAITING, False),
         # any single change counts
         (Reconciled(name="a", found="x", killed=(1,)), True),
-        (Reconciled(name="a", found="x", nodes=("node b was seen",)), True),
+        (Reconciled(name="a", found="x", nodes=("checked node b",)), True),
         (Reconciled(name="a", found="x", removed=(Path("/tmp/a"),)), True),
         (Reconciled(name="a", found="x", record="failed"), True),
         (Reconciled(name="a", found="x", server="Crashed"), True),
@@ -47,7 +49,10 @@ def test_line_contains_all_fields() -> None:
         "ended pid 813, 814; removed /dev/shm/a, /tmp/b; "
         "run.json: failed; Prefect: Crashed"
     )
-    assert str(WAITING) == "b: its process (pid 9) was gone; still open: guardians are at work"
+    assert (
+        str(WAITING)
+        == "b: its process (pid 9) was gone; still open: guardians still end their components"
+    )
 
 
 @pytest.mark.parametrize(
@@ -55,7 +60,7 @@ def test_line_contains_all_fields() -> None:
     [
         ((), "nothing to do"),
         ((LOST,), "a-host: 1 of 1 lost runs reconciled"),
-        ((LOST, WAITING), "a-host: 1 of 2 lost runs reconciled, 1 to be looked at again"),
+        ((LOST, WAITING), "a-host: 1 of 2 lost runs reconciled, 1 still open"),
     ],
 )
 def test_summary_counts_runs(runs: tuple[Reconciled, ...], summary: str) -> None:
