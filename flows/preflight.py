@@ -7,7 +7,7 @@ from prefect.client.schemas.objects import State
 
 from tasks.upkeep.preflight import (
     DEFAULT_LIMITS,
-    LOOK_WITHIN_S,
+    STEP_TIMEOUT_S,
     LimitOptions,
     Limits,
     PreflightVerdict,
@@ -24,7 +24,7 @@ def preflight(
     address: str,
     shared: str | None = None,
     limits: Limits = DEFAULT_LIMITS,
-    within_s: float = LOOK_WITHIN_S,
+    within_s: float = STEP_TIMEOUT_S,
 ) -> State[PreflightVerdict]:
     """Check every node, and fail with the node and the remedy if a node is not fit.
 
@@ -45,7 +45,7 @@ def command(
     address: str,
     shared: str | None = None,
     limits: LimitOptions = DEFAULT_LIMITS,
-    within_s: float = LOOK_WITHIN_S,
+    within_s: float = STEP_TIMEOUT_S,
 ) -> int:
     """Check every node of a Ray cluster.
 

@@ -46,7 +46,7 @@ from tasks.server.flow_runs import (
     talking_to,
 )
 from tasks.spec.formatting import join_commas
-from tasks.upkeep.report import Reconciled
+from tasks.upkeep.report import RunReport
 from tasks.upkeep.waiting_runs import note_waiting_run, update_page_of_closed_run
 
 _log = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ def _log_event(name: str, **fields: object) -> None:
     _log.info("%s %s", name, fields)
 
 
-def keep_jobs(lost: LostRun, loss: FlowLoss) -> Reconciled | None:
+def keep_jobs(lost: LostRun, loss: FlowLoss) -> RunReport | None:
     """Keep the Ray jobs of a lost run running, and schedule the run's next flow process.
 
     Args:
@@ -237,7 +237,7 @@ def _describe_remains(remains: Remains) -> str:
 
 def make_report(
     lost: LostRun, loss: FlowLoss, record: str = "", *, server: str = "", open: str = ""
-) -> Reconciled:
+) -> RunReport:
     """Return the report about a lost run.
 
     Args:
@@ -247,7 +247,7 @@ def make_report(
         server: New state name on the Prefect server, or an empty string if it was not changed.
         open: Work that could not be done and the reason, or an empty string.
     """
-    return Reconciled(
+    return RunReport(
         name=lost.owner.run_id,
         flow_run_id=lost.owner.flow_run_id,
         found=f"its process (pid {loss.pid}) was gone",
@@ -260,7 +260,7 @@ def make_report(
     )
 
 
-def finish_run(lost: LostRun, loss: FlowLoss, *, goes_on_here: bool = False) -> Reconciled:
+def finish_run(lost: LostRun, loss: FlowLoss, *, goes_on_here: bool = False) -> RunReport:
     """Finish a lost run whose processes have all ended.
 
     The run's record and its flow run on the Prefect server get their final states, and the registry

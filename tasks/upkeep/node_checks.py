@@ -18,7 +18,7 @@ from tasks.record.events import EventLog
 from tasks.record.places import RunPlace
 from tasks.record.run_json import RunJson
 from tasks.spec.formatting import join_commas
-from tasks.upkeep.report import Reconciled
+from tasks.upkeep.report import RunReport
 
 #: Deadline for the check of the nodes of one job, in seconds. A reachable node answers within a few
 #: seconds.
@@ -27,7 +27,7 @@ _CHECK_TIMEOUT_S = 20.0
 _GIVES_UP_AFTER_S = 24 * 3600.0
 
 
-def check_nodes_again(host: str) -> Iterator[Reconciled]:
+def check_nodes_again(host: str) -> Iterator[RunReport]:
     """Check the nodes that the notes of a host list, and yield a report for each note.
 
     Each note lists the unchecked nodes of one ended Ray job. A node that was checked or has left
@@ -45,7 +45,7 @@ def _cluster_of(note: UncheckedNodesNote) -> str:
     return note.job.address
 
 
-async def _check_cluster(address: str, notes: Sequence[UncheckedNodesNote]) -> list[Reconciled]:
+async def _check_cluster(address: str, notes: Sequence[UncheckedNodesNote]) -> list[RunReport]:
     """Check the nodes of one Ray cluster, and return a report for each note.
 
     Args:
@@ -63,7 +63,7 @@ async def _check_cluster(address: str, notes: Sequence[UncheckedNodesNote]) -> l
 
 async def _check_nodes(
     note: UncheckedNodesNote, dashboard: Dashboard, gcs_address: str
-) -> Reconciled:
+) -> RunReport:
     """Check the nodes of one note, kill leftover processes there, and return a report.
 
     Args:
@@ -109,7 +109,7 @@ async def _check_nodes(
     return _report(note, (*results, *departures), open)
 
 
-def _report_unchecked(note: UncheckedNodesNote, why: str) -> Reconciled:
+def _report_unchecked(note: UncheckedNodesNote, why: str) -> RunReport:
     """Return a report that no node of the cluster could be checked.
 
     If the note is older than a day, also delete it, so that its nodes are not checked again.
@@ -129,7 +129,7 @@ def _report_unchecked(note: UncheckedNodesNote, why: str) -> Reconciled:
     return _report(note, (result,), "")
 
 
-def _report(note: UncheckedNodesNote, results: tuple[str, ...], open: str) -> Reconciled:
+def _report(note: UncheckedNodesNote, results: tuple[str, ...], open: str) -> RunReport:
     """Return the report about the check of a note's nodes.
 
     Args:
@@ -140,7 +140,7 @@ def _report(note: UncheckedNodesNote, results: tuple[str, ...], open: str) -> Re
     flow_run_id = None
     with suppress(OSError, ValueError):
         flow_run_id = RunJson.read(RunPlace.of(note.job.run_id).record).flow_run_id
-    return Reconciled(
+    return RunReport(
         name=note.job.run_id,
         flow_run_id=flow_run_id,
         found=f"nodes could not be checked after the end of {note.job.submission_id}",

@@ -79,7 +79,7 @@ DEFAULT_LIMITS = Limits()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeSeen:
+class NodeResult:
     """Results of the checks on one node."""
 
     #: Name of the node for messages, for example `10.0.0.2`.
@@ -91,7 +91,7 @@ class NodeSeen:
     #: Facts that the node reported about itself, as `machine.look` returns them. Empty if the node
     #: was not reached. For the machine that runs the preflight, it holds only two entries: the
     #: problem with its own file in the shared directory, and the problem with its devices.
-    look: Mapping[str, Any]
+    facts: Mapping[str, Any]
     #: True if this node and the machine that runs the preflight do not find each other's files in
     #: the shared directory, so that they see two different directories.
     is_elsewhere: bool = False
@@ -125,13 +125,13 @@ class Survey:
     """Results of the checks on all nodes of a Ray cluster, before they are judged."""
 
     #: The results of each node. The first is the machine that runs the preflight.
-    nodes: tuple[NodeSeen, ...]
+    nodes: tuple[NodeResult, ...]
     #: Path of the directory that must be the same on all nodes.
     shared: str
     #: Digest of the Muster code on the machine that runs the preflight.
     code: str
     #: Ids of the runs that have processes on the nodes and whose flow process runs or may run.
-    live: frozenset[str]
+    running_run_ids: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +139,7 @@ class PreflightVerdict:
     """Result of a preflight: the checked nodes and the problems that were found."""
 
     #: The results of each node. The first is the machine that runs the preflight.
-    nodes: tuple[NodeSeen, ...]
+    nodes: tuple[NodeResult, ...]
     #: Problems that make a node unfit for runs. Empty if all nodes are fit.
     findings: tuple[Finding, ...]
 
@@ -164,11 +164,11 @@ class PreflightVerdict:
             if node.skew_s is not None:
                 skew = f"{node.skew_s:+.3f} ± {node.skew_error_s:.3f} s"
             row = (node.name, join_commas(dict.fromkeys(failed_checks)) or "ok", skew)
-            if "machine" in node.look:
-                free_bytes = node.look["shared_free_bytes"]
+            if "machine" in node.facts:
+                free_bytes = node.facts["shared_free_bytes"]
                 free = "?" if free_bytes is None else decimal(free_bytes)
-                processes = f"{len(node.look['carriers'])}"
-                rows.append((*row, free, gpu_words(node), processes))
+                processes = f"{len(node.facts['carriers'])}"
+                rows.append((*row, free, describe_gpus(node), processes))
             else:
                 rows.append((*row, "", "", ""))
         head = ("node", "failed checks", "clock", "free disk", "GPUs", "processes of runs")
@@ -189,7 +189,7 @@ def judge_nodes(survey: Survey, limits: Limits) -> PreflightVerdict:
         All problems, in the order of the nodes.
     """
     if limits.gpus == "auto":
-        has_driver = any(node.look.get("gpus", {}).get("driver") for node in survey.nodes)
+        has_driver = any(node.facts.get("gpus", {}).get("driver") for node in survey.nodes)
         limits = limits.model_copy(update={"gpus": "real" if has_driver else "any"})
     findings: list[Finding] = []
     machines: set[str] = set()
@@ -199,7 +199,7 @@ def judge_nodes(survey: Survey, limits: Limits) -> PreflightVerdict:
             checks = {"reach": _check_reach}
         else:
             checks = {"shared": _check_shared, "clock": _check_clock, "devices": _check_devices}
-            if "machine" in node.look:
+            if "machine" in node.facts:
                 machine_checks: dict[str, _Check] = {
                     "code": _check_code,
                     "disk": _check_disk,
@@ -208,9 +208,9 @@ def judge_nodes(survey: Survey, limits: Limits) -> PreflightVerdict:
                 }
                 # Nodes on the same machine see the same processes, so report the leftover
                 # processes only for the first of these nodes.
-                if node.look["machine"] in machines:
+                if node.facts["machine"] in machines:
                     del machine_checks["leftovers"]
-                machines.add(node.look["machine"])
+                machines.add(node.facts["machine"])
                 checks = machine_checks | checks
         findings += [
             Finding(node=node.name, check=name, problem=problem, remedy=remedy)
@@ -220,13 +220,13 @@ def judge_nodes(survey: Survey, limits: Limits) -> PreflightVerdict:
     return PreflightVerdict(nodes=survey.nodes, findings=tuple(findings))
 
 
-def gpu_words(node: NodeSeen) -> str:
+def describe_gpus(node: NodeResult) -> str:
     """Return a short text about the number of GPUs of a node.
 
     Examples are `8`, `8 logical` if the node has no GPU driver, and `8 in Ray, 7 in the driver` if
     the two numbers differ.
     """
-    gpu_report = node.look.get("gpus", {})
+    gpu_report = node.facts.get("gpus", {})
     if not node.gpus:
         return "0"
     if not gpu_report.get("driver"):
@@ -240,15 +240,15 @@ def gpu_words(node: NodeSeen) -> str:
 #: Pairs of a problem and its remedy.
 _Faults = Iterator[tuple[str, str]]
 #: Function that yields the problems that one check finds on a node.
-_Check = Callable[[NodeSeen, Survey, Limits], _Faults]
+_Check = Callable[[NodeResult, Survey, Limits], _Faults]
 
 
-def _check_reach(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
+def _check_reach(node: NodeResult, survey: Survey, limits: Limits) -> _Faults:
     yield node.unreached, "check the node's raylet with `ray status`, and its log raylet.out"
 
 
-def _check_code(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
-    installed = node.look["code"]
+def _check_code(node: NodeResult, survey: Survey, limits: Limits) -> _Faults:
+    installed = node.facts["code"]
     remedy = "install this machine's Muster release on the node, in the Python of its Ray"
     if limits.code != "same":
         return
@@ -259,25 +259,25 @@ def _check_code(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
         yield problem, remedy
 
 
-def _check_shared(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
-    if problem := node.look.get("shared_problem"):
+def _check_shared(node: NodeResult, survey: Survey, limits: Limits) -> _Faults:
+    if problem := node.facts.get("shared_problem"):
         yield problem, f"mount the shared file system at {survey.shared}, writable"
     elif node.is_elsewhere:
         problem = f"{survey.shared} on this node is not the same directory as on this machine"
         yield problem, "mount the same file system on both, or give another path with --shared"
 
 
-def _check_disk(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
+def _check_disk(node: NodeResult, survey: Survey, limits: Limits) -> _Faults:
     for place, free_bytes, min_gib in (
-        (survey.shared, node.look["shared_free_bytes"], limits.free_gib),
-        ("Ray's directory", node.look["ray_free_bytes"], limits.ray_free_gib),
+        (survey.shared, node.facts["shared_free_bytes"], limits.free_gib),
+        ("Ray's directory", node.facts["ray_free_bytes"], limits.ray_free_gib),
     ):
         if free_bytes is not None and free_bytes < min_gib * _GIB:
             problem = f"{decimal(free_bytes)} free in {place}, less than {min_gib:g} GiB"
             yield problem, "free disk space there, or lower the limit"
 
 
-def _check_clock(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
+def _check_clock(node: NodeResult, survey: Survey, limits: Limits) -> _Faults:
     """Yield a problem if the node's clock is wrong, even with the largest error of measurement."""
     if node.skew_s is not None and abs(node.skew_s) - node.skew_error_s > limits.skew_s:
         problem = (
@@ -287,10 +287,10 @@ def _check_clock(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
         yield problem, "start a time service there, such as chrony or ntpd"
 
 
-def _check_leftovers(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
+def _check_leftovers(node: NodeResult, survey: Survey, limits: Limits) -> _Faults:
     leftover_pids: dict[str, list[int]] = {}
-    for carrier in node.look["carriers"]:
-        if carrier["run_id"] not in survey.live:
+    for carrier in node.facts["carriers"]:
+        if carrier["run_id"] not in survey.running_run_ids:
             leftover_pids.setdefault(carrier["run_id"], []).append(carrier["pid"])
     for run_id, pids in leftover_pids.items():
         yield (
@@ -300,8 +300,8 @@ def _check_leftovers(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
         )
 
 
-def _check_gpus(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
-    gpu_report = node.look["gpus"]
+def _check_gpus(node: NodeResult, survey: Survey, limits: Limits) -> _Faults:
+    gpu_report = node.facts["gpus"]
     if gpu_report["problem"]:
         yield gpu_report["problem"], "restart the node's GPU driver, or drain the node"
         return
@@ -324,8 +324,8 @@ def _check_gpus(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
             yield problem, "run `nvidia-smi --gpu-reset`, or end the process in another container"
 
 
-def _check_devices(node: NodeSeen, survey: Survey, limits: Limits) -> _Faults:
-    if problem := node.look.get("devices_problem"):
+def _check_devices(node: NodeResult, survey: Survey, limits: Limits) -> _Faults:
+    if problem := node.facts.get("devices_problem"):
         yield problem, "correct the setting in the environment of this machine's workers and runs"
 
 
@@ -350,7 +350,7 @@ def _unaccounted_mib(gpu: Mapping[str, Any], processes: Sequence[Mapping[str, An
 
 
 #: Default deadline of each of the two steps of a preflight, in seconds.
-LOOK_WITHIN_S = 60.0
+STEP_TIMEOUT_S = 60.0
 
 
 @task(name="survey", persist_result=False, cache_policy=NO_CACHE)
@@ -391,34 +391,34 @@ def conclude_preflight(verdict: PreflightVerdict) -> State[PreflightVerdict]:
 
 async def _survey_nodes(address: str, shared: Path, within_s: float) -> Survey:
     """Check this machine and all nodes of a Ray cluster; see `survey_cluster`."""
-    async with connect_to_nodes(await find_gcs_address(address)) as visitor:
-        nodes = await _look_at_nodes(visitor, shared, within_s)
-    run_ids = {carrier["run_id"] for node in nodes for carrier in node.look.get("carriers", ())}
+    async with connect_to_nodes(await find_gcs_address(address)) as connection:
+        nodes = await _check_nodes(connection, shared, within_s)
+    run_ids = {carrier["run_id"] for node in nodes for carrier in node.facts.get("carriers", ())}
     return Survey(
         nodes=nodes,
         shared=str(shared),
         code=code_here()["digest"],
-        live=frozenset(filter(_may_be_alive, run_ids)),
+        running_run_ids=frozenset(filter(_may_be_alive, run_ids)),
     )
 
 
-async def _look_at_nodes(
-    visitor: NodeClient, shared: Path, within_s: float
-) -> tuple[NodeSeen, ...]:
+async def _check_nodes(
+    connection: NodeClient, shared: Path, within_s: float
+) -> tuple[NodeResult, ...]:
     """Check this machine and all nodes, and test whether they see the same shared directory.
 
     For this test, each node and this machine create a file in the directory. Then the nodes look
     for the file of this machine, and this machine looks for the files of the nodes.
 
     Args:
-        visitor: Connection to the nodes.
+        connection: Connection to the nodes.
         shared: The shared directory.
         within_s: Deadline of each step, in seconds.
 
     Returns:
         The results of each node. The first is this machine.
     """
-    nodes = visitor.nodes
+    nodes = connection.nodes
     folder = shared / f".muster-preflight-{uuid.uuid4().hex[:12]}"
     caller = look(str(shared), str(folder), CALLER, str(shared))
     try:
@@ -431,44 +431,44 @@ async def _look_at_nodes(
             }
             for node in nodes
         }
-        looked = await visitor.send_order("look", orders, within_s)
+        reports = await connection.send_order("look", orders, within_s)
         writers = [
-            node_id for node_id, answer in looked.answers.items() if not answer["shared_problem"]
+            node_id for node_id, answer in reports.answers.items() if not answer["shared_problem"]
         ]
 
         caller_names = [] if caller["shared_problem"] else [CALLER]
         comparisons = {
             node_id: {"folder": str(folder), "names": caller_names} for node_id in writers
         }
-        compared = await visitor.send_order("compare", comparisons, within_s)
+        comparison = await connection.send_order("compare", comparisons, within_s)
 
-        elsewhere = [node_id for node_id, answer in compared.answers.items() if answer["unseen"]]
+        elsewhere = [node_id for node_id, answer in comparison.answers.items() if answer["unseen"]]
         others = [node_id for node_id in writers if node_id not in elsewhere]
         elsewhere += names_unseen(str(folder), others)["unseen"]
 
         # These nodes see another directory. This machine cannot delete their files there, so they
         # delete them themselves.
         deletions = {node_id: {"folder": str(folder)} for node_id in elsewhere}
-        await visitor.send_order("tidy", deletions, within_s)
+        await connection.send_order("tidy", deletions, within_s)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    unreached = {**looked.unreached, **compared.unreached}
+    unreached = {**reports.unreached, **comparison.unreached}
     problems = {"shared_problem": caller["shared_problem"], "devices_problem": _devices_problem()}
-    seen = [NodeSeen(name=CALLER, look=problems)]
+    results = [NodeResult(name=CALLER, facts=problems)]
     for node in nodes:
-        skew_s, error_s = visitor.clocks.get(node.node_id, (None, 0.0))
-        seen.append(
-            NodeSeen(
+        skew_s, error_s = connection.clocks.get(node.node_id, (None, 0.0))
+        results.append(
+            NodeResult(
                 name=node.name,
                 gpus=node.gpus,
-                look=looked.answers.get(node.node_id, {}),
+                facts=reports.answers.get(node.node_id, {}),
                 unreached=unreached.get(node.node_id, ""),
                 is_elsewhere=node.node_id in elsewhere,
                 skew_s=skew_s,
                 skew_error_s=error_s,
             )
         )
-    return tuple(seen)
+    return tuple(results)
 
 
 def _devices_problem() -> str:

@@ -127,7 +127,7 @@ class PrunableRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pruned:
+class PruneResult:
     """Result of one prune of this host's MUSTER_HOME and of the Prefect server."""
 
     #: True if this was a trial without deletions. The other fields then describe the deletions of a
@@ -165,7 +165,7 @@ class Pruned:
         yield self.summary
 
 
-def prune_host(keep: Retention | None = None, *, dry_run: bool = False) -> Pruned:
+def prune_host(keep: Retention | None = None, *, dry_run: bool = False) -> PruneResult:
     """Delete the old files of this host that the retention rules do not keep.
 
     If a Prefect server is configured but does not answer, all files are kept: a run that waits on
@@ -184,7 +184,7 @@ def prune_host(keep: Retention | None = None, *, dry_run: bool = False) -> Prune
     except ServerAway as error:
         is_refused = isinstance(error, ServerRefuses)
         why = str(error) if is_refused else f"the Prefect server does not answer ({error})"
-        return Pruned(is_dry=dry_run, open=f"nothing was deleted: {why}")
+        return PruneResult(is_dry=dry_run, open=f"nothing was deleted: {why}")
 
     candidates = survey(keep, {*_RUN_ID.findall(server_text)})
     runs = [run for run in candidates if time.time() - run.ended_at > keep.days * _DAY_S]
@@ -204,12 +204,12 @@ def prune_host(keep: Retention | None = None, *, dry_run: bool = False) -> Prune
         flow_runs = 0 if dry_run else _on_server(_delete_upkeep) or 0
     except (ServerAway, OSError) as error:
         _log.warning("Unused code or flow runs of the upkeep were not deleted: %s", error)
-    return Pruned(
+    return PruneResult(
         is_dry=dry_run, runs=tuple(runs), codes=codes, flow_runs=flow_runs, open="; ".join(problems)
     )
 
 
-def publish(pruned: Pruned) -> None:
+def publish(pruned: PruneResult) -> None:
     """Write the result of a prune to the log of the active flow run, line by line."""
     for line in pruned.lines():
         run_log(_log).info("%s", line)

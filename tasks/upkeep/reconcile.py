@@ -61,7 +61,7 @@ from tasks.upkeep.lost_run import (
     stop_jobs,
 )
 from tasks.upkeep.node_checks import check_nodes_again
-from tasks.upkeep.report import Reconciled, Report
+from tasks.upkeep.report import Report, RunReport
 from tasks.upkeep.waiting_runs import close_ended_waiting_runs
 
 _log = logging.getLogger(__name__)
@@ -105,10 +105,10 @@ def publish(report: Report) -> None:
     log = run_log(_log)
     for run in report.runs:
         log.warning("%s", run)
-    if not report.acted or not PREFECT_API_URL.value():
+    if not report.changed_runs or not PREFECT_API_URL.value():
         return
     leave_report("reconcile", report.as_markdown(), report.summary, log)
-    for run in report.acted:
+    for run in report.changed_runs:
         if run.flow_run_id:
             resource_id = f"prefect.flow-run.{run.flow_run_id}"
         else:
@@ -123,7 +123,7 @@ def publish(report: Report) -> None:
         EventsWorker.drain_all(timeout=_FLUSH_TIMEOUT_S)
 
 
-def _finish_lost_runs(host: str) -> Iterator[Reconciled]:
+def _finish_lost_runs(host: str) -> Iterator[RunReport]:
     """Finish the lost runs in the registry of a host, and yield a report for each."""
     deadline_s = time.monotonic() + _SETTLE_TIMEOUT_S
     for run_id in registered_runs():
@@ -135,10 +135,10 @@ def _finish_lost_runs(host: str) -> Iterator[Reconciled]:
             # Continue with the other runs. The registry entry of this run remains, so the next
             # reconcile retries it.
             _log.exception("Run %s could not be reconciled.", run_id)
-            yield Reconciled(name=run_id, found="its process was gone", open=repr(error))
+            yield RunReport(name=run_id, found="its process was gone", open=repr(error))
 
 
-def _finish(lost: LostRun, deadline_s: float) -> Reconciled | None:
+def _finish(lost: LostRun, deadline_s: float) -> RunReport | None:
     """Finish a lost run, or keep its Ray jobs running if another process will resume the run.
 
     Args:
@@ -154,11 +154,11 @@ def _finish(lost: LostRun, deadline_s: float) -> Reconciled | None:
     if lost.owner.adopts:
         report = keep_jobs(lost, loss)
         if report is not None:
-            return report if report.has_acted or report.open else None
+            return report if report.has_changes or report.open else None
     return finish_run(lost, stop_jobs(lost, loss, unknown_after_s=_CLUSTER_TIMEOUT_S))
 
 
-def _close_lost_flow_runs(host: str) -> list[Reconciled]:
+def _close_lost_flow_runs(host: str) -> list[RunReport]:
     """Correct the states of flow runs that have neither a process nor a registry entry.
 
     Such a flow run was submitted but never began, or its registry entry was already removed.
@@ -174,7 +174,7 @@ def _close_lost_flow_runs(host: str) -> list[Reconciled]:
             return list(_close_flow_runs(client, _describe_host(client, host)))
     except ServerRefuses as error:
         # Another try does not help: an operator must set the password.
-        return [Reconciled(name=api_url, found="its flow runs cannot be read", open=str(error))]
+        return [RunReport(name=api_url, found="its flow runs cannot be read", open=str(error))]
     except ServerAway as error:
         _log.warning("Flow runs without a process were not checked: %s", error)
         return []
@@ -185,7 +185,7 @@ def _close_lost_flow_runs(host: str) -> list[Reconciled]:
         return []
 
 
-def _close_flow_runs(client: SyncPrefectClient, host: Host) -> Iterator[Reconciled]:
+def _close_flow_runs(client: SyncPrefectClient, host: Host) -> Iterator[RunReport]:
     """Correct the states of lost flow runs on the Prefect server, and yield a report for each.
 
     Args:
@@ -207,7 +207,7 @@ def _close_flow_runs(client: SyncPrefectClient, host: Host) -> Iterator[Reconcil
             # scheduled flow run would wait for this process forever.
             clear_process(client, str(run.id))
         is_accepted = propose(client, str(run.id), run.state, after)
-        yield Reconciled(
+        yield RunReport(
             name=run.name,
             flow_run_id=str(run.id),
             found=f"{run.state.name}, without a process on {host.name}",

@@ -9,7 +9,7 @@ from pathlib import Path
 from tasks.record.events import PAYLOADS
 from tasks.spec.formatting import escape_markdown, join_commas
 
-#: Text that precedes each field of `Reconciled` in a printed report.
+#: Text that precedes each field of `RunReport` in a printed report.
 _FIELD_TEXTS = {
     "killed": "ended pid",
     "jobs": "ended job",
@@ -22,7 +22,7 @@ _FIELD_TEXTS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reconciled:
+class RunReport:
     """Report about one run or flow run whose recorded state was wrong, and about its cleanup."""
 
     #: Run id, which is also the name of the flow run.
@@ -49,7 +49,7 @@ class Reconciled:
     open: str = ""
 
     @property
-    def has_acted(self) -> bool:
+    def has_changes(self) -> bool:
         """True if the reconcile has changed anything for this run."""
         return any(getattr(self, name) for name in _FIELD_TEXTS if name != "open")
 
@@ -75,12 +75,12 @@ class Report:
     #: Name of the host whose runs were reconciled.
     host: str
     #: One report for each run with a wrong state, whether or not it could be corrected.
-    runs: tuple[Reconciled, ...] = ()
+    runs: tuple[RunReport, ...] = ()
 
     @property
-    def acted(self) -> tuple[Reconciled, ...]:
+    def changed_runs(self) -> tuple[RunReport, ...]:
         """Reports about the runs that the reconcile has changed."""
-        return tuple(run for run in self.runs if run.has_acted)
+        return tuple(run for run in self.runs if run.has_changes)
 
     @property
     def summary(self) -> str:
@@ -88,10 +88,10 @@ class Report:
         if not self.runs:
             return "nothing to do"
         open_count = sum(bool(run.open) for run in self.runs)
-        summary = f"{self.host}: {len(self.acted)} of {len(self.runs)} lost runs reconciled"
+        summary = f"{self.host}: {len(self.changed_runs)} of {len(self.runs)} lost runs reconciled"
         return f"{summary}, {open_count} still open" if open_count else summary
 
     def as_markdown(self) -> str:
         """Return a Markdown list of the runs that the reconcile has changed."""
-        lines = [f"- {escape_markdown(run)}" for run in self.acted]
+        lines = [f"- {escape_markdown(run)}" for run in self.changed_runs]
         return "\n".join((f"Reconciled on **{escape_markdown(self.host)}**\n", *lines))

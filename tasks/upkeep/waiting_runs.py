@@ -35,7 +35,7 @@ from tasks.show import page
 from tasks.show.pictures import show_timeline
 from tasks.show.view import RunSeen, RunView
 from tasks.spec.loading import load_resolved
-from tasks.upkeep.report import Reconciled
+from tasks.upkeep.report import RunReport
 
 _log = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ def list_waiting_runs() -> list[str]:
     return sorted(path.stem for path in _note_path("").parent.glob("*.json"))
 
 
-def close_ended_waiting_runs() -> Iterator[Reconciled]:
+def close_ended_waiting_runs() -> Iterator[RunReport]:
     """Close the record of each run of this host that ended while it waited without a process.
 
     A run is skipped if it still waits, if it has a process again, or if its Prefect server does not
@@ -169,7 +169,7 @@ def close_ended_waiting_runs() -> Iterator[Reconciled]:
             _log.exception("Waiting run %s could not be checked.", run_id)
 
 
-def _close_if_ended(note: WaitingRunNote) -> Reconciled | None:
+def _close_if_ended(note: WaitingRunNote) -> RunReport | None:
     """Close the record of a waiting run if its flow run has ended, and return a report.
 
     Args:
@@ -197,7 +197,7 @@ def _close_if_ended(note: WaitingRunNote) -> Reconciled | None:
         with suppress(ServerAway), talking_to(note.api_url) as client:
             update_page_of_closed_run(client, note.flow_run_id, RunPlace.of(note.run_id).directory)
     flow_run_text = f"is {state.name}" if state else "was deleted from the Prefect server"
-    return Reconciled(
+    return RunReport(
         name=note.run_id,
         flow_run_id=note.flow_run_id,
         found=f"it waited without a process, and its flow run {flow_run_text}",

@@ -429,7 +429,7 @@ def test_pipeline_continues_after_its_process_was_killed(
     monkeypatch.setenv("MUSTER_HOME", str(pipelines.ground.home))
     monkeypatch.setattr(flow_runs, "_SETTLED_AFTER", flow_runs._SETTLED_AFTER * 0)
     with temporary_settings({PREFECT_API_URL: pipelines.ground.api}):
-        until(lambda: reconcile_host().acted, "the lost pipeline is found")
+        until(lambda: reconcile_host().changed_runs, "the lost pipeline is found")
     state_type, message = pipelines.state(flow_run_id)
     pipelines.start_worker()
     pipelines.let_go()

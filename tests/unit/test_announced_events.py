@@ -16,7 +16,7 @@ from tasks.record.places import AttemptPlace
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.run import RunSpec
 from tasks.train.run_events import RunAnnouncements
-from tasks.upkeep.report import Reconciled
+from tasks.upkeep.report import RunReport
 from tests.support.events_page import CATALOGUE, names_in, rows_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,7 +111,7 @@ def test_payload_has_exactly_the_defined_keys() -> None:
 
 
 def test_payload_of_reconcile_has_the_defined_keys() -> None:
-    told = Reconciled(name="a", found="its process was gone").as_payload()
+    told = RunReport(name="a", found="its process was gone").as_payload()
 
     assert tuple(told) == PAYLOADS["muster.run.reconciled"]
 

@@ -31,8 +31,8 @@ from tasks.show.slow import Measured, Slow
 from tasks.show.view import RunSeen, RunView, Shown
 from tasks.spec.formatting import escape_cell, escape_markdown
 from tasks.spec.run import RunSpec
-from tasks.upkeep.preflight import Finding, NodeSeen, PreflightVerdict
-from tasks.upkeep.report import Reconciled, Report
+from tasks.upkeep.preflight import Finding, NodeResult, PreflightVerdict
+from tasks.upkeep.report import Report, RunReport
 
 HOSTILE = {
     "image": "![x](http://evil.example/x.png)",
@@ -232,9 +232,9 @@ def test_reports_of_the_upkeep_hold_no_markup_from_outside(
         lambda markdown, **more: made.append({"markdown": markdown, **more}),
     )
     monkeypatch.setattr(artifacts_module.PREFECT_API_URL, "value", lambda: "http://server/api")
-    run = Reconciled(name=hostile, found=hostile, jobs=(hostile,), record=hostile, open=hostile)
+    run = RunReport(name=hostile, found=hostile, jobs=(hostile,), record=hostile, open=hostile)
     report = Report(host=hostile, runs=(run,))
-    node = NodeSeen(name=hostile, unreached=hostile, look={})
+    node = NodeResult(name=hostile, unreached=hostile, facts={})
     finding = Finding(node=hostile, check="reach", problem=hostile, remedy=hostile)
     verdict = PreflightVerdict(nodes=(node,), findings=(finding,))
 

@@ -206,7 +206,7 @@ def test_node_that_answers_later_is_reported_and_removed(
     [run] = reconcile.reconcile_host().runs
 
     assert (run.name, run.nodes, run.open) == ("r", found, "")
-    assert run.has_acted
+    assert run.has_changes
     assert cluster.swept[-1] == {"bb"}
     assert noted() == {}
 
@@ -217,7 +217,7 @@ def test_silent_node_stays_noted_and_open(end: Callable[..., JobEnd], cluster: C
     [run] = reconcile.reconcile_host().runs
 
     assert run.open == "node 10.0.0.5 could not be checked (no answer within 60 s)"
-    assert not run.has_acted
+    assert not run.has_changes
     assert noted() == {"r--a01": {"bb": "10.0.0.5"}}
 
 

@@ -10,7 +10,7 @@ from tasks.upkeep.preflight import (
     CALLER,
     DEFAULT_LIMITS,
     Limits,
-    NodeSeen,
+    NodeResult,
     Survey,
     judge_nodes,
 )
@@ -20,18 +20,18 @@ LOGICAL: dict[str, Any] = {"driver": False, "problem": "", "gpus": [], "processe
 
 
 def gpus(count: int, each_mib: int = 3, **process: Any) -> dict[str, Any]:
-    there = [{"uuid": f"GPU-{n}", "used_mib": each_mib} for n in range(count)]
+    gpu_reports = [{"uuid": f"GPU-{n}", "used_mib": each_mib} for n in range(count)]
     return {
         "driver": True,
         "problem": "",
-        "gpus": there,
+        "gpus": gpu_reports,
         "processes": [{"uuid": "GPU-0", "pid": 7, **process}] if process else [],
     }
 
 
-def node(name: str = "10.0.0.2", *, counted: float = 8.0, **more: Any) -> NodeSeen:
-    fields = {k: more.pop(k) for k in list(more) if k in NodeSeen.__dataclass_fields__}
-    look = {
+def node(name: str = "10.0.0.2", *, counted: float = 8.0, **other: Any) -> NodeResult:
+    fields = {key: other.pop(key) for key in list(other) if key in NodeResult.__dataclass_fields__}
+    facts = {
         "machine": name,
         "code": {"digest": "abc", "problem": ""},
         "shared_problem": "",
@@ -39,18 +39,18 @@ def node(name: str = "10.0.0.2", *, counted: float = 8.0, **more: Any) -> NodeSe
         "ray_free_bytes": 100 * GIB,
         "carriers": [],
         "gpus": LOGICAL,
-        **more,
+        **other,
     }
-    return NodeSeen(**{"name": name, "gpus": counted, "look": look, "skew_s": 0.0} | fields)
+    return NodeResult(**{"name": name, "gpus": counted, "facts": facts, "skew_s": 0.0} | fields)
 
 
-def checks(*nodes: NodeSeen, limits: Limits = DEFAULT_LIMITS, live: str = "") -> list[str]:
+def checks(*nodes: NodeResult, limits: Limits = DEFAULT_LIMITS, live: str = "") -> list[str]:
     verdict = judge_nodes(survey(*nodes, live=live), limits)
     return [f"{finding.node} {finding.check}" for finding in verdict.findings]
 
 
-def survey(*nodes: NodeSeen, live: str = "") -> Survey:
-    return Survey(nodes=nodes, shared="/shared", code="abc", live=frozenset([live]))
+def survey(*nodes: NodeResult, live: str = "") -> Survey:
+    return Survey(nodes=nodes, shared="/shared", code="abc", running_run_ids=frozenset([live]))
 
 
 def carrier(run_id: str) -> dict[str, Any]:
@@ -62,9 +62,9 @@ def test_healthy_node_has_no_finding() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seen", "check"),
+    ("checked_node", "check"),
     [
-        (node(unreached="no answer within 60 s", look={}), "reach"),
+        (node(unreached="no answer within 60 s", facts={}), "reach"),
         (node(code={"digest": "", "problem": "ModuleNotFoundError: tasks"}), "code"),
         (node(code={"digest": "xyz", "problem": ""}), "code"),
         (node(shared_problem="there is no directory /shared"), "shared"),
@@ -75,19 +75,22 @@ def test_healthy_node_has_no_finding() -> None:
         (node(skew_s=-2.2, skew_error_s=0.1), "clock"),
         (node(carriers=[carrier("ended")]), "leftovers"),
         # one GPU fell off the bus
-        (node(gpus=8.0, look=node().look | {"gpus": gpus(7)}), "gpus"),
+        (node(gpus=8.0, facts=node().facts | {"gpus": gpus(7)}), "gpus"),
         # the driver does not answer
-        (node(look=node().look | {"gpus": LOGICAL | {"problem": "nvidia-smi failed"}}), "gpus"),
+        (node(facts=node().facts | {"gpus": LOGICAL | {"problem": "nvidia-smi failed"}}), "gpus"),
         # a dead process holds memory
-        (node(look=node().look | {"gpus": gpus(8, 40_000, used_mib=39_000, alive=False)}), "gpus"),
+        (
+            node(facts=node().facts | {"gpus": gpus(8, 40_000, used_mib=39_000, alive=False)}),
+            "gpus",
+        ),
     ],
 )
-def test_fault_is_found(seen: NodeSeen, check: str) -> None:
-    assert checks(seen) and set(checks(seen)) == {f"10.0.0.2 {check}"}
+def test_fault_is_found(checked_node: NodeResult, check: str) -> None:
+    assert checks(checked_node) and set(checks(checked_node)) == {f"10.0.0.2 {check}"}
 
 
 @pytest.mark.parametrize(
-    "seen",
+    "checked_node",
     [
         # exactly at the limits
         node(shared_free_bytes=10 * GIB, ray_free_bytes=5 * GIB),
@@ -95,14 +98,14 @@ def test_fault_is_found(seen: NodeSeen, check: str) -> None:
         node(skew_s=4.0, skew_error_s=2.5),
         node(carriers=[carrier("live")]),
         # a living process holds the memory, or a process whose share is unknown
-        node(gpus=1.0, look=node().look | {"gpus": gpus(1, 40_000, used_mib=39_500, alive=True)}),
-        node(gpus=1.0, look=node().look | {"gpus": gpus(1, 40_000, used_mib=None, alive=True)}),
+        node(gpus=1.0, facts=node().facts | {"gpus": gpus(1, 40_000, used_mib=39_500, alive=True)}),
+        node(gpus=1.0, facts=node().facts | {"gpus": gpus(1, 40_000, used_mib=None, alive=True)}),
         # memory of the driver itself
-        node(look=node().look | {"gpus": gpus(8, 1024)}),
+        node(facts=node().facts | {"gpus": gpus(8, 1024)}),
     ],
 )
-def test_possibly_healthy_node_has_no_finding(seen: NodeSeen) -> None:
-    assert checks(seen, live="live") == []
+def test_possibly_healthy_node_has_no_finding(checked_node: NodeResult) -> None:
+    assert checks(checked_node, live="live") == []
 
 
 @pytest.mark.parametrize(
@@ -112,11 +115,11 @@ def test_possibly_healthy_node_has_no_finding(seen: NodeSeen) -> None:
 def test_missing_driver_is_a_fault_if_other_nodes_have_one(
     option: Any, has_other_driver: bool, is_fault: bool
 ) -> None:
-    other = node("10.0.0.3", look=node().look | {"machine": "b", "gpus": gpus(8)})
+    other = node("10.0.0.3", facts=node().facts | {"machine": "b", "gpus": gpus(8)})
 
-    found = checks(node(), *([other] if has_other_driver else []), limits=Limits(gpus=option))
+    findings = checks(node(), *([other] if has_other_driver else []), limits=Limits(gpus=option))
 
-    assert bool(found) is is_fault
+    assert bool(findings) is is_fault
 
 
 def test_leftover_is_reported_once_per_machine() -> None:
@@ -126,15 +129,15 @@ def test_leftover_is_reported_once_per_machine() -> None:
 
 
 def test_missing_code_is_ignored_if_not_required() -> None:
-    seen = node(code={"digest": "", "problem": "ModuleNotFoundError"})
+    checked_node = node(code={"digest": "", "problem": "ModuleNotFoundError"})
 
-    assert checks(seen, limits=Limits(code="any")) == []
+    assert checks(checked_node, limits=Limits(code="any")) == []
 
 
 def test_summary_names_node_problem_and_remedy() -> None:
-    seen = node(shared_problem="/shared is not writable: Read-only file system")
+    checked_node = node(shared_problem="/shared is not writable: Read-only file system")
 
-    verdict = judge_nodes(survey(seen), DEFAULT_LIMITS)
+    verdict = judge_nodes(survey(checked_node), DEFAULT_LIMITS)
 
     assert verdict.summary.splitlines() == [
         "unfit nodes: 10.0.0.2 (1 nodes were checked)",
@@ -145,6 +148,6 @@ def test_summary_names_node_problem_and_remedy() -> None:
 
 
 def test_unknown_devices_are_a_fault_of_the_caller() -> None:
-    caller = NodeSeen(name=CALLER, look={"devices_problem": "MUSTER_GPUS=a: 'a' is no device"})
+    caller = NodeResult(name=CALLER, facts={"devices_problem": "MUSTER_GPUS=a: 'a' is no device"})
 
     assert checks(caller, node()) == [f"{CALLER} devices"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tasks.upkeep import reconcile
-from tasks.upkeep.report import Reconciled, Report
+from tasks.upkeep.report import Report, RunReport
 
-DONE = Reconciled(name="a-run", found="its process (pid 7) was gone", record="failed")
-OPEN = Reconciled(name="b-run", found="its process (pid 8) was gone", open="the server is away")
+DONE = RunReport(name="a-run", found="its process (pid 7) was gone", record="failed")
+OPEN = RunReport(name="b-run", found="its process (pid 8) was gone", open="the server is away")
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ OPEN = Reconciled(name="b-run", found="its process (pid 8) was gone", open="the 
 def test_runs_are_printed_and_exit_code_shows_open_ones(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    runs: tuple[Reconciled, ...],
+    runs: tuple[RunReport, ...],
     code: int,
     last: str,
 ) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tasks.spec.formatting import escape_markdown
-from tasks.upkeep.report import Reconciled, Report
+from tasks.upkeep.report import Report, RunReport
 
-LOST = Reconciled(
+LOST = RunReport(
     name="quickstart-grpo-20260101-000000-abcd91c2",
     flow_run_id="1b4e28ba-2fa1-4d3b-a3f5-ef19b5a7633b",
     found="its process (pid 812) was gone",
@@ -18,29 +18,29 @@ LOST = Reconciled(
     record="failed",
     server="Crashed",
 )
-WAITING = Reconciled(
+WAITING = RunReport(
     name="b", found="its process (pid 9) was gone", open="guardians still end their components"
 )
 
 
 @pytest.mark.parametrize(
-    ("run", "has_acted"),
+    ("run", "has_changes"),
     [
         (LOST, True),
         # nothing was changed yet, so no event is emitted every minute
         (WAITING, False),
         # any single change counts
-        (Reconciled(name="a", found="x", killed=(1,)), True),
-        (Reconciled(name="a", found="x", nodes=("checked node b",)), True),
-        (Reconciled(name="a", found="x", removed=(Path("/tmp/a"),)), True),
-        (Reconciled(name="a", found="x", record="failed"), True),
-        (Reconciled(name="a", found="x", server="Crashed"), True),
+        (RunReport(name="a", found="x", killed=(1,)), True),
+        (RunReport(name="a", found="x", nodes=("checked node b",)), True),
+        (RunReport(name="a", found="x", removed=(Path("/tmp/a"),)), True),
+        (RunReport(name="a", found="x", record="failed"), True),
+        (RunReport(name="a", found="x", server="Crashed"), True),
         # the registry entry of a run that had already ended
-        (Reconciled(name="a", found="x"), False),
+        (RunReport(name="a", found="x"), False),
     ],
 )
-def test_report_has_acted_if_anything_changed(run: Reconciled, has_acted: bool) -> None:
-    assert run.has_acted is has_acted
+def test_report_has_changes_if_a_field_is_set(run: RunReport, has_changes: bool) -> None:
+    assert run.has_changes is has_changes
 
 
 def test_line_contains_all_fields() -> None:
@@ -63,7 +63,7 @@ def test_line_contains_all_fields() -> None:
         ((LOST, WAITING), "a-host: 1 of 2 lost runs reconciled, 1 still open"),
     ],
 )
-def test_summary_counts_runs(runs: tuple[Reconciled, ...], summary: str) -> None:
+def test_summary_counts_runs(runs: tuple[RunReport, ...], summary: str) -> None:
     assert Report(host="a-host", runs=runs).summary == summary
 
 
@@ -74,7 +74,7 @@ def test_artifact_contains_only_changed_runs() -> None:
 
 
 def test_text_is_escaped_in_markdown() -> None:
-    run = Reconciled(name="a", found="x *y\n<z>", record="failed")
+    run = RunReport(name="a", found="x *y\n<z>", record="failed")
 
     line = Report(host="h", runs=(run,)).as_markdown().splitlines()[-1]
 
