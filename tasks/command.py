@@ -262,7 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = [*(sys.argv[1:] if arguments is None else arguments)]
     if words and not words[0].startswith("-") and words[0] not in NAMES:
-        suggestion = suggest_name(words[0], NAMES) or f"the verbs are {', '.join(NAMES)}"
+        suggestion = suggest_name(words[0], NAMES) or f"choose from {', '.join(NAMES)}"
         print(f"muster has no verb {words[0]!r}: {suggestion}", file=sys.stderr)
         return EXIT_INVALID
     # Turn off the telemetry of Prefect. Prefect reads the variable when it is imported.

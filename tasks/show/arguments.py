@@ -24,30 +24,34 @@ EXIT_INVALID = 2
 #: The user pressed Ctrl-C.
 EXIT_INTERRUPTED = 130
 
-SpecFile = Annotated[Path, Parameter(name="SPEC", help="The run spec, a YAML file.")]
+SpecFile = Annotated[Path, Parameter(name="SPEC", help="Path of the run spec, a YAML file.")]
 Overrides = Annotated[
     tuple[str, ...],
     Parameter(
         name="--set",
         show_default=False,
-        help="Change a value of the spec, for example `--set progress.total=20`, or of a stage's, "
-        "`--set grpo.progress.total=20`; repeatable.",
+        help="Replace a value of the spec, for example `--set progress.total=20`. In a pipeline, "
+        "begin with the name of the stage: `--set grpo.progress.total=20`. May be repeated.",
     ),
 ]
 PipelineFile = Annotated[
     Path | None,
     Parameter(
         name="PIPELINE",
-        help="The pipeline spec; left out with --resume: the one that the flow run has.",
+        help="Path of the pipeline spec, a YAML file. May be omitted with --resume: then the spec "
+        "of the resumed flow run is used.",
     ),
 ]
 RunName = Annotated[
-    str, Parameter(name="RUN", help="Its id, a unique beginning of that, or `latest`.")
+    str,
+    Parameter(
+        name="RUN", help="Run id, the first characters of a run id if they are unique, or `latest`."
+    ),
 ]
 AsJson = Annotated[
-    bool, Parameter(name="--json", help="For programs; times are UTC epoch seconds.")
+    bool, Parameter(name="--json", help="Print JSON. Times in it are UTC epoch seconds.")
 ]
-Pool = Annotated[str, Parameter(name="--pool", help="The work pool.")]
+Pool = Annotated[str, Parameter(name="--pool", help="Name of the Prefect work pool.")]
 #: Defaults of all parameters: a flag `--x` gets no opposite flag `--no-x`.
 DEFAULT = Parameter(negative=())
 
@@ -115,6 +119,6 @@ def _format_usage_error(error: CycloptsError) -> Panel:
         word = error.unused_tokens[0]
         verbs = [name for name in error.app if not name.startswith("-")]
         if verbs:
-            suggestion = suggest_name(word, verbs) or f"they are {', '.join(verbs)}"
+            suggestion = suggest_name(word, verbs) or f"choose from {', '.join(verbs)}"
             return CycloptsPanel(f"{error.app.name[0]} has no verb {word!r}: {suggestion}")
     return CycloptsPanel(error)

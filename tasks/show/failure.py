@@ -19,7 +19,7 @@ _TAIL_LINES = 12
 class Fact(NamedTuple):
     """One labelled line about a failure."""
 
-    #: Label, such as `what failed first`.
+    #: Label, such as `first failure`.
     label: str
     #: Content of the line.
     text: str
@@ -31,10 +31,10 @@ def list_facts(place: RunPlace, attempt: AttemptRecord, failure: Failure) -> Ite
     """Yield the facts about a failure in the order in which they are shown."""
     if failure.component:
         first_failure = f"{failure.component}: {_describe_first_failure(attempt, failure)}"
-        yield Fact("what failed first", first_failure)
+        yield Fact("first failure", first_failure)
     yield Fact("why", str(failure))
     if failure.line and failure.line not in failure.message:
-        yield Fact("the line that tells", failure.line, is_code=True)
+        yield Fact("log line", failure.line, is_code=True)
 
     # If Muster starts the next attempt by itself, the user need not do anything.
     general_remedy = REMEDIES[failure.kind] if attempt.is_last else ""
@@ -44,10 +44,10 @@ def list_facts(place: RunPlace, attempt: AttemptRecord, failure: Failure) -> Ite
 
     if failure.component:
         log = place.attempt(attempt.number).log(failure.component)
-        yield Fact("its log", str(log), is_code=True)
+        yield Fact("log", str(log), is_code=True)
         hang = log.with_suffix(".hang.txt")
         if hang.exists():
-            yield Fact("what it hung in", str(hang), is_code=True)
+            yield Fact("hang report", str(hang), is_code=True)
     yield Fact("what happens next", _describe_next_step(attempt))
 
 
@@ -82,8 +82,10 @@ def _describe_first_failure(attempt: AttemptRecord, failure: Failure) -> str:
 def _describe_next_step(attempt: AttemptRecord) -> str:
     """Say whether another attempt follows."""
     if not attempt.decision:
-        return "to be decided, once nothing of the attempt is left"
-    return f"not tried again ({attempt.decision})" if attempt.is_last else attempt.decision
+        return "decided when all processes of the attempt have ended"
+    if attempt.is_last:
+        return f"not retried: {attempt.decision.removeprefix('final: ')}"
+    return attempt.decision
 
 
 def list_card_lines(attempt: AttemptRecord, failure: Failure) -> Iterator[str]:
@@ -94,7 +96,7 @@ def list_card_lines(attempt: AttemptRecord, failure: Failure) -> Iterator[str]:
     yield failure.line or failure.message
     if name:
         yield f"log: attempt-{attempt.number:02d}/{name}.log"
-    yield "next: not tried again" if attempt.is_last else f"next: {_describe_next_step(attempt)}"
+    yield "next: not retried" if attempt.is_last else f"next: {_describe_next_step(attempt)}"
 
 
 def _describe_ending(attempt: AttemptRecord, failure: Failure, name: str) -> str:
@@ -148,5 +150,5 @@ def format_failure(place: RunPlace, attempt: AttemptRecord, failure: Failure) ->
     lines += [f"{fact.label}: {fact.text}" for fact in list_facts(place, attempt, failure)]
     lines.append(f"record: {place.record}")
     if failure.log_tail:
-        lines += ["its last lines:", failure.log_tail]
+        lines += ["last log lines:", failure.log_tail]
     return "\n".join(lines)

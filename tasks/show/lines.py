@@ -34,14 +34,14 @@ from tasks.spec.values import is_number
 
 #: By event name: the text, as a format string over the event, and its Rich style.
 _TEXTS: Mapping[str, tuple[str, str]] = {
-    "containment": ("containment {0.text}", "dim"),
+    "containment": ("process containment: {0.text}", "dim"),
     "job.submitted": ("{0.component}: job {0.submission_id} submitted", ""),
     "job.attached": ("{0.component}: job {0.submission_id} attached", ""),
-    "contact.lost": ("{0.component}: no answer: {0.message}", "yellow"),
+    "contact.lost": ("{0.component}: lost contact: {0.message}", "yellow"),
     "contact.back": ("{0.component}: {0.address} answers again", "green"),
     "component.ready": ("{0.component}: ready after {0.after_s:.2f} s", "green"),
-    "component.drained": ("{0.component}: its part is done, the run goes on", ""),
-    "component.diagnosed": ("{0.component}: what it was doing is in {0.path}", ""),
+    "component.drained": ("{0.component}: finished its work; the run continues", ""),
+    "component.diagnosed": ("{0.component}: hang report written to {0.path}", ""),
     "rollout.server.died": ("{0.component}: server {0.rank} died: {0.why}", "yellow"),
     "rollout.warning": ("{0.component}: {0.message}", "yellow"),
     "rollout.failed": ("{0.component}: {0.reason}", "bold red"),
@@ -65,7 +65,7 @@ def lines_of(event: Event) -> Iterator[Text]:
         return
     match event.name:
         case "attempt.begun" | "attempt.adopted":
-            suffix = " goes on" if event.name == "attempt.adopted" else ""
+            suffix = " continues" if event.name == "attempt.adopted" else ""
             yield line_of(f"run {event.run_id}, attempt {event.attempt}{suffix}", "bold")
             yield line_of(f"files in {event.directory}")
             if event.resume:
@@ -78,22 +78,23 @@ def lines_of(event: Event) -> Iterator[Text]:
             yield line_of(f"{name}: {describe_job(event)}")
         case "job.swept" if event.killed or event.left:
             yield line_of(
-                f"{name}: ended what its job had left: {'; '.join(event.killed)}", "yellow"
+                f"{name}: ended leftover processes of its job: {'; '.join(event.killed)}", "yellow"
             )
         case "job.ended" if event.unseen:
             yield line_of(f"{name}: {'; '.join(event.unseen)}", "yellow")
         case "component.exited":
             yield line_of(f"{name}: ended, {format_ending(event.exit_code, event.signal)}")
         case "component.stuck":
-            yield line_of(f"{name}: can't be ended: {join_commas(event.pids)}", "bold red")
+            yield line_of(f"{name}: could not be killed: {join_commas(event.pids)}", "bold red")
         case "rollout.recovery.ended" if event.outcome != "abandoned":
             server = f"{name}: server {join_commas(event.ranks)}"
             if event.outcome == "recovered":
-                yield line_of(f"{server} is back after {event.took_s:.1f} s", "green")
+                yield line_of(f"{server} recovered after {event.took_s:.1f} s", "green")
             else:
-                yield line_of(f"{server} is not back: {event.message}", "yellow")
+                yield line_of(f"{server} has not recovered: {event.message}", "yellow")
         case "probe.failed" if event.probe == "live":
-            yield line_of(f"{name}: {event.reason} (miss {event.misses})", "yellow")
+            failures = f"liveness failures in a row: {event.misses}"
+            yield line_of(f"{name}: {event.reason} ({failures})", "yellow")
         case "run.state" if event.state == "pending_resources" and event.message:
             yield line_of(f"waiting: {event.message}", "yellow")
 
@@ -114,7 +115,7 @@ def format_failed_attempt(seen: RunSeen, decision: str) -> Iterator[Text]:
         number=seen.attempt, state=RunState.FAILED, failure=failure, decision=decision
     )
     place = RunPlace(directory=seen.directory.parent)
-    yield from _failure_fields(place, failed, failure, omit=("why", "what failed first"))
+    yield from _failure_fields(place, failed, failure, omit=("why", "first failure"))
 
 
 def _failure_fields(
@@ -129,7 +130,7 @@ def _failure_fields(
         if fact.label not in omit:
             yield _format_field(fact.label, fact.text)
     for number, line in enumerate(last_log_lines(failure)):
-        yield _format_field("" if number else "its last lines", f"| {line}")
+        yield _format_field("" if number else "last log lines", f"| {line}")
 
 
 #: Rich style of the first line of the end block, by state.
@@ -160,7 +161,7 @@ def end_block(
 
     yield line_of("")
     is_checked = attempt is None or not any(job.unseen for job in attempt.jobs.values())
-    suffix = "; nothing is left running" if state == "cancelled" and is_checked else ""
+    suffix = "; all its processes have ended" if state == "cancelled" and is_checked else ""
     # The flow run's message would repeat the path of the log, which is a field of the block.
     cause = str(failure) if failure else message
     yield line_of(f"{state}: {cause}{suffix}", _STYLES.get(state, "bold yellow"))
@@ -221,14 +222,14 @@ def summarize_run(
     """
     ending = f": {record.message.partition(chr(10))[0]}" if record.message else ""
     yield f"{record.run_id} is {record.state.value}{ending}"
-    start = f"begun {format_datetime(record.started_at)}, {_describe_duration(record)}"
+    start = f"started {format_datetime(record.started_at)}, {_describe_duration(record)}"
     yield f"{record.workload} training {record.name}, {start}"
     if record.tags:
         yield f"tags {', '.join(record.tags)}"
 
     attempts = record.attempts[-_STORY_ATTEMPTS:]
     if len(attempts) < len(record.attempts):
-        yield f"{len(record.attempts) - len(attempts)} attempts before these"
+        yield f"{len(record.attempts) - len(attempts)} earlier attempts are not shown"
     for attempt in attempts:
         yield from _summarize_attempt(attempt)
 
@@ -254,7 +255,7 @@ def _summarize_attempt(attempt: AttemptRecord) -> Iterator[str]:
     if attempt.host:
         parts.append(f"on {attempt.host}")
     if attempt.resume_from:
-        parts.append(f"passed {attempt.resume_from}")
+        parts.append(f"with checkpoint {attempt.resume_from}")
     if attempt.decision:
         parts.append(attempt.decision)
     yield ", ".join(parts)
@@ -273,7 +274,7 @@ def _limit_lines(lines: Sequence[str], noun: str) -> Iterator[str]:
     for line in lines[:_STORY_ITEMS]:
         yield line[:_STORY_COLUMNS]
     if len(lines) > _STORY_ITEMS:
-        yield f"  and {len(lines) - _STORY_ITEMS} {noun} more"
+        yield f"  and {len(lines) - _STORY_ITEMS} more {noun}"
 
 
 def _summarize_metrics(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -284,5 +285,5 @@ def _summarize_metrics(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         values = [value for row in rows if is_number(value := row.get(name))]
         if values:
             finite = [*filter(math.isfinite, values)] or values
-            limits = f"{min(finite):.4g} to {max(finite):.4g}"
-            yield f"{name}: {values[0]:.4g} at first, {values[-1]:.4g} last, {limits}"
+            limits = f"range {min(finite):.4g} to {max(finite):.4g}"
+            yield f"{name}: first {values[0]:.4g}, last {values[-1]:.4g}, {limits}"

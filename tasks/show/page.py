@@ -59,7 +59,8 @@ def show_components(view: RunView) -> Shown:
     if attempt is None:
         names = ", ".join(view.spec.components)
         return Shown(
-            headline="nothing was started yet", data=f"To be started: {escape_markdown(names)}."
+            headline="nothing was started yet",
+            data=f"No component was started yet: {escape_markdown(names)}.",
         )
     rows = [[*_component_cells(view, attempt, name)] for name in view.spec.components]
     host = f" on {escape_markdown(view.host)}" if view.host else ""
@@ -74,7 +75,7 @@ def show_components(view: RunView) -> Shown:
     if servers:
         parts += ["Servers of the fleet:", markdown_table(_SERVER_HEADINGS, _server_rows(servers))]
     if len(servers) > _MAX_SERVERS:
-        parts.append(f"The first {_MAX_SERVERS} of {len(servers)} servers.")
+        parts.append(f"The table shows the first {_MAX_SERVERS} of {len(servers)} servers.")
 
     failed_first = attempt.failure.component if attempt.failure else None
     states = [
@@ -97,7 +98,7 @@ def _component_cells(view: RunView, attempt: AttemptRecord, name: str) -> Iterat
     elif state == "starting" and row.unready:
         state += f", not ready: {escape_markdown(row.unready)}"
     if row.status and row.status not in state:
-        state += f"; its last status: {escape_markdown(row.status)}"
+        state += f"; last status: {escape_markdown(row.status)}"
     yield state
 
     yield _process_cell(attempt, name, component)
@@ -187,7 +188,7 @@ def show_time(view: RunView) -> Shown | None:
     for label, measured, format_value in _measured_rows(slow):
         before = "" if measured.before is None else format_value(measured.before)
         rows.append([escape_markdown(label), format_value(measured.now), before])
-    headings = ("", "of late", "before")
+    headings = ("", "recent", "earlier")
     text = escape_markdown(" ".join(sentences))
     table = markdown_table(headings, rows)
     return Shown(
@@ -199,13 +200,13 @@ def show_time(view: RunView) -> Shown | None:
 def _measured_rows(slow: Slow) -> Iterator[tuple[str, Measured, Callable[[float], str]]]:
     """Yield the label, the values and the format of each row of the time report."""
     if slow.step is not None:
-        yield "a step", slow.step, format_duration
+        yield "one step", slow.step, format_duration
     for part in slow.shares:
         yield part, slow.parts[part], format_duration
     for node, utilisation in slow.gpus.items():
-        yield f"GPUs of {node} at work", utilisation, "{:.0%}".format
+        yield f"GPU utilisation of {node}", utilisation, "{:.0%}".format
     for statistic, duration in slow.requests.items():
-        yield f"answers, {statistic}", duration, format_duration
+        yield f"response time, {statistic}", duration, format_duration
 
 
 def show_curve(view: RunView, figures: Figures) -> Shown | None:
@@ -218,8 +219,8 @@ def show_curve(view: RunView, figures: Figures) -> Shown | None:
     title = f"{name} by {step}"
     values = [value for _, value in points]
     caption = (
-        f"{title}: {number_text(values[0])} at first, "
-        f"{number_text(values[-1])} at {step} {number_text(points[-1][0])}"
+        f"{title}: first {number_text(values[0])}, "
+        f"last {number_text(values[-1])} at {step} {number_text(points[-1][0])}"
     )
     source = inline_code(figures.path)
     data = f"{escape_markdown(caption)}. From {source}, as of {format_datetime(view.at)}."
@@ -299,7 +300,7 @@ def show_summary(view: RunView) -> Shown:
         parts += _failure_section(view, attempt, failure)
     if pages := list_other_pages(view):
         links = [f"- {markdown_link(name, address)}" for name, address in pages]
-        parts += ["**Elsewhere**", "\n".join(links)]
+        parts += ["**Links**", "\n".join(links)]
     parts.append(f"As of {format_datetime(view.at)}.")
 
     headline = _build_headline(view, state, message)
@@ -315,7 +316,9 @@ def _describe_state(view: RunView) -> tuple[str, str]:
         case RunState.COMPLETED | RunState.CANCELLED:
             return state, view.message
         case RunState.PENDING_RESOURCES:
-            return "waiting", view.seen.doing.removeprefix("waiting: ") or "for its gang of GPUs"
+            return "waiting", view.seen.doing.removeprefix(
+                "waiting: "
+            ) or "for all GPUs of its gang"
         case RunState.QUEUED | RunState.ADMITTED:
             return "about to start", view.seen.doing
         case _:
@@ -353,12 +356,15 @@ def _list_facts(view: RunView) -> Iterator[str]:
     attempt = record.attempt
     if record.started_at:
         duration = format_duration((record.ended_at or view.at) - record.started_at)
-        suffix = "" if record.ended_at else " by now"
-        yield f"- **Since**: {format_datetime(record.started_at)}, {duration}{suffix}"
+        suffix = "" if record.ended_at else " until now"
+        yield f"- **Started**: {format_datetime(record.started_at)}, took {duration}{suffix}"
     if attempt is not None:
-        count = len(record.attempts)
-        earlier = f", after {count - 1} that failed" if count > 1 else ""
-        resumed = f", passed {inline_code(attempt.resume_from)}" if attempt.resume_from else ""
+        earlier_count = len(record.attempts) - 1
+        earlier = (
+            f", after {format_count(earlier_count, 'failed attempt')}" if earlier_count else ""
+        )
+        checkpoint = inline_code(attempt.resume_from) if attempt.resume_from else ""
+        resumed = f", with checkpoint {checkpoint}" if checkpoint else ""
         yield f"- **Attempt**: {attempt.number}{earlier}{resumed}"
         for sentence in describe_resume(attempt.resume, attempt.number):
             yield f"- **Resume**: {escape_markdown(sentence)}"
@@ -386,7 +392,7 @@ def _failure_section(view: RunView, attempt: AttemptRecord, failure: Failure) ->
     yield "\n".join(items)
 
     if failure.log_tail:
-        yield f"The last lines of {escape_markdown(failure.component or 'the log')}:"
+        yield f"Last log lines of {escape_markdown(failure.component or 'the run')}:"
         yield code_block("\n".join(last_log_lines(failure)))
 
 

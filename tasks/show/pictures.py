@@ -163,7 +163,7 @@ def draw_curve(points: Sequence[Point], *, x: str, y: str, title: str) -> str:
     first = number_text(points[0][1])
     last = number_text(points[-1][1])
     highest = number_text(max(value for _, value in points))
-    caption = f"{first} at first, {last} now, {highest} at most"
+    caption = f"first {first}, latest {last}, highest {highest}"
     return svg(
         [
             svg_text(16, 25, title, size=15, bold=True, room=_RIGHT - 16),
@@ -270,7 +270,7 @@ _UNITS = (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0))
 def show_timeline(view: RunView) -> Shown:
     """Return the timeline of the components in the last attempts."""
     if view.record.attempt is None:
-        return Shown(headline="nothing was started yet", data="No attempt has begun.")
+        return Shown(headline="nothing was started yet", data="No attempt has started yet.")
     caption = f"{_title(view)}, as of {format_time(view.at)}"
     return Shown(
         headline=escape_markdown(caption),
@@ -390,7 +390,7 @@ def _cross(x: float, y: float) -> str:
 
 def _title(view: RunView) -> str:
     count = len(view.record.attempts)
-    shown = f", the last {ATTEMPTS_AT_MOST} drawn" if count > ATTEMPTS_AT_MOST else ""
+    shown = f", the last {ATTEMPTS_AT_MOST} shown" if count > ATTEMPTS_AT_MOST else ""
     return f"{view.record.run_id}: {format_count(count, 'attempt')}{shown}"
 
 

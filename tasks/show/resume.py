@@ -33,9 +33,10 @@ def describe_resume(resume: ResumeRecord | None, attempt: int) -> Iterator[str]:
     else:
         yield f"starts from the beginning: {resume.rule}"
     for refused in resume.refused[:_REFUSED_SHOWN]:
-        yield f"refused {refused.path}: {refused.why}"
-    if len(resume.refused) > _REFUSED_SHOWN:
-        yield f"refused {len(resume.refused) - _REFUSED_SHOWN} more, see run.json"
+        yield f"refused checkpoint {refused.path}: {refused.why}"
+    omitted_count = len(resume.refused) - _REFUSED_SHOWN
+    if omitted_count > 0:
+        yield f"run.json lists {omitted_count} more refused checkpoints"
     yield from resume.notes
 
 

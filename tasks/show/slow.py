@@ -123,10 +123,11 @@ class Slow:
         if self.gpus:
             yield self._gpu_sentence()
         if self.requests:
-            p50, p99, most = (
+            p50, p99, longest = (
                 format_duration(self.requests[key].now) for key in _REQUEST_STATISTICS
             )
-            yield f"Half of its answers take up to {p50}, 1 in 100 over {p99}, the longest {most}."
+            statistics = f"median {p50}, 99th percentile {p99}, maximum {longest}"
+            yield f"Response times of the fleet: {statistics}."
 
     def _step_sentences(self, step: Measured) -> Iterator[str]:
         percentages = ((name, f"{share:.0%}") for name, share in self.shares.items())
@@ -136,18 +137,19 @@ class Slow:
         if step.before and step.now / step.before >= _SLOWER_RATIO:
             growth = {name: part.now - (part.before or 0.0) for name, part in self.parts.items()}
             name = max(growth, key=growth.__getitem__, default="")
-            cause = f", and {name} is {format_duration(growth[name])} of it" if name else ""
             ratio = step.now / step.before
-            past = format_duration(step.before)
-            yield f"That is {ratio:.1f} times the {past} of its past{cause}."
+            earlier = format_duration(step.before)
+            yield f"This is {ratio:.1f} times the duration of earlier steps, {earlier}."
+            if name:
+                yield f"Most of the increase is in {name}: {format_duration(growth[name])}."
 
     def _gpu_sentence(self) -> str:
         mean = fmean(node.now for node in self.gpus.values())
         least_used = sorted((usage.now, node) for node, usage in self.gpus.items())
         least_used = least_used[:_MAX_NODES_NAMED]
         nodes = join_words(f"{node} {share:.0%}" for share, node in least_used)
-        suffix = f", the least {nodes}" if len(least_used) > 1 else ""
-        return f"Its GPUs are {mean:.0%} busy{suffix}."
+        suffix = f" The least busy nodes are {nodes}." if len(least_used) > 1 else ""
+        return f"The GPUs are {mean:.0%} busy on average.{suffix}"
 
 
 class TimeSpent:

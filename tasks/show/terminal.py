@@ -145,8 +145,8 @@ class Terminal:
                 self._add(line_of(line.rstrip()))
         first = points[0][1]
         last = points[-1][1]
-        self.say(f"{name} {first:.3f} at first, {last:.3f} at last")
-        self.say(f"figures in {figures.path}")
+        self.say(f"{name}: first {first:.3f}, last {last:.3f}")
+        self.say(f"metrics in {figures.path}")
 
     def _add_stamped(self, line: Text) -> None:
         stamp = f"{time.monotonic() - self._began:7.1f}s "
@@ -171,7 +171,9 @@ class Terminal:
                 self._draw_frame(is_last)
             except Exception:
                 self._screen.is_live = False
-                _log.exception("the live region can't be drawn: plain lines from here on")
+                _log.exception(
+                    "Drawing the live display failed. The run is shown as plain lines from now on."
+                )
             if self._screen.is_live and not is_last:
                 time.sleep(_FRAME_S)
 
@@ -185,7 +187,7 @@ class Terminal:
             is_live = self._screen.is_live and not is_last
             seen = self._seen.snapshot() if is_live else None
         if dropped_count:
-            note = f"({dropped_count} lines could not be shown in time)"
+            note = f"({dropped_count} lines were dropped, because the terminal was too slow)"
             lines.insert(0, line_of(note, "dim"))
         self._screen.show(lines, build_region(seen, time.time()) if seen is not None else None)
 
@@ -284,7 +286,7 @@ def _build_progress_line(pace: Pace, total: float | None, now: float) -> Table:
 
     estimates = []
     if rate:
-        estimates.append(f"{format_duration(1 / rate)} a step")
+        estimates.append(f"{format_duration(1 / rate)}/step")
     if remaining_s:
         estimates.append(f"{format_duration(remaining_s)} left")
 

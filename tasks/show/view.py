@@ -248,7 +248,7 @@ class RunSeen:
                 self.doing = self.running
             case "contact.lost":
                 # The flow run's state stays Running without contact, so the user needs the reason.
-                self.doing = f"no answer: {event.message}"
+                self.doing = f"lost contact: {event.message}"
             case "contact.back":
                 self.doing = f"{event.address} answers again"
             case "teardown.begun":
@@ -304,12 +304,12 @@ class RunSeen:
                 is_ready = row.stage is Standing.READY
                 self._change(name, status=event.message, note=event.message if is_ready else note)
             case "component.drained":
-                self._change(name, note=f"{note}, its part is done".lstrip(", "))
+                self._change(name, note=f"{note}, finished its work".lstrip(", "))
             case "component.exited":
                 ending = format_ending(event.exit_code, event.signal)
                 self._change(name, stage=Standing.ENDED, ended_at=event.at, note=ending)
             case "component.stuck":
-                self._change(name, note="can't be ended")
+                self._change(name, note="could not be killed")
 
     def _change(self, name: str, **changes: object) -> None:
         if name in self.rows:

@@ -107,7 +107,7 @@ def test_narrow_terminal_shows_the_live_run_and_then_its_failure(
     until(lambda: "trainer    ready" in tty.text() and "of 1000" in tty.text(), tty.text)
     tty.resize(120, 4)
     tty.resize(40, 24)
-    until(lambda: " a step" in tty.text(), tty.text)
+    until(lambda: "/step" in tty.text(), tty.text)
     during = tty.text()
 
     stop.touch()
@@ -122,8 +122,8 @@ def test_narrow_terminal_shows_the_live_run_and_then_its_failure(
         "failed: ",
         f"run {run.directory.name}",
         "1 attempt",
-        "what failed first trainer: exit code 3",
-        f"its log {run.directory}/attempt-01/trainer.log",
+        "first failure trainer: exit code 3",
+        f"log {run.directory}/attempt-01/trainer.log",
         "| loaded",
         f"record {run.directory}/run.json",
         f"page {api.removesuffix('/api')}/runs/flow-run/{run.record()['flow_run_id']}",

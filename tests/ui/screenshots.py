@@ -63,7 +63,7 @@ def _show_failed_run(stack: UiStack, ui: Ui) -> None:
     artifact_filter = {"artifacts": {"flow_run_id": {"any_": [id]}, "key": {"any_": ["summary"]}}}
     [summary] = stack.ask("POST", "/artifacts/filter", artifact_filter)
     ui.open(f"/v2/artifacts/artifact/{summary['id']}")
-    ui.sees("what failed first", specs.COMPLAINT, "what happens next")
+    ui.sees("first failure", specs.COMPLAINT, "what happens next")
 
 
 def _show_form(stack: UiStack, ui: Ui) -> None:

@@ -34,7 +34,7 @@ def test_page_of_a_crashed_run_names_component_error_log_and_next_step(
 
     ui.open_run(failed["id"], "Artifacts")
 
-    ui.sees("RUNTIME_ERROR", "trainer: exit code 1", specs.COMPLAINT[:30], "next: not tried again")
+    ui.sees("RUNTIME_ERROR", "trainer: exit code 1", specs.COMPLAINT[:30], "next: not retried")
     ui.sees("attempt-01/trainer.log")
     ui.open_run(failed["id"], "Details")
     ui.sees("RUNTIME_ERROR: trainer (pid ", specs.COMPLAINT)
@@ -51,9 +51,9 @@ def test_summary_of_a_crashed_run_names_cause_log_and_next_step(
 
     ui.open(f"/v2/artifacts/artifact/{summary['id']}")
 
-    ui.sees("what failed first", "trainer: exit code 1", "RUNTIME_ERROR", specs.COMPLAINT)
+    ui.sees("first failure", "trainer: exit code 1", "RUNTIME_ERROR", specs.COMPLAINT)
     ui.sees(str(stack.place(failed) / "attempt-01" / "trainer.log"))
-    ui.sees("what happens next", "not tried again")
+    ui.sees("what happens next", "not retried")
 
 
 def test_invalid_spec_is_refused_with_a_remedy(stack: UiStack, ui: Ui, start_run: Start) -> None:

@@ -43,7 +43,7 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["trian", "spec.yaml"], "muster has no verb 'trian': did you mean `train`?"),
         (["log"], "muster has no verb 'log': did you mean `logs`?"),
-        (["sideways"], "muster has no verb 'sideways': the verbs are init, train, submit, "),
+        (["sideways"], "muster has no verb 'sideways': choose from init, train, submit, "),
         # not a verb of its own
         (["drain", "gpu-1"], "muster has no verb 'drain': "),
     ],

@@ -63,11 +63,11 @@ def test_a_failure_says_what_failed_first_what_to_do_and_where_to_read(run_recor
         "failed: RUNTIME_ERROR: trainer (pid 8) killed by SIGSEGV after 3.1 s",
         "  run                x-grpo-20260102-030405-abcd91c2",
         "  took               1 min 22 s, 1 attempt",
-        "  what failed first  trainer: killed by SIGSEGV",
+        "  first failure      trainer: killed by SIGSEGV",
         "  what to do         native code crashed",
-        f"  its log            {log}",
-        "  what happens next  to be decided, once nothing of the attempt is left",
-        "  its last lines     | line 19",
+        f"  log                {log}",
+        "  what happens next  decided when all processes of the attempt have ended",
+        "  last log lines     | line 19",
         *(f"                     | line {n}" for n in range(20, 31)),
         f"  record             {run_record}",
         "  page               http://h/runs/flow-run/1",
@@ -77,7 +77,7 @@ def test_a_failure_says_what_failed_first_what_to_do_and_where_to_read(run_recor
 def test_an_exit_code_is_told_as_one(tmp_path: Path) -> None:
     record = written(tmp_path, attempt(1, FAILURE | {"signal": None, "exit_code": 3}))
 
-    assert "  what failed first  trainer: exit code 3" in block(
+    assert "  first failure      trainer: exit code 3" in block(
         state="failed", message=MESSAGE, record_path=record
     )
 
@@ -91,9 +91,9 @@ def test_what_never_ended_by_itself_has_neither(tmp_path: Path) -> None:
 
     shown = block(state="failed", message="STALLED: no progress", record_path=record)
 
-    assert "  what failed first  trainer: never started" in shown
-    assert f"  what it hung in    {hang}" in shown
-    assert not any("last lines" in line for line in shown)
+    assert "  first failure      trainer: never started" in shown
+    assert f"  hang report        {hang}" in shown
+    assert not any("last log lines" in line for line in shown)
 
 
 def test_a_completed_run_names_nothing_that_failed_before(tmp_path: Path) -> None:
@@ -123,8 +123,8 @@ def test_of_many_attempts_the_first_ones_are_named(tmp_path: Path) -> None:
 def test_a_cancelled_run_says_that_nothing_is_left(run_record: Path) -> None:
     shown = block(state="cancelled", message="interrupted by SIGINT", record_path=run_record)
 
-    assert shown[1] == "cancelled: interrupted by SIGINT; nothing is left running"
-    assert not any("failed first" in line for line in shown)
+    assert shown[1] == "cancelled: interrupted by SIGINT; all its processes have ended"
+    assert not any("first failure" in line for line in shown)
 
 
 def test_a_run_that_never_came_to_an_attempt_says_what_to_do(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_for_each_kind_of_failure_there_is_something_to_do(kind: FailureKind) ->
 @pytest.mark.parametrize(
     ("unseen", "said"),
     [
-        ([], "cancelled: SIGINT; nothing is left running"),
+        ([], "cancelled: SIGINT; all its processes have ended"),
         # leftover processes may still run on a node that could not be checked
         (["node 10.0.0.5 could not be checked"], "cancelled: SIGINT"),
     ],

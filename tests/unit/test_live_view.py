@@ -181,8 +181,8 @@ def test_the_step_bar_says_how_far_how_fast_and_how_long_still() -> None:
 
     picture = viewed(*steps, of=of)
 
-    said = "step 20 of 60  BAR  33%  1.0 s a step  40 s left"
-    for columns, width in ((100, 40), (60, 15)):
+    said = "step 20 of 60  BAR  33%  1.0 s/step  40 s left"
+    for columns, width in ((100, 40), (60, 17)):
         bar = "━" * width
         shown = lines(picture, columns=columns, at=T + 10)[-1].replace("╸", "━").replace("╺", "━")
         assert shown == said.replace("BAR", bar)

@@ -321,7 +321,7 @@ def test_summary_of_a_lost_run_names_its_failure(
 
     shown = server.shown("summary")
     assert shown["description"].startswith("**failed**: UNKNOWN")
-    assert "812" in shown["data"] and "not tried again" in shown["data"]
+    assert "812" in shown["data"] and "not retried" in shown["data"]
     assert len(server.kept) == 5
     # Another host resumes the run from this copy of the record.
     kept, written = parse_record(server.shown("record")["data"]), run.place.record.read_text()

@@ -106,7 +106,7 @@ def test_of_many_attempts_the_last_are_drawn_and_the_wait_before_each_is_told() 
     assert [one for one in said if one.startswith("attempt ")] == [
         f"attempt {number}: running" for number in range(5, 10)
     ]
-    assert "x-1: 9 attempts, the last 5 drawn" in said
+    assert "x-1: 9 attempts, the last 5 shown" in said
     assert sum("waited 1 min 00 s" in one for one in said) == 5
 
 
@@ -227,7 +227,7 @@ def test_a_curve_is_shown_with_its_first_and_last_figure(tmp_path: Path) -> None
     shown = show_curve(view(attempt()), figures)
 
     assert shown is not None
-    assert shown.headline == "reward by step: 0.01 at first, 1 at step 100"
+    assert shown.headline == "reward by step: first 0.01, last 1 at step 100"
     assert str(path) in str(shown.data)
     assert show_curve(view(attempt()), Figures(tmp_path / "none", "step")) is None
 

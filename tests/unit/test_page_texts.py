@@ -140,7 +140,7 @@ def test_a_failed_run_says_what_failed_first_why_where_its_log_is_and_what_follo
         "RUNTIME\\_ERROR: trainer (pid 8)",
         "read the line that it names",
         "`/home/runs/x-1/attempt-01/trainer.log`",
-        "not tried again",
+        "not retried",
         "`/home/runs/x-1/run.json`",
         "```\nTraceback (most recent call last):\nValueError: no\n```",
     ):
@@ -150,7 +150,7 @@ def test_a_failed_run_says_what_failed_first_why_where_its_log_is_and_what_follo
         "trainer: exit code 1 after 3.1 s",
         "ValueError: no",
         "log: attempt-01/trainer.log",
-        "next: not tried again",
+        "next: not retried",
         "step 7 of 60",
     ]
 
@@ -170,7 +170,7 @@ def test_a_run_that_runs_again_does_not_show_an_earlier_failure_as_its_own() -> 
 
     assert shown.headline.split("\n\n") == ["**running**: starting trainer"]
     assert "What went wrong" not in str(shown.data)
-    assert "2, after 1 that failed" in str(shown.data)
+    assert "2, after 1 failed attempt" in str(shown.data)
 
 
 def test_a_run_that_never_came_to_an_attempt_says_why() -> None:
@@ -197,7 +197,7 @@ def test_the_message_of_a_failed_run_ends_with_its_log_and_what_follows() -> Non
 
     said = summarize_failure("RUNTIME_ERROR: it died", place, view(failed()).record.attempt)
 
-    assert said.startswith("RUNTIME_ERROR: it died; log: /r/attempt-01/trainer.log; not tried")
+    assert said.startswith("RUNTIME_ERROR: it died; log: /r/attempt-01/trainer.log; not retried")
     assert summarize_failure("USER_ERROR: the spec", place, None) == "USER_ERROR: the spec"
 
 
@@ -207,7 +207,7 @@ def test_the_last_word_of_a_log_has_every_answer_in_one_message() -> None:
 
     said = format_failure(RunPlace(directory=Path("/r")), *run.failed)
 
-    for asked in ("what failed first: ", "why: ", "what to do: ", "its log: ", "what happens next"):
+    for asked in ("first failure: ", "why: ", "what to do: ", "log: ", "what happens next"):
         assert f"\n{asked}" in said
     assert said.endswith("ValueError: no")
 
@@ -234,7 +234,7 @@ def test_the_last_status_of_a_component_stands_on_the_page() -> None:
 
     shown = show_components(view(attempt(), servers=told))
 
-    assert "| api | ready; its last status: serving 4 models | pid 8 |" in str(shown.data)
+    assert "| api | ready; last status: serving 4 models | pid 8 |" in str(shown.data)
 
 
 def test_a_job_of_a_cluster_is_shown_with_its_submission_and_nodes() -> None:

@@ -478,7 +478,7 @@ def test_server_error_is_reported_in_one_line(
         (("set",), "KEY=VALUE requires an argument"),
         (("unset",), "KEY requires an argument"),
         (("dran", "gpu-1"), "no verb 'dran': did you mean `drain`?"),
-        (("sideways",), "no verb 'sideways': they are drain, undrain, set, unset"),
+        (("sideways",), "no verb 'sideways': choose from drain, undrain, set, unset"),
     ],
 )
 def test_wrong_arguments_are_refused(

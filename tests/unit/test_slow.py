@@ -85,7 +85,8 @@ def test_steps_that_take_longer_than_before_are_held_against_the_runs_own_past()
     assert (found.step.now, found.step.before) == (25.0, 10.0)
     assert said(found) == (
         "A step takes 25 s: waiting 72%, training 28%. "
-        "That is 2.5 times the 10 s of its past, and waiting is 14 s of it."
+        "This is 2.5 times the duration of earlier steps, 10 s. "
+        "Most of the increase is in waiting: 14 s."
     )
 
 
@@ -124,8 +125,8 @@ def test_idle_nodes_and_slow_answers_are_named() -> None:
     found = slow(events=[busy, *fleet])
 
     assert said(found) == (
-        "Its GPUs are 50% busy, the least n2 10% and n1 90%. "
-        "Half of its answers take up to 2.0 s, 1 in 100 over 30 s, the longest 1 min 30 s."
+        "The GPUs are 50% busy on average. The least busy nodes are n2 10% and n1 90%. "
+        "Response times of the fleet: median 2.0 s, 99th percentile 30 s, maximum 1 min 30 s."
     )
     assert found.as_json()["gpus"]["n2"] == {"now": 0.1, "before": None}
 

@@ -144,9 +144,9 @@ def test_summary_contains_attempts_alarms_failure_metrics_and_files(place: RunPl
         "attempt 1: NODE_LOST, 1 min 00 s, step 3",
         "alarm: kl: kl is 20",
         "retried: NODE_LOST, next try (2 of 2)",
-        "what failed first: trainer: exit code 1",
+        "first failure: trainer: exit code 1",
         "  | OSError: 28",
-        "reward: 1 at first, 2 last, 1 to 2",
+        "reward: first 1, last 2, range 1 to 2",
         "A step takes 2.0 s: training 100%.",
         f"files: {place.directory}",
     ):
@@ -162,7 +162,7 @@ def test_summary_of_a_thousand_attempts_has_less_than_sixty_lines(place: RunPlac
     components = {f"actor-{n}": attempts[0]["components"]["trainer"] for n in range(60)}
     wide = {**attempts[0], "alarms": attempts[0]["alarms"] * 40, "components": components}
     place.record.write_text(json.dumps({**record, "attempts": [wide]}))
-    assert "and 52 components more" in tell_story(find_run("latest"))
+    assert "and 52 more components" in tell_story(find_run("latest"))
     assert len(tell_story(find_run("latest")).splitlines()) < 60
     place.record.write_text(json.dumps({**record, "attempts": attempts}))
     assert require_record(find_run("latest")).attempts[-1].number == 1000

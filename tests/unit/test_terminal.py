@@ -141,7 +141,7 @@ def test_an_attempt_that_another_one_follows_says_why_it_failed(tmp_path: Path) 
     text = out.emulator.text
     assert "attempt 1 failed: NODE_LOST: trainer lost its node" in text
     assert "what to do         see the node's kernel log" in text
-    assert f"its log            {tmp_path}/attempt-01/trainer.log" in text
+    assert f"log                {tmp_path}/attempt-01/trainer.log" in text
     assert "| loading\n" in text and "| lost\n" in text
     assert "what happens next  retried: NODE_LOST, next try" in text
     assert text.splitlines()[-1].endswith(f"waiting: {waiting}")
@@ -183,7 +183,7 @@ def test_a_completed_run_shows_its_reward_curve(tmp_path: Path) -> None:
         terminal.end("completed", "step 60 of 60")
 
     assert "reward by step" in out.emulator.text
-    assert "reward 0.017 at first, 1.000 at last" in out.emulator.text
+    assert "reward: first 0.017, last 1.000" in out.emulator.text
     assert out.emulator.text.rstrip().splitlines()[-1] == "completed: step 60 of 60"
 
 
@@ -238,7 +238,7 @@ def test_a_stuck_terminal_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.Mo
 
     shown = out.emulator.text.splitlines()
     assert shown[0].endswith("first")
-    assert "(17 lines could not be shown in time)" in shown[1]
+    assert "(17 lines were dropped, because the terminal was too slow)" in shown[1]
     assert [line.split("s ", 1)[1] for line in shown[2:5]] == ["line 18", "line 19", "line 20"]
 
 
