@@ -1,5 +1,4 @@
-"""The command `muster`: its verbs, what it says of others, how a verb ends, and the server that is
-found."""
+"""Tests of the command `muster`: verbs, unknown verbs, exit codes, choice of the Prefect server."""
 
 from __future__ import annotations
 
@@ -31,36 +30,43 @@ STACK_URL = "http://127.0.0.1:4321/api"
 
 @pytest.fixture(autouse=True)
 def restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the command sets for its verbs is undone."""
-    ray = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
-    for name in ("PYTHONSAFEPATH", "PREFECT_API_URL", "PREFECT_API_AUTH_STRING", *ray):
+    """Unset the environment variables that `muster` sets, and restore them after the test."""
+    names = (
+        "PYTHONSAFEPATH",
+        "PREFECT_API_URL",
+        "PREFECT_API_AUTH_STRING",
+        "RAY_AUTH_MODE",
+        "RAY_AUTH_TOKEN_PATH",
+    )
+    for name in names:
+        # `setenv` first: `monkeypatch` then remembers to remove the variable after the test.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["trian", "spec.yaml"], "muster has no verb 'trian': did you mean `train`?"),
         (["log"], "muster has no verb 'log': did you mean `logs`?"),
         (["sideways"], "muster has no verb 'sideways': choose from init, train, submit, "),
-        # not a verb of its own
+        # a subcommand of `muster queue`, not a verb
         (["drain", "gpu-1"], "muster has no verb 'drain': "),
     ],
 )
-def test_an_unknown_verb_is_told_the_nearest(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+def test_unknown_verb_is_rejected_with_the_nearest_verb(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = main(words)
 
     out, err = capsys.readouterr()
     assert (code, out) == (2, "")
-    assert err.startswith(said)
+    assert err.startswith(message)
     assert len(err.splitlines()) == 1
 
 
 @pytest.mark.parametrize("words", [["trian"], ["--help"], ["-h"], ["--version"]])
-def test_a_word_that_calls_no_verb_costs_no_import_of_one(words: list[str]) -> None:
+def test_unknown_command_imports_no_command_module(words: list[str]) -> None:
     program = (
         "import sys\n"
         "from tasks.command import main\n"
@@ -79,7 +85,7 @@ def test_a_word_that_calls_no_verb_costs_no_import_of_one(words: list[str]) -> N
 @pytest.mark.parametrize(
     "place", [verb.function for verbs in command.VERBS.values() for verb in verbs]
 )
-def test_each_verb_is_there(place: str) -> None:
+def test_each_verb_has_a_function(place: str) -> None:
     module, name = place.split(":")
 
     assert callable(getattr(import_module(module), name))
@@ -101,7 +107,7 @@ def test_help_of_each_verb_has_a_valid_example_and_a_guide(
     assert complaint_about(verb.example) == ""
 
 
-def test_no_verb_is_called_as_another(capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_of_verbs_are_unique(capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["--version"])
 
     assert len({*NAMES}) == len(NAMES)
@@ -109,17 +115,17 @@ def test_no_verb_is_called_as_another(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 class Gone(MusterError):
-    """Something is not there."""
+    """An error with the default exit code."""
 
 
 class Wrong(MusterError):
-    """The arguments are wrong."""
+    """An error with exit code 2: the arguments are wrong."""
 
     exit_code = 2
 
 
 @pytest.mark.parametrize(
-    ("end", "code", "said"),
+    ("end", "code", "message"),
     [
         (0, 0, ""),
         (3, 3, ""),
@@ -136,23 +142,27 @@ class Wrong(MusterError):
         (SystemExit(4), 4, ""),
     ],
 )
-def test_a_verb_ends_as_its_error_says_and_shows_only_its_message(
-    end: BaseException | int | None, code: int, said: str, capsys: pytest.CaptureFixture[str]
+def test_error_of_a_verb_sets_the_exit_code_and_the_only_message(
+    end: BaseException | int | None, code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def verb() -> int | None:
         if isinstance(end, BaseException):
             raise end
         return end
 
-    assert run(App(name="verb", default_command=verb), []) == code
+    exit_code = run(App(name="verb", default_command=verb), [])
 
     out, err = capsys.readouterr()
+    assert exit_code == code
     assert out == ""
-    assert err == said if not isinstance(end, InvalidSpec) else err.endswith(said)
+    if isinstance(end, InvalidSpec):
+        assert err.endswith(message)
+    else:
+        assert err == message
     assert "Traceback" not in err
 
 
-def test_a_reader_that_has_read_enough_is_no_failure() -> None:
+def test_closed_output_is_not_a_failure() -> None:
     program = (
         "import sys\n"
         "from cyclopts import App\n"
@@ -170,15 +180,15 @@ def test_a_reader_that_has_read_enough_is_no_failure() -> None:
 
     first = process.stdout.readline()
     process.stdout.close()
-    said = process.stderr.read()
+    errors = process.stderr.read()
     process.stderr.close()
 
-    assert (first, process.wait(), said) == ("0\n", 0, "")
+    assert (first, process.wait(), errors) == ("0\n", 0, "")
 
 
 @pytest.fixture
 def stack(muster_home: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Writes what a stack of this MUSTER_HOME has written down; its supervisor is this process."""
+    """Return a function that writes the state file of a stack whose supervisor is this process."""
     monkeypatch.setenv("PREFECT_HOME", str(muster_home / "prefect"))
 
     def write(*, is_running: bool = True, **about: Any) -> None:
@@ -208,7 +218,8 @@ def stack(muster_home: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., N
     return write
 
 
-def profiles(home: Path, *, active: str, **urls: str) -> None:
+def write_profiles(home: Path, *, active: str, **urls: str) -> None:
+    """Write a `profiles.toml` of Prefect with a profile for each URL, and one without a URL."""
     lines = [f'active = "{active}"']
     lines += [f'[profiles.{name}]\nPREFECT_API_URL = "{url}"' for name, url in urls.items()]
     lines += ["[profiles.local]", 'PREFECT_LOGGING_LEVEL = "INFO"']
@@ -216,38 +227,39 @@ def profiles(home: Path, *, active: str, **urls: str) -> None:
     (home / "prefect" / "profiles.toml").write_text("\n".join(lines))
 
 
-def found() -> str | None:
+def find_server_url() -> str | None:
+    """Return the URL of the Prefect server that `muster` uses, or None for the default server."""
     command.find_server()
     return os.environ.get("PREFECT_API_URL")
 
 
-def test_where_none_is_set_the_server_is_that_of_the_stack_that_runs(
+def test_server_of_the_running_stack_is_the_default(
     stack: Callable[..., None],
 ) -> None:
     stack()
 
-    assert found() == STACK_URL
+    assert find_server_url() == STACK_URL
 
 
 @pytest.mark.parametrize("url", [None, STACK_URL, "http://localhost:4321/api/"])
-def test_the_password_of_the_stack_is_found_with_it(
+def test_password_of_the_stack_is_used_for_its_server(
     stack: Callable[..., None], monkeypatch: pytest.MonkeyPatch, url: str | None
 ) -> None:
     stack()
-    made = make_server_password()
+    password = make_server_password()
     if url is not None:
         monkeypatch.setenv("PREFECT_API_URL", url)
 
     command.find_server()
 
-    assert os.environ["PREFECT_API_AUTH_STRING"] == made
+    assert os.environ["PREFECT_API_AUTH_STRING"] == password
     assert os.environ["PREFECT_API_URL"] == (url or STACK_URL)
 
 
 @pytest.mark.parametrize(
     "url", ["http://127.0.0.1:4322/api", "http://prefect.example:4321/api", "http://[", ""]
 )
-def test_no_other_server_is_given_the_password(
+def test_other_servers_do_not_get_the_password(
     stack: Callable[..., None], monkeypatch: pytest.MonkeyPatch, url: str
 ) -> None:
     stack()
@@ -260,10 +272,13 @@ def test_no_other_server_is_given_the_password(
 
 
 @pytest.mark.parametrize("about", [{"is_running": False}, {"has_own_password": False}])
-def test_a_stack_of_another_password_or_none_is_given_none(
+def test_stopped_stack_or_stack_with_a_user_s_password_gets_no_password(
     stack: Callable[..., None], about: dict[str, bool]
 ) -> None:
-    """Somebody else may listen where one has ended; what its user has set, the user sets again."""
+    """Another user's program may listen at the address of a stopped stack.
+
+    A password that the user chose for the stack must be set by the user for `muster` too.
+    """
     stack(**about)
     make_server_password()
 
@@ -273,13 +288,13 @@ def test_a_stack_of_another_password_or_none_is_given_none(
 
 
 @pytest.mark.parametrize(
-    ("mode", "told"), [(None, ("token", "/a/file")), ("disabled", ("disabled", None))]
+    ("mode", "expected"), [(None, ("token", "/a/file")), ("disabled", ("disabled", None))]
 )
-def test_the_token_of_its_ray_is_found_unless_the_user_says_otherwise(
+def test_ray_token_of_the_stack_is_used_unless_the_user_chose_a_mode(
     stack: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
     mode: str | None,
-    told: tuple[str, str | None],
+    expected: tuple[str, str | None],
 ) -> None:
     stack(ray_auth={"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "/a/file"})
     if mode is not None:
@@ -287,10 +302,10 @@ def test_the_token_of_its_ray_is_found_unless_the_user_says_otherwise(
 
     command.find_server()
 
-    assert (os.environ["RAY_AUTH_MODE"], os.environ.get("RAY_AUTH_TOKEN_PATH")) == told
+    assert (os.environ["RAY_AUTH_MODE"], os.environ.get("RAY_AUTH_TOKEN_PATH")) == expected
 
 
-def test_a_password_that_is_set_stays(
+def test_password_in_the_environment_is_kept(
     stack: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stack()
@@ -303,73 +318,73 @@ def test_a_password_that_is_set_stays(
 
 
 def test_without_a_stack_no_server_is_found(stack: Callable[..., None]) -> None:
-    assert found() is None
+    assert find_server_url() is None
 
 
-def test_a_stack_that_does_not_run_has_no_server(stack: Callable[..., None]) -> None:
+def test_stopped_stack_has_no_server(stack: Callable[..., None]) -> None:
     stack(is_running=False)
 
-    assert found() is None
+    assert find_server_url() is None
 
 
 @pytest.mark.parametrize("text", ["", "{", json.dumps({"port": 1})])
-def test_a_stack_of_which_nothing_can_be_read_hinders_no_verb(muster_home: Path, text: str) -> None:
+def test_unreadable_state_file_of_a_stack_is_ignored(muster_home: Path, text: str) -> None:
     (muster_home / "stack").mkdir()
     (muster_home / "stack" / "stack.json").write_text(text)
 
-    assert found() is None
+    assert find_server_url() is None
 
 
 @pytest.mark.parametrize("url", ["http://prefect.example:4200/api", ""])
-def test_a_server_that_the_environment_names_stays(
+def test_server_in_the_environment_is_kept(
     stack: Callable[..., None], monkeypatch: pytest.MonkeyPatch, url: str
 ) -> None:
     stack()
     monkeypatch.setenv("PREFECT_API_URL", url)
 
-    assert found() == url
+    assert find_server_url() == url
 
 
 @pytest.mark.parametrize(
-    ("active", "asked", "is_set"),
+    ("active", "chosen_profile", "is_set"),
     [
         ("far", None, True),
         ("local", None, False),
-        # as PREFECT_PROFILE says, whichever is active
+        # PREFECT_PROFILE overrides the active profile
         ("local", "far", True),
         ("far", "local", False),
-        # none of that name
+        # no profile has this name
         ("gone", None, False),
     ],
 )
-def test_a_server_that_the_profile_names_is_not_passed_over(
+def test_server_of_the_prefect_profile_is_preferred_to_the_stack(
     stack: Callable[..., None],
     muster_home: Path,
     monkeypatch: pytest.MonkeyPatch,
     active: str,
-    asked: str | None,
+    chosen_profile: str | None,
     is_set: bool,
 ) -> None:
     stack()
-    profiles(muster_home, active=active, far="http://prefect.example:4200/api")
-    if asked is not None:
-        monkeypatch.setenv("PREFECT_PROFILE", asked)
+    write_profiles(muster_home, active=active, far="http://prefect.example:4200/api")
+    if chosen_profile is not None:
+        monkeypatch.setenv("PREFECT_PROFILE", chosen_profile)
 
-    assert found() == (None if is_set else STACK_URL)
+    assert find_server_url() == (None if is_set else STACK_URL)
 
 
 @pytest.mark.parametrize("text", ["not toml", "", "active = 3", "profiles = 3\nactive = 'a'"])
-def test_profiles_that_cannot_be_read_name_no_server(
+def test_unreadable_profiles_are_ignored(
     stack: Callable[..., None], muster_home: Path, text: str
 ) -> None:
     stack()
     (muster_home / "prefect").mkdir()
     (muster_home / "prefect" / "profiles.toml").write_text(text)
 
-    assert found() == STACK_URL
+    assert find_server_url() == STACK_URL
 
 
-def test_the_server_of_the_stack_is_the_one_that_a_verb_asks(stack: Callable[..., None]) -> None:
+def test_verbs_use_the_server_of_the_stack(stack: Callable[..., None]) -> None:
     stack()
     program = (
         "from tasks.command import main\n"
@@ -380,5 +395,5 @@ def test_the_server_of_the_stack_is_the_one_that_a_verb_asks(stack: Callable[...
 
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
 
-    # The supervisor is this process: it runs for that one too.
+    # The supervisor is this test's process, so the stack counts as running in the child too.
     assert done.stdout.splitlines()[-1] == f"asks {STACK_URL}", done.stderr

@@ -1,4 +1,4 @@
-"""Which flow runs a reconcile touches, and the state that each is given."""
+"""Tests of the states that `muster reconcile` proposes for flow runs without a process."""
 
 from __future__ import annotations
 
@@ -34,16 +34,17 @@ from tasks.spec.failure_kinds import FailureKind
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 FLOW_RUN = UUID("1b4e28ba-2fa1-4d3b-a3f5-ef19b5a7633b")
 DEPLOYMENT = uuid4()
-#: The flow of that name.
+#: Id of the flow `pipeline` on the Prefect server.
 PIPELINE = uuid4()
 HERE = {"prefect.worker.name": "here"}
 THERE = {"prefect.worker.name": "there"}
 
 
-def flow_run(state: StateType, age_s: float, **more: Any) -> FlowRun:
-    seen = State(type=state, timestamp=NOW - timedelta(seconds=age_s))
-    given = {"id": FLOW_RUN, "name": "a-run", "flow_id": uuid4(), "labels": HERE, **more}
-    return FlowRun(**given, state=seen, state_type=state)
+def flow_run(state: StateType, age_s: float, **fields: Any) -> FlowRun:
+    """Return a flow run that entered the state `age_s` seconds before NOW."""
+    server_state = State(type=state, timestamp=NOW - timedelta(seconds=age_s))
+    values = {"id": FLOW_RUN, "name": "a-run", "flow_id": uuid4(), "labels": HERE, **fields}
+    return FlowRun(**values, state=server_state, state_type=state)
 
 
 def host(
@@ -53,6 +54,7 @@ def host(
     registered: tuple[str, ...] = (),
     is_lost: bool = False,
 ) -> Host:
+    """Return the host `here` with these living, unreadable and registered processes."""
     processes = Holders(pids=alive or {}, hidden=hidden or {})
     return Host(
         name="here",
@@ -64,7 +66,9 @@ def host(
     )
 
 
-PENDING, RUNNING, CANCELLING = StateType.PENDING, StateType.RUNNING, StateType.CANCELLING
+PENDING = StateType.PENDING
+RUNNING = StateType.RUNNING
+CANCELLING = StateType.CANCELLING
 ALIVE = host(alive={str(FLOW_RUN): (7,)})
 GONE = host(is_lost=True)
 ADOPTS = {"spec": {"on_lost_flow": "adopt"}}
@@ -76,7 +80,7 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
 @pytest.mark.parametrize(
     ("run", "here", "state"),
     [
-        # no process: each state has one that is true
+        # no process: each state is replaced by the state that is true
         (flow_run(PENDING, 60), host(), "Scheduled"),
         (flow_run(RUNNING, 60), host(), "Crashed"),
         (flow_run(CANCELLING, 60), host(), "Cancelled"),
@@ -92,41 +96,41 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
         (flow_run(RUNNING, 29.9), host(), None),
         # from the future, as after a jump of the clock
         (flow_run(RUNNING, -3600), host(), None),
-        # parked, or not begun, or at its end: nobody's business
+        # flow runs that are scheduled, paused or finished are left alone
         (flow_run(StateType.SCHEDULED, 9000), host(), None),
         (flow_run(StateType.PAUSED, 9000), host(), None),
         (flow_run(StateType.COMPLETED, 9000), host(), None),
         (flow_run(StateType.CRASHED, 9000), host(), None),
-        # given to another host's worker, whatever its pid is
+        # given to the worker of another host, even if the pid exists on this host
         (flow_run(PENDING, 60, labels=THERE), host(), None),
         (flow_run(RUNNING, 60, labels=THERE, infrastructure_pid="7"), host(), None),
-        # started directly, by nobody's worker: only the registry can tell
+        # started directly, without a worker: only the process registry can say if it lives
         (flow_run(RUNNING, 9000, labels={}), host(), None),
         (flow_run(PENDING, 9000, labels={}), host(), None),
-        # ... or the tag that names its process, which is there before the registry is
+        # ... or the tag that names its process, which exists before the registry entry
         (flow_run(RUNNING, 60, labels={}, tags=[GONE_TAG]), host(), "Crashed"),
         (flow_run(PENDING, 60, labels={}, tags=[GONE_TAG]), host(), "Crashed"),
         (flow_run(RUNNING, 29, labels={}, tags=[GONE_TAG]), host(), None),
         (flow_run(RUNNING, 60, labels={}, tags=[LIVING_TAG]), host(), None),
         (flow_run(PENDING, 60, labels={}, tags=["demo", "process:there:7:7"]), host(), None),
         (flow_run(RUNNING, 60, labels={}, tags=["process:here:x:7", "process:"]), host(), None),
-        # taken from a pool by a worker that was killed before it put its name to it
+        # taken from a work pool by a worker that was killed before it set its label
         (flow_run(PENDING, 60, labels={}, work_pool_name="gang"), host(), "Scheduled"),
         (flow_run(PENDING, 59, labels={}, work_pool_name="gang"), host(), None),
         (flow_run(RUNNING, 60, labels={}, work_pool_name="gang"), host(), None),
         (flow_run(PENDING, 9000, labels={}, work_pool_name="push"), host(), None),
-        # a worker of this name whose flow runs are no processes of a host
+        # a kubernetes worker of this name: its flow runs are not processes of this host
         (flow_run(RUNNING, 60, labels=HERE | {"prefect.worker.type": "gang"}), host(), "Crashed"),
         (flow_run(RUNNING, 60, labels=HERE | {"prefect.worker.type": "kubernetes"}), host(), None),
-        # this host's own reconcile, which has no worker, and another's
+        # the reconcile flow run of this host, which has no worker, and that of another host
         (flow_run(RUNNING, 60, labels={}, deployment_id=DEPLOYMENT), host(), "Crashed"),
         (flow_run(RUNNING, 60, labels={}, deployment_id=uuid4()), host(), None),
-        # a pipeline goes on in another process, where somebody starts one
+        # a pipeline with a deployment continues in its next process
         (flow_run(RUNNING, 60, flow_id=PIPELINE, deployment_id=uuid4()), host(), "AwaitingRetry"),
         (flow_run(RUNNING, 29, flow_id=PIPELINE, deployment_id=uuid4()), host(), None),
         (flow_run(RUNNING, 60, flow_id=PIPELINE, deployment_id=uuid4()), ALIVE, None),
         (flow_run(CANCELLING, 60, flow_id=PIPELINE, deployment_id=uuid4()), host(), "Cancelled"),
-        # ... which nobody does for one that was started directly
+        # ... but a pipeline that was started directly gets no next process
         (flow_run(RUNNING, 60, flow_id=PIPELINE, labels={}, tags=[GONE_TAG]), host(), "Crashed"),
         (
             flow_run(RUNNING, 60, flow_id=PIPELINE, deployment_id=uuid4(), tags=[GONE_TAG]),
@@ -137,40 +141,42 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
         # in the registry, by its id or its name: finished from there, or alive
         (flow_run(RUNNING, 60), host(registered=(str(FLOW_RUN),)), None),
         (flow_run(PENDING, 60), host(registered=("a-run",)), None),
-        # a process that this user may not look into may be the one ...
+        # a process whose environment is unreadable may belong to the flow run ...
         (flow_run(PENDING, 60), host(hidden={7: ENGINE}), None),
         (flow_run(RUNNING, 60, infrastructure_pid="7"), host(hidden={7: ENGINE}), None),
-        # ... but not under another pid, nor if it is something else
+        # ... but not under another pid, nor if it is another program
         (flow_run(RUNNING, 60, infrastructure_pid="8"), host(hidden={7: ENGINE}), "Crashed"),
         (flow_run(PENDING, 60), host(hidden={7: "sshd"}), "Scheduled"),
-        # a host that is gone: what is seen on this one says nothing, but for the flow run itself
+        # a lost host: processes of this host do not count, except those of the flow run itself
         (flow_run(RUNNING, 60), host(is_lost=True, hidden={7: ENGINE}), "Crashed"),
         (flow_run(RUNNING, 60, tags=[LIVING_TAG]), host(is_lost=True), "Crashed"),
-        # ... and it was silent for longer than a process needs to appear
+        # ... whose silence was longer than a process needs to start: no minimum age
         (flow_run(CANCELLING, 1), host(is_lost=True), "Cancelled"),
         (flow_run(PENDING, 60), host(is_lost=True), "Scheduled"),
         (flow_run(RUNNING, 60), host(is_lost=True, alive={str(FLOW_RUN): (7,)}), None),
         (flow_run(RUNNING, 60, labels=THERE), host(is_lost=True), None),
-        # ... and its Ray jobs go on, for the next process that somebody starts
+        # ... whose Ray jobs still run: the next process of the deployment adopts them
         (flow_run(RUNNING, 60, deployment_id=uuid4(), parameters=ADOPTS), GONE, "AwaitingRetry"),
         (flow_run(RUNNING, 60, parameters=ADOPTS), GONE, "Crashed"),
     ],
 )
-def test_which_flow_runs_are_touched(run: FlowRun, here: Host, state: str | None) -> None:
-    found = state_of_lost(run, here, NOW)
+def test_lost_flow_run_gets_the_state_that_is_true(
+    run: FlowRun, here: Host, state: str | None
+) -> None:
+    proposed = state_of_lost(run, here, NOW)
 
-    assert (found and found.name) == state
+    assert (proposed and proposed.name) == state
 
 
-# Of the second, the pool has the address.
+# In the second case, only the work pool knows the Ray address.
 @pytest.mark.parametrize("ray", [{"address": "http://127.0.0.1:8265"}, {}])
-def test_jobs_that_a_lost_host_has_left_on_a_ray_cluster_are_spoken_of(ray: dict[str, str]) -> None:
+def test_message_mentions_ray_jobs_left_by_a_lost_host(ray: dict[str, str]) -> None:
     run = flow_run(RUNNING, 60, parameters={"spec": {"ray": ray}})
 
-    found = state_of_lost(run, GONE, NOW)
+    proposed = state_of_lost(run, GONE, NOW)
 
-    assert found is not None and found.name == "Crashed"
-    assert (found.message or "").endswith("may go on: `ray job list`")
+    assert proposed is not None and proposed.name == "Crashed"
+    assert (proposed.message or "").endswith("may go on: `ray job list`")
 
 
 @pytest.mark.parametrize(
@@ -179,14 +185,16 @@ def test_jobs_that_a_lost_host_has_left_on_a_ray_cluster_are_spoken_of(ray: dict
         (flow_run(RUNNING, 60), "here", ""),
         (flow_run(RUNNING, 60, labels=THERE), "here", "there"),
         (flow_run(RUNNING, 60, labels=THERE), None, "there"),
-        # a worker of this host with a name of its own
+        # a worker of this host that has another name than the host
         (flow_run(RUNNING, 60, labels=THERE), "there", ""),
         (flow_run(RUNNING, 60, labels={}), None, ""),
-        # no process of a host
+        # not a process of a host
         (flow_run(RUNNING, 60, labels=THERE | {"prefect.worker.type": "kubernetes"}), None, ""),
     ],
 )
-def test_who_was_given_a_flow_run_since(run: FlowRun, worker: str | None, elsewhere: str) -> None:
+def test_worker_on_another_host_that_took_over_is_named(
+    run: FlowRun, worker: str | None, elsewhere: str
+) -> None:
     assert has_gone_to(run, "here", worker) == elsewhere
 
 
@@ -198,11 +206,12 @@ def test_who_was_given_a_flow_run_since(run: FlowRun, worker: str | None, elsewh
         (flow_run(RUNNING, 60, labels={}), None),
     ],
 )
-def test_which_host_has_a_flow_run(run: FlowRun, name: str | None) -> None:
+def test_host_of_a_flow_run_is_read_from_labels_or_tags(run: FlowRun, name: str | None) -> None:
     assert host_of(run) == name
 
 
 def closed(state: RunState, by_loss: bool = False) -> RunJson:
+    """Return the record of a closed run whose one attempt failed by the loss of its process."""
     rule = FLOW_LOST if by_loss else "of its own"
     failure = Failure(kind=FailureKind.UNKNOWN, message="m", rule=rule)
     attempt = AttemptRecord(number=1, state=state, failure=failure)
@@ -213,17 +222,17 @@ def closed(state: RunState, by_loss: bool = False) -> RunJson:
     ("before", "record", "name", "message"),
     [
         (RUNNING, closed(RunState.FAILED, by_loss=True), "Crashed", "the cause"),
-        # it had come to its end, and was killed before it could say so
+        # the run ended, but its process was killed before the server got the final state
         (RUNNING, closed(RunState.COMPLETED), "Completed", "the run's own"),
         (RUNNING, closed(RunState.FAILED), "Failed", "the run's own"),
         (RUNNING, closed(RunState.CANCELLED), "Cancelled", "the run's own"),
         # no record was ever written
         (RUNNING, None, "Crashed", "the cause"),
-        # the server knows one way on from there
+        # the server allows only Cancelled after Cancelling
         (CANCELLING, closed(RunState.CANCELLED), "Cancelled", "cancelled; the cause"),
         (CANCELLING, closed(RunState.COMPLETED), "Cancelled", "cancelled; the cause"),
         (CANCELLING, None, "Cancelled", "cancelled; the cause"),
-        # parked or about to start anew, at its end, unknown to the server
+        # scheduled, about to start, finished, or unknown to the server
         (StateType.SCHEDULED, closed(RunState.PENDING_RESOURCES), None, None),
         (PENDING, closed(RunState.PENDING_RESOURCES), None, None),
         (StateType.CRASHED, closed(RunState.FAILED, by_loss=True), None, None),
@@ -231,7 +240,7 @@ def closed(state: RunState, by_loss: bool = False) -> RunJson:
         (None, closed(RunState.FAILED, by_loss=True), None, None),
     ],
 )
-def test_the_state_that_fits_a_closed_record(
+def test_closed_record_decides_the_state_on_the_server(
     before: StateType | None, record: RunJson | None, name: str | None, message: str | None
 ) -> None:
     state = state_of_closed(State(type=before) if before else None, record, "the cause")
@@ -241,13 +250,13 @@ def test_the_state_that_fits_a_closed_record(
 
 @dataclass
 class FakeServer:
-    """Answers as scripted, and keeps what it was told."""
+    """Prefect client that returns scripted states and keeps the states proposed to it."""
 
     states: list[State[Any]] = field(default_factory=list)
     accepts: bool = True
     date: str | None = "Thu, 01 Jan 2026 00:00:00 GMT"
     held: int = 0
-    told: list[State[Any]] = field(default_factory=list)
+    proposed_states: list[State[Any]] = field(default_factory=list)
 
     def read_flow_run(self, flow_run_id: UUID) -> FlowRun:
         return FlowRun(id=flow_run_id, name="a-run", flow_id=uuid4(), state=self.states.pop(0))
@@ -256,7 +265,7 @@ class FakeServer:
         return [flow_run(RUNNING, 60) for _ in range(min(limit, self.held - offset))]
 
     def set_flow_run_state(self, flow_run_id: UUID, state: State[Any]) -> Any:
-        self.told.append(state)
+        self.proposed_states.append(state)
         status = SetStateStatus.ACCEPT if self.accepts else SetStateStatus.ABORT
         return type("Answer", (), {"status": status})()
 
@@ -265,33 +274,39 @@ class FakeServer:
         return type("Response", (), {"headers": headers})()
 
 
-def test_a_state_is_proposed_while_the_server_s_is_the_one_that_was_judged() -> None:
+def test_state_is_proposed_if_the_server_still_has_the_judged_state() -> None:
     before = Running()
     server = FakeServer(states=[before])
 
-    assert propose(server, str(FLOW_RUN), before, Crashed())  # type: ignore[arg-type]
-    assert [state.name for state in server.told] == ["Crashed"]
+    is_accepted = propose(server, str(FLOW_RUN), before, Crashed())  # type: ignore[arg-type]
+
+    assert is_accepted
+    assert [state.name for state in server.proposed_states] == ["Crashed"]
 
 
-@pytest.mark.parametrize("since", [Running(), Completed(), Cancelled(), Scheduled()])
-def test_a_flow_run_that_has_moved_on_is_left_alone(since: State[Any]) -> None:
-    server = FakeServer(states=[since])
+@pytest.mark.parametrize("current_state", [Running(), Completed(), Cancelled(), Scheduled()])
+def test_flow_run_whose_state_changed_is_left_alone(current_state: State[Any]) -> None:
+    server = FakeServer(states=[current_state])
 
-    assert not propose(server, str(FLOW_RUN), Running(), Crashed())  # type: ignore[arg-type]
-    assert server.told == []
+    is_accepted = propose(server, str(FLOW_RUN), Running(), Crashed())  # type: ignore[arg-type]
+
+    assert not is_accepted
+    assert server.proposed_states == []
 
 
-def test_a_refusal_by_the_server_s_rules_is_no_success() -> None:
+def test_state_rejected_by_the_server_counts_as_not_set() -> None:
     before = Running()
     server = FakeServer(states=[before], accepts=False)
 
-    assert not propose(server, str(FLOW_RUN), before, Crashed())  # type: ignore[arg-type]
+    is_accepted = propose(server, str(FLOW_RUN), before, Crashed())  # type: ignore[arg-type]
+
+    assert not is_accepted
 
 
 @pytest.mark.parametrize(
     ("date", "now"), [("Thu, 01 Jan 2026 00:00:00 GMT", NOW), ("soon", None), (None, None)]
 )
-def test_the_server_s_clock_counts(date: str | None, now: datetime | None) -> None:
+def test_server_time_is_read_from_the_date_header(date: str | None, now: datetime | None) -> None:
     assert server_now(FakeServer(date=date)) == now  # type: ignore[arg-type]
 
 

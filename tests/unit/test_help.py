@@ -1,4 +1,4 @@
-"""Every command says by `--help` what it does, its options and defaults, and its exit codes."""
+"""Each command explains its purpose, options, defaults and exit codes with `--help`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tasks.command import NAMES, main
 from tasks.queue.command import app as queue
 
 ROOT = Path(__file__).parents[2]
-#: Another test's list of verbs may have given this group its words in that list.
+#: Help text of `muster queue`. Another test that lists all verbs may have replaced it.
 HELP_OF_QUEUE = queue.help
-#: What people run beside `muster`, and verbs that are programs too. `python -m deployments.worker`
-#: has a test of its own: its options are Prefect's.
+#: Programs that people start with `python -m`. `python -m deployments.worker` is missing, because
+#: its options come from Prefect; it has its own test below.
 COMMANDS = (
     "flows.train",
     "flows.pipeline",
@@ -41,59 +41,72 @@ COMMANDS = (
     "tests.faults.gateway_fuzz",
     "tests.faults.llm",
 )
-#: Verbs of verbs; what goes for them all stands with `muster queue`.
-PARTS = ("queue drain", "queue undrain", "queue set", "queue unset")
-#: What other programs of the project start, and nobody else.
+#: Subcommands of `muster queue`. The help of `muster queue` gives their exit codes.
+SUBCOMMANDS = ("queue drain", "queue undrain", "queue set", "queue unset")
+#: Programs that only other programs of the project start.
 INTERNAL = {
-    *("flows", "tasks.rollout.process", "tasks.server.sqlite_server", "tasks.ray.node_agent"),
-    *("tasks.processes.guardian", "tasks.ray.wrapper", "tasks.rollout.lmdeploy_replica"),
+    "flows",
+    "tasks.rollout.process",
+    "tasks.server.sqlite_server",
+    "tasks.ray.node_agent",
+    "tasks.processes.guardian",
+    "tasks.ray.wrapper",
+    "tasks.rollout.lmdeploy_replica",
     "deployments.prefect_worker",
-    *("deployments.stack.supervisor", "deployments.stack.ray_node"),
-    *("deployments.stack.runs", "tests.peers.verl.compose"),
-    *(
-        "tests.faults.chaos_server",
-        "tests.faults.llm_trainer",
-        "tests.benchmarks.part",
-        "tests.benchmarks.gateway_process",
-    ),
-    *("tests.benchmarks.capacity", "tests.benchmarks.nodes", "tests.benchmarks.watched"),
-    *("tests.benchmarks.stubborn", "tests.benchmarks.sglang_watchdog"),
+    "deployments.stack.supervisor",
+    "deployments.stack.ray_node",
+    "deployments.stack.runs",
+    "tests.peers.verl.compose",
+    "tests.faults.chaos_server",
+    "tests.faults.llm_trainer",
+    "tests.benchmarks.part",
+    "tests.benchmarks.gateway_process",
+    "tests.benchmarks.capacity",
+    "tests.benchmarks.nodes",
+    "tests.benchmarks.watched",
+    "tests.benchmarks.stubborn",
+    "tests.benchmarks.sglang_watchdog",
 }
 
 
 def run(command: str, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> int | str | None:
-    """The exit code of `python -m COMMAND ARGUMENT...`, which ends as soon as it has read them."""
+    """Run `python -m COMMAND ARGUMENT...` in this process and return its exit code.
+
+    The arguments must make the program exit at once, as `--help` does.
+    """
     module, *words = command.split()
     monkeypatch.setattr(sys, "argv", [module, *words, *arguments])
     monkeypatch.setenv("COLUMNS", "100")
     with warnings.catch_warnings():
-        # That another test has imported it.
+        # Python warns if another test has already imported the module.
         warnings.simplefilter("ignore", RuntimeWarning)
-        # That cyclopts reads sys.argv in a test.
+        # cyclopts warns if it reads sys.argv in a test.
         warnings.simplefilter("ignore", UserWarning)
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exit_info:
             runpy.run_module(module, run_name="__main__")
-    return ended.value.code
+    return exit_info.value.code
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_says_what_it_does_its_options_and_its_exit_codes(
+def test_program_help_explains_purpose_options_and_exit_codes(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = run(command, "--help", monkeypatch=monkeypatch)
 
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert code == 0
-    assert said.lower().startswith(f"usage: python -m {command.split()[0]}")
-    assert re.search(r"\bExit: 0 ", said), said
-    # Between the usage and the arguments stands what it is for.
-    assert re.search(r"\n\n[A-Z][^\n]{20,}", said), said
-    without_words = re.findall(r"^  (--?[\w-]+(?: [A-Z]\w*)?)\n(?!  {6,})", said, re.MULTILINE)
-    assert not without_words, said
+    assert output.lower().startswith(f"usage: python -m {command.split()[0]}")
+    assert re.search(r"\bExit: 0 ", output), output
+    # A sentence about the purpose is between the usage line and the arguments.
+    assert re.search(r"\n\n[A-Z][^\n]{20,}", output), output
+    undocumented_options = re.findall(
+        r"^  (--?[\w-]+(?: [A-Z]\w*)?)\n(?!  {6,})", output, re.MULTILINE
+    )
+    assert not undocumented_options, output
 
 
-@pytest.mark.parametrize("verb", [*NAMES, *PARTS])
-def test_a_verb_s_help_says_what_it_does_its_options_and_its_exit_codes(
+@pytest.mark.parametrize("verb", [*NAMES, *SUBCOMMANDS])
+def test_verb_help_explains_purpose_options_and_exit_codes(
     verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
@@ -102,18 +115,18 @@ def test_a_verb_s_help_says_what_it_does_its_options_and_its_exit_codes(
 
     code = main([*verb.split(), "--help"])
 
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert code == 0
-    assert said.startswith(f"Usage: muster {verb}")
-    assert verb in PARTS or re.search(r"\bExit: 0 ", said), said
-    # Between the usage and the arguments stands what it is for.
-    assert re.search(r"\n\n[A-Z][^\n]{20,}", said), said
+    assert output.startswith(f"Usage: muster {verb}")
+    assert verb in SUBCOMMANDS or re.search(r"\bExit: 0 ", output), output
+    # A sentence about the purpose is between the usage line and the arguments.
+    assert re.search(r"\n\n[A-Z][^\n]{20,}", output), output
     row = r"^│ (?:[* ] {2})?(--[\w-]+|[A-Z][A-Z=]+)(?: [A-Z.]+)? *(?:\[.*)?│$"
-    without_words = re.findall(row, said, re.MULTILINE)
-    assert not without_words, said
+    undocumented_options = re.findall(row, output, re.MULTILINE)
+    assert not undocumented_options, output
 
 
-def test_the_list_of_verbs_says_what_each_does(
+def test_list_of_verbs_explains_each_verb(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
@@ -121,40 +134,40 @@ def test_the_list_of_verbs_says_what_each_does(
 
     code = main(["--help"])
 
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert code == 0
-    texts = dict(re.findall(r"^│ ([a-z]+) {2,}([a-z].{10,}?) *│$", said, re.MULTILINE))
+    texts = dict(re.findall(r"^│ ([a-z]+) {2,}([a-z].{10,}?) *│$", output, re.MULTILINE))
     assert texts.keys() == {*NAMES}
-    assert "muster VERB --help" in said
+    assert "muster VERB --help" in output
 
 
-def test_a_worker_s_help_says_what_it_adds_to_prefect_s_and_reconciles_nothing(
+def test_worker_help_adds_to_prefect_s_help_and_reconciles_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PYTHONSAFEPATH", "")
-    became: list[Any] = []
-    monkeypatch.setattr(os, "execv", lambda *words: became.append(words))
+    executed_commands: list[Any] = []
+    monkeypatch.setattr(os, "execv", lambda *words: executed_commands.append(words))
     monkeypatch.setattr(worker, "reconcile_host", lambda: pytest.fail("it reconciles"))
     monkeypatch.setattr(sys, "argv", ["worker", "--help"])
-    # What it sets aside before it becomes the other program.
+    # The worker ignores some signals before it replaces itself with Prefect's worker.
     monkeypatch.setattr(worker.signal, "signal", lambda *_: None)
 
     worker.main()
 
     assert "python -m deployments.worker" in capsys.readouterr().out
-    assert became[0][1][-2:] == ("deployments.prefect_worker", "--help")
+    assert executed_commands[0][1][-2:] == ("deployments.prefect_worker", "--help")
 
 
-def test_no_command_is_forgotten() -> None:
+def test_every_program_is_listed_here() -> None:
     programs = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
         for folder in ("flows", "tasks", "deployments", "tests/faults", "tests/benchmarks")
         for path in (ROOT / folder).rglob("*.py")
         if re.search(r"^if __name__ == .__main__.:", path.read_text(encoding="utf-8"), re.MULTILINE)
-        # A run's own programs: started by a spec, as scripts.
+        # Run specs start these programs as scripts, as components of a run.
         and not {"quickstart", "quickstart-llm"} & {*path.parts}
     }
 
-    known = {command.split()[0] for command in COMMANDS} | INTERNAL
+    listed = {command.split()[0] for command in COMMANDS} | INTERNAL
 
-    assert not programs - known - {"deployments.worker", "tasks.command"}
+    assert not programs - listed - {"deployments.worker", "tasks.command"}

@@ -1,4 +1,4 @@
-"""What is written on a terminal, and what stands there then."""
+"""Tests of `Screen`: the text that a terminal shows after its writes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from tests.support.emulator import Emulator
 
 
 class Terminal(io.StringIO):
-    """A terminal of some size, and what stands there."""
+    """A fake terminal with a size. Its emulator keeps the text on screen."""
 
     def __init__(self, columns: int = 40, lines: int = 10) -> None:
         super().__init__()
-        self.columns, self.lines = columns, lines
+        self.columns = columns
+        self.lines = lines
         self.emulator = Emulator(columns)
 
     @property
@@ -47,7 +48,7 @@ def region(*texts: str) -> Text:
         ("plain, with Umlauts: äöü ━", "plain, with Umlauts: äöü ━"),
         # colours
         ("\x1b[1;31mred\x1b[0m", "red"),
-        # a cursor that is moved, a line that is erased
+        # a moved cursor, an erased line
         ("up\x1b[2A\x1b[K", "up"),
         # a title, a link
         ("\x1b]0;title\x07after \x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\", "after link"),
@@ -63,7 +64,7 @@ def region(*texts: str) -> Text:
         ("end \x1b", "end "),
     ],
 )
-def test_only_what_a_terminal_does_not_obey_is_printed(text: str, shown: str) -> None:
+def test_control_sequences_are_removed(text: str, shown: str) -> None:
     assert printable(text) == shown
 
 
@@ -71,7 +72,7 @@ def test_only_what_a_terminal_does_not_obey_is_printed(text: str, shown: str) ->
     ("is_terminal", "environ", "expected"),
     [
         (True, {"TERM": "xterm-256color"}, True),
-        # a pipe or a file, whatever the environment says
+        # a pipe or a file, even if the environment forces colours
         (False, {"TERM": "xterm-256color", "FORCE_COLOR": "1"}, False),
         (True, {"TERM": "xterm", "NO_COLOR": "1"}, False),
         # empty counts as not set: https://no-color.org
@@ -82,7 +83,9 @@ def test_only_what_a_terminal_does_not_obey_is_printed(text: str, shown: str) ->
         (True, {}, False),
     ],
 )
-def test_who_gets_a_region(is_terminal: bool, environ: dict[str, str], expected: bool) -> None:
+def test_region_is_drawn_only_on_capable_terminals(
+    is_terminal: bool, environ: dict[str, str], expected: bool
+) -> None:
     assert can_draw(is_terminal, environ) is expected
 
 
@@ -97,7 +100,7 @@ def test_lines_scroll_above_the_region() -> None:
     assert terminal.emulator.unknown == []
 
 
-def test_a_region_that_shrinks_or_goes_leaves_nothing() -> None:
+def test_smaller_or_removed_region_leaves_no_text() -> None:
     terminal = Terminal()
     screen = terminal.screen()
 
@@ -110,7 +113,7 @@ def test_a_region_that_shrinks_or_goes_leaves_nothing() -> None:
     assert terminal.emulator.text == "first\nlast\n"
 
 
-def test_a_line_that_is_longer_than_the_terminal_is_left_whole() -> None:
+def test_line_longer_than_the_terminal_is_not_cut() -> None:
     terminal = Terminal(columns=10)
     screen = terminal.screen()
 
@@ -120,12 +123,13 @@ def test_a_line_that_is_longer_than_the_terminal_is_left_whole() -> None:
     assert terminal.emulator.text == "/a/path/th\nat/somebod\ny/copies\nbelow\n"
 
 
-def test_the_region_is_found_again_in_a_terminal_that_was_made_narrower() -> None:
+def test_region_is_replaced_after_the_terminal_became_narrower() -> None:
     terminal = Terminal(columns=20)
     screen = terminal.screen()
     screen.show([line_of("first")], region("a" * 15, "b" * 5))
-    # As terminals do that break their lines anew.
-    terminal.columns, terminal.emulator = 10, Emulator(10)
+    # Many terminals wrap their lines again when their width changes.
+    terminal.columns = 10
+    terminal.emulator = Emulator(10)
     terminal.emulator.write(f"first\n{'a' * 15}\n{'b' * 5}\n")
 
     screen.show([], region("c"))
@@ -133,7 +137,7 @@ def test_the_region_is_found_again_in_a_terminal_that_was_made_narrower() -> Non
     assert terminal.emulator.text == "first\nc\n"
 
 
-def test_markup_of_others_is_text() -> None:
+def test_markup_in_foreign_text_is_printed_literally() -> None:
     terminal = Terminal()
 
     terminal.screen().show([line_of("[bold]not bold[/] :smile: [/]")])
@@ -152,14 +156,14 @@ def test_plain_output_has_neither_region_nor_colours() -> None:
 @pytest.mark.parametrize(
     ("columns", "height", "shown"),
     [
-        (40, 4, ""),  # a low terminal has no room for it
+        (40, 4, ""),  # a terminal of 4 lines has no room for a region
         (40, 5, "...\n3 4 5\n6 7 8\n"),
         (40, 24, "0\n1 2\n3 4 5\n6 7 8\n"),
-        # its lines are cut, and none is as wide as the terminal
+        # lines are cut, so that each is shorter than the terminal is wide
         (5, 24, "0\n1 2\n3 4\n6 7\n"),
     ],
 )
-def test_a_region_takes_no_more_room_than_there_is(columns: int, height: int, shown: str) -> None:
+def test_region_fits_into_the_terminal(columns: int, height: int, shown: str) -> None:
     terminal = Terminal(columns=columns, lines=height)
     texts = [Text(text, no_wrap=True) for text in ("0", "1 2", "3 4 5", "6 7 8")]
 
@@ -168,7 +172,7 @@ def test_a_region_takes_no_more_room_than_there_is(columns: int, height: int, sh
     assert terminal.emulator.text == shown
 
 
-def test_a_reader_that_is_gone_costs_nothing_but_what_it_would_have_read() -> None:
+def test_screen_survives_a_closed_output() -> None:
     reader, writer = os.pipe()
     screen = Screen(make_writer(writer), is_live=False)
     os.close(reader)
@@ -180,17 +184,17 @@ def test_a_reader_that_is_gone_costs_nothing_but_what_it_would_have_read() -> No
     os.close(writer)
 
 
-def test_all_is_written_of_it_where_others_have_made_it_non_blocking(tmp_path: Path) -> None:
+def test_long_text_is_written_completely_to_a_non_blocking_pipe(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     text = "x" * 200_000
     child = os.fork()
     if child == 0:
         os.close(writer)
-        read = 0
+        received = 0
         while data := os.read(reader, 65536):
-            read += len(data)
-        os._exit(0 if read == len(text) else 1)
+            received += len(data)
+        os._exit(0 if received == len(text) else 1)
     os.close(reader)
 
     make_writer(writer)(text)
@@ -199,7 +203,7 @@ def test_all_is_written_of_it_where_others_have_made_it_non_blocking(tmp_path: P
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_what_an_encoding_lacks_is_replaced() -> None:
+def test_characters_missing_in_the_encoding_are_replaced() -> None:
     reader, writer = os.pipe()
 
     Screen(make_writer(writer, "ascii"), is_live=False).show([line_of("0.98 ⡠⠊ …")])

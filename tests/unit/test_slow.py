@@ -1,4 +1,4 @@
-"""Where a run's time goes, by what its trainer writes and what is seen of GPUs and fleet."""
+"""Tests of `TimeSpent`: the time of a run by training step, GPU utilisation and engine latency."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tasks.show.slow import Slow, TimeSpent
 
 
 def slow(rows: Iterable[Mapping[str, float]] = (), events: Iterable[Event] = ()) -> Slow:
+    """Return the time analysis of a run with these metrics rows, one a step, and these events."""
     spent = TimeSpent()
     for event in events:
         spent.observe(event)
@@ -25,8 +26,9 @@ def slow(rows: Iterable[Mapping[str, float]] = (), events: Iterable[Event] = ())
     return spent.slow
 
 
-def said(found: Slow) -> str:
-    return " ".join(found.sentences())
+def text_of(analysis: Slow) -> str:
+    """Return the sentences that a person reads."""
+    return " ".join(analysis.sentences())
 
 
 VERL = {
@@ -44,14 +46,14 @@ SLIME = {"perf/step_time": 100.0, "perf/train_time": 30.0, "perf/train_wait_time
     ("row", "shares"),
     [
         (VERL, {"rollout": 0.6, "training": 0.25, "other": 0.1, "weight sync": 0.05}),
-        # verl's own file has them a level below.
+        # verl's own metrics file nests the figures under the key `data`.
         ({"data": VERL}, {"rollout": 0.6, "training": 0.25, "other": 0.1, "weight sync": 0.05}),
-        # The trainer waits for the rollout, and that is no wait besides ...
+        # The trainer waits for the rollout: this time counts as rollout, not as waiting ...
         (
             {**SLIME, "perf/rollout_time": 62.0, "perf/update_weights_time": 3.0},
             {"rollout": 0.62, "training": 0.3, "waiting": 0.05, "weight sync": 0.03, "other": 0.0},
         ),
-        # ... but where it goes on beside the training, only what is waited for it counts.
+        # ... but if the rollout runs during the training, only the waiting time counts.
         (
             {**SLIME, "perf/rollout_time": 95.0},
             {"waiting": 0.7, "training": 0.3, "other": 0.0},
@@ -60,30 +62,30 @@ SLIME = {"perf/step_time": 100.0, "perf/train_time": 30.0, "perf/train_wait_time
             {"time/step": 10.0, "time/wait_for_batch": 7.0, "time/forward_backward": 3.0},
             {"waiting": 0.7, "training": 0.3, "other": 0.0},
         ),
-        # No step as a whole: its parts make it up.
+        # Without a figure for the whole step, the step is the sum of its parts.
         (
             {"timeperf/rollout": 6.0, "timeperf/train_step": 2.0},
             {"rollout": 0.75, "training": 0.25, "other": 0.0},
         ),
-        # A step, and nothing of its parts.
+        # A figure for the whole step, and none for its parts.
         ({"step_time": 10.0}, {}),
     ],
 )
-def test_the_parts_of_a_step_make_up_the_whole(
+def test_shares_of_a_step_add_up_to_the_whole_step(
     row: Mapping[str, float], shares: Mapping[str, float]
 ) -> None:
     assert slow([row] * 3).shares == pytest.approx(shares)
 
 
-def test_steps_that_take_longer_than_before_are_held_against_the_runs_own_past() -> None:
-    past = {"time/step": 10.0, "time/wait_for_batch": 4.0, "time/forward_backward": 6.0}
-    late = {"time/step": 25.0, "time/wait_for_batch": 18.0, "time/forward_backward": 7.0}
+def test_slower_steps_are_compared_with_earlier_steps_of_the_run() -> None:
+    usual_row = {"time/step": 10.0, "time/wait_for_batch": 4.0, "time/forward_backward": 6.0}
+    slow_row = {"time/step": 25.0, "time/wait_for_batch": 18.0, "time/forward_backward": 7.0}
 
-    found = slow([past] * 50 + [late] * 10)
+    analysis = slow([usual_row] * 50 + [slow_row] * 10)
 
-    assert found.step is not None
-    assert (found.step.now, found.step.before) == (25.0, 10.0)
-    assert said(found) == (
+    assert analysis.step is not None
+    assert (analysis.step.now, analysis.step.before) == (25.0, 10.0)
+    assert text_of(analysis) == (
         "A step takes 25 s: waiting 72%, training 28%. "
         "This is 2.5 times the duration of earlier steps, 10 s. "
         "Most of the increase is in waiting: 14 s."
@@ -91,47 +93,55 @@ def test_steps_that_take_longer_than_before_are_held_against_the_runs_own_past()
 
 
 @pytest.mark.parametrize("count", [1, 12])
-def test_without_a_past_or_a_change_there_is_nothing_to_compare(count: int) -> None:
-    assert said(slow([{"step_time": 10.0}] * count)) == "A step takes 10 s."
+def test_few_or_equal_steps_are_not_compared(count: int) -> None:
+    assert text_of(slow([{"step_time": 10.0}] * count)) == "A step takes 10 s."
 
 
-def test_a_step_that_is_trained_again_counts_once_and_its_lines_count_together() -> None:
+def test_repeated_step_counts_once_and_its_lines_are_merged() -> None:
     spent = TimeSpent()
-    first = (0, SLIME)  # It waited for the start of all.
-    for step, row in (first, (1, SLIME), (1, {"perf/rollout_time": 70.0}), (2, SLIME), (1, SLIME)):
+    rows: list[tuple[int, dict[str, float]]] = [
+        # The first step includes the start of all components, so it is left out.
+        (0, SLIME),
+        (1, SLIME),
+        (1, {"perf/rollout_time": 70.0}),
+        (2, SLIME),
+        (1, SLIME),
+    ]
+
+    for step, row in rows:
         spent.take(step, row)
 
     assert spent.slow is not None
     assert spent.slow.parts["rollout"].now == pytest.approx(35.0)
 
 
-def test_without_figures_steps_are_timed_as_they_are_seen() -> None:
-    seen = ((0, 0), (5, 1), (25, 3))
-    events = [Event(at=at, name="run.progress", fields={"step": step}) for at, step in seen]
+def test_steps_without_figures_are_timed_by_progress_events() -> None:
+    progress = ((0, 0), (5, 1), (25, 3))
+    events = [Event(at=at, name="run.progress", fields={"step": step}) for at, step in progress]
 
-    found = slow(events=events)
+    analysis = slow(events=events)
 
-    assert found.step is not None and found.step.now == pytest.approx((5 + 10 + 10) / 3)
+    assert analysis.step is not None and analysis.step.now == pytest.approx((5 + 10 + 10) / 3)
 
 
-def test_idle_nodes_and_slow_answers_are_named() -> None:
-    busy = Event(at=1.0, name="run.load", fields={"gpus": {"n1": 0.9, "n2": 0.1}})
-    tail = {"count": 100, "p50": 2.0, "p99": 30.0, "max": 90.0}
-    fleet = [
-        Event(at=1.0, name="rollout.load", fields={"requests": {**tail, "max": longest}})
+def test_idle_nodes_and_slow_responses_are_named() -> None:
+    gpu_load = Event(at=1.0, name="run.load", fields={"gpus": {"n1": 0.9, "n2": 0.1}})
+    latencies = {"count": 100, "p50": 2.0, "p99": 30.0, "max": 90.0}
+    fleet_loads = [
+        Event(at=1.0, name="rollout.load", fields={"requests": {**latencies, "max": longest}})
         for longest in (90.0, 40.0)
     ]
 
-    found = slow(events=[busy, *fleet])
+    analysis = slow(events=[gpu_load, *fleet_loads])
 
-    assert said(found) == (
+    assert text_of(analysis) == (
         "The GPUs are 50% busy on average. The least busy nodes are n2 10% and n1 90%. "
         "Response times of the fleet: median 2.0 s, 99th percentile 30 s, maximum 1 min 30 s."
     )
-    assert found.as_json()["gpus"]["n2"] == {"now": 0.1, "before": None}
+    assert analysis.as_json()["gpus"]["n2"] == {"now": 0.1, "before": None}
 
 
-def test_of_a_run_without_any_of_it_nothing_is_said() -> None:
+def test_run_without_timings_has_no_analysis() -> None:
     spent = TimeSpent()
     spent.observe(Event(at=1.0, name="run.progress", fields={"step": 1}))
     spent.take(1, {"reward": 0.5})
@@ -139,7 +149,7 @@ def test_of_a_run_without_any_of_it_nothing_is_said() -> None:
     assert spent.slow is None
 
 
-def test_a_gateway_says_how_long_the_answers_took_since_it_was_asked_last() -> None:
+def test_gateway_reports_response_times_since_the_last_request() -> None:
     fleet: Any = None
     metrics = Metrics(fleet, pieces=Counter())
     for took_s in (*[1.0] * 90, *[30.0] * 9, 120.0):
@@ -156,17 +166,17 @@ def test_a_gateway_says_how_long_the_answers_took_since_it_was_asked_last() -> N
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
-    ("given", "found"),
+    ("granted_gpus", "expected"),
     [
         ({}, {"n1": 0.45, "n2": 0.0}),
-        # Of a part of a node nobody knows which: the busiest ones.
+        # For a part of a node, the busiest GPUs count: it is unknown which GPUs are granted.
         ({"n1": 1}, {"n1": 0.9}),
         ({"n2/abcdef01": 2}, {"n2/abcdef01": 0.0}),
         ({"elsewhere": 8}, {}),
     ],
 )
-async def test_a_cluster_says_what_the_gpus_of_each_node_do(
-    given: Mapping[str, int], found: Mapping[str, float]
+async def test_gpu_utilisation_is_read_for_each_granted_node(
+    granted_gpus: Mapping[str, int], expected: Mapping[str, float]
 ) -> None:
     nodes = [
         {
@@ -178,7 +188,7 @@ async def test_a_cluster_says_what_the_gpus_of_each_node_do(
             "gpus": [{"utilizationGpu": -1}, {"utilizationGpu": 0}],
         },
         {"raylet": {"nodeName": "head", "nodeId": "11"}, "gpus": []},
-        # One that has just joined.
+        # A node that has just joined the cluster has no figures yet.
         {"raylet": {}},
     ]
     dashboard = Dashboard("http://cluster:8265")
@@ -189,5 +199,7 @@ async def test_a_cluster_says_what_the_gpus_of_each_node_do(
         ),
     )
 
-    assert await dashboard.gpu_use(given) == pytest.approx(found)
+    utilisation = await dashboard.gpu_use(granted_gpus)
     await dashboard.aclose()
+
+    assert utilisation == pytest.approx(expected)

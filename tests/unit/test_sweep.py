@@ -1,4 +1,4 @@
-"""What a sweep of one machine ends, and what it spares."""
+"""Tests of `end_carriers`: it ends the processes of a run on this machine, and no others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from tasks.processes.ending import end_all, end_carriers, holders_of
 from tasks.processes.tree import environment_of, is_zombie
 from tests.support.stage import wait_until
 
-#: Ends by itself in the end: one that is not caught would be nobody's, and never seen again.
+#: Program that forks and exits again and again. It stops after 30 s, in case the test fails to
+#: end it: the test could not find its last child.
 _FORKER = """
 import os, time
 until = time.monotonic() + 30
@@ -30,80 +31,84 @@ Start = Callable[..., "subprocess.Popen[bytes]"]
 
 @pytest.fixture
 def run_id() -> str:
+    """Return a new run id."""
     return f"swept-{uuid.uuid4().hex[:8]}"
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts a process in a session of its own; it is gone after the test."""
+    """Return a function that starts a process in its own session and kills it after the test."""
     started: list[subprocess.Popen[bytes]] = []
 
-    def start_one(argv: tuple[str, ...] = ("sleep", "600"), **variables: str) -> object:
+    def start_process(argv: tuple[str, ...] = ("sleep", "600"), **variables: str) -> object:
         process = subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, start_new_session=True, env={**os.environ, **variables}
         )
         started.append(process)
         return process
 
-    yield start_one  # type: ignore[misc]
+    yield start_process  # type: ignore[misc]
     for process in started:
         with suppress(ProcessLookupError):
             process.kill()
         process.wait()
 
 
-def test_what_carries_the_run_id_is_ended_and_named(start: Start, run_id: str) -> None:
-    process = start(MUSTER_RUN_ID=run_id)
+def test_process_with_the_run_id_is_killed_and_named(start: Start, run_id: str) -> None:
+    sleeper = start(MUSTER_RUN_ID=run_id)
 
-    found = end_carriers({"MUSTER_RUN_ID": run_id})
+    sweep = end_carriers({"MUSTER_RUN_ID": run_id})
 
-    assert [(one["pid"], one["command"]) for one in found["killed"]] == [(process.pid, "sleep 600")]
-    assert found["left"] == []
-    assert process.wait(10) == -signal.SIGKILL
+    killed = [(process["pid"], process["command"]) for process in sweep["killed"]]
+    assert killed == [(sleeper.pid, "sleep 600")]
+    assert sweep["left"] == []
+    assert sleeper.wait(10) == -signal.SIGKILL
 
 
-def test_a_second_sweep_finds_nothing(start: Start, run_id: str) -> None:
+def test_second_sweep_finds_no_process(start: Start, run_id: str) -> None:
     start(MUSTER_RUN_ID=run_id)
     end_carriers({"MUSTER_RUN_ID": run_id})
 
-    again = end_carriers({"MUSTER_RUN_ID": run_id})
+    second_sweep = end_carriers({"MUSTER_RUN_ID": run_id})
 
-    assert (again["killed"], again["left"]) == ([], [])
+    assert (second_sweep["killed"], second_sweep["left"]) == ([], [])
 
 
 @pytest.mark.parametrize(
     "variables",
     [
-        # another run, whose id begins with this one's, and one that this one's begins with
+        # a run whose id begins with this run id, and a run whose id is its beginning
         {"MUSTER_RUN_ID": "{run_id}-2"},
         {"MUSTER_RUN_ID": "swept"},
         # the id in another variable
         {"MY_MUSTER_RUN_ID": "{run_id}"},
-        # another attempt, another component, none at all
+        # another attempt, another component, neither attempt nor component
         {"MUSTER_RUN_ID": "{run_id}", "MUSTER_ATTEMPT": "2", "MUSTER_COMPONENT": "trainer"},
         {"MUSTER_RUN_ID": "{run_id}", "MUSTER_ATTEMPT": "1", "MUSTER_COMPONENT": "api"},
         {"MUSTER_RUN_ID": "{run_id}"},
     ],
 )
-def test_a_process_of_another_is_left(start: Start, run_id: str, variables: dict[str, str]) -> None:
+def test_processes_of_others_are_not_killed(
+    start: Start, run_id: str, variables: dict[str, str]
+) -> None:
     process = start(**{name: value.format(run_id=run_id) for name, value in variables.items()})
 
-    found = end_carriers(
+    sweep = end_carriers(
         {"MUSTER_RUN_ID": run_id, "MUSTER_ATTEMPT": "1", "MUSTER_COMPONENT": "trainer"}
     )
 
-    assert found["killed"] == []
+    assert sweep["killed"] == []
     assert process.poll() is None
 
 
-def test_neither_the_sweeper_nor_its_ancestors_are_ended(run_id: str) -> None:
+def test_calling_process_and_its_ancestors_are_not_killed(run_id: str) -> None:
     code = (
         "import sys; from tasks.processes.ending import end_carriers;"
         f"print(len(end_carriers({{'MUSTER_RUN_ID': '{run_id}'}})['killed']))"
     )
 
     done = subprocess.run(
-        # A shell that is the parent, and carries the run's id as its child does.
+        # The shell is the parent of the calling process. Both have the run id.
         ["bash", "-c", '"$0" -c "$1"; echo alive', sys.executable, code],
         env={**os.environ, "MUSTER_RUN_ID": run_id},
         capture_output=True,
@@ -114,16 +119,16 @@ def test_neither_the_sweeper_nor_its_ancestors_are_ended(run_id: str) -> None:
     assert done.stdout.split() == ["0", "alive"], done.stderr
 
 
-def test_a_chain_that_forks_and_exits_is_caught(start: Start, run_id: str) -> None:
+def test_forking_and_exiting_chain_is_killed(start: Start, run_id: str) -> None:
     start((sys.executable, "-I", "-S", "-c", _FORKER), MUSTER_RUN_ID=run_id)
 
-    found = end_carriers({"MUSTER_RUN_ID": run_id})
+    sweep = end_carriers({"MUSTER_RUN_ID": run_id})
 
-    assert found["left"] == []
+    assert sweep["left"] == []
     wait_until(lambda: run_id not in holders_of("MUSTER_RUN_ID").pids, "none is left")
 
 
-def test_a_stopped_process_is_ended(start: Start, run_id: str) -> None:
+def test_stopped_process_is_killed(start: Start, run_id: str) -> None:
     process = start(MUSTER_RUN_ID=run_id)
     process.send_signal(signal.SIGSTOP)
 
@@ -132,32 +137,35 @@ def test_a_stopped_process_is_ended(start: Start, run_id: str) -> None:
     assert is_zombie(process.pid)
 
 
-def test_what_begins_another_program_once_it_was_found_is_ended(
+def test_process_that_executes_another_program_is_killed(
     start: Start, run_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process = start(MUSTER_RUN_ID=run_id)
-    looks = 0
+    reads = 0
 
-    def seen_at_first(pid: int) -> dict[str, str]:
-        nonlocal looks
-        looks += pid == process.pid
-        # Found by the first look, and made sure of by the second.
-        return {} if pid == process.pid and looks > 2 else environment_of(pid)
+    def read_environment(pid: int) -> dict[str, str]:
+        """Return an empty environment after two reads, as after an `execve` without variables."""
+        nonlocal reads
+        if pid != process.pid:
+            return environment_of(pid)
+        reads += 1
+        # The first read finds the process, and the second confirms it.
+        return environment_of(pid) if reads <= 2 else {}
 
-    monkeypatch.setattr(ending, "environment_of", seen_at_first)
+    monkeypatch.setattr(ending, "environment_of", read_environment)
 
-    found = end_carriers({"MUSTER_RUN_ID": run_id})
+    sweep = end_carriers({"MUSTER_RUN_ID": run_id})
 
-    assert [one["pid"] for one in found["killed"]] == [process.pid]
-    assert found["left"] == []
+    assert [killed["pid"] for killed in sweep["killed"]] == [process.pid]
+    assert sweep["left"] == []
     assert process.wait(10) == -signal.SIGKILL
 
 
-def test_what_is_born_faster_than_it_is_ended_is_left() -> None:
-    born = iter(range(1 << 30, 1 << 31))
+def test_endless_new_processes_are_reported_as_leftover() -> None:
+    new_pids = iter(range(1 << 30, 1 << 31))
 
-    # Each has ended by the time it is looked at.
-    ended, left = end_all(lambda: {(next(born), 1)}, within_s=0.2)
+    # No process has these pids, so each counts as ended at once.
+    ended, left = end_all(lambda: {(next(new_pids), 1)}, within_s=0.2)
 
     assert len(left) == 1
     assert ended

@@ -1,4 +1,4 @@
-"""What a person at a terminal sees of a run, and that it never holds the run up."""
+"""Tests of `Terminal`: the display of a run, which never delays or ends the run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SPEC = RunSpec.model_validate(
 
 
 class Out(io.StringIO):
-    """A terminal, or a pipe: what was written, and what stands there then."""
+    """A fake terminal or pipe. It keeps each write, and the text on screen after the writes."""
 
     def __init__(self, *, is_terminal: bool = True) -> None:
         super().__init__()
@@ -49,13 +49,9 @@ class Out(io.StringIO):
         self.emulator.write(text)
         return len(text)
 
-    def shown(self) -> list[str]:
-        """Without the seconds in front."""
-        lines = self.emulator.text.splitlines()
-        return [line[10:] if line[8:10] == "s " or line[7:9] == "s " else line for line in lines]
-
 
 def screen(out: Any, *, is_live: bool = True) -> Screen:
+    """Return a screen of 200 columns that writes to `out`."""
     return Screen(out.write, is_live=is_live, size=lambda: os.terminal_size((200, 30)))
 
 
@@ -64,6 +60,7 @@ def event(name: str, component: str | None = None, **fields: Any) -> Event:
 
 
 def begun(folder: Path, number: int = 1) -> Event:
+    """Create the folder of an attempt and return the event of its begin."""
     directory = folder / f"attempt-{number:02d}"
     directory.mkdir(exist_ok=True)
     return event("attempt.begun", attempt=number, run_id="x-grpo", directory=directory)
@@ -84,7 +81,7 @@ FAILURE = {
 }
 
 
-def test_plain_output_is_lines_alone(tmp_path: Path) -> None:
+def test_plain_output_consists_of_lines_only(tmp_path: Path) -> None:
     out = Out(is_terminal=False)
 
     with Terminal(SPEC, screen(out, is_live=False)) as terminal:
@@ -104,12 +101,12 @@ def test_plain_output_is_lines_alone(tmp_path: Path) -> None:
         f"files in {tmp_path}/attempt-01",
         "api: started, pid 7",
         "api: ready after 0.50 s",
-        # a line for each twentieth
+        # one line for each twentieth of the steps
         *(f"step {step} of 60" for step in range(3, 61, 3)),
     ]
 
 
-def test_on_a_terminal_a_region_stands_under_the_lines_and_goes_in_the_end(tmp_path: Path) -> None:
+def test_live_region_is_below_the_lines_and_disappears_at_the_end(tmp_path: Path) -> None:
     out = Out()
     drawn = threading.Event()
     out.write = lambda text: (Out.write(out, text), "refused" in text and drawn.set())[0]  # type: ignore[method-assign]
@@ -128,7 +125,7 @@ def test_on_a_terminal_a_region_stands_under_the_lines_and_goes_in_the_end(tmp_p
     assert out.emulator.unknown == []
 
 
-def test_an_attempt_that_another_one_follows_says_why_it_failed(tmp_path: Path) -> None:
+def test_failed_attempt_is_explained_before_the_next_attempt(tmp_path: Path) -> None:
     out = Out(is_terminal=False)
 
     with Terminal(SPEC, screen(out, is_live=False)) as terminal:
@@ -147,7 +144,7 @@ def test_an_attempt_that_another_one_follows_says_why_it_failed(tmp_path: Path) 
     assert text.splitlines()[-1].endswith(f"waiting: {waiting}")
 
 
-def test_the_last_attempt_is_told_by_the_block_at_the_end_alone(tmp_path: Path) -> None:
+def test_failure_of_the_last_attempt_is_shown_once_at_the_end(tmp_path: Path) -> None:
     out = Out(is_terminal=False)
     content = {
         "run_id": "x-grpo",
@@ -173,7 +170,7 @@ def test_the_last_attempt_is_told_by_the_block_at_the_end_alone(tmp_path: Path) 
     )
 
 
-def test_a_completed_run_shows_its_reward_curve(tmp_path: Path) -> None:
+def test_completed_run_shows_its_reward_curve(tmp_path: Path) -> None:
     out = Out(is_terminal=False)
     lines = [json.dumps({"step": step, "reward": step / 60}) for step in range(1, 61)]
 
@@ -191,15 +188,16 @@ def test_a_completed_run_shows_its_reward_curve(tmp_path: Path) -> None:
     ("figures", "title"),
     [
         ({"loss": 0.5, "data": {}}, "loss by step"),
-        # what is there from the first step on is not what one asks for first
+        # the reward is preferred, even if the loss has a value for an earlier step
         ({"loss": 0.5, "reward": 0.25}, "reward by step"),
     ],
 )
-def test_the_curve_is_of_the_reward_where_there_is_one(
+def test_curve_shows_the_reward_if_the_metrics_have_it(
     tmp_path: Path, figures: dict[str, object], title: str
 ) -> None:
     out = Out(is_terminal=False)
-    lines = [{"step": 0, "loss": 0.9}, *({"step": step, **figures} for step in (1, 2, 3))]
+    lines = [{"step": 0, "loss": 0.9}]
+    lines += [{"step": step, **figures} for step in (1, 2, 3)]
 
     with Terminal(SPEC, screen(out, is_live=False)) as terminal:
         terminal.show(begun(tmp_path))
@@ -211,30 +209,32 @@ def test_the_curve_is_of_the_reward_where_there_is_one(
 
 
 class Stopped(Out):
-    """A terminal on which somebody has pressed Ctrl-S."""
+    """A terminal whose output the user has stopped with Ctrl-S."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_stuck = threading.Event()
-        self.goes_on = threading.Event()
+        self.is_blocked = threading.Event()
+        self.may_write = threading.Event()
 
     def write(self, text: str) -> int:
-        self.is_stuck.set()
-        self.goes_on.wait(60)
+        self.is_blocked.set()
+        self.may_write.wait(60)
         return super().write(text)
 
 
-def test_a_stuck_terminal_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_terminal_does_not_delay_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(terminal_module, "_MAX_BUFFERED_LINES", 5)
     out = Stopped()
 
     with Terminal(SPEC, screen(out)) as terminal:
         terminal.say("first")
-        assert out.is_stuck.wait(30)
+        assert out.is_blocked.wait(30)
         for number in range(1, 21):
             terminal.say(f"line {number}")
         terminal.show(begun(tmp_path))
-        out.goes_on.set()
+        out.may_write.set()
 
     shown = out.emulator.text.splitlines()
     assert shown[0].endswith("first")
@@ -242,19 +242,21 @@ def test_a_stuck_terminal_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.Mo
     assert [line.split("s ", 1)[1] for line in shown[2:5]] == ["line 18", "line 19", "line 20"]
 
 
-def test_one_that_takes_nothing_in_the_end_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_of_a_run_does_not_wait_for_a_stopped_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(terminal_module, "_CLOSE_WITHIN_S", 0.1)
     out = Stopped()
 
     with Terminal(SPEC, screen(out)) as terminal:
         terminal.say("first")
-        assert out.is_stuck.wait(30)
+        assert out.is_blocked.wait(30)
 
-    assert not out.goes_on.is_set()
-    out.goes_on.set()
+    assert not out.may_write.is_set()
+    out.may_write.set()
 
 
-def test_a_terminal_that_goes_away_ends_nothing(tmp_path: Path) -> None:
+def test_run_survives_the_loss_of_its_terminal(tmp_path: Path) -> None:
     class Gone(Out):
         def write(self, text: str) -> int:
             raise OSError(5, "Input/output error")
@@ -265,7 +267,7 @@ def test_a_terminal_that_goes_away_ends_nothing(tmp_path: Path) -> None:
         terminal.end("completed", "step 60 of 60")
 
 
-def test_a_region_that_can_t_be_drawn_is_given_up_for_plain_lines(
+def test_failure_to_draw_the_region_leaves_plain_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed = threading.Event()
@@ -287,8 +289,9 @@ def test_a_region_that_can_t_be_drawn_is_given_up_for_plain_lines(
 
 @pytest.fixture
 def tty() -> Iterator[Out]:
-    """A terminal, with a handler that was made for it. A test makes it its standard error itself:
-    pytest sets its own between a fixture and its test.
+    """Return a fake terminal with a log handler that writes to it.
+
+    The test itself must set `sys.stderr` to it: pytest replaces `sys.stderr` after the fixtures.
     """
     out = Out()
     handler = logging.StreamHandler(out)
@@ -297,10 +300,10 @@ def tty() -> Iterator[Out]:
     logging.getLogger("tests.foreign").removeHandler(handler)
 
 
-def test_what_others_print_becomes_lines(tty: Out, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_of_other_libraries_becomes_lines(tty: Out, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", tty)
-    said: list[str] = []
-    foreign = ForeignLines(said.append)
+    shown_lines: list[str] = []
+    foreign = ForeignLines(shown_lines.append)
 
     foreign.take_over()
     print("a library", "warns", file=sys.stderr)
@@ -310,35 +313,35 @@ def test_what_others_print_becomes_lines(tty: Out, monkeypatch: pytest.MonkeyPat
     print("after", file=sys.stderr)
     logging.getLogger("tests.foreign").warning("also after")
 
-    assert said == ["a library warns", "a log line", "of two", "cut short"]
+    assert shown_lines == ["a library warns", "a log line", "of two", "cut short"]
     assert tty.emulator.text == "after\nalso after\n"
 
 
-def test_what_goes_to_a_file_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_to_a_file_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     file = Out(is_terminal=False)
     monkeypatch.setattr(sys, "stderr", file)
-    said: list[str] = []
-    foreign = ForeignLines(said.append)
+    shown_lines: list[str] = []
+    foreign = ForeignLines(shown_lines.append)
 
     foreign.take_over()
     print("to the file", file=sys.stderr)
     foreign.give_back()
 
-    assert (said, file.emulator.text) == ([], "to the file\n")
+    assert (shown_lines, file.emulator.text) == ([], "to the file\n")
 
 
-def test_what_prefect_logs_becomes_lines(tty: Out, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefect_logs_become_lines(tty: Out, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", tty)
-    said: list[str] = []
+    shown_lines: list[str] = []
     logger = logging.getLogger("tests.foreign")
     handler = PrefectConsoleHandler(stream=tty)
     logger.addHandler(handler)
-    foreign = ForeignLines(said.append)
+    foreign = ForeignLines(shown_lines.append)
 
     foreign.take_over()
     logger.warning("of Prefect")
     foreign.give_back()
     logger.removeHandler(handler)
 
-    assert said == ["of Prefect", "of Prefect"]
+    assert shown_lines == ["of Prefect", "of Prefect"]
     assert tty.emulator.text == ""
