@@ -1,4 +1,4 @@
-"""What is known of a component's end, and what its log tells, make one failure."""
+"""Tests of `failure_of`: it builds a failure from a component's exit and its log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def ended(code: int | None = 1, signal: int | None = None) -> Exit:
     return Exit(exit_code=code, signal=signal, at_monotonic_s=0.0)
 
 
-def test_failure_carries_the_rule_its_line_and_what_to_do() -> None:
+def test_failure_has_the_rule_the_log_line_and_a_hint() -> None:
     text = f"step 8\n[rank3]: {OOM}\n{NCCL}\n"
 
     failure = failure_of("trainer", text, message="left", rule="exit", exit=ended())
@@ -31,18 +31,18 @@ def test_failure_carries_the_rule_its_line_and_what_to_do() -> None:
 @pytest.mark.parametrize(
     ("text", "signal", "kind", "rule"),
     [
-        # The log names a cause: what the process did itself says less.
+        # The log names a cause, which is more precise than the signal.
         (OOM, 6, FailureKind.CUDA_OOM, "cuda-oom"),
         (NCCL, 6, FailureKind.COLLECTIVE_TIMEOUT, "collective-timeout"),
-        # It says only that something was killed.
+        # The log says only that a process was killed.
         (KILLED, 11, FailureKind.RUNTIME_ERROR, "sigkill"),
         (KILLED, None, FailureKind.UNKNOWN, "sigkill"),
-        # It says nothing.
+        # The log names no cause.
         ("step 8", 11, FailureKind.RUNTIME_ERROR, "exit"),
         ("step 8", 9, FailureKind.UNKNOWN, "exit"),
     ],
 )
-def test_kind_comes_from_the_log_and_else_from_the_signal(
+def test_kind_comes_from_the_log_or_from_the_signal(
     text: str, signal: int | None, kind: FailureKind, rule: str
 ) -> None:
     exit = ended(None if signal else 1, signal)
@@ -52,7 +52,7 @@ def test_kind_comes_from_the_log_and_else_from_the_signal(
     assert (failure.kind, failure.rule) == (kind, rule)
 
 
-def test_bare_sigkill_comes_with_where_to_look() -> None:
+def test_failure_by_bare_sigkill_points_to_the_kernel_log() -> None:
     exit = ended(None, 9)
 
     failure = failure_of("trainer", "", message="left", rule="exit", exit=exit)
@@ -60,7 +60,7 @@ def test_bare_sigkill_comes_with_where_to_look() -> None:
     assert "dmesg" in failure.hint
 
 
-def test_kind_that_is_certain_is_not_replaced_by_the_log() -> None:
+def test_explicit_kind_is_not_replaced_by_the_log() -> None:
     failure = failure_of("api", NCCL, message="silent", rule="live", kind=FailureKind.STALLED)
 
     assert (failure.kind, failure.rule) == (FailureKind.STALLED, "live")

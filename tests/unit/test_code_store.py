@@ -1,4 +1,4 @@
-"""The code of runs: what of a project is kept, under which name, and how it comes back."""
+"""Tests of the code store: it keeps a copy of a project for each run and checks it out again."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ pytestmark = pytest.mark.usefixtures("muster_home")
 
 
 def git(root: Path, *words: str) -> None:
-    who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "protocol.file.allow=always")
-    subprocess.run(("git", "-C", str(root), *who, *words), check=True, capture_output=True)
+    settings = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "protocol.file.allow=always")
+    subprocess.run(("git", "-C", str(root), *settings, *words), check=True, capture_output=True)
 
 
 def write(root: Path, **files: str) -> None:
+    """Write files below `root`. In a keyword, `__` stands for `/`, and `_py` for `.py`."""
     for name, text in files.items():
         path = root / name.replace("__", "/").replace("_py", ".py")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,18 +55,18 @@ def project(tmp_path: Path) -> Path:
 
 
 def files_in(place: Path) -> dict[str, str]:
-    """By path: the text of a file, and of a link where it leads."""
-    found = {}
+    """Return the text of each file and the target of each link (`-> TARGET`), by relative path."""
+    contents = {}
     for folder, folders, names in os.walk(place):
         for path in (Path(folder, name) for name in (*folders, *names)):
             if path.is_symlink():
-                found[str(path.relative_to(place))] = f"-> {os.readlink(path)}"
+                contents[str(path.relative_to(place))] = f"-> {os.readlink(path)}"
             elif path.is_file():
-                found[str(path.relative_to(place))] = path.read_text()
-    return found
+                contents[str(path.relative_to(place))] = path.read_text()
+    return contents
 
 
-def test_the_work_tree_as_it_is_comes_back_and_what_is_ignored_is_linked(
+def test_checkout_restores_the_work_tree_and_links_ignored_files(
     project: Path, tmp_path: Path
 ) -> None:
     code = code_of(put(project))
@@ -87,9 +88,7 @@ def test_the_work_tree_as_it_is_comes_back_and_what_is_ignored_is_linked(
     assert len(code.commit) == 40 and "-old\n" in code.diff and "+new\n" in code.diff
 
 
-def test_equal_files_have_one_name_wherever_and_whenever_they_are(
-    project: Path, tmp_path: Path
-) -> None:
+def test_name_of_the_code_depends_only_on_the_files(project: Path, tmp_path: Path) -> None:
     tree = code_of(put(project)).tree
     git(tmp_path, "clone", "-q", str(project), "other")
     other = tmp_path / "other"
@@ -109,11 +108,12 @@ def test_equal_files_have_one_name_wherever_and_whenever_they_are(
                 (other / "train.py").chmod(0o755)
             case "here":
                 (other / "here").unlink()
-        before, tree = tree, code_of(put(other)).tree
-        assert tree != before, change
+        previous_tree = tree
+        tree = code_of(put(other)).tree
+        assert tree != previous_tree, change
 
 
-def test_repositories_within_are_part_of_it(project: Path, tmp_path: Path) -> None:
+def test_nested_repositories_are_included(project: Path, tmp_path: Path) -> None:
     write(tmp_path / "library", b_py="b", c_log="c")
     (tmp_path / "library" / "c_log").rename(tmp_path / "library" / "c.log")
     (tmp_path / "library" / ".gitignore").write_text("*.log\n")
@@ -127,19 +127,20 @@ def test_repositories_within_are_part_of_it(project: Path, tmp_path: Path) -> No
 
     check_out(code_of(put(project)), tmp_path / "out")
 
-    found = files_in(tmp_path / "out")
-    assert (found["sub/b.py"], found["cloned/b.py"]) == ("changed", "b")
-    assert found["sub/d.log"] == f"-> {project}/sub/d.log"
+    contents = files_in(tmp_path / "out")
+    assert (contents["sub/b.py"], contents["cloned/b.py"]) == ("changed", "b")
+    assert contents["sub/d.log"] == f"-> {project}/sub/d.log"
 
 
 @pytest.mark.parametrize("is_ignored", [False, True])
-def test_a_folder_without_git_is_taken_without_what_is_surely_no_code(
+def test_folder_without_git_is_copied_without_environments_and_outputs(
     tmp_path: Path, is_ignored: bool
 ) -> None:
     root = tmp_path / "outer" / "plain"
     write(root, a_py="a", **{".venv__bin__python": "", "wandb__x": "", "out__big": "w"})
     (root / ".gitignore").write_text("out/\n")
-    if is_ignored:  # by a repository around it
+    if is_ignored:
+        # A repository around the folder ignores the folder.
         git(root.parent, "init", "-q")
         (root.parent / ".gitignore").write_text("*\n")
 
@@ -151,16 +152,16 @@ def test_a_folder_without_git_is_taken_without_what_is_surely_no_code(
     assert code.commit == ""
 
 
-def test_links_that_lead_out_go_on_to_where_they_led(project: Path, tmp_path: Path) -> None:
+def test_links_out_of_the_project_keep_their_targets(project: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").mkdir()
     write(tmp_path, secret__key="key")
     (project / "out").symlink_to("../secret")
     (project / "abs").symlink_to(tmp_path / "secret")
-    # These lead to what was submitted, whatever becomes of it.
+    # In the copy, these links must lead to the copied files.
     (project / "within").symlink_to(project / "train.py")
     (project / "back").symlink_to(f"../{project.name}/data")
     (project / "..hidden").symlink_to("..odd")
-    # What git tracks lies behind a link now.
+    # A link replaces a folder whose file git tracks.
     (project / "src" / "pkg" / "a.py").unlink()
     (project / "src" / "pkg").rmdir()
     (project / "src" / "pkg").symlink_to(tmp_path / "secret")
@@ -168,18 +169,20 @@ def test_links_that_lead_out_go_on_to_where_they_led(project: Path, tmp_path: Pa
 
     check_out(code_of(put(project)), tmp_path / "co")
 
-    found = files_in(tmp_path / "co")
-    assert "src/pkg/a.py" not in found and "src/pkg/key" not in found
+    contents = files_in(tmp_path / "co")
+    assert "src/pkg/a.py" not in contents and "src/pkg/key" not in contents
     assert (tmp_path / "co" / "out" / "key").read_text() == "key"
-    assert found["abs"] == f"-> {tmp_path}/secret"
-    within = (found["within"], found["back"], found["..hidden"])
+    assert contents["abs"] == f"-> {tmp_path}/secret"
+    within = (contents["within"], contents["back"], contents["..hidden"])
     assert within == ("-> train.py", "-> data", "-> ..odd")
 
 
-def test_what_a_run_changed_is_as_it_was_at_its_next_attempt_and_its_own_files_stay(
+def test_next_attempt_gets_the_original_code_and_keeps_files_of_the_run(
     project: Path, tmp_path: Path
 ) -> None:
-    code, place, outside = code_of(put(project)), tmp_path / "out", tmp_path / "outside"
+    code = code_of(put(project))
+    place = tmp_path / "out"
+    outside = tmp_path / "outside"
     check_out(code, place)
     (place / "train.py").write_text("wen")
     (place / "run.sh").unlink()
@@ -193,35 +196,43 @@ def test_what_a_run_changed_is_as_it_was_at_its_next_attempt_and_its_own_files_s
 
     check_out(code, place)
 
-    found = files_in(place)
-    assert (found["train.py"], found["src/pkg/a.py"], found["outputs/step"]) == ("new", "a", "1")
+    contents = files_in(place)
+    assert (contents["train.py"], contents["src/pkg/a.py"], contents["outputs/step"]) == (
+        "new",
+        "a",
+        "1",
+    )
     assert (place / "run.sh").stat().st_mode & 0o100
     [moved] = place.glob("untracked.py.*")
-    assert (found["untracked.py"], (moved / "own").read_text()) == ("u", "kept")
+    assert (contents["untracked.py"], (moved / "own").read_text()) == ("u", "kept")
     assert files_in(outside) == {}
     assert set(code_store.own_files(place)) == {
-        *(".gitignore", "train.py", "untracked.py", "src/pkg/a.py", "run.sh")
+        ".gitignore",
+        "train.py",
+        "untracked.py",
+        "src/pkg/a.py",
+        "run.sh",
     }
 
 
 @pytest.mark.parametrize("is_behind_a_link", ["home", "project"])
-def test_a_home_within_the_project_is_no_part_of_it(
+def test_muster_home_within_the_project_is_not_copied(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_behind_a_link: str
 ) -> None:
     (tmp_path / "link").symlink_to(project)
-    at = {"home": project, "project": project, is_behind_a_link: tmp_path / "link"}
-    monkeypatch.setenv("MUSTER_HOME", str(at["home"] / "home"))
+    places = {"home": project, "project": project, is_behind_a_link: tmp_path / "link"}
+    monkeypatch.setenv("MUSTER_HOME", str(places["home"] / "home"))
     write(project, home__password="muster:secret", home__runs__a="a", gitignore="runs/\n")
     (project / "gitignore").rename(project / ".gitignore")
 
-    names = {put(at["project"]) for _ in range(2)}
+    names = {put(places["project"]) for _ in range(2)}
 
     assert len(names) == 1
     check_out(code_of(*names), tmp_path / "out")
     assert not [name for name in files_in(tmp_path / "out") if name.startswith("home")]
 
 
-def test_files_that_go_meanwhile_are_none_of_it(
+def test_files_deleted_during_the_copy_are_left_out(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     list_files = code_store._files
@@ -229,29 +240,31 @@ def test_files_that_go_meanwhile_are_none_of_it(
         code_store, "_files", lambda root: (list_files(root)[0] | {"was/here.tmp"}, set())
     )
 
-    assert "was/here.tmp" not in code_store.contents_of(code_of(put(project)).tree)
+    name = put(project)
+
+    assert "was/here.tmp" not in code_store.contents_of(code_of(name).tree)
 
 
-def test_a_project_that_is_too_large_is_refused_with_its_largest_files(
+def test_too_large_project_is_rejected_with_its_largest_files(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MUSTER_CODE_MIB", "1")
     put(project)
     (project / "model.bin").write_bytes(bytes(2 << 20))
 
-    with pytest.raises(InvalidSpec) as refused:
+    with pytest.raises(InvalidSpec) as error_info:
         put(project)
 
-    assert "the largest: model.bin 2.0 MiB" in str(refused.value)
-    assert "code: live" in str(refused.value)
+    assert "the largest: model.bin 2.0 MiB" in str(error_info.value)
+    assert "code: live" in str(error_info.value)
 
 
-def test_what_is_half_written_or_spoilt_is_not_there(project: Path, muster_home: Path) -> None:
+def test_damaged_code_is_rejected_and_replaced(project: Path, muster_home: Path) -> None:
     name = put(project)
     path = muster_home / "code" / f"{code_of(name).tree}.gz"
     whole = path.read_bytes()
-    for spoilt in (whole[:-20], b"", gzip.compress(b"other")):
-        path.write_bytes(spoilt)
+    for damaged in (whole[:-20], b"", gzip.compress(b"other")):
+        path.write_bytes(damaged)
         with pytest.raises(NoCode, match="submit or deploy it again"):
             check_out(code_of(name), muster_home / "out")
 
@@ -259,7 +272,7 @@ def test_what_is_half_written_or_spoilt_is_not_there(project: Path, muster_home:
     check_out(code_of(name), muster_home / "out")
 
 
-#: Of Python: killed in the midst of the first file that is written whole.
+#: Program that stores the code of a project and is killed after half of its first file.
 KILLED = """
 import os, pathlib, signal, sys
 from tasks.record.code_store import put
@@ -272,22 +285,22 @@ put(pathlib.Path(sys.argv[1]))
 """
 
 
-def test_puts_at_once_and_one_that_was_killed_leave_one_whole_code(
+def test_concurrent_and_killed_writers_leave_one_complete_code(
     project: Path, muster_home: Path
 ) -> None:
     killed = subprocess.run((sys.executable, "-c", KILLED, str(project)))
-    left = [path.name for path in (muster_home / "code").iterdir()]
+    leftover = [path.name for path in (muster_home / "code").iterdir()]
 
     with ThreadPoolExecutor(4) as pool:
         [name] = set(pool.map(put, [project] * 4))
 
     assert killed.returncode == -signal.SIGKILL
-    assert len(left) == 1 and left[0].startswith(".")
+    assert len(leftover) == 1 and leftover[0].startswith(".")
     check_out(code_of(name), muster_home / "out")
     assert files_in(muster_home / "out")["train.py"] == "new"
 
 
-def test_a_host_with_another_home_has_it_from_the_server(
+def test_host_with_another_home_gets_the_code_from_the_server(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = SubmitServer()
@@ -296,18 +309,18 @@ def test_a_host_with_another_home_has_it_from_the_server(
     count = len(server.artifacts)
     share_code(server, name)  # type: ignore[arg-type]
     assert len(server.artifacts) == count > 4
-    assert {one.key for one in server.artifacts} == {None}
+    assert {artifact.key for artifact in server.artifacts} == {None}
 
     monkeypatch.setenv("MUSTER_HOME", str(tmp_path / "there"))
     with pytest.raises(NoCode, match="submit or deploy it again"):
         code_of(name)
-    code = code_of(name, lambda one: shared_code(server, one))  # type: ignore[arg-type]
-    check_out(code, tmp_path / "out", lambda one: shared_code(server, one))  # type: ignore[arg-type]
+    code = code_of(name, lambda key: shared_code(server, key))  # type: ignore[arg-type]
+    check_out(code, tmp_path / "out", lambda key: shared_code(server, key))  # type: ignore[arg-type]
 
     assert files_in(tmp_path / "out")["train.py"] == "new"
 
 
-def test_what_nothing_names_goes_after_a_day(
+def test_unreferenced_code_is_deleted_after_one_day(
     project: Path, muster_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = SubmitServer()
@@ -321,14 +334,14 @@ def test_what_nothing_names_goes_after_a_day(
 
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 2 * 24 * 3600)
-    for one in server.artifacts:
-        assert one.updated is not None
-        one.updated = one.updated.replace(year=2020)
+    for artifact in server.artifacts:
+        assert artifact.updated is not None
+        artifact.updated = artifact.updated.replace(year=2020)
     share_code(server, again)  # type: ignore[arg-type]
-    gone = code_store.forget(named)
+    deleted = code_store.forget(named)
     forget_code(server, named)  # type: ignore[arg-type]
 
-    assert len(gone) == 4
+    assert len(deleted) == 4
     code_of(new)
     assert shared_code(server, again)  # type: ignore[arg-type]
     with pytest.raises(NoCode):
@@ -336,22 +349,20 @@ def test_what_nothing_names_goes_after_a_day(
     assert shared_code(server, new) and not shared_code(server, old)  # type: ignore[arg-type]
 
 
-def test_an_editable_install_of_the_project_is_imported_from_the_copy(
-    project: Path, tmp_path: Path
-) -> None:
+def test_import_path_replaces_editable_installs_by_the_copy(project: Path, tmp_path: Path) -> None:
     site = project / ".venv" / "lib" / "python3.11" / "site-packages"
     site.mkdir(parents=True)
     (site / "_a.pth").write_text(f"{project.resolve()}/src\n/elsewhere\n{project}-too/lib2\n")
     (tmp_path / "link").symlink_to(project)
     (site / "__editable___b_finder.py").write_text(f"MAPPING = {{'b': '{project}/lib/b'}}\n")
 
-    found = code_store.import_path(project, tmp_path / "out")
+    import_path = code_store.import_path(project, tmp_path / "out")
 
-    assert sorted(found) == [f"{tmp_path}/out/lib", f"{tmp_path}/out/src"]
+    assert sorted(import_path) == [f"{tmp_path}/out/lib", f"{tmp_path}/out/src"]
     assert code_store.import_path(tmp_path / "link", tmp_path / "out")
 
 
-def test_the_project_s_own_python_imports_what_is_installed_as_editable_from_the_copy(
+def test_python_of_the_project_imports_editable_installs_from_the_copy(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     venv = project / ".venv"

@@ -1,4 +1,4 @@
-"""The documents say what is so: links lead somewhere, examples validate, commands exist."""
+"""Tests of the documents: links, named files, examples, keys and states match the code."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DOCS = ROOT / "docs"
 
 each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=str)
 
-#: What a part of a spec is put into.
+#: Spec that a part of a spec from a document is merged into.
 BASE: Mapping[str, Any] = {
     "name": "example",
     "workload": "grpo",
@@ -48,20 +48,21 @@ BASE: Mapping[str, Any] = {
 
 
 def document(name: str) -> Document:
-    return next(one for one in DOCUMENTS if str(one) == name)
+    return next(document for document in DOCUMENTS if str(document) == name)
 
 
-def marked(mark: str) -> list[Any]:
-    """The blocks with a mark, of all documents."""
+def blocks_with(info: str) -> list[Any]:
+    """Return the code blocks of all documents with this info string, as test parameters."""
     return [
-        pytest.param(block, id=f"{one}:{block.line}")
-        for one in DOCUMENTS
-        for block in one.blocks
-        if block.info == mark
+        pytest.param(block, id=f"{page}:{block.line}")
+        for page in DOCUMENTS
+        for block in page.blocks
+        if block.info == info
     ]
 
 
 def merged(base: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` with the keys of `part`. Mappings in both are merged key by key."""
     result = dict(base)
     for key, value in part.items():
         both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
@@ -70,13 +71,16 @@ def merged(base: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @each_document
-def test_every_link_leads_somewhere(document: Document) -> None:
-    broken = [f"line {line}: {link}" for line, link in document.links if not leads(document, link)]
+def test_every_link_has_a_target(document: Document) -> None:
+    broken = [
+        f"line {line}: {link}" for line, link in document.links if not has_target(document, link)
+    ]
 
     assert not broken
 
 
-def leads(document: Document, link: str) -> bool:
+def has_target(document: Document, link: str) -> bool:
+    """Return True for a link to an existing file and heading, and for any web address."""
     parts = urlsplit(link)
     if parts.scheme:
         return parts.scheme in ("http", "https") and bool(parts.hostname)
@@ -89,7 +93,7 @@ def leads(document: Document, link: str) -> bool:
 
 
 @each_document
-def test_every_file_that_is_named_is_there(document: Document) -> None:
+def test_every_named_file_exists(document: Document) -> None:
     tops = ("tasks/", "flows/", "deployments/", "tests/", "docs/")
     named = [
         (line, code)
@@ -102,7 +106,7 @@ def test_every_file_that_is_named_is_there(document: Document) -> None:
     assert not missing
 
 
-def test_the_index_names_every_page() -> None:
+def test_index_names_every_page() -> None:
     named = {link for _, link in document("docs/README.md").links}
 
     missing = [path.name for path in DOCS.glob("*.md") if path.name not in {"README.md", *named}]
@@ -110,56 +114,58 @@ def test_the_index_names_every_page() -> None:
     assert not missing
 
 
-def test_every_part_that_is_made_from_the_code_is_current() -> None:
+def test_every_generated_part_is_current() -> None:
     stale = [path.name for path, text in made_documents() if path.read_text("utf-8") != text]
 
     assert not stale, "`make docs` writes them"
 
 
-@pytest.mark.parametrize("block", marked("yaml run-spec"))
-def test_an_example_of_a_run_spec_is_valid(block: Block) -> None:
+@pytest.mark.parametrize("block", blocks_with("yaml run-spec"))
+def test_example_run_specs_are_valid(block: Block) -> None:
     parse_spec(yaml.safe_load(block.text))
 
 
-@pytest.mark.parametrize("block", marked("yaml pipeline"))
-def test_an_example_of_a_pipeline_is_valid(block: Block, tmp_path: Path) -> None:
+@pytest.mark.parametrize("block", blocks_with("yaml pipeline"))
+def test_example_pipelines_are_valid(block: Block, tmp_path: Path) -> None:
     path = tmp_path / "pipeline.yaml"
     path.write_text(block.text, encoding="utf-8")
-    # The files that it names start from its project.
+    # The example names spec files relative to the root of the project.
     (tmp_path / "deployments").symlink_to(ROOT / "deployments")
 
     load_pipeline(path)
 
 
-@pytest.mark.parametrize("block", marked("yaml run-spec-part"))
-def test_a_part_of_a_run_spec_is_valid_within_one(block: Block) -> None:
-    parse_spec(in_a_spec(yaml.safe_load(block.text)))
+@pytest.mark.parametrize("block", blocks_with("yaml run-spec-part"))
+def test_example_parts_of_a_run_spec_are_valid(block: Block) -> None:
+    parse_spec(complete_spec(yaml.safe_load(block.text)))
 
 
-def in_a_spec(part: Mapping[str, Any]) -> dict[str, Any]:
+def complete_spec(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a whole spec that contains this part of a spec."""
     spec = merged(BASE, part)
     jobs = part.get("components", {})
     if part.get("on_lost_flow") == "adopt":
-        spec["components"] = dict(jobs)  # of nothing but Ray jobs
+        # Such a run may have only components that are Ray jobs.
+        spec["components"] = dict(jobs)
     return spec
 
 
-@pytest.mark.parametrize("block", marked("yaml run-spec-faulty"))
-def test_the_faults_of_a_faulty_spec_are_those_that_are_shown(block: Block) -> None:
+@pytest.mark.parametrize("block", blocks_with("yaml run-spec-faulty"))
+def test_documented_faults_of_a_faulty_spec_are_reported(block: Block) -> None:
     [shown] = [
-        one.text
+        following.text
         for page in DOCUMENTS
-        for index, one in enumerate(page.blocks)
+        for index, following in enumerate(page.blocks)
         if index and page.blocks[index - 1] is block
     ]
 
-    with pytest.raises(InvalidSpec) as found:
+    with pytest.raises(InvalidSpec) as error_info:
         parse_spec(yaml.safe_load(block.text))
 
-    assert [str(fault) for fault in found.value.faults] == shown.splitlines()
+    assert [str(fault) for fault in error_info.value.faults] == shown.splitlines()
 
 
-#: Into which the example of a key is put, where the usual spec has no place for it.
+#: Specs for the examples of keys that are not valid in BASE, by the part that has the key.
 SPECS: Mapping[str, Mapping[str, Any]] = {
     "progress": {"progress": {"step": "step"}},
     "success": {"progress": {"step": "step", "jsonl": "metrics.jsonl"}},
@@ -183,7 +189,8 @@ COMMAND = {
 
 
 def with_example(base: Mapping[str, Any], example: spec_reference.Example) -> dict[str, Any]:
-    # The rule is one of a preset's, so that no key of it must be there.
+    """Return the spec `base` with the example value of a key, and the other keys it requires."""
+    # A preset defines the rule `kl`, so none of its keys is required.
     names = {"NAME": "kl" if "rules" in example.part else "trainer", "KIND": "NODE_LOST"}
     steps = [] if example.part == spec_reference.ROOT else example.part.split(".")
     part: dict[str, Any] = {example.key: example.value}
@@ -200,9 +207,12 @@ def with_example(base: Mapping[str, Any], example: spec_reference.Example) -> di
 
 @pytest.mark.parametrize(
     "example",
-    [pytest.param(one, id=f"{one.part}.{one.key}") for one in spec_reference.examples(RunSpec)],
+    [
+        pytest.param(example, id=f"{example.part}.{example.key}")
+        for example in spec_reference.examples(RunSpec)
+    ],
 )
-def test_the_example_of_a_key_is_valid(example: spec_reference.Example) -> None:
+def test_examples_of_keys_are_valid(example: spec_reference.Example) -> None:
     own = SPECS.get(example.part, {})
     fleets = [SGLANG, COMMAND] if ".rollout" in example.part else [{}]
 
@@ -218,22 +228,22 @@ def test_the_example_of_a_key_is_valid(example: spec_reference.Example) -> None:
 
 
 @pytest.mark.parametrize("model", [RunSpec, PipelineSpec])
-def test_every_key_has_a_meaning(model: type[RunSpec | PipelineSpec]) -> None:
-    silent = [
+def test_every_key_has_a_description(model: type[RunSpec | PipelineSpec]) -> None:
+    undescribed = [
         f"{part.path}.{key}"
         for part in spec_reference.parts(model)
         for key, schema in part.schema["properties"].items()
         if not schema.get("description")
     ]
 
-    assert not silent
+    assert not undescribed
 
 
-def test_every_key_of_a_listed_run_has_a_meaning() -> None:
+def test_every_key_of_a_listed_run_has_a_description() -> None:
     assert not re.findall(r"^.*\| +\|$", listed_runs.keys(), re.MULTILINE)
 
 
-def test_every_verb_of_the_command_is_in_its_page() -> None:
+def test_page_of_commands_lists_every_verb() -> None:
     page = document("docs/commands.md")
     named = re.findall(r"^\| `muster ([a-z]+)", page.text, re.MULTILINE)
 
@@ -249,10 +259,10 @@ def test_every_state_and_every_kind_of_failure_is_explained() -> None:
     assert [title for title in titles if title.isupper()] == [kind.value for kind in FailureKind]
 
 
-def test_every_rule_by_which_a_failure_is_recognised_is_explained() -> None:
+def test_every_failure_rule_is_explained() -> None:
     text = document("docs/states-and-failures.md").text
     source = "\n".join(path.read_text("utf-8") for path in (ROOT / "tasks").rglob("*.py"))
-    # As an argument, and as the third one of the supervisor's own verbs.
+    # A rule is a keyword argument, or an argument of the supervisor's methods.
     rules = set(re.findall(r'\brule="([a-z-]+)"', source))
     rules |= set(re.findall(r'FLOW_LOST = "([a-z-]+)"', source))
     rules |= set(
@@ -266,14 +276,15 @@ def test_every_rule_by_which_a_failure_is_recognised_is_explained() -> None:
 
 
 def example_of(mark: str) -> ModuleType:
-    """The code of an example, as a module."""
-    [block] = [one for one in document("docs/extending.md").blocks if one.info == f"python {mark}"]
+    """Return a module with the code of the example of this name in docs/extending.md."""
+    blocks = document("docs/extending.md").blocks
+    [block] = [block for block in blocks if block.info == f"python {mark}"]
     module = ModuleType(mark)
     exec(compile(block.text, f"docs/extending.md, {mark}", "exec"), vars(module))
     return module
 
 
-def test_the_example_of_a_backend_plans_a_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_backend_plans_a_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BACKENDS, "sglang", example_of("backend").LlamaCpp)  # type: ignore[arg-type]
     fleet = Rollout.model_validate({"backend": "sglang", "model": "m.gguf", "engines": 2})
 
@@ -289,7 +300,7 @@ def test_the_example_of_a_backend_plans_a_fleet(monkeypatch: pytest.MonkeyPatch)
     assert all(server.is_entrypoint for server in plan.servers)
 
 
-def test_the_example_of_a_probe_says_why_not_and_then_yes(tmp_path: Path) -> None:
+def test_example_probe_gives_a_reason_until_it_succeeds(tmp_path: Path) -> None:
     path = tmp_path / "socket"
     probe = example_of("probe").UnixProbe(path)
     reasons: list[str] = []
@@ -306,8 +317,9 @@ def test_the_example_of_a_probe_says_why_not_and_then_yes(tmp_path: Path) -> Non
     assert reasons == [f"connect to {path}: No such file or directory"]
 
 
-def test_the_example_of_a_rule_explains_a_log() -> None:
-    [block] = [one for one in document("docs/extending.md").blocks if one.info == "toml rule"]
+def test_example_rule_explains_a_log() -> None:
+    blocks = document("docs/extending.md").blocks
+    [block] = [block for block in blocks if block.info == "toml rule"]
     [example] = read_rules(block.text)
     log = "step 3\nERROR No license server is reachable at 10.0.0.9:27000\n"
 
@@ -336,7 +348,7 @@ def test_names_in_the_tables_about_extending_exist() -> None:
     assert missing == []
 
 
-def test_what_a_waiting_run_is_said_to_say_it_says() -> None:
+def test_documented_messages_of_waiting_runs_exist_in_the_code() -> None:
     source = ast.parse((ROOT / "tasks" / "queue" / "reasons.py").read_text("utf-8"))
     texts = " | ".join(
         node.value
@@ -346,7 +358,7 @@ def test_what_a_waiting_run_is_said_to_say_it_says() -> None:
     text = document("docs/queue.md").text.partition("## Why a run waits")[2].partition("\n## ")[0]
     messages = re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
 
-    # What stands for names and figures ends a clause.
+    # Names and figures differ from the code, so the clauses between them are compared.
     ends = r"\b[A-Z]+\b|[\d:]*\d|(?:as )?\bthe work pool gang\b|\.\.\.|[,;:]"
     clauses = [clause.strip() for message in messages for clause in re.split(ends, message)]
     clauses = [clause for clause in clauses if " " in clause]
@@ -355,7 +367,7 @@ def test_what_a_waiting_run_is_said_to_say_it_says() -> None:
     assert [clause for clause in clauses if clause not in texts] == []
 
 
-def test_contributing_names_every_target_of_make() -> None:
+def test_contributing_guide_names_every_make_target() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
     named = {
         name

@@ -1,4 +1,7 @@
-"""What the documents tell to type exists, with its options. `tests/acceptance` really types it."""
+"""Tests that the commands in the documents exist, with their options.
+
+The tests in `tests/acceptance` execute these commands.
+"""
 
 from __future__ import annotations
 
@@ -10,35 +13,38 @@ from tests.support.documents import ROOT, Document, Said, documents
 from tests.support.typed import complaint_about, make_targets, muster_verbs, program_file
 
 DOCUMENTS = documents()
-#: What may tell somebody to type a command.
+#: Suffixes of the files that may contain commands for a reader to type.
 SOURCES = frozenset((".py", ".yaml", ".service", ".timer", ".sh", ".env"))
 
-#: Languages of blocks. `console` and `sh` are commands, of which the first is run by a test.
+#: Languages of code blocks. Blocks of `console` and `sh` contain commands. A test runs those of
+#: `console`.
 LANGUAGES = frozenset(
     ("", "console", "sh", "text", "yaml", "python", "json", "toml", "ini", "mermaid", "sql")
 )
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
-def test_every_block_is_of_a_language_that_tests_know(document: Document) -> None:
-    others = [f"line {one.line}" for one in document.blocks if one.language not in LANGUAGES]
+def test_every_block_has_a_known_language(document: Document) -> None:
+    unknown = [f"line {block.line}" for block in document.blocks if block.language not in LANGUAGES]
 
-    assert not others
+    assert not unknown
 
 
 def commands() -> list[tuple[Document, Said]]:
-    return [(page, said) for page in DOCUMENTS for said in page.commands("console", "sh")]
+    """Return the commands in the code blocks of all documents."""
+    return [(page, command) for page in DOCUMENTS for command in page.commands("console", "sh")]
 
 
 @pytest.mark.parametrize(
-    "command", [pytest.param(said.command, id=f"{page}:{said.line}") for page, said in commands()]
+    "command",
+    [pytest.param(command.command, id=f"{page}:{command.line}") for page, command in commands()],
 )
-def test_a_command_would_be_understood(command: str) -> None:
+def test_commands_in_blocks_are_valid(command: str) -> None:
     assert not complaint_about(command)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
-def test_every_command_within_a_sentence_exists(document: Document) -> None:
+def test_commands_within_sentences_exist(document: Document) -> None:
     wrong = []
     for line, code in document.codes:
         for module in re.findall(r"\bpython -m ((?:flows|tasks|deployments|tests)[\w.]*)", code):
@@ -48,7 +54,7 @@ def test_every_command_within_a_sentence_exists(document: Document) -> None:
             if target not in make_targets():
                 wrong.append(f"line {line}: there is no `make {target}`")
         if code.startswith("muster "):
-            # One that only names a verb may leave out what that needs.
+            # A command without options may only name a verb: its required arguments may be missing.
             complaint = complaint_about(code)
             if complaint and not ("--" not in code and "requires an argument" in complaint):
                 wrong.append(f"line {line}: {complaint}")
@@ -56,9 +62,9 @@ def test_every_command_within_a_sentence_exists(document: Document) -> None:
     assert not wrong
 
 
-def test_every_command_that_the_code_names_exists() -> None:
-    tops = [ROOT / name for name in ("tasks", "flows", "deployments")]
-    files = [path for top in tops for path in top.rglob("*") if path.suffix in SOURCES]
+def test_commands_in_the_code_exist() -> None:
+    folders = [ROOT / name for name in ("tasks", "flows", "deployments")]
+    files = [path for folder in folders for path in folder.rglob("*") if path.suffix in SOURCES]
 
     wrong = []
     for path in (*files, ROOT / "prefect.yaml"):
@@ -96,8 +102,8 @@ def test_every_command_that_the_code_names_exists() -> None:
         ("mustard up", "no test knows the program mustard"),
     ],
 )
-def test_a_command_that_would_not_be_understood_is_found(command: str, complaint: str) -> None:
-    found = complaint_about(command)
+def test_invalid_commands_are_detected(command: str, complaint: str) -> None:
+    reported = complaint_about(command)
 
-    assert complaint in found
-    assert bool(found) == bool(complaint)
+    assert complaint in reported
+    assert bool(reported) == bool(complaint)

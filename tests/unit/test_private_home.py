@@ -1,4 +1,4 @@
-"""Who may read what is in a MUSTER_HOME: its user alone, unless MUSTER_UMASK says otherwise."""
+"""Tests of the access rights in MUSTER_HOME: only its user reads it, unless MUSTER_UMASK is set."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ NOBODY = 65534
 
 @pytest.fixture
 def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """One that was made with the usual umask, in a place that everybody can enter."""
-    before = os.umask(0o022)
+    """A MUSTER_HOME that was created with umask 022, in a folder that every user can enter."""
+    previous_umask = os.umask(0o022)
     place = Path(tempfile.mkdtemp(prefix="muster-private-", dir="/tmp"))
     place.chmod(0o755)
     home = place / "home"
@@ -41,25 +41,26 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("MUSTER_HOME", str(home))
     monkeypatch.delenv("MUSTER_UMASK", raising=False)
     yield home
-    os.umask(before)
+    os.umask(previous_umask)
     shutil.rmtree(place)
 
 
 def modes(home: Path) -> dict[str, str]:
-    found = (home, *sorted(home.rglob("*")))
-    return {str(path.relative_to(home)): f"{stat.S_IMODE(path.stat().st_mode):o}" for path in found}
+    """Return the octal mode of each file and folder in `home`, by relative path."""
+    paths = (home, *sorted(home.rglob("*")))
+    return {str(path.relative_to(home)): f"{stat.S_IMODE(path.stat().st_mode):o}" for path in paths}
 
 
 def read_by_another(home: Path, *, group: int = NOBODY) -> list[str]:
-    """The files and folders that another user can read."""
+    """Return the files and folders that another user, with this group, can read."""
     find = ("find", str(home), "-readable")
-    found = subprocess.run(
+    listing = subprocess.run(
         find, user=NOBODY, group=group, extra_groups=(), capture_output=True, text=True, cwd="/"
     )
-    return found.stdout.splitlines()
+    return listing.stdout.splitlines()
 
 
-def test_an_open_home_is_closed_with_all_that_is_in_it(home: Path) -> None:
+def test_readable_home_becomes_private_with_its_content(home: Path) -> None:
     keep_private()
 
     assert modes(home) == {
@@ -76,29 +77,29 @@ def test_an_open_home_is_closed_with_all_that_is_in_it(home: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_user_reads_nothing(home: Path) -> None:
-    before = read_by_another(home)
+def test_another_user_can_read_nothing(home: Path) -> None:
+    readable_before = read_by_another(home)
 
     keep_private()
 
-    assert len(before) == 9
+    assert len(readable_before) == 9
     assert read_by_another(home) == []
 
 
-def test_what_is_written_from_then_on_is_private_and_so_is_what_a_child_writes(home: Path) -> None:
+def test_new_files_are_private_also_those_of_child_processes(home: Path) -> None:
     keep_private()
 
     write_json(home / "runs" / "run-1" / "run.json", {})
     new = home / "runs" / "run-2"
     subprocess.run(("sh", "-c", f"mkdir {new}; echo > {new}/metrics.jsonl"), check=True)
 
-    found = modes(home)
-    assert found["runs/run-1/run.json"] == found["runs/run-2/metrics.jsonl"] == "600"
-    assert found["runs/run-2"] == "700"
+    home_modes = modes(home)
+    assert home_modes["runs/run-1/run.json"] == home_modes["runs/run-2/metrics.jsonl"] == "600"
+    assert home_modes["runs/run-2"] == "700"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_a_group_reads_runs_where_that_is_set_but_no_key_to_the_server(
+def test_group_can_read_runs_but_not_the_password_with_a_group_umask(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MUSTER_UMASK", "027")
@@ -118,7 +119,7 @@ def test_a_group_reads_runs_where_that_is_set_but_no_key_to_the_server(
     assert read_by_another(home) == []
 
 
-def test_a_closed_home_is_opened_to_the_group_once_that_is_set(
+def test_private_home_is_opened_to_the_group_by_a_group_umask(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep_private()
@@ -126,14 +127,12 @@ def test_a_closed_home_is_opened_to_the_group_once_that_is_set(
 
     keep_private()
 
-    found = modes(home)
-    assert (found["."], found["runs"], found["prefect"], found["stack"]) == (
-        *("750", "750"),
-        *("700", "700"),
-    )
+    home_modes = modes(home)
+    assert (home_modes["."], home_modes["runs"]) == ("750", "750")
+    assert (home_modes["prefect"], home_modes["stack"]) == ("700", "700")
 
 
-def test_a_setting_that_is_no_umask_opens_nothing(
+def test_invalid_umask_leaves_the_home_private(
     home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MUSTER_UMASK", "group")
@@ -144,7 +143,7 @@ def test_a_setting_that_is_no_umask_opens_nothing(
     assert "MUSTER_UMASK=group" in caplog.text
 
 
-def test_of_a_persons_home_only_what_is_musters_is_closed(
+def test_only_muster_s_folders_become_private_in_the_user_s_home(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (home / "theirs").mkdir(mode=0o755)
@@ -152,13 +151,13 @@ def test_of_a_persons_home_only_what_is_musters_is_closed(
 
     keep_private()
 
-    found = modes(home)
-    assert (found["."], found["theirs"]) == ("755", "755")
-    assert found["runs"] == "700"
-    assert found["runs/run-1/attempt-01/trainer.log"] == "600"
+    home_modes = modes(home)
+    assert (home_modes["."], home_modes["theirs"]) == ("755", "755")
+    assert home_modes["runs"] == "700"
+    assert home_modes["runs/run-1/attempt-01/trainer.log"] == "600"
 
 
-def test_what_a_link_in_a_home_leads_to_stays_as_it_is(home: Path) -> None:
+def test_targets_of_links_in_a_home_keep_their_modes(home: Path) -> None:
     shared = home.parent / "dataset"
     shared.mkdir(mode=0o755)
     (shared / "rows").write_text("")
@@ -169,12 +168,12 @@ def test_what_a_link_in_a_home_leads_to_stays_as_it_is(home: Path) -> None:
     assert modes(shared) == {".": "755", "rows": "644"}
 
 
-def test_the_password_is_made_once_and_for_its_user_alone(home: Path) -> None:
+def test_password_is_created_once_and_readable_only_by_its_user(home: Path) -> None:
     assert server_password() == ""
 
-    made = make_server_password()
+    password = make_server_password()
 
-    assert made.startswith("muster:") and len(made) > 30
-    assert make_server_password() == server_password() == made
+    assert password.startswith("muster:") and len(password) > 30
+    assert make_server_password() == server_password() == password
     assert stat.S_IMODE(password_file().stat().st_mode) == 0o600
     assert [path.name for path in home.glob("password*")] == ["password"]

@@ -1,4 +1,4 @@
-"""The project's own files agree with each other, and name neither this machine nor a registry."""
+"""Tests of the project's files: they agree with each other and name no registry or local path."""
 
 from __future__ import annotations
 
@@ -39,10 +39,12 @@ def pyproject() -> dict[str, Any]:
 
 
 def requirements() -> list[Requirement]:
-    """Everything that pyproject.toml asks for, the extras included."""
+    """Return all requirements in pyproject.toml, including those of the extras."""
     project = pyproject()["project"]
-    extras = project["optional-dependencies"].values()
-    return [Requirement(r) for r in [*project["dependencies"], *(r for e in extras for r in e)]]
+    texts = list(project["dependencies"])
+    for extra in project["optional-dependencies"].values():
+        texts += extra
+    return [Requirement(text) for text in texts]
 
 
 def constraint_lines() -> list[str]:
@@ -51,7 +53,7 @@ def constraint_lines() -> list[str]:
 
 
 def project_files() -> list[Path]:
-    """What git tracks or would add, as it lies in the checkout."""
+    """Return the files of the checkout that git tracks or would add, without links."""
     listing = subprocess.run(
         ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"),
         cwd=ROOT,
@@ -66,7 +68,7 @@ def project_files() -> list[Path]:
 
 
 def configured_registries() -> list[str]:
-    """The hosts and folders from which pip installs on this machine."""
+    """Return the hosts and folders from which pip installs packages on this machine."""
     config = subprocess.run(
         (sys.executable, "-m", "pip", "config", "list"), capture_output=True, text=True, timeout=60
     )
@@ -77,7 +79,10 @@ def configured_registries() -> list[str]:
 
 
 def forbidden(root: Path) -> re.Pattern[str]:
-    """What no file may contain. A checkout right under `/` has too short a name to look for."""
+    """Return a pattern of the registries and of the checkout's path `root`.
+
+    The path of a checkout directly under `/` is left out, because it can be a common word.
+    """
     names = {*REGISTRIES, *configured_registries()}
     if len(root.parts) > 2:
         names.add(str(root))
@@ -85,8 +90,8 @@ def forbidden(root: Path) -> re.Pattern[str]:
     return re.compile(rf"(?<![\w-])(?:{any_name})(?![\w-])")
 
 
-def marked(pattern: re.Pattern[str], text: str) -> list[int]:
-    """Numbers of the lines in which the pattern stands."""
+def matching_lines(pattern: re.Pattern[str], text: str) -> list[int]:
+    """Return the numbers of the lines that match the pattern."""
     lines = enumerate(text.splitlines(), start=1)
     return [number for number, line in lines if pattern.search(line)]
 
@@ -94,13 +99,15 @@ def marked(pattern: re.Pattern[str], text: str) -> list[int]:
 def test_no_file_names_a_registry_or_this_checkout() -> None:
     pattern = forbidden(ROOT)
 
-    found = {
+    violations = {
         str(path.relative_to(ROOT)): lines
         for path in project_files()
-        if (lines := marked(pattern, path.read_text(encoding="utf-8", errors="ignore")))
+        if (lines := matching_lines(pattern, path.read_text(encoding="utf-8", errors="ignore")))
     }
 
-    assert not found, f"these lines name a package registry or a path of this machine: {found}"
+    assert not violations, (
+        f"these lines name a package registry or a path of this machine: {violations}"
+    )
 
 
 def test_constraints_are_versions_only() -> None:
@@ -109,7 +116,7 @@ def test_constraints_are_versions_only() -> None:
     assert not wrong
 
 
-def test_constraints_hold_a_version_in_range_of_every_requirement() -> None:
+def test_constraints_satisfy_every_requirement() -> None:
     pairs = (line.split("==") for line in constraint_lines())
     versions = {canonicalize_name(name): version for name, version in pairs}
 
@@ -128,16 +135,16 @@ def test_flows_and_tasks_import_only_what_the_project_depends_on() -> None:
         canonicalize_name(Requirement(r).name) for r in pyproject()["project"]["dependencies"]
     }
     owners = packages_distributions()
-    # What the guardian imports by a bare name lies beside it.
-    beside = {path.stem for path in (ROOT / "tasks" / "processes").glob("*.py")}
-    own = {"deployments", "flows", "tasks", *beside}
+    # The guardian imports modules of its own folder by their bare names.
+    guardian_modules = {path.stem for path in (ROOT / "tasks" / "processes").glob("*.py")}
+    own_packages = {"deployments", "flows", "tasks", *guardian_modules}
 
     undeclared = {
         f"{path.relative_to(ROOT)}: {name}"
         for package in ("flows", "tasks")
         for path in (ROOT / package).rglob("*.py")
         for name in imported_packages(path)
-        if name not in sys.stdlib_module_names | own
+        if name not in sys.stdlib_module_names | own_packages
         and not declared & {canonicalize_name(dist) for dist in owners.get(name, ())}
     }
 
@@ -145,14 +152,14 @@ def test_flows_and_tasks_import_only_what_the_project_depends_on() -> None:
 
 
 def imported_packages(path: Path) -> set[str]:
-    """Top-level names that a file imports absolutely."""
-    found: set[str] = set()
+    """Return the top-level names of the absolute imports in a file."""
+    names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[0] for alias in node.names}
+            names |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found.add(node.module.partition(".")[0])
-    return found
+            names.add(node.module.partition(".")[0])
+    return names
 
 
 def test_make_lists_every_target() -> None:
@@ -164,9 +171,12 @@ def test_make_lists_every_target() -> None:
 
 
 @pytest.mark.parametrize("workers", ["-n0", "-n1"])
-def test_a_session_that_leaves_a_process_fails_and_names_it(tmp_path: Path, workers: str) -> None:
-    waits_less = re.sub(r"(?m)^(_LEFTOVERS_WITHIN_S) = .*$", r"\1 = 0.2", CONFTEST.read_text())
-    (tmp_path / "conftest.py").write_text(waits_less)
+def test_test_session_with_a_leftover_process_fails_and_names_it(
+    tmp_path: Path, workers: str
+) -> None:
+    # The copy waits 0.2 s for leftover processes to exit, instead of many seconds.
+    conftest = re.sub(r"(?m)^(_LEFTOVERS_WITHIN_S) = .*$", r"\1 = 0.2", CONFTEST.read_text())
+    (tmp_path / "conftest.py").write_text(conftest)
     (tmp_path / "test_it.py").write_text(
         "import subprocess\n"
         "def test_it(request):\n"
@@ -176,8 +186,13 @@ def test_a_session_that_leaves_a_process_fails_and_names_it(tmp_path: Path, work
 
     session = subprocess.run(
         (
-            *(sys.executable, "-m", "pytest", "-p", "no:cacheprovider"),
-            *(f"--rootdir={tmp_path}", workers),
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            f"--rootdir={tmp_path}",
+            workers,
         ),
         cwd=tmp_path,
         capture_output=True,

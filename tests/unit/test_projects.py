@@ -1,5 +1,4 @@
-"""The project that a spec's file lies in: its root, its interpreter, and where its components
-work."""
+"""Tests of a spec's project: its root folder, its interpreter and its working directories."""
 
 from __future__ import annotations
 
@@ -17,41 +16,44 @@ from tasks.spec.run import RunSpec
 
 
 @pytest.mark.parametrize(
-    ("marks", "root"),
+    ("markers", "root"),
     [
-        # none: the file's own folder
+        # no marker: the folder of the spec file
         ([], "outer/inner/runs"),
         (["outer/.git/"], "outer"),
-        # of a work tree of git, `.git` is a file
+        # in a linked work tree of git, `.git` is a file
         (["outer/.git"], "outer"),
         (["outer/pyproject.toml"], "outer"),
-        # the nearest
+        # the nearest marker counts
         (["outer/.git/", "outer/inner/pyproject.toml"], "outer/inner"),
         (["outer/pyproject.toml", "outer/inner/.git/"], "outer/inner"),
         (["outer/.git/", "outer/inner/runs/pyproject.toml"], "outer/inner/runs"),
-        # what lies below, or beside, marks nothing
+        # markers in subfolders and in sibling folders do not count
         (["outer/.git/", "outer/inner/runs/deeper/pyproject.toml"], "outer"),
         (["outer/.git/", "outer/other/pyproject.toml"], "outer"),
     ],
 )
-def test_the_root_is_the_nearest_folder_with_a_mark_else_the_file_s_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, marks: list[str], root: str
+def test_root_is_the_nearest_folder_with_a_marker_or_the_folder_of_the_spec(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, markers: list[str], root: str
 ) -> None:
     folder = tmp_path / "outer" / "inner" / "runs"
     folder.mkdir(parents=True)
-    for mark in marks:
-        path = tmp_path / mark
+    for marker in markers:
+        path = tmp_path / marker
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.mkdir() if mark.endswith("/") else path.touch()
+        if marker.endswith("/"):
+            path.mkdir()
+        else:
+            path.touch()
     monkeypatch.chdir(folder)
 
-    # The file need not be there; its name may be relative.
-    found = [find_project_root(folder / "spec.yaml"), find_project_root(Path("spec.yaml"))]
+    # The spec file does not have to exist, and its path may be relative.
+    roots = [find_project_root(folder / "spec.yaml"), find_project_root(Path("spec.yaml"))]
 
-    assert found == [tmp_path / root] * 2
+    assert roots == [tmp_path / root] * 2
 
 
-def test_whoever_enters_a_project_keeps_the_muster_home_that_was_meant(
+def test_relative_muster_home_is_kept_when_a_project_is_entered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "project" / "runs").mkdir(parents=True)
@@ -66,7 +68,7 @@ def test_whoever_enters_a_project_keeps_the_muster_home_that_was_meant(
 
 
 @pytest.mark.parametrize("kind", ["program", "link", "no program", "folder", "nothing"])
-def test_the_interpreter_is_that_of_the_project_s_venv_else_muster_s(
+def test_interpreter_of_the_project_s_venv_is_preferred_to_muster_s(
     tmp_path: Path, kind: str
 ) -> None:
     own = tmp_path / ".venv" / "bin" / "python"
@@ -83,33 +85,34 @@ def test_the_interpreter_is_that_of_the_project_s_venv_else_muster_s(
             own.parent.rmdir()
             own.parent.touch()
 
-    found = find_python(tmp_path)
+    python = find_python(tmp_path)
 
-    # The link is not followed: it leads out of the environment.
-    assert found == (str(own) if kind in ("program", "link") else sys.executable)
+    # The link is not resolved: its target belongs to another environment.
+    assert python == (str(own) if kind in ("program", "link") else sys.executable)
 
 
 @pytest.mark.parametrize(
     ("cwd", "own", "of_run", "of_component"),
     [
-        # left out: the root; a component without one stays with the run's
+        # default of the run: the root of the project; default of a component: the run's directory
         (None, None, "/project", None),
         (".", None, "/project", None),
         ("sub", None, "/project/sub", None),
-        # that of a component starts from the root too, not from the run's
+        # the directory of a component is relative to the root, not to the run's directory
         ("sub", "other", "/project/sub", "/project/other"),
         (None, ".", "/project", "/project"),
         ("/else", "/where", "/else", "/where"),
-        # as what is filled in says
+        # placeholders are filled in
         ("${run.dir}", "${run.dir}/x", "/runs/a", "/runs/a/x"),
         ("of-${run.id}", "of-${run.id}", "/project/of-a", "/project/of-a"),
     ],
 )
-def test_a_resolved_spec_has_only_absolute_directories(
+def test_resolved_spec_has_only_absolute_directories(
     cwd: str | None, own: str | None, of_run: str, of_component: str | None
 ) -> None:
-    component = {"command": ["true"], **({"cwd": own} if own else {})}
-    fleet = {"backend": "vllm", "model": "m", **({"cwd": own} if own else {})}
+    own_cwd = {"cwd": own} if own else {}
+    component = {"command": ["true"], **own_cwd}
+    fleet = {"backend": "vllm", "model": "m", **own_cwd}
     spec = RunSpec.model_validate(
         {
             "name": "a",

@@ -1,4 +1,4 @@
-"""Repositories that are not used, and programs that a repository names and that never run."""
+"""Tests of untrusted git repositories: they are not used, and their programs do not run."""
 
 from __future__ import annotations
 
@@ -23,27 +23,29 @@ pytestmark = pytest.mark.usefixtures("muster_home")
 
 
 def git(root: Path, *words: str) -> str:
-    who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "protocol.file.allow=always")
+    """Run git in `root` and return its output."""
+    settings = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "protocol.file.allow=always")
     done = subprocess.run(
-        ("git", "-C", str(root), *who, *words), check=True, capture_output=True, text=True
+        ("git", "-C", str(root), *settings, *words), check=True, capture_output=True, text=True
     )
     return done.stdout
 
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
+    """A folder, like `/tmp`, in which every user may write."""
     with shared_folder() as place:
         yield place
 
 
 @pytest.fixture
 def proof(shared: Path) -> Path:
-    """A file that every planted program writes."""
+    """Path of the file that each program of the attacker writes to when it runs."""
     return shared / "proof"
 
 
 def planted_program(place: Path, proof: Path) -> Path:
-    """A program that proves that it ran, and then passes its input on."""
+    """Create a program that writes to `proof` and copies its input to its output."""
     program = place / "planted.sh"
     program.write_text(f"#!/bin/sh\nid -u >> {proof}\ncat\n")
     program.chmod(0o755)
@@ -51,7 +53,7 @@ def planted_program(place: Path, proof: Path) -> Path:
 
 
 def own_project(place: Path) -> Path:
-    """A folder of the victim with a spec and one file, and no repository of its own."""
+    """Create the victim's project: a folder with a spec and one file, without a repository."""
     project = place / "victim" / "project"
     project.mkdir(parents=True)
     (project / "train.py").write_text("print(1)\n")
@@ -60,11 +62,17 @@ def own_project(place: Path) -> Path:
 
 
 def planted_repository(at: Path, program: Path) -> None:
-    """A repository of the attacker that names a program wherever git can be told one."""
+    """Create a repository of the attacker whose settings name a program in many places."""
     attack("git", "init", "-q", at)
     for setting in (
-        *("filter.evil.clean", "filter.evil.process", "core.fsmonitor", "diff.external"),
-        *("diff.evil.textconv", "diff.evil.command", "core.pager", "core.sshCommand"),
+        "filter.evil.clean",
+        "filter.evil.process",
+        "core.fsmonitor",
+        "diff.external",
+        "diff.evil.textconv",
+        "diff.evil.command",
+        "core.pager",
+        "core.sshCommand",
     ):
         attack("git", "-C", at, "config", setting, str(program))
     script = f"echo '* filter=evil diff=evil' > {at}/.gitattributes"
@@ -73,7 +81,7 @@ def planted_repository(at: Path, program: Path) -> None:
 
 @needs_another_user
 @pytest.mark.parametrize("is_file", [False, True], ids=["folder", "file"])
-def test_planted_git_above_a_project_runs_nothing_and_is_no_root(
+def test_planted_git_above_a_project_runs_no_program_and_is_not_the_root(
     shared: Path, proof: Path, caplog: pytest.LogCaptureFixture, is_file: bool
 ) -> None:
     """CVE-2022-24765: the attacker owns `.git` in a folder like `/tmp` above the project."""
@@ -130,7 +138,7 @@ def test_search_for_a_root_ends_at_a_folder_of_another_user(
     attack("touch", outer / mark)
     project = outer / "mine"
     project.mkdir()
-    # The owner of the folder is the attacker, or everybody may write to the folder.
+    # The attacker owns the folder, or every user may write to the folder.
     outer.chmod(mode)
     if mode != 0o755:
         os.chown(outer, 0, 0)
@@ -142,7 +150,7 @@ def test_search_for_a_root_ends_at_a_folder_of_another_user(
 
 
 @needs_another_user
-def test_a_project_of_root_is_one_for_every_user(
+def test_project_owned_by_root_is_trusted_by_every_user(
     shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project = own_project(shared)
@@ -178,7 +186,7 @@ def test_interpreter_of_another_user_is_not_run(
     "part",
     ["gitdir", "commondir", "alternates", "config", "index", "objects", ".git"],
 )
-def test_a_repository_with_a_part_of_another_user_is_not_used(
+def test_repository_with_a_part_of_another_user_is_not_used(
     shared: Path, caplog: pytest.LogCaptureFixture, part: str
 ) -> None:
     project = own_project(shared)
@@ -206,12 +214,12 @@ def test_a_repository_with_a_part_of_another_user_is_not_used(
 
     assert code.commit == ""
     assert "is not used: " in caplog.text and caplog.text.count("\n") <= 2
-    # The files are taken all the same, without the help of git's index.
+    # The files are copied even so, without git's index.
     assert {path.name for path in (shared / "out").iterdir()} >= {"train.py", "muster.yaml"}
 
 
 @pytest.mark.parametrize("kind", ["empty folder", "empty file", "leads nowhere"])
-def test_a_project_with_a_broken_repository_counts_as_one_without(
+def test_project_with_a_broken_repository_is_copied_without_git(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
     project = own_project(tmp_path)
@@ -249,10 +257,11 @@ def test_a_project_with_a_broken_repository_counts_as_one_without(
     ],
 )
 @pytest.mark.parametrize("where", ["config", "included", "environment"])
-def test_programs_that_the_own_repository_names_do_not_run(
+def test_programs_named_by_the_user_s_repository_do_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, where: str
 ) -> None:
-    project, proof = own_project(tmp_path), tmp_path / "proof"
+    project = own_project(tmp_path)
+    proof = tmp_path / "proof"
     program = str(planted_program(tmp_path, proof))
     git(project, "init", "-q")
     (project / ".gitattributes").write_text("*.py filter=evil diff=evil\n[attr]evil filter=evil\n")
@@ -280,12 +289,13 @@ def test_programs_that_the_own_repository_names_do_not_run(
     assert not proof.exists()
     assert len(code.commit) == 40
     assert "+name: b\n" in code.diff
-    # Its filter would have to run for a true comparison.
+    # An exact comparison of train.py would run the filter program.
     assert "train.py: not compared" in code.diff and "print(2)" not in code.diff
 
 
-def test_hooks_and_settings_of_a_repository_within_do_not_run(tmp_path: Path) -> None:
-    project, proof = own_project(tmp_path), tmp_path / "proof"
+def test_hooks_and_settings_of_nested_repositories_do_not_run(tmp_path: Path) -> None:
+    project = own_project(tmp_path)
+    proof = tmp_path / "proof"
     program = planted_program(tmp_path, proof)
     git(project, "init", "-q")
     inner = project / "inner"
@@ -315,10 +325,11 @@ def test_hooks_and_settings_of_a_repository_within_do_not_run(tmp_path: Path) ->
     assert (tmp_path / "out" / "inner" / "a.txt").read_text() == "c"
 
 
-def test_variables_of_git_lead_to_no_other_repository(
+def test_environment_variables_of_git_are_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    project, other = own_project(tmp_path / "a"), own_project(tmp_path / "b")
+    project = own_project(tmp_path / "a")
+    other = own_project(tmp_path / "b")
     for place in (project, other):
         git(place, "init", "-q")
         git(place, "add", ".")
@@ -337,8 +348,9 @@ def test_variables_of_git_lead_to_no_other_repository(
     assert (code.commit, code.diff) == (commit, "")
 
 
-def test_the_work_tree_is_where_git_lies_whatever_its_settings_say(tmp_path: Path) -> None:
-    project, other = own_project(tmp_path / "a"), tmp_path / "other"
+def test_work_tree_in_the_settings_of_git_is_ignored(tmp_path: Path) -> None:
+    project = own_project(tmp_path / "a")
+    other = tmp_path / "other"
     other.mkdir()
     (other / "secret.txt").write_text("secret")
     git(project, "init", "-q")
@@ -354,7 +366,11 @@ def test_the_work_tree_is_where_git_lies_whatever_its_settings_say(tmp_path: Pat
 
 
 def lfs_project(place: Path) -> tuple[Path, Path]:
-    """A project whose weights git-lfs keeps, as a commit has it, without git-lfs."""
+    """Create a project with weights under git-lfs, without running git-lfs.
+
+    Returns:
+        The folder of the project, and its file of weights.
+    """
     project = own_project(place)
     weights = project / "weights.bin"
     content = b"\x00weights\xff" * 100
@@ -370,7 +386,7 @@ def lfs_project(place: Path) -> tuple[Path, Path]:
     return project, weights
 
 
-def test_a_file_of_git_lfs_is_compared_by_its_hash(tmp_path: Path) -> None:
+def test_files_of_git_lfs_are_compared_by_hash(tmp_path: Path) -> None:
     project, weights = lfs_project(tmp_path)
     (project / "train.py").write_text("print(2)\n")
 
@@ -386,7 +402,7 @@ def test_a_file_of_git_lfs_is_compared_by_its_hash(tmp_path: Path) -> None:
     assert "+print(2)\n" in changed and "git-lfs.github.com" not in changed
 
 
-def test_a_work_tree_of_another_repository_has_its_own_commit_and_index(tmp_path: Path) -> None:
+def test_linked_work_tree_has_its_own_commit_and_index(tmp_path: Path) -> None:
     project = own_project(tmp_path)
     git(project, "init", "-q")
     git(project, "add", ".")
@@ -407,7 +423,7 @@ def test_a_work_tree_of_another_repository_has_its_own_commit_and_index(tmp_path
 
 
 @pytest.mark.parametrize("kind", ["sha256", "split index", "sparse", "crlf", "own excludes"])
-def test_what_a_repository_is_made_like_does_not_change_what_is_said_of_it(
+def test_formats_and_settings_of_a_repository_do_not_change_the_diff(
     tmp_path: Path, kind: str
 ) -> None:
     project = own_project(tmp_path)
@@ -438,7 +454,7 @@ def test_what_a_repository_is_made_like_does_not_change_what_is_said_of_it(
     assert not (tmp_path / "out" / "a.key").is_file() or (tmp_path / "out" / "a.key").is_symlink()
 
 
-def test_a_project_below_the_root_of_its_repository_is_compared_alone(tmp_path: Path) -> None:
+def test_diff_of_a_project_in_a_subfolder_excludes_the_other_files(tmp_path: Path) -> None:
     project = own_project(tmp_path)
     git(tmp_path, "init", "-q")
     (tmp_path / "other.txt").write_text("a\n")
@@ -454,7 +470,7 @@ def test_a_project_below_the_root_of_its_repository_is_compared_alone(tmp_path: 
     assert codes[0].tree == codes[1].tree
 
 
-def test_more_changed_files_than_a_patch_has_room_for_are_counted(tmp_path: Path) -> None:
+def test_too_long_diff_is_cut_and_the_rest_is_counted(tmp_path: Path) -> None:
     project = own_project(tmp_path)
     for number in range(310):
         (project / f"f{number:03}.txt").write_text("a\n")
@@ -481,7 +497,7 @@ def test_more_changed_files_than_a_patch_has_room_for_are_counted(tmp_path: Path
         ("pyproject.toml", "project.dependencies = ['prefect']", False),
     ],
 )
-def test_settings_of_prefect_that_another_user_put_into_the_working_folder_are_refused(
+def test_prefect_settings_of_another_user_in_the_working_folder_are_rejected(
     shared: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -503,7 +519,7 @@ def test_settings_of_prefect_that_another_user_put_into_the_working_folder_are_r
     assert f"{shared}/{name} belongs to" in capsys.readouterr().err
 
 
-def test_settings_of_prefect_of_ones_own_are_taken(tmp_path: Path) -> None:
+def test_prefect_settings_of_the_user_are_accepted(tmp_path: Path) -> None:
     (tmp_path / "prefect.toml").write_text("[api]\nurl = 'http://127.0.0.1:1/api'")
 
     refuse_foreign_settings(tmp_path)
