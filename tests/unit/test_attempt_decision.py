@@ -1,4 +1,4 @@
-"""Of all that could decide an attempt, what came first holds, whoever was told first."""
+"""Tests that the earliest event decides an attempt, even if it is reported later than others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def decision(at: float, state: RunState = RunState.FAILED) -> Decision:
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations([1.0, 2.0, 3.0])))
-def test_earliest_decision_holds_in_whatever_order_they_come(order: tuple[float, ...]) -> None:
+def test_earliest_decision_counts_in_any_order_of_reports(order: tuple[float, ...]) -> None:
     earliest = EarliestDecision()
 
     for at in order:
@@ -35,16 +35,17 @@ def test_earliest_decision_holds_in_whatever_order_they_come(order: tuple[float,
     assert earliest.decision is not None and earliest.decision.at_monotonic_s == 1.0
 
 
-def test_of_two_at_once_the_one_that_was_told_first_holds() -> None:
+def test_first_report_counts_if_two_decisions_have_the_same_time() -> None:
     earliest = EarliestDecision()
 
-    assert earliest.decide(decision(1.0, RunState.COMPLETED))
-    assert not earliest.decide(decision(1.0, RunState.FAILED))
+    is_first_accepted = earliest.decide(decision(1.0, RunState.COMPLETED))
+    is_second_accepted = earliest.decide(decision(1.0, RunState.FAILED))
 
+    assert (is_first_accepted, is_second_accepted) == (True, False)
     assert earliest.decision is not None and earliest.decision.state is RunState.COMPLETED
 
 
-def test_what_comes_after_a_reserved_end_does_not_count_and_what_comes_before_does() -> None:
+def test_only_decisions_up_to_a_reserved_time_count() -> None:
     earliest = EarliestDecision()
     earliest.reserve(2.0)
 
@@ -57,28 +58,30 @@ def test_what_comes_after_a_reserved_end_does_not_count_and_what_comes_before_do
 
 
 class NoGuardian:
+    """A fake guardian process."""
+
     pid = 0
 
 
 @pytest.mark.asyncio
-async def test_who_the_kernel_told_of_first_died_first_however_late_both_were_heard_of() -> None:
-    gone: list[GuardedProcess] = []
-    ends = socket.socketpair()
+async def test_exit_times_come_from_the_kernel_not_from_the_order_of_reports() -> None:
+    ended_processes: list[GuardedProcess] = []
+    sockets = socket.socketpair()
     api, trainer = (
         GuardedProcess(
             name,
             cast("Popen[bytes]", NoGuardian()),
-            end,
+            connection,
             mark=0,
             is_in_namespace=False,
-            gone=gone,
+            gone=ended_processes,
         )
-        for name, end in zip(("api", "trainer"), ends, strict=True)
+        for name, connection in zip(("api", "trainer"), sockets, strict=True)
     )
 
     def report(process: GuardedProcess, at_monotonic_s: float) -> None:
-        ended: dict[str, Any] = {"event": "exited", "code": 1}
-        process._on_event({**ended, "at_monotonic_s": at_monotonic_s})
+        exited: dict[str, Any] = {"event": "exited", "code": 1}
+        process._on_event({**exited, "at_monotonic_s": at_monotonic_s})
 
     api._on_leader_gone()
     trainer._on_leader_gone()
@@ -86,6 +89,6 @@ async def test_who_the_kernel_told_of_first_died_first_however_late_both_were_he
     report(api, 300.0)
 
     assert api.exited.result().at_monotonic_s < trainer.exited.result().at_monotonic_s == 1.0
-    for end in ends:
-        asyncio.get_running_loop().remove_reader(end)
-        end.close()
+    for connection in sockets:
+        asyncio.get_running_loop().remove_reader(connection)
+        connection.close()

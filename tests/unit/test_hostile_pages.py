@@ -1,8 +1,8 @@
-"""Text from outside in artifacts: nothing in it is a link, an image, HTML or formatting in the UI.
+"""Tests that foreign text in artifacts becomes no link, image, HTML or formatting in Prefect's UI.
 
-Pages and descriptions are Markdown. The older UI renders each cell of a table as Markdown as well.
-Both UIs make links of bare addresses, which MarkdownIt does not; so such addresses are looked for
-in what it renders, outside of code.
+Pages and descriptions are Markdown. The older UI also renders each cell of a table as Markdown.
+Both UIs turn bare web addresses into links, but MarkdownIt does not. The tests therefore search
+the rendered HTML, outside of code, for bare addresses.
 """
 
 from __future__ import annotations
@@ -50,26 +50,30 @@ HOSTILE = {
 }
 _TAGS = re.compile(r"<(/?)(\w+)([^>]*)>")
 _CODE = re.compile(r"<code.*?</code>", re.DOTALL)
-#: What both UIs link by themselves.
+#: Bare addresses that both UIs turn into links.
 _BARE = re.compile(r"(?i)(https?://|ftp://|www\.)\w|[-.\w+]+@[-\w]+\.\w")
 
 
 def rendered(markdown: str) -> str:
+    """Return the HTML of a Markdown text."""
     return MarkdownIt("commonmark").enable(["table", "strikethrough"]).render(markdown)
 
 
 def dangers_in(markdown: str) -> list[str]:
-    """Return the tags and addresses of a page by which text from outside could do something."""
+    """Return the dangerous tags and the linked addresses in a Markdown page."""
     html = rendered(markdown)
-    # A picture of Muster's own holds its content.
+    # Muster's pictures contain their data, so they load nothing from outside.
     html = re.sub(r'<img src="data:image/svg\+xml;base64,[^"]*"', "<p", html)
     tags = [name for _, name, _ in _TAGS.findall(html) if name in ("a", "img", "script", "iframe")]
-    return tags + [found.group() for found in _BARE.finditer(_CODE.sub("", html))]
+    return tags + [address.group() for address in _BARE.finditer(_CODE.sub("", html))]
 
 
-def dangers_in_cell(said: str) -> list[str]:
-    """Do the same for a cell. Addresses are found in what is written: only the older UI makes links
-    there, and it does so before it resolves escapes."""
+def dangers_in_cell(text: str) -> list[str]:
+    """Return the tags, formats and linked addresses in a cell of a table.
+
+    Addresses are searched for in the Markdown source: only the older UI makes links in cells, and
+    it does so before it resolves escapes.
+    """
     formats = (
         "a",
         "img",
@@ -83,8 +87,8 @@ def dangers_in_cell(said: str) -> list[str]:
         "h1",
         "blockquote",
     )
-    tags = [name for _, name, _ in _TAGS.findall(rendered(said)) if name in formats]
-    return tags + [found.group() for found in _BARE.finditer(said)]
+    tags = [name for _, name, _ in _TAGS.findall(rendered(text)) if name in formats]
+    return tags + [address.group() for address in _BARE.finditer(text)]
 
 
 @pytest.fixture(params=HOSTILE.values(), ids=HOSTILE)
@@ -94,17 +98,17 @@ def hostile(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def view(hostile: str, tmp_path: Path) -> RunView:
-    """A failed run with hostile text wherever a program or a person can write some."""
-    figure = tmp_path / "metrics.jsonl"
-    figure.write_text('{"step": 1, "reward": 1.0}\n')
-    # The key of a figure has no space, and no empty part between dots.
+    """A failed run with hostile text in each field that a program or a person can write."""
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 1, "reward": 1.0}\n')
+    # The key of a metric must not have spaces or empty parts between dots.
     key = "".join(hostile.split()).replace(".", "")
     spec = RunSpec.model_validate(
         {
             "name": "x",
             "workload": "grpo",
             "components": {"trainer": {"command": ["true"]}},
-            "progress": {"jsonl": str(figure), "step": key, "total": 60},
+            "progress": {"jsonl": str(metrics), "step": key, "total": 60},
         }
     )
     failure = {
@@ -150,6 +154,7 @@ def view(hostile: str, tmp_path: Path) -> RunView:
 
 
 def curve_of(view: RunView) -> Shown | None:
+    """Return the curve of the run's metrics."""
     assert view.spec.progress is not None and view.spec.progress.jsonl is not None
     figures = Figures(Path(view.spec.progress.jsonl), "step")
     figures.look()
@@ -168,28 +173,29 @@ PAGES = (
 )
 
 
-@pytest.mark.parametrize("made", PAGES, ids=lambda made: made.__name__)
-def test_pages_of_a_run_hold_no_markup_from_outside(
-    made: Callable[[RunView], Shown | None], view: RunView
+@pytest.mark.parametrize("make_page", PAGES, ids=lambda make_page: make_page.__name__)
+def test_pages_of_a_run_contain_no_foreign_markup(
+    make_page: Callable[[RunView], Shown | None], view: RunView
 ) -> None:
-    shown = made(view)
+    shown = make_page(view)
 
     assert shown is not None
     assert_harmless(shown)
 
 
 def assert_harmless(shown: Shown) -> None:
+    """Check the headline of an artifact, and its Markdown page or its table."""
     assert dangers_in(shown.headline) == []
     if shown.type == "markdown":
         assert dangers_in(str(shown.data)) == []
     if shown.type == "table":
         for row in json.loads(str(shown.data)):
-            for name, said in row.items():
+            for name, cell in row.items():
                 assert name.replace(" ", "").isalnum()
-                assert not isinstance(said, str) or dangers_in_cell(said) == []
+                assert not isinstance(cell, str) or dangers_in_cell(cell) == []
 
 
-def test_tables_of_the_queue_hold_no_markup_from_outside(hostile: str) -> None:
+def test_tables_of_the_queue_contain_no_foreign_markup(hostile: str) -> None:
     run = QueuedRun(
         number=1,
         flow_run_id="id",
@@ -215,21 +221,22 @@ def test_tables_of_the_queue_hold_no_markup_from_outside(hostile: str) -> None:
         faulty=(FaultyNode(node=hostile, reason=hostile, by=hostile, until=9.0),),
         troubles=(hostile,),
     )
-    shown = tables_of(queue)
 
-    assert len(shown) == 2
-    for one in shown.values():
-        assert_harmless(one)
+    tables = tables_of(queue)
+
+    assert len(tables) == 2
+    for table in tables.values():
+        assert_harmless(table)
 
 
-def test_reports_of_the_upkeep_hold_no_markup_from_outside(
+def test_reports_of_the_upkeep_contain_no_foreign_markup(
     hostile: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[dict[str, Any]] = []
+    artifacts: list[dict[str, Any]] = []
     monkeypatch.setattr(
         artifacts_module,
         "create_markdown_artifact",
-        lambda markdown, **more: made.append({"markdown": markdown, **more}),
+        lambda markdown, **fields: artifacts.append({"markdown": markdown, **fields}),
     )
     monkeypatch.setattr(artifacts_module.PREFECT_API_URL, "value", lambda: "http://server/api")
     run = RunReport(name=hostile, found=hostile, jobs=(hostile,), record=hostile, open=hostile)
@@ -238,27 +245,29 @@ def test_reports_of_the_upkeep_hold_no_markup_from_outside(
     finding = Finding(node=hostile, check="reach", problem=hostile, remedy=hostile)
     verdict = PreflightVerdict(nodes=(node,), findings=(finding,))
 
-    for one in (report, verdict):
-        log: Any = None
-        artifacts_module.leave_report("key", one.as_markdown(), one.summary, log)
+    log: Any = None
 
-    assert len(made) == 2
-    for one in made:
-        assert dangers_in(one["markdown"]) == []
-        assert dangers_in(one["description"]) == []
+    artifacts_module.leave_report("key", report.as_markdown(), report.summary, log)
+    artifacts_module.leave_report("key", verdict.as_markdown(), verdict.summary, log)
+
+    assert len(artifacts) == 2
+    for artifact in artifacts:
+        assert dangers_in(artifact["markdown"]) == []
+        assert dangers_in(artifact["description"]) == []
 
 
 @pytest.mark.parametrize(
-    "made", [escape_markdown, lambda said: str(escape_cell(said))], ids=["text", "cell"]
+    "escape", [escape_markdown, lambda text: str(escape_cell(text))], ids=["text", "cell"]
 )
-def test_text_from_outside_is_shown_as_it_is(made: Callable[[str], str], hostile: str) -> None:
-    html = rendered(made(hostile))
+def test_foreign_text_is_shown_literally(escape: Callable[[str], str], hostile: str) -> None:
+    html = rendered(escape(hostile))
 
     shown = html.replace("&lt;", "<").replace("&gt;", ">").replace("&quot;", '"')
     assert words_of_text(shown.replace("&amp;", "&")) == "".join(hostile.split())
 
 
 def words_of_text(shown: str) -> str:
+    """Return the text of a paragraph in HTML without tags and white space."""
     for tag in ("<p>", "</p>", "<code>", "</code>"):
         shown = shown.replace(tag, "")
     return "".join(shown.split())
@@ -267,9 +276,9 @@ def words_of_text(shown: str) -> str:
 @pytest.mark.parametrize(
     "plain", ["RUNTIME_ERROR: 3 of 4", "sft-20260101-000000-aa", "2 nodes (8 GPUs)", "", "a/b_c.d"]
 )
-def test_plain_words_in_a_cell_are_left_alone(plain: str) -> None:
+def test_plain_text_in_a_cell_is_unchanged(plain: str) -> None:
     assert escape_cell(plain) == plain
 
 
-def test_cells_that_are_no_text_are_left_alone() -> None:
-    assert [escape_cell(said) for said in (7, 0.5, None)] == [7, 0.5, None]
+def test_cells_without_text_are_unchanged() -> None:
+    assert [escape_cell(value) for value in (7, 0.5, None)] == [7, 0.5, None]

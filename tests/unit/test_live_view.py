@@ -1,4 +1,4 @@
-"""The live region: what it says of a run at each moment, and in how much room."""
+"""Tests of the live region in the terminal: its content after each event, and its size."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from tasks.show.terminal import build_region
 from tasks.show.view import Pace, Row, RunSeen, Standing
 from tasks.spec.run import RunSpec
 
+#: Time of the events, in seconds.
 T = 1_000_000.0
 
 
-def spec(**more: Any) -> RunSpec:
-    one = {"command": ["true"]}
-    content = {"name": "x", "workload": "grpo", "components": {"api": one, "trainer": one}}
-    return RunSpec.model_validate(content | more)
+def spec(**fields: Any) -> RunSpec:
+    component = {"command": ["true"]}
+    components = {"api": component, "trainer": component}
+    content = {"name": "x", "workload": "grpo", "components": components}
+    return RunSpec.model_validate(content | fields)
 
 
 def viewed(*events: Event, of: RunSpec | None = None) -> RunSeen:
+    """Return the view of a run after the begin of its attempt and these events."""
     seen = RunSeen(of or spec())
     for event in (BEGUN, *events):
         seen.observe(event)
@@ -36,99 +39,101 @@ def event(name: str, component: str | None = None, at: float = T, **fields: Any)
 BEGUN = event("attempt.begun", attempt=1, run_id="x", directory="/x/attempt-01")
 
 
-def rows(picture: RunSeen) -> dict[str, tuple[Standing, str]]:
-    return {row.name: (row.stage, row.note) for row in picture.rows.values()}
+def rows(view: RunSeen) -> dict[str, tuple[Standing, str]]:
+    """Return the stage and the note of each component."""
+    return {row.name: (row.stage, row.note) for row in view.rows.values()}
 
 
-def lines(picture: RunSeen, columns: int = 80, at: float = T) -> list[str]:
+def lines(view: RunSeen, columns: int = 80, at: float = T) -> list[str]:
+    """Return the lines of the live region, without colours and trailing spaces."""
     console = Console(width=columns, color_system="truecolor", force_terminal=True)
-    rows = console.render_lines(build_region(picture, at), pad=False)
+    rows = console.render_lines(build_region(view, at), pad=False)
     return ["".join(segment.text for segment in row).rstrip() for row in rows]
 
 
-def test_before_anything_has_happened_nothing_is_shown() -> None:
+def test_region_is_empty_before_the_first_event() -> None:
     assert "".join(lines(RunSeen(spec()))) == ""
 
 
-def test_a_component_that_starts_says_what_its_probe_answered() -> None:
-    picture = viewed(
+def test_starting_component_shows_the_reason_of_its_failed_probe() -> None:
+    view = viewed(
         event("component.starting", "api"),
         event("component.spawned", "api", pid=7, argv=[]),
         event("probe.failed", "api", reason="GET http://127.0.0.1:1/: connection refused"),
     )
 
-    assert rows(picture) == {
+    assert rows(view) == {
         "api": (Standing.STARTING, "GET http://127.0.0.1:1/: connection refused"),
         "trainer": (Standing.WAITING, ""),
     }
-    assert lines(picture, at=T + 4) == [
+    assert lines(view, at=T + 4) == [
         "component  state     pid    age",
         "api        starting    7  4.0 s  GET http://127.0.0.1:1/: connection refused",
         "trainer    waiting",
     ]
 
 
-def test_what_a_probe_answered_is_over_once_it_is_ready() -> None:
-    picture = viewed(
+def test_ready_component_shows_no_failed_probe() -> None:
+    view = viewed(
         event("component.spawned", "api", pid=7, argv=[]),
         event("probe.failed", "api", reason="refused"),
         event("component.ready", "api", pid=7, after_s=0.5),
-        # of liveness, which a line tells
+        # a failed liveness probe is printed as a line, not shown in the region
         event("probe.failed", "api", reason="no answer", misses=1, probe="live"),
     )
 
-    assert rows(picture)["api"] == (Standing.READY, "")
+    assert rows(view)["api"] == (Standing.READY, "")
 
 
-def test_the_last_status_of_a_component_stands_beside_it() -> None:
-    picture = viewed(
+def test_last_status_of_a_component_is_shown() -> None:
+    view = viewed(
         event("component.spawned", "api", pid=7, argv=[]),
         event("component.status", "api", message="loading"),
         event("component.ready", "api", pid=7, after_s=0.5),
     )
-    ready = rows(picture)["api"]
-    picture.observe(event("component.status", "api", message="serving 4 models"))
+    ready = rows(view)["api"]
+    view.observe(event("component.status", "api", message="serving 4 models"))
 
     assert ready == (Standing.READY, "loading")
-    assert rows(picture)["api"] == (Standing.READY, "serving 4 models")
+    assert rows(view)["api"] == (Standing.READY, "serving 4 models")
 
 
-def test_an_end_is_told_by_its_exit_code_or_signal_and_its_age_stands_still() -> None:
-    picture = viewed(
+def test_ended_component_shows_exit_code_or_signal_and_its_final_age() -> None:
+    view = viewed(
         event("component.spawned", "api", pid=7, argv=[]),
         event("component.exited", "api", at=T + 3, pid=7, exit_code=None, signal="SIGKILL"),
         event("component.spawned", "trainer", pid=8, argv=[]),
         event("component.exited", "trainer", at=T + 70, pid=8, exit_code=1, signal=None),
     )
 
-    shown = lines(picture, at=T + 500)
+    shown = lines(view, at=T + 500)
     assert shown[1].split() == ["api", "ended", "7", "3.0", "s", "SIGKILL"]
     assert shown[2].split() == ["trainer", "ended", "8", "1", "min", "10", "s", "exit", "code", "1"]
 
 
-def test_what_runs_at_a_teardown_is_stopping() -> None:
-    picture = viewed(
+def test_running_component_is_stopping_during_a_teardown() -> None:
+    view = viewed(
         event("component.spawned", "api", pid=7, argv=[]),
         event("component.ready", "api", pid=7, after_s=0.5),
         event("teardown.begun", reason="trainer killed by SIGSEGV", cause="trainer"),
     )
 
-    assert rows(picture)["api"][0] is Standing.STOPPING
-    assert rows(picture)["trainer"][0] is Standing.WAITING
-    assert lines(picture)[-1] == "stopping: trainer killed by SIGSEGV"
+    assert rows(view)["api"][0] is Standing.STOPPING
+    assert rows(view)["trainer"][0] is Standing.WAITING
+    assert lines(view)[-1] == "stopping: trainer killed by SIGSEGV"
 
 
-def test_a_job_says_where_it_runs_also_when_it_is_ready() -> None:
-    picture = viewed(
+def test_ready_ray_job_shows_its_node() -> None:
+    view = viewed(
         event("component.spawned", "trainer", pid=None, submission_id="x--a01"),
         event("job.state", "trainer", status="RUNNING", place="node 10.0.0.2"),
         event("component.ready", "trainer", pid=None, after_s=0.5),
     )
 
-    assert rows(picture)["trainer"] == (Standing.READY, "job RUNNING, node 10.0.0.2")
+    assert rows(view)["trainer"] == (Standing.READY, "job RUNNING, node 10.0.0.2")
 
 
-def test_a_fleet_says_how_many_engines_serve() -> None:
+def test_fleet_shows_the_number_of_serving_engines() -> None:
     command = ["serve", "--port", "${server.port}"]
     fleet = {"backend": "command", "command": command, "engines": 3}
     of = spec(components={"rollout": fleet})
@@ -144,7 +149,7 @@ def test_a_fleet_says_how_many_engines_serve() -> None:
     assert rows(after)["rollout"] == (Standing.READY, "2 of 3 engines serve")
 
 
-def test_a_run_that_waits_for_its_gang_says_its_place_and_why() -> None:
+def test_queued_run_shows_its_position_and_the_reason() -> None:
     seen = RunSeen(spec())
     message = (
         "position 2 of 5 in the queue; needs 2 nodes with 8 GPUs each; waits for a-grpo to end"
@@ -160,9 +165,9 @@ def test_a_run_that_waits_for_its_gang_says_its_place_and_why() -> None:
     ]
 
 
-def test_a_new_attempt_begins_with_nothing_of_the_one_before() -> None:
+def test_new_attempt_shows_nothing_of_the_previous_attempt() -> None:
     of = spec(progress={"jsonl": "f", "step": "step", "total": 60})
-    picture = viewed(
+    view = viewed(
         event("component.spawned", "api", pid=7, argv=[]),
         event("run.progress", step=12.0),
         event("teardown.begun", reason="gone", cause="api"),
@@ -171,33 +176,33 @@ def test_a_new_attempt_begins_with_nothing_of_the_one_before() -> None:
         of=of,
     )
 
-    assert len(lines(picture)) == len(["head", "api", "trainer"])
-    assert set(rows(picture).values()) == {(Standing.WAITING, "")}
+    assert len(lines(view)) == len(["head", "api", "trainer"])
+    assert set(rows(view).values()) == {(Standing.WAITING, "")}
 
 
-def test_the_step_bar_says_how_far_how_fast_and_how_long_still() -> None:
+def test_step_bar_shows_progress_speed_and_remaining_time() -> None:
     of = spec(progress={"jsonl": "f", "step": "step", "total": 60})
     steps = [event("run.progress", at=T + n, step=10.0 + n) for n in range(11)]
 
-    picture = viewed(*steps, of=of)
+    view = viewed(*steps, of=of)
 
-    said = "step 20 of 60  BAR  33%  1.0 s/step  40 s left"
+    expected = "step 20 of 60  BAR  33%  1.0 s/step  40 s left"
     for columns, width in ((100, 40), (60, 17)):
         bar = "━" * width
-        shown = lines(picture, columns=columns, at=T + 10)[-1].replace("╸", "━").replace("╺", "━")
-        assert shown == said.replace("BAR", bar)
+        shown = lines(view, columns=columns, at=T + 10)[-1].replace("╸", "━").replace("╺", "━")
+        assert shown == expected.replace("BAR", bar)
 
 
-def test_without_a_total_the_step_stands_alone() -> None:
+def test_step_without_a_total_is_shown_without_a_bar() -> None:
     of = spec(progress={"jsonl": "f", "step": "step"})
 
-    picture = viewed(event("run.progress", step=12.0), of=of)
+    view = viewed(event("run.progress", step=12.0), of=of)
 
-    assert lines(picture)[-1] == "step 12"
+    assert lines(view)[-1] == "step 12"
 
 
 @pytest.mark.parametrize("columns", [40, 80, 200])
-def test_the_state_of_each_component_is_there_however_long_its_name_is(columns: int) -> None:
+def test_state_of_a_component_is_shown_even_if_its_name_is_long(columns: int) -> None:
     seen = viewed(event("run.progress", step=12.0))
     note = "GET http://127.0.0.1:40001/health: HTTP 503 'loading the\nmodel \x1b[31mnow'" * 3
     names = [f"component-{number}-with-a-long-name" for number in range(12)]
@@ -214,47 +219,52 @@ def test_the_state_of_each_component_is_there_however_long_its_name_is(columns: 
 
 @pytest.fixture
 def pace() -> Iterator[Callable[..., Pace]]:
-    def of(*seen: tuple[float, float], total: float | None = 100) -> Pace:
-        made = Pace(total)
-        for at, step in seen:
-            made.see(at, step)
-        return made
+    """Return a function that makes a `Pace` from pairs of a time and a step."""
 
-    yield of
+    def make_pace(*steps: tuple[float, float], total: float | None = 100) -> Pace:
+        pace = Pace(total)
+        for at, step in steps:
+            pace.see(at, step)
+        return pace
+
+    yield make_pace
 
 
 @pytest.mark.parametrize(
-    ("seen", "now", "expected"),
+    ("steps", "now", "expected"),
     [
-        # nobody can say by one step
+        # one step gives no rate
         ([(0, 5)], 1, None),
         ([(0, 5), (10, 25)], 10, 2.0),
-        # a step that is due has not come: it grows slower
+        # the next step is late, so the rate falls
         ([(0, 5), (10, 15)], 110, 0.1),
-        # the last one is reached: it stays
+        # the last step is reached, so the rate stays
         ([(0, 80), (10, 100)], 500, 2.0),
-        # back to a checkpoint: anew from there
+        # after the return to a checkpoint, only the later steps count
         ([(0, 50), (10, 60), (20, 40), (30, 50)], 30, 1.0),
-        # the same step twice is no progress
+        # a repeated step is not progress
         ([(0, 5), (10, 5)], 10, None),
     ],
 )
-def test_a_rate(
-    pace: Callable[..., Pace], seen: list[tuple[float, float]], now: float, expected: float | None
+def test_rate_is_computed_from_the_recent_steps(
+    pace: Callable[..., Pace], steps: list[tuple[float, float]], now: float, expected: float | None
 ) -> None:
-    rate = pace(*seen).per_second(now)
+    rate = pace(*steps).per_second(now)
 
-    assert rate == (pytest.approx(expected, rel=0.1) if expected is not None else None)
+    if expected is None:
+        assert rate is None
+    else:
+        assert rate == pytest.approx(expected, rel=0.1)
 
 
-def test_steps_of_long_ago_do_not_count(pace: Callable[..., Pace]) -> None:
+def test_old_steps_do_not_count(pace: Callable[..., Pace]) -> None:
     slow = [(float(at * 100), float(at)) for at in range(10)]
     fast = [(1000.0 + n, 10.0 + n) for n in range(130)]
 
     assert pace(*slow, *fast, total=None).per_second(1130.0) == pytest.approx(1.0, rel=0.05)
 
 
-def test_a_snapshot_is_of_its_moment() -> None:
+def test_snapshot_does_not_change_with_later_events() -> None:
     seen = viewed(
         event("component.starting", "api"),
         event("rollout.server.started", "rollout", rank=0, url="http://h:1"),
@@ -262,11 +272,11 @@ def test_a_snapshot_is_of_its_moment() -> None:
     )
 
     before = seen.snapshot()
-    told = lines(before), before.servers
+    shown_before = (lines(before), before.servers)
     seen.observe(event("component.spawned", "api", pid=7, argv=[]))
     seen.observe(event("rollout.server.started", "rollout", rank=0, url="http://h:2"))
     seen.observe(event("rollout.group.state", "rollout", group=0, ranks=[0], after="active"))
     seen.observe(event("run.progress", step=2.0))
 
-    assert (lines(before), before.servers) == told
+    assert (lines(before), before.servers) == shown_before
     assert lines(seen) != lines(before) and seen.servers != before.servers

@@ -1,4 +1,4 @@
-"""Text from outside that reaches a terminal: nothing in it is obeyed by the terminal or by Rich."""
+"""Tests that a terminal and Rich print foreign text literally and execute nothing in it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tasks.show.output import (
 from tests.support.emulator import Emulator
 from tests.support.house import ROOT, files
 
-#: Each is text that Rich or a terminal would take for something else.
+#: Texts that Rich could take for markup, an emoji or a link.
 HOSTILE = {
     "closing markup": "[/__w/x/unbound_buffer.cc:78] Timed out",
     "opening markup": "[enforce fail at alloc_cpu.cpp:127] [red]posix_memalign[/red]",
@@ -35,7 +35,7 @@ HOSTILE = {
     "emoji code": ":smile: :warning:",
     "link markup": "[link=http://evil]here[/link]",
 }
-#: Each with what is shown of it.
+#: Texts with control characters that terminals execute, each with the text that must be shown.
 OBEYED = {
     "clear the screen": ("a\x1b[2Jb", "ab"),
     "colours": ("a\x1b[31mb\x1b[0m", "ab"),
@@ -54,6 +54,8 @@ OBEYED = {
 
 
 class TerminalFile(io.StringIO):
+    """A file in memory that claims to be a terminal."""
+
     def isatty(self) -> bool:
         return True
 
@@ -69,7 +71,7 @@ def console(out: io.StringIO) -> SafeConsole:
 
 
 def shown(out: io.StringIO, columns: int = 100) -> str:
-    """Return what stands on the terminal, which must know all that was written."""
+    """Return the text on the terminal after all writes. Fail if it contains an unknown code."""
     emulator = Emulator(columns)
     emulator.write(out.getvalue())
     assert emulator.unknown == []
@@ -77,7 +79,7 @@ def shown(out: io.StringIO, columns: int = 100) -> str:
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
-def test_markup_and_emoji_codes_are_shown_as_they_are(
+def test_markup_and_emoji_codes_are_shown_literally(
     text: str, console: SafeConsole, out: io.StringIO
 ) -> None:
     table = Table("head", title=text)
@@ -89,25 +91,25 @@ def test_markup_and_emoji_codes_are_shown_as_they_are(
     assert shown(out).count(text) == 5
 
 
-@pytest.mark.parametrize(("text", "left"), OBEYED.values(), ids=OBEYED)
+@pytest.mark.parametrize(("text", "printed"), OBEYED.values(), ids=OBEYED)
 def test_control_characters_never_reach_the_terminal(
-    text: str, left: str, console: SafeConsole, out: io.StringIO
+    text: str, printed: str, console: SafeConsole, out: io.StringIO
 ) -> None:
     guarded = GuardedStream(cast(TextIO, out))
 
-    # A plain print, and as text, in a widget of Rich, and as Markdown.
+    # The text is printed as a line, as text, in a widget of Rich, as Markdown and by `print`.
     console.print(line_of(text))
     console.print(text)
     console.print(Panel(text))
     console.print(Markdown(text))
     print(text, file=cast(TextIO, guarded))
 
-    first, *others = shown(out).splitlines()
-    assert (first, others[-1]) == (left, left)
+    lines = shown(out).splitlines()
+    assert (lines[0], lines[-1]) == (printed, printed)
     assert "evil" not in out.getvalue()
 
 
-def test_links_of_a_page_show_their_address(console: SafeConsole, out: io.StringIO) -> None:
+def test_links_in_markdown_show_their_address(console: SafeConsole, out: io.StringIO) -> None:
     console.print(Markdown("[bank](http://evil/x)", hyperlinks=False))
     console.print(Markdown("[bank](http://evil/x)"))
 
@@ -115,7 +117,7 @@ def test_links_of_a_page_show_their_address(console: SafeConsole, out: io.String
     assert "\x1b]8" not in out.getvalue()
 
 
-def test_log_line_keeps_colours_alone(console: SafeConsole, out: io.StringIO) -> None:
+def test_log_line_keeps_only_its_colours(console: SafeConsole, out: io.StringIO) -> None:
     line = "10 %\r\x1b[31mred\x1b[0m\x1b[2J \x1b]8;;http://evil\x1b\\link\x1b]8;;\x1b\\ [/x]"
 
     console.print(coloured_line(line))
@@ -124,7 +126,7 @@ def test_log_line_keeps_colours_alone(console: SafeConsole, out: io.StringIO) ->
     assert coloured_line(line).plain == "red link [/x]"
 
 
-def test_guard_takes_what_the_encoding_lacks() -> None:
+def test_guard_escapes_characters_missing_in_the_encoding() -> None:
     raw = io.BytesIO()
     ascii_stream = io.TextIOWrapper(raw, encoding="ascii")
 
@@ -134,7 +136,7 @@ def test_guard_takes_what_the_encoding_lacks() -> None:
 
 
 def test_guard_covers_both_streams_and_leaves_logs_raw(capsys: pytest.CaptureFixture[str]) -> None:
-    before = sys.stdout, sys.stderr
+    original_streams = (sys.stdout, sys.stderr)
 
     with guard_output(), guard_output():
         print("out\x1b[2J\tcell")
@@ -142,12 +144,13 @@ def test_guard_covers_both_streams_and_leaves_logs_raw(capsys: pytest.CaptureFix
         print("log\x1b[2J", file=raw_stdout())
 
     assert capsys.readouterr() == ("out\tcell\nlog\x1b[2J\n", "err\n")
-    assert (sys.stdout, sys.stderr) == before
+    assert (sys.stdout, sys.stderr) == original_streams
 
 
-def test_guard_covers_handlers_of_logs_that_were_made_before() -> None:
+def test_guard_covers_existing_log_handlers() -> None:
     stream = io.StringIO()
-    logger, handler = logging.getLogger("tests.guard"), logging.StreamHandler(stream)
+    logger = logging.getLogger("tests.guard")
+    handler = logging.StreamHandler(stream)
     logger.addHandler(handler)
 
     with redirect_stderr(stream):
@@ -178,7 +181,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize("width", [1, 20, 40, 69, 70, 80, 100, 112, 113, 114, 200])
-def test_long_message_costs_no_other_column(width: int) -> None:
+def test_long_message_does_not_hide_other_columns(width: int) -> None:
     out = TerminalFile()
     console = SafeConsole(file=out, width=width, color_system=None)
 
@@ -190,7 +193,7 @@ def test_long_message_costs_no_other_column(width: int) -> None:
     for run in RUNS:
         assert all(cell in written for cell in (run.run_id, run.state, run.age))
         assert width < 20 or run.host in written
-    # Two lines of a heading, three lines a run.
+    # One heading, and at most three lines for each run.
     assert len(written.splitlines()) <= 1 + 3 * len(RUNS)
     if width >= 40:
         assert "NODE_LOST: [/x]" in written
@@ -205,26 +208,26 @@ def test_run_takes_more_lines_on_a_narrower_terminal(width: int, lines: int) -> 
 
 
 def risky_calls(source: str) -> list[str]:
-    """Return the calls and imports by which text can become markup, or skip the rules for it."""
-    found = []
+    """Return the calls and imports that can turn text into markup or print it without the guard."""
+    risks = []
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Call(func=function):
                 name = ast.unparse(function)
                 if name.endswith(("Console", "get_console", "from_markup", "render_str")):
-                    found.append(f"{node.lineno} calls {name}")
+                    risks.append(f"{node.lineno} calls {name}")
             case ast.ImportFrom(module=("rich" | "rich.markup" | "rich.logging") as module):
-                found.append(f"{node.lineno} imports from {module}")
-    return found
+                risks.append(f"{node.lineno} imports from {module}")
+    return risks
 
 
 def test_only_one_module_makes_consoles_or_turns_text_into_markup() -> None:
-    found = {
+    calls_by_path = {
         path: risky_calls((ROOT / path).read_text(encoding="utf-8"))
         for path in files(ROOT, "tasks", "flows", "deployments")
     }
 
-    risky = {path: calls for path, calls in found.items() if calls}
+    risky = {path: calls for path, calls in calls_by_path.items() if calls}
     # `Screen` draws on a safe console that writes into memory.
     assert set(risky) == {"tasks/show/output.py", "tasks/show/screen.py"}
     assert [call.split()[-1] for call in risky["tasks/show/screen.py"]] == ["SafeConsole"]

@@ -35,8 +35,8 @@ class Server:
     """A fake Prefect server that stores artifacts and records the requests."""
 
     def __init__(self) -> None:
-        self.kept: dict[str, dict[str, Any]] = {}
-        self.asked: list[str] = []
+        self.stored: dict[str, dict[str, Any]] = {}
+        self.requests: list[str] = []
         self.is_away = False
 
     def request(
@@ -47,44 +47,50 @@ class Server:
         path_params: dict[str, str] | None = None,
     ) -> httpx.Response:
         request = httpx.Request(method, "http://server" + path)
-        self.asked.append(f"{method} {json.get('key', '')}".strip())
+        self.requests.append(f"{method} {json.get('key', '')}".strip())
         if self.is_away:
             raise httpx.ConnectError("away", request=request)
         if method == "POST":
-            made = str(uuid4())
-            self.kept[made] = dict(json)
-            return httpx.Response(201, json={"id": made}, request=request)
-        place = (path_params or {})["id"]
-        if place not in self.kept:
-            gone = httpx.Response(404, request=request)
-            raise httpx.HTTPStatusError("gone", request=request, response=gone)
-        self.kept[place] |= json
+            new_id = str(uuid4())
+            self.stored[new_id] = dict(json)
+            return httpx.Response(201, json={"id": new_id}, request=request)
+        artifact_id = (path_params or {})["id"]
+        if artifact_id not in self.stored:
+            response = httpx.Response(404, request=request)
+            raise httpx.HTTPStatusError("gone", request=request, response=response)
+        self.stored[artifact_id] |= json
         return httpx.Response(204, request=request)
 
     def read_artifacts(self, **_filter: object) -> list[SimpleNamespace]:
         if self.is_away:
             raise httpx.ConnectError("away")
-        self.asked.append("READ")
-        return [SimpleNamespace(id=UUID(i), key=one["key"]) for i, one in self.kept.items()]
+        self.requests.append("READ")
+        return [
+            SimpleNamespace(id=UUID(artifact_id), key=artifact["key"])
+            for artifact_id, artifact in self.stored.items()
+        ]
 
     def shown(self, key: str) -> dict[str, Any]:
-        [found] = [one for one in self.kept.values() if one["key"] == key]
-        return found
+        """Return the artifact with this key."""
+        [artifact] = [artifact for artifact in self.stored.values() if artifact["key"] == key]
+        return artifact
 
 
-def artifacts(mask: str = "hunter2") -> Artifacts:
-    return Artifacts(FLOW_RUN, ["summary"], lambda said: said.replace(mask, "***"))
+def artifacts(secret: str = "hunter2") -> Artifacts:
+    """Return the artifacts of a flow run, in which `secret` is masked."""
+    return Artifacts(FLOW_RUN, ["summary"], lambda text: text.replace(secret, "***"))
 
 
 def test_artifact_is_created_once_and_then_updated() -> None:
-    server, ours = Server(), artifacts()
+    server = Server()
+    ours = artifacts()
 
     for data in ("a", "b"):
         ours.show(server, "summary", Shown(headline="now", data=data))  # type: ignore[arg-type]
 
     assert server.shown("summary")["data"] == "b"
     assert server.shown("summary")["flow_run_id"] == str(FLOW_RUN)
-    assert server.asked == ["READ", "POST summary", "PATCH"]
+    assert server.requests == ["READ", "POST summary", "PATCH"]
 
 
 def test_later_process_of_the_flow_run_updates_the_same_artifact() -> None:
@@ -93,13 +99,14 @@ def test_later_process_of_the_flow_run_updates_the_same_artifact() -> None:
 
     artifacts().show(server, "summary", Shown(headline="", data="b"))  # type: ignore[arg-type]
 
-    assert [one["data"] for one in server.kept.values()] == ["b"]
+    assert [artifact["data"] for artifact in server.stored.values()] == ["b"]
 
 
 def test_deleted_artifact_is_created_again() -> None:
-    server, ours = Server(), artifacts()
+    server = Server()
+    ours = artifacts()
     ours.show(server, "summary", Shown(headline="", data="a"))  # type: ignore[arg-type]
-    server.kept.clear()
+    server.stored.clear()
 
     ours.show(server, "summary", Shown(headline="", data="b"))  # type: ignore[arg-type]
 
@@ -112,13 +119,15 @@ def test_secrets_are_masked_in_texts_and_pictures() -> None:
 
     artifacts().show(server, "summary", shown)  # type: ignore[arg-type]
 
-    found = server.shown("summary")
-    picture = base64.b64decode(found["description"].partition("base64,")[2][:-1])
-    assert (found["data"], picture) == ("***", b"<svg>***</svg>")
-    assert found["description"].startswith("![***]")
+    summary = server.shown("summary")
+    picture = base64.b64decode(summary["description"].partition("base64,")[2][:-1])
+    assert (summary["data"], picture) == ("***", b"<svg>***</svg>")
+    assert summary["description"].startswith("![***]")
 
 
 class Clock:
+    """A clock that the test sets, in seconds."""
+
     now = 1000.0
 
     def __call__(self) -> float:
@@ -127,6 +136,7 @@ class Clock:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Server:
+    """The fake server that a `RunPage` sends its artifacts to."""
     server = Server()
 
     @contextmanager
@@ -139,6 +149,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
 
 @pytest.fixture
 def run(tmp_path: Path) -> SimpleNamespace:
+    """A run with a record on disk and without an attempt."""
     spec = RunSpec.model_validate(
         {
             "name": "x",
@@ -155,11 +166,12 @@ def run(tmp_path: Path) -> SimpleNamespace:
         place=place,
         attempt=None,
         verdict=SimpleNamespace(message="it failed"),
-        mask=lambda said: said,
+        mask=lambda text: text,
     )
 
 
-def begun(run: SimpleNamespace, page: RunPage) -> None:
+def begin_attempt(run: SimpleNamespace, page: RunPage) -> None:
+    """Begin the first attempt of the run and notify the page."""
     run.record.begin_attempt(1)
     run.attempt = run.place.attempt(1)
     page.observe(Event(at=1.0, name="attempt.begun", fields={"attempt": 1}))
@@ -178,7 +190,7 @@ def test_no_request_is_sent_before_the_first_event(server: Server, run: SimpleNa
 
     page.send()
 
-    assert server.asked == []
+    assert server.requests == []
     assert page.due_in_s() > 60
 
 
@@ -187,15 +199,15 @@ def test_events_at_the_start_of_an_attempt_are_sent_together(
 ) -> None:
     page = page_of(run, Clock())
 
-    begun(run, page)
+    begin_attempt(run, page)
     page.observe(starting(1))
     due_in_s = page.due_in_s()
     page.send()
 
     assert 0 < due_in_s <= 1
     # One request per artifact. A first process does not search for existing artifacts.
-    assert [one.partition(" ")[0] for one in server.asked] == ["POST"] * 5
-    assert sorted(one["key"] for one in server.kept.values()) == [
+    assert [request.partition(" ")[0] for request in server.requests] == ["POST"] * 5
+    assert sorted(artifact["key"] for artifact in server.stored.values()) == [
         "attempts",
         "components",
         "record",
@@ -207,20 +219,21 @@ def test_events_at_the_start_of_an_attempt_are_sent_together(
 def test_frequent_changes_are_sent_together(server: Server, run: SimpleNamespace) -> None:
     clock = Clock()
     page = page_of(run, clock)
-    begun(run, page)
+    begin_attempt(run, page)
     page.send()
-    server.asked.clear()
+    server.requests.clear()
 
     for pid in range(100):
         page.observe(starting(pid))
         page.send()
-    early_requests, due_in_s = [*server.asked], page.due_in_s()
+    early_requests = list(server.requests)
+    due_in_s = page.due_in_s()
     clock.now += due_in_s
     page.send()
 
     assert early_requests == []
     assert 0 < due_in_s <= 2
-    assert len(server.asked) == 3
+    assert len(server.requests) == 3
 
 
 def test_reward_curve_is_updated_after_its_interval(
@@ -228,7 +241,7 @@ def test_reward_curve_is_updated_after_its_interval(
 ) -> None:
     clock = Clock()
     page = page_of(run, clock)
-    begun(run, page)
+    begin_attempt(run, page)
     metrics = tmp_path / "m.jsonl"
     metrics.write_text('{"step": 1, "reward": 0.5}\n')
     page.observe(Event(at=2.0, name="run.progress", fields={"step": 1}))
@@ -250,7 +263,7 @@ def test_reward_curve_is_updated_after_its_interval(
 
 def test_last_update_contains_all_changes(server: Server, run: SimpleNamespace) -> None:
     page = page_of(run, Clock())
-    begun(run, page)
+    begin_attempt(run, page)
     page.send()
     page.observe(Event(at=2.0, name="teardown.begun", fields={"reason": "it is done"}))
 
@@ -265,7 +278,7 @@ def test_update_is_retried_after_a_pause_if_the_server_is_away(
     clock = Clock()
     page = page_of(run, clock)
     server.is_away = True
-    begun(run, page)
+    begin_attempt(run, page)
 
     with pytest.raises(httpx.ConnectError):
         page.send()
@@ -283,13 +296,13 @@ def test_interrupted_update_is_completed_by_the_next_call(
     server: Server, run: SimpleNamespace
 ) -> None:
     page = page_of(run, Clock())
-    begun(run, page)
+    begin_attempt(run, page)
 
-    page.send(is_enough=lambda: bool(server.kept))
-    before = len(server.kept)
+    page.send(is_enough=lambda: bool(server.stored))
+    count_before = len(server.stored)
     page.send()
 
-    assert (before, len(server.kept)) == (1, 5)
+    assert (count_before, len(server.stored)) == (1, 5)
 
 
 def test_run_without_an_attempt_has_a_summary(server: Server, run: SimpleNamespace) -> None:
@@ -302,12 +315,12 @@ def test_run_without_an_attempt_has_a_summary(server: Server, run: SimpleNamespa
     assert "no such program" in server.shown("summary")["data"]
 
 
-@pytest.mark.parametrize("word", ["true", "a shell's own ${HOME} and ${"])
+@pytest.mark.parametrize("argument", ["true", "a shell's own ${HOME} and ${"])
 def test_summary_of_a_lost_run_names_its_failure(
-    run: SimpleNamespace, tmp_path: Path, word: str
+    run: SimpleNamespace, tmp_path: Path, argument: str
 ) -> None:
     spec = run.resolved_spec.written()
-    spec["components"]["trainer"]["command"] = [word.replace("${", "$${")]
+    spec["components"]["trainer"]["command"] = [argument.replace("${", "$${")]
     run.resolved_spec = resolve(parse_spec(spec), {}, tmp_path)
     run.record.begin_attempt(1)
     run.record.move(RunState.ADMITTED)
@@ -322,17 +335,22 @@ def test_summary_of_a_lost_run_names_its_failure(
     shown = server.shown("summary")
     assert shown["description"].startswith("**failed**: UNKNOWN")
     assert "812" in shown["data"] and "not retried" in shown["data"]
-    assert len(server.kept) == 5
+    assert len(server.stored) == 5
     # Another host resumes the run from this copy of the record.
-    kept, written = parse_record(server.shown("record")["data"]), run.place.record.read_text()
-    assert kept is not None and kept.attempts[0].decision == "final: failed"
-    assert {**kept.as_json(), "attempts": []} == {**json.loads(written), "attempts": []}
+    copy = parse_record(server.shown("record")["data"])
+    record = json.loads(run.place.record.read_text())
+    assert copy is not None and copy.attempts[0].decision == "final: failed"
+    assert {**copy.as_json(), "attempts": []} == {**record, "attempts": []}
 
 
 @pytest.mark.parametrize(
     "data",
     [
-        *("", "no fence", "```\n{}\n```", "```\n[1]\n```", "```\n{\n```"),
+        "",
+        "no fence",
+        "```\n{}\n```",
+        "```\n[1]\n```",
+        "```\n{\n```",
         # an unknown state, and no state
         '```\n{"state": "***", "attempts": []}\n```',
         '```\n{"attempts": []}\n```',

@@ -1,4 +1,4 @@
-"""The pictures on the page of a run: its timeline, and the curve of its figures."""
+"""Tests of the pictures on a run's page: the timeline of its attempts and the curve of a metric."""
 
 from __future__ import annotations
 
@@ -40,50 +40,56 @@ def view(*attempts: dict[str, Any], components: tuple[str, ...] = ("api", "train
     )
 
 
-def attempt(number: int = 1, **more: Any) -> dict[str, Any]:
+def attempt(number: int = 1, **fields: Any) -> dict[str, Any]:
+    """Return the record of a running attempt."""
     return {
         "number": number,
         "state": "running",
         "started_at": 1000.0,
         "ended_at": None,
         "failure": None,
-        "components": {"api": seen(1001.0, 1003.0)},
-        **more,
+        "components": {"api": component(1001.0, 1003.0)},
+        **fields,
     }
 
 
-def seen(started: float, ready: float | None, ended: float | None = None, **how: Any) -> Any:
+def component(started: float, ready: float | None, ended: float | None = None) -> Any:
+    """Return the record of a component."""
     times = {"started_at": started, "ready_at": ready, "ended_at": ended}
-    return {"pid": 1, **times, "exit_code": None, "signal": None, **how}
+    return {"pid": 1, **times, "exit_code": None, "signal": None}
 
 
 def texts(source: str) -> list[str]:
-    return [one.text or "" for one in ElementTree.fromstring(source).iter(f"{SVG}text")]
+    """Return the texts in an SVG picture."""
+    return [element.text or "" for element in ElementTree.fromstring(source).iter(f"{SVG}text")]
 
 
-def test_a_component_waits_starts_and_is_ready_until_now_or_its_end() -> None:
+def test_phases_of_a_component_last_until_now() -> None:
     run = view(attempt())
 
-    found = list_phases(run, run.record.attempts[0], "api")
+    phases = list_phases(run, run.record.attempts[0], "api")
 
-    assert found == [
+    assert phases == [
         ("waiting", 1000.0, 1001.0),
         ("starting", 1001.0, 1003.0),
         ("ready", 1003.0, 1020.0),
     ]
 
 
-def test_a_component_that_never_got_ready_starts_until_its_end() -> None:
-    run = view(attempt(components={"api": seen(1000.0, None, 1009.0)}, ended_at=1010.0))
+def test_component_that_was_never_ready_starts_until_its_end() -> None:
+    run = view(attempt(components={"api": component(1000.0, None, 1009.0)}, ended_at=1010.0))
 
-    found = list_phases(run, run.record.attempts[0], "api")
+    phases = list_phases(run, run.record.attempts[0], "api")
 
-    assert found == [("starting", 1000.0, 1009.0)]
+    assert phases == [("starting", 1000.0, 1009.0)]
 
 
-def test_the_timeline_marks_the_one_that_failed_first_and_no_other() -> None:
+def test_timeline_marks_only_the_component_that_failed_first() -> None:
     failure = {"kind": "STALLED", "component": "api", "exit_code": 1, "message": "silent"}
-    components = {"api": seen(1001.0, 1003.0, 1009.0), "trainer": seen(1003.0, 1004.0, 1009.5)}
+    components = {
+        "api": component(1001.0, 1003.0, 1009.0),
+        "trainer": component(1003.0, 1004.0, 1009.5),
+    }
     run = view(attempt(ended_at=1010.0, failure=failure, components=components, state="failed"))
 
     source = draw_timeline(run)
@@ -92,32 +98,32 @@ def test_the_timeline_marks_the_one_that_failed_first_and_no_other() -> None:
     assert "attempt 1: STALLED" in texts(source)
 
 
-def test_the_timeline_has_a_row_for_each_component_and_says_which_never_started() -> None:
+def test_timeline_has_a_row_for_each_component_even_if_it_never_started() -> None:
     source = draw_timeline(view(attempt(ended_at=1010.0)))
 
     assert {"api", "trainer", "never started"} <= {*texts(source)}
 
 
-def test_of_many_attempts_the_last_are_drawn_and_the_wait_before_each_is_told() -> None:
+def test_timeline_draws_the_last_attempts_and_the_wait_before_each() -> None:
     run = view(*(attempt(number, ended_at=1000.0 - 60) for number in range(1, 10)))
 
-    said = texts(draw_timeline(run))
+    drawn = texts(draw_timeline(run))
 
-    assert [one for one in said if one.startswith("attempt ")] == [
+    assert [text for text in drawn if text.startswith("attempt ")] == [
         f"attempt {number}: running" for number in range(5, 10)
     ]
-    assert "x-1: 9 attempts, the last 5 shown" in said
-    assert sum("waited 1 min 00 s" in one for one in said) == 5
+    assert "x-1: 9 attempts, the last 5 shown" in drawn
+    assert sum("waited 1 min 00 s" in text for text in drawn) == 5
 
 
-def test_the_timeline_is_a_picture_with_its_words() -> None:
+def test_timeline_has_a_picture_and_a_headline() -> None:
     shown = show_timeline(view(attempt()))
 
     assert ElementTree.fromstring(shown.picture).tag == f"{SVG}svg"
     assert shown.headline == "x-1: 1 attempt, as of 00:17:00 UTC"
 
 
-def test_a_picture_is_one_line_of_markdown_that_holds_all_of_it() -> None:
+def test_picture_becomes_one_line_of_markdown() -> None:
     line = markdown_image("<svg>\n</svg>", "a [b]\nc")
 
     assert line.startswith("![a (b) c](data:image/svg+xml;base64,") and "\n" not in line
@@ -127,31 +133,32 @@ def test_a_picture_is_one_line_of_markdown_that_holds_all_of_it() -> None:
 @pytest.mark.parametrize(
     "points",
     [
-        # a dot
+        # a single point
         [(1.0, 0.5)],
-        # a line without a slope has no range of its own
+        # equal values, so the range of the axis cannot come from the values
         [(1.0, 0.5), (2.0, 0.5)],
         [(0.0, 0.0), (1.0, 0.0)],
         [(1.0, -3.0), (2.0, 8e9)],
-        # more than there are pixels for
+        # more points than pixels
         [(float(step), step % 7) for step in range(5000)],
     ],
 )
-def test_a_curve_is_drawn_within_its_picture(points: list[tuple[float, float]]) -> None:
+def test_curve_is_drawn_within_its_picture(points: list[tuple[float, float]]) -> None:
     source = draw_curve(points, x="step", y="<reward>", title="r & s")
 
     root = ElementTree.fromstring(source)
     assert len(source) < 20_000
-    for one in root.iter():
-        for x, y in _points_of(one):
+    for element in root.iter():
+        for x, y in points_of(element):
             assert 0 <= x <= pictures.WIDTH and 0 <= y <= float(root.attrib["height"])
     assert "step" in texts(source) and "<reward>" in texts(source)
 
 
-def _points_of(one: ElementTree.Element) -> list[tuple[float, float]]:
-    pairs = one.attrib.get("points", "").split()
-    if "cx" in one.attrib:
-        pairs.append(f"{one.attrib['cx']},{one.attrib['cy']}")
+def points_of(element: ElementTree.Element) -> list[tuple[float, float]]:
+    """Return the points of a line, or the centre of a circle, in pixels."""
+    pairs = element.attrib.get("points", "").split()
+    if "cx" in element.attrib:
+        pairs.append(f"{element.attrib['cx']},{element.attrib['cy']}")
     return [(float(x), float(y)) for x, y in (pair.split(",") for pair in pairs)]
 
 
@@ -164,7 +171,7 @@ def test_ticks_are_round_numbers_within_the_range() -> None:
 @pytest.mark.parametrize(
     ("line", "name"),
     [
-        # the quickstart's own
+        # trainer of the quickstart
         ({"step": 1, "reward": 0.5, "loss": 3.0}, "reward"),
         # verl's file logger
         (
@@ -177,7 +184,7 @@ def test_ticks_are_round_numbers_within_the_range() -> None:
         ({"step": 1, "reward": "high"}, ""),
     ],
 )
-def test_the_figure_is_the_reward_under_the_names_that_trainers_give_it(
+def test_reward_or_loss_is_found_under_the_names_of_common_trainers(
     tmp_path: Path, line: dict[str, Any], name: str
 ) -> None:
     (tmp_path / "m.jsonl").write_text(json.dumps(line) + "\n")
@@ -189,7 +196,7 @@ def test_the_figure_is_the_reward_under_the_names_that_trainers_give_it(
     assert figures.points == ([(1.0, 0.5)] if name else [])
 
 
-def test_only_whole_lines_that_were_added_are_read(tmp_path: Path) -> None:
+def test_second_read_returns_only_complete_new_lines(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     figures = Figures(path, "at.step")
     figures.look()
@@ -205,7 +212,7 @@ def test_only_whole_lines_that_were_added_are_read(tmp_path: Path) -> None:
     assert figures.points == [(1.0, 1.0), (3.0, 3.0)]
 
 
-def test_a_file_that_was_begun_anew_is_read_anew(tmp_path: Path) -> None:
+def test_truncated_file_is_read_from_the_beginning(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1, "reward": 1}\n{"step": 2, "reward": 2}\n')
     figures = Figures(path, "step")
@@ -217,7 +224,7 @@ def test_a_file_that_was_begun_anew_is_read_anew(tmp_path: Path) -> None:
     assert figures.points == [(1.0, 7.0)]
 
 
-def test_a_curve_is_shown_with_its_first_and_last_figure(tmp_path: Path) -> None:
+def test_headline_of_a_curve_gives_its_first_and_last_value(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     lines = [json.dumps({"step": step, "reward": step / 100}) for step in range(1, 101)]
     path.write_text("\n".join(lines) + "\n")
@@ -232,7 +239,7 @@ def test_a_curve_is_shown_with_its_first_and_last_figure(tmp_path: Path) -> None
     assert show_curve(view(attempt()), Figures(tmp_path / "none", "step")) is None
 
 
-def test_a_figure_that_is_not_finite_is_no_point_of_a_curve(tmp_path: Path) -> None:
+def test_values_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1, "reward": NaN}\n{"step": 2, "reward": 2}\n{"step": 3}\n')
 
@@ -247,5 +254,4 @@ def test_control_characters_do_not_break_a_picture() -> None:
 
     source = draw_curve(points, x="step\x01", y="re\x1b[2Jward", title="a\x00b <&> \ud800")
 
-    texts = [one.text for one in ElementTree.fromstring(source).iter(f"{SVG}text")]
-    assert "ab <&> \N{REPLACEMENT CHARACTER}" in texts
+    assert "ab <&> \N{REPLACEMENT CHARACTER}" in texts(source)

@@ -1,4 +1,4 @@
-"""What the page of a run says: its summary, its components, and what failed first."""
+"""Tests of the texts on a run's page: summary, components, progress, attempts and first failure."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from tasks.spec.formatting import (
 )
 from tasks.spec.run import RunSpec
 
-STAY: dict[str, Any] = {"command": ["sleep", "600"]}
+COMPONENT: dict[str, Any] = {"command": ["sleep", "600"]}
 SPEC = {
     "name": "x",
     "workload": "grpo",
-    "components": {"api": STAY, "trainer": STAY},
+    "components": {"api": COMPONENT, "trainer": COMPONENT},
     "progress": {"jsonl": "metrics.jsonl", "step": "step", "total": 60},
 }
 FAILURE = {
@@ -52,7 +52,10 @@ FAILURE = {
 }
 
 
-def component(started: float, ready: float | None = None, ended: float | None = None, **how: Any):
+def component(
+    started: float, ready: float | None = None, ended: float | None = None, **fields: Any
+):
+    """Return the record of a component."""
     return {
         "pid": 8,
         "started_at": started,
@@ -60,11 +63,12 @@ def component(started: float, ready: float | None = None, ended: float | None = 
         "ended_at": ended,
         "exit_code": None,
         "signal": None,
-        **how,
+        **fields,
     }
 
 
-def attempt(number: int = 1, **more: Any) -> dict[str, Any]:
+def attempt(number: int = 1, **fields: Any) -> dict[str, Any]:
+    """Return the record of a running attempt."""
     return {
         "number": number,
         "state": "running",
@@ -76,11 +80,12 @@ def attempt(number: int = 1, **more: Any) -> dict[str, Any]:
         "ports": {"api.port": 4100, "trainer.port": 4101, "trainer.ports.metrics": 4102},
         "resume_from": None,
         "decision": None,
-        **more,
+        **fields,
     }
 
 
-def failed(number: int = 1, **more: Any) -> dict[str, Any]:
+def failed(number: int = 1, **fields: Any) -> dict[str, Any]:
+    """Return the record of an attempt that failed because of its trainer."""
     return attempt(
         number,
         **{
@@ -92,7 +97,7 @@ def failed(number: int = 1, **more: Any) -> dict[str, Any]:
                 "trainer": component(1002.0, 1003.0, 1005.1, exit_code=1),
             },
             "decision": "final: RUNTIME_ERROR is not retried",
-            **more,
+            **fields,
         },
     )
 
@@ -106,10 +111,11 @@ def view(
     servers: Sequence[Event] = (),
     **more: Any,
 ) -> RunView:
-    """
+    """Return the view of a run from which its page is made.
+
     Args:
-        unready: what the probe of the trainer answered.
-        servers: what the fleet told.
+        unready: Reason that the failed probe of the trainer gave, or an empty string.
+        servers: Events to observe, such as those of the rollout servers.
     """
     spec = RunSpec.model_validate({**SPEC, **more.pop("spec", {})})
     seen = RunSeen(spec)
@@ -132,10 +138,10 @@ def view(
     )
 
 
-def test_a_failed_run_says_what_failed_first_why_where_its_log_is_and_what_follows() -> None:
+def test_summary_of_a_failed_run_gives_cause_log_and_next_step() -> None:
     shown = show_summary(view(failed(), state="failed", step=7))
 
-    for said in (
+    for text in (
         "exit code 1, pid 8, 3.1 s after its start",
         "RUNTIME\\_ERROR: trainer (pid 8)",
         "read the line that it names",
@@ -144,7 +150,7 @@ def test_a_failed_run_says_what_failed_first_why_where_its_log_is_and_what_follo
         "`/home/runs/x-1/run.json`",
         "```\nTraceback (most recent call last):\nValueError: no\n```",
     ):
-        assert said in str(shown.data)
+        assert text in str(shown.data)
     assert shown.headline.split("\n\n") == [
         "**failed**: RUNTIME\\_ERROR",
         "trainer: exit code 1 after 3.1 s",
@@ -155,7 +161,7 @@ def test_a_failed_run_says_what_failed_first_why_where_its_log_is_and_what_follo
     ]
 
 
-def test_a_run_that_waits_for_its_next_attempt_still_says_what_failed() -> None:
+def test_run_waiting_for_its_next_attempt_shows_the_last_failure() -> None:
     decided = "requeued: INSUFFICIENT_RESOURCES, next try in 61 s"
     waiting = view(failed(decision=decided), state="pending_resources", doing="waiting: for room")
 
@@ -165,7 +171,7 @@ def test_a_run_that_waits_for_its_next_attempt_still_says_what_failed() -> None:
     assert "requeued: INSUFFICIENT\\_RESOURCES, next try in 61 s" in str(shown.data)
 
 
-def test_a_run_that_runs_again_does_not_show_an_earlier_failure_as_its_own() -> None:
+def test_running_attempt_does_not_show_an_earlier_failure() -> None:
     shown = show_summary(view(failed(), attempt(2), doing="starting trainer"))
 
     assert shown.headline.split("\n\n") == ["**running**: starting trainer"]
@@ -173,7 +179,7 @@ def test_a_run_that_runs_again_does_not_show_an_earlier_failure_as_its_own() -> 
     assert "2, after 1 failed attempt" in str(shown.data)
 
 
-def test_a_run_that_never_came_to_an_attempt_says_why() -> None:
+def test_run_that_failed_before_its_first_attempt_shows_the_reason() -> None:
     shown = show_summary(
         view(state="failed", message="USER_ERROR: the spec has 1 fault:\n  - a: b")
     )
@@ -183,7 +189,7 @@ def test_a_run_that_never_came_to_an_attempt_says_why() -> None:
     assert shown.headline == "**failed**: USER\\_ERROR: the spec has 1 fault:\n\n- a: b"
 
 
-def test_a_component_that_never_got_ready_is_still_alive_when_it_fails() -> None:
+def test_component_that_is_not_ready_in_time_is_shown_as_alive() -> None:
     failure = {**FAILURE, "kind": "NOT_READY", "exit_code": None, "line": ""}
     components = {"trainer": component(1002.0, None, 1005.0, signal="SIGTERM")}
 
@@ -192,27 +198,27 @@ def test_a_component_that_never_got_ready_is_still_alive_when_it_fails() -> None
     assert "trainer: still alive, pid 8, not ready by then" in str(shown.data)
 
 
-def test_the_message_of_a_failed_run_ends_with_its_log_and_what_follows() -> None:
+def test_message_of_a_failed_run_ends_with_log_and_next_step() -> None:
     place = RunPlace(directory=Path("/r"))
 
-    said = summarize_failure("RUNTIME_ERROR: it died", place, view(failed()).record.attempt)
+    summary = summarize_failure("RUNTIME_ERROR: it died", place, view(failed()).record.attempt)
 
-    assert said.startswith("RUNTIME_ERROR: it died; log: /r/attempt-01/trainer.log; not retried")
+    assert summary.startswith("RUNTIME_ERROR: it died; log: /r/attempt-01/trainer.log; not retried")
     assert summarize_failure("USER_ERROR: the spec", place, None) == "USER_ERROR: the spec"
 
 
-def test_the_last_word_of_a_log_has_every_answer_in_one_message() -> None:
+def test_formatted_failure_contains_every_label() -> None:
     run = view(failed())
     assert run.failed is not None
 
-    said = format_failure(RunPlace(directory=Path("/r")), *run.failed)
+    text = format_failure(RunPlace(directory=Path("/r")), *run.failed)
 
-    for asked in ("first failure: ", "why: ", "what to do: ", "log: ", "what happens next"):
-        assert f"\n{asked}" in said
-    assert said.endswith("ValueError: no")
+    for label in ("first failure: ", "why: ", "what to do: ", "log: ", "what happens next"):
+        assert f"\n{label}" in text
+    assert text.endswith("ValueError: no")
 
 
-def test_components_show_what_runs_where_while_it_does() -> None:
+def test_running_components_are_shown_with_pid_and_ports() -> None:
     shown = show_components(view(attempt(), unready="GET /health: refused", host="h1"))
 
     lines = str(shown.data).splitlines()
@@ -226,18 +232,18 @@ def test_components_show_what_runs_where_while_it_does() -> None:
     assert shown.headline == "api ready\n\ntrainer starting"
 
 
-def test_the_last_status_of_a_component_stands_on_the_page() -> None:
-    told = [
-        Event(at=0.0, name="component.status", component="api", fields={"message": said})
-        for said in ("loading", "serving 4 models")
+def test_last_status_of_a_component_is_shown() -> None:
+    statuses = [
+        Event(at=0.0, name="component.status", component="api", fields={"message": message})
+        for message in ("loading", "serving 4 models")
     ]
 
-    shown = show_components(view(attempt(), servers=told))
+    shown = show_components(view(attempt(), servers=statuses))
 
     assert "| api | ready; last status: serving 4 models | pid 8 |" in str(shown.data)
 
 
-def test_a_job_of_a_cluster_is_shown_with_its_submission_and_nodes() -> None:
+def test_ray_job_is_shown_with_submission_id_and_nodes() -> None:
     ray = {"component": "trainer", "submission_id": "x-1--a01", "nodes": ["10.0.0.7"]}
     components = {"trainer": {**component(1000.0), "pid": None}}
 
@@ -246,7 +252,7 @@ def test_a_job_of_a_cluster_is_shown_with_its_submission_and_nodes() -> None:
     assert "Ray job `x-1--a01` on 10.0.0.7" in str(shown.data)
 
 
-def test_the_one_that_failed_first_stands_out_from_those_that_were_stopped() -> None:
+def test_component_that_failed_first_is_marked() -> None:
     shown = show_components(view(failed(), state="failed"))
 
     assert "| trainer | **failed first**: exit code 1 |" in str(shown.data)
@@ -254,7 +260,7 @@ def test_the_one_that_failed_first_stands_out_from_those_that_were_stopped() -> 
 
 
 def test_servers_of_a_fleet_are_shown_with_their_restarts() -> None:
-    told = [
+    fleet_events = [
         Event(at=0.0, name=name, component="rollout", fields=fields)
         for name, fields in (
             ("rollout.server.started", {"rank": 0, "epoch": 1, "url": "http://h:1"}),
@@ -265,12 +271,12 @@ def test_servers_of_a_fleet_are_shown_with_their_restarts() -> None:
         )
     ]
 
-    shown = show_components(view(attempt(), servers=told))
+    shown = show_components(view(attempt(), servers=fleet_events))
 
     assert "| 0 | active | `http://h:2` | 1 | `rollout-r0.log` |" in str(shown.data)
 
 
-def test_a_new_attempt_forgets_the_servers_of_the_last_one() -> None:
+def test_new_attempt_starts_without_the_servers_of_the_previous_attempt() -> None:
     fleet = RunSeen(RunSpec.model_validate(SPEC))
     started = {"rank": 0, "epoch": 1, "url": ""}
     fleet.observe(Event(at=0.0, name="rollout.server.started", fields=started))
@@ -294,38 +300,35 @@ def test_a_new_attempt_forgets_the_servers_of_the_last_one() -> None:
         ),
     ],
 )
-def test_the_address_that_the_tracker_prints_is_believed(
-    tmp_path: Path, printed: str, url: str
-) -> None:
+def test_address_printed_by_the_tracker_is_linked(tmp_path: Path, printed: str, url: str) -> None:
     place = RunPlace(directory=tmp_path)
     place.attempt(1).directory.mkdir()
     place.attempt(1).log("trainer").write_text(f"loading\n{printed}\n")
 
-    found = list_other_pages(replace(view(attempt()), place=place))
+    pages = list_other_pages(replace(view(attempt()), place=place))
 
-    assert found == (("Tracker", url),)
+    assert pages == (("Tracker", url),)
 
 
-def test_the_job_is_linked_on_the_dashboard_of_its_cluster() -> None:
+def test_ray_job_is_linked_to_the_dashboard_of_its_cluster() -> None:
     ray = {"component": "trainer", "submission_id": "x-1--a01"}
     spec = {"ray": {"address": "http://head:8265/"}}
 
-    [place] = list_other_pages(view(attempt(ray=ray), spec=spec))
+    [link] = list_other_pages(view(attempt(ray=ray), spec=spec))
 
-    assert place == ("Ray dashboard", "http://head:8265/#/jobs/x-1--a01")
+    assert link == ("Ray dashboard", "http://head:8265/#/jobs/x-1--a01")
 
 
-def test_progress_is_a_part_of_a_whole_or_not_shown() -> None:
+def test_progress_is_shown_only_with_a_step_and_a_total() -> None:
     shown = show_progress(view(attempt(), step=15))
 
     assert shown is not None and (shown.data, shown.headline) == (25.0, "step 15 of 60")
     assert show_progress(view(attempt())) is None
-    assert show_progress(
-        view(attempt(), step=3, spec={"progress": {"jsonl": "m", "step": "s"}})
-    ) is (None)
+    without_total = {"progress": {"jsonl": "m", "step": "s"}}
+    assert show_progress(view(attempt(), step=3, spec=without_total)) is None
 
 
-def test_of_many_attempts_a_card_names_the_last_ones() -> None:
+def test_headline_of_attempts_lists_only_the_last_five() -> None:
     shown = show_attempts(view(*(failed(number) for number in range(1, 9))))
 
     assert shown.headline.split("\n\n") == [
@@ -334,7 +337,7 @@ def test_of_many_attempts_a_card_names_the_last_ones() -> None:
     ]
 
 
-def test_what_programs_say_is_no_markup() -> None:
+def test_markup_in_foreign_text_is_escaped() -> None:
     assert escape_markdown("a <b>|* [x](y)\nnext") == "a &lt;b&gt;\\|\\* \\[x\\](y) next"
     assert inline_code("a `b` | <c>") == "`` a `b` | <c> ``"
     assert markdown_table(["a"], [[inline_code("x|y")]]).splitlines()[-1] == "| `x\\|y` |"
@@ -346,25 +349,29 @@ TAG = "<img src=x onerror=alert(1)>"
 
 @pytest.mark.parametrize("ticks", ["", "`", "``", "a``b`c```", "\r```\r", "\n```\n"])
 @pytest.mark.parametrize(
-    "made",
+    "make_markdown",
     [
         escape_markdown,
         inline_code,
         code_block,
-        lambda said: markdown_table(["a"], [[inline_code(said)]]),
-        lambda said: markdown_table(["a"], [[escape_markdown(said)]]),
-        lambda said: markdown_link("a", f"https://wandb.ai/runs/{said.strip()})"),
+        lambda text: markdown_table(["a"], [[inline_code(text)]]),
+        lambda text: markdown_table(["a"], [[escape_markdown(text)]]),
+        lambda text: markdown_link("a", f"https://wandb.ai/runs/{text.strip()})"),
     ],
 )
-def test_no_html_of_a_program_reaches_the_page(made: Callable[[str], str], ticks: str) -> None:
-    page = MarkdownIt("commonmark").enable("table").render(made(f"{ticks}{TAG}{ticks}"))
+def test_html_of_programs_does_not_reach_the_page(
+    make_markdown: Callable[[str], str], ticks: str
+) -> None:
+    markdown = make_markdown(f"{ticks}{TAG}{ticks}")
+
+    page = MarkdownIt("commonmark").enable("table").render(markdown)
 
     assert "<img" not in page, page
     assert "alert" in page
 
 
 @pytest.mark.parametrize(
-    ("duration", "said"),
+    ("duration", "expected"),
     [
         (0.0, "0.00 s"),
         (0.256, "0.26 s"),
@@ -376,5 +383,5 @@ def test_no_html_of_a_program_reaches_the_page(made: Callable[[str], str], ticks
         (90061, "1 d 1 h"),
     ],
 )
-def test_a_duration_has_two_units_at_most(duration: float, said: str) -> None:
-    assert format_duration(duration) == said
+def test_duration_has_at_most_two_units(duration: float, expected: str) -> None:
+    assert format_duration(duration) == expected

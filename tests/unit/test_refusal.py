@@ -1,5 +1,7 @@
-"""A Prefect server that wants a password: everybody who asks it is told what to set, and no
-component gets to know it."""
+"""Tests with a Prefect server that requires a password.
+
+Each client gets a message with the setting that is missing, and no component gets the password.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +43,7 @@ SPEC = RunSpec.model_validate(
 
 @pytest.fixture(scope="module")
 def refusing() -> Iterator[str]:
+    """URL of a server that answers each request with HTTP 401."""
     with (
         serving(lambda *_: (401, None)) as url,
         temporary_settings({PREFECT_API_URL: f"{url}/api"}),
@@ -49,58 +52,64 @@ def refusing() -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    ("password", "who"),
+    ("password", "refusal"),
     [
         (None, "does not let in who has no password (HTTP 401)"),
         ("wrong", "does not let in the PREFECT_API_AUTH_STRING of this process (HTTP 401)"),
     ],
 )
-def test_a_run_is_told_what_to_set(refusing: str, password: str | None, who: str) -> None:
+def test_run_names_the_setting_for_the_password(
+    refusing: str, password: str | None, refusal: str
+) -> None:
     with (
         temporary_settings({PREFECT_API_AUTH_STRING: password}),
-        pytest.raises(NoServer) as caught,
+        pytest.raises(NoServer) as error_info,
         prefect_server(),
     ):
         raise AssertionError("it was let in")
 
-    assert str(caught.value) == f"the Prefect server at {refusing} {who}: {REMEDY}"
+    assert str(error_info.value) == f"the Prefect server at {refusing} {refusal}: {REMEDY}"
 
 
-def test_the_queue_s_command_says_so(refusing: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(queue, []) == 1
+def test_queue_command_names_the_setting_for_the_password(
+    refusing: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exit_code = run(queue, [])
 
+    assert exit_code == 1
     assert REMEDY in capsys.readouterr().err
 
 
-def test_a_reconcile_says_that_it_saw_no_flow_runs(
+def test_reconcile_names_the_setting_for_the_password(
     refusing: str, muster_home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert reconcile.reconcile() == 1
+    exit_code = reconcile.reconcile()
 
+    assert exit_code == 1
     assert REMEDY in capsys.readouterr().out
 
 
-def test_a_prune_removes_nothing(refusing: str, muster_home: Path) -> None:
+def test_prune_names_the_setting_for_the_password(refusing: str, muster_home: Path) -> None:
     pruned = prune_host()
 
     assert REMEDY in pruned.open
     assert REMEDY in pruned.summary
 
 
-def test_a_worker_does_not_start(refusing: str, muster_home: Path) -> None:
+def test_worker_does_not_start_without_the_password(refusing: str, muster_home: Path) -> None:
     with pytest.raises(SystemExit, match="PREFECT_SERVER_API_AUTH_STRING"):
         worker.main()
 
 
-def test_another_error_of_a_server_is_no_refusal() -> None:
+def test_other_errors_of_a_server_are_not_refusals() -> None:
     with (
         serving(lambda *_: (500, None)) as url,
-        pytest.raises(ServerAway) as caught,
+        pytest.raises(ServerAway) as error_info,
         talking_to(f"{url}/api") as client,
     ):
         client.hello().raise_for_status()
 
-    assert not isinstance(caught.value, ServerRefuses)
+    assert not isinstance(error_info.value, ServerRefuses)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +122,9 @@ def test_another_error_of_a_server_is_no_refusal() -> None:
         "PREFECT_SERVER_DATABASE_CONNECTION_URL",
     ],
 )
-def test_no_component_gets_a_key_to_the_server(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_components_do_not_get_secrets_of_the_server(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.setenv(name, PASSWORD)
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:4200/api")
     monkeypatch.setenv("HF_TOKEN", "theirs")
@@ -126,18 +137,18 @@ def test_no_component_gets_a_key_to_the_server(monkeypatch: pytest.MonkeyPatch, 
     assert env["HF_TOKEN"] == "theirs"
 
 
-def test_a_stack_for_which_none_is_set_has_one_of_its_own(muster_home: Path) -> None:
+def test_stack_without_a_configured_password_creates_one(muster_home: Path) -> None:
     env = client_env(muster_home, "http://127.0.0.1:4200/api")
 
     assert env["PREFECT_API_AUTH_STRING"] == server_password() != ""
 
 
 def test_each_start_of_a_stack_gets_a_new_password(muster_home: Path) -> None:
-    before = auth_string()
+    previous_password = auth_string()
 
     renew_password()
 
-    assert server_password() not in ("", before)
+    assert server_password() not in ("", previous_password)
     assert auth_string() == server_password()
     assert (muster_home / "password").stat().st_mode & 0o777 == 0o600
 
@@ -145,41 +156,44 @@ def test_each_start_of_a_stack_gets_a_new_password(muster_home: Path) -> None:
 def test_password_that_the_operator_sets_is_not_renewed(
     muster_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = auth_string()
+    previous_password = auth_string()
     monkeypatch.setenv("PREFECT_API_AUTH_STRING", PASSWORD)
 
     renew_password()
 
-    assert server_password() == before
+    assert server_password() == previous_password
 
 
-def test_training_that_outlives_a_stack_is_let_in_by_the_next_one(muster_home: Path) -> None:
+def test_training_that_outlives_a_stack_uses_the_next_stack_s_password(muster_home: Path) -> None:
     flow = RenewedPassword(auth_string()).auth_flow(
         httpx.Request("GET", "http://here", headers={"Authorization": as_header(auth_string())})
     )
     next(flow)
     renew_password()
 
-    again = flow.send(httpx.Response(401))
+    second_request = flow.send(httpx.Response(401))
 
-    assert again.headers["Authorization"] == as_header(server_password())
+    assert second_request.headers["Authorization"] == as_header(server_password())
 
 
-def test_prefect_s_own_commands_are_given_the_password_of_a_stack(
+def test_prefect_commands_get_the_password_of_the_stack(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    lacks = {"PREFECT_API_AUTH_STRING": PASSWORD}
-    monkeypatch.setattr(plugin, "to_reach_stack", lambda url: lacks if url == "here" else {})
+    settings = {"PREFECT_API_AUTH_STRING": PASSWORD}
+    monkeypatch.setattr(plugin, "to_reach_stack", lambda url: settings if url == "here" else {})
 
-    def given(url: str | None) -> Mapping[str, str] | None:
-        about = HookContext(prefect_version="", api_url=url, logger_factory=logging.getLogger)
-        found = plugin.setup_environment(ctx=about)
-        return found and found.env
+    def environment_for(url: str | None) -> Mapping[str, str] | None:
+        """Return the variables that the plugin sets for a command with this API URL."""
+        context = HookContext(prefect_version="", api_url=url, logger_factory=logging.getLogger)
+        result = plugin.setup_environment(ctx=context)
+        return result and result.env
 
-    assert [given(url) for url in ("here", "elsewhere", None)] == [lacks, None, None]
+    environments = [environment_for(url) for url in ("here", "elsewhere", None)]
+
+    assert environments == [settings, None, None]
 
 
-def test_no_component_gets_the_password_by_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_components_do_not_run_the_password_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in GUARDED_PREFECT.items():
         monkeypatch.setenv(name, value)
 
@@ -189,12 +203,12 @@ def test_no_component_gets_the_password_by_the_plugin(monkeypatch: pytest.Monkey
     assert "PREFECT_PLUGINS_ALLOW" not in env
 
 
-def test_every_module_that_makes_a_client_guards_it() -> None:
+def test_every_module_with_a_client_guards_it() -> None:
     makers = {
-        one.path: {other.target for other in imports(ROOT, one.path)}
+        client_import.path: {other.target for other in imports(ROOT, client_import.path)}
         for path in files(ROOT, "tasks", "flows", "deployments")
-        for one in imports(ROOT, path)
-        if one.target == "prefect.client.orchestration.get_client"
+        for client_import in imports(ROOT, path)
+        if client_import.target == "prefect.client.orchestration.get_client"
     }
 
     unguarded = [
@@ -208,15 +222,17 @@ def test_every_module_that_makes_a_client_guards_it() -> None:
     assert unguarded == []
 
 
-def test_a_component_gets_what_its_spec_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_component_gets_the_password_in_its_spec(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREFECT_API_AUTH_STRING", PASSWORD)
     spec = SPEC.model_copy(update={"env": {"PREFECT_API_AUTH_STRING": "its own"}})
 
-    assert component_env(spec, "trainer", "trial-1", 1)["PREFECT_API_AUTH_STRING"] == "its own"
+    env = component_env(spec, "trainer", "trial-1", 1)
+
+    assert env["PREFECT_API_AUTH_STRING"] == "its own"
 
 
 @pytest.mark.parametrize("name", ["PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING"])
-def test_a_stack_takes_the_password_of_its_environment(
+def test_stack_uses_the_password_in_its_environment(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
     monkeypatch.setenv(name, PASSWORD)

@@ -1,4 +1,4 @@
-"""A home that another user prepared, or may write to, is refused before anything is done in it."""
+"""Tests that a MUSTER_HOME which another user made, or may write to, is rejected before its use."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ SPEC = {
 
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder, like `/tmp`, in which every user may write. MUSTER_HOME is `home` in it."""
     with shared_folder() as place:
         monkeypatch.setenv("MUSTER_HOME", str(place / "home"))
         monkeypatch.delenv("MUSTER_UMASK", raising=False)
@@ -54,32 +55,33 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def home(shared: Path) -> Path:
-    """A home of the victim's own, in a sticky folder that everybody may write to."""
+    """The victim's MUSTER_HOME, in a sticky folder in which every user may write."""
     home = shared / "home"
     home.mkdir(mode=0o700)
     return home
 
 
 def refusal() -> str:
-    with pytest.raises(UntrustedPath) as caught:
+    """Return the message with which MUSTER_HOME is rejected."""
+    with pytest.raises(UntrustedPath) as error_info:
         muster_home()
-    assert caught.value.exit_code == 2
-    return str(caught.value)
+    assert error_info.value.exit_code == 2
+    return str(error_info.value)
 
 
 @needs_another_user
-def test_a_home_of_another_user_is_refused(shared: Path) -> None:
+def test_home_of_another_user_is_rejected(shared: Path) -> None:
     attack("mkdir", "-m", "755", shared / "home")
 
-    said = refusal()
+    message = refusal()
 
-    assert f"{shared}/home belongs to" in said
-    assert str(ATTACKER) in said and "0755" in said and "set MUSTER_HOME" in said
+    assert f"{shared}/home belongs to" in message
+    assert str(ATTACKER) in message and "0755" in message and "set MUSTER_HOME" in message
 
 
 @needs_another_user
 @pytest.mark.parametrize("kind", ["folder above", "link", "link above", "link within"])
-def test_a_way_to_the_home_that_another_user_made_is_refused(
+def test_folder_or_link_of_another_user_on_the_path_is_rejected(
     shared: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     (shared / "mine" / "home").mkdir(parents=True)
@@ -98,27 +100,27 @@ def test_a_way_to_the_home_that_another_user_made_is_refused(
             (shared / "home").mkdir()
             (shared / "home" / "runs").symlink_to(shared / "theirs")
 
-    said = refusal()
+    message = refusal()
 
-    assert "belongs to" in said and str(ATTACKER) in said
+    assert "belongs to" in message and str(ATTACKER) in message
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o702])
-def test_a_home_that_other_users_may_write_to_is_refused(home: Path, mode: int) -> None:
+def test_home_writable_by_other_users_is_rejected(home: Path, mode: int) -> None:
     if os.geteuid() == 0:
         os.chown(home, 0, 4711)
     elif mode == 0o770:
         pytest.skip("only root can give a folder to another group")
     home.chmod(mode)
 
-    said = refusal()
+    message = refusal()
 
-    assert f"may write to {home}" in said
-    assert f"mode {mode:04o}" in said and f"chmod go-w {home}" in said
+    assert f"may write to {home}" in message
+    assert f"mode {mode:04o}" in message and f"chmod go-w {home}" in message
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770])
-def test_a_folder_above_that_other_users_may_write_to_is_refused(
+def test_parent_folder_writable_by_other_users_is_rejected(
     shared: Path, monkeypatch: pytest.MonkeyPatch, mode: int
 ) -> None:
     above = shared / "above"
@@ -130,9 +132,9 @@ def test_a_folder_above_that_other_users_may_write_to_is_refused(
     above.chmod(mode)
     monkeypatch.setenv("MUSTER_HOME", str(above / "home"))
 
-    said = refusal()
+    message = refusal()
 
-    assert f"may write to {above} " in said
+    assert f"may write to {above} " in message
 
 
 @needs_another_user
@@ -141,11 +143,14 @@ def test_a_folder_above_that_other_users_may_write_to_is_refused(
     ["password", "ray-token", "agents.key", "zygote", "live", "runs", "stack", "code", "prefect"],
 )
 @pytest.mark.parametrize("fault", ["owner", "mode", "link"])
-def test_an_entry_that_another_user_made_or_may_write_to_is_refused(
+def test_entry_made_by_or_writable_by_another_user_is_rejected(
     home: Path, entry: str, fault: str
 ) -> None:
     path = home / entry
-    path.mkdir() if "." not in entry else path.write_text("x")
+    if "." in entry:
+        path.write_text("x")
+    else:
+        path.mkdir()
     match fault:
         case "owner":
             os.chown(path, ATTACKER, ATTACKER)
@@ -156,17 +161,18 @@ def test_an_entry_that_another_user_made_or_may_write_to_is_refused(
             path.symlink_to(home.parent / "elsewhere")
             os.chown(path, ATTACKER, ATTACKER, follow_symlinks=False)
 
-    said = refusal()
+    message = refusal()
 
-    assert str(path) in said
+    assert str(path) in message
 
 
-def test_a_home_of_ones_own_in_a_sticky_folder_is_taken(home: Path) -> None:
+def test_own_home_in_a_sticky_folder_is_accepted(home: Path) -> None:
     assert muster_home() == home
 
 
 @needs_another_user
-def test_a_home_that_was_made_by_another_user_after_a_first_look_is_refused(shared: Path) -> None:
+def test_home_made_by_another_user_after_a_first_check_is_rejected(shared: Path) -> None:
+    # The folder does not exist yet, so the first check accepts it.
     assert muster_home() == shared / "home"
 
     attack("mkdir", shared / "home")
@@ -175,10 +181,10 @@ def test_a_home_that_was_made_by_another_user_after_a_first_look_is_refused(shar
 
 
 @needs_another_user
-def test_root_owns_what_every_user_takes_and_a_group_of_one_user_may_write(
+def test_home_of_root_writable_by_a_group_without_other_members_is_accepted(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Root's own group, which has no other member.
+    # Root's own group has no other member.
     home.chmod(0o770)
     monkeypatch.setattr(os, "geteuid", lambda: ATTACKER)
 
@@ -186,7 +192,7 @@ def test_root_owns_what_every_user_takes_and_a_group_of_one_user_may_write(
 
 
 @needs_another_user
-def test_the_group_of_an_access_control_list_is_no_group_of_one_user(
+def test_group_rights_of_an_access_control_list_are_rejected(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home.chmod(0o770)
@@ -196,7 +202,7 @@ def test_the_group_of_an_access_control_list_is_no_group_of_one_user(
 
 
 @needs_another_user
-def test_the_home_of_a_user_that_is_named_is_read(
+def test_home_of_the_user_in_muster_home_owner_is_accepted(
     shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attack("mkdir", shared / "home")
@@ -205,15 +211,15 @@ def test_the_home_of_a_user_that_is_named_is_read(
     monkeypatch.setenv("MUSTER_HOME_OWNER", str(ATTACKER))
     home = muster_home()
     monkeypatch.setenv("MUSTER_HOME_OWNER", "no-such-user")
-    said = refusal()
+    message = refusal()
 
     assert home == shared / "home"
-    assert "MUSTER_HOME_OWNER=no-such-user" in said
+    assert "MUSTER_HOME_OWNER=no-such-user" in message
 
 
 @needs_another_user
 @pytest.mark.parametrize("kind", ["owner", "mode", "link", "fifo", "folder"])
-def test_a_file_of_the_home_that_is_not_its_users_own_is_not_read(home: Path, kind: str) -> None:
+def test_file_in_the_home_of_another_user_is_not_read(home: Path, kind: str) -> None:
     path = home / "password"
     match kind:
         case "owner":
@@ -237,7 +243,7 @@ def test_a_file_of_the_home_that_is_not_its_users_own_is_not_read(home: Path, ki
 
 
 @needs_another_user
-def test_a_password_of_another_user_becomes_that_of_no_server(home: Path) -> None:
+def test_password_written_by_another_user_is_not_used(home: Path) -> None:
     (home / "password").write_text("muster:known-to-the-attacker\n")
     os.chown(home / "password", ATTACKER, ATTACKER)
 
@@ -248,21 +254,21 @@ def test_a_password_of_another_user_becomes_that_of_no_server(home: Path) -> Non
 
 
 @pytest.mark.parametrize("mask", ["000", "002", "007", "020", "0", "750"])
-def test_a_umask_that_lets_other_users_write_is_refused(
+def test_umask_that_lets_other_users_write_is_rejected(
     home: Path, monkeypatch: pytest.MonkeyPatch, mask: str
 ) -> None:
     monkeypatch.setenv("MUSTER_UMASK", mask)
-    before = os.umask(0o022)
-    os.umask(before)
+    previous_umask = os.umask(0o022)
+    os.umask(previous_umask)
 
     with pytest.raises(UntrustedPath, match=f"MUSTER_UMASK={mask} would let other users write"):
         keep_private()
 
-    after = os.umask(before)
-    assert after == before
+    current_umask = os.umask(previous_umask)
+    assert current_umask == previous_umask
 
 
-def test_a_verb_in_a_home_that_is_not_trusted_does_nothing_and_exits_with_2(
+def test_verbs_do_nothing_in_an_untrusted_home_and_exit_with_2(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     home.chmod(0o777)
@@ -276,10 +282,11 @@ def test_a_verb_in_a_home_that_is_not_trusted_does_nothing_and_exits_with_2(
 
 @needs_another_user
 @pytest.mark.parametrize("owner", ["theirs", "sticky", "open"])
-def test_the_attackers_zygote_gets_nothing_of_a_training(
+def test_attacker_s_zygote_receives_no_data_of_a_training(
     shared: Path, tmp_path: Path, owner: str
 ) -> None:
-    home, file = shared / "home", tmp_path / "spec.yaml"
+    home = shared / "home"
+    file = tmp_path / "spec.yaml"
     file.write_text(yaml.safe_dump(SPEC))
     if owner == "theirs":
         attack("mkdir", "-m", "777", home)
@@ -287,7 +294,7 @@ def test_the_attackers_zygote_gets_nothing_of_a_training(
         home.mkdir()
         home.chmod(0o1777 if owner == "sticky" else 0o777)
 
-    with attackers_socket(home / "zygote") as seen:
+    with attackers_socket(home / "zygote") as received_bytes:
         done = subprocess.run(
             (sys.executable, "-m", "tasks.command", "train", str(file)),
             cwd=ROOT,
@@ -297,7 +304,7 @@ def test_the_attackers_zygote_gets_nothing_of_a_training(
             text=True,
             timeout=60,
         )
-        received = seen()
+        received = received_bytes()
 
     assert SECRET.encode() not in received
     assert received == b""
@@ -306,37 +313,38 @@ def test_the_attackers_zygote_gets_nothing_of_a_training(
 
 
 @needs_another_user
-def test_a_zygote_of_another_user_is_sent_nothing_even_where_its_file_seems_ones_own(
+def test_zygote_of_another_user_receives_nothing_even_if_the_victim_owns_its_socket_file(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel says who listens, whoever owns the file of the socket."""
+    """The kernel knows which user listens. The owner of the socket file does not matter."""
     monkeypatch.setenv("HF_TOKEN", SECRET)
     home.chmod(0o777)
-    with attackers_socket(home / "zygote") as seen:
+    with attackers_socket(home / "zygote") as received_bytes:
         os.chown(home / "zygote", 0, 0)
         (home / "zygote").chmod(0o700)
         home.chmod(0o700)
 
         code = warm.run_in_fork(["train", "spec.yaml"])
         taken_over = warm.open_listener()
-        received = seen()
+        received = received_bytes()
 
     assert code is None
     assert received == b""
-    # The place is not left to the attacker.
+    # Muster replaces the attacker's socket with its own.
     assert taken_over is not None
     taken_over.close()
 
 
 @needs_another_user
-def test_a_zygote_takes_no_order_of_another_user(shared: Path) -> None:
+def test_zygote_rejects_a_request_of_another_user(shared: Path) -> None:
     place = shared / "door"
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(place))
     place.chmod(0o777)
     listener.listen()
 
-    def order() -> None:
+    def send_request() -> None:
+        """Ask the zygote, as the attacker, to run `muster ls`."""
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(str(place))
             content = json.dumps(
@@ -351,7 +359,7 @@ def test_a_zygote_takes_no_order_of_another_user(shared: Path) -> None:
             socket.send_fds(connection, [content.encode() + b"\n"], [0, 1, 2])
             connection.recv(1)
 
-    with attacking(order):
+    with attacking(send_request):
         connection, _ = listener.accept()
         with connection, pytest.raises(PermissionError, match=str(ATTACKER)):
             warm.Caller.receive(connection)
