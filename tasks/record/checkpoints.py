@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from tasks.record.checkpoint_blame import find_given_up, match_given_up
+from tasks.record.checkpoint_claims import Rival, claim_folder, find_rivals, why_of_rival
 from tasks.record.checkpoint_folder import Checkpoint, Completeness, Listing, list_checkpoints
 from tasks.record.checkpoint_names import (
     REMOVAL_SUFFIX,
@@ -127,9 +128,10 @@ def plan_resume(
         listing = _checkpoints_of_attempt(place, number, name)
         for path, why in listing.others:
             refused.append(RefusedCheckpoint(path=str(path), why=why))
+        why_foreign = _foreign_checkpoints(place, number, name, foreign or {})
         fit: Checkpoint | None = None
         for checkpoint in reversed(listing.checkpoints):
-            why = _why_refused(checkpoint, foreign or {})
+            why = why_foreign(checkpoint) or _why_incomplete(checkpoint)
             if not why and (why := why_unfit(checkpoint)):
                 given_up.append(checkpoint)
             if not why:
@@ -202,11 +204,58 @@ def _checkpoint_component(spec: RunSpec) -> tuple[str, Component] | None:
     return None
 
 
-def _why_refused(checkpoint: Checkpoint, foreign: Mapping[str, str]) -> str:
-    """Return why a checkpoint is not a complete checkpoint of this run, or an empty string."""
-    if why := _why_foreign(checkpoint, foreign):
-        return why
+def _why_incomplete(checkpoint: Checkpoint) -> str:
     return "" if checkpoint.is_complete else checkpoint.reason
+
+
+def _foreign_checkpoints(
+    place: RunPlace, number: int, name: str, foreign: Mapping[str, str]
+) -> Callable[[Checkpoint], str]:
+    """Return a function that says why a checkpoint belongs to another run.
+
+    The function returns an empty string for a checkpoint of this run.
+
+    Args:
+        place: Directory of the run.
+        number: Number of the attempt whose folder is listed.
+        name: Name of the component.
+        foreign: Checkpoints that existed before the run, as `signatures[path]`.
+    """
+    rivals = _rivals_of(place, number, name)
+    return lambda checkpoint: (
+        _why_foreign(checkpoint, foreign) or why_of_rival(checkpoint, place, rivals)
+    )
+
+
+def _rivals_of(place: RunPlace, number: int, name: str) -> list[Rival]:
+    root, written = _folder_of_attempt(place, number, name)
+    if not written or _is_own_folder(root / written, place):
+        return []
+    return find_rivals(os.path.realpath(root / written), place.run_id)
+
+
+def describe_rivals(spec: RunSpec, place: RunPlace, number: int) -> list[str]:
+    """Return a warning for each other run that writes to the same folder at the moment.
+
+    Args:
+        spec: The spec of the run.
+        place: Directory of the run.
+        number: Number of the current attempt.
+    """
+    named = _checkpoint_component(spec)
+    if named is None:
+        return []
+    return [
+        f"{rival.run_id} writes its checkpoints to the same folder: write ${{run.id}} into the "
+        "`checkpoints` of both, or each may overwrite those of the other"
+        for rival in _rivals_of(place, number, named[0])
+        if rival.is_running
+    ]
+
+
+def _is_own_folder(folder: Path, place: RunPlace) -> bool:
+    """Return True if a folder is below the directory of the run, so that no other run uses it."""
+    return folder.resolve().is_relative_to(place.directory.resolve())
 
 
 def _why_foreign(checkpoint: Checkpoint, foreign: Mapping[str, str]) -> str:
@@ -227,8 +276,9 @@ def find_foreign_checkpoints(
 ) -> dict[str, str]:
     """Return the checkpoints of other runs in the folder of an attempt, as `signatures[path]`.
 
-    Call this before the attempt starts. If all attempts share one folder, only the first attempt
-    looks for such checkpoints, because the folder later also has checkpoints of the run itself.
+    Claim the folder for the run as well. Call this before the attempt starts. If all attempts
+    share one folder, only the first attempt looks for such checkpoints, because the folder later
+    also has checkpoints of the run itself.
 
     Args:
         spec: The spec of the run, with its placeholders.
@@ -237,7 +287,7 @@ def find_foreign_checkpoints(
         number: Number of the attempt.
 
     Raises:
-        OSError: The folder of the checkpoints cannot be read.
+        OSError: The folder of the checkpoints cannot be read, or the claim cannot be written.
     """
     named = _checkpoint_component(resolved)
     if named is None:
@@ -247,8 +297,9 @@ def find_foreign_checkpoints(
     if number > 1 and not _is_per_attempt(spec.processes[name].checkpoints or ""):
         return {}
     root = Path.cwd() / (component.cwd or resolved.cwd)
-    if (root / written).resolve().is_relative_to(place.directory.resolve()):
+    if _is_own_folder(root / written, place):
         return {}
+    claim_folder(os.path.realpath(root / written), place.run_id)
     listing = list_checkpoints(written, root, is_running=True)
     return {
         str(checkpoint.path): f"{checkpoint.signature}:{checkpoint.inode_changes_ns[1]}"
@@ -286,12 +337,14 @@ def find_superfluous_checkpoints(
         return []
     name, component = named
     why_unfit = _unfit_checkpoints(spec, attempts)
-    checkpoints = [
-        checkpoint
-        for number in _attempts_with_folders(component.checkpoints or "", attempts)
-        for checkpoint in _checkpoints_of_attempt(place, number, name, is_running=True).checkpoints
-        if not _why_refused(checkpoint, foreign or {}) and not why_unfit(checkpoint)
-    ]
+    checkpoints: list[Checkpoint] = []
+    for number in _attempts_with_folders(component.checkpoints or "", attempts):
+        why_foreign = _foreign_checkpoints(place, number, name, foreign or {})
+        checkpoints += [
+            checkpoint
+            for checkpoint in _checkpoints_of_attempt(place, number, name, is_running=True).complete
+            if not why_foreign(checkpoint) and not why_unfit(checkpoint)
+        ]
     kept = max(component.keep or 0, _NEVER_REMOVED)
     in_use = {Path(attempt.checkpoint or "").resolve() for attempt in attempts[-1:]}
     for folder in {checkpoint.path.parent for checkpoint in checkpoints}:
@@ -568,9 +621,14 @@ def _checkpoints_of_attempt(
     Raises:
         OSError: The folder cannot be read.
     """
+    root, written = _folder_of_attempt(place, number, component_name)
+    return list_checkpoints(written, root, is_running=is_running) if written else Listing()
+
+
+def _folder_of_attempt(place: RunPlace, number: int, component_name: str) -> tuple[Path, str]:
+    """Return the root and the text of an attempt's `checkpoints`. The text is empty if unknown."""
     spec = read_attempt_spec(place, number)
     component = mapping_or_empty(mapping_or_empty(spec.get("components")).get(component_name))
     # An earlier version of Muster wrote a relative `cwd`, or omitted the default.
     root = Path.cwd() / (component.get("cwd") or spec.get("cwd") or ".")
-    written = component.get("checkpoints")
-    return list_checkpoints(written, root, is_running=is_running) if written else Listing()
+    return root, str(component.get("checkpoints") or "")

@@ -26,7 +26,19 @@ from tasks.spec.ownership import (
 _log = logging.getLogger(__name__)
 
 #: The folders that Muster keeps in its home.
-_OWN = ("cache", "code", "gate", "live", "parked", "prefect", "runs", "stack", "temp", "unseen")
+_OWN = (
+    "cache",
+    "claims",
+    "code",
+    "gate",
+    "live",
+    "parked",
+    "prefect",
+    "runs",
+    "stack",
+    "temp",
+    "unseen",
+)
 #: Folders that no other user may read, regardless of MUSTER_UMASK.
 _OF_SERVERS = ("cache", "prefect", "stack", "temp")
 #: Names of all files and folders that Muster keeps directly in its home.

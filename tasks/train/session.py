@@ -18,7 +18,12 @@ from tasks.processes.registry import RunRegister
 from tasks.processes.shared_memory import remove_unused
 from tasks.processes.supervisor import Supervisor
 from tasks.record import code_store
-from tasks.record.checkpoints import ResumePlan, find_foreign_checkpoints, plan_resume
+from tasks.record.checkpoints import (
+    ResumePlan,
+    describe_rivals,
+    find_foreign_checkpoints,
+    plan_resume,
+)
 from tasks.record.events import EventLog, event_listeners
 from tasks.record.metrics_file import FileFingerprint
 from tasks.record.outcome import Failure, Verdict
@@ -307,6 +312,8 @@ class RunSession:
             resume_from=resume_from or None,
             resume=resume.as_json() if resume is not None else None,
         )
+        for warning in describe_rivals(self.spec, self.place, place.number):
+            self.emit("run.warning", message=warning)
         containment = running.containment
         self.emit("containment", text=str(containment), **containment.as_json())
         if any(component.keep for component in self.spec.processes.values()):
