@@ -640,7 +640,7 @@ class SupervisedAttempt:
         early = " while it should have stayed" if exit.is_zero else ""
         message = f"{member} {ended}{before or early} after {member.seconds_alive():.1f} s"
         if self._progress.is_finished:
-            message += f", when {self._progress.describe_end()}"
+            message += f"; {self._progress.describe_end()}"
         self._fail(member, message, "exit", exit=exit)
 
     def _fail_by_loss(self, member: Member, loss: GiveUpReason) -> None:

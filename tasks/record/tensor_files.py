@@ -58,6 +58,13 @@ class FileCheck:
     damage: str = ""
 
 
+#: Results for files without damage, by path, size, modification time in ns, and inode. The same
+#: files are checked again and again, possibly on a slow file system.
+_whole_files: dict[tuple[Path, int, int, int], FileCheck] = {}
+#: Largest number of such results.
+_WHOLE_FILES_AT_MOST = 100_000
+
+
 def check_file(path: Path) -> FileCheck:
     """Check whether a file was written to its end.
 
@@ -66,7 +73,19 @@ def check_file(path: Path) -> FileCheck:
     Raises:
         OSError: The file cannot be read.
     """
-    size = path.stat().st_size
+    status = path.stat()
+    key = (path, status.st_size, status.st_mtime_ns, status.st_ino)
+    if key in _whole_files:
+        return _whole_files[key]
+    check = _examine(path, status.st_size)
+    if not check.damage:
+        if len(_whole_files) >= _WHOLE_FILES_AT_MOST:
+            _whole_files.clear()
+        _whole_files[key] = check
+    return check
+
+
+def _examine(path: Path, size: int) -> FileCheck:
     if size == 0:
         return FileCheck(is_known_format=True, damage="is empty")
     with path.open("rb") as file:

@@ -1,6 +1,6 @@
 """Write checkpoints in the layouts of several trainers, byte by byte as their libraries do.
 
-The libraries themselves are not needed. `tests/faults/real_checkpoints.py` writes the same layouts
+The libraries themselves are not needed. `write_real_checkpoints.py` writes some of these layouts
 with PyTorch, transformers, accelerate and Lightning.
 """
 

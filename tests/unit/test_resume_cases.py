@@ -217,3 +217,15 @@ def test_record_claims_no_checkpoint_that_was_not_passed(run_case: RunCase) -> N
     assert Path(resume.expected or "").name == "step_5"
     assert "does not use ${attempt.resume_from}" in resume.notes[0]
     assert "Muster expected" in record.attempts[1].warnings[0]
+
+
+def test_run_killed_before_its_last_checkpoint_trains_the_rest_again(
+    run_case: RunCase, muster_home: Path
+) -> None:
+    record = run_case("killed_before_its_last_save.py")
+
+    first = record.attempts[0].failure
+    assert first is not None and first.message.endswith("step 30 of 30 reached")
+    assert record.state is RunState.COMPLETED
+    assert resume_names(record.attempts) == ["", "step_20"]
+    assert steps_of(muster_home, 2)[0] == 21
