@@ -38,7 +38,7 @@ from tasks.processes.progress import (
 from tasks.processes.registry import RunRegister
 from tasks.record.causes import find_cause, last_lines
 from tasks.record.events import Emit
-from tasks.record.outcome import Exit, Failure, GivenUp, GiveUpReason, Verdict
+from tasks.record.outcome import Exit, Failure, GivenUp, GiveUpReason, Verdict, signal_name
 from tasks.record.states import RunState
 from tasks.spec.errors import RunEnded
 from tasks.spec.failure_kinds import FailureKind
@@ -125,6 +125,12 @@ def failure_of(
         hint=hint,
         log_tail=last_lines(text),
     )
+
+
+def _signal_of_shell(exit: Exit) -> str | None:
+    """Return the signal that ended a program below a shell, which exits with 128 more; or None."""
+    code = exit.exit_code or 0
+    return signal_name(code - 128) if 128 < code < 128 + 65 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -552,7 +558,8 @@ class SupervisedAttempt:
     def _may_be_finished(self, member: Member, exit: Exit) -> bool:
         """Return True if a component that a signal ended may have done all its work before."""
         is_trainer = member.plan.on_exit_zero == "complete" and member.is_ready
-        return exit.signal is not None and is_trainer and self._plan.last_step is not None
+        has_signal = exit.signal is not None or _signal_of_shell(exit) is not None
+        return has_signal and is_trainer and self._plan.last_step is not None
 
     async def _check_success(self, member: Member, exit: Exit) -> None:
         """Decide how an attempt ended whose work may be done."""
@@ -560,9 +567,12 @@ class SupervisedAttempt:
             await self._check_killed(member, exit)
             return
         last = self._plan.last_step
-        await self._progress.until_reached(last)
+        required = self._plan.success_step
+        await self._progress.until_reached(required if required is not None else last)
         step = self._progress.highest_step
         is_finished = self._progress.is_finished or self._has_nothing_to_do(step)
+        if required is not None and step is not None and step >= required:
+            is_finished = True
         is_short = last is not None and not is_finished
         words = "\n".join(member.last_words().splitlines()[-_LAST_LINES:]) if is_short else ""
         if heard := _SIGTERM_HEARD.search(words):
@@ -573,7 +583,6 @@ class SupervisedAttempt:
             kind = FailureKind.UNKNOWN
             self._fail(member, message, "ended-from-outside", kind=kind, exit=exit)
             return
-        required = self._plan.success_step
         if required is not None and not is_finished:
             reached = "no step is known" if step is None else f"step {step:g} was reached"
             message = f"{member} left with exit code 0, but {reached}: success is step {required:g}"
@@ -593,9 +602,9 @@ class SupervisedAttempt:
 
     def _has_nothing_to_do(self, step: float | None) -> bool:
         """Return True if the attempt made no step because its checkpoint is of the last step."""
-        last = self._plan.last_step
         loaded = self._plan.resume.step if self._plan.resume else None
-        return step in (None, loaded) and last is not None and loaded == last
+        is_last = loaded is not None and loaded in (self._plan.last_step, self._plan.success_step)
+        return step in (None, loaded) and (is_last or self._plan.starts_finished)
 
     def _short_of_end(self) -> str:
         """Return the step that was reached, compared with the last step: ` at step 12 of 60`."""
@@ -625,12 +634,13 @@ class SupervisedAttempt:
         last = self._plan.last_step or 0
         reached_at = self._progress.reached_at or math.inf
         is_saved = newest is not None and ((newest[0] or 0) >= last or newest[1] >= reached_at)
-        is_crash_at_exit = newest is None and exit.signal_name in _FATAL_SIGNALS
+        signal = exit.signal_name or _signal_of_shell(exit)
+        is_crash_at_exit = newest is None and signal in _FATAL_SIGNALS
         if not is_saved and not is_crash_at_exit:
             self._fail_by_exit(member, exit)
             return
         where = "after its last checkpoint" if is_saved else "at its exit"
-        message = f"{self._progress.describe_end()}; {member.name} was {exit} {where}"
+        message = f"{self._progress.describe_end()}; {member.name} was killed by {signal} {where}"
         verdict = Verdict(state=RunState.COMPLETED, message=message)
         self._decide(Decision.of(verdict, exit.at_monotonic_s))
 

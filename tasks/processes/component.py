@@ -109,9 +109,9 @@ class AttemptPlan:
     @property
     def last_step(self) -> float | None:
         """The step at which the training is finished, or None if unknown."""
-        if self.success_step is not None:
-            return self.success_step
-        return self.progress.total if self.progress else None
+        total = self.progress.total if self.progress else None
+        # Success may need fewer steps than the training has.
+        return max((step for step in (self.success_step, total) if step is not None), default=None)
 
     @property
     def starts_finished(self) -> bool:

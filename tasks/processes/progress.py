@@ -240,6 +240,11 @@ class Silence:
         """Start counting from now, because an action began whose effect takes time."""
         self._since = self._clock()
 
+    def has_output(self) -> bool:
+        """Return True if a log has new lines since the last call of this method or `lasts_s`."""
+        # A list, not a generator: every log must be read.
+        return any([output.has_grown() for output in self._outputs])
+
     def lasts_s(self, step: float | None) -> float:
         """Return the seconds since the last progress.
 
@@ -252,8 +257,7 @@ class Silence:
             moved = False
         if moved:
             self._step = step
-        # A list, not a generator: every log must be read.
-        if moved or (not self.is_by_step and any([output.has_grown() for output in self._outputs])):
+        if moved or (not self.is_by_step and self.has_output()):
             self._since = self._clock()
         return self._clock() - self._since
 
@@ -361,11 +365,15 @@ class ProgressWatch:
         check_every_s = min(max((limit_s or 0) / _CHECKS_PER_LIMIT, _READ_EVERY_S), _CHECK_EVERY_S)
         loop = asyncio.get_running_loop()
         check_at = loop.time()
+        #: Time from which the components should end. A training that goes on moves it.
         finished_s: float | None = None
+        finished_step: float | None = None
         while True:
             await self._read()
             if self.is_finished:
-                finished_s = loop.time() if finished_s is None else finished_s
+                if finished_s is None or self.step != finished_step or self._is_at_work():
+                    finished_s = loop.time()
+                    finished_step = self.step
                 within_s = self.plan.finish_within_s
                 if within_s is not None and loop.time() - finished_s > within_s:
                     if not await self.has_checkpoint_grown():
@@ -385,6 +393,14 @@ class ProgressWatch:
                     self.silence.restart()
             every_s = (progress and progress.every_s) or _READ_EVERY_S
             await asyncio.sleep(check_every_s if self.read_step is None else every_s)
+
+    def _is_at_work(self) -> bool:
+        """Return True if the step is the count of a server, and a log has new lines.
+
+        A server may count a batch before the trainer has trained it.
+        """
+        is_server = self.plan.progress is not None and self.plan.progress.http is not None
+        return is_server and self.silence.has_output()
 
     async def has_checkpoint_grown(self) -> bool:
         """Return True if a component writes a checkpoint: it has grown since the last call."""

@@ -229,3 +229,20 @@ def test_run_killed_before_its_last_checkpoint_trains_the_rest_again(
     assert record.state is RunState.COMPLETED
     assert resume_names(record.attempts) == ["", "step_20"]
     assert steps_of(muster_home, 2)[0] == 21
+
+
+def test_trainer_that_goes_on_beyond_its_last_step_is_not_stopped(
+    run_case: RunCase, muster_home: Path
+) -> None:
+    progress = {"jsonl": "${attempt.dir}/m.jsonl", "step": "step", "total": 10}
+
+    record = run_case("trains_on.py", progress=progress, success=None, finish_within_s=1)
+
+    assert (record.state, record.message) == (RunState.COMPLETED, "step 100 of 10")
+    assert steps_of(muster_home, 1)[-1] == 100
+
+
+def test_success_before_the_last_step_is_no_reason_to_stop(run_case: RunCase) -> None:
+    record = run_case("trains_on.py", success={"step": 5}, finish_within_s=1)
+
+    assert (record.state, record.message) == (RunState.COMPLETED, "step 100 of 30")
