@@ -43,6 +43,8 @@ _POINTER_NAMES = frozenset(
     | {"latest.txt", "last.txt", "latest_checkpoint.txt", "last_checkpoint.txt"}
     | {"latest_checkpoint", "last_checkpoint", "LATEST", "latest_step", "latest_step.txt"}
 )
+#: How often a listing is repeated because files disappeared during it.
+_RACES_AT_MOST = 5
 #: Largest number of bytes of such a file.
 _POINTER_BYTES = 4096
 #: Names of folders whose trainers write a pointer file last. Without a pointer file, the newest
@@ -174,16 +176,21 @@ def list_checkpoints(written: str, root: Path, *, is_running: bool) -> Listing:
         OSError: The folder cannot be read. A folder that does not exist has no checkpoints.
     """
     path = root / written
-    try:
-        if path.is_dir():
-            return _list_folder(path, is_running=is_running)
-        if glob.has_magic(written):
-            return _list_pattern(str(path), is_running=is_running)
-        path.lstat()
-        candidate = _read_candidate(Content.read(path), NameKind.CHECKPOINT)
-    except (FileNotFoundError, NotADirectoryError):
-        return Listing()
-    return _judge([candidate], [], is_running=is_running)
+    for is_last_try in (*[False] * _RACES_AT_MOST, True):
+        try:
+            if path.is_dir():
+                return _list_folder(path, is_running=is_running)
+            if glob.has_magic(written):
+                return _list_pattern(str(path), is_running=is_running)
+            if not os.path.lexists(path):
+                return Listing()
+            candidate = _read_candidate(Content.read(path), NameKind.CHECKPOINT)
+            return _judge([candidate], [], is_running=is_running)
+        except (FileNotFoundError, NotADirectoryError):
+            # A trainer removed a file during the listing. That is no empty folder.
+            if is_last_try:
+                raise
+    raise AssertionError
 
 
 def _list_pattern(pattern: str, *, is_running: bool) -> Listing:
@@ -249,7 +256,11 @@ def _read_candidates(paths: Sequence[Path], *, is_pattern: bool = False) -> Iter
         paths: The entries.
         is_pattern: True if a pattern of the user matched them. Any name may be a checkpoint then.
     """
-    kinds = {path: classify_name(path.name) for path in paths if not is_partial_name(path.name)}
+    kinds = {
+        path: classify_name(path.name)
+        for path in paths
+        if not is_partial_name(path.name) and (path.is_dir() or path.is_file())
+    }
     has_named = any(kind is not NameKind.OTHER for kind in kinds.values())
     groups: dict[str, list[Path]] = {}
     for path, kind in kinds.items():

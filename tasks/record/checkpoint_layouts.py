@@ -83,7 +83,8 @@ class Content:
         for folder, _, names in os.walk(path, onerror=_raise, followlinks=True):
             for name in sorted(names):
                 file = Path(folder, name)
-                files[file.relative_to(path).as_posix()] = _facts_of(file)
+                if file.is_file() or not file.exists():  # No socket, pipe or device.
+                    files[file.relative_to(path).as_posix()] = _facts_of(file)
             if len(files) > _FILES_AT_MOST:
                 break
         return Content(path=path, files=files, root=path, is_folder=True)
@@ -503,7 +504,10 @@ def _find_general_gap(content: Content) -> tuple[str, bool]:
             return f"{name} is empty", False
         if facts.size_bytes == 0:
             continue
-        check = check_file(content.root / name)
+        try:
+            check = check_file(content.root / name)
+        except PermissionError:
+            return f"{name} cannot be read: permission denied", False
         if check.damage:
             return f"{name} {check.damage}", False
         has_only_known_formats = has_only_known_formats and check.is_known_format

@@ -203,7 +203,10 @@ class AttemptRecord(Recorded):
     def in_brief(self) -> AttemptRecord:
         """Return a shortened record without details that the attempt's own files contain."""
         failure = self.failure.with_changes(log_tail="") if self.failure else None
-        return self.with_changes(components={}, ports={}, failure=failure, provenance={})
+        resume = self.resume.with_changes(refused=(), notes=()) if self.resume else None
+        return self.with_changes(
+            components={}, ports={}, failure=failure, provenance={}, resume=resume, warnings=()
+        )
 
     def ended(self, state: RunState, at: float, failure: Failure | None) -> AttemptRecord:
         """Return the record with a final state, an end time and the failure."""

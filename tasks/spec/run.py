@@ -212,9 +212,9 @@ class RunSpec(Document):
     )
     finish_within_s: Seconds = Field(
         300,
-        description="Time from the last step (`success.step`, or `progress.total`) until the "
-        "trainer must have ended. After that, Muster stops it, and the run is completed. Time in "
-        "which a checkpoint grows does not count.",
+        description="Time from the last step (the larger of `success.step` and "
+        "`progress.total`) until the trainer must have ended. After that, Muster stops it, and the "
+        "run is completed. Time in which a checkpoint grows does not count.",
     )
     watch: Watch | None = Field(
         None,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tasks.record import checkpoint_folder
 from tasks.record.checkpoint_folder import Completeness, Listing, list_checkpoints
 from tasks.record.checkpoint_names import NameKind, classify_name, read_step
 from tests.support import checkpoint_files as files
@@ -277,3 +279,34 @@ def test_unreadable_folder_is_not_mistaken_for_an_empty_folder(tmp_path: Path) -
 def test_step_is_read_from_a_name(name: str, step: int | None) -> None:
     assert read_step(name) == step
     assert classify_name(name) is not NameKind.OTHER
+
+
+def test_pipes_and_sockets_are_ignored(tmp_path: Path) -> None:
+    checkpoint = files.distributed(tmp_path, 10)
+    os.mkfifo(checkpoint / "control.pt")
+    os.mkfifo(tmp_path / "step_20.pt")
+
+    assert newest_of(tmp_path) == checkpoint
+
+
+def test_missing_folder_has_no_checkpoints(tmp_path: Path) -> None:
+    assert list_folder(tmp_path / "c") == Listing()
+    assert list_checkpoints("c/*", tmp_path, is_running=False) == Listing()
+
+
+def test_file_that_disappears_during_the_listing_does_not_empty_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older = files.plain_torch(tmp_path, 10)
+    newer = files.plain_torch(tmp_path, 20)
+    judge = checkpoint_folder._judge
+
+    def remove_and_judge(*arguments: Any, **options: Any) -> Listing:
+        if newer.exists():
+            newer.unlink()
+            raise FileNotFoundError(newer)
+        return judge(*arguments, **options)
+
+    monkeypatch.setattr(checkpoint_folder, "_judge", remove_and_judge)
+
+    assert newest_of(tmp_path) == older
