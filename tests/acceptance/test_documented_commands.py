@@ -28,7 +28,7 @@ NOT_TYPED: dict[tuple[str, str], str] = {
         "docs/ray.md",
         ".venv/bin/muster train deployments/runs/verl-grpo.yaml",
     ): "needs a cluster with GPUs and verl",
-    ("docs/events.md", ".venv/bin/python -c"): "needs the address of a webhook",
+    ("docs/notifications.md", ".venv/bin/python -c"): "needs the address of a webhook",
     ("README.md", "make test"): "would run this test again",
 }
 #: Expected exit codes other than 0, by the beginning of the command.

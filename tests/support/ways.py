@@ -173,7 +173,7 @@ def measure_wait(ways: Ways) -> None:
         assert granted.id == second and await scheduler.is_granted(granted)
 
         waiting = admission._Admission(second, True, False, print, lambda _s: True)
-        grant = await admission._grant_of_worker(server, server.run(second))
+        grant = await admission._find_grant_of_worker(server, server.run(second))
         assert grant is not None
         admitted = await waiting._accept(server, grant)
         assert admitted is not None and admitted.devices is not None
