@@ -1,4 +1,4 @@
-"""The gate against a scripted server: its messages to runs, and cancels that must not be lost."""
+"""The scheduler with a scripted server: messages to runs, and cancels that must not be lost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ GONE = SchedulerProcess(host=host_name(), pid=2**22, start_ticks=1, boot_id=boot
 
 
 class Killed(BaseException):
-    """The process of a gate was killed."""
+    """The process of the scheduler was killed."""
 
 
 def template(*gpus: int, **settings: Any) -> dict[str, Any]:
@@ -47,8 +47,8 @@ TWO_NODES = template(8, 8)
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the lease, so that there is no other gate, and no process of a flow run."""
+def no_other_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the lease, so that no other scheduler exists, and hide the processes of runs."""
     monkeypatch.setattr(gate, "GateLease", FreeLease)
     monkeypatch.setattr(scheduling_pass, "holders_of", lambda _variable: SimpleNamespace(pids={}))
 
@@ -78,59 +78,61 @@ def hold(server: ScriptedPrefect, **nodes: int) -> UUID:
     return id
 
 
-def looks(server: ScriptedPrefect, count: int = 1, one: Gate | None = None) -> list[QueueEntry]:
-    """Return the runs that a gate starts in so many scheduling passes."""
+def run_passes(
+    server: ScriptedPrefect, count: int = 1, scheduler: Gate | None = None
+) -> list[QueueEntry]:
+    """Run a number of scheduling passes, and return the runs that the scheduler starts."""
 
-    async def look_on() -> list[QueueEntry]:
+    async def run_all() -> list[QueueEntry]:
         capacity = Capacity()
         client: Any = server
-        it = one or Gate(client, capacity=capacity)
+        used_scheduler = scheduler or Gate(client, capacity=capacity)
         started: list[QueueEntry] = []
         for _ in range(count):
-            seen, found = await it.decide(lambda entry, nodes: True)
-            started += found
-            await it.publish_reasons(seen)
+            last_pass, new_runs = await used_scheduler.decide(lambda entry, nodes: True)
+            started += new_runs
+            await used_scheduler.publish_reasons(last_pass)
         await capacity.close()
         return started
 
-    return asyncio.run(look_on())
+    return asyncio.run(run_all())
 
 
-def test_awaited_run_in_the_message_may_change() -> None:
+def test_message_names_a_new_awaited_run() -> None:
     server = ScriptedPrefect(template(8))
     hold(server, n1=4)
     other = hold(server, n1=4)
     run = server.submit(spec())
-    looks(server)
+    run_passes(server)
     before = server.history(run)
     server.set(other, State(type=StateType.COMPLETED))
 
-    looks(server, 2)
+    run_passes(server, 2)
 
     assert server.history(run) == [*before, "PendingResources"]
 
 
-def test_run_deleted_meanwhile_does_not_stop_the_gate(server: ScriptedPrefect) -> None:
+def test_deleted_run_does_not_stop_the_scheduler(server: ScriptedPrefect) -> None:
     hold(server, n1=8, n2=8)
     run = server.submit(spec())
     server.ahead["read_flow_run_states"] = lambda: server.delete(run)
 
-    assert looks(server) == []
+    assert run_passes(server) == []
 
 
 def test_refused_run_lists_every_fault(server: ScriptedPrefect) -> None:
     large = server.submit(spec(nodes=3))
     faulty = server.submit(spec(workload="dance", colour="red"))
 
-    looks(server)
+    run_passes(server)
 
-    infeasible, wrong = (str(server.run(run).state) for run in (large, faulty))
+    infeasible, invalid = (str(server.run(run).state) for run in (large, faulty))
     assert "INFEASIBLE: " in infeasible and "Ask for less" in infeasible
-    assert "USER_ERROR: " in wrong and "workload" in wrong and "colour" in wrong
+    assert "USER_ERROR: " in invalid and "workload" in invalid and "colour" in invalid
 
 
 @pytest.mark.parametrize(
-    ("written", "called", "name"),
+    ("changed_keys", "beginning", "name"),
     [
         # the parts of the run id are valid
         ({"workload": "dance"}, "the spec of trial has ", "trial-dance-"),
@@ -142,17 +144,17 @@ def test_refused_run_lists_every_fault(server: ScriptedPrefect) -> None:
     ],
 )
 def test_faulty_spec_is_named_by_its_own_name(
-    server: ScriptedPrefect, written: dict[str, Any], called: str, name: str
+    server: ScriptedPrefect, changed_keys: dict[str, Any], beginning: str, name: str
 ) -> None:
-    run = server.submit({**spec(), **written})
+    run = server.submit({**spec(), **changed_keys})
 
-    looks(server)
+    run_passes(server)
 
-    found = server.run(run)
-    assert found.state is not None and found.state.message is not None
-    assert found.state.message.startswith(f"USER_ERROR: {called}")
-    assert "idealistic-harrier" not in found.state.message
-    assert found.name.startswith(name)
+    failed = server.run(run)
+    assert failed.state is not None and failed.state.message is not None
+    assert failed.state.message.startswith(f"USER_ERROR: {beginning}")
+    assert "idealistic-harrier" not in failed.state.message
+    assert failed.name.startswith(name)
 
 
 def waiting(server: ScriptedPrefect) -> UUID:
@@ -160,10 +162,10 @@ def waiting(server: ScriptedPrefect) -> UUID:
     return server.submit(spec())
 
 
-def waiting_anew(server: ScriptedPrefect) -> UUID:
-    """A waiting run whose message is about to change."""
+def waiting_with_old_message(server: ScriptedPrefect) -> UUID:
+    """Return a waiting run whose state message will change in the next pass."""
     run = waiting(server)
-    looks(server)
+    run_passes(server)
     hold(server, n2=1)
     server.patch(run, name="renamed")
     server.set(run, State(type=StateType.SCHEDULED, name="PendingResources", message="other"))
@@ -174,57 +176,64 @@ def about_to_start(server: ScriptedPrefect) -> UUID:
     return server.submit(spec())
 
 
-def left_by_its_worker(server: ScriptedPrefect) -> UUID:
-    """A worker prepared a process for the flow run, and both have gone."""
+def run_of_a_lost_worker(server: ScriptedPrefect) -> UUID:
+    """Return a run whose worker and whose process have both ended before the start of the flow."""
     hold(server, n1=8)
     run = server.submit(spec(), labels=granted(n2=8), infrastructure_pid="7")
     server.set(run, State(type=StateType.PENDING))
     return run
 
 
-def left_before_its_process(server: ScriptedPrefect) -> UUID:
-    run = left_by_its_worker(server)
+def run_of_a_lost_worker_without_process(server: ScriptedPrefect) -> UUID:
+    run = run_of_a_lost_worker(server)
     server.patch(run, infrastructure_pid=None)
     return run
 
 
 @pytest.mark.parametrize(
-    "scene", [waiting, waiting_anew, about_to_start, left_by_its_worker, left_before_its_process]
+    "scene",
+    [
+        waiting,
+        waiting_with_old_message,
+        about_to_start,
+        run_of_a_lost_worker,
+        run_of_a_lost_worker_without_process,
+    ],
 )
-def test_cancel_survives_every_timing_and_every_kill_of_the_gate(
+def test_cancel_survives_every_timing_and_every_kill_of_the_scheduler(
     scene: Callable[[ScriptedPrefect], UUID],
 ) -> None:
-    count = requests_of(scene)
+    count = count_requests(scene)
     assert count > 8
 
     lost = [
         (cancelled, killed)
         for cancelled in range(1, count + 2)
         for killed in (None, *range(cancelled, cancelled + 4))
-        if state_after(scene, cancelled, killed) != "CANCELLED"
+        if find_final_state(scene, cancelled, killed) != "CANCELLED"
     ]
 
     assert lost == []
 
 
-def requests_of(scene: Callable[[ScriptedPrefect], UUID]) -> int:
-    """Return the number of requests of two undisturbed passes."""
+def count_requests(scene: Callable[[ScriptedPrefect], UUID]) -> int:
+    """Return the number of requests to the server in two passes without a cancel or a kill."""
     server = ScriptedPrefect(TWO_NODES)
     scene(server)
     before = server.requests
-    looks(server, 2)
+    run_passes(server, 2)
     return server.requests - before
 
 
-def state_after(
+def find_final_state(
     scene: Callable[[ScriptedPrefect], UUID], cancelled: int, killed: int | None
 ) -> str:
-    """Return the final state type of a run that is cancelled while a gate works.
+    """Return the type of the final state of a run that is cancelled during a scheduling pass.
 
     Args:
         scene: Prepares the server, and returns the run.
-        cancelled: Number of the gate's request before which the run is cancelled.
-        killed: Number of the request before which the gate is killed. None: never.
+        cancelled: Number of the request of the scheduler before which the run is cancelled.
+        killed: Number of the request before which the scheduler is killed. None for no kill.
     """
     server = ScriptedPrefect(TWO_NODES)
     run = scene(server)
@@ -242,12 +251,12 @@ def state_after(
         server.before[began + killed] = kill
     server.before[began + cancelled] = cancel
     with suppress(Killed):
-        looks(server, 2)
+        run_passes(server, 2)
     server.before.clear()
-    # The cancel comes after all requests.
+    # If the scheduler sends fewer requests, the run is cancelled after all of them.
     if "Cancelled" not in server.history(run) and "Cancelling" not in server.history(run):
         server.cancel(run)
-    looks(server, 2)
+    run_passes(server, 2)
     state = server.run(run).state
     assert state is not None
     return state.type.value
@@ -256,30 +265,30 @@ def state_after(
 def test_run_retried_after_its_cancel_waits_again(server: ScriptedPrefect) -> None:
     hold(server, n1=8, n2=8)
     run = server.submit(spec())
-    looks(server)
+    run_passes(server)
     server.cancel(run)
     server.set(run, State(type=StateType.SCHEDULED, name="AwaitingRetry"))
 
-    looks(server, 3)
+    run_passes(server, 3)
 
     assert server.history(run)[-2:] == ["AwaitingRetry", "PendingResources"]
 
 
-def test_message_does_not_void_a_grant_of_another_gate(server: ScriptedPrefect) -> None:
+def test_message_does_not_void_a_grant_of_another_scheduler(server: ScriptedPrefect) -> None:
     holder = hold(server, n1=8, n2=8)
     run = server.submit(spec())
 
-    async def two_gates() -> None:
+    async def use_two_schedulers() -> None:
         capacity, client = Capacity(), server
         slow, fast = (Gate(client, capacity=capacity) for _ in range(2))  # type: ignore[arg-type]
-        seen, _none = await slow.decide(lambda entry, nodes: True)
+        old_pass, _none = await slow.decide(lambda entry, nodes: True)
         server.set(holder, State(type=StateType.COMPLETED))
-        _look, started = await fast.decide(lambda entry, nodes: True)
+        _pass, started = await fast.decide(lambda entry, nodes: True)
         assert [entry.id for entry in started] == [run]
-        await slow.publish_reasons(seen)
+        await slow.publish_reasons(old_pass)
         await capacity.close()
 
-    asyncio.run(two_gates())
+    asyncio.run(use_two_schedulers())
 
     assert server.history(run) == ["Scheduled"]
 
@@ -291,7 +300,7 @@ def test_cancelled_run_that_has_begun_is_left_to_its_process(server: ScriptedPre
     server.patch(run, start_time=begun.timestamp)
     server.cancel(run)
 
-    looks(server, 2)
+    run_passes(server, 2)
 
     assert server.history(run)[-1] == "Cancelling"
 
@@ -304,10 +313,10 @@ def test_long_queue_at_its_limit_hides_no_run_behind_it() -> None:
         server.submit(spec(tags=["red"]))
     free = server.submit(spec())
 
-    assert [entry.id for entry in looks(server)] == [free]
+    assert [entry.id for entry in run_passes(server)] == [free]
 
 
-def test_silent_waiting_process_reserves_nothing(
+def test_run_with_a_silent_process_reserves_no_gpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     server = ScriptedPrefect(template(8))
@@ -317,19 +326,19 @@ def test_silent_waiting_process_reserves_nothing(
     server.set(gone, State(type=StateType.RUNNING, name="PendingResources"))
     later = server.submit(spec())
 
-    async def started(one: Gate) -> list[UUID]:
-        _seen, found = await one.decide(lambda entry, nodes: entry.id == later, changed=())
-        return [entry.id for entry in found]
+    async def started(scheduler: Gate) -> list[UUID]:
+        _pass, new_runs = await scheduler.decide(lambda entry, nodes: entry.id == later, changed=())
+        return [entry.id for entry in new_runs]
 
     async def passes() -> list[list[UUID]]:
         capacity, client = Capacity(), cast(Any, server)
-        one = Gate(client, capacity=capacity)
-        found = [await started(one)]
+        scheduler = Gate(client, capacity=capacity)
+        started_runs = [await started(scheduler)]
         clock[0] += 30
         server.patch(gone, labels={"muster.gang.beat": 2.0, "muster.gang.host": "n1"})
-        found.append(await started(one))
+        started_runs.append(await started(scheduler))
         clock[0] += 41
-        return [*found, await started(one)]
+        return [*started_runs, await started(scheduler)]
 
     assert asyncio.run(passes()) == [[], [], [later]]
 
@@ -350,9 +359,9 @@ def test_only_runs_too_large_for_the_largest_seen_cluster_are_refused() -> None:
 
     async def passes(count: int) -> list[str]:
         client: Any = server
-        one = Gate(client, capacity=Capacity(make_reader=Growing))  # type: ignore[arg-type]
+        scheduler = Gate(client, capacity=Capacity(make_reader=Growing))  # type: ignore[arg-type]
         for _ in range(count):
-            await one.decide(lambda entry, nodes: False)
+            await scheduler.decide(lambda entry, nodes: False)
         return server.history(run)
 
     assert asyncio.run(passes(4)) == ["Scheduled"]
@@ -370,9 +379,9 @@ def test_late_grant_promises_no_gpu_twice() -> None:
     async def passes() -> list[UUID]:
         capacity = Capacity()
         slow, fast = (Gate(client, capacity=capacity) for _ in range(2))
-        _look, granted = await fast.decide(lambda entry, nodes: True)
+        _pass, granted = await fast.decide(lambda entry, nodes: True)
         assert [entry.id for entry in granted] == [early]
-        # The other gate has lost the lease, and its label arrives now.
+        # The slow scheduler has lost the lease, but its request to write a grant arrives now.
         state = server.run(late).state
         assert state is not None
         written = Grant(
@@ -384,9 +393,9 @@ def test_late_grant_promises_no_gpu_twice() -> None:
         )
         server.patch(late, labels=written.label())
         started = []
-        for gate_ in (slow, fast, slow):
-            _look, found = await gate_.decide(lambda entry, nodes: True, in_flight=[early])
-            started += [entry.id for entry in found]
+        for scheduler in (slow, fast, slow):
+            _pass, new_runs = await scheduler.decide(lambda entry, nodes: True, in_flight=[early])
+            started += [entry.id for entry in new_runs]
         return started
 
     assert asyncio.run(passes()) == []
@@ -410,31 +419,31 @@ def test_run_requeued_during_a_reading_keeps_its_position(
 
         async def close(self) -> None: ...
 
-    def starts_where_sent_back_before(reading: int) -> bool:
+    def starts_first_if_requeued_before(reading: int) -> bool:
         server = ScriptedPrefect(TWO_NODES)
         asks = {"ray": {"address": "http://ray:8265"}}
         first = server.submit(spec(nodes=2, **asks), labels=granted(n1=8))
         server.set(first, State(type=StateType.RUNNING))
         server.submit(spec(**asks))
 
-        def send_back() -> None:
+        def requeue() -> None:
             if server.asked.count("read_flow_runs") == reading:
                 server.set(first, State(type=StateType.SCHEDULED, name="PendingResources"))
 
-        server.ahead["read_flow_runs"] = send_back
+        server.ahead["read_flow_runs"] = requeue
         client: Any = server
-        one = Gate(client, capacity=Capacity(make_reader=TwoNodes))  # type: ignore[arg-type]
-        _look, started = asyncio.run(one.decide(lambda entry, nodes: True))
+        scheduler = Gate(client, capacity=Capacity(make_reader=TwoNodes))  # type: ignore[arg-type]
+        _pass, started = asyncio.run(scheduler.decide(lambda entry, nodes: True))
         return [entry.id for entry in started] == [first]
 
-    # Holding runs are read by three requests. The second pass reads them, and before them the
-    # waiting runs if another gate has decided meanwhile.
+    # Three requests read the runs that hold GPUs. The second pass reads these runs again. If
+    # another scheduler has decided in between, it first reads the waiting runs.
     holds_again = 3 + 1 + 3 + is_passed + 1
-    assert all(starts_where_sent_back_before(reading) for reading in range(1, holds_again + 1))
+    assert all(starts_first_if_requeued_before(reading) for reading in range(1, holds_again + 1))
 
 
 def behind_a_limit(count: int) -> ScriptedPrefect:
-    """A server with one free node, and many runs that wait for the limit of their tag."""
+    """Return a server with a free node, and many runs that wait for the limit of their tag."""
     server = ScriptedPrefect(template(8, 8, limits={"red": 8}))
     hold = server.submit(spec(tags=["red"]), labels=granted(n1=8), run_count=1)
     server.set(hold, State(type=StateType.RUNNING))
@@ -443,66 +452,68 @@ def behind_a_limit(count: int) -> ScriptedPrefect:
     return server
 
 
-def test_waiting_runs_are_read_once_if_no_other_gate_decides() -> None:
+def test_waiting_runs_are_read_once_if_no_other_scheduler_decides() -> None:
     server = behind_a_limit(450)
     free = server.submit(spec())
     client: Any = server
-    one = Gate(client, capacity=Capacity())
-    asyncio.run(one.decide(lambda entry, nodes: False))
+    scheduler = Gate(client, capacity=Capacity())
+    asyncio.run(scheduler.decide(lambda entry, nodes: False))
     before = server.asked.count("read_flow_runs")
 
-    _look, started = asyncio.run(one.decide(lambda entry, nodes: True))
+    _pass, started = asyncio.run(scheduler.decide(lambda entry, nodes: True))
 
     assert [entry.id for entry in started] == [free]
     windows, holding, due, again = 3, 3, 1, 1
     assert server.asked.count("read_flow_runs") - before == windows + 2 * holding + due + again
 
 
-async def changes(server: ScriptedPrefect, one: Gate, *changed: UUID) -> SchedulingPass:
-    """Run a pass of a gate that has heard only of these changes."""
-    seen, _started = await one.decide(lambda entry, nodes: True, changed=changed)
-    return seen
+async def run_pass_after(
+    server: ScriptedPrefect, scheduler: Gate, *changed: UUID
+) -> SchedulingPass:
+    """Run a pass of a scheduler that got events about the given flow runs only."""
+    last_pass, _started = await scheduler.decide(lambda entry, nodes: True, changed=changed)
+    return last_pass
 
 
 @pytest.mark.asyncio
-async def test_gate_reads_only_new_and_changed_runs() -> None:
+async def test_scheduler_reads_only_new_and_changed_runs() -> None:
     server = behind_a_limit(450)
     client: Any = server
-    one = Gate(client, capacity=Capacity())
-    await one.decide(lambda entry, nodes: True)
-    first, second = (one.id for one in (await changes(server, one)).queue[:2])
+    scheduler = Gate(client, capacity=Capacity())
+    await scheduler.decide(lambda entry, nodes: True)
+    first, second = (entry.id for entry in (await run_pass_after(server, scheduler)).queue[:2])
     before = server.requests
-    assert len((await changes(server, one)).queue) == 450
-    # None of the known runs has changed.
+    assert len((await run_pass_after(server, scheduler)).queue) == 450
+    # Without changes, a pass sends no request.
     assert server.requests == before
-    came = server.submit(spec(tags=["red"]), due=datetime.now(UTC))
+    new_run = server.submit(spec(tags=["red"]), due=datetime.now(UTC))
     before = server.asked.count("read_flow_runs")
     server.cancel(second)
 
-    seen = await changes(server, one, second)
+    last_pass = await run_pass_after(server, scheduler, second)
 
-    ids = [entry.id for entry in seen.queue]
-    assert len(ids) == 450 and ids[0] == first and ids[-1] == came and second not in ids
+    ids = [entry.id for entry in last_pass.queue]
+    assert len(ids) == 450 and ids[0] == first and ids[-1] == new_run and second not in ids
     due, holding, again = 1, 3, 1
     assert server.asked.count("read_flow_runs") - before == due + holding + again
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("missed", ["events", "a turn", "minutes", "a failure"])
-async def test_gate_reads_everything_after_missed_events(
+@pytest.mark.parametrize("missed", ["events", "a decision", "minutes", "a failure"])
+async def test_scheduler_reads_everything_after_missed_events(
     missed: str, server: ScriptedPrefect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hold(server, n1=8, n2=8)
     runs = [server.submit(spec()) for _ in range(2)]
     client: Any = server
-    one = Gate(client, capacity=Capacity())
-    await one.decide(lambda entry, nodes: True)
-    # There was no event about it.
+    scheduler = Gate(client, capacity=Capacity())
+    await scheduler.decide(lambda entry, nodes: True)
+    # The scheduler gets no event about this cancel.
     server.cancel(runs[0])
-    assert [entry.id for entry in (await changes(server, one)).queue] == runs
+    assert [entry.id for entry in (await run_pass_after(server, scheduler)).queue] == runs
     changed = [runs[1]]
     match missed:
-        case "a turn":
+        case "a decision":
             monkeypatch.setattr(FreeLease, "is_passed", True)
         case "minutes":
             now = time.monotonic()
@@ -515,15 +526,15 @@ async def test_gate_reads_everything_after_missed_events(
 
             server.ahead["read_work_pools"] = refuse
             with pytest.raises(httpx.ConnectError):
-                await changes(server, one, runs[1])
+                await run_pass_after(server, scheduler, runs[1])
             server.ahead.clear()
             changed = []
 
-    seen, _started = await one.decide(
+    last_pass, _started = await scheduler.decide(
         lambda entry, nodes: True, changed=None if missed == "events" else changed
     )
 
-    assert [entry.id for entry in seen.queue] == runs[1:]
+    assert [entry.id for entry in last_pass.queue] == runs[1:]
 
 
 @pytest.mark.asyncio
@@ -533,51 +544,55 @@ async def test_scheduled_run_is_read_before_it_is_due(
     due = datetime.now(UTC) + timedelta(seconds=30)
     cancelled, run = (server.submit(spec(), due=due) for _ in range(2))
     client: Any = server
-    one = Gate(client, capacity=Capacity())
-    assert not (await changes(server, one)).queue
+    scheduler = Gate(client, capacity=Capacity())
+    assert not (await run_pass_after(server, scheduler)).queue
     server.cancel(cancelled)
     monkeypatch.setattr(scheduling_pass.time, "time", lambda: due.timestamp() + 1)
 
-    _look, started = await one.decide(lambda entry, nodes: True, changed=())
+    _pass, started = await scheduler.decide(lambda entry, nodes: True, changed=())
 
     assert [entry.id for entry in started] == [run]
 
 
 @pytest.mark.asyncio
-async def test_gate_reads_again_what_it_has_written(server: ScriptedPrefect) -> None:
+async def test_scheduler_reads_its_own_changes(server: ScriptedPrefect) -> None:
     holder = hold(server, n1=8, n2=8)
     run, behind = server.submit(spec()), server.submit(spec())
     client: Any = server
-    one = Gate(client, capacity=Capacity())
-    seen, _started = await one.decide(lambda entry, nodes: True)
-    await one.publish_reasons(seen)
-    assert [await one.publish_reasons(await changes(server, one)) for _ in range(2)] == [
+    scheduler = Gate(client, capacity=Capacity())
+    last_pass, _started = await scheduler.decide(lambda entry, nodes: True)
+    await scheduler.publish_reasons(last_pass)
+    assert [
+        await scheduler.publish_reasons(await run_pass_after(server, scheduler)) for _ in range(2)
+    ] == [
         False,
         False,
     ]
     assert server.history(run).count("PendingResources") == 1
     server.set(holder, State(type=StateType.COMPLETED))
 
-    seen, started = await one.decide(lambda entry, nodes: True, changed=[holder])
+    last_pass, started = await scheduler.decide(lambda entry, nodes: True, changed=[holder])
 
     assert [entry.id for entry in started] == [run, behind]
-    # They do not wait any more, and are not granted twice.
-    seen, started = await one.decide(lambda entry, nodes: True, in_flight=[run, behind], changed=())
-    assert not seen.queue and not started
+    # The two runs do not wait any more, and are not granted twice.
+    last_pass, started = await scheduler.decide(
+        lambda entry, nodes: True, in_flight=[run, behind], changed=()
+    )
+    assert not last_pass.queue and not started
 
 
-@pytest.mark.parametrize("does", ["grants", "cancels"])
+@pytest.mark.parametrize("action", ["grants", "cancels"])
 def test_changes_before_the_lease_is_taken_are_seen(
-    does: str, monkeypatch: pytest.MonkeyPatch
+    action: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FreeLease, "is_passed", does == "grants")
+    monkeypatch.setattr(FreeLease, "is_passed", action == "grants")
     server = ScriptedPrefect(template(8))
     first, second = (server.submit(spec()) for _ in range(2))
 
-    class Between(FreeLease):
+    class LeaseAfterChange(FreeLease):
         @asynccontextmanager
         async def acquire(self, *, within_s: float) -> AsyncIterator[Any]:
-            if does == "grants":
+            if action == "grants":
                 state = server.run(second).state
                 assert state is not None
                 other = GONE.model_copy(update={"host": "elsewhere"})
@@ -587,27 +602,27 @@ def test_changes_before_the_lease_is_taken_are_seen(
                 server.cancel(first)
             yield SimpleNamespace(check=lambda: None)
 
-    monkeypatch.setattr(gate, "GateLease", Between)
+    monkeypatch.setattr(gate, "GateLease", LeaseAfterChange)
     client: Any = server
-    one = Gate(client, capacity=Capacity())
+    scheduler = Gate(client, capacity=Capacity())
 
-    _look, started = asyncio.run(one.decide(lambda entry, nodes: True))
+    _pass, started = asyncio.run(scheduler.decide(lambda entry, nodes: True))
 
-    assert [entry.id for entry in started] == ([] if does == "grants" else [second])
+    assert [entry.id for entry in started] == ([] if action == "grants" else [second])
 
 
 def test_run_is_not_started_without_its_grant(server: ScriptedPrefect) -> None:
     client: Any = server
-    kept, cancelled, sent_back = (server.submit(spec(gpus=2)) for _ in range(3))
+    kept, cancelled, requeued = (server.submit(spec(gpus=2)) for _ in range(3))
 
-    async def handed_over() -> list[UUID]:
-        one = Gate(client, capacity=Capacity())
-        _look, granted = await one.decide(lambda entry, nodes: True)
+    async def find_granted() -> list[UUID]:
+        scheduler = Gate(client, capacity=Capacity())
+        _pass, granted = await scheduler.decide(lambda entry, nodes: True)
         server.cancel(cancelled)
-        server.patch(sent_back, labels=no_grant_labels())
-        return [entry.id for entry in granted if await one.is_granted(entry)]
+        server.patch(requeued, labels=no_grant_labels())
+        return [entry.id for entry in granted if await scheduler.is_granted(entry)]
 
-    assert asyncio.run(handed_over()) == [kept]
+    assert asyncio.run(find_granted()) == [kept]
 
 
 @asynccontextmanager
@@ -622,28 +637,28 @@ def test_retry_avoids_failed_nodes_and_second_failure_drains_the_node(
     monkeypatch.setattr(admission, "get_client", lambda: client_of(server))
     broken = Failure(kind=FailureKind.GPU_HARDWARE, message="Xid 79 on n1")
 
-    def fails() -> UUID:
+    def fail_on_first_node() -> UUID:
         run = server.submit(spec())
-        [entry] = looks(server)
+        [entry] = run_passes(server)
         assert entry.grant is not None and list(entry.grant.nodes) == ["n1"]
         server.set(run, State(type=StateType.RUNNING))
         asyncio.run(admission.note_failure(run, f"run-{run}", broken))
         return run
 
-    first = fails()
+    first = fail_on_first_node()
     server.set(first, State(type=StateType.SCHEDULED, name="PendingResources"))
-    [again] = looks(server)
-    assert again.grant is not None and list(again.grant.nodes) == ["n2"]
+    [retried] = run_passes(server)
+    assert retried.grant is not None and list(retried.grant.nodes) == ["n2"]
     server.set(first, State(type=StateType.COMPLETED))
     assert not server.events
-    second = fails()
+    second = fail_on_first_node()
     server.set(second, State(type=StateType.FAILED))
     third = server.submit(spec())
 
-    [entry] = looks(server)
+    [entry] = run_passes(server)
 
     assert entry.id == third
     assert entry.grant is not None and list(entry.grant.nodes) == ["n2"]
-    [told] = server.events
-    assert told["event"] == "muster.node.drained"
-    assert (told["payload"]["node"], told["payload"]["by"]) == ("n1", f"run-{second}")
+    [event] = server.events
+    assert event["event"] == "muster.node.drained"
+    assert (event["payload"]["node"], event["payload"]["by"]) == ("n1", f"run-{second}")
