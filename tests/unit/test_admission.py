@@ -28,46 +28,49 @@ class Server:
         self.messages.append(state.message)
 
 
-def look(of: UUID, *, place: int, line: int, reason: str) -> Any:
-    ids = [uuid4() for _ in range(line)]
-    ids[place - 1] = of
+def make_pass(run: UUID, *, place: int, length: int, reason: str) -> Any:
+    """Return a scheduling pass with a run at a position of a queue of the given length."""
+    ids = [uuid4() for _ in range(length)]
+    ids[place - 1] = run
     message = SimpleNamespace(text=f"needs 1 GPU; {reason}")
-    return SimpleNamespace(messages={of: message}, queue=[SimpleNamespace(id=one) for one in ids])
+    return SimpleNamespace(messages={run: message}, queue=[SimpleNamespace(id=id) for id in ids])
 
 
 @pytest.mark.parametrize(
-    ("second", "said", "states"),
+    ("second", "expected", "states"),
     [
         # nothing has changed
-        ({"place": 3, "line": 3, "reason": "waits"}, [], 0),
-        # another run has come behind it
-        ({"place": 3, "line": 4, "reason": "waits"}, [], 0),
+        ({"place": 3, "length": 3, "reason": "waits"}, [], 0),
+        # another run has joined the queue behind the run
+        ({"place": 3, "length": 4, "reason": "waits"}, [], 0),
         # the queue moves: the position is reported, but the state's message stays
         (
-            {"place": 2, "line": 2, "reason": "waits"},
+            {"place": 2, "length": 2, "reason": "waits"},
             ["position 2 of 2 in the queue; needs 1 GPU; waits"],
             0,
         ),
         # the reason changes
         (
-            {"place": 3, "line": 3, "reason": "is first"},
+            {"place": 3, "length": 3, "reason": "is first"},
             ["position 3 of 3 in the queue; needs 1 GPU; is first"],
             1,
         ),
     ],
 )
 def test_position_and_reason_are_reported_when_they_change(
-    second: dict[str, Any], said: list[str], states: int
+    second: dict[str, Any], expected: list[str], states: int
 ) -> None:
-    me, server, told = uuid4(), Server(), []
-    waiting = _Admission(me, True, False, told.append, lambda seconds: True)
-    asyncio.run(waiting._report_pass(server, look(me, place=3, line=3, reason="waits")))
-    first = list(told)
+    run = uuid4()
+    server = Server()
+    reports: list[str] = []
+    waiting = _Admission(run, True, False, reports.append, lambda seconds: True)
+    asyncio.run(waiting._report_pass(server, make_pass(run, place=3, length=3, reason="waits")))
+    first = list(reports)
 
-    asyncio.run(waiting._report_pass(server, look(me, **second)))
+    asyncio.run(waiting._report_pass(server, make_pass(run, **second)))
 
     assert first == ["position 3 of 3 in the queue; needs 1 GPU; waits"]
-    assert told[1:] == said
+    assert reports[1:] == expected
     assert len(server.messages) == 1 + states
 
 
@@ -79,7 +82,7 @@ def test_position_and_reason_are_reported_when_they_change(
         # started directly, or by a worker of another type
         ("", {}, "http://a:8265"),
         ("process", {}, "http://a:8265"),
-        # the granted cluster, whatever the pool lists by now
+        # the granted cluster, even if the pool lists another cluster now
         ("gang", Grant(nodes={}, cluster="http://c:8265").label(), "http://c:8265"),
     ],
 )
@@ -93,7 +96,7 @@ def test_run_without_a_gang_uses_its_pools_only_cluster(
 
 
 @pytest.mark.parametrize(
-    ("pools", "said"),
+    ("pools", "message"),
     [
         ({}, "(listed: none). Write ray: {address: URL}, or list one cluster"),
         ({"gang": []}, "(listed: none). Write ray: {address: URL}, or list one cluster"),
@@ -104,11 +107,11 @@ def test_run_without_a_gang_uses_its_pools_only_cluster(
     ],
 )
 def test_pool_without_exactly_one_cluster_is_explained(
-    monkeypatch: pytest.MonkeyPatch, pools: dict[str, list[str]], said: str
+    monkeypatch: pytest.MonkeyPatch, pools: dict[str, list[str]], message: str
 ) -> None:
     monkeypatch.setattr(admission, "get_client", lambda: Pools(pools, "", {}))
 
-    with pytest.raises(NotThere, match=re.escape(said)):
+    with pytest.raises(NotThere, match=re.escape(message)):
         admission.find_cluster(uuid4())
 
 
@@ -116,7 +119,9 @@ class Pools:
     """A server with work pools that list clusters, and one flow run."""
 
     def __init__(self, pools: dict[str, list[str]], pool: str, labels: dict[str, Any]) -> None:
-        self._pools, self._pool, self._labels = pools, pool, labels
+        self._pools = pools
+        self._pool = pool
+        self._labels = labels
 
     async def __aenter__(self) -> Pools:
         return self
@@ -137,8 +142,10 @@ class Pools:
                 type="gang",
                 base_job_template=with_settings(
                     {},
-                    PoolSettings(clusters=tuple(ListedCluster(address=one) for one in listed)),
+                    PoolSettings(
+                        clusters=tuple(ListedCluster(address=address) for address in addresses)
+                    ),
                 ),
             )
-            for name, listed in self._pools.items()
+            for name, addresses in self._pools.items()
         ]

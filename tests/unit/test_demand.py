@@ -18,23 +18,23 @@ def demand(nodes: int, gpus: int, cpus_per_gpu: float = 3) -> Demand:
 
 
 @pytest.mark.parametrize(
-    ("asked", "nodes"),
+    ("requested", "nodes"),
     [
         (demand(1, 8), [node(8)]),
         # more nodes than the gang needs
         (demand(2, 4), [node(8), node(8), node(0)]),
-        # exactly as many CPUs as the gang needs
+        # the number of CPUs that the gang needs
         (demand(1, 8), [node(8, cpus=24)]),
         # unknown numbers of CPUs
         (demand(1, 8), [node(8, cpus=None)]),
     ],
 )
-def test_feasible_gang_is_accepted(asked: Demand, nodes: list[ClusterNode]) -> None:
-    assert explain_infeasible(asked, Cluster(nodes=tuple(nodes))) == ""
+def test_feasible_gang_is_accepted(requested: Demand, nodes: list[ClusterNode]) -> None:
+    assert explain_infeasible(requested, Cluster(nodes=tuple(nodes))) == ""
 
 
 @pytest.mark.parametrize(
-    ("asked", "nodes"),
+    ("requested", "nodes"),
     [
         # one GPU more than the largest node has, though the total suffices
         (demand(1, 9), [node(8), node(8)]),
@@ -47,23 +47,23 @@ def test_feasible_gang_is_accepted(asked: Demand, nodes: list[ClusterNode]) -> N
         (demand(1, 1), []),
     ],
 )
-def test_infeasible_gang_is_explained_with_numbers(asked: Demand, nodes: list[ClusterNode]) -> None:
-    why = explain_infeasible(asked, Cluster(nodes=tuple(nodes)))
+def test_infeasible_gang_is_explained_with_numbers(requested: Demand, nodes: list[ClusterNode]) -> None:
+    why = explain_infeasible(requested, Cluster(nodes=tuple(nodes)))
 
-    assert asked.describe() in why
+    assert requested.describe() in why
     assert "Ask for less" in why
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("requested", "words"),
     [
         (demand(2, 8), "2 nodes with 8 GPUs and 24 CPUs each"),
         (demand(1, 1, 1), "1 node with 1 GPU and 1 CPU"),
         (demand(1, 1, 0.5), "1 node with 1 GPU and 0.5 CPUs"),
     ],
 )
-def test_demand_is_described_in_words(asked: Demand, words: str) -> None:
-    assert asked.describe() == words
+def test_demand_is_described_in_words(requested: Demand, words: str) -> None:
+    assert requested.describe() == words
 
 
 def test_drained_and_occupied_nodes_count_as_available_later() -> None:

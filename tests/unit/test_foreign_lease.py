@@ -1,4 +1,4 @@
-"""Another user tries to lease a device number that stands in for a GPU of this user."""
+"""Another user tries to lease a device number that represents a GPU of this user."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from tests.support.another_user import end_process, needs_another_user, start_as
 #: Program that binds the given names in the kernel's abstract namespace.
 _SQUAT = """
 held = [socket.socket(socket.AF_UNIX) for _ in sys.argv[1:]]
-for one, name in zip(held, sys.argv[1:]):
-    one.bind("\\0" + name)
+for listener, name in zip(held, sys.argv[1:]):
+    listener.bind("\\0" + name)
 print("held", flush=True)
 time.sleep(600)
 """
 
 
 @needs_another_user
-def test_other_users_cannot_lease_a_number_that_stands_in_for_a_gpu(muster_home: Path) -> None:
+def test_other_users_cannot_lease_a_device_number(muster_home: Path) -> None:
     devices = Devices(kind="nvidia", indices=(0,), uuids={}, problems={})
-    # All that another user knows of the device.
+    # Another user knows only these texts about the device.
     known = [f"{muster_home} {host_name()} 0", f"device {host_name()} 0", f"{host_name()} 0", "0"]
     guesses = [hashlib.sha256(text.encode()).hexdigest()[:32] for text in known]
     process = start_as_another_user(_SQUAT, *(f"muster/device/{guess}" for guess in guesses))

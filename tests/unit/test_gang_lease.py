@@ -1,4 +1,4 @@
-"""The gate's lease against a scripted server: who gets it, when, and after which faults."""
+"""The scheduling lease with a scripted server: its holder, its expiry, and faults of requests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NAME = "muster_gate"
 
 
 class Clock:
-    """A clock that moves only while somebody sleeps."""
+    """A clock that moves only during calls of its method `sleep`."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -53,25 +53,27 @@ class Clock:
 
 
 class Server:
-    """Prefect's variables, served over HTTP."""
+    """A fake Prefect server that stores variables and answers HTTP requests."""
 
     def __init__(self) -> None:
         self._rows: dict[str, dict[str, Any]] = {}
-        #: The requests, such as `POST /variables/`.
-        self.asked: list[str] = []
-        #: By HTTP method: the faults of the next requests.
+        #: The requests so far, such as `POST /variables/`.
+        self.requests: list[str] = []
+        #: `faults[HTTP method]` are the faults of the next requests with that method.
         self.faults: dict[str, deque[str]] = {
             method: deque() for method in ("POST", "GET", "PATCH", "DELETE")
         }
-        #: Set when a request without an answer arrives, and set to let its answer through.
-        self.hangs, self.goes_on = asyncio.Event(), asyncio.Event()
+        #: Set when a request with the fault `slow` arrives.
+        self.has_slow_request = asyncio.Event()
+        #: Set by a test to let the server answer the slow request.
+        self.may_answer = asyncio.Event()
 
     @property
     def lease(self) -> dict[str, Any] | None:
         return self._rows.get(NAME)
 
     def put(self, value: Any = None) -> None:
-        """Store the lease of another gate, which will not give it back."""
+        """Store the lease of another process, which does not give it back."""
         value = value if value is not None else {"holder": uuid4().hex, "lock": None}
         self._rows[NAME] = {"id": str(uuid4()), "name": NAME, "value": value}
 
@@ -79,7 +81,7 @@ class Server:
         self._rows.clear()
 
     async def answer(self, request: httpx.Request) -> httpx.Response:
-        self.asked.append(f"{request.method} {request.url.path.removeprefix('/api')}")
+        self.requests.append(f"{request.method} {request.url.path.removeprefix('/api')}")
         faults = self.faults[request.method]
         match faults.popleft() if faults else "":
             case "refused":
@@ -91,8 +93,8 @@ class Server:
                 self._do(request)
                 return httpx.Response(503, headers={"Retry-After": "0"}, request=request)
             case "slow":
-                self.hangs.set()
-                await self.goes_on.wait()
+                self.has_slow_request.set()
+                await self.may_answer.wait()
         return self._do(request)
 
     def _do(self, request: httpx.Request) -> httpx.Response:
@@ -137,8 +139,8 @@ def server() -> Server:
 
 
 @pytest.fixture
-def gate_on(server: Server, clock: Clock, tmp_path: Path) -> Callable[..., GateLease]:
-    """Make gates on hosts. The gates of a host share a MUSTER_HOME."""
+def make_lease(server: Server, clock: Clock, tmp_path: Path) -> Callable[..., GateLease]:
+    """Return a function that makes a lease object on a host. A host has one MUSTER_HOME."""
 
     def make(host: str = "here", **changes: Any) -> GateLease:
         transport = httpx.MockTransport(server.answer)
@@ -149,65 +151,65 @@ def gate_on(server: Server, clock: Clock, tmp_path: Path) -> Callable[..., GateL
     return make
 
 
-GateOn = Callable[..., GateLease]
+MakeLease = Callable[..., GateLease]
 
 
 @asynccontextmanager
-async def holding(gate: GateLease, within_s: float = 0.0) -> AsyncIterator[HeldLease]:
-    async with gate.acquire(within_s=within_s) as held:
+async def holding(gate_lease: GateLease, within_s: float = 0.0) -> AsyncIterator[HeldLease]:
+    async with gate_lease.acquire(within_s=within_s) as held:
         assert held is not None
         yield held
 
 
-async def gets_it(gate: GateLease, within_s: float = 0.0) -> bool:
-    async with gate.acquire(within_s=within_s) as held:
+async def can_take(gate_lease: GateLease, within_s: float = 0.0) -> bool:
+    async with gate_lease.acquire(within_s=within_s) as held:
         return held is not None
 
 
 def host_lock(tmp_path: Path) -> HostLock:
-    """The lock of the host `here`, for a process that is no gate."""
+    """Return the file lock of the host `here`, as another process of that host uses it."""
     (path,) = (tmp_path / "here" / "gate").iterdir()
     return HostLock(path)
 
 
-# Who gets the lease.
+# The holder of the lease.
 
 
 async def test_taking_and_returning_the_lease_are_two_requests(
-    gate_on: GateOn, server: Server
+    make_lease: MakeLease, server: Server
 ) -> None:
-    async with holding(gate_on()) as held:
+    async with holding(make_lease()) as held:
         held.check()
         ours = server.lease
 
     assert ours is not None
-    assert server.asked == ["POST /variables/", f"DELETE /variables/{ours['id']}"]
+    assert server.requests == ["POST /variables/", f"DELETE /variables/{ours['id']}"]
     assert server.lease is None
 
 
-async def test_turn_stays_until_another_gate_begins_to_decide(gate_on: GateOn) -> None:
-    here, there = gate_on("here"), gate_on("there")
+async def test_last_decision_stays_until_another_scheduler_decides(make_lease: MakeLease) -> None:
+    here, there = make_lease("here"), make_lease("there")
     first = await here.read_last_decision()
     async with here.acquire() as holding:
         assert holding is not None
-        # This gate only writes messages.
+        # This holder begins no decision.
         assert await here.read_last_decision() == first
         assert await there.read_last_decision() is None
     assert await here.read_last_decision() == await there.read_last_decision() == first
-    turns = [first]
+    decisions = [first]
     for _ in range(2):
         async with there.acquire() as holding:
             assert holding is not None
             await there.begin_decision(holding)
             assert await here.read_last_decision() is None
-            turns.append(await there.read_last_decision())
-        assert await here.read_last_decision() == turns[-1]
+            decisions.append(await there.read_last_decision())
+        assert await here.read_last_decision() == decisions[-1]
 
-    assert len({*turns}) == 3
+    assert len({*decisions}) == 3
 
 
-async def test_no_turn_begins_after_the_lease_was_returned(gate_on: GateOn) -> None:
-    here = gate_on()
+async def test_no_decision_begins_after_the_lease_was_returned(make_lease: MakeLease) -> None:
+    here = make_lease()
     before = await here.read_last_decision()
     async with here.acquire() as holding:
         assert holding is not None
@@ -216,65 +218,65 @@ async def test_no_turn_begins_after_the_lease_was_returned(gate_on: GateOn) -> N
     assert await here.read_last_decision() == before
 
 
-async def test_other_host_does_not_get_a_held_lease(gate_on: GateOn) -> None:
-    async with holding(gate_on("here")):
-        meanwhile = await gets_it(gate_on("there"), within_s=9.0)
-    afterwards = await gets_it(gate_on("there"))
+async def test_other_host_does_not_get_a_held_lease(make_lease: MakeLease) -> None:
+    async with holding(make_lease("here")):
+        meanwhile = await can_take(make_lease("there"), within_s=9.0)
+    afterwards = await can_take(make_lease("there"))
 
     assert (meanwhile, afterwards) == (False, True)
 
 
-async def test_other_gate_of_the_host_does_not_ask_the_server(
-    gate_on: GateOn, server: Server
+async def test_other_scheduler_of_the_host_sends_no_request(
+    make_lease: MakeLease, server: Server
 ) -> None:
-    first, second = gate_on(), gate_on()
-    meanwhile, asked, afterwards = [], [], []
+    first, second = make_lease(), make_lease()
+    meanwhile, requests, afterwards = [], [], []
 
     for _ in range(2):
         async with holding(first):
-            server.asked.clear()
-            meanwhile.append(await gets_it(second, within_s=1.9))
-            asked += server.asked
-        afterwards.append(await gets_it(second))
+            server.requests.clear()
+            meanwhile.append(await can_take(second, within_s=1.9))
+            requests += server.requests
+        afterwards.append(await can_take(second))
 
-    assert (meanwhile, asked, afterwards) == ([False, False], [], [True, True])
+    assert (meanwhile, requests, afterwards) == ([False, False], [], [True, True])
 
 
 @pytest.mark.parametrize("host", ["here", "there"])
-async def test_waiting_gate_gets_a_returned_lease_at_once(
-    gate_on: GateOn, clock: Clock, host: str
+async def test_waiting_scheduler_gets_a_returned_lease_at_once(
+    make_lease: MakeLease, clock: Clock, host: str
 ) -> None:
     done = asyncio.Event()
     clock.after(1.0, done.set)
 
     async def hold() -> None:
-        async with holding(gate_on("here")):
+        async with holding(make_lease("here")):
             await done.wait()
 
     first = asyncio.create_task(hold())
     await asyncio.sleep(0)
-    got = await gets_it(gate_on(host), within_s=3.0)
+    is_taken = await can_take(make_lease(host), within_s=3.0)
     await first
 
-    assert got
+    assert is_taken
     assert clock.now < 1003.0
 
 
-async def test_tasks_that_share_a_gate_take_turns(gate_on: GateOn) -> None:
-    gate = gate_on()
+async def test_tasks_that_share_a_lease_object_take_turns(make_lease: MakeLease) -> None:
+    gate_lease = make_lease()
     inside: list[str] = []
-    seen: list[tuple[str, ...]] = []
+    holders: list[tuple[str, ...]] = []
 
     async def use(name: str) -> None:
-        async with holding(gate, within_s=60.0):
+        async with holding(gate_lease, within_s=60.0):
             inside.append(name)
             await asyncio.sleep(0.001)
-            seen.append(tuple(inside))
+            holders.append(tuple(inside))
             inside.remove(name)
 
     await asyncio.gather(*(use(name) for name in "abcd"))
 
-    assert sorted(seen) == [("a",), ("b",), ("c",), ("d",)]
+    assert sorted(holders) == [("a",), ("b",), ("c",), ("d",)]
 
 
 # A holder that does not give the lease back.
@@ -289,86 +291,88 @@ async def test_tasks_that_share_a_gate_take_turns(gate_on: GateOn) -> None:
     ],
 )
 async def test_unchanged_lease_is_taken_over_after_its_expiry(
-    gate_on: GateOn, server: Server, within_s: float, is_taken_over: bool
+    make_lease: MakeLease, server: Server, within_s: float, is_taken_over: bool
 ) -> None:
     server.put()
 
-    assert await gets_it(gate_on(), within_s=within_s) == is_taken_over
+    assert await can_take(make_lease(), within_s=within_s) == is_taken_over
 
 
-async def test_time_of_first_sight_is_kept_between_tries(
-    gate_on: GateOn, server: Server, clock: Clock
+async def test_time_of_the_first_read_is_kept_between_tries(
+    make_lease: MakeLease, server: Server, clock: Clock
 ) -> None:
-    gate = gate_on()
+    gate_lease = make_lease()
     server.put()
 
     taken = []
     for _ in range(3):
-        taken.append(await gets_it(gate))
+        taken.append(await can_take(gate_lease))
         clock.now += 7.5
 
     assert taken == [False, False, True]
 
 
-async def test_each_holder_has_its_full_time(gate_on: GateOn, server: Server, clock: Clock) -> None:
+async def test_each_holder_has_its_full_time(
+    make_lease: MakeLease, server: Server, clock: Clock
+) -> None:
     server.put()
     clock.after(8.0, server.put)
     clock.after(16.0, server.put)
-    gate = gate_on()
+    gate_lease = make_lease()
 
-    before = await gets_it(gate, within_s=30.0)
-    after = await gets_it(gate, within_s=2.0)
+    before = await can_take(gate_lease, within_s=30.0)
+    after = await can_take(gate_lease, within_s=2.0)
 
     assert (before, after) == (False, True)
 
 
-async def test_foreign_variable_expires_like_a_lease(gate_on: GateOn, server: Server) -> None:
+async def test_foreign_variable_expires_like_a_lease(make_lease: MakeLease, server: Server) -> None:
     server.put("made by hand")
 
-    assert await gets_it(gate_on(), within_s=16.0)
+    assert await can_take(make_lease(), within_s=16.0)
 
 
 async def test_lease_of_a_killed_holder_on_the_same_host_is_taken_at_once(
-    gate_on: GateOn, server: Server, clock: Clock, tmp_path: Path
+    make_lease: MakeLease, server: Server, clock: Clock, tmp_path: Path
 ) -> None:
-    gate = gate_on()
-    await gets_it(gate)
+    gate_lease = make_lease()
+    await can_take(gate_lease)
     lock = host_lock(tmp_path)
     lock.try_lock()
     server.put({"holder": "killed", "lock": lock.lock_id})
     lock.unlock()
 
-    assert await gets_it(gate)
+    assert await can_take(gate_lease)
     assert clock.now < 1001.0
 
 
 async def test_lease_of_a_suspended_holder_is_taken_after_its_expiry(
-    gate_on: GateOn, server: Server, tmp_path: Path
+    make_lease: MakeLease, server: Server, tmp_path: Path
 ) -> None:
-    gate = gate_on()
-    await gets_it(gate)
+    gate_lease = make_lease()
+    await can_take(gate_lease)
     lock = host_lock(tmp_path)
     lock.try_lock()
     server.put({"holder": "suspended", "lock": lock.lock_id})
 
-    early = await gets_it(gate, within_s=14.0)
-    late = await gets_it(gate, within_s=4.0)
+    early = await can_take(gate_lease, within_s=14.0)
+    late = await can_take(gate_lease, within_s=4.0)
     lock.unlock()
 
     assert (early, late) == (False, True)
 
 
-async def test_holder_without_the_host_lock_is_not_taken_for_dead(
-    gate_on: GateOn, tmp_path: Path
+async def test_living_holder_without_the_host_lock_keeps_the_lease(
+    make_lease: MakeLease, tmp_path: Path
 ) -> None:
-    gate = gate_on()
-    await gets_it(gate)
+    gate_lease = make_lease()
+    await can_take(gate_lease)
     lock = host_lock(tmp_path)
     lock.try_lock()
 
-    async with holding(gate, within_s=3.0):
+    async with holding(gate_lease, within_s=3.0):
         lock.unlock()
-        meanwhile = await gets_it(gate_on(), within_s=9.0)
+        meanwhile = await can_take(make_lease(), within_s=9.0)
 
     assert not meanwhile
 
@@ -378,9 +382,9 @@ async def test_holder_without_the_host_lock_is_not_taken_for_dead(
 
 @pytest.mark.parametrize(("held_s", "is_safe"), [(9.9, True), (10.0, False)])
 async def test_holder_writes_while_safe(
-    gate_on: GateOn, clock: Clock, held_s: float, is_safe: bool
+    make_lease: MakeLease, clock: Clock, held_s: float, is_safe: bool
 ) -> None:
-    async with holding(gate_on()) as held:
+    async with holding(make_lease()) as held:
         clock.now += held_s
         lost = None
         try:
@@ -396,14 +400,16 @@ async def test_holder_writes_while_safe(
     )
 
 
-async def test_time_counts_from_the_request(gate_on: GateOn, server: Server, clock: Clock) -> None:
+async def test_time_counts_from_the_request(
+    make_lease: MakeLease, server: Server, clock: Clock
+) -> None:
     server.faults["POST"].append("slow")
-    taking = holding(gate_on())
+    taking = holding(make_lease())
 
     entering = asyncio.create_task(taking.__aenter__())
-    await server.hangs.wait()
+    await server.has_slow_request.wait()
     clock.now += 4.0
-    server.goes_on.set()
+    server.may_answer.set()
     held = await entering
     left_s = held.remaining_s
     await taking.__aexit__(None, None, None)
@@ -412,13 +418,13 @@ async def test_time_counts_from_the_request(gate_on: GateOn, server: Server, clo
 
 
 async def test_late_return_of_a_suspended_holder_deletes_no_newer_lease(
-    gate_on: GateOn, server: Server, clock: Clock
+    make_lease: MakeLease, server: Server, clock: Clock
 ) -> None:
     async with AsyncExitStack() as late:
-        async with holding(gate_on("here")):
+        async with holding(make_lease("here")):
             clock.now += 1.0
             mine = server.lease
-            await late.enter_async_context(holding(gate_on("there"), within_s=20.0))
+            await late.enter_async_context(holding(make_lease("there"), within_s=20.0))
             theirs = server.lease
         kept = server.lease
 
@@ -427,19 +433,19 @@ async def test_late_return_of_a_suspended_holder_deletes_no_newer_lease(
     assert kept == theirs
 
 
-async def test_slow_body_is_cancelled(gate_on: GateOn, server: Server) -> None:
+async def test_slow_body_is_cancelled(make_lease: MakeLease, server: Server) -> None:
     loop = asyncio.get_running_loop()
-    gate = gate_on(hold_s=0.05, clock=loop.time)
+    gate_lease = make_lease(hold_s=0.05, clock=loop.time)
 
     with pytest.raises(LeaseLost, match="Another scheduler may be deciding now"):
-        async with holding(gate):
+        async with holding(gate_lease):
             await asyncio.sleep(60)
 
     assert server.lease is None
 
 
-async def test_nothing_may_be_written_after_the_return(gate_on: GateOn) -> None:
-    async with holding(gate_on()) as held:
+async def test_nothing_may_be_written_after_the_return(make_lease: MakeLease) -> None:
+    async with holding(make_lease()) as held:
         pass
 
     with pytest.raises(LeaseLost, match="given back"):
@@ -450,74 +456,78 @@ async def test_nothing_may_be_written_after_the_return(gate_on: GateOn) -> None:
 # A server that fails.
 
 
-async def test_unreachable_server_is_an_error(gate_on: GateOn, server: Server) -> None:
+async def test_unreachable_server_is_an_error(make_lease: MakeLease, server: Server) -> None:
     server.faults["POST"].append("refused")
 
     with pytest.raises(httpx.HTTPError):
-        await gets_it(gate_on())
+        await can_take(make_lease())
 
 
 async def test_lease_is_returned_after_an_error_of_the_body(
-    gate_on: GateOn, server: Server
+    make_lease: MakeLease, server: Server
 ) -> None:
     with pytest.raises(ValueError, match="the body's"):
-        async with holding(gate_on()):
+        async with holding(make_lease()):
             raise ValueError("the body's")
 
     assert server.lease is None
 
 
 async def test_repeated_request_of_the_client_still_takes_the_lease(
-    gate_on: GateOn, server: Server
+    make_lease: MakeLease, server: Server
 ) -> None:
-    gate = gate_on()
+    gate_lease = make_lease()
     server.faults["POST"].append("answer lost, asked again")
 
     with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 1}):
-        assert await gets_it(gate)
-    assert server.asked[:2] == ["POST /variables/", "POST /variables/"]
+        assert await can_take(gate_lease)
+    assert server.requests[:2] == ["POST /variables/", "POST /variables/"]
     assert server.lease is None
 
 
-async def test_gate_replaces_its_own_unconfirmed_lease(
-    gate_on: GateOn, server: Server, tmp_path: Path
+async def test_unconfirmed_lease_of_the_same_process_is_replaced(
+    make_lease: MakeLease, server: Server, tmp_path: Path
 ) -> None:
-    (tmp_path / "here").touch()  # no lock of the host that would tell it
-    gate = gate_on()
+    (tmp_path / "here").touch()  # so the host has no file lock
+    gate_lease = make_lease()
     server.faults["POST"].append("answer lost")
 
     with pytest.raises(httpx.ReadError):
-        await gets_it(gate)
-    left = server.lease
+        await can_take(gate_lease)
+    unconfirmed_lease = server.lease
 
-    assert left is not None
-    assert await gets_it(gate)
+    assert unconfirmed_lease is not None
+    assert await can_take(gate_lease)
 
 
-async def test_silent_server_is_given_up(gate_on: GateOn, server: Server) -> None:
+async def test_silent_server_is_given_up(make_lease: MakeLease, server: Server) -> None:
     server.faults["POST"].append("slow")
-    gate = gate_on(hold_s=0.05)
-    asyncio.get_running_loop().call_later(0.2, server.goes_on.set)
+    gate_lease = make_lease(hold_s=0.05)
+    asyncio.get_running_loop().call_later(0.2, server.may_answer.set)
 
     with pytest.raises(
         httpx.TimeoutException, match=r"no answer about the scheduler's lease within 0\.05 s"
     ):
-        await gets_it(gate)
+        await can_take(gate_lease)
 
-    # the answer came after the gate had given up
+    # The server answered after the time-out.
     assert server.lease is None
 
 
 @pytest.mark.parametrize("fault", ["refused", "answer lost"])
 async def test_failed_return_does_not_fail_the_body(
-    gate_on: GateOn, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: str
+    make_lease: MakeLease,
+    server: Server,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    fault: str,
 ) -> None:
     (tmp_path / "here").touch()
-    gate = gate_on()
+    gate_lease = make_lease()
     server.faults["DELETE"].append(fault)
 
-    first = await gets_it(gate)
-    second = await gets_it(gate)
+    first = await can_take(gate_lease)
+    second = await can_take(gate_lease)
 
     assert (first, second) == (True, True)
     assert "could not be given back" in caplog.text
@@ -526,13 +536,15 @@ async def test_failed_return_does_not_fail_the_body(
 # Cancels.
 
 
-async def test_lease_is_returned_under_repeated_cancels(gate_on: GateOn, server: Server) -> None:
+async def test_lease_is_returned_under_repeated_cancels(
+    make_lease: MakeLease, server: Server
+) -> None:
     server.faults["DELETE"].append("slow")
-    asyncio.get_running_loop().call_later(0.05, server.goes_on.set)
+    asyncio.get_running_loop().call_later(0.05, server.may_answer.set)
 
-    # Prefect's worker ends its tasks in this way: every wait in the scope is cancelled.
+    # Prefect's worker ends its tasks in this way: the scope cancels every wait in it.
     with anyio.CancelScope() as scope:
-        async with holding(gate_on()):
+        async with holding(make_lease()):
             scope.cancel()
             await asyncio.sleep(60)
 
@@ -540,28 +552,30 @@ async def test_lease_is_returned_under_repeated_cancels(gate_on: GateOn, server:
     assert server.lease is None
 
 
-async def test_cancel_during_the_request_leaves_no_lease(gate_on: GateOn, server: Server) -> None:
+async def test_cancel_during_the_request_leaves_no_lease(
+    make_lease: MakeLease, server: Server
+) -> None:
     server.faults["POST"].append("slow")
-    task = asyncio.create_task(gets_it(gate_on()))
-    await server.hangs.wait()
+    task = asyncio.create_task(can_take(make_lease()))
+    await server.has_slow_request.wait()
 
     task.cancel()
     await asyncio.sleep(0)
-    server.goes_on.set()
+    server.may_answer.set()
     await asyncio.wait({task})
 
     assert task.cancelled()
-    assert server.asked[-1].startswith("DELETE")
+    assert server.requests[-1].startswith("DELETE")
     assert server.lease is None
 
 
 async def test_cancel_does_not_wait_for_a_silent_server(
-    gate_on: GateOn, server: Server, monkeypatch: pytest.MonkeyPatch
+    make_lease: MakeLease, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease, "_RETURN_TIMEOUT_S", 0.05)
     server.faults["POST"].append("slow")
-    task = asyncio.create_task(gets_it(gate_on()))
-    await server.hangs.wait()
+    task = asyncio.create_task(can_take(make_lease()))
+    await server.has_slow_request.wait()
 
     task.cancel()
     await asyncio.wait({task}, timeout=60)
@@ -572,19 +586,19 @@ async def test_cancel_does_not_wait_for_a_silent_server(
 # The lock of the host.
 
 
-async def test_gate_works_without_a_host_lock(
-    gate_on: GateOn, server: Server, tmp_path: Path
+async def test_lease_works_without_a_host_lock(
+    make_lease: MakeLease, server: Server, tmp_path: Path
 ) -> None:
     (tmp_path / "here").touch()
-    gate = gate_on()
+    gate_lease = make_lease()
 
-    taken = [await gets_it(gate), await gets_it(gate)]
-    async with holding(gate):
-        meanwhile = await gets_it(gate_on(), within_s=5.0)
+    taken = [await can_take(gate_lease), await can_take(gate_lease)]
+    async with holding(gate_lease):
+        meanwhile = await can_take(make_lease(), within_s=5.0)
         assert server.lease is not None
-        mark = server.lease["value"]["lock"]
+        lock_id = server.lease["value"]["lock"]
 
-    assert (taken, meanwhile, mark) == ([True, True], False, None)
+    assert (taken, meanwhile, lock_id) == ([True, True], False, None)
 
 
 async def test_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
@@ -605,28 +619,28 @@ async def test_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
 def leads_to(link: Path, path: Path) -> bool:
     try:
         return link.readlink() == path
-    except FileNotFoundError:  # that of the look itself
+    except FileNotFoundError:  # the directory listing itself had this file descriptor
         return False
 
 
-def mark(path: Path) -> str | None:
+def find_lock_id(path: Path) -> str | None:
     lock = HostLock(path)
     assert lock.try_lock()
-    found = lock.lock_id
+    lock_id = lock.lock_id
     lock.unlock()
-    return found
+    return lock_id
 
 
-async def test_mark_names_one_file(tmp_path: Path) -> None:
-    one, copy = tmp_path / "one.lock", tmp_path / "copy.lock"
-    first = mark(one)
-    shutil.copy(one, copy)
+async def test_lock_id_belongs_to_one_file(tmp_path: Path) -> None:
+    original, copy = tmp_path / "one.lock", tmp_path / "copy.lock"
+    first = find_lock_id(original)
+    shutil.copy(original, copy)
 
-    assert mark(one) == first
-    assert mark(copy) != first
-    # While somebody has a removed file open, no other file gets its number.
-    lock = HostLock(one)
+    assert find_lock_id(original) == first
+    assert find_lock_id(copy) != first
+    # While a process has a removed file open, no new file gets the inode number of that file.
+    lock = HostLock(original)
     assert lock.try_lock()
-    one.unlink()
-    assert mark(one) != lock.lock_id
+    original.unlink()
+    assert find_lock_id(original) != lock.lock_id
     lock.unlock()

@@ -1,7 +1,7 @@
-"""Which of the waiting gangs start now, where, and why the others do not.
+"""The scheduling policy: the waiting gangs that start, their nodes, and the reasons of the others.
 
-Each case holds for the policy and for the slow and obvious way to the same plan, `slow_plan`, which
-the policy is compared with on random clusters.
+Each case is checked with the policy and with `slow_plan`, a slow and simple function that computes
+the same plan. Other tests compare the two on random clusters.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ GPUS, BEHIND, WOULD_DELAY, LIMIT, RETRY = (
 
 
 def cluster(*gpus: int, cpus: float | None = None) -> tuple[ClusterNode, ...]:
-    """Nodes a, b, c, ... with these numbers of GPUs."""
+    """Return nodes with the names a, b, c, ... and the given numbers of GPUs."""
     return tuple(ClusterNode(name="abcdefgh"[i], gpus=n, cpus=cpus) for i, n in enumerate(gpus))
 
 
 def held(
     id: str, left_s: float = 100, place: int = 0, cpus: float = 0, tags: str = "", **gpus: int
 ) -> Held:
-    """A gang that is expected to end in so many seconds, with `cpus` for each GPU."""
+    """Return a running gang with `cpus` for each GPU. It is expected to end in `left_s` seconds."""
     return Held(
         id=id,
         gpus=gpus,
@@ -56,7 +56,7 @@ def waits(
     tags: str = "",
     avoid: str = "",
 ) -> Waiting:
-    """The gang `w<place>` at a position in the queue; it may start in `in_s` seconds."""
+    """Return the waiting gang `w<place>` at position `place`. It may start in `in_s` seconds."""
     return Waiting(
         id=f"w{place}",
         demand=Demand(nodes=nodes, gpus_per_node=gpus, cpus_per_gpu=cpus),
@@ -79,7 +79,7 @@ class Case:
     gangs: Sequence[Held] = ()
     #: The letters of the nodes of each admitted gang, in the order of admission.
     admitted: Mapping[str, str] = field(default_factory=dict)
-    #: For each other gang, the whole reason or only its kind.
+    #: For each gang that does not start, the complete reason or only the kind of the reason.
     reasons: Mapping[str, Reason | Why] = field(default_factory=dict)
     nodes: tuple[ClusterNode, ...] = cluster(8, 8)
     limits: Mapping[str, int] | None = None
@@ -87,15 +87,17 @@ class Case:
 
 
 def check(case: Case, policy: Policy) -> None:
-    for way in (plan, slow_plan):
-        found = way(case.line, case.gangs, case.nodes, NOW, policy=policy, limits=case.limits)
+    for make_plan in (plan, slow_plan):
+        computed = make_plan(
+            case.line, case.gangs, case.nodes, NOW, policy=policy, limits=case.limits
+        )
 
-        assert list(found.admitted.items()) == [(i, tuple(n)) for i, n in case.admitted.items()]
+        assert list(computed.admitted.items()) == [(i, tuple(n)) for i, n in case.admitted.items()]
         assert {
-            id: one if isinstance(case.reasons.get(id), Reason) else one.why
-            for id, one in found.reasons.items()
+            id: reason if isinstance(case.reasons.get(id), Reason) else reason.why
+            for id, reason in computed.reasons.items()
         } == dict(case.reasons)
-        assert case.free in (None, found.free)
+        assert case.free in (None, computed.free)
 
 
 @pytest.mark.parametrize("policy", ["fifo", "backfill"])
@@ -183,7 +185,7 @@ def check(case: Case, policy: Policy) -> None:
             {},
             {"w1": reason(RETRY, "h", in_s=100)},
         ),
-        # a gang over the limit of a tag is skipped and blocks nobody
+        # a gang over the limit of a tag is skipped, and later gangs may start
         Case(
             [waits(1, 8, tags="red"), waits(2, 4, tags="red"), waits(3, 8, tags="blue")],
             [],
@@ -191,7 +193,7 @@ def check(case: Case, policy: Policy) -> None:
             {"w1": reason(LIMIT, tag="red")},
             limits={"red": 7},
         ),
-        # held GPUs count for a limit, even on a node that is gone
+        # held GPUs count for a limit, even on a node that has disappeared
         Case(
             [waits(1, 3, tags="red"), waits(2, 2, tags="red")],
             [held("h", a=2, gone=4, tags="red")],
@@ -219,10 +221,10 @@ def check(case: Case, policy: Policy) -> None:
         # nodes to avoid are not used while others suffice
         Case([waits(1, 8, 2, avoid="ab")], [], {"w1": "cd"}, nodes=cluster(8, 8, 8, 8)),
         Case([waits(1, 4, avoid="bz")], [held("h", b=4)], {"w1": "a"}),
-        # no more of them than needed, and all of them before the gang waits
+        # the smallest number of nodes to avoid is used, and all of them before the gang waits
         Case([waits(1, 8, 2, avoid="abc")], [], {"w1": "ad"}, nodes=cluster(8, 8, 8, 8)),
         Case([waits(1, 8, avoid="ab")], [held("h", a=1)], {"w1": "b"}),
-        # GPUs that are held on a node that is gone take no room
+        # GPUs that are held on a node that has disappeared do not count as used
         Case([waits(1, 8, 2)], [held("h", z=8)], {"w1": "ab"}),
         # without nodes every gang waits
         Case([waits(1, 1)], [held("h", a=1)], {}, {"w1": GPUS}, nodes=(), free={}),
@@ -235,7 +237,7 @@ def test_rules_of_every_policy(case: Case, policy: Policy) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        # nobody passes the first gang that does not fit
+        # no gang passes the first gang that does not fit
         Case(
             [waits(1, 4), waits(2, 8), waits(3, 1)],
             [held("h", a=4, b=1)],
@@ -243,7 +245,7 @@ def test_rules_of_every_policy(case: Case, policy: Policy) -> None:
             {"w2": reason(GPUS, "h", in_s=100), "w3": reason(BEHIND, "w2")},
             free={"a": 0, "b": 7},
         ),
-        # a gang that can never fit blocks nobody
+        # a gang that can never fit does not block later gangs
         Case(
             [waits(1, 8, 3), waits(2, 1)],
             [],
@@ -280,14 +282,14 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {},
             {"w1": GPUS, "w2": reason(WOULD_DELAY, "w1")},
         ),
-        # a gang beside which the head still fits may pass, however long it runs
+        # a gang may pass if the head still fits while it is running, even if it runs long
         Case(
             [waits(1, 8), waits(2, 3, for_s=9000), waits(3, 1), waits(4, 1)],
             [held("h1", 100, a=8), held("h2", 5000, b=4)],
             {"w2": "b", "w3": "b"},
             {"w1": GPUS, "w4": BEHIND},
         ),
-        # gangs that pass beside the head are counted together
+        # gangs that pass the head are counted together
         Case(
             [waits(1, 6, 2), waits(2, 2), waits(3, 2), waits(4, 1)],
             [held("h1", 100, a=8), held("h2", 100, b=4)],
@@ -320,8 +322,8 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {"w1": "a", "w3": "b"},
             {"w2": reason(GPUS, "w1", in_s=300)},
         ),
-        # of gangs that end at the same time, only those that the head needs count as gone: h1 comes
-        # before h2, so the GPUs of h2 on node b are not promised to anybody
+        # if gangs end at the same time, only the gangs that the head needs count as ended: h1 comes
+        # before h2, so the GPUs of h2 on node b count as held
         Case(
             [waits(1, 8), waits(2, 2)],
             [held("h2", place=2, b=6), held("h1", place=1, a=8)],
@@ -367,7 +369,7 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {"w1": reason(RETRY, in_s=30)},
         ),
         # the limit of the head's tag is reserved, too: at its time, w2 may use two more GPUs of the
-        # tag. Then w3 would exceed the limit, although it fits beside the head
+        # tag. Then w3 would exceed the limit, although the head would still fit
         Case(
             [
                 *(waits(1, 8, tags="red"), waits(2, 2, tags="red"), waits(3, 2, tags="red")),
@@ -393,7 +395,7 @@ def test_default_policy_is_fifo_and_arguments_are_not_modified() -> None:
     )
     before = (list(line), list(gangs), list(nodes), dict(limits))
 
-    found = plan(line, gangs, nodes, NOW, limits=limits)
+    computed = plan(line, gangs, nodes, NOW, limits=limits)
 
-    assert found.admitted == {}
+    assert computed.admitted == {}
     assert (line, gangs, nodes, limits) == before

@@ -1,6 +1,7 @@
-"""The Ray clusters of a pool, as its gate sees them.
+"""The scheduler and the Ray clusters of a work pool.
 
-Which cluster a run gets if its spec leaves that to the pool, and what autoscalers are told.
+The tests check the cluster of a run whose spec names no address, and the demand that the scheduler
+sends to autoscalers.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def spec(gpus: int | None = 8, nodes: int = 1, **ray: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the lease, so that there is no other gate, and no process of a flow run."""
+def no_other_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the lease, so that no other scheduler exists, and hide the processes of runs."""
     monkeypatch.setattr(gate, "GateLease", FreeLease)
     monkeypatch.setattr(scheduling_pass, "holders_of", lambda _variable: SimpleNamespace(pids={}))
 
@@ -63,23 +64,23 @@ class OneNode:
 
 
 def started(server: ScriptedPrefect, count: int = 1) -> list[QueueEntry]:
-    """Return the runs that some scheduling passes of one gate start."""
+    """Run some scheduling passes of one scheduler, and return the runs that they start."""
 
-    async def look_on() -> list[QueueEntry]:
+    async def run_passes() -> list[QueueEntry]:
         client: Any = server
-        one = Gate(client, capacity=Capacity(make_reader=OneNode))  # type: ignore[arg-type]
-        found: list[QueueEntry] = []
+        scheduler = Gate(client, capacity=Capacity(make_reader=OneNode))  # type: ignore[arg-type]
+        started_runs: list[QueueEntry] = []
         for _ in range(count):
-            seen, entries = await one.decide(lambda entry, nodes: True)
-            found += entries
-            await one.publish_reasons(seen)
-        return found
+            scheduling_pass_, entries = await scheduler.decide(lambda entry, nodes: True)
+            started_runs += entries
+            await scheduler.publish_reasons(scheduling_pass_)
+        return started_runs
 
-    return asyncio.run(look_on())
+    return asyncio.run(run_passes())
 
 
-def holds(server: ScriptedPrefect) -> None:
-    """One run holds all GPUs of the pool's cluster."""
+def start_holder(server: ScriptedPrefect) -> None:
+    """Start a run that holds all GPUs of the pool's cluster."""
     run = server.submit(spec())
     assert [entry.id for entry in started(server)] == [run]
     server.set(run, State(type=StateType.RUNNING))
@@ -125,7 +126,7 @@ def test_run_without_an_address_is_refused_if_the_cluster_is_ambiguous(
 
 def test_granted_run_stays_on_its_cluster_if_the_pool_changes() -> None:
     server = ScriptedPrefect(template(A))
-    holds(server)
+    start_holder(server)
     server.change(template(B))
 
     on_a, on_b = server.submit(spec(address=A)), server.submit(spec())
@@ -137,7 +138,7 @@ def test_granted_run_stays_on_its_cluster_if_the_pool_changes() -> None:
 
 def test_waiting_run_is_not_refused_if_the_pool_changes() -> None:
     server = ScriptedPrefect(template(A))
-    holds(server)
+    start_holder(server)
     run = server.submit(spec())
     started(server)
     server.change(template(A, B))
@@ -161,11 +162,11 @@ def test_invalid_settings_refuse_no_run() -> None:
 
 
 class Autoscaled:
-    """A cluster that gains nodes, and the demands that its autoscaler was told."""
+    """A fake cluster that can get more nodes and records the demands for its autoscaler."""
 
     def __init__(self, *nodes: str) -> None:
         self.nodes = [*nodes]
-        self.shown: list[list[dict[str, float]]] = []
+        self.demands: list[list[dict[str, float]]] = []
         self.credentials = Credentials(has_token=True)
 
     async def look(self, *, within_s: float) -> Cluster:
@@ -173,7 +174,7 @@ class Autoscaled:
         return Cluster(nodes=tuple(nodes))
 
     async def show_demand(self, bundles: Any, *, within_s: float) -> None:
-        self.shown.append(bundles)
+        self.demands.append(bundles)
 
     async def close(self) -> None: ...
 
@@ -181,21 +182,21 @@ class Autoscaled:
 NODE, NEW = {"GPU": 8.0}, {"GPU": 8.0, "CPU": 24.0}
 
 
-def test_autoscaler_gets_the_demand_until_nothing_waits() -> None:
+def test_autoscaler_gets_the_demand_until_no_run_waits() -> None:
     server, cluster = ScriptedPrefect(template(A, max_nodes=3)), Autoscaled("n1")
     run = server.submit(spec(nodes=3))
 
     async def passes() -> list[str]:
         client, capacity = cast(Any, server), Capacity(make_reader=lambda *_: cast(Any, cluster))
-        one = Gate(client, capacity=capacity)
+        scheduler = Gate(client, capacity=capacity)
         for _ in range(2):
-            await one.publish_reasons((await one.decide(lambda entry, nodes: True))[0])
+            await scheduler.publish_reasons((await scheduler.decide(lambda entry, nodes: True))[0])
         before = message(server, run)
         cluster.nodes += ["n2", "n3"]
-        seen, started = await one.decide(lambda entry, nodes: True)
-        await one.publish_reasons(seen)
+        last_pass, started = await scheduler.decide(lambda entry, nodes: True)
+        await scheduler.publish_reasons(last_pass)
         server.set(run, State(type=StateType.COMPLETED))
-        await one.publish_reasons((await one.decide(lambda entry, nodes: True))[0])
+        await scheduler.publish_reasons((await scheduler.decide(lambda entry, nodes: True))[0])
         return [before, *(entry.request.name for entry in started)]
 
     before, name = asyncio.run(passes())
@@ -204,17 +205,17 @@ def test_autoscaler_gets_the_demand_until_nothing_waits() -> None:
         "PendingResources: needs 3 nodes with 8 GPUs each; waits for missing nodes"
     )
     assert name.startswith("trial-grpo-")
-    # A held node stays in the demand until its run has ended.
-    assert cluster.shown == [[NODE, NEW, NEW], [NODE, NODE, NODE], []]
+    # A node stays in the demand until its run has ended.
+    assert cluster.demands == [[NODE, NEW, NEW], [NODE, NODE, NODE], []]
 
 
 @pytest.mark.parametrize(
-    ("nodes", "most", "is_refused"), [(3, 3, False), (4, 3, True), (2, None, True)]
+    ("nodes", "max_nodes", "is_refused"), [(3, 3, False), (4, 3, True), (2, None, True)]
 )
 def test_run_that_fits_the_largest_possible_cluster_waits(
-    nodes: int, most: int | None, is_refused: bool
+    nodes: int, max_nodes: int | None, is_refused: bool
 ) -> None:
-    server, cluster = ScriptedPrefect(template(A, max_nodes=most)), Autoscaled("n1")
+    server, cluster = ScriptedPrefect(template(A, max_nodes=max_nodes)), Autoscaled("n1")
     run = server.submit(spec(nodes=nodes))
 
     async def one_pass() -> None:

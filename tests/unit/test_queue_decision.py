@@ -1,4 +1,4 @@
-"""Decisions of a scheduling pass, and the validity of grants. No server, no cluster."""
+"""Decisions of a scheduling pass, and the validity of grants, without a server or a cluster."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def flow_run(
     spec: dict[str, Any] | None = None,
     **more: Any,
 ) -> FlowRun:
-    """A flow run of the pool, submitted as the `number`th."""
+    """Return a flow run of the pool. A run with a higher number was submitted later."""
     submitted = BEGAN + timedelta(seconds=number)
     gang = None if gpus is None else {"nodes": nodes, "gpus_per_node": gpus}
     written = {"name": f"run{number}", "workload": "grpo", "gang": gang, **(spec or {})}
@@ -79,7 +79,7 @@ def entry(run: FlowRun, pool: str = "gang") -> QueueEntry:
 
 
 def holder(nodes: dict[str, int], number: int, **more: Any) -> QueueEntry:
-    """An entry of a run that runs on these nodes."""
+    """Return the ledger entry of a run that is running on the given nodes."""
     granted = Grant(nodes=nodes, state_id="", at=NOW, by=None).label()
     run = flow_run(
         max(nodes.values()),
@@ -93,7 +93,7 @@ def holder(nodes: dict[str, int], number: int, **more: Any) -> QueueEntry:
     return entry(run)
 
 
-def decided(
+def run_pass(
     waiting: list[QueueEntry],
     holding: list[QueueEntry] | None = None,
     *,
@@ -120,7 +120,7 @@ def decided(
         holding=tuple(holding),
         is_cut=False,
     )
-    table = [{"name": one.name, "gpus": one.gpus} for one in nodes]
+    table = [{"name": node.name, "gpus": node.gpus} for node in nodes]
     of_pool = PoolSettings.model_validate({"nodes": table, **settings})
     clusters = clusters or {"": Cluster(nodes=nodes)}
     return SchedulingPass(
@@ -133,26 +133,26 @@ def decided(
     ).decide()
 
 
-def started(look: SchedulingPass) -> list[str]:
-    return [one.flow_run.name for one, _gpus in look.admitted]
+def started(scheduling_pass: SchedulingPass) -> list[str]:
+    return [entry.flow_run.name for entry, _gpus in scheduling_pass.admitted]
 
 
 def test_runs_start_in_order_on_fitting_nodes() -> None:
     waiting = [entry(flow_run(8, number=0)), entry(flow_run(5, number=1))]
 
-    look = decided(waiting)
+    scheduling_pass = run_pass(waiting)
 
-    assert [dict(gpus) for _entry, gpus in look.admitted] == [{"n1": 8}, {"n2": 5}]
-    assert {node.name: node.free_gpus for node in look.nodes[""]} == {"n1": 0, "n2": 3}
+    assert [dict(gpus) for _entry, gpus in scheduling_pass.admitted] == [{"n1": 8}, {"n2": 5}]
+    assert {node.name: node.free_gpus for node in scheduling_pass.nodes[""]} == {"n1": 0, "n2": 3}
 
 
 def test_no_run_passes_the_first_of_the_queue() -> None:
     waiting = [entry(flow_run(8, nodes=2, number=1)), entry(flow_run(1, number=2))]
 
-    look = decided(waiting, [holder({"n1": 8}, 0)])
+    scheduling_pass = run_pass(waiting, [holder({"n1": 8}, 0)])
 
-    assert started(look) == []
-    first, second = (look.messages[one.id].text for one in waiting)
+    assert started(scheduling_pass) == []
+    first, second = (scheduling_pass.messages[one.id].text for one in waiting)
     assert first.startswith("needs 2 nodes with 8 GPUs each; waits for run0-grpo-")
     assert "waits behind run1-grpo-" in second
     assert second.endswith("; free now: 8 on 1 node, 0 on 1 node")
@@ -161,28 +161,28 @@ def test_no_run_passes_the_first_of_the_queue() -> None:
 def test_run_without_a_gang_does_not_wait_for_gpus() -> None:
     waiting = [entry(flow_run(8, nodes=2, number=1)), entry(flow_run(None, number=2))]
 
-    look = decided(waiting, [holder({"n1": 8}, 0)])
+    scheduling_pass = run_pass(waiting, [holder({"n1": 8}, 0)])
 
-    assert started(look) == ["run2"]
+    assert started(scheduling_pass) == ["run2"]
 
 
 def test_pool_limit_is_kept() -> None:
     waiting = [entry(flow_run(1, number=number)) for number in (1, 2, 3)]
 
-    look = decided(waiting, [holder({"n1": 1}, 0)], limit=2)
+    scheduling_pass = run_pass(waiting, [holder({"n1": 1}, 0)], limit=2)
 
-    assert started(look) == ["run1"]
-    assert "is at its limit of 2 runs" in look.messages[waiting[1].id].text
+    assert started(scheduling_pass) == ["run1"]
+    assert "is at its limit of 2 runs" in scheduling_pass.messages[waiting[1].id].text
 
 
 def test_limit_of_a_pools_queue_is_kept() -> None:
     waiting = [entry(flow_run(1, number=number)) for number in (1, 2, 3)]
     queue = QUEUE.model_copy(update={"concurrency_limit": 2})
 
-    look = decided(waiting, [holder({"n1": 1}, 0)], limit=8, queue=queue)
+    scheduling_pass = run_pass(waiting, [holder({"n1": 1}, 0)], limit=8, queue=queue)
 
-    assert started(look) == ["run1"]
-    assert "gang/default is at its limit of 2 runs" in look.messages[waiting[1].id].text
+    assert started(scheduling_pass) == ["run1"]
+    assert "gang/default is at its limit of 2 runs" in scheduling_pass.messages[waiting[1].id].text
 
 
 def test_full_pool_does_not_block_a_run_with_a_process() -> None:
@@ -190,18 +190,18 @@ def test_full_pool_does_not_block_a_run_with_a_process() -> None:
     in_process = flow_run(8, number=2, type=StateType.RUNNING, name="PendingResources")
     waiting = [entry(flow_run(8, number=1)), entry(in_process)]
 
-    look = decided(waiting, [holder({"n1": 8}, 0)], limit=2)
+    scheduling_pass = run_pass(waiting, [holder({"n1": 8}, 0)], limit=2)
 
-    assert started(look) == ["run2"]
+    assert started(scheduling_pass) == ["run2"]
 
 
 def test_runs_without_ray_start_only_on_hosts_with_a_worker() -> None:
     waiting = [entry(flow_run(5, number=number)) for number in (1, 2)]
 
-    look = decided(waiting, hosts=frozenset({"n2"}))
+    scheduling_pass = run_pass(waiting, hosts=frozenset({"n2"}))
 
-    assert [dict(gpus) for _entry, gpus in look.admitted] == [{"n2": 5}]
-    text = look.messages[waiting[1].id].text
+    assert [dict(gpus) for _entry, gpus in scheduling_pass.admitted] == [{"n2": 5}]
+    text = scheduling_pass.messages[waiting[1].id].text
     assert (
         "would fit on nodes without a worker: n1 (run there: prefect worker start --pool gang)"
         in text
@@ -213,20 +213,23 @@ def test_run_that_waits_in_its_process_starts_only_on_its_host() -> None:
     labels = {"muster.gang.host": "n2"}
     waiting = [entry(flow_run(4, number=number, labels=labels, **here)) for number in (1, 2, 3)]
 
-    look = decided(waiting, hosts=frozenset({"n1"}))
+    scheduling_pass = run_pass(waiting, hosts=frozenset({"n1"}))
 
-    assert [dict(gpus) for _entry, gpus in look.admitted] == [{"n2": 4}] * 2
+    assert [dict(gpus) for _entry, gpus in scheduling_pass.admitted] == [{"n2": 4}] * 2
 
 
 def test_runs_on_a_host_get_free_devices() -> None:
-    node = ClusterNode(name="n1", gpus=8, devices=tuple(range(8)), leased={2: "somebody"})
+    node = ClusterNode(name="n1", gpus=8, devices=tuple(range(8)), leased={2: "foreign-run"})
     grant = Grant(nodes={"n1": 2}, devices={"n1": (0, 5)}, state_id="", at=NOW, by=None)
     other = replace(holder({"n1": 2}, 0), grant=grant)
     waiting = [entry(flow_run(2, number=1)), entry(flow_run(3, number=2))]
 
-    look = decided(waiting, [other], nodes=(node,))
+    scheduling_pass = run_pass(waiting, [other], nodes=(node,))
 
-    assert [dict(look.devices[one.id]) for one in waiting] == [{"n1": (1, 3)}, {"n1": (4, 6, 7)}]
+    assert [dict(scheduling_pass.devices[entry.id]) for entry in waiting] == [
+        {"n1": (1, 3)},
+        {"n1": (4, 6, 7)},
+    ]
 
 
 def test_grant_round_trips() -> None:
@@ -247,11 +250,11 @@ def test_queue_without_a_worker_reserves_nothing() -> None:
     waiting = [entry(flow_run(8, nodes=2, number=1))]
     queue = QUEUE.model_copy(update={"status": WorkQueueStatus.NOT_READY})
 
-    look = decided(waiting, queue=queue)
+    scheduling_pass = run_pass(waiting, queue=queue)
 
-    assert started(look) == []
+    assert started(scheduling_pass) == []
     assert "no worker serves the queue default of the work pool gang" in (
-        look.messages[waiting[0].id].text
+        scheduling_pass.messages[waiting[0].id].text
     )
 
 
@@ -265,23 +268,26 @@ def test_tag_limit_counts_over_all_clusters() -> None:
     ]
     clusters = {f"http://{name}:8265": Cluster(nodes=TWO_NODES) for name in "ab"}
 
-    look = decided(waiting, clusters=clusters, limits={"red": 6})
+    scheduling_pass = run_pass(waiting, clusters=clusters, limits={"red": 6})
 
-    assert started(look) == ["run1", "run3"]
-    assert "would exceed the limit of 6 GPUs for the tag red" in look.messages[waiting[1].id].text
+    assert started(scheduling_pass) == ["run1", "run3"]
+    assert (
+        "would exceed the limit of 6 GPUs for the tag red"
+        in scheduling_pass.messages[waiting[1].id].text
+    )
 
 
 def test_unreadable_cluster_blocks_only_its_own_runs() -> None:
     away = entry(flow_run(8, number=1, spec={"ray": {"address": "http://away:8265"}}))
     here = entry(flow_run(8, number=2))
 
-    look = decided([away, here])
+    scheduling_pass = run_pass([away, here])
 
-    assert started(look) == ["run2"]
-    assert "waits for its Ray cluster, http://away:8265" in look.messages[away.id].text
+    assert started(scheduling_pass) == ["run2"]
+    assert "waits for its Ray cluster, http://away:8265" in scheduling_pass.messages[away.id].text
 
 
-def test_only_late_grants_are_taken_back() -> None:
+def test_only_late_grants_are_removed() -> None:
     def granted(number: int, at: float, **nodes: int) -> QueueEntry:
         grant = Grant(nodes=nodes, state_id="", at=at, by=None)
         run = flow_run(max(nodes.values()), number=number)
@@ -294,25 +300,25 @@ def test_only_late_grants_are_taken_back() -> None:
 
 
 def test_pools_of_one_cluster_share_queue_drains_and_smaller_limit() -> None:
-    one = PoolSettings(policy="backfill", drained=("n1",), limits={"red": 8})
+    first = PoolSettings(policy="backfill", drained=("n1",), limits={"red": 8})
     other = PoolSettings(policy="fifo", drained=("n2",), limits={"red": 4, "blue": 2})
 
-    both = merge_settings([one, other])
+    both = merge_settings([first, other])
 
     assert (both.policy, both.drained, both.limits) == ("fifo", ("n1", "n2"), {"red": 4, "blue": 2})
-    assert merge_settings([one, one]).policy == "backfill"
+    assert merge_settings([first, first]).policy == "backfill"
 
 
 def test_node_tables_of_pools_are_merged_by_host_name() -> None:
     tables = [{"n1": 4, "n2": 8}, {"n1": 8, "n3": 2}]
     settings = [
-        PoolSettings.model_validate({"nodes": [{"name": n, "gpus": g} for n, g in one.items()]})
-        for one in tables
+        PoolSettings.model_validate({"nodes": [{"name": n, "gpus": g} for n, g in table.items()]})
+        for table in tables
     ]
 
-    found = {node.name: node.gpus for node in merge_settings(settings).nodes}
+    merged = {node.name: node.gpus for node in merge_settings(settings).nodes}
 
-    assert found == {"n1": 8, "n2": 8, "n3": 2}
+    assert merged == {"n1": 8, "n2": 8, "n3": 2}
 
 
 def test_estimate_counts_from_the_grant_and_overrun_ends_now() -> None:
@@ -320,12 +326,12 @@ def test_estimate_counts_from_the_grant_and_overrun_ends_now() -> None:
         grant = Grant(nodes={"n1": 8}, state_id="", at=at, by=None)
         running = flow_run(number=0, type=StateType.RUNNING, labels=grant.label(), spec=gang)
         waiting = entry(flow_run(8, number=1))
-        look = decided([waiting], [entry(running)], nodes=TWO_NODES[:1])
-        return look.messages[waiting.id].starts_at
+        scheduling_pass = run_pass([waiting], [entry(running)], nodes=TWO_NODES[:1])
+        return scheduling_pass.messages[waiting.id].starts_at
 
     hour = {"gang": {"gpus_per_node": 8, "hours": 1}}
     limited = {"gang": {"gpus_per_node": 8, "hours": 4, "max_hours": 2}}
-    # Its state is an hour old.
+    # The state of the running run is an hour old, but its grant is newer.
     assert first_start(NOW - 60, **hour) == NOW - 60 + 3600
     assert first_start(NOW - 60, **limited) == NOW - 60 + 7200
     assert first_start(NOW - 3 * 3600, **hour) == NOW
@@ -334,40 +340,40 @@ def test_estimate_counts_from_the_grant_and_overrun_ends_now() -> None:
 def test_paused_pool_starts_nothing_and_says_so() -> None:
     waiting = [entry(flow_run(1, number=1))]
 
-    look = decided(waiting, paused=True)
+    scheduling_pass = run_pass(waiting, paused=True)
 
-    assert started(look) == []
-    assert "the work pool gang is paused" in look.messages[waiting[0].id].text
+    assert started(scheduling_pass) == []
+    assert "the work pool gang is paused" in scheduling_pass.messages[waiting[0].id].text
 
 
 def test_requeued_run_blocks_later_runs_until_its_retry() -> None:
-    back = flow_run(1, number=1, labels=requeue_labels(not_before=NOW + 5))
-    waiting = [entry(back), entry(flow_run(1, number=2))]
+    requeued = flow_run(1, number=1, labels=requeue_labels(not_before=NOW + 5))
+    waiting = [entry(requeued), entry(flow_run(1, number=2))]
 
-    look = decided(waiting)
+    scheduling_pass = run_pass(waiting)
 
-    assert started(look) == []
-    assert "was requeued" in look.messages[waiting[0].id].text
+    assert started(scheduling_pass) == []
+    assert "was requeued" in scheduling_pass.messages[waiting[0].id].text
 
 
-def test_drained_node_gets_no_gang_and_keeps_running_ones() -> None:
+def test_drained_node_gets_no_new_runs_and_keeps_running_runs() -> None:
     nodes = (ClusterNode(name="n1", gpus=8, is_drained=True), ClusterNode(name="n2", gpus=8))
     waiting = [entry(flow_run(4, number=number)) for number in (1, 2, 3)]
 
-    look = decided(waiting, [holder({"n1": 4}, 0)], nodes=nodes)
+    scheduling_pass = run_pass(waiting, [holder({"n1": 4}, 0)], nodes=nodes)
 
-    assert [dict(gpus) for _entry, gpus in look.admitted] == [{"n2": 4}, {"n2": 4}]
-    assert list(look.held.values()) == [{"n1": 4}]
+    assert [dict(gpus) for _entry, gpus in scheduling_pass.admitted] == [{"n2": 4}, {"n2": 4}]
+    assert list(scheduling_pass.held.values()) == [{"n1": 4}]
 
 
 def test_starts_of_a_pass_count_for_tag_limits() -> None:
     waiting = [entry(flow_run(6, number=number, tags=["team"])) for number in (1, 2)]
 
-    look = decided(waiting, limits={"team": 8})
+    scheduling_pass = run_pass(waiting, limits={"team": 8})
 
-    assert started(look) == ["run1"]
-    assert look.count_gpus_of_tag("team") == 6
-    assert "would exceed the limit of 8 GPUs" in look.messages[waiting[1].id].text
+    assert started(scheduling_pass) == ["run1"]
+    assert scheduling_pass.count_gpus_of_tag("team") == 6
+    assert "would exceed the limit of 8 GPUs" in scheduling_pass.messages[waiting[1].id].text
 
 
 def test_grant_is_void_after_its_state() -> None:
@@ -378,14 +384,16 @@ def test_grant_is_void_after_its_state() -> None:
     )
     run.labels = granted.label()
 
-    kept, given = grant_of(run), run.state
+    grant_before = grant_of(run)
+    old_state = run.state
     run.state = State(id=uuid4(), type=StateType.SCHEDULED, name="PendingResources")
 
-    assert kept == granted
+    assert grant_before == granted
     assert grant_of(run) is None
     run.state = State(id=uuid4(), type=StateType.PENDING, name="Pending")
     assert grant_of(run) == granted
-    run.state, run.labels = given, {**run.labels, **no_grant_labels()}
+    run.state = old_state
+    run.labels = {**run.labels, **no_grant_labels()}
     assert grant_of(run) is None
 
 
@@ -401,13 +409,14 @@ def test_grant_supports_node_names_with_colons() -> None:
 
 def test_running_jobs_hold_their_gang_without_a_process() -> None:
     run = flow_run(8, name="AwaitingRetry", run_count=1)
-    granted = Grant(nodes={"n1": 8}, state_id="an earlier one", at=NOW, by=None)
+    granted = Grant(nodes={"n1": 8}, state_id="an earlier state", at=NOW, by=None)
     run.labels = {**granted.label(), **handover_labels(run)}
 
-    still, run.run_count = (is_handed_over(run), grant_of(run)), 2
+    before = (is_handed_over(run), grant_of(run))
+    run.run_count = 2
 
-    assert still == (True, granted)
-    # somebody has retried the flow run after its end
+    assert before == (True, granted)
+    # The flow run was retried after its end, and has had another process.
     assert (is_handed_over(run), grant_of(run)) == (False, None)
 
 
@@ -433,12 +442,12 @@ def test_component_left_out_by_the_form_is_absent(command: str, fault: str) -> N
     components = {"rollout": None, "trainer": {"command": [command]}}
     order = ["rollout", "trainer"]
 
-    said = find_spec_fault(flow_run(spec={"components": components, "start_order": order}))
+    message = find_spec_fault(flow_run(spec={"components": components, "start_order": order}))
 
-    assert fault in said and bool(fault) == bool(said)
+    assert fault in message and bool(fault) == bool(message)
 
 
-def test_flow_run_of_another_flow_asks_for_nothing() -> None:
+def test_flow_run_of_another_flow_needs_no_gpus() -> None:
     run = flow_run(None)
     run.parameters = {"address": "http://127.0.0.1:8265"}
 

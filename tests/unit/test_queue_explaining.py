@@ -27,19 +27,19 @@ class Server:
 
     def __init__(self, state: Any, workers: list[tuple[str, float | None]]) -> None:
         labels = {"prefect.worker.name": "there", "prefect.worker.type": "gang"}
-        about = {"name": "a-run", "flow_id": uuid4(), "work_pool_name": "gang", "labels": labels}
-        self.run = FlowRun(id=uuid4(), state=state, **about)
+        fields = {"name": "a-run", "flow_id": uuid4(), "work_pool_name": "gang", "labels": labels}
+        self.run = FlowRun(id=uuid4(), state=state, **fields)
         self._workers = workers
 
     async def read_flow_run(self, _id: UUID) -> FlowRun:
         return self.run
 
     async def read_workers_for_work_pool(self, pool: str) -> list[Any]:
-        heard = [(name, ago and NOW - timedelta(seconds=ago)) for name, ago in self._workers]
-        return [SimpleNamespace(name=name, last_heartbeat_time=at) for name, at in heard]
+        heartbeats = [(name, ago and NOW - timedelta(seconds=ago)) for name, ago in self._workers]
+        return [SimpleNamespace(name=name, last_heartbeat_time=at) for name, at in heartbeats]
 
 
-async def look(pool: str) -> QueueView:
+async def read_view(pool: str) -> QueueView:
     return QueueView(
         at=NOW.timestamp(),
         pool=pool,
@@ -53,7 +53,7 @@ async def look(pool: str) -> QueueView:
 
 
 @pytest.mark.parametrize(
-    ("state", "workers", "is_said"),
+    ("state", "workers", "is_warned"),
     [
         (Running(), [("there", 840.0)], True),
         (Cancelling(), [("other", 1.0), ("there", 840.0)], True),
@@ -69,10 +69,10 @@ async def look(pool: str) -> QueueView:
     ],
 )
 def test_silent_host_of_a_run_is_reported(
-    state: Any, workers: list[tuple[str, float | None]], is_said: bool
+    state: Any, workers: list[tuple[str, float | None]], is_warned: bool
 ) -> None:
     server: Any = Server(state, workers)
 
-    said = asyncio.run(explain(server, str(server.run.id), "gang", look))
+    output = asyncio.run(explain(server, str(server.run.id), "gang", read_view))
 
-    assert (SILENT in said.splitlines()) == is_said
+    assert (SILENT in output.splitlines()) == is_warned

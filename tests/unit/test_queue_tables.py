@@ -32,7 +32,7 @@ def demand(nodes: int, gpus: int) -> Demand:
 
 
 def queued(number: int = 1, **more: Any) -> QueuedRun:
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "number": number,
         "flow_run_id": f"id-{number}",
         "name": f"run-{number}",
@@ -43,7 +43,7 @@ def queued(number: int = 1, **more: Any) -> QueuedRun:
         "reason": "waits behind run-1, which is first in the queue",
         **more,
     }
-    return QueuedRun(**given)
+    return QueuedRun(**fields)
 
 
 def node(name: str, **more: Any) -> ClusterNode:
@@ -51,7 +51,7 @@ def node(name: str, **more: Any) -> ClusterNode:
 
 
 def view(*line: QueuedRun, nodes: tuple[ClusterNode, ...] = (), **more: Any) -> QueueView:
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "at": NOW,
         "pool": "gang",
         "policy": "fifo",
@@ -60,7 +60,7 @@ def view(*line: QueuedRun, nodes: tuple[ClusterNode, ...] = (), **more: Any) -> 
         "running": 2,
         **more,
     }
-    return QueueView(line=line, nodes=nodes, **given)
+    return QueueView(line=line, nodes=nodes, **fields)
 
 
 BUSY = view(
@@ -129,11 +129,11 @@ def test_terminal_shows_each_reason_below_its_run(width: int) -> None:
 def test_narrow_terminal_shows_every_cell_and_whole_run_ids(width: int) -> None:
     run_id = "quickstart-grpo-20260102-130530-0a1b2c3d-of-the-team"
     run = queued(7, name=run_id, reason="[/x] [red] \x1b[2J", queue="low", tags=("team-a",))
-    there = node("node-17.cluster", held={run_id: 8}, cpus=32.0)
+    large_node = node("node-17.cluster", held={run_id: 8}, cpus=32.0)
     out = io.StringIO()
     console = SafeConsole(file=out, width=width, color_system=None)
 
-    console.print(QueueTables(view(queued(1), run, nodes=(there,))), crop=False)
+    console.print(QueueTables(view(queued(1), run, nodes=(large_node,))), crop=False)
 
     lines = out.getvalue().splitlines()
     words = "".join(out.getvalue().split())
@@ -186,7 +186,7 @@ def test_nodes_of_several_clusters_name_their_cluster() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "expected"),
     [
         ({"limit": None}, "work pool gang, fifo: 2 running, 0 waiting; no nodes are known"),
         ({"pool": ""}, "no work pool, fifo: 2 of at most 8 running, 0 waiting; no nodes are known"),
@@ -196,8 +196,8 @@ def test_nodes_of_several_clusters_name_their_cluster() -> None:
         ({"troubles": ("it rains",)}, "problem: it rains"),
     ],
 )
-def test_summary_describes_the_pool(changes: dict[str, Any], said: str) -> None:
-    assert summarize(view(**changes))[-1] == said
+def test_summary_describes_the_pool(changes: dict[str, Any], expected: str) -> None:
+    assert summarize(view(**changes))[-1] == expected
 
 
 def test_json_contains_the_whole_view() -> None:

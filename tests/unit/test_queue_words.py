@@ -60,7 +60,7 @@ def test_first_run_sees_free_gpus_and_the_runs_it_waits_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("in_s", "said"),
+    ("in_s", "expected"),
     [
         (None, "expected time unknown"),
         # later than estimated: no time that would move with the clock
@@ -71,27 +71,27 @@ def test_first_run_sees_free_gpus_and_the_runs_it_waits_for() -> None:
         (86400, "expected 2026-01-03 13:05 UTC"),
     ],
 )
-def test_expected_start_is_shown(in_s: float | None, said: str) -> None:
-    assert f"waits for grpo-a to end, {said}; free now" in first("1", in_s=in_s).text
+def test_expected_start_is_shown(in_s: float | None, expected: str) -> None:
+    assert f"waits for grpo-a to end, {expected}; free now" in first("1", in_s=in_s).text
 
 
 @pytest.mark.parametrize(
-    ("message", "said"),
+    ("message", "expected"),
     [
-        # it would fit with the drained nodes
+        # the run would fit on the drained nodes
         (first(drained={"n3": 8}), "would fit on drained nodes: n3; free now: 8 on"),
         (
             first("1", drained={"n3": 8}),
             "to end, expected time unknown; would fit on drained",
         ),
-        # it would fit where no worker runs
+        # the run would fit on a node without a worker
         (
             first(unserved_free={"n3": 8}, pool="gang"),
             "would fit on nodes without a worker: n3 (run there: prefect worker start --pool gang)",
         ),
-        # it would not fit even there
+        # the run would not fit on the drained nodes either
         (first(drained={"n3": 7}), "waits for missing nodes to return: the present nodes are"),
-        # others use the GPUs
+        # programs outside the queue use the GPUs
         (first(others=5), "programs outside this queue use 5 GPUs"),
         # the GPUs are free, but too few CPUs
         (
@@ -104,12 +104,12 @@ def test_expected_start_is_shown(in_s: float | None, said: str) -> None:
         (first("1", "2", "3", "4", "5"), "waits for grpo-a, ppo-b, sft-c and 2 more to end"),
     ],
 )
-def test_reason_of_the_first_run_is_shown(message: Message, said: str) -> None:
-    assert said in message.text
+def test_reason_of_the_first_run_is_shown(message: Message, expected: str) -> None:
+    assert expected in message.text
 
 
 @pytest.mark.parametrize(
-    ("free", "said"),
+    ("free", "expected"),
     [
         ({}, "none"),
         ({"a": 3}, "3 on 1 node"),
@@ -119,12 +119,12 @@ def test_reason_of_the_first_run_is_shown(message: Message, said: str) -> None:
         ({f"n{i}": 8 if i < 2 else 0 for i in range(128)}, "8 on 2 nodes, 0 on 126 nodes"),
     ],
 )
-def test_free_gpus_are_listed_largest_first(free: dict[str, int], said: str) -> None:
-    assert describe_free(free) == said
+def test_free_gpus_are_listed_largest_first(free: dict[str, int], expected: str) -> None:
+    assert describe_free(free) == expected
 
 
 @pytest.mark.parametrize(
-    ("message", "said"),
+    ("message", "expected"),
     [
         (later(Why.BEHIND), "waits behind grpo-a, which is first in the queue"),
         (later(Why.WOULD_DELAY), "would fit, but would delay grpo-a, which is first in the queue"),
@@ -157,14 +157,14 @@ def test_free_gpus_are_listed_largest_first(free: dict[str, int], said: str) -> 
         ),
     ],
 )
-def test_each_reason_is_one_line_after_the_demand(message: Message, said: str) -> None:
+def test_each_reason_is_one_line_after_the_demand(message: Message, expected: str) -> None:
     text, _, _free = message.text.partition(FREE_NOW)
-    assert text == f"needs 1 node with 4 GPUs; {said}"
-    assert message.reason == said
+    assert text == f"needs 1 node with 4 GPUs; {expected}"
+    assert message.reason == expected
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("before", "after"),
     [
         # times that move with the clock
         (first("1", in_s=-60), first("1", in_s=-60, now=NOW + 600)),
@@ -185,12 +185,12 @@ def test_each_reason_is_one_line_after_the_demand(message: Message, said: str) -
         ),
     ],
 )
-def test_minor_changes_leave_the_steady_part(one: Message, other: Message) -> None:
-    assert steady_part(one.text) == steady_part(other.text)
+def test_minor_changes_keep_the_steady_part(before: Message, after: Message) -> None:
+    assert steady_part(before.text) == steady_part(after.text)
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("before", "after"),
     [
         (first("1"), first("2")),
         (first("1", in_s=4500), first("1", in_s=4600)),
@@ -203,24 +203,24 @@ def test_minor_changes_leave_the_steady_part(one: Message, other: Message) -> No
         (paused_message(None, "gang"), paused_message(None, "gang", "low")),
     ],
 )
-def test_major_changes_change_the_steady_part(one: Message, other: Message) -> None:
-    assert steady_part(one.text) != steady_part(other.text)
+def test_major_changes_change_the_steady_part(before: Message, after: Message) -> None:
+    assert steady_part(before.text) != steady_part(after.text)
 
 
 @pytest.mark.parametrize(
-    ("demand", "said"),
+    ("demand", "expected"),
     [
         (None, "no GPUs"),
         (Demand(nodes=1, gpus_per_node=1, cpus_per_gpu=3), "1 node with 1 GPU"),
         (Demand(nodes=3, gpus_per_node=1, cpus_per_gpu=3), "3 nodes with 1 GPU each"),
     ],
 )
-def test_demand_is_shown(demand: Demand | None, said: str) -> None:
-    assert describe_gang(demand) == said
+def test_demand_is_shown(demand: Demand | None, expected: str) -> None:
+    assert describe_gang(demand) == expected
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "expected"),
     [
         (-1, "0 s"),
         (59, "59 s"),
@@ -231,8 +231,8 @@ def test_demand_is_shown(demand: Demand | None, said: str) -> None:
         (86400 * 3 + 7200, "3 d 2 h"),
     ],
 )
-def test_duration_is_shown_in_two_units(seconds: float, said: str) -> None:
-    assert format_minutes(seconds) == said
+def test_duration_is_shown_in_two_units(seconds: float, expected: str) -> None:
+    assert format_minutes(seconds) == expected
 
 
 def test_long_error_is_cut() -> None:
