@@ -46,19 +46,19 @@ USE = Cluster(
 )
 
 
-class FakeLook:
-    """A cluster reader with scripted results."""
+class FakeReader:
+    """A fake reader of a cluster that returns scripted results."""
 
     def __init__(self) -> None:
         self.credentials = Credentials(has_token=False)
         self.answer: Cluster | Exception = USE
-        #: While it is cleared, nothing is answered before the deadline.
+        #: While this event is not set, every read ends with a time-out.
         self.answers = asyncio.Event()
         self.answers.set()
-        self.looks = 0
+        self.reads = 0
 
     async def look(self, *, within_s: float) -> Cluster:
-        self.looks += 1
+        self.reads += 1
         try:
             async with asyncio.timeout(within_s):
                 await self.answers.wait()
@@ -73,13 +73,13 @@ class FakeLook:
 
 
 @pytest_asyncio.fixture
-async def look() -> FakeLook:
-    return FakeLook()
+async def reader() -> FakeReader:
+    return FakeReader()
 
 
 @pytest_asyncio.fixture
-async def capacity(look: FakeLook) -> AsyncIterator[Capacity]:
-    capacity = Capacity(within_s=0.05, make_reader=lambda *_: look)  # type: ignore[arg-type, return-value]
+async def capacity(reader: FakeReader) -> AsyncIterator[Capacity]:
+    capacity = Capacity(within_s=0.05, make_reader=lambda *_: reader)  # type: ignore[arg-type, return-value]
     yield capacity
     await capacity.close()
 
@@ -93,12 +93,12 @@ async def test_cluster_is_returned_with_its_usage(capacity: Capacity) -> None:
 @pytest.mark.parametrize(
     ("drained", "found"),
     [
-        # Ray is draining it
+        # Ray itself is draining the node
         ((), {"far"}),
         ((ONE,), {ONE, "far"}),
         # all nodes of a host
         (("10.0.0.5",), {ONE, TWO, "far"}),
-        # the suffix of an earlier node
+        # the suffix belongs to an earlier node
         (("10.0.0.5/ffffffff", "gone"), {"far"}),
     ],
 )
@@ -138,13 +138,13 @@ async def test_missing_node_table_is_explained(capacity: Capacity) -> None:
     ],
 )
 async def test_unreadable_cluster_raises_with_the_reason(
-    capacity: Capacity, look: FakeLook, error: Exception, words: str
+    capacity: Capacity, reader: FakeReader, error: Exception, words: str
 ) -> None:
-    look.answer = error
+    reader.answer = error
 
     with pytest.raises(NoCapacity, match=words):
         await capacity.read_cluster(RAY, {})
-    look.answer = USE
+    reader.answer = USE
 
     assert await capacity.read_cluster(RAY, {}) == USE
 
@@ -162,14 +162,14 @@ async def test_unreadable_cluster_raises_with_the_reason(
     ],
 )
 async def test_refusal_suggests_listing_the_cluster_if_it_is_unlisted(
-    look: FakeLook, listed: tuple[str, ...], own: str, said: str
+    reader: FakeReader, listed: tuple[str, ...], own: str, said: str
 ) -> None:
-    look.answer = Denied("401")
+    reader.answer = Denied("401")
     asked: list[Credentials] = []
 
     def make(_address: str, credentials: Credentials) -> Any:
         asked.append(credentials)
-        return look
+        return reader
 
     clusters = tuple(ListedCluster(address=address, headers={"X": "1"}) for address in listed)
     with pytest.raises(NoCapacity, match=said):
@@ -181,13 +181,13 @@ async def test_refusal_suggests_listing_the_cluster_if_it_is_unlisted(
     assert [dict(one.headers) for one in asked] == [{"X": "1"} if listed else {}]
 
 
-async def test_changed_credentials_are_used_by_the_next_read(look: FakeLook) -> None:
+async def test_changed_credentials_are_used_by_the_next_read(reader: FakeReader) -> None:
     asked: list[bool] = []
 
     def make(_address: str, credentials: Credentials) -> Any:
         asked.append(credentials.has_token)
-        look.credentials = credentials
-        return look
+        reader.credentials = credentials
+        return reader
 
     capacity = Capacity(make_reader=make)
     listed = PoolSettings(clusters=(ListedCluster(address=RAY),))
@@ -197,15 +197,17 @@ async def test_changed_credentials_are_used_by_the_next_read(look: FakeLook) -> 
     assert asked == [False, True]
 
 
-async def test_silent_cluster_delays_a_caller_only_once(capacity: Capacity, look: FakeLook) -> None:
-    look.answers.clear()
+async def test_silent_cluster_delays_a_caller_only_once(
+    capacity: Capacity, reader: FakeReader
+) -> None:
+    reader.answers.clear()
 
     for _ in range(3):
         with pytest.raises(NoCapacity, match="no answer in time"):
             await capacity.read_cluster(RAY, {})
         await asyncio.sleep(0)
-    looks_while_silent = look.looks
-    look.answers.set()
+    looks_while_silent = reader.reads
+    reader.answers.set()
     cluster = await _answer(capacity)
 
     # One read of the caller, and one in the background.

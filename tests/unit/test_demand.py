@@ -47,7 +47,9 @@ def test_feasible_gang_is_accepted(requested: Demand, nodes: list[ClusterNode]) 
         (demand(1, 1), []),
     ],
 )
-def test_infeasible_gang_is_explained_with_numbers(requested: Demand, nodes: list[ClusterNode]) -> None:
+def test_infeasible_gang_is_explained_with_numbers(
+    requested: Demand, nodes: list[ClusterNode]
+) -> None:
     why = explain_infeasible(requested, Cluster(nodes=tuple(nodes)))
 
     assert requested.describe() in why

@@ -1,4 +1,4 @@
-"""What is free for gangs, derived from the grants of the ledger and the usage of the cluster."""
+"""The free GPUs of nodes, computed from the grants of runs and from the usage of the cluster."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def cluster(*nodes: ClusterNode, **taken: Mapping[str, float]) -> Cluster:
 
 
 def holder(run_id: str, demand: Demand, promised: Mapping[str, int]) -> Any:
-    """The part of a holding run's entry that `compute_shares` needs."""
+    """Return a fake ledger entry of a run that holds GPUs, for `compute_shares`."""
     request = SimpleNamespace(name=run_id)
     return SimpleNamespace(id=run_id, request=request, demand=demand, promised=promised)
 
@@ -35,8 +35,8 @@ def gpus_of(nodes: tuple[ClusterNode, ...]) -> dict[str, int]:
     return {node.name: node.usable_gpus for node in nodes}
 
 
-def left(cluster: Cluster, *running: Any) -> dict[str, int]:
-    """Return the GPUs that the policy finds free if nobody waits."""
+def count_free_gpus(cluster: Cluster, *running: Any) -> dict[str, int]:
+    """Return the free GPUs of each node in a scheduling pass without waiting runs."""
     shares = compute_shares(cluster, running)
     gangs = [
         Held(id=str(run_id), gpus=gpus, cpus_per_gpu=3, place=(index,), ends_at=0.0)
@@ -58,25 +58,25 @@ def test_idle_cluster_is_all_free_in_node_order() -> None:
 @pytest.mark.parametrize(
     ("promised", "taken", "held"),
     [
-        # not yet taken
+        # the run uses no GPUs yet
         ({"a": 4, "b": 4}, {}, {"a": 4, "b": 4}),
-        # taken as promised
+        # the run uses the granted GPUs
         ({"a": 4, "b": 4}, {"a": 4, "b": 4}, {"a": 4, "b": 4}),
-        # placed elsewhere by Ray
+        # Ray placed the run on other nodes
         ({"a": 4, "b": 4}, {"c": 4, "b": 4}, {"c": 4, "b": 4}),
-        # partly taken, perhaps elsewhere
+        # the run uses some of its GPUs, perhaps on other nodes
         ({"a": 4, "b": 4}, {"c": 4}, {"a": 4, "b": 4, "c": 4}),
         ({"a": 4, "b": 4}, {"a": 2}, {"a": 4, "b": 4}),
-        # took more than it asked for
+        # the run uses more GPUs than it was granted
         ({"a": 4, "b": 4}, {"a": 8, "b": 4}, {"a": 8, "b": 4}),
         # a part of a GPU blocks the whole GPU
         ({"a": 4, "b": 4}, {"a": 4.5, "b": 4}, {"a": 5, "b": 4}),
         # rounding errors of Ray
         ({"a": 4, "b": 4}, {"a": 4.00001, "b": 3.99999}, {"a": 4, "b": 4}),
-        # started without a grant
+        # the run was started without a grant
         ({}, {"c": 4}, {"c": 4}),
         ({}, {}, {}),
-        # a node that is gone takes no room, but counts for limits
+        # GPUs on a node that has disappeared count for limits
         ({"a": 4, "gone": 4}, {"a": 4}, {"a": 4, "gone": 4}),
     ],
 )
@@ -144,36 +144,39 @@ def test_end_of_a_run_on_a_drained_node_makes_no_room() -> None:
 def test_overuse_of_a_node_does_not_affect_other_nodes() -> None:
     crowded = ClusterNode(name="a", gpus=8, cpus=32, others_gpus=6)
 
-    free = left(cluster(crowded, B), gang("run", 1, 4, a=4))
+    free = count_free_gpus(cluster(crowded, B), gang("run", 1, 4, a=4))
 
     assert free == {"a": 0, "b": 8}
 
 
-def test_node_table_counts_promised_gpus() -> None:
+def test_granted_gpus_of_a_node_table_are_not_free() -> None:
     table = Cluster(nodes=(ClusterNode(name="n1", gpus=8), ClusterNode(name="n2", gpus=4)))
 
-    assert left(table, gang("run", 1, 4, n2=4), gang("other", 1, 2, n1=2)) == {"n1": 6, "n2": 0}
+    assert count_free_gpus(table, gang("run", 1, 4, n2=4), gang("other", 1, 2, n1=2)) == {
+        "n1": 6,
+        "n2": 0,
+    }
 
 
-ONE, TWO = "10.0.0.5/0a1b2c3d", "10.0.0.5/4e5f6071"
+FIRST, SECOND = "10.0.0.5/0a1b2c3d", "10.0.0.5/4e5f6071"
 
 
 @pytest.mark.parametrize(
-    ("promised", "there", "held"),
+    ("promised", "node_names", "held"),
     [
-        # a second node of that name has come: either can be meant
-        ({"10.0.0.5": 8}, (ONE, TWO), {ONE: 8, TWO: 8}),
-        # the other node has gone
-        ({ONE: 8}, ("10.0.0.5",), {"10.0.0.5": 8}),
-        # the node itself has gone
-        ({ONE: 8}, (TWO, "10.0.0.6"), {ONE: 8}),
-        ({ONE: 8}, (ONE, TWO), {ONE: 8}),
+        # a second node of that name has appeared, and each can be the granted node
+        ({"10.0.0.5": 8}, (FIRST, SECOND), {FIRST: 8, SECOND: 8}),
+        # the other node has disappeared
+        ({FIRST: 8}, ("10.0.0.5",), {"10.0.0.5": 8}),
+        # the granted node has disappeared
+        ({FIRST: 8}, (SECOND, "10.0.0.6"), {FIRST: 8}),
+        ({FIRST: 8}, (FIRST, SECOND), {FIRST: 8}),
     ],
 )
-def test_promise_follows_its_node_if_the_suffix_changes(
-    promised: dict[str, int], there: tuple[str, ...], held: dict[str, int]
+def test_grant_follows_its_node_if_the_suffix_changes(
+    promised: dict[str, int], node_names: tuple[str, ...], held: dict[str, int]
 ) -> None:
-    nodes = tuple(ClusterNode(name=name, gpus=8) for name in there)
+    nodes = tuple(ClusterNode(name=name, gpus=8) for name in node_names)
 
     shares = compute_shares(cluster(*nodes), [gang("run", 1, 8, **promised)])
 
@@ -194,16 +197,17 @@ ENDING, NEXT = promise("ending", {"n1": 6}), promise("next", {"n2": 7})
 
 
 def test_ending_run_and_its_successor_both_count() -> None:
-    """The first run has given its GPUs back to Ray, and Ray has placed the second run there."""
+    """The first run has returned its GPUs to Ray, and Ray has placed the second run on them."""
     shares = compute_shares(two_nodes({"next": {"n1": 7.0}}), [ENDING, NEXT])
 
-    on = {
-        node.name: sum(h.get(node.name, 0) for h in shares.held.values()) for node in shares.nodes
+    held_on = {
+        node.name: sum(held.get(node.name, 0) for held in shares.held.values())
+        for node in shares.nodes
     }
-    assert [node.usable_gpus - on[node.name] for node in shares.nodes] == [-5, 1]
+    assert [node.usable_gpus - held_on[node.name] for node in shares.nodes] == [-5, 1]
 
 
-def test_promise_moves_with_a_run_if_nobody_else_was_promised_the_gpus() -> None:
+def test_grant_moves_with_a_run_if_no_other_run_was_granted_the_gpus() -> None:
     cluster = two_nodes({"next": {"n1": 7.0}})
 
     moved = [compute_shares(cluster, gangs).moved for gangs in ([ENDING, NEXT], [NEXT])]
@@ -211,15 +215,15 @@ def test_promise_moves_with_a_run_if_nobody_else_was_promised_the_gpus() -> None
     assert moved == [{}, {"next": {"n1": 7}}]
 
 
-def test_promised_gpus_are_free_after_a_move() -> None:
-    """Otherwise they would count as used by others for one pass, and runs could pass the head."""
+def test_gpus_of_the_old_grant_are_free_after_a_move() -> None:
+    """Otherwise later runs could start before the first run, which would wait for these GPUs."""
     shares = compute_shares(two_nodes({"next": {"n1": 7.0}}), [NEXT])
 
     assert [node.usable_gpus for node in shares.nodes] == [8, 8]
     assert shares.held == {"next": {"n1": 7}}
 
 
-def test_run_that_has_not_taken_all_gpus_keeps_its_promise() -> None:
+def test_run_that_does_not_use_all_gpus_yet_keeps_its_grant() -> None:
     shares = compute_shares(two_nodes({"a": {"n1": 3.0}}), [promise("a", {"n2": 7})])
 
     assert shares.moved == {}

@@ -1,6 +1,6 @@
 """Properties of every pass and every replay, tested on thousands of random small clusters.
 
-The most important one: the policy gives the same plan as a slow and obvious implementation.
+The most important property: the policy computes the same plan as a slow and simple function.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from tests.support.slow_plan import slow_plan
 
 
 def pass_of(seed: int, nodes: int, held: int, waiting: int) -> dict[str, Any]:
-    """The arguments of one pass over a cluster with so many nodes and gangs.
+    """Return random arguments of `plan` for a cluster.
 
-    Times and demands have few values, so that many are equal: ties are where two implementations
-    differ. Now and then more is held than there is, or on a node that is gone.
+    Times and demands have few different values, so that many of them are equal, because two
+    implementations often differ in ties. In some cases gangs hold more GPUs than a node has, or
+    GPUs of a node that has disappeared.
     """
     roll = random.Random(seed)
     tags = ["red", "blue"] if roll.random() < 0.3 else []

@@ -31,7 +31,7 @@ def replayed(trace: Path, nodes: int, policy: Policy, compress: float = 1.0) -> 
         (PHILLY, 16, 1, "backfill", 90.6, 298.4, 367.2),
         (PHILLY, 20, 1, "fifo", 48.1, 161.2, 196.1),
         (PHILLY, 20, 1, "backfill", 23.4, 126.2, 200.2),
-        # the busiest one: four days of jobs are submitted in one day
+        # the busiest trace: four days of jobs are submitted in one day
         (KALOS, 128, 4, "fifo", 40.8, 149.5, 153.7),
         (KALOS, 128, 4, "backfill", 29.5, 143.5, 147.7),
     ],
@@ -45,10 +45,10 @@ def test_waits_of_a_real_trace_are_unchanged(
     p95_h: float,
     max_h: float,
 ) -> None:
-    found = replayed(trace, nodes, policy, compress)
+    result = replayed(trace, nodes, policy, compress)
 
-    waits = Row(way="", values=[wait / 3600 for wait in found.waits_s])
-    assert not found.infeasible
+    waits = Row(way="", values=[wait / 3600 for wait in result.waits_s])
+    assert not result.infeasible
     assert round(sum(waits.values) / waits.n, 1) == mean_h
     assert round(waits.quantile(0.95), 1) == p95_h
     assert round(max(waits.values), 1) == max_h
@@ -134,7 +134,7 @@ def test_infeasible_jobs_are_left_out_and_counted(
     ("gpus", "nodes", "per_node", "expected"),
     [
         (6, 3, 2, (3, 2)),
-        # as few nodes as suffice, with equal shares
+        # the smallest possible number of nodes, with equal shares
         (3, "", "", (1, 3)),
         (6, "", "", (2, 3)),
         (10, "", "", (3, 4)),
@@ -188,7 +188,7 @@ def test_figures_are_compared_with_fifo(tmp_path: Path, capsys: pytest.CaptureFi
         ("job_id,duration_s,gpus\n", "missing columns: submit_s; there are: job_id, duration_s"),
         ("job_id,submit_s,duration_s,nodes\n", "missing columns: gpus, or nodes and gpus_per_node"),
         ("job_id,submit_s,duration_s,gpus\n", "has no jobs"),
-        # an empty cell, where a value is required
+        # an empty cell in a column that requires a value
         ("job_id,submit_s,duration_s,gpus\na,0,1,1\nb,,1,1\n", "line 3: submit_s is empty"),
         ("job_id,submit_s,duration_s,gpus\na,0,1,\n", "line 2: gpus is empty, and so is nodes or"),
         # a row that is too short
@@ -251,9 +251,9 @@ def test_invalid_options_are_refused(
 
 
 def test_passes_are_compared_with_the_slow_plan() -> None:
-    found = queue.measure(quick=True)
+    result = queue.measure(quick=True)
 
-    assert found.name == "queue"
-    assert len({row.group for row in found.rows}) == len(found.rows) / 2
-    for row in found.rows:
+    assert result.name == "queue"
+    assert len({row.group for row in result.rows}) == len(result.rows) / 2
+    for row in result.rows:
         assert row.values and min(row.values) > 0
