@@ -166,10 +166,10 @@ def measure_wait(ways: Ways) -> None:
         second = server.submit(spec, work_pool_id=pool_id)
 
         # The first run gets the only GPU, so the second run waits until the first run has ended.
-        look, [granted] = await scheduler.decide(lambda entry, nodes: True)
-        await scheduler.publish_reasons(look)
+        scheduling_pass, [granted] = await scheduler.decide(lambda entry, nodes: True)
+        await scheduler.publish_reasons(scheduling_pass)
         server.set(first, State(type=StateType.COMPLETED))
-        look, [granted] = await scheduler.decide(lambda entry, nodes: True)
+        scheduling_pass, [granted] = await scheduler.decide(lambda entry, nodes: True)
         assert granted.id == second and await scheduler.is_granted(granted)
 
         waiting = admission._Admission(second, True, False, print, lambda _s: True)

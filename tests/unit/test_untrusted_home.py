@@ -353,7 +353,7 @@ def test_zygote_rejects_a_request_of_another_user(shared: Path) -> None:
                     "argv": ["muster"],
                     "env": {},
                     "cwd": "/",
-                    "made_of": warm._made_of(),
+                    "made_of": warm._describe_code(),
                 }
             )
             socket.send_fds(connection, [content.encode() + b"\n"], [0, 1, 2])
