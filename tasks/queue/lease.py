@@ -89,7 +89,9 @@ def _parse_lease(variable: Variable) -> Lease:
         id=variable.id,
         holder=str(value.get("holder") or ""),
         lock_id=str(value.get("lock") or ""),
-        description=f"pid {value.get('pid')} on {value.get('host')}" if value else "unknown",
+        description=f"pid {value.get('pid')} on {value.get('host')}"
+        if value
+        else "an unknown process",
     )
 
 
