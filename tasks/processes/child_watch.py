@@ -53,7 +53,7 @@ def exit_of(pidfd: int, process: ProcessId) -> Exit:
     for status in (_kept_by_pidfd(pidfd), _of_zombie(process), _kept_by_pidfd(pidfd)):
         if status is not None:
             return Exit.from_return_code(os.waitstatus_to_exitcode(status), at_monotonic_s)
-    note = "its parent has taken its status, and this kernel does not keep it"
+    note = "its parent has read the exit status, and this kernel does not keep it"
     return Exit.from_return_code(None, at_monotonic_s, note)
 
 
@@ -132,7 +132,7 @@ class ProcessWatch:
                     return GiveUpReason(
                         kind=FailureKind.STALLED,
                         rule="process-missing",
-                        message=f"no process below it matches /{self.live.processes}/",
+                        message=f"none of its processes matches /{self.live.processes}/",
                     )
                 await asyncio.wait([lost], timeout=self.live.every_s)
             return lost.result()

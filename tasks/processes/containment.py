@@ -55,9 +55,9 @@ class Level(Enum):
 
 #: Mechanisms and promise of each level, for people.
 _PROMISES = {
-    Level.L1: "process groups only: processes that leave their session may be left behind",
+    Level.L1: "process groups only: processes that leave their session may remain",
     Level.L2: "guardians: no single SIGKILL leaves a process behind",
-    Level.L3: "guardians and cgroups: what a double SIGKILL leaves is gone at the next reconcile",
+    Level.L3: "guardians and cgroups: the next reconcile ends what survives two SIGKILLs",
     Level.L4: "a PID namespace: the kernel ends every process of the run",
 }
 
@@ -98,7 +98,7 @@ def probe(*, namespace: bool = False) -> Containment:
     try:
         tree.become_subreaper()
     except OSError:
-        missing[Level.L2] = "this process may not become a subreaper"
+        missing[Level.L2] = "the kernel does not let this process become a subreaper"
         return Containment(level=Level.L1, missing=missing)
     allowed = os.environ.get("MUSTER_MAX_CONTAINMENT", "").strip()
     level = Level.L2
@@ -205,7 +205,7 @@ class PidNamespace:
             stdout = self._outside.stdout
             has_answered = tree.is_ready(stdout.fileno(), select.POLLIN, _START_WITHIN_S)
             if not (has_answered and stdout.read(64)):
-                raise OSError("no PID namespace can be made here")
+                raise OSError("a PID namespace could not be started")
             #: Pid of the namespace's first process, as seen from the calling process.
             [self.init_pid] = tree.children(self._outside.pid)
             self._init = os.pidfd_open(self.init_pid)

@@ -74,8 +74,10 @@ class Devices:
             if wanted is None:
                 wanted = _visible(uuids)
             if missing := [index for index in wanted if index not in uuids]:
-                there = f"this machine has {len(uuids)} GPUs: write some of {listed(uuids)}"
-                raise BadDevices(f"{MUSTER_GPUS}={named}: there is no GPU {missing[0]}: {there}")
+                raise BadDevices(
+                    f"{MUSTER_GPUS}={named}: there is no GPU {missing[0]}. "
+                    f"This machine has {len(uuids)} GPUs: choose from {listed(uuids)}."
+                )
             indices = [index for index in wanted if index not in problems]
         else:
             indices = sorted(wanted or ())
@@ -144,7 +146,7 @@ def parsed(text: str, name: str) -> tuple[int, ...]:
     for part in filter(None, (word.strip() for word in text.split(","))):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise BadDevices(f"{name}={text}: {part!r} is no device: write {name}=0,1,4-7")
+            raise BadDevices(f"{name}={text}: {part!r} is not a device. Write {name}=0,1,4-7")
         indices += range(int(match[1]), int(match[2] or match[1]) + 1)
     return tuple(dict.fromkeys(indices))
 
@@ -212,13 +214,14 @@ class DeviceLease:
             # On a machine without GPUs, the driver knows none of the leased numbers. They come from
             # MUSTER_GPUS or from the work pool's settings, and are always usable.
             unfit = [index for index in self.indices if here.uuids and index not in here.indices]
-            answers.append(f"{host_name()} shows no fit GPU {listed(unfit)}" if unfit else "")
+            problem = f"GPU {listed(unfit)} of {host_name()} is missing or unhealthy"
+            answers.append(problem if unfit else "")
 
         thread = threading.Thread(target=ask, name="devices", daemon=True)
         thread.start()
         thread.join(_ANSWERS_WITHIN_S)
-        silent = f"the driver of {host_name()} is silent for {_ANSWERS_WITHIN_S:g} s"
-        return answers[0] if answers else silent
+        no_answer = f"no answer of the GPU driver of {host_name()} within {_ANSWERS_WITHIN_S:g} s"
+        return answers[0] if answers else no_answer
 
     def close(self) -> None:
         """End the lease, so that other runs can lease the devices. May be called repeatedly."""

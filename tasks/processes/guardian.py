@@ -410,7 +410,7 @@ def enter_namespace(init: int, alive: int) -> None:
     # case, the first call fails, and the second call enters the user namespace as well.
     if libc.setns(init, _INSIDE) != 0 and libc.setns(init, _INSIDE | _CLONE_NEWUSER) != 0:
         error = ctypes.get_errno()
-        raise OSError(error, f"no namespace: {os.strerror(error)}")
+        raise OSError(error, f"the PID namespace cannot be entered: {os.strerror(error)}")
     os.close(init)
     os.set_inheritable(alive, False)
     # setns(2) does not move the calling process into the PID namespace, only its later children.

@@ -217,7 +217,7 @@ def report(
     parts = [f"{title} hangs, {format_datetime(time.time())}", "\n".join(listed)]
     nccl = [(node, of_node["nccl"]) for node, of_node in found.items() if of_node["nccl"]]
     # NCCL's report from any node covers all nodes of the job, so show only the first.
-    parts += [f"NCCL, asked on node {node}:\n{text}" for node, text in nccl[:1]]
+    parts += [f"NCCL's report from node {node}:\n{text}" for node, text in nccl[:1]]
     for node, of_node in found.items():
         if of_node["gpus"]:
             parts.append(f"GPUs of node {node}: {of_node['gpus']}")
@@ -265,7 +265,7 @@ def python_stacks(pids: Iterable[int], within_s: float) -> dict[int, list[dict[s
             threads = json.loads(answer)
             stacks[pid] = sorted(threads, key=lambda thread: thread["thread_name"] != "MainThread")
         except ValueError:
-            stacks[pid] = answer.decode(errors="replace") or "no answer in time"
+            stacks[pid] = answer.decode(errors="replace") or "py-spy did not answer in time"
     return stacks
 
 
@@ -380,7 +380,7 @@ def _ras_status(host: str, port: int) -> str:
     with socket.create_connection((host, port), 1.0) as s, s.makefile("rb") as answer:
         s.sendall(b"CLIENT PROTOCOL 2\n")
         if not answer.readline().startswith(b"SERVER PROTOCOL"):
-            raise OSError("it is not NCCL that listens there")
+            raise OSError("the program that listens there is not NCCL")
         s.sendall(f"TIMEOUT {_RAS_PEERS_WITHIN_S}\n".encode())
         answer.readline()
         s.settimeout(2.0 * _RAS_PEERS_WITHIN_S)
@@ -579,7 +579,7 @@ class Diagnosis:
             f.seek(self._log_began)
             output = f.read(_LOG_BYTES_AT_MOST).decode(errors="replace")
         if output:
-            self._write(f"{log.name} from then on:\n{output}")
+            self._write(f"New output in {log.name}:\n{output}")
         for path, line, name in _FAULTHANDLER_FRAME.findall(output):
             if not self.hangs_in and _is_own(path):
                 # py-spy has found no place in the program's own code, for example because the
@@ -627,7 +627,7 @@ def _log_errors() -> Iterator[None]:
     try:
         yield
     except Exception:
-        _log.exception("a component that hangs can't be examined")
+        _log.exception("the examination of a component that hangs has failed")
 
 
 def _group_of(pid: int) -> int:

@@ -49,7 +49,7 @@ def gpus_seen() -> dict[str, Any]:
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
-        why = "there is a driver, and no nvidia-ml-py to ask it with"
+        why = "NVIDIA's driver is loaded, but the Python package nvidia-ml-py is not installed"
         return answer | ({"driver": True, "problem": why} if DRIVER.exists() else {})
     try:
         nvml.nvmlInit()
@@ -105,20 +105,20 @@ def _problem(nvml: Any, handle: Any) -> str:
     """
     with suppress(nvml.NVMLError):
         if nvml.nvmlDeviceGetMigMode(handle)[0] == nvml.NVML_DEVICE_MIG_ENABLE:
-            return "MIG is on, and Muster gives whole GPUs only"
+            return "MIG is on, but Muster grants only whole GPUs"
     with suppress(nvml.NVMLError):
         uncorrected = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
         volatile = nvml.NVML_VOLATILE_ECC
         if errors := nvml.nvmlDeviceGetTotalEccErrors(handle, uncorrected, volatile):
-            return f"{errors} uncorrectable ECC errors since its driver was loaded"
+            return f"{errors} uncorrectable ECC errors since the driver was loaded"
     with suppress(nvml.NVMLError):
         *_, is_pending, has_failed = nvml.nvmlDeviceGetRemappedRows(handle)
         if has_failed or is_pending:
-            return "it has rows of memory to be remapped: reset it"
+            return "rows of memory must be remapped: reset the GPU"
     with suppress(nvml.NVMLError):
         [field] = nvml.nvmlDeviceGetFieldValues(handle, [_RECOVERY_ACTION])
         if field.nvmlReturn == nvml.NVML_SUCCESS and field.value.uiVal:
-            return "after an error its driver asks for a recovery, which `nvidia-smi -q` names"
+            return "the driver requests a recovery action after an error: see `nvidia-smi -q`"
     return ""
 
 
@@ -178,7 +178,7 @@ def code_here() -> dict[str, str]:
     except Exception as error:
         return {"digest": "", "problem": f"{type(error).__name__}: {error}"}
     if spec is None or not spec.submodule_search_locations:
-        return {"digest": "", "problem": "`tasks` is no package of files here"}
+        return {"digest": "", "problem": "the package `tasks` has no files on this machine"}
     digest = hashlib.sha256()
     root = Path(spec.submodule_search_locations[0])
     for path in sorted(root.rglob("*.py")):

@@ -188,7 +188,8 @@ class PortsReserved:
                 hold.close()
             self.numbers[name] = port
             return
-        raise OSError(f"no free port for {name} among {_TRIES} tried")
+        tried = f"{_TRIES} of {_PORTS.start} to {_PORTS.stop - 1} were tried"
+        raise OSError(f"no free port for {name}: {tried}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -73,7 +73,7 @@ class ComponentProbe(ABC):
         except OSError as error:
             reason = error.strerror or str(error)
             if is_own_shortage(error):
-                return Unasked(f"{self.question}: this process cannot ask: {reason}")
+                return Unasked(f"{self.question}: not checked, Muster lacks resources: {reason}")
         return f"{self.question}: {reason}" if reason else None
 
     @abstractmethod

@@ -176,8 +176,8 @@ class ProcessMember(Member):
                 if listener.pid:
                     holder = f"pid {listener.pid} ({listener.command})"
                 message = (
-                    f"port {port} is held by {holder}, which is not of this run: "
-                    "end it, or use ${NAME.port} for a free port"
+                    f"port {port} is held by {holder}, which is not part of this run. "
+                    "End that process, or use ${NAME.port} in the spec to get a free port"
                 )
                 kind = FailureKind.PORT_CONFLICT
                 raise GivenUp(GiveUpReason(kind=kind, rule=PORT_TAKEN, message=message))
@@ -202,7 +202,7 @@ class ProcessMember(Member):
         try:
             return listeners(port, likely) if is_listened(port) else []
         except OSError as error:
-            message = f"it is unknown who listens on port {port}: {error}"
+            message = f"the process that listens on port {port} cannot be determined: {error}"
             kind = FailureKind.UNKNOWN
             raise GivenUp(GiveUpReason(kind=kind, rule="port-unknown", message=message)) from error
 

@@ -204,8 +204,8 @@ class RunRegister:
             if self._lock_fd is None:
                 other = _read(self.directory / _OWNER, Owner)
                 if other and other.flow_run_id != owner.flow_run_id:
-                    why = f"{self.directory} is flow run {other.flow_run_id}'s"
-                    raise FileExistsError(errno.EEXIST, f"{why}, not {owner.flow_run_id}'s")
+                    why = f"{self.directory} belongs to flow run {other.flow_run_id}"
+                    raise FileExistsError(errno.EEXIST, f"{why}, not to {owner.flow_run_id}")
                 if (other and other.process.is_alive()) or time.monotonic() > deadline:
                     who = f"another process of this machine runs {owner.run_id}"
                     raise RunHeld(errno.EBUSY, who)
@@ -284,7 +284,11 @@ class RunRegister:
         if self._lock_fd is None:
             return
         if not self.disk.flush(_WRITTEN_WITHIN_S):
-            _log.warning("%s stays registered: its record could not be written", self.owner.run_id)
+            _log.warning(
+                "%s stays registered, because its record could not be written. "
+                "A later `muster reconcile` writes it.",
+                self.owner.run_id,
+            )
         elif not _entries(self.directory, RegisterEntry) and not _entries(self.directory, JobEntry):
             shutil.rmtree(self.directory, ignore_errors=True)
         os.close(self._lock_fd)
@@ -436,7 +440,7 @@ def _read(path: Path, model: type[_M]) -> _M | None:
     except FileNotFoundError:
         return None
     except (OSError, ValidationError, ValueError) as error:
-        _log.warning("%s can't be read, and is passed over: %s", path, error)
+        _log.warning("%s cannot be read and is skipped: %s", path, error)
         return None
 
 

@@ -216,7 +216,7 @@ class _Service:
                 self._note(state=ServiceState.GIVEN_UP)
                 self._owner.give_up(failure)
                 return
-            _log.warning("%s; started again in %.1f s", failure.message, delay_s)
+            _log.warning("%s. It will be started again in %.1f s", failure.message, delay_s)
             await self._owner.sleep(delay_s)
 
     async def end(self) -> tuple[int | str, ...]:
@@ -339,7 +339,7 @@ class _Service:
         if outlives and member.exited.done():
             return
         if left := await member.end():
-            _log.warning("%s: these processes outlived SIGKILL: %s", self.plan.name, left)
+            _log.warning("%s: these processes survived SIGKILL: %s", self.plan.name, left)
             return
         self.members.remove(member)
 
@@ -486,7 +486,7 @@ class Services:
             self._crash(error)
 
     def _crash(self, error: BaseException) -> None:
-        _log.error("the services can't be kept", exc_info=error)
+        _log.error("the supervision of the services has failed", exc_info=error)
         message = f"Muster's own supervision failed: {error!r}"
         self.give_up(Failure(kind=FailureKind.UNKNOWN, message=message, rule="internal-error"))
 
@@ -496,7 +496,7 @@ class Services:
             self._is_over.set()
 
     async def _teardown(self) -> dict[str, tuple[int | str, ...]]:
-        self._stop("its context was left")
+        self._stop("the services are ending")
         # Cancel all restarts before the first service is ended. Otherwise a service that needs it
         # would be started again.
         services = self._services.values()

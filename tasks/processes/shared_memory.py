@@ -116,7 +116,8 @@ class SharedMemoryWatch:
         if self._thread.is_alive():
             self._thread.join(_LAST_CHECK_WITHIN_S)
         if self._thread.is_alive():
-            _log.warning("the last look at %s takes too long: not waited for", self._directory)
+            limit_s = _LAST_CHECK_WITHIN_S
+            _log.warning("no last check of %s: it took over %g s", self._directory, limit_s)
             return
         os.close(self._wake)
         if self._fd >= 0:
@@ -147,7 +148,9 @@ class SharedMemoryWatch:
                 made = held_by(self._own_pids(), wanted)
         except OSError as error:  # No more files can be opened, for example.
             _log.warning(
-                "who has made %s is not known: %s", ", ".join(map(str, sorted(wanted))), error
+                "the process that made %s could not be determined: %s",
+                ", ".join(map(str, sorted(wanted))),
+                error,
             )
         self._appeared = {
             path: at
@@ -232,7 +235,7 @@ def remove_unused(paths: Iterable[Path]) -> list[Path]:
     try:
         unused = candidates - held_by(tree.all_pids(), candidates)
     except OSError as error:
-        _log.warning("shared memory is not removed, its users are unknown: %s", error)
+        _log.warning("shared memory stays, because its users could not be determined: %s", error)
         return removed
     for path in sorted(unused):
         with suppress(OSError):

@@ -113,7 +113,7 @@ def spawn(
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             prepare()
             if os.read(go_read, 1) != _GO:
-                raise OSError(errno.ECANCELED, "was stopped before it began", argv[0])
+                raise OSError(errno.ECANCELED, "stopped before the program was executed", argv[0])
             os.execvpe(argv[0], argv, env)
         except OSError as error:
             text = f"{error.errno} {error.strerror}: {error.filename}"
@@ -177,7 +177,7 @@ def mark_own(mark: int) -> None:
     try:
         resource.setrlimit(_RLIMIT_LOCKS, (mark, hard))
     except ValueError:
-        why = "the limit of file locks (ulimit -x) can't be set: make it unlimited"
+        why = "the limit on file locks cannot be set: run `ulimit -x unlimited` before"
         raise OSError(errno.EPERM, why) from None
 
 

@@ -97,7 +97,7 @@ class ListenerCheck:
             raise UntrustedListener(_unknown(where, str(error))) from None
         _refuse_others(where, now)
         if not before & {listener.inode for listener in now}:
-            why = "its listener changed while the connection was made"
+            why = "another process began to listen while the connection was made"
             raise UntrustedListener(_unknown(where, why))
 
 
@@ -174,15 +174,15 @@ def _refuse_others(where: str, listeners: Iterable[ListeningSocket]) -> None:
     for listener in listeners:
         if listener.uid not in trusted_users():
             raise UntrustedListener(
-                f"user {_name_of(listener.uid)} listens at {where}, who is neither you nor root: "
-                "nothing was sent. Start your server again on another port, or, if you trust this "
-                f"user's server, set {SERVER_USERS}={_name_of(listener.uid)}"
+                f"the server at {where} belongs to user {_name_of(listener.uid)}, "
+                "who is neither you nor root: nothing was sent. Start your server on another port. "
+                f"If you trust that user, set {SERVER_USERS}={_name_of(listener.uid)}"
             )
 
 
 def _unknown(where: str, why: str) -> str:
     """Return the error message for a server whose user could not be determined."""
-    return f"it is unknown whose server listens at {where} ({why}): nothing was sent; try again"
+    return f"the user of the server at {where} is unknown ({why}). Nothing was sent; try again"
 
 
 def _name_of(uid: int) -> str:

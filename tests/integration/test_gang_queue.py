@@ -456,5 +456,5 @@ def test_run_is_requeued_before_start_if_its_node_lost_a_gpu(
 
     first_attempt = json.loads(run.record_path().read_text())["attempts"][0]
     assert first_attempt["failure"]["kind"] == "INSUFFICIENT_RESOURCES"
-    assert "b1 shows no fit GPU 7" in first_attempt["failure"]["message"]
+    assert "GPU 7 of b1 is missing or unhealthy" in first_attempt["failure"]["message"]
     assert not any(component["started_at"] for component in first_attempt["components"].values())

@@ -73,7 +73,7 @@ def read_report(stage: Stage, name: str) -> str:
 
 def read_last_words(stage: Stage, name: str) -> str:
     """Return the part of the report that the component itself wrote during the examination."""
-    _, _, last_words = read_report(stage, name).partition(f"{name}.log from then on:")
+    _, _, last_words = read_report(stage, name).partition(f"New output in {name}.log:")
     return last_words
 
 

@@ -140,7 +140,7 @@ def test_missing_worker_is_a_failure_that_names_the_pattern(stage: Stage) -> Non
 
     pid = stage.pid_of("rollout")
     assert verdict.failure is not None and verdict.failure.kind is FailureKind.STALLED
-    assert f"rollout (pid {pid}): no process below it matches /no-such-worker/" in verdict.message
+    assert f"rollout (pid {pid}): none of its processes matches /no-such-worker/" in verdict.message
 
 
 @pytest.mark.parametrize(

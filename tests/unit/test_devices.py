@@ -55,7 +55,7 @@ def test_muster_gpus_says_which(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch)
 def test_one_that_is_not_there_is_named(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MUSTER_GPUS", "3,4")
 
-    with pytest.raises(BadDevices, match="there is no GPU 4: this machine has 4 GPUs"):
+    with pytest.raises(BadDevices, match=r"there is no GPU 4\. This machine has 4 GPUs"):
         Devices.here()
 
 
@@ -76,7 +76,7 @@ def test_what_an_outer_scheduler_gave_is_all_there_is(
         (Gpu(has_failed_rows=True), "rows of memory"),
         (Gpu(is_lost=True), "GPU is lost"),
         # by an Xid that its driver does not recover from
-        (Gpu(recovery_action=1), "asks for a recovery"),
+        (Gpu(recovery_action=1), "requests a recovery"),
     ],
 )
 def test_an_unfit_one_is_not_given_and_the_others_are(nvml: FakeNvml, gpu: Gpu, why: str) -> None:
@@ -149,7 +149,7 @@ def test_a_lease_says_what_its_driver_shows_no_more(nvml: FakeNvml) -> None:
     assert nvml.gpus is not None
     nvml.gpus.pop()
 
-    assert lease.why_unfit().endswith(" shows no fit GPU 3")
+    assert lease.why_unfit().startswith("GPU 3 of ")
 
     nvml.is_silent = True
     assert "Driver Not Loaded" in lease.why_unfit()
