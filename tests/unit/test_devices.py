@@ -38,7 +38,7 @@ def test_devices_are_listed_and_ranged(text: str, found: tuple[int, ...]) -> Non
 
 @pytest.mark.parametrize("text", ["a", "3-1", "-1", "0;1", "GPU-7f"])
 def test_what_is_no_device_is_named(text: str) -> None:
-    with pytest.raises(BadDevices, match="write MUSTER_GPUS=0,1,4-7"):
+    with pytest.raises(BadDevices, match="Write MUSTER_GPUS=0,1,4-7"):
         parsed(text, "MUSTER_GPUS")
 
 
