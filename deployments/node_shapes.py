@@ -26,9 +26,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tasks.processes.tree import (
     all_pids,
-    environment_of,
-    is_of_own_user,
+    belongs_to_own_user,
     is_zombie,
+    read_environment,
     signal_if,
 )
 
@@ -167,8 +167,8 @@ def _kill_and_watch(actor_pid: int, mark: str, within_s: float) -> tuple[float |
 def _is_marked(pid: int, mark: str) -> bool:
     """Return True if a living process of this user has the mark in its environment."""
     with suppress(PermissionError):
-        is_marked = environment_of(pid).get(_MARK) == mark
-        return is_marked and is_of_own_user(pid) and not is_zombie(pid)
+        is_marked = read_environment(pid).get(_MARK) == mark
+        return is_marked and belongs_to_own_user(pid) and not is_zombie(pid)
     return False
 
 

@@ -29,7 +29,7 @@ def end_runs(worker: int, *, within_s: float) -> None:
         worker: Process id of the worker.
         within_s: Longest time to wait, in seconds, after the grace periods of the runs.
     """
-    tree.signal_process(worker, signal.SIGSTOP, parent=tree.parent_of(worker))
+    tree.signal_process(worker, signal.SIGSTOP, parent=tree.read_parent(worker))
     runs = tree.children(worker)
     # This line must come before the first SIGTERM: the registry of components forgets the grace
     # period of a component when the component ends.

@@ -377,6 +377,6 @@ def _kill_processes_of(stack_id: str) -> list[int]:
 def _belongs_to_stack(pid: int, stack_id: str) -> bool:
     """Return True if a living process of this user has the id of the stack in its environment."""
     with suppress(PermissionError):
-        has_stack_id = tree.environment_of(pid).get(STACK_VARIABLE) == stack_id
+        has_stack_id = tree.read_environment(pid).get(STACK_VARIABLE) == stack_id
         return has_stack_id and can_be_of_own_run(pid) and not tree.is_zombie(pid)
     return False

@@ -154,7 +154,7 @@ class ProcessWatch:
             if pid == self.process.pid or pid in self._pidfds:
                 continue
             process = ProcessId.of(pid)
-            command = tree.command_of(pid)
+            command = tree.read_command_line(pid)
             if not command or not re.search(self.live.processes or "", command):
                 continue
             is_there = True
@@ -205,4 +205,4 @@ def _may_become_another(process: ProcessId, command: str) -> bool:
     """
     since_boot_s = process.start_ticks / os.sysconf("SC_CLK_TCK")
     is_young = time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot_s < _FORKED_WITHIN_S
-    return is_young and command == tree.command_of(tree.parent_of(process.pid))
+    return is_young and command == tree.read_command_line(tree.read_parent(process.pid))

@@ -24,17 +24,17 @@ from typing import Any
 
 from tasks.processes.tree import (
     all_pids,
+    belongs_to_own_user,
     children,
-    command_of,
-    environment_of,
-    is_of_own_user,
     is_zombie,
     kill_below_once,
     kill_once,
+    list_open_files,
     machine,
-    mark_of,
-    open_files,
-    parent_of,
+    read_command_line,
+    read_environment,
+    read_mark,
+    read_parent,
     signal_if,
     start_ticks,
 )
@@ -105,10 +105,10 @@ def end_orphans() -> list[int]:
         Pids of the adopted children that were found, including zombies.
     """
     orphan_pids: set[int] = set()
-    own_mark = mark_of(os.getpid())
+    own_mark = read_mark(os.getpid())
 
     def is_orphan(child: int) -> bool:
-        return child not in guardians and mark_of(child) not in (own_mark, None, *kept_marks)
+        return child not in guardians and read_mark(child) not in (own_mark, None, *kept_marks)
 
     def reap() -> bool:
         orphans = [child for child in children(os.getpid()) if is_orphan(child)]
@@ -136,7 +136,7 @@ def end_marked(mark: int) -> set[Known]:
     """
     if not mark:
         return set()
-    return _end_matching(lambda pid: mark_of(pid) == mark and can_be_of_own_run(pid))
+    return _end_matching(lambda pid: read_mark(pid) == mark and can_be_of_own_run(pid))
 
 
 def can_be_of_own_run(pid: int) -> bool:
@@ -146,14 +146,14 @@ def can_be_of_own_run(pid: int) -> bool:
     user. There is one exception: a run of root may have processes of other users. Such a process
     has a log of the run open for writing. Only the run can have passed it that open file.
     """
-    if is_of_own_user(pid):
+    if belongs_to_own_user(pid):
         return True
     return os.getuid() == 0 and _writes_below(pid, muster_home())
 
 
 def _writes_below(pid: int, directory: Path) -> bool:
     """Return True if the process has a file in the directory open for writing."""
-    for fd, target in open_files(pid).items():
+    for fd, target in list_open_files(pid).items():
         if Path(target).is_relative_to(directory):
             with suppress(OSError):
                 flags = Path(f"/proc/{pid}/fdinfo/{fd}").read_text().partition("flags:")[2]
@@ -182,7 +182,7 @@ def end_carriers(wanted: Mapping[str, str]) -> dict[str, Any]:
     def is_carrier(pid: int) -> bool:
         if pid in spared or not carries(pid, wanted):
             return False
-        commands.setdefault(pid, " ".join(command_of(pid).split())[:_SHOWN_CHARACTERS])
+        commands.setdefault(pid, " ".join(read_command_line(pid).split())[:_SHOWN_CHARACTERS])
         return True
 
     ended, left = end_all(lambda: _end_matching(is_carrier), _SWEPT_WITHIN_S)
@@ -250,9 +250,9 @@ def carries(pid: int, wanted: Mapping[str, str]) -> bool:
         wanted: Names and values of the environment variables.
     """
     with suppress(PermissionError):
-        if not is_of_own_user(pid):
+        if not belongs_to_own_user(pid):
             return False
-        variables = environment_of(pid)
+        variables = read_environment(pid)
         return all(variables.get(name) == value for name, value in wanted.items())
     return False
 
@@ -262,7 +262,7 @@ def _self_and_ancestors() -> set[int]:
     pid = os.getpid()
     while pid and pid not in pids:
         pids.add(pid)
-        pid = parent_of(pid)
+        pid = read_parent(pid)
     return pids
 
 
@@ -312,12 +312,12 @@ def holders_of(variable: str, proc: str = "/proc") -> Holders:
     hidden: dict[int, str] = {}
     for pid in all_pids(proc):
         try:
-            value = environment_of(pid, proc).get(variable)
-            is_own = is_of_own_user(pid, proc)
+            value = read_environment(pid, proc).get(variable)
+            is_own = belongs_to_own_user(pid, proc)
         except PermissionError:
             is_own = False
         if not is_own:
-            if command := command_of(pid, proc):
+            if command := read_command_line(pid, proc):
                 hidden[pid] = command
             continue
         if value is not None:

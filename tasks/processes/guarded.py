@@ -532,7 +532,9 @@ class GuardedProcess:
         deadline_s = float("inf")
         clean_rounds = 0
         while clean_rounds < CLEAN_ROUNDS:
-            children = [pid for pid in tree.children(os.getpid()) if tree.mark_of(pid) == self.mark]
+            children = [
+                pid for pid in tree.children(os.getpid()) if tree.read_mark(pid) == self.mark
+            ]
             if self._is_to_kill or time.monotonic() > deadline_s:
                 kept_marks.discard(self.mark)
                 await self._end_orphans()

@@ -34,7 +34,7 @@ from tasks.processes.guarded import Command, GuardedProcess
 from tasks.processes.identity import ProcessId, host_name
 from tasks.processes.machine import gpus_seen
 from tasks.processes.ports import listening_inodes, sockets_of
-from tasks.processes.tree import all_pids, environment_of, is_zombie, machine
+from tasks.processes.tree import all_pids, is_zombie, machine, read_environment
 from tasks.spec.formatting import format_datetime, join_commas
 
 _PROC = Path("/proc")
@@ -305,7 +305,7 @@ def _examine_process(pid: int, threads: list[dict[str, Any]] | str) -> HungProce
         return seen
     # This process may not be allowed to read the environment, even if py-spy could read the stacks.
     with suppress(PermissionError):
-        seen["rank"] = environment_of(pid).get("RANK", "")
+        seen["rank"] = read_environment(pid).get("RANK", "")
     stacks = [thread["frames"] for thread in threads if thread["frames"]]
     for frames in stacks:
         own = [frame for frame in frames if _is_own(frame["filename"])]
@@ -357,7 +357,7 @@ def nccl_status(pids: Sequence[int]) -> str:
     addresses = set()
     for pid in pids:
         with suppress(PermissionError):
-            addresses.add(environment_of(pid).get("NCCL_RAS_ADDR", _RAS_ADDRESS))
+            addresses.add(read_environment(pid).get("NCCL_RAS_ADDR", _RAS_ADDRESS))
     for address in sorted(addresses):
         host, _, port = address.rpartition(":")
         # Try again after a failure. Several processes of the job may share the address, and those

@@ -22,7 +22,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tasks.processes.tree import all_pids, environment_of, is_of_own_user, machine, parent_of
+from tasks.processes.tree import (
+    all_pids,
+    belongs_to_own_user,
+    machine,
+    read_environment,
+    read_parent,
+)
 
 #: File of the proc file system that exists if NVIDIA's driver is loaded.
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -224,15 +230,15 @@ def _carriers() -> list[dict[str, Any]]:
     environments: dict[int, dict[str, str]] = {}
     for pid in all_pids():
         with suppress(PermissionError):
-            if is_of_own_user(pid):
-                environments[pid] = environment_of(pid)
+            if belongs_to_own_user(pid):
+                environments[pid] = read_environment(pid)
     carriers = []
     for pid, variables in environments.items():
         run_id = variables.get("MUSTER_RUN_ID")
         guardian = {"MUSTER_RUN_ID": run_id, "MUSTER_ROLE": "guardian"}.items()
         ancestor = pid
         while ancestor and not guardian <= environments.get(ancestor, {}).items():
-            ancestor = parent_of(ancestor)
+            ancestor = read_parent(ancestor)
         if run_id and not ancestor:
             names = {"attempt": "MUSTER_ATTEMPT", "component": "MUSTER_COMPONENT"}
             fields = {key: variables.get(name, "") for key, name in names.items()}

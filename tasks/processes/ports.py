@@ -204,7 +204,7 @@ class Listener:
     @property
     def command(self) -> str:
         """The first 200 characters of the process's command line; empty if it is unknown."""
-        return tree.command_of(self.pid)[:200]
+        return tree.read_command_line(self.pid)[:200]
 
     @property
     def run_id(self) -> str | None:
@@ -213,7 +213,7 @@ class Listener:
         None if the variable is not set or the environment cannot be read.
         """
         with suppress(PermissionError):
-            return tree.environment_of(self.pid).get("MUSTER_RUN_ID")
+            return tree.read_environment(self.pid).get("MUSTER_RUN_ID")
         return None
 
     @property

@@ -343,7 +343,7 @@ class NotifyProbe(ComponentProbe):
                 if pid not in self._genuine:
                     # A short-lived sender such as `systemd-notify` may have ended already. Accept
                     # it if it belonged to this user.
-                    is_gone = tree.parent_of(pid) == 0
+                    is_gone = tree.read_parent(pid) == 0
                     self._genuine[pid] = self._is_ours(pid) or (is_gone and uid == os.getuid())
                 return self._genuine[pid]
         return False

@@ -199,7 +199,7 @@ def held_by(pids: Iterable[int], wanted: set[Path]) -> set[Path]:
     for pid in pids:
         if len(held) == len(wanted):
             break
-        held |= {names[target] for target in tree.open_files(pid).values() if target in names}
+        held |= {names[target] for target in tree.list_open_files(pid).values() if target in names}
         with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
             # Split the text at the directory instead of looping over its lines, because a process
             # may have thousands of mappings.

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
-from tasks.processes.tree import command_of, open_files
+from tasks.processes.tree import list_open_files, read_command_line
 
 _NETLINK_SOCK_DIAG = 4
 _SOCK_DIAG_BY_FAMILY = 20
@@ -362,7 +362,7 @@ def sockets_of(pid: int, proc: str = "/proc") -> dict[int, str]:
     Raises:
         OSError: /proc cannot be read, for example because this process has too many open files.
     """
-    files = open_files(pid, proc).items()
+    files = list_open_files(pid, proc).items()
     return {fd: target[8:-1] for fd, target in files if target.startswith("socket:[")}
 
 
@@ -436,5 +436,5 @@ def _named_holder(user: int, inodes: Iterable[str]) -> str:
         name = str(user)
     for pid in (int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
         if inodes_held([pid], inodes):
-            return f"a process of user {name}: pid {pid} ({command_of(pid)[:200]})"
+            return f"a process of user {name}: pid {pid} ({read_command_line(pid)[:200]})"
     return f"a process of user {name}"

@@ -193,7 +193,7 @@ def allow_files(wanted: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def mark_of(pid: int) -> int | None:
+def read_mark(pid: int) -> int | None:
     """Return the number with which `mark_own` has marked a process.
 
     Returns:
@@ -222,7 +222,7 @@ def stat_fields(pid: int) -> list[bytes]:
         return []
 
 
-def parent_of(pid: int) -> int:
+def read_parent(pid: int) -> int:
     """Return the pid of the parent of a process; 0 if the process has ended or is hidden."""
     fields = stat_fields(pid)
     return int(fields[1]) if fields else 0
@@ -257,7 +257,7 @@ def all_pids(proc: str = "/proc") -> list[int]:
     return [int(name) for name in os.listdir(proc) if name.isdigit()]
 
 
-def command_of(pid: int, proc: str = "/proc") -> str:
+def read_command_line(pid: int, proc: str = "/proc") -> str:
     """Return the command line of a process, its words joined with spaces.
 
     Returns:
@@ -270,7 +270,7 @@ def command_of(pid: int, proc: str = "/proc") -> str:
         return ""
 
 
-def environment_of(pid: int, proc: str = "/proc") -> dict[str, str]:
+def read_environment(pid: int, proc: str = "/proc") -> dict[str, str]:
     """Return the environment variables that a process had when it executed its program.
 
     Returns:
@@ -293,7 +293,7 @@ def environment_of(pid: int, proc: str = "/proc") -> dict[str, str]:
     return {name: value for name, _, value in pairs if name}
 
 
-def real_user_of(pid: int, proc: str = "/proc") -> int | None:
+def read_real_user(pid: int, proc: str = "/proc") -> int | None:
     """Return the real uid of a process; None if the process has ended or is hidden.
 
     A program with the set-user-ID bit keeps the real uid of the user who started it.
@@ -306,16 +306,16 @@ def real_user_of(pid: int, proc: str = "/proc") -> int | None:
     return int(rest.split()[0]) if rest else None
 
 
-def is_of_own_user(pid: int, proc: str = "/proc") -> bool:
+def belongs_to_own_user(pid: int, proc: str = "/proc") -> bool:
     """Return True if the user of the calling process also started the process `pid`.
 
     Check this before a process is taken for a part of a run. Another user's process can copy the
     environment variables and the mark of a run.
     """
-    return real_user_of(pid, proc) == os.getuid()
+    return read_real_user(pid, proc) == os.getuid()
 
 
-def open_files(pid: int, proc: str = "/proc") -> dict[int, str]:
+def list_open_files(pid: int, proc: str = "/proc") -> dict[int, str]:
     """Return the open files of a process.
 
     Returns:
@@ -391,7 +391,7 @@ def _children_of() -> Callable[[int], list[int]]:
         return _children_by_thread
     children: dict[int, list[int]] = {}
     for pid in all_pids():
-        if parent := parent_of(pid):
+        if parent := read_parent(pid):
             children.setdefault(parent, []).append(pid)
     return lambda pid: children.get(pid, [])
 
@@ -447,7 +447,7 @@ def signal_process(pid: int, signum: int, *, parent: int) -> bool:
     Raises:
         PermissionError: The calling process may not signal the process.
     """
-    return signal_if(pid, signum, lambda: parent_of(pid) == parent)
+    return signal_if(pid, signum, lambda: read_parent(pid) == parent)
 
 
 def signal_with_group(pid: int, signum: int, *, parent: int) -> None:
@@ -458,7 +458,7 @@ def signal_with_group(pid: int, signum: int, *, parent: int) -> None:
     same group.
     """
     with suppress(PermissionError, ProcessLookupError):
-        if os.getpgid(pid) == pid and parent_of(pid) == parent:
+        if os.getpgid(pid) == pid and read_parent(pid) == parent:
             stop_group(pid, signum)
         else:
             signal_process(pid, signum, parent=parent)
@@ -525,7 +525,7 @@ def kill_below_once(
         return signal_descendants(adopter, signum, is_meant=is_meant)
 
     def kill_newborn(pid: int) -> bool:
-        parent = parent_of(pid)
+        parent = read_parent(pid)
         is_ours = parent in ours or (parent == adopter and is_meant(pid))
         return is_ours and signal_process(pid, signal.SIGKILL, parent=parent)
 

@@ -38,7 +38,7 @@ import tasks
 from tasks.processes.ending import end_carriers
 from tasks.processes.hang_report import examine_carriers
 from tasks.processes.machine import forget, gpus_seen, look, names_unseen
-from tasks.processes.tree import all_pids, environment_of, is_of_own_user, machine
+from tasks.processes.tree import all_pids, belongs_to_own_user, machine, read_environment
 
 #: Ray namespace of the agents, and namespace of their addresses in the cluster's key-value table.
 NAMESPACE = "muster"
@@ -152,7 +152,7 @@ def _find_activity(wanted: Mapping[str, str]) -> str:
     guardian_variables = {**wanted, "MUSTER_ROLE": "guardian"}.items()
     for pid in all_pids():
         with suppress(PermissionError):
-            if is_of_own_user(pid) and guardian_variables <= environment_of(pid).items():
+            if belongs_to_own_user(pid) and guardian_variables <= read_environment(pid).items():
                 return f"guardian {pid} of it is at work"
     return ""
 

@@ -157,7 +157,7 @@ def _cpu_of_watching(windows: int, window_s: float) -> tuple[list[float], list[f
         for name in NAMES:
             supervisor.start(name)
         pids = [recorded_ns(place, name, "pid") for name in NAMES]
-        guardians = [tree.parent_of(pid) for pid in pids if pid]
+        guardians = [tree.read_parent(pid) for pid in pids if pid]
         is_over = threading.Event()
         model = threading.Thread(
             target=models.look_for_makers,

@@ -78,7 +78,7 @@ def _start_and_stop(count: int) -> list[Row]:
                     supervisor.start(name)
                 started = time.monotonic()
                 memory_mb = shared_memory_mb(
-                    [tree.parent_of(pid) for pid in _pids(supervisor, commands)]
+                    [tree.read_parent(pid) for pid in _pids(supervisor, commands)]
                 )
                 stopping = time.monotonic()
                 supervisor.teardown()
@@ -125,7 +125,7 @@ def _idle(count: int, windows: int, window_s: float) -> list[Row]:
         [watch] = [thread for thread in new_threads if thread.name == "supervisor"]
         for name in commands:
             supervisor.start(name)
-        guardians = [tree.parent_of(pid) for pid in _pids(supervisor, commands)]
+        guardians = [tree.read_parent(pid) for pid in _pids(supervisor, commands)]
         is_over = threading.Event()
         logs = [place / f"{name}.log" for name in commands]
         model = threading.Thread(target=models.open_logs, args=(logs, is_over.is_set))

@@ -60,7 +60,7 @@ def _guarded(launch: Callable[[Command], Awaitable[tuple[GuardedProcess, float]]
             process.kill()
             await process.empty
             # Wait until the guardian is reaped, so that it does not disturb the next sample.
-            while tree.parent_of(process.guardian_pid):
+            while tree.read_parent(process.guardian_pid):
                 await asyncio.sleep(0.005)
             return took_ms
 

@@ -211,7 +211,7 @@ class Scene:
     def guardian(self, name: str) -> int:
         """Return the process id of the guardian that starts, or has started, the component."""
         if self.witness.seen("component.spawned", name):
-            return tree.parent_of(self.pid(name))
+            return tree.read_parent(self.pid(name))
         [guardian, *_] = self.guardians(name)
         return guardian
 

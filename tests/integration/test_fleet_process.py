@@ -243,7 +243,7 @@ def test_guardian_of_a_server_has_the_variables_of_its_run(fleet: FleetProcess) 
     fleet.start(fleet.plan())
     fleet.until_ready()
 
-    guardian = tree.parent_of(fleet.pids()[0])
+    guardian = tree.read_parent(fleet.pids()[0])
     environ = Path(f"/proc/{guardian}/environ").read_text().split("\0")
 
     assert {f"MUSTER_RUN_ID={RUN_ID}", "MUSTER_ATTEMPT=1", "MUSTER_COMPONENT=rollout"} <= {*environ}
@@ -439,7 +439,7 @@ def test_leftovers_after_all_processes_were_killed_are_in_the_registry(
     fleet.start(fleet.plan(fleet={"command": WITH_A_DAEMON}, register_at=register))
     fleet.until_ready()
     servers = fleet.pids()
-    guardians = [tree.parent_of(server) for server in servers]
+    guardians = [tree.read_parent(server) for server in servers]
     other_descendants = [pid for pid in tree.descendants(*guardians) if pid not in servers]
 
     # The processes are suspended first, so that none can react to the death of another process.

@@ -74,7 +74,7 @@ def count_client_sockets(gateway: Gateway) -> int:
 
     The kernel's table of connections contains them.
     """
-    own_sockets = set(tree.open_files(os.getpid()).values())
+    own_sockets = set(tree.list_open_files(os.getpid()).values())
     with open("/proc/self/net/tcp", encoding="ascii") as table:
         rows = [line.split() for line in table.readlines()[1:]]
     gateway_address = f"0100007F:{read_port(gateway):04X}"

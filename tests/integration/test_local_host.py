@@ -228,7 +228,7 @@ async def test_server_with_a_killed_guardian_ends_and_counts_as_dead(hosts: Host
     await host.start(build_slot(0, "sh", "-c", "sleep 600 & sleep 600"), 1)
     pid = pid_of(host, 0)
     assert pid is not None
-    os.kill(tree.parent_of(pid), signal.SIGKILL)
+    os.kill(tree.read_parent(pid), signal.SIGKILL)
     await hosts.until_deaths(1)
     assert await host.stop([0], grace_s=0.0) == ()
     assert not is_alive(pid)

@@ -47,7 +47,7 @@ def marked() -> Iterator[Marked]:
             yield mark, (process.pid, daemon)
         finally:
             for pid in (process.pid, daemon):
-                if is_alive(pid) and tree.mark_of(pid) == mark:
+                if is_alive(pid) and tree.read_mark(pid) == mark:
                     os.kill(pid, signal.SIGKILL)
 
 

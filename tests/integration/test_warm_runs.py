@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tasks.processes.tree import descendants, environment_of
+from tasks.processes.tree import descendants, read_environment
 from tasks.queue.zygote import ENGINE, ForkServer
 from tests.support.gang_pool import GangPool, gang_pool
 from tests.support.ground import Run, sleepers, until
@@ -285,7 +285,7 @@ def test_process_of_a_run_is_forked_and_survives_its_zygote(
                     *ENGINE,
                     FLOW_RUN,
                 ]
-                assert environment_of(pid) == {**os.environ, **variables}
+                assert read_environment(pid) == {**os.environ, **variables}
                 assert os.getsid(pid) == os.getpgid(pid) == pid
                 assert proc_directory.joinpath("cwd").readlink() == tmp_path
                 assert proc_directory.joinpath("fd/0").readlink() == Path("/dev/null")

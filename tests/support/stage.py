@@ -238,7 +238,7 @@ class Stage:
         survivors = {}
         for pid in tree.children(os.getpid()) if has_children() else ():
             if pid not in self.others and tree.start_ticks(pid) > self._start_ticks:
-                survivors[pid] = tree.command_of(pid) or "a zombie"
+                survivors[pid] = tree.read_command_line(pid) or "a zombie"
         return survivors
 
     def emit(self, name: str, component: str | None = None, **fields: object) -> None:
@@ -269,7 +269,7 @@ class Stage:
 
     def guardian_of(self, component: str) -> int:
         """Return the process id of the guardian of a living component."""
-        return tree.parent_of(self.pid_of(component))
+        return tree.read_parent(self.pid_of(component))
 
     def story(self) -> list[str]:
         """Return name and component of each event, for example `component.ready trainer`."""

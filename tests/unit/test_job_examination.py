@@ -16,7 +16,7 @@ from ray import cloudpickle
 import tasks
 from tasks.processes.guarded import Command
 from tasks.processes.hang_report import HangEvidence, HungProcess, examine_carriers, nccl_status
-from tasks.processes.tree import environment_of
+from tasks.processes.tree import read_environment
 from tasks.ray.dashboard import NoAnswer
 from tasks.ray.job import RayJob
 from tasks.ray.submission import JobPlan
@@ -189,7 +189,7 @@ def test_nccl_is_asked_only_at_processes_of_the_job() -> None:
         env = {"NCCL_RAS_ADDR": address}
         with subprocess.Popen(["sleep", "600"], env=env) as rank:
             # The kernel shows the variables of a new program only some moments after its start.
-            until(lambda: "NCCL_RAS_ADDR" in environment_of(rank.pid), "the rank's variables")
+            until(lambda: "NCCL_RAS_ADDR" in read_environment(rank.pid), "the rank's variables")
             foreign = nccl_status([rank.pid, other.pid])
             said = nccl_status([rank.pid, ras.pid])
             rank.kill()

@@ -14,7 +14,7 @@ import pytest
 
 from tasks.processes import ending
 from tasks.processes.ending import end_all, end_carriers, holders_of
-from tasks.processes.tree import environment_of, is_zombie
+from tasks.processes.tree import is_zombie, read_environment
 from tests.support.stage import wait_until
 
 #: Program that forks and exits again and again. It stops after 30 s, in case the test fails to
@@ -143,16 +143,16 @@ def test_process_that_executes_another_program_is_killed(
     process = start(MUSTER_RUN_ID=run_id)
     reads = 0
 
-    def read_environment(pid: int) -> dict[str, str]:
+    def read_twice(pid: int) -> dict[str, str]:
         """Return an empty environment after two reads, as after an `execve` without variables."""
         nonlocal reads
         if pid != process.pid:
-            return environment_of(pid)
+            return read_environment(pid)
         reads += 1
         # The first read finds the process, and the second confirms it.
-        return environment_of(pid) if reads <= 2 else {}
+        return read_environment(pid) if reads <= 2 else {}
 
-    monkeypatch.setattr(ending, "environment_of", read_environment)
+    monkeypatch.setattr(ending, "read_environment", read_twice)
 
     sweep = end_carriers({"MUSTER_RUN_ID": run_id})
 
