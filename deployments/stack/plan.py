@@ -35,7 +35,7 @@ from deployments.stack.state import RAY_TEMP_PREFIX, RAYLET_HEALTH, Stack, Stack
 from tasks.processes.component import AttemptPlan, ComponentPlan
 from tasks.processes.guarded import Command
 from tasks.processes.identity import ProcessId, host_name
-from tasks.processes.ports import PortsReserved, is_listened
+from tasks.processes.ports import PortsReserved, has_listener
 from tasks.record.places import server_password
 from tasks.server.server import server_command
 from tasks.spec.probes import ReadyProbe
@@ -136,7 +136,7 @@ def build_blueprint(
     port_names = [*_RAY_PORTS.values(), f"{RAY}.dashboard", f"{WORKER}.health", *agent_ports]
     ports = PortsReserved(port_names)
     dashboard_port = ray_dashboard or ports.numbers[f"{RAY}.dashboard"]
-    if ray_dashboard is None and not is_listened(RAY_DASHBOARD_PORT):
+    if ray_dashboard is None and not has_listener(RAY_DASHBOARD_PORT):
         dashboard_port = RAY_DASHBOARD_PORT
 
     url = f"http://{HOST}:{port}"

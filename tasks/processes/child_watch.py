@@ -37,7 +37,7 @@ _PIDFD_INFO_EXIT = 1 << 3
 _EXIT_CODE_FIELD = 49
 
 
-def exit_of(pidfd: int, process: ProcessId) -> Exit:
+def read_exit(pidfd: int, process: ProcessId) -> Exit:
     """Return the exit of a process that has ended.
 
     Args:
@@ -173,7 +173,7 @@ class ProcessWatch:
             return
 
         def on_end() -> None:
-            exit = exit_of(pidfd, process)
+            exit = read_exit(pidfd, process)
             self._forget(process.pid)
             if not lost.done():
                 lost_process = f"process {process.pid} ({command[:_SHOWN_CHARACTERS]})"

@@ -67,7 +67,7 @@ class Devices:
         named = os.environ.get(MUSTER_GPUS)
         if seen["problem"]:
             raise OSError(errno.EIO, f"the GPUs of {host_name()} can't be counted", seen["problem"])
-        wanted = None if named is None else parsed(named, MUSTER_GPUS)
+        wanted = None if named is None else parse_devices(named, MUSTER_GPUS)
         uuids = {gpu["index"]: gpu["uuid"] for gpu in seen["gpus"]}
         problems = {gpu["index"]: gpu["problem"] for gpu in seen["gpus"] if gpu["problem"]}
         if seen["gpus"]:
@@ -76,7 +76,7 @@ class Devices:
             if missing := [index for index in wanted if index not in uuids]:
                 raise BadDevices(
                     f"{MUSTER_GPUS}={named}: there is no GPU {missing[0]}. "
-                    f"This machine has {len(uuids)} GPUs: choose from {listed(uuids)}."
+                    f"This machine has {len(uuids)} GPUs: choose from {format_devices(uuids)}."
                 )
             indices = [index for index in wanted if index not in problems]
         else:
@@ -132,7 +132,7 @@ def kind_here() -> str:
     return "amd" if Path("/dev/kfd").exists() and not DRIVER.exists() else "nvidia"
 
 
-def parsed(text: str, name: str) -> tuple[int, ...]:
+def parse_devices(text: str, name: str) -> tuple[int, ...]:
     """Parse a list of device numbers such as `0,1,4-7`, and return the numbers.
 
     Args:
@@ -151,7 +151,7 @@ def parsed(text: str, name: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(indices))
 
 
-def listed(indices: Iterable[int]) -> str:
+def format_devices(indices: Iterable[int]) -> str:
     """Return device numbers as a text such as `0,1,4`."""
     return ",".join(map(str, indices))
 
@@ -194,7 +194,7 @@ class DeviceLease:
             self.close()
             if error.errno != errno.EADDRINUSE:
                 raise
-            who = leased(devices).get(index) or "another run"
+            who = read_leases(devices).get(index) or "another run"
             problem = f"device {index} of {host_name()} is held by {who}"
             raise DeviceHeld(errno.EBUSY, problem) from None
 
@@ -214,7 +214,7 @@ class DeviceLease:
             # On a machine without GPUs, the driver knows none of the leased numbers. They come from
             # MUSTER_GPUS or from the work pool's settings, and are always usable.
             unfit = [index for index in self.indices if here.uuids and index not in here.indices]
-            problem = f"GPU {listed(unfit)} of {host_name()} is missing or unhealthy"
+            problem = f"GPU {format_devices(unfit)} of {host_name()} is missing or unhealthy"
             answers.append(problem if unfit else "")
 
         thread = threading.Thread(target=ask, name="devices", daemon=True)
@@ -231,7 +231,7 @@ class DeviceLease:
         self._sockets.clear()
 
 
-def leased(devices: Devices) -> dict[int, str]:
+def read_leases(devices: Devices) -> dict[int, str]:
     """Return the owner of each device that is leased now, by the number of the device.
 
     The owner is the id of a flow run; an empty string if it is unknown.

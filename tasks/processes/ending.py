@@ -180,7 +180,7 @@ def end_carriers(wanted: Mapping[str, str]) -> dict[str, Any]:
     commands: dict[int, str] = {}
 
     def is_carrier(pid: int) -> bool:
-        if pid in spared or not carries(pid, wanted):
+        if pid in spared or not was_started_with(pid, wanted):
             return False
         commands.setdefault(pid, " ".join(read_command_line(pid).split())[:_SHOWN_CHARACTERS])
         return True
@@ -242,7 +242,7 @@ def _end_matching(is_meant: Callable[[int], bool]) -> set[Known]:
     return known
 
 
-def carries(pid: int, wanted: Mapping[str, str]) -> bool:
+def was_started_with(pid: int, wanted: Mapping[str, str]) -> bool:
     """Return True if a process belongs to this user and was started with these variables.
 
     Args:
@@ -299,7 +299,7 @@ class Holders:
     hidden: Mapping[int, str]
 
 
-def holders_of(variable: str, proc: str = "/proc") -> Holders:
+def find_holders(variable: str, proc: str = "/proc") -> Holders:
     """Return the processes of this machine that were started with an environment variable.
 
     A variable that a process has set or removed after its start is not noticed.

@@ -27,7 +27,7 @@ from tasks.processes.ending import (
     guardians_lock,
     kept_marks,
 )
-from tasks.processes.guardian import TEMPLATE, packed, unpacked
+from tasks.processes.guardian import TEMPLATE, decode_messages, encode_message
 from tasks.processes.identity import ProcessId
 from tasks.record.outcome import Exit
 
@@ -181,7 +181,7 @@ class GuardianTemplate:
         Raises:
             OSError: The helper process has ended or does not answer. Call `close` then.
         """
-        request = packed({"name": name, "mark": mark, "is_inside": is_inside})
+        request = encode_message({"name": name, "mark": mark, "is_inside": is_inside})
         # Without this lock, `end_orphans` could run before the new guardian is in `guardians`, and
         # would kill the guardian as an orphan.
         with guardians_lock:
@@ -341,7 +341,7 @@ class GuardedProcess:
         # Block until the whole launch order is sent, so that no other message gets into the middle
         # of it. The guardian reads the order at once, unless SIGSTOP has stopped the guardian.
         self._channel.settimeout(_ORDER_WITHIN_S)
-        self._channel.sendall(packed(order))
+        self._channel.sendall(encode_message(order))
         self._channel.setblocking(False)
         async with asyncio.timeout(_SPAWN_WITHIN_S):
             await asyncio.shield(self._spawned)
@@ -410,7 +410,7 @@ class GuardedProcess:
         # An error means that the guardian has ended. `_on_guardian_gone` then ends the command's
         # processes.
         with contextlib.suppress(OSError):
-            self._channel.send(packed({"do": action}))
+            self._channel.send(encode_message({"do": action}))
 
     def _on_message(self) -> None:
         try:
@@ -430,7 +430,7 @@ class GuardedProcess:
                 guardians.discard(self.guardian_pid)
             self._on_guardian_gone()
             return
-        messages, self._buffer = unpacked(self._buffer + data)
+        messages, self._buffer = decode_messages(self._buffer + data)
         for message in messages:
             self._on_event(message)
 

@@ -12,8 +12,9 @@ The arguments are:
 - INIT and ALIVE: file descriptors with which the guardian enters a PID namespace (see
   `containment.PidNamespace`).
 
-The supervisor sends messages over FD (see `packed`): first the launch order (see `Order`), then
-`{"do": "go"}`, later `{"do": "stop"}` or `{"do": "kill"}`. The guardian sends `{"event": ...}`:
+The supervisor sends messages over FD (see `encode_message`): first the launch order (see `Order`),
+then `{"do": "go"}`, later `{"do": "stop"}` or `{"do": "kill"}`. The guardian sends messages of the
+form `{"event": ...}`:
 
 - `forked`: the component's process exists and waits for "go". The message carries its pidfd.
 - `spawned`: the component executes its program.
@@ -162,7 +163,7 @@ class Guardian:
             pidfd = os.pidfd_open(pid)
             self._channel.send("forked", pidfd, is_in_cgroup=self._cgroup is not None)
             os.close(pidfd)
-            messages = first_messages(self._channel, self._supervisor)
+            messages = await_messages(self._channel, self._supervisor)
             self._early += [message for message in messages if message["do"] != "go"]
             return any(message["do"] == "go" for message in messages)
         return False
@@ -322,7 +323,7 @@ def main() -> None:
     with contextlib.suppress(OSError):
         tree.become_subreaper()
     os.chdir("/")
-    if orders := first_messages(channel, supervisor):
+    if orders := await_messages(channel, supervisor):
         order, *messages = orders
         Guardian(Order(**order), channel, supervisor, wakeup_read).run(messages)
     # Skip the interpreter's cleanup, which would make the exit ten times longer.
@@ -366,7 +367,7 @@ def fork_guardians(requests: _socket.socket) -> list[int]:
             os.close(report_write)
             requests.close()
             os.setsid()
-            [order], _ = unpacked(data)
+            [order], _ = decode_messages(data)
             _name_own(order["name"])
             channel, supervisor, *rest = fds
             return [channel, supervisor, order["mark"], *(rest[:2] if order["is_inside"] else ())]
@@ -458,7 +459,7 @@ class Order(types.SimpleNamespace):
         os.chdir(self.cwd)
 
 
-def packed(message: dict) -> bytes:  # type: ignore[type-arg]
+def encode_message(message: dict) -> bytes:  # type: ignore[type-arg]
     """Return the bytes of a message: its length, then its content in the `marshal` format.
 
     The format depends on the Python version, but sender and receiver run the same interpreter.
@@ -468,7 +469,7 @@ def packed(message: dict) -> bytes:  # type: ignore[type-arg]
     return struct.pack("I", len(data)) + data
 
 
-def unpacked(buffer: bytes) -> tuple[list[dict], bytes]:  # type: ignore[type-arg]
+def decode_messages(buffer: bytes) -> tuple[list[dict], bytes]:  # type: ignore[type-arg]
     """Decode all complete messages at the start of a buffer.
 
     Returns:
@@ -501,7 +502,7 @@ class Channel:
             data = os.read(self.fd, 65536)
         except ConnectionError:
             data = b""
-        messages, self._buffer = unpacked(self._buffer + data)
+        messages, self._buffer = decode_messages(self._buffer + data)
         return messages, bool(data)
 
     def send(self, event: str, pidfd: int = -1, **fields: object) -> None:
@@ -517,10 +518,10 @@ class Channel:
         # An error means that the supervisor has ended. `Guardian._watch` notices its end and stops
         # the component.
         with contextlib.suppress(OSError):
-            self._socket.sendmsg([packed(message)], fds if pidfd >= 0 else [])
+            self._socket.sendmsg([encode_message(message)], fds if pidfd >= 0 else [])
 
 
-def first_messages(channel: Channel, supervisor: int) -> list[dict]:  # type: ignore[type-arg]
+def await_messages(channel: Channel, supervisor: int) -> list[dict]:  # type: ignore[type-arg]
     """Wait for the next messages of the supervisor, and return them.
 
     Args:

@@ -29,11 +29,11 @@ from typing import Any, TypedDict, TypeVar
 
 import psutil
 
-from tasks.processes.ending import carries
+from tasks.processes.ending import was_started_with
 from tasks.processes.guarded import Command, GuardedProcess
 from tasks.processes.identity import ProcessId, host_name
 from tasks.processes.machine import gpus_seen
-from tasks.processes.ports import listening_inodes, sockets_of
+from tasks.processes.ports import list_sockets, listening_inodes
 from tasks.processes.tree import all_pids, is_zombie, machine, read_environment
 from tasks.spec.formatting import format_datetime, join_commas
 
@@ -52,19 +52,19 @@ def kernel_view(pids: Iterable[int], proc: Path = _PROC) -> Iterator[str]:
         proc: Directory of the proc file system.
     """
     for pid in pids:
-        if status := status_of(pid, proc):
+        if status := read_status(pid, proc):
             yield "\n".join(_describe(proc / str(pid), pid, status)) + "\n"
 
 
-def status_of(pid: int, proc: Path = _PROC) -> dict[str, str]:
+def read_status(pid: int, proc: Path = _PROC) -> dict[str, str]:
     """Return the fields of /proc/PID/status; an empty dictionary if the process has ended."""
     lines = _text(proc / str(pid) / "status").splitlines()
     return {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
 
 
-def catches(pid: int, signum: int, proc: Path = _PROC) -> bool:
+def handles_signal(pid: int, signum: int, proc: Path = _PROC) -> bool:
     """Return True if the process has its own handler for the signal."""
-    return bool(int(status_of(pid, proc).get("SigCgt") or "0", 16) >> (signum - 1) & 1)
+    return bool(int(read_status(pid, proc).get("SigCgt") or "0", 16) >> (signum - 1) & 1)
 
 
 def _describe(at: Path, pid: int, status: dict[str, str]) -> Iterator[str]:
@@ -292,7 +292,7 @@ def _examine_process(pid: int, threads: list[dict[str, Any]] | str) -> HungProce
         pid: The process.
         threads: Threads of the process, as in the result of `python_stacks`.
     """
-    status = status_of(pid)
+    status = read_status(pid)
     seen = HungProcess(
         pid=pid,
         name=status.get("Name", "?"),
@@ -365,7 +365,7 @@ def nccl_status(pids: Sequence[int]) -> str:
         for _ in range(_RAS_TRIES):
             with suppress(OSError, ValueError):
                 inodes = listening_inodes(int(port)).keys()
-                if not any(inodes & {*sockets_of(pid).values()} for pid in pids):
+                if not any(inodes & {*list_sockets(pid).values()} for pid in pids):
                     break  # Another job listens there, or no process at all.
                 return _ras_status(host.strip("[]"), int(port))
     return ""
@@ -404,7 +404,7 @@ def examine_carriers(wanted: Mapping[str, str], within_s: float) -> HangEvidence
         wanted: Names and values of the environment variables.
         within_s: Time limit in seconds.
     """
-    carriers = [pid for pid in all_pids() if not is_zombie(pid) and carries(pid, wanted)]
+    carriers = [pid for pid in all_pids() if not is_zombie(pid) and was_started_with(pid, wanted)]
     gathered = evidence(carriers[:_CARRIERS_AT_MOST], within_s)
     return gathered | {"text": gathered["text"][:_TEXT_AT_MOST]}
 
@@ -421,7 +421,7 @@ def abort_python(processes: Iterable[ProcessId], within_s: float) -> None:
         within_s: Time limit in seconds for all processes together.
     """
     deadline = time.monotonic() + within_s
-    asked = [process for process in processes if catches(process.pid, signal.SIGABRT)]
+    asked = [process for process in processes if handles_signal(process.pid, signal.SIGABRT)]
     for process in asked:
         # Stop all processes first. Otherwise a process that waits for another one would continue
         # when that one ends, and its stack would not show the wait.
@@ -552,13 +552,13 @@ class Diagnosis:
 
     def _dies_unheard(self, pid: int) -> bool:
         """Return True if the stop signal would end a process that does not handle it."""
-        if catches(pid, self.command.stop_signal):
+        if handles_signal(pid, self.command.stop_signal):
             return False
         # The stop signal only reaches the process group of the component's first process. Spare
         # processes outside this group if the first process handles the signal: it may save a
         # checkpoint and need them for that.
         first = self.process.pid or 0
-        saves = catches(first, self.command.stop_signal)
+        saves = handles_signal(first, self.command.stop_signal)
         return not saves or _group_of(pid) == _group_of(first)
 
     async def _abort_late(self) -> None:

@@ -147,7 +147,7 @@ _PACKAGES = ("muster", "ray", "prefect")
 def look(shared: str, folder: str, name: str, ray_dir: str) -> dict[str, Any]:
     """Gather the facts about this machine, and write a test file into the shared directory.
 
-    Other nodes then check that they can read the file (see `names_unseen`).
+    Other nodes then check that they can read the file (see `find_unreadable_files`).
 
     Args:
         shared: Directory that should be shared by all nodes.
@@ -160,7 +160,7 @@ def look(shared: str, folder: str, name: str, ray_dir: str) -> dict[str, Any]:
     """
     return {
         "machine": machine(),
-        "code": code_here(),
+        "code": digest_code(),
         "versions": _versions(),
         "shared_problem": _write(Path(shared), Path(folder), name),
         "shared_free_bytes": _free(shared),
@@ -170,7 +170,7 @@ def look(shared: str, folder: str, name: str, ray_dir: str) -> dict[str, Any]:
     }
 
 
-def code_here() -> dict[str, str]:
+def digest_code() -> dict[str, str]:
     """Return a digest of Muster's code on this machine, to compare it between nodes.
 
     Returns:
@@ -192,7 +192,7 @@ def code_here() -> dict[str, str]:
     return {"digest": digest.hexdigest()[:12], "problem": ""}
 
 
-def names_unseen(folder: str, names: Sequence[str]) -> dict[str, Any]:
+def find_unreadable_files(folder: str, names: Sequence[str]) -> dict[str, Any]:
     """Return the names of the nodes whose test files cannot be read on this machine.
 
     Waits some seconds, because a network file system may show new files late.

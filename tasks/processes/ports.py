@@ -18,9 +18,9 @@ from pathlib import Path
 from tasks.processes import tree
 from tasks.processes.sockets import (
     ListeningSocket,
+    list_sockets,
     listening_inodes,
     listening_sockets,
-    sockets_of,
     user_of_connection,
 )
 
@@ -28,11 +28,11 @@ __all__ = (
     "Listener",
     "ListeningSocket",
     "PortsReserved",
-    "is_listened",
+    "has_listener",
+    "list_sockets",
     "listeners",
     "listening_inodes",
     "listening_sockets",
-    "sockets_of",
     "user_of_connection",
 )
 
@@ -245,7 +245,7 @@ class Listener:
             return False
 
 
-def is_listened(port: int) -> bool:
+def has_listener(port: int) -> bool:
     """Return True if a process listens on a TCP port at any address of this machine.
 
     Raises:
@@ -273,7 +273,7 @@ def listeners(port: int, likely: Iterable[int] = ()) -> list[Listener]:
     for pid in chain(likely, tree.all_pids()):
         if not remaining:
             break
-        if held := {*sockets_of(pid).values()} & remaining.keys():
+        if held := {*list_sockets(pid).values()} & remaining.keys():
             uids = [remaining.pop(inode) for inode in held]
             visible_listeners.append(Listener(pid=pid, uid=uids[0]))
     return visible_listeners + [Listener(pid=0, uid=uid) for uid in remaining.values()]

@@ -14,7 +14,7 @@ from tasks.processes.component import PORT_TAKEN, AttemptContext, ComponentPlan,
 from tasks.processes.guarded import GuardedProcess
 from tasks.processes.hang_report import Diagnosis
 from tasks.processes.identity import ProcessId
-from tasks.processes.ports import Listener, is_listened, listeners
+from tasks.processes.ports import Listener, has_listener, listeners
 from tasks.processes.probes import ComponentProbe, NotifyProbe, size_of
 from tasks.processes.registry import RegisterEntry
 from tasks.record.outcome import GivenUp, GiveUpReason
@@ -200,7 +200,7 @@ class ProcessMember(Member):
             GivenUp: The kernel cannot be asked.
         """
         try:
-            return listeners(port, likely) if is_listened(port) else []
+            return listeners(port, likely) if has_listener(port) else []
         except OSError as error:
             message = f"the process that listens on port {port} cannot be determined: {error}"
             kind = FailureKind.UNKNOWN

@@ -301,7 +301,7 @@ class RunRegister:
 class LostRun:
     """A registered run whose owner has died. The calling process holds the lock on its directory.
 
-    Use `claimed` to get one.
+    Use `claim_lost_run` to get one.
     """
 
     def __init__(self, directory: Path, owner: Owner) -> None:
@@ -347,7 +347,7 @@ class LostRun:
 
 
 @contextmanager
-def claimed(run_id: str, *, host: str | None = None) -> Iterator[LostRun | None]:
+def claim_lost_run(run_id: str, *, host: str | None = None) -> Iterator[LostRun | None]:
     """Lock a run whose owner has died, so that no other process finishes it at the same time.
 
     Args:
@@ -382,7 +382,7 @@ def registered_runs() -> list[str]:
         return []
 
 
-def owner_of(run_id: str) -> Owner | None:
+def read_owner(run_id: str) -> Owner | None:
     """Return the registered owner of a run, which may be dead.
 
     Returns:
@@ -406,7 +406,7 @@ def teardown_s(process: int | None = None) -> float:
     """
     longest_s = 0.0
     for run_id in registered_runs():
-        owner = owner_of(run_id)
+        owner = read_owner(run_id)
         if owner is None or process not in (None, owner.process.pid):
             continue
         directory = _live() / run_id

@@ -145,7 +145,7 @@ class SharedMemoryWatch:
         made: set[Path] = set()
         try:
             if wanted:
-                made = held_by(self._own_pids(), wanted)
+                made = find_used_files(self._own_pids(), wanted)
         except OSError as error:  # No more files can be opened, for example.
             _log.warning(
                 "the process that made %s could not be determined: %s",
@@ -186,7 +186,7 @@ class SharedMemoryWatch:
         return gone
 
 
-def held_by(pids: Iterable[int], wanted: set[Path]) -> set[Path]:
+def find_used_files(pids: Iterable[int], wanted: set[Path]) -> set[Path]:
     """Return the files from `wanted` that at least one of the processes has open or mapped.
 
     Raises:
@@ -233,7 +233,7 @@ def remove_unused(paths: Iterable[Path]) -> list[Path]:
     candidates = {path for path in paths if is_own_file(path)}
     removed: list[Path] = []
     try:
-        unused = candidates - held_by(tree.all_pids(), candidates)
+        unused = candidates - find_used_files(tree.all_pids(), candidates)
     except OSError as error:
         _log.warning("shared memory stays, because its users could not be determined: %s", error)
         return removed

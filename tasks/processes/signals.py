@@ -83,7 +83,7 @@ def ignored_signals() -> frozenset[int]:
     return frozenset(number for number in numbers if signal.getsignal(number) == signal.SIG_IGN)
 
 
-def take_dispositions(ignored: Iterable[int]) -> None:
+def ignore_exactly(ignored: Iterable[int]) -> None:
     """Ignore exactly the given signals, and reset all others to their default.
 
     Afterwards, this process behaves like a program that was started with these signals ignored.
@@ -118,7 +118,7 @@ def expect_one_run() -> None:
 
 
 @contextmanager
-def received_by(receive: Callable[[int, float], None]) -> Iterator[None]:
+def receive_signals(receive: Callable[[int, float], None]) -> Iterator[None]:
     """Call a function for each SIGINT, SIGTERM and SIGHUP while the context is open.
 
     The function is called in a separate thread, which reads the signal numbers from Python's wakeup
@@ -181,7 +181,7 @@ def _leave_to_thread(signum: int, frame: FrameType | None) -> None:
     """Do nothing.
 
     Python writes a signal's number to the wakeup file descriptor only if the signal has a handler.
-    The thread in `received_by` reads it there.
+    The thread in `receive_signals` reads it there.
     """
 
 

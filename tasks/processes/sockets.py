@@ -352,7 +352,7 @@ def user_of_connection(client: tuple[str, int], server: tuple[str, int]) -> int 
         return table.user_of_connection(client, server)
 
 
-def sockets_of(pid: int, proc: str = "/proc") -> dict[int, str]:
+def list_sockets(pid: int, proc: str = "/proc") -> dict[int, str]:
     """Return the inodes of the sockets that a process has open.
 
     Returns:
@@ -366,7 +366,7 @@ def sockets_of(pid: int, proc: str = "/proc") -> dict[int, str]:
     return {fd: target[8:-1] for fd, target in files if target.startswith("socket:[")}
 
 
-def inodes_held(pids: Iterable[int], wanted: Iterable[str]) -> set[str]:
+def find_open_inodes(pids: Iterable[int], wanted: Iterable[str]) -> set[str]:
     """Return the inodes from `wanted` whose sockets at least one of the processes has open.
 
     Raises:
@@ -377,7 +377,7 @@ def inodes_held(pids: Iterable[int], wanted: Iterable[str]) -> set[str]:
     for pid in pids:
         if not missing:
             break
-        held_by_pid = missing.intersection(sockets_of(pid).values())
+        held_by_pid = missing.intersection(list_sockets(pid).values())
         held |= held_by_pid
         missing -= held_by_pid
     return held
@@ -410,7 +410,7 @@ def verified_listeners(
         # Check twice. Between the list of sockets and the list of processes, a new process may have
         # started or a socket may have been closed.
         for _ in range(2):
-            foreign -= inodes_held(tree(), foreign)
+            foreign -= find_open_inodes(tree(), foreign)
             if not foreign:
                 break
             users = table.listeners(port, host)
@@ -435,6 +435,6 @@ def _named_holder(user: int, inodes: Iterable[str]) -> str:
     except KeyError:
         name = str(user)
     for pid in (int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
-        if inodes_held([pid], inodes):
+        if find_open_inodes([pid], inodes):
             return f"a process of user {name}: pid {pid} ({read_command_line(pid)[:200]})"
     return f"a process of user {name}"

@@ -22,7 +22,7 @@ from prefect.client.schemas.objects import TERMINAL_STATES, FlowRun, State, Work
 from prefect.exceptions import PrefectException
 from prefect.states import Running
 
-from tasks.processes.devices import DeviceHeld, DeviceLease, Devices, listed
+from tasks.processes.devices import DeviceHeld, DeviceLease, Devices, format_devices
 from tasks.processes.identity import host_name
 from tasks.queue import grants
 from tasks.queue.decision import Refused, SchedulingPass
@@ -64,7 +64,9 @@ class Admitted:
     devices: DeviceLease | None
 
     def __str__(self) -> str:
-        device_text = f", GPU {listed(self.devices.indices)}" if self.devices is not None else ""
+        device_text = (
+            f", GPU {format_devices(self.devices.indices)}" if self.devices is not None else ""
+        )
         return ", ".join(self.nodes) + device_text
 
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tasks.processes.devices import BadDevices, Devices, leased
+from tasks.processes.devices import BadDevices, Devices, read_leases
 from tasks.processes.identity import host_name
 from tasks.queue.packing import Demand
 from tasks.queue.settings import DEFAULT_POOL, PoolSettings, TableNode, merge_settings
@@ -189,7 +189,7 @@ class Capacity:
             name=host_name(),
             gpus=len(devices.indices),
             devices=devices.indices,
-            leased=leased(devices),
+            leased=read_leases(devices),
         )
 
     async def close(self) -> None:

@@ -18,7 +18,7 @@ from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.objects import State, StateType
 from pydantic import ValidationError
 
-from tasks.processes.ending import holders_of
+from tasks.processes.ending import find_holders
 from tasks.queue import grants
 from tasks.queue.decision import Refused, SchedulingPass, find_overgranted, own_settings, pool_of
 from tasks.queue.grants import SchedulerProcess
@@ -280,7 +280,7 @@ class QueueReader:
         # The recorded process id of the flow run is no proof. The worker may have been killed after
         # it started the process and before it recorded the id. Or the recorded process may have
         # ended with the worker. So the processes of this host are searched.
-        pids = holders_of(FLOW_RUN_VARIABLE).pids
+        pids = find_holders(FLOW_RUN_VARIABLE).pids
         return age_s > _SPAWN_TIMEOUT_S and not pids.get(str(entry.id))
 
     async def _read_clusters(

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tasks.processes.signals import ignore_until_exit, ignored_signals, take_dispositions
+from tasks.processes.signals import ignore_exactly, ignore_until_exit, ignored_signals
 from tasks.record.places import muster_home
 from tasks.spec.ownership import peer_of, require_own_peer
 
@@ -200,7 +200,7 @@ class Caller:
 
     def take_signals(self) -> None:
         """Let this process ignore exactly the signals that the `muster train` command ignores."""
-        take_dispositions(self.order["ignored"])
+        ignore_exactly(self.order["ignored"])
 
     def receive_permission(self) -> bool:
         """Prepare this process, and wait until the `muster train` command lets it begin.

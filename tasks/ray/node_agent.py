@@ -37,7 +37,7 @@ from typing import Any
 import tasks
 from tasks.processes.ending import end_carriers
 from tasks.processes.hang_report import examine_carriers
-from tasks.processes.machine import forget, gpus_seen, look, names_unseen
+from tasks.processes.machine import find_unreadable_files, forget, gpus_seen, look
 from tasks.processes.tree import all_pids, belongs_to_own_user, machine, read_environment
 
 #: Ray namespace of the agents, and namespace of their addresses in the cluster's key-value table.
@@ -59,7 +59,7 @@ ORDERS: Mapping[str, Callable[..., Mapping[str, Any]]] = {
     "sweep": end_carriers,
     "examine": examine_carriers,
     "look": _look_at_machine,
-    "compare": names_unseen,
+    "compare": find_unreadable_files,
     "tidy": forget,
     "gpus": gpus_seen,
     "greet": dict,

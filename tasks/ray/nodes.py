@@ -30,7 +30,7 @@ from typing import IO, Any
 
 from tasks.processes import tree
 from tasks.processes.hang_report import HangEvidence
-from tasks.processes.machine import code_here
+from tasks.processes.machine import digest_code
 from tasks.ray import control_store
 from tasks.ray.dashboard import Dashboard, Denied, NoAnswer, count_accelerators, driver_env
 from tasks.ray.node_agent import NAMESPACE, OF_MACHINES, signed_text
@@ -124,7 +124,7 @@ class AgentKey:
         )
         modulus = f"{private.public_key().public_numbers().n:x}"
         key_digest = hashlib.sha256(modulus.encode()).hexdigest()[:12]
-        code_digest = code_here()["digest"] or "unknown"
+        code_digest = digest_code()["digest"] or "unknown"
         return AgentKey(private, modulus, f"agent-{key_digest}-{code_digest}-")
 
     def sign(self, text: bytes) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from tasks.processes import tree
 from tasks.processes.guarded import KILL_WITHIN_S, Command, GuardedProcess
 from tasks.processes.identity import ProcessId
-from tasks.processes.ports import PortsReserved, is_listened, listeners
+from tasks.processes.ports import PortsReserved, has_listener, listeners
 from tasks.processes.registry import RegisterEntry, enter, leave
 from tasks.processes.shortage import OWN_SHORTAGES
 from tasks.record.causes import read_tail
@@ -271,7 +271,7 @@ class LocalHost:
         own_pids: set[int] = set()
         if server is not None:
             own_pids = set(tree.descendants(server.process.guardian_pid))
-        used_ports = (port for port in slot.listens_on if is_listened(port))
+        used_ports = (port for port in slot.listens_on if has_listener(port))
         return any(
             listener.pid not in own_pids
             for port in used_ports

@@ -22,7 +22,7 @@ from uuid import UUID
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 
-from tasks.processes.signals import CtrlC, received_by
+from tasks.processes.signals import CtrlC, receive_signals
 from tasks.server.events import client_settings
 from tasks.server.flow_process import started_by_others
 from tasks.server.flow_runs import CANCELLING_NOW, thread_here
@@ -157,7 +157,7 @@ def ended_from_outside(
     watcher = thread_here("cancel-watch", watch_server)
     watcher.start()
     try:
-        with received_by(wishes.take_signal):
+        with receive_signals(wishes.take_signal):
             yield
     finally:
         is_over.set()

@@ -21,7 +21,7 @@ from prefect.utilities.urls import url_for
 
 from tasks.processes.devices import Devices
 from tasks.processes.identity import ProcessId
-from tasks.processes.registry import owner_of, registered_runs
+from tasks.processes.registry import read_owner, registered_runs
 from tasks.processes.signals import expect_one_run, ignore_until_exit, interrupt_on_signals
 from tasks.record.run_json import RunJson
 from tasks.server.flow_process import (
@@ -162,7 +162,7 @@ def _check_devices(spec: RunSpec) -> None:
 def _describe_leftovers() -> str:
     """Return a message that names the runs of this process that may have leftovers."""
     this_process = ProcessId.of(os.getpid())
-    owners = [owner_of(run) for run in registered_runs()]
+    owners = [read_owner(run) for run in registered_runs()]
     run_ids = [owner.run_id for owner in owners if owner and owner.process == this_process]
     if not run_ids:
         return "nothing is left running"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tasks.processes.component import AttemptPlan, ComponentPlan
 from tasks.processes.containment import Containment, probe
-from tasks.processes.devices import listed
+from tasks.processes.devices import format_devices
 from tasks.processes.guarded import Command
 from tasks.ray.dashboard import CLUSTERS_VARIABLE, Dashboard
 from tasks.ray.job import RayJob
@@ -242,7 +242,7 @@ class GpuGrant:
         env = {"MUSTER_NODES": ",".join(self.nodes)}
         if not self.devices:
             return env
-        devices = listed(self.divide_devices(spec)[name])
+        devices = format_devices(self.divide_devices(spec)[name])
         if self.kind == "nvidia":
             # By default, CUDA numbers the devices by speed. Muster uses the numbers of the driver.
             env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"

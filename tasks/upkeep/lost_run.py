@@ -22,9 +22,9 @@ from typing import Any
 from prefect.client.schemas.objects import FlowRun, State
 
 from tasks.processes import registry
-from tasks.processes.ending import holders_of
+from tasks.processes.ending import find_holders
 from tasks.processes.identity import host_name
-from tasks.processes.registry import JobEntry, LostRun, Remains, claimed, owner_of
+from tasks.processes.registry import JobEntry, LostRun, Remains, claim_lost_run, read_owner
 from tasks.ray.dashboard import add_listed_clusters
 from tasks.ray.end import JobEnd
 from tasks.ray.job import stop_submission
@@ -153,7 +153,7 @@ def keep_jobs(lost: LostRun, loss: FlowLoss) -> RunReport | None:
     report = make_report(lost, loss)
     if owner.flow_run_id is None or owner.api_url is None or not has_adoptable_attempt(lost):
         return None
-    if holders_of(FLOW_RUN_VARIABLE).pids.get(owner.flow_run_id):
+    if find_holders(FLOW_RUN_VARIABLE).pids.get(owner.flow_run_id):
         return report
     try:
         with talking_to(owner.api_url) as client:
@@ -288,7 +288,7 @@ def finish_run(lost: LostRun, loss: FlowLoss, *, goes_on_here: bool = False) -> 
         pass
     elif goes_on_here:
         record, is_changed = write_final_record(directory, replace(loss, is_waiting=True))
-    elif pids := holders_of(FLOW_RUN_VARIABLE).pids.get(flow_run_id):
+    elif pids := find_holders(FLOW_RUN_VARIABLE).pids.get(flow_run_id):
         # The run was started again, and its new process is not in the registry yet.
         open = f"another process of its flow run is running (pid {pids[0]})"
     elif owner.api_url is None:
@@ -369,7 +369,7 @@ def finish_predecessor(run_id: str, *, adopts: bool = False) -> None:
     """
     deadline = time.monotonic() + _PREDECESSOR_TIMEOUT_S
     while True:
-        with claimed(run_id) as lost:
+        with claim_lost_run(run_id) as lost:
             if lost is not None:
                 loss, leftovers = end_processes(lost, deadline)
                 if not leftovers and adopts and has_adoptable_attempt(lost):
@@ -384,7 +384,7 @@ def finish_predecessor(run_id: str, *, adopts: bool = False) -> None:
                     )
                 finish_run(lost, loss, goes_on_here=True)
                 return
-        owner = owner_of(run_id)
+        owner = read_owner(run_id)
         if owner is None or owner.host != host_name() or owner.process.is_alive():
             return
         if time.monotonic() > deadline:

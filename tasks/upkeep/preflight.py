@@ -25,8 +25,8 @@ from rich.filesize import decimal
 
 from tasks.processes.devices import BadDevices, Devices
 from tasks.processes.identity import host_name
-from tasks.processes.machine import code_here, look, names_unseen
-from tasks.processes.registry import owner_of
+from tasks.processes.machine import digest_code, find_unreadable_files, look
+from tasks.processes.registry import read_owner
 from tasks.ray.dashboard import add_listed_clusters
 from tasks.ray.nodes import NodeClient, connect_to_nodes, find_gcs_address
 from tasks.record.places import muster_home
@@ -397,7 +397,7 @@ async def _survey_nodes(address: str, shared: Path, within_s: float) -> Survey:
     return Survey(
         nodes=nodes,
         shared=str(shared),
-        code=code_here()["digest"],
+        code=digest_code()["digest"],
         running_run_ids=frozenset(filter(_may_be_alive, run_ids)),
     )
 
@@ -444,7 +444,7 @@ async def _check_nodes(
 
         elsewhere = [node_id for node_id, answer in comparison.answers.items() if answer["unseen"]]
         others = [node_id for node_id in writers if node_id not in elsewhere]
-        elsewhere += names_unseen(str(folder), others)["unseen"]
+        elsewhere += find_unreadable_files(str(folder), others)["unseen"]
 
         # These nodes see another directory. This machine cannot delete their files there, so they
         # delete them themselves.
@@ -482,7 +482,7 @@ def _devices_problem() -> str:
 
 def _may_be_alive(run_id: str) -> bool:
     """Return True if the flow process of a run is running or may be running."""
-    owner = owner_of(run_id)
+    owner = read_owner(run_id)
     # Several hosts can share a registry. This host cannot check a process of another host, so that
     # process counts as running.
     return owner is not None and (owner.host != host_name() or owner.process.is_alive())

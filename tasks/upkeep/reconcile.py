@@ -26,9 +26,9 @@ from prefect.events import emit_event
 from prefect.events.worker import EventsWorker
 from prefect.settings import PREFECT_API_URL
 
-from tasks.processes.ending import holders_of
+from tasks.processes.ending import find_holders
 from tasks.processes.identity import host_name
-from tasks.processes.registry import LostRun, claimed, owner_of, registered_runs
+from tasks.processes.registry import LostRun, claim_lost_run, read_owner, registered_runs
 from tasks.record.final_record import has_failed_by_loss
 from tasks.record.places import RunPlace
 from tasks.record.run_json import RunJson
@@ -128,7 +128,7 @@ def _finish_lost_runs(host: str) -> Iterator[RunReport]:
     deadline_s = time.monotonic() + _SETTLE_TIMEOUT_S
     for run_id in registered_runs():
         try:
-            with claimed(run_id, host=host) as lost:
+            with claim_lost_run(run_id, host=host) as lost:
                 if lost is not None and (run := _finish(lost, deadline_s)) is not None:
                     yield run
         except Exception as error:
@@ -234,7 +234,7 @@ def _recorded_end(run: FlowRun) -> State[Any] | None:
 def _describe_host(client: SyncPrefectClient, name: str) -> Host:
     """Collect the facts about a host that decide whether its flow runs are lost."""
     registered: set[str] = set()
-    for owner in filter(None, map(owner_of, registered_runs())):
+    for owner in filter(None, map(read_owner, registered_runs())):
         registered |= {key for key in (owner.run_id, owner.flow_run_id) if key}
     flow_filter = FlowFilter.model_validate({"name": {"any_": ["pipeline"]}})
     pipeline_flows = client.read_flows(flow_filter=flow_filter, limit=1)
@@ -242,7 +242,7 @@ def _describe_host(client: SyncPrefectClient, name: str) -> Host:
         name=name,
         is_lost=name != host_name(),
         upkeep_deployments=frozenset(deployment.id for _, deployment in upkeep_of(client, name)),
-        processes=holders_of(FLOW_RUN_VARIABLE),
+        processes=find_holders(FLOW_RUN_VARIABLE),
         registered=frozenset(registered),
         pipeline_flow=pipeline_flows[0].id if pipeline_flows else None,
     )
@@ -324,7 +324,7 @@ def _check_is_silent(client: SyncPrefectClient, name: str) -> None:
                 "Either cancel its runs, or switch the host off and run this command again after "
                 f"{SILENT_AFTER_S:.0f} s."
             )
-    owners = filter(None, map(owner_of, registered_runs()))
+    owners = filter(None, map(read_owner, registered_runs()))
     known_hosts = {owner.host for owner in owners} | {
         host_of(run) for run in held_flow_runs(client)
     }

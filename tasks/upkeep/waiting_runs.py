@@ -23,7 +23,7 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import State
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from tasks.processes.registry import owner_of
+from tasks.processes.registry import read_owner
 from tasks.record.disk import write_json
 from tasks.record.events import EventLog
 from tasks.record.places import RunPlace, muster_home, read_own_file
@@ -178,7 +178,7 @@ def _close_if_ended(note: WaitingRunNote) -> RunReport | None:
     Returns:
         None if the record was not closed.
     """
-    if owner_of(note.run_id) is not None:
+    if read_owner(note.run_id) is not None:
         # The next process of the run has started. If it was killed, the reconcile of lost runs
         # closes the record.
         return None

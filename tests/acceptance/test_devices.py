@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tasks.processes.devices import DeviceLease, Devices, leased
+from tasks.processes.devices import DeviceLease, Devices, read_leases
 from tests.acceptance.conftest import Run
 from tests.support.ground import ROOT, in_checkout, until
 
@@ -63,11 +63,11 @@ def test_components_of_a_run_share_the_devices_that_are_free(
     run.until_event("attempt.ready")
 
     assert (read_visible_gpus(run, "api"), read_visible_gpus(run, "trainer")) == ("0", "2,3")
-    assert sorted(leased(devices)) == [0, 1, 2, 3]
+    assert sorted(read_leases(devices)) == [0, 1, 2, 3]
 
     run.process.send_signal(signal.SIGINT)
     assert run.wait() == 130
-    assert leased(devices) == {1: "another program"}
+    assert read_leases(devices) == {1: "another program"}
     other_lease.close()
 
 
@@ -123,7 +123,7 @@ def test_devices_of_a_killed_run_stay_leased_until_its_last_process_has_ended(
     run.process.send_signal(signal.SIGKILL)
 
     while True:
-        leases = leased(devices)
+        leases = read_leases(devices)
         is_alive = os.path.exists(f"/proc/{pid}")
         assert leases or not is_alive
         if not leases:

@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tasks.processes.shared_memory import held_by
+from tasks.processes.shared_memory import find_used_files
 
 
 def is_alive_loop(
@@ -115,7 +115,7 @@ def look_for_makers(
         check_counts |= dict.fromkeys(paths - known_paths, 0)
         known_paths = paths
         if check_counts:
-            held_by(own_pids(), set(check_counts))
+            find_used_files(own_pids(), set(check_counts))
         check_counts = {path: n + 1 for path, n in check_counts.items() if n + 1 < 4}
         time.sleep(0.05)
 

@@ -132,7 +132,7 @@ def plain(task: str, gcs_address: str, shared: str) -> None:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from tasks.processes.ending import end_carriers
-    from tasks.processes.machine import look, names_unseen
+    from tasks.processes.machine import find_unreadable_files, look
 
     ray.init(gcs_address, log_to_driver=False, logging_level=40)
     options = {
@@ -155,7 +155,8 @@ def plain(task: str, gcs_address: str, shared: str) -> None:
     ]
     ray.get(node_checks)
     comparisons = [
-        ray.remote(**o)(names_unseen).remote(str(folder), list(options)) for o in options.values()
+        ray.remote(**o)(find_unreadable_files).remote(str(folder), list(options))
+        for o in options.values()
     ]
     ray.get(comparisons)
 

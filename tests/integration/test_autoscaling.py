@@ -40,7 +40,7 @@ def test_nodes_are_added_for_a_queued_gang_and_removed_after_its_end(
     version: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gate, "GateLease", FreeLease)
-    monkeypatch.setattr(scheduling_pass, "holders_of", lambda _variable: SimpleNamespace(pids={}))
+    monkeypatch.setattr(scheduling_pass, "find_holders", lambda _variable: SimpleNamespace(pids={}))
     for name, value in RAY_ENV.items():
         monkeypatch.setenv(name, value)
     with start_autoscaled_cluster(version, max_nodes=2) as cluster:

@@ -14,7 +14,7 @@ import pytest
 
 from tasks.processes import cgroup, registry, tree
 from tasks.processes.containment import Containment, Level, probe
-from tasks.processes.registry import RunRegister, claimed
+from tasks.processes.registry import RunRegister, claim_lost_run
 from tasks.processes.shared_memory import remove_unused
 from tasks.spec.probes import ReadyProbe
 from tests.support.shapes import SHAPES
@@ -275,7 +275,7 @@ def test_process_cannot_claim_its_own_living_run_as_lost(
     supervisor = stage.supervise(stage.component("trainer"), register=register)
     supervisor.start("trainer")
 
-    with claimed(RUN_ID) as lost_run:
+    with claim_lost_run(RUN_ID) as lost_run:
         assert lost_run is None
 
     assert is_alive(stage.pid_of("trainer"))

@@ -19,7 +19,7 @@ import pytest
 
 from tasks.processes import tree
 from tasks.processes.ports import listeners
-from tasks.processes.registry import claimed, finish, registered_runs
+from tasks.processes.registry import claim_lost_run, finish, registered_runs
 from tasks.rollout.component import FleetPlan
 from tasks.spec.probes import ReadyProbe
 from tests.support.stage import DEADLINE_S, RUN_ID, Stage, free_port, is_alive, wait_until
@@ -452,7 +452,7 @@ def test_leftovers_after_all_processes_were_killed_are_in_the_registry(
     fleet.wait()
     daemons = [pid for pid in other_descendants if is_alive(pid)]
 
-    with claimed(RUN_ID) as lost_run:
+    with claim_lost_run(RUN_ID) as lost_run:
         assert lost_run is not None
         assert {entry.component for entry in lost_run.entries} == {"rollout.r0", "rollout.r1"}
         cleanup = finish(lost_run)

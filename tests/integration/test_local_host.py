@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from tasks.processes import tree
-from tasks.processes.ports import is_listened
+from tasks.processes.ports import has_listener
 from tasks.processes.registry import RegisterEntry
 from tasks.record.disk import DiskThread
 from tasks.rollout.backends import Ask
@@ -167,7 +167,7 @@ async def test_server_whose_port_is_taken_dies_of_a_port_conflict(hosts: Hosts) 
     host = hosts()
     port = free_port()
     await host.start(build_http_slot(port, 0), 1)
-    await until(lambda: is_listened(port), "the first server listens")
+    await until(lambda: has_listener(port), "the first server listens")
     assert await host.ports_taken([build_http_slot(port, 0)]) == frozenset()
     assert await host.ports_taken([build_http_slot(port, 1)]) == {1}
     await host.start(build_http_slot(port, 1), 1)
@@ -242,7 +242,7 @@ async def test_probe_returns_the_answer_of_the_server(hosts: Hosts) -> None:
     port = free_port()
     assert await host.ask(0, HEALTH, 1.0) == "rank 0 has no address to be asked at"
     await host.start(build_http_slot(port), 1)
-    await until(lambda: is_listened(port), "the server listens")
+    await until(lambda: has_listener(port), "the server listens")
     assert await host.ask(0, HEALTH, DEADLINE_S) is None
     why = await host.ask(0, Ask(method="GET", path="/generate"), DEADLINE_S)
     assert why == "GET /generate: 503 the engine is dead"

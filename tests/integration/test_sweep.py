@@ -180,7 +180,7 @@ def test_agents_of_an_old_code_version_end_and_hold_no_gpus(
     old = list_agents(own_cluster)
     free = asyncio.run(free_gpus(own_cluster.gcs_address))
 
-    monkeypatch.setattr(nodes, "code_here", lambda: {"digest": "another"})
+    monkeypatch.setattr(nodes, "digest_code", lambda: {"digest": "another"})
     AgentKey.of.cache_clear()
     report = asyncio.run(sweep(own_cluster.gcs_address, run_id=run_id))
     both = list_agents(own_cluster)

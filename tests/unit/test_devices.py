@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from tasks.processes import devices as module
-from tasks.processes.devices import BadDevices, DeviceHeld, DeviceLease, Devices, leased, parsed
+from tasks.processes.devices import (
+    BadDevices,
+    DeviceHeld,
+    DeviceLease,
+    Devices,
+    parse_devices,
+    read_leases,
+)
 from tests.support.fake_nvml import FakeNvml, Gpu
 
 
@@ -33,13 +40,13 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, muster_home: Path) -> None:
     ("text", "found"), [("", ()), ("0,1,4-7", (0, 1, 4, 5, 6, 7)), (" 3 , 3 ", (3,)), ("2-2", (2,))]
 )
 def test_devices_are_listed_and_ranged(text: str, found: tuple[int, ...]) -> None:
-    assert parsed(text, "MUSTER_GPUS") == found
+    assert parse_devices(text, "MUSTER_GPUS") == found
 
 
 @pytest.mark.parametrize("text", ["a", "3-1", "-1", "0;1", "GPU-7f"])
 def test_what_is_no_device_is_named(text: str) -> None:
     with pytest.raises(BadDevices, match="Write MUSTER_GPUS=0,1,4-7"):
-        parsed(text, "MUSTER_GPUS")
+        parse_devices(text, "MUSTER_GPUS")
 
 
 def test_all_of_the_driver_s_may_be_given(nvml: FakeNvml) -> None:
@@ -118,9 +125,9 @@ def test_a_device_is_leased_to_one_at_a_time(stand_ins: None) -> None:
     with pytest.raises(DeviceHeld, match=r"device 2 of .* is held by run-a"):
         DeviceLease(here, (3, 2), "run-b")
 
-    assert leased(here) == {1: "run-a", 2: "run-a"}
+    assert read_leases(here) == {1: "run-a", 2: "run-a"}
     first.close()
-    assert leased(here) == {}
+    assert read_leases(here) == {}
     DeviceLease(here, (3, 2), "run-b").close()
 
 
@@ -135,12 +142,12 @@ def test_a_lease_dies_with_its_owner(stand_ins: None) -> None:
     other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:
         assert other.stdout is not None and other.stdout.readline() == "has\n"
-        assert leased(Devices.here()) == {0: "other"}
+        assert read_leases(Devices.here()) == {0: "other"}
     finally:
         other.kill()
         other.wait()
 
-    assert leased(Devices.here()) == {}
+    assert read_leases(Devices.here()) == {}
 
 
 def test_a_lease_says_what_its_driver_shows_no_more(nvml: FakeNvml) -> None:

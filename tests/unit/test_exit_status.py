@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from tasks.processes import child_watch, tree
-from tasks.processes.child_watch import exit_of
+from tasks.processes.child_watch import read_exit
 from tasks.processes.identity import ProcessId
 from tasks.record.outcome import Exit
 
@@ -79,7 +79,7 @@ def keeps_status() -> bool:
 @pytest.mark.parametrize(("code", "exit_code", "signum"), ENDS)
 def test_status_of_a_zombie_is_known(code: str, exit_code: int | None, signum: int | None) -> None:
     with grandchild(code) as (pidfd, process, _):
-        exit = exit_of(pidfd, process)
+        exit = read_exit(pidfd, process)
 
     assert (exit.exit_code, exit.signal) == (exit_code, signum)
 
@@ -91,7 +91,7 @@ def test_status_of_a_process_that_its_parent_has_reaped_is_known(
 ) -> None:
     with grandchild(code) as (pidfd, process, parent):
         reap(parent)
-        exit = exit_of(pidfd, process)
+        exit = read_exit(pidfd, process)
 
     assert (exit.exit_code, exit.signal) == (exit_code, signum)
 
@@ -100,7 +100,7 @@ def test_older_kernel_is_no_reason_to_guess(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(child_watch, "_PIDFD_GET_INFO", 0)
     with grandchild("exit 42") as (pidfd, process, parent):
         reap(parent)
-        exit = exit_of(pidfd, process)
+        exit = read_exit(pidfd, process)
 
     assert (exit.exit_code, exit.signal) == (None, None)
     assert str(exit).startswith("exit status unknown: ")
@@ -110,6 +110,6 @@ def test_older_kernel_is_no_reason_to_guess(monkeypatch: pytest.MonkeyPatch) -> 
 def test_zombie_with_anothers_number_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with grandchild("exit 42") as (pidfd, process, _):
         monkeypatch.setattr(tree, "start_ticks", lambda pid: process.start_ticks + 1)
-        exit: Exit = exit_of(pidfd, process)
+        exit: Exit = read_exit(pidfd, process)
 
     assert exit.exit_code is None

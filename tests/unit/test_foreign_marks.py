@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from deployments.stack.state import processes_of
-from tasks.processes.ending import end_carriers, end_marked, holders_of
+from tasks.processes.ending import end_carriers, end_marked, find_holders
 from tasks.processes.machine import look
 from tasks.processes.tree import new_mark
 from tests.support.another_user import (
@@ -78,7 +78,7 @@ def test_process_with_copied_variables_is_no_leftover(impostor: Impostor, tmp_pa
     process = impostor(MUSTER_RUN_ID=run_id, MUSTER_STACK=run_id, PREFECT__FLOW_RUN_ID=run_id)
 
     swept = end_carriers({"MUSTER_RUN_ID": run_id})
-    holders = holders_of("PREFECT__FLOW_RUN_ID")
+    holders = find_holders("PREFECT__FLOW_RUN_ID")
     carriers = look(str(tmp_path), str(tmp_path), "name", str(tmp_path))["carriers"]
 
     assert (swept["killed"], swept["left"]) == ([], [])

@@ -50,7 +50,7 @@ TWO_NODES = template(8, 8)
 def no_other_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the lease, so that no other scheduler exists, and hide the processes of runs."""
     monkeypatch.setattr(gate, "GateLease", FreeLease)
-    monkeypatch.setattr(scheduling_pass, "holders_of", lambda _variable: SimpleNamespace(pids={}))
+    monkeypatch.setattr(scheduling_pass, "find_holders", lambda _variable: SimpleNamespace(pids={}))
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.processes.hang_report import catches, kernel_view, status_of
+from tasks.processes.hang_report import handles_signal, kernel_view, read_status
 
 #: Nobody's: the kernel gives none as high.
 PID = 1 << 22
@@ -105,8 +105,8 @@ def test_signals_that_are_caught_are_read_by_their_bits(
         (tmp_path / "7").mkdir()
         (tmp_path / "7" / "status").write_text(f"Name:\tpython\nSigCgt:\t{caught}\n")
 
-    assert catches(7, signum, tmp_path) is has
+    assert handles_signal(7, signum, tmp_path) is has
 
 
 def test_status_of_a_process_that_is_gone_is_empty(proc: Path) -> None:
-    assert status_of(11, proc) == {}
+    assert read_status(11, proc) == {}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.processes.machine import code_here, forget, gpus_seen, look, names_unseen
+from tasks.processes.machine import digest_code, find_unreadable_files, forget, gpus_seen, look
 from tests.support.fake_nvml import FakeNvml, Gpu
 
 
@@ -54,7 +54,7 @@ def test_look_writes_a_name_that_others_can_read(tmp_path: Path) -> None:
 
     assert seen["shared_problem"] == ""
     assert seen["shared_free_bytes"] > 0
-    assert names_unseen(str(folder), ["node-a"]) == {"unseen": []}
+    assert find_unreadable_files(str(folder), ["node-a"]) == {"unseen": []}
     forget(str(folder))
     assert list(tmp_path.iterdir()) == []
 
@@ -90,5 +90,5 @@ def test_run_process_is_a_leftover_unless_its_guardian_lives(tmp_path: Path) -> 
 
 
 def test_code_has_a_digest() -> None:
-    assert code_here()["problem"] == ""
-    assert len(code_here()["digest"]) == 12
+    assert digest_code()["problem"] == ""
+    assert len(digest_code()["digest"]) == 12

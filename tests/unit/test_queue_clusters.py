@@ -47,7 +47,7 @@ def spec(gpus: int | None = 8, nodes: int = 1, **ray: Any) -> dict[str, Any]:
 def no_other_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the lease, so that no other scheduler exists, and hide the processes of runs."""
     monkeypatch.setattr(gate, "GateLease", FreeLease)
-    monkeypatch.setattr(scheduling_pass, "holders_of", lambda _variable: SimpleNamespace(pids={}))
+    monkeypatch.setattr(scheduling_pass, "find_holders", lambda _variable: SimpleNamespace(pids={}))
 
 
 class OneNode:

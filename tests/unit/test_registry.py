@@ -18,7 +18,7 @@ from tasks.processes.registry import (
     Owner,
     RegisterEntry,
     RunRegister,
-    claimed,
+    claim_lost_run,
     enter,
     leave,
     registered_runs,
@@ -89,7 +89,7 @@ def lost_owner(home: Path, **changes: object) -> None:
 def test_run_with_a_living_owner_cannot_be_claimed(
     owner: subprocess.Popen[str], home: Path
 ) -> None:
-    with claimed("a-run") as lost:
+    with claim_lost_run("a-run") as lost:
         assert lost is None
     assert registered_runs() == ["a-run"]
 
@@ -98,7 +98,7 @@ def test_run_whose_owner_died_can_be_claimed(owner: subprocess.Popen[str], home:
     owner.send_signal(signal.SIGKILL)
     owner.wait()
 
-    with claimed("a-run") as lost:
+    with claim_lost_run("a-run") as lost:
         assert lost is not None
         assert lost.owner.process.pid == owner.pid
         lost.forget()
@@ -119,14 +119,14 @@ def test_locked_run_cannot_be_claimed_even_if_its_owner_seems_dead(
     gone = content.process.model_copy(update={"start_ticks": 1})
     path.write_text(content.model_copy(update={"process": gone}).model_dump_json())
 
-    with claimed("a-run") as lost:
+    with claim_lost_run("a-run") as lost:
         assert lost is None
 
 
 def test_run_of_another_host_cannot_be_claimed(home: Path) -> None:
     lost_owner(home, host="elsewhere")
 
-    with claimed("a-run") as lost:
+    with claim_lost_run("a-run") as lost:
         assert lost is None
 
 
@@ -134,7 +134,7 @@ def test_run_from_before_a_reboot_has_no_processes(home: Path) -> None:
     before = ProcessId(pid=os.getpid(), start_ticks=1, boot_id="another boot")
     lost_owner(home, process=before)
 
-    with claimed("a-run") as lost:
+    with claim_lost_run("a-run") as lost:
         assert lost is not None
         assert not lost.is_of_this_boot
 
@@ -165,7 +165,7 @@ def test_claimed_run_has_its_entries_and_leftovers(home: Path, tmp_path: Path) -
     lost_owner(home, leftovers=(tmp_path / "muster-x",))
     (home / "live" / "a-run" / "component-trainer.json").write_text(entry().model_dump_json())
 
-    with claimed("a-run") as lost:
+    with claim_lost_run("a-run") as lost:
         assert lost is not None
         assert [e.component for e in lost.entries] == ["trainer"]
         assert lost.owner.leftovers == (tmp_path / "muster-x",)
@@ -179,18 +179,18 @@ def test_unreadable_owner_file_is_skipped_and_kept(home: Path, content: str) -> 
     directory.mkdir(parents=True)
     (directory / "owner.json").write_text(content)
 
-    with claimed("a-run") as lost:
+    with claim_lost_run("a-run") as lost:
         assert lost is None
     assert (directory / "owner.json").read_text() == content
 
 
 def test_time_of_the_first_claim_is_kept(home: Path) -> None:
     lost_owner(home)
-    with claimed("a-run") as lost:
+    with claim_lost_run("a-run") as lost:
         assert lost is not None
         first = lost.seconds_lost()
 
-    with claimed("a-run") as lost:
+    with claim_lost_run("a-run") as lost:
         assert lost is not None
         again = lost.seconds_lost()
 
@@ -210,7 +210,7 @@ def test_claimed_run_has_the_remaining_parts_of_its_components(
     owner.send_signal(signal.SIGKILL)
     owner.wait()
 
-    with claimed("a-run") as lost:
+    with claim_lost_run("a-run") as lost:
         assert lost is not None
         assert [(found.component, found.mark) for found in lost.entries] == [("rollout.r1", 8)]
 
@@ -244,7 +244,7 @@ def test_segment_is_registered_until_it_is_removed(home: Path, tmp_path: Path) -
     mine, removed, others = (tmp_path / name for name in ("mine", "removed", "others"))
 
     def registered() -> list[Path]:
-        owner = registry.owner_of("a-run")
+        owner = registry.read_owner("a-run")
         assert owner is not None
         return list(owner.leftovers)
 

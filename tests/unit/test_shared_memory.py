@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tasks.processes import shared_memory
-from tasks.processes.shared_memory import SharedMemoryWatch, held_by
+from tasks.processes.shared_memory import SharedMemoryWatch, find_used_files
 from tests.support.stage import DEADLINE_S
 
 
@@ -74,8 +74,8 @@ def test_closed_segment_is_held_while_it_is_mapped(tmp_path: Path) -> None:
         file.truncate(4096)
         mapped = mmap.mmap(file.fileno(), 4096)
 
-    held = held_by([os.getpid()], {segment, tmp_path / "segment"})
+    held = find_used_files([os.getpid()], {segment, tmp_path / "segment"})
 
     assert held == {segment}
     mapped.close()
-    assert held_by([os.getpid()], {segment}) == set()
+    assert find_used_files([os.getpid()], {segment}) == set()

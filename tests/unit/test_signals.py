@@ -21,9 +21,9 @@ from prefect.client.schemas.objects import State, StateType
 from tasks.processes.signals import (
     ENDING_SIGNALS,
     CtrlC,
+    ignore_exactly,
     ignored_signals,
-    received_by,
-    take_dispositions,
+    receive_signals,
 )
 from tasks.server import interruption
 from tasks.server.flow_runs import CANCELLING_NOW
@@ -250,7 +250,7 @@ def test_ignored_signal_stays_ignored_during_a_run(
 def test_ignored_signals_are_copied_from_another_program(dispositions: None) -> None:
     signal.signal(INT, signal.SIG_IGN)
 
-    take_dispositions([HUP])
+    ignore_exactly([HUP])
 
     assert {INT, HUP} & ignored_signals() == {HUP}
     assert signal.getsignal(INT) is signal.default_int_handler
@@ -269,7 +269,7 @@ def send(at):
         os.kill(os.getpid(), signum)
 send("before")
 taken = []
-with received_by(lambda signum, at_s: taken.append(signum)):
+with receive_signals(lambda signum, at_s: taken.append(signum)):
     send("during")
 send("between")
 print(taken)
@@ -316,7 +316,7 @@ def test_signal_is_received_while_the_main_thread_waits_for_a_lock() -> None:
         answers.append(is_received.wait(10))
         lock.release()
 
-    with received_by(lambda signum, at_s: is_received.set()):
+    with receive_signals(lambda signum, at_s: is_received.set()):
         signal.pthread_sigmask(signal.SIG_BLOCK, [TERM])
         try:
             thread = threading.Thread(target=accept_signal)

@@ -13,7 +13,7 @@ from contextlib import suppress
 import pytest
 
 from tasks.processes import ending
-from tasks.processes.ending import end_all, end_carriers, holders_of
+from tasks.processes.ending import end_all, end_carriers, find_holders
 from tasks.processes.tree import is_zombie, read_environment
 from tests.support.stage import wait_until
 
@@ -125,7 +125,7 @@ def test_forking_and_exiting_chain_is_killed(start: Start, run_id: str) -> None:
     sweep = end_carriers({"MUSTER_RUN_ID": run_id})
 
     assert sweep["left"] == []
-    wait_until(lambda: run_id not in holders_of("MUSTER_RUN_ID").pids, "none is left")
+    wait_until(lambda: run_id not in find_holders("MUSTER_RUN_ID").pids, "none is left")
 
 
 def test_stopped_process_is_killed(start: Start, run_id: str) -> None:

@@ -11,7 +11,7 @@ from typing import IO
 
 import pytest
 
-from tasks.processes.ending import holders_of
+from tasks.processes.ending import find_holders
 
 
 def plant(proc: Path, pid: str, environ: bytes, cmdline: bytes = b"python\0-m\0x\0") -> Path:
@@ -33,7 +33,7 @@ def test_each_value_has_its_holders(tmp_path: Path) -> None:
     plant(tmp_path, "self", b"RUN=x\0")
     (tmp_path / "uptime").write_text("1")
 
-    found = holders_of("RUN", str(tmp_path))
+    found = find_holders("RUN", str(tmp_path))
 
     assert {value: set(pids) for value, pids in found.pids.items()} == {"x": {1, 2}, "y=z": {3}}
     assert found.hidden == {}
@@ -52,7 +52,7 @@ def test_what_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     # a kernel thread has no command line
     plant(tmp_path, "2", b"", cmdline=b"")
 
-    found = holders_of("RUN", str(tmp_path))
+    found = find_holders("RUN", str(tmp_path))
 
     assert found.pids == {}
     assert found.hidden == {1: "python -m x"}
@@ -68,11 +68,11 @@ def test_a_real_process_is_found_until_it_ends() -> None:
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        found = holders_of(variable).pids
+        found = find_holders(variable).pids
         process.kill()
         # Not reaped yet: a zombie has no environment.
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        found_dead = holders_of(variable).pids
+        found_dead = find_holders(variable).pids
 
     assert found == {value: (process.pid,)}
     assert found_dead == {}
