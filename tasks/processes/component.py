@@ -1,7 +1,7 @@
-"""One component of a running attempt: its plan, start, readiness, liveness and end.
+"""Run one component of an attempt: start it, check it with probes, and end it.
 
-A plan is frozen data in which every port and variable is filled in. A subclass of `Member` runs the
-component as a process of this machine or as a job of a Ray cluster.
+`ComponentPlan` describes a component, with all its ports and variables filled in. A `Member` runs a
+component: one subclass as a process of this machine, another as a job of a Ray cluster.
 """
 
 from __future__ import annotations
@@ -40,35 +40,39 @@ from tasks.spec.watch import WatchRule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComponentPlan:
-    """One component: its command, its probes, and the meaning of its exit."""
+    """Plan of one component: its command, its probes, and the meaning of its exit."""
 
     name: str
     command: Command
     #: Readiness probe. None: the component is ready as soon as its program runs.
     ready: ReadyProbe | None
+    #: Liveness probe. None: only the end of the component is noticed.
     live: LiveProbe | None
+    #: Effect on the run if the component ends with exit code 0.
     on_exit_zero: OnExitZero
-    #: True if the component starts servers on its further ports and watches them itself. Muster
-    #: then checks only `NAME.port`.
+    #: True if the component starts a server on each of its other ports and watches these servers
+    #: itself. Muster then checks only the port `NAME.port`.
     manages_ports: bool = False
-    #: Returns True while the component writes a checkpoint; it may block. None: unknown.
+    #: Returns True while the component writes a checkpoint. The call may block. None: it is unknown
+    #: whether the component writes checkpoints.
     is_saving: Callable[[], bool] | None = None
     #: Returns True if a checkpoint has grown since the last call; it may block. None: unknown.
     has_grown: Callable[[], bool] | None = None
     #: Returns step and time of the newest complete checkpoint, see `find_newest_step`; it may block
     #: and raise OSError. None: the component has no checkpoints.
     find_checkpoint: Callable[[], tuple[int | None, float] | None] | None = None
-    #: Makes the member that runs the component on a cluster. None: a process of this machine.
+    #: Creates the `Member` that runs the component on a Ray cluster. None: run the component as a
+    #: process of this machine.
     make_member: Callable[[ComponentPlan, AttemptContext], Member] | None = None
 
     def is_same_start(self, other: ComponentPlan) -> bool:
-        """Return True if both start the same command and ask the same probes."""
+        """Return True if both plans have the same command and the same probes."""
         return (self.command, self.ready, self.live) == (other.command, other.ready, other.live)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptPlan:
-    """One try at a run."""
+    """Plan of one attempt at a run: its components and settings."""
 
     run_id: str
     #: Number of the attempt, from 1.
@@ -124,14 +128,15 @@ class AttemptPlan:
         return loaded >= last and before >= last
 
 
-#: Time limit in seconds of the last question to a probe.
+#: Time limit in seconds for the last check of a probe, after the end of a component or at the
+#: readiness deadline.
 _LAST_ASK_S = 1.0
 #: Rule name of a failure: a foreign process listens on a port of the run.
 PORT_TAKEN = "port-taken"
 
 
 def tag_of(run_id: str, attempt: int) -> dict[str, str]:
-    """Return the environment variables that identify the guardians of an attempt."""
+    """Return the environment variables of an attempt's guardians, which identify the run."""
     return {"MUSTER_RUN_ID": run_id, "MUSTER_ATTEMPT": str(attempt)}
 
 
@@ -139,11 +144,11 @@ def tag_of(run_id: str, attempt: int) -> dict[str, str]:
 class AttemptContext:
     """Resources that the components of one attempt share.
 
-    They include the guardians, the cgroups, the PID namespace and the run's registry. The plan's
-    level of containment decides which of them are used.
+    They include the guardians, the cgroups, the PID namespace and the run's registry. The level of
+    containment in the plan decides which of them are used.
 
     Call `begin`, then `prepare` for each component, then `settle`. Call `enter` before a component
-    starts and `release` after its end. Call `close` at the end.
+    is started and `release` after its end. Call `close` at the end of the attempt.
     """
 
     plan: AttemptPlan
@@ -169,7 +174,10 @@ class AttemptContext:
         return tag_of(self.plan.run_id, self.plan.number)
 
     def begin(self) -> None:
-        """Create the PID namespace and the template of guardians, if they are needed.
+        """Start the processes that `prepare` needs.
+
+        They are the first process of the PID namespace for containment level L4, and the helper
+        process that forks guardians if there are several components.
 
         Raises:
             OSError: A process could not be started.
@@ -182,7 +190,7 @@ class AttemptContext:
             self.template = self.template or GuardianTemplate(self._tag)
 
     def prepare(self, component: ComponentPlan) -> GuardedProcess:
-        """Return a guardian that waits for a command.
+        """Start a guardian for a component, and return it. It waits for the launch order.
 
         Raises:
             OSError: No guardian could be started.
@@ -199,11 +207,11 @@ class AttemptContext:
         except OSError:
             if self.template is None:
                 raise
-            # The template may have been killed. Without it, each guardian is started as a new
-            # process.
+            # The helper process that forks guardians may have been killed. Start this guardian and
+            # all later ones as new processes.
             self._close_template()
             process = make()
-        # After the end of a guardian, its pid and those of its descendants may be reused.
+        # Forget processes whose guardians have ended, because the kernel may reuse their pids.
         self._processes = [other for other in self._processes if not other.empty.done()]
         self._processes.append(process)
         return process
@@ -216,7 +224,11 @@ class AttemptContext:
         return set(tree.descendants(*(process.guardian_pid for process in self._processes)))
 
     def settle(self) -> None:
-        """Close the template once every guardian exists, and start to watch /dev/shm."""
+        """End the preparation. Call it when a guardian was started for each component.
+
+        The helper process that forks guardians is ended, and the PID namespace accepts no further
+        guardian. The watch on the shared memory of the run begins.
+        """
         self._close_template()
         if self._namespace is not None:
             self._namespace.settle()
@@ -226,7 +238,10 @@ class AttemptContext:
 
     @property
     def can_prepare_again(self) -> bool:
-        """True if `prepare` still works after `settle`. The PID namespace is closed by then."""
+        """True if `prepare` may be called after `settle`.
+
+        With a PID namespace it may not, because the namespace accepts no further guardian then.
+        """
         return self._namespace is None
 
     async def enter(
@@ -235,12 +250,12 @@ class AttemptContext:
         component: ComponentPlan,
         **about: object,
     ) -> None:
-        """Register a component before it is started.
+        """Write the registry entry of a component. Await this before the component is started.
 
         Args:
             kind: Type of the entry.
             component: The component.
-            about: Fields that only this type of entry has.
+            about: Further fields of this type of entry.
 
         Raises:
             OSError: The entry could not be written.
@@ -255,14 +270,16 @@ class AttemptContext:
             await self.register.enter(kind.model_validate(own | about))
 
     def make_cgroup(self, component: str) -> str | None:
-        """Make a cgroup for a component. Return None if the level has no cgroups or making it
-        failed.
+        """Create a cgroup for a component, and return its directory.
+
+        Returns:
+            None if the level of containment has no cgroups or the cgroup could not be created.
         """
         parent = self.plan.containment.cgroup_parent
         if parent is None:
             return None
         name = f"{self.plan.run_id}-a{self.plan.number:02d}-{component}"
-        # The component's entry in the registry then shows that it has no cgroup.
+        # Without a cgroup, the component still starts. Its registry entry shows that it has none.
         with contextlib.suppress(OSError):
             self._cgroups[component] = cgroup.create(parent, name)
         return self._cgroups.get(component)
@@ -273,13 +290,17 @@ class AttemptContext:
         """
         path = self._cgroups.pop(component, None)
         if path is not None and not cgroup.remove(path):
-            # The entry stays as well, so that a later `reconcile` removes the cgroup.
+            # The cgroup could not be removed. Keep the registry entry, so that a later `reconcile`
+            # removes the cgroup.
             return
         if self.register is not None:
             self.register.leave(component)
 
     def hurry(self) -> None:
-        """Check /dev/shm at once, because processes of the attempt are about to end."""
+        """Request a check of /dev/shm at once. Call it before processes of the attempt are ended.
+
+        The check finds shared memory that these processes have made.
+        """
         if self._shared_memory is not None:
             self._shared_memory.hurry()
 
@@ -287,8 +308,8 @@ class AttemptContext:
         """Close the PID namespace, the HTTP client and the ports.
 
         Returns:
-            Pid of the namespace's first process if the kernel could not end it, because a process
-            in the namespace cannot be ended; else nothing.
+            Empty if all processes of the namespace have ended. Otherwise the pid of the first
+            process of the namespace, which cannot end before all others.
         """
         self._close_template()
         if self._shared_memory is not None:
@@ -309,9 +330,9 @@ class AttemptContext:
 
 
 class Member(ABC):
-    """A component, from before its start until none of its processes remains."""
+    """A component of an attempt, from its preparation until none of its processes remains."""
 
-    #: Resolves with the component's exit after it was launched.
+    #: Future that resolves with the component's exit. It is valid after `launch`.
     exited: asyncio.Future[Exit]
 
     def __init__(self, plan: ComponentPlan, context: AttemptContext) -> None:
@@ -323,22 +344,24 @@ class Member(ABC):
         self.plan = plan
         #: Pid of the first process; None if it runs on another machine or has not started.
         self.pid: int | None = None
-        #: True while the component does not run yet, so that missing output means nothing.
+        #: True until the component runs. While it is True, missing output is no sign of a stall.
         self.is_pending = True
-        #: True once the launch was requested, so that there is a process or job to end.
+        #: True after the launch was begun, so that `end` must end a process or a job.
         self.is_launched = False
+        #: True after the readiness probe has succeeded.
         self.is_ready = False
-        #: Set if another process took its port before it was ready, and it can start again on
-        #: another port.
+        #: Set if another process has taken the component's port before the component was ready, and
+        #: the component can be started again on another port.
         self.lost_port = asyncio.Event()
-        #: Reason for the lost port; valid after `lost_port` is set.
+        #: Message about the taken port; valid after `lost_port` was set.
         self.port_loss = GiveUpReason(kind=FailureKind.PORT_CONFLICT, rule=PORT_TAKEN, message="")
         #: True if the component has finished with exit code 0 while the run continues.
         self.is_drained = False
-        #: True if the component caused a stall. It is then examined before it is ended.
+        #: True if the component is blamed for a stall. It is then examined before it is ended.
         self.is_hung = False
-        #: Place in the code where the component hangs, known after it was examined; else empty.
+        #: Place in the code where the component hangs; empty if unknown. Set after the examination.
         self.hangs_in = ""
+        #: Exit of the component; None if it has not ended.
         self.exit: Exit | None = None
         #: Descriptions of machines that could not be checked for leftovers after the component's
         #: end.
@@ -368,15 +391,15 @@ class Member(ABC):
 
     @abstractmethod
     async def launch(self) -> None:
-        """Start the component. This takes moments and must not be cancelled.
+        """Start the component. Do not cancel this coroutine.
 
         Raises:
             OSError: The component could not be started. No process remains.
-            GivenUp: Another process has its port. No process remains.
+            GivenUp: Another process listens on a port of the component. No process remains.
         """
 
     async def until_running(self) -> None:
-        """Wait until the component runs. After a cancel, `end` ends the component.
+        """Wait until the component runs. If this is cancelled, `end` must still be called.
 
         Raises:
             GivenUp: The component will not run.
@@ -400,8 +423,8 @@ class Member(ABC):
                 async with asyncio.timeout(ready.within_s):
                     await until_yes(probe, every_s=ready.every_s, on_no=on_no)
             except TimeoutError:
-                # This process may have been stopped, or had no CPU time, when the probe became
-                # successful.
+                # Check once more. This process may have had no CPU time while the component became
+                # ready.
                 if (reason := await probe.ask(_LAST_ASK_S)) is not None:
                     on_no(reason)
                     message = f"not ready after {self.seconds_alive():.0f} s: {reason}"
@@ -414,8 +437,10 @@ class Member(ABC):
         self._emit("component.ready", self.name, pid=self.pid, after_s=self.seconds_alive())
 
     async def has_last_word(self) -> bool:
-        """Return True if a component that has ended left proof of its readiness in its log or a
-        file.
+        """Return True if a component that has ended was ready before its end.
+
+        A log, a file or a message to NOTIFY_SOCKET can still prove this after the end. Without a
+        readiness probe, the result is True.
         """
         ready = self.plan.ready
         if ready is None:
@@ -426,9 +451,12 @@ class Member(ABC):
         return probe is not None and await probe.ask(_LAST_ASK_S) is None
 
     async def until_unresponsive(self) -> GiveUpReason:
-        """Ask the liveness probe until it fails several times in a row, and return the failure.
+        """Check the liveness probe repeatedly until it fails several times in a row.
 
-        Never returns without a liveness probe. A cancel ends the wait.
+        Without a liveness probe, or after the end of the component, the coroutine waits forever.
+
+        Returns:
+            The failure.
         """
         live = self.plan.live
         probe = self._probe(live) if live is not None else None
@@ -444,7 +472,7 @@ class Member(ABC):
                 misses = 0
                 continue
             if isinstance(reason, Unasked):
-                # The question could not be asked, so this is no failure of the component.
+                # Muster lacked resources for the check, so this is no failure of the component.
                 self._emit("probe.failed", self.name, reason=reason, misses=misses, probe="live")
                 continue
             misses += 1
@@ -454,27 +482,27 @@ class Member(ABC):
                 return GiveUpReason(kind=FailureKind.STALLED, rule="live", message=message)
 
     async def until_process_lost(self) -> GiveUpReason:
-        """Wait until a process that must stay alive ends, and return its loss. A cancel ends the
-        wait.
+        """Wait until a process of the component that must stay alive has ended, and return this
+        loss.
         """
         return await forever()
 
     async def until_job_lost(self) -> GiveUpReason:
-        """Wait until the component's job is lost, and return the loss. A cancel ends the wait."""
+        """Wait until the Ray job of the component is lost, and return this loss."""
         return await forever()
 
     def last_words(self, since: int = 0, until: int | None = None) -> str:
-        """Return the end of the component's log and other information about its end.
+        """Return the end of the component's log, to find the reason for its end.
 
         Args:
-            since: See `read_since_step`.
-            until: See `read_since_step`.
+            since: Size of the log in bytes at one of the last training steps; 0 if unknown.
+            until: Number of bytes of the log to read. None: the whole log.
         """
         since = max(since, self._log_since)
         return read_since_step(self.plan.command.log, since=since, until=until)
 
     async def examine(self) -> None:
-        """Write a report about the place where the component hangs."""
+        """Write a report on a component that hangs. Call it before the component is ended."""
         return
 
     @abstractmethod
@@ -483,15 +511,15 @@ class Member(ABC):
 
     @abstractmethod
     def kill(self) -> None:
-        """End the component without a grace period. Returns at once."""
+        """Request that the component is killed without a grace period. Returns at once."""
 
     @abstractmethod
     async def end(self) -> tuple[int | str, ...]:
         """Stop the component and wait until none of its processes remains.
 
         Returns:
-            Processes that cannot be ended: pids of this machine, and descriptions with the node for
-                other machines. Empty if no process remains.
+            Processes that survived SIGKILL: pids for this machine, texts that name the node for
+            other machines. Empty if no process remains.
         """
 
     async def let_go(self) -> None:
@@ -499,7 +527,11 @@ class Member(ABC):
         await self.end()
 
     def _probe(self, spec: ReadyProbe | LiveProbe) -> ComponentProbe | None:
-        """Return the probe of a spec; None if the spec needs no question."""
+        """Return the probe for a readiness or liveness setting of the run spec.
+
+        Returns:
+            None if the setting needs no check by a probe.
+        """
         if spec.http is not None:
             return probes.HttpProbe(spec.http, self._context.client, spec.json_)
         if spec.address is not None:
@@ -534,6 +566,6 @@ class Member(ABC):
 
 
 async def forever() -> Never:
-    """Wait until cancelled."""
+    """Wait until this coroutine is cancelled."""
     await asyncio.Event().wait()
     raise AssertionError
