@@ -1,4 +1,4 @@
-"""Which devices of this machine may be given, and who has them; the driver is a stand-in."""
+"""The GPUs that Muster may grant on this machine, and the leases on them, with a fake driver."""
 
 from __future__ import annotations
 
@@ -23,79 +23,82 @@ from tests.support.fake_nvml import FakeNvml, Gpu
 
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
-    """A driver with four GPUs, and leases of the test's own."""
+    """Install a fake driver with four GPUs, and separate the test's leases from real ones."""
     monkeypatch.setattr(module, "_PREFIX", f"muster/test-{os.getpid()}/")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return FakeNvml.installed(monkeypatch, [Gpu() for _ in range(4)])
 
 
 @pytest.fixture
-def stand_ins(monkeypatch: pytest.MonkeyPatch, muster_home: Path) -> None:
-    """No driver, and MUSTER_GPUS."""
+def numbers_without_gpus(monkeypatch: pytest.MonkeyPatch, muster_home: Path) -> None:
+    """Make this a machine without a GPU driver, on which MUSTER_GPUS defines four devices."""
     FakeNvml.installed(monkeypatch, None)
     monkeypatch.setenv("MUSTER_GPUS", "0-3")
 
 
 @pytest.mark.parametrize(
-    ("text", "found"), [("", ()), ("0,1,4-7", (0, 1, 4, 5, 6, 7)), (" 3 , 3 ", (3,)), ("2-2", (2,))]
+    ("text", "devices"),
+    [("", ()), ("0,1,4-7", (0, 1, 4, 5, 6, 7)), (" 3 , 3 ", (3,)), ("2-2", (2,))],
 )
-def test_devices_are_listed_and_ranged(text: str, found: tuple[int, ...]) -> None:
-    assert parse_devices(text, "MUSTER_GPUS") == found
+def test_list_of_devices_is_parsed(text: str, devices: tuple[int, ...]) -> None:
+    assert parse_devices(text, "MUSTER_GPUS") == devices
 
 
 @pytest.mark.parametrize("text", ["a", "3-1", "-1", "0;1", "GPU-7f"])
-def test_what_is_no_device_is_named(text: str) -> None:
+def test_malformed_list_of_devices_is_rejected(text: str) -> None:
     with pytest.raises(BadDevices, match="Write MUSTER_GPUS=0,1,4-7"):
         parse_devices(text, "MUSTER_GPUS")
 
 
-def test_all_of_the_driver_s_may_be_given(nvml: FakeNvml) -> None:
+def test_all_gpus_of_the_driver_may_be_granted(nvml: FakeNvml) -> None:
     assert Devices.here().indices == (0, 1, 2, 3)
 
 
-def test_muster_gpus_says_which(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_muster_gpus_selects_gpus(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MUSTER_GPUS", "2,1")
 
     assert Devices.here().indices == (1, 2)
 
 
-def test_one_that_is_not_there_is_named(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gpu_in_muster_gpus_is_rejected(
+    nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MUSTER_GPUS", "3,4")
 
     with pytest.raises(BadDevices, match=r"there is no GPU 4\. This machine has 4 GPUs"):
         Devices.here()
 
 
-@pytest.mark.parametrize("seen", ["1,3", "GPU-1,GPU-3"])
-def test_what_an_outer_scheduler_gave_is_all_there_is(
-    nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch, seen: str
+@pytest.mark.parametrize("visible", ["1,3", "GPU-1,GPU-3"])
+def test_only_gpus_that_an_outer_scheduler_makes_visible_may_be_granted(
+    nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch, visible: str
 ) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
 
     assert Devices.here().indices == (1, 3)
 
 
 @pytest.mark.parametrize(
-    ("gpu", "why"),
+    ("gpu", "problem"),
     [
         (Gpu(is_mig=True), "MIG is on"),
         (Gpu(ecc_errors=2), "2 uncorrectable ECC errors"),
         (Gpu(has_failed_rows=True), "rows of memory"),
         (Gpu(is_lost=True), "GPU is lost"),
-        # by an Xid that its driver does not recover from
+        # The driver cannot recover from the last error (Xid) by itself.
         (Gpu(recovery_action=1), "requests a recovery"),
     ],
 )
-def test_an_unfit_one_is_not_given_and_the_others_are(nvml: FakeNvml, gpu: Gpu, why: str) -> None:
+def test_only_the_gpu_with_a_problem_is_not_granted(nvml: FakeNvml, gpu: Gpu, problem: str) -> None:
     nvml.gpus[1] = gpu
 
     here = Devices.here()
 
     assert here.indices == (0, 2, 3)
-    assert why in here.problems[1]
+    assert problem in here.problems[1]
 
 
-def test_a_driver_too_old_to_say_what_a_gpu_needs_gives_all(nvml: FakeNvml) -> None:
+def test_old_driver_without_recovery_actions_reports_no_problem(nvml: FakeNvml) -> None:
     nvml.gpus = [Gpu(recovery_action=None)]
 
     here = Devices.here()
@@ -103,22 +106,22 @@ def test_a_driver_too_old_to_say_what_a_gpu_needs_gives_all(nvml: FakeNvml) -> N
     assert (here.indices, here.problems) == ((0,), {})
 
 
-def test_a_driver_that_does_not_answer_is_said(nvml: FakeNvml) -> None:
+def test_driver_without_an_answer_raises_an_error(nvml: FakeNvml) -> None:
     nvml.is_silent = True
 
     with pytest.raises(OSError, match="can't be counted"):
         Devices.here()
 
 
-def test_without_a_driver_nothing_is_given_but_stand_ins(
-    stand_ins: None, monkeypatch: pytest.MonkeyPatch
+def test_without_a_driver_only_muster_gpus_defines_devices(
+    numbers_without_gpus: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert Devices.here().indices == (0, 1, 2, 3)
     monkeypatch.delenv("MUSTER_GPUS")
     assert Devices.here().indices == ()
 
 
-def test_a_device_is_leased_to_one_at_a_time(stand_ins: None) -> None:
+def test_leased_device_cannot_be_leased_again(numbers_without_gpus: None) -> None:
     here = Devices.here()
     first = DeviceLease(here, (1, 2), "run-a")
 
@@ -131,7 +134,7 @@ def test_a_device_is_leased_to_one_at_a_time(stand_ins: None) -> None:
     DeviceLease(here, (3, 2), "run-b").close()
 
 
-def test_a_lease_dies_with_its_owner(stand_ins: None) -> None:
+def test_lease_ends_with_its_process(numbers_without_gpus: None) -> None:
     code = (
         "import time\n"
         "from tasks.processes.devices import DeviceLease, Devices\n"
@@ -150,7 +153,7 @@ def test_a_lease_dies_with_its_owner(stand_ins: None) -> None:
     assert read_leases(Devices.here()) == {}
 
 
-def test_a_lease_says_what_its_driver_shows_no_more(nvml: FakeNvml) -> None:
+def test_lease_reports_a_gpu_that_the_driver_has_lost(nvml: FakeNvml) -> None:
     lease = DeviceLease(Devices.here(), (2, 3), "a-run")
     assert lease.why_unfit() == ""
     assert nvml.gpus is not None
@@ -163,7 +166,7 @@ def test_a_lease_says_what_its_driver_shows_no_more(nvml: FakeNvml) -> None:
     lease.close()
 
 
-def test_a_lease_of_stand_ins_is_fit(stand_ins: None) -> None:
+def test_leased_numbers_without_gpus_are_usable(numbers_without_gpus: None) -> None:
     lease = DeviceLease(Devices.here(), (1,), "a-run")
 
     assert lease.why_unfit() == ""

@@ -1,4 +1,4 @@
-"""Permission to listen on the port of a component."""
+"""Whether a process outside a component's tree may listen on the port of the component."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ with socket.create_server(("127.0.0.1", 0)) as server:
 
 
 def is_foreign(*, user: int) -> bool:
-    """Whether a process with the run's name, but outside its tree, is refused."""
+    """Return True if a process with the run id, outside the component's tree, is refused.
+
+    Args:
+        user: Uid of the process.
+    """
     process = subprocess.Popen(
         (sys.executable, "-I", "-c", _LISTENS, str(user)),
         env={**os.environ, "MUSTER_RUN_ID": RUN_ID},
@@ -42,7 +46,7 @@ def is_foreign(*, user: int) -> bool:
 
 
 @only_as_root
-def test_a_listener_of_another_user_is_foreign_whatever_it_copies() -> None:
+def test_listener_of_another_user_with_a_copied_run_id_is_foreign() -> None:
     assert is_foreign(user=OTHER_USER)
 
 

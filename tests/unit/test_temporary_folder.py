@@ -1,4 +1,4 @@
-"""Temporary files of Muster's own processes lie where no other user can be first."""
+"""The private temporary folder of each process of Muster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tasks.processes.identity import host_name
 from tasks.server.server import server_command
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Says where its temporary files go, where those of a child go, and waits for a word.
+#: Program that prints its temporary folder and that of a child process, and then waits for a line.
 PROCESS = """
 import subprocess, sys, tempfile
 from tasks.processes.temporary import use_own_temporary_folder
@@ -33,6 +33,8 @@ sys.stdin.readline()
 
 
 class Process:
+    """A process of Muster that uses its own temporary folder."""
+
     def __init__(self, home: Path, tmpdir: Path) -> None:
         self._popen = subprocess.Popen(
             (sys.executable, "-c", PROCESS),
@@ -63,7 +65,7 @@ def processes(muster_home: Path, tmp_path: Path) -> Iterator[list[Process]]:
         process.kill()
 
 
-def test_each_process_has_a_private_folder_in_the_home_and_its_children_keep_the_users(
+def test_each_process_has_a_private_folder_and_its_children_use_tmpdir(
     processes: list[Process], muster_home: Path, tmp_path: Path
 ) -> None:
     here = muster_home / "temp" / host_name()
@@ -75,7 +77,7 @@ def test_each_process_has_a_private_folder_in_the_home_and_its_children_keep_the
     assert [process.folder_of_child for process in processes] == [tmp_path / "tmp"] * 2
 
 
-def test_folders_go_with_their_process_or_with_the_next_one(
+def test_folder_is_removed_at_the_end_of_its_process_or_by_the_next_process(
     processes: list[Process], muster_home: Path, tmp_path: Path
 ) -> None:
     here = muster_home / "temp" / host_name()
@@ -93,18 +95,16 @@ def test_folders_go_with_their_process_or_with_the_next_one(
     assert not ended.exists() and not killed.exists()
 
 
-def test_prefect_still_keeps_its_runners_files_below_the_folder_of_tempfile(
+def test_prefect_keeps_the_files_of_its_runner_in_the_temporary_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The reason of the folder: Prefect has no setting for that place."""
+    """Prefect has no setting for this place, so Muster changes the temporary folder of Python."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
     assert Runner(name="a")._tmp_dir.parent == tmp_path / "runner_storage"
 
 
-def test_a_server_has_its_pages_from_the_home_and_not_from_the_virtual_environment(
-    muster_home: Path, tmp_path: Path
-) -> None:
+def test_prefect_server_has_its_ui_files_in_the_home(muster_home: Path, tmp_path: Path) -> None:
     command = server_command(tmp_path, 4200)
 
     place = Path(command.env["PREFECT_SERVER_UI_STATIC_DIRECTORY"])

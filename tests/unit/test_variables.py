@@ -1,4 +1,4 @@
-"""Who has an environment variable: living processes, each value with all of its holders."""
+"""`find_holders` returns the processes that were started with an environment variable."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from tasks.processes.ending import find_holders
 
 
-def plant(proc: Path, pid: str, environ: bytes, cmdline: bytes = b"python\0-m\0x\0") -> Path:
+def add_process(proc: Path, pid: str, environ: bytes, cmdline: bytes = b"python\0-m\0x\0") -> Path:
     entry = proc / pid
     entry.mkdir()
     (entry / "environ").write_bytes(environ)
@@ -23,14 +23,14 @@ def plant(proc: Path, pid: str, environ: bytes, cmdline: bytes = b"python\0-m\0x
     return entry
 
 
-def test_each_value_has_its_holders(tmp_path: Path) -> None:
-    plant(tmp_path, "1", b"A=1\0RUN=x\0")
-    plant(tmp_path, "2", b"RUN=x\0")
-    plant(tmp_path, "3", b"RUN=y=z\0B=2\0")
-    # another variable that only ends or begins like it, and a value that only looks like one
-    plant(tmp_path, "4", b"MY_RUN=x\0RUNS=x\0C=RUN=x\0")
-    # no process
-    plant(tmp_path, "self", b"RUN=x\0")
+def test_processes_are_grouped_by_the_value_of_the_variable(tmp_path: Path) -> None:
+    add_process(tmp_path, "1", b"A=1\0RUN=x\0")
+    add_process(tmp_path, "2", b"RUN=x\0")
+    add_process(tmp_path, "3", b"RUN=y=z\0B=2\0")
+    # Variables whose names begin or end with RUN, and a value that looks like the variable.
+    add_process(tmp_path, "4", b"MY_RUN=x\0RUNS=x\0C=RUN=x\0")
+    # An entry of /proc that is not a process.
+    add_process(tmp_path, "self", b"RUN=x\0")
     (tmp_path / "uptime").write_text("1")
 
     found = find_holders("RUN", str(tmp_path))
@@ -39,18 +39,21 @@ def test_each_value_has_its_holders(tmp_path: Path) -> None:
     assert found.hidden == {}
 
 
-def test_what_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    really_open = builtins.open
+def test_process_with_an_unreadable_environment_is_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original_open = builtins.open
 
-    def refusing(path: str, *mode: str) -> IO[bytes]:  # root may read whatever its mode is
+    # File modes would not be enough, because root may read every file.
+    def refuse_environ(path: str, *mode: str) -> IO[bytes]:
         if path.endswith("/environ"):
             raise PermissionError
-        return really_open(path, *mode)  # type: ignore[call-overload,no-any-return]
+        return original_open(path, *mode)  # type: ignore[call-overload,no-any-return]
 
-    monkeypatch.setattr(builtins, "open", refusing)
-    plant(tmp_path, "1", b"RUN=x\0")
-    # a kernel thread has no command line
-    plant(tmp_path, "2", b"", cmdline=b"")
+    monkeypatch.setattr(builtins, "open", refuse_environ)
+    add_process(tmp_path, "1", b"RUN=x\0")
+    # A kernel thread has no command line.
+    add_process(tmp_path, "2", b"", cmdline=b"")
 
     found = find_holders("RUN", str(tmp_path))
 
@@ -58,7 +61,7 @@ def test_what_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     assert found.hidden == {1: "python -m x"}
 
 
-def test_a_real_process_is_found_until_it_ends() -> None:
+def test_real_process_is_found_until_it_ends() -> None:
     variable, value = "MUSTER_TEST_HOLDER", str(os.getpid())
     with subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", "print(flush=True); input()"],
@@ -70,7 +73,7 @@ def test_a_real_process_is_found_until_it_ends() -> None:
         process.stdout.readline()
         found = find_holders(variable).pids
         process.kill()
-        # Not reaped yet: a zombie has no environment.
+        # The process is now a zombie, which has no environment.
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         found_dead = find_holders(variable).pids
 
