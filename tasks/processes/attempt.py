@@ -1,7 +1,7 @@
-"""One supervised attempt at a run: start the components in order, notice failures, end them in
-reverse.
+"""Supervise one attempt at a run: start its components in order, notice failures, and end the
+components in reverse order.
 
-The attempt runs in its own asyncio loop. `supervisor.Supervisor` provides the thread of that loop.
+The attempt runs in a separate asyncio loop. `supervisor.Supervisor` runs that loop in a thread.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from tasks.spec.watch import Alarms
 
 _log = logging.getLogger(__name__)
 
-#: Time limit in seconds of one check whether a component saves a checkpoint.
+#: Time limit in seconds for one check whether a component is writing a checkpoint.
 _SAVING_WITHIN_S = 2.0
 #: Time limit in seconds of the search for the last checkpoint of a trainer that was killed.
 _FIND_CHECKPOINT_WITHIN_S = 30.0
@@ -58,19 +58,19 @@ _SIGTERM_HEARD = re.compile(
 )
 #: Number of lines at the end of a log in which such a line is looked for.
 _LAST_LINES = 40
-#: Seconds between two such checks.
+#: Seconds between two checks whether a component is writing a checkpoint.
 _SAVING_EVERY_S = 0.2
-#: How often components of one attempt may start again because their ports were taken.
+#: Largest number of times that components of one attempt are started again on another port.
 _MOVES_AT_MOST = 5
-#: Smallest number of seconds between two checks of the listeners on the run's ports.
+#: Smallest number of seconds between two checks of the processes that listen on the run's ports.
 _PORTS_EVERY_S = 1.0
-#: Smallest pause after such a check, as a multiple of its duration.
+#: Smallest pause between two checks of the ports, as a multiple of the duration of a check.
 _PORTS_PAUSE = 20.0
-#: Time limit in seconds of a question to the GPU driver. After a timeout it is not asked again.
+#: Seconds to wait for an answer of the GPU driver. If it does not answer, it is not asked again.
 _DRIVER_WITHIN_S = 5.0
-#: Signals that end a program after an error in the program itself.
+#: Signals that the kernel sends to a program after an error in that program.
 _FATAL_SIGNALS = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGTRAP"})
-#: Kind of failure for each error number if a program could not be started.
+#: Kind of failure of a program that could not be started, by the error number.
 _SPAWN_ERRORS: dict[int | None, FailureKind] = {
     # Error number 0 stands for errors that Python itself raises, such as a NUL in an argument.
     **dict.fromkeys((0, errno.ENOENT, errno.EACCES, errno.EPERM), FailureKind.USER_ERROR),
@@ -89,12 +89,12 @@ def failure_of(
     kind: FailureKind | None = None,
     exit: Exit | None = None,
 ) -> Failure:
-    """Return the failure of a component, with the cause that its output names.
+    """Return the failure of a component, with the cause that is found in its log.
 
     Args:
         component: Name of the component.
         message: One line that describes the failure.
-        text: End of the component's log, and other messages about its end.
+        text: End of the component's log, in which the cause is searched.
         rule: Name of the rule that noticed the failure. A cause found in the text replaces it.
         kind: Kind of the failure if it is certain. None: take it from the text, else from the
             signal.
@@ -106,7 +106,7 @@ def failure_of(
     line = cause.line if cause else ""
     if cause is not None and kind in (None, FailureKind.RUNTIME_ERROR):
         rule = cause.rule.id
-        # A cause of kind UNKNOWN, such as "killed", adds nothing to the kind that is known.
+        # Keep the kind if the cause is of kind UNKNOWN, for example "killed".
         if cause.rule.kind is not FailureKind.UNKNOWN:
             kind = cause.rule.kind
     if kind is None:
@@ -137,14 +137,15 @@ def _signal_of_shell(exit: Exit) -> str | None:
 class Decision:
     """An event that decides how an attempt ends."""
 
-    #: Time of the event according to the kernel, in CLOCK_MONOTONIC seconds. It may be noticed
-    #: later.
+    #: Time at which the event happened, in CLOCK_MONOTONIC seconds. It may be noticed later.
     at_monotonic_s: float
-    #: COMPLETED, FAILED or CANCELLED; RUNNING if the run continues without this process.
+    #: COMPLETED, FAILED or CANCELLED; RUNNING if the Ray jobs of the run continue without this
+    #: process.
     state: RunState
     #: Reason in one line, for people.
     reason: str
-    #: Returns the verdict. It is called when all components have ended and their logs are complete.
+    #: Returns the verdict. It is called after the end of all components, when their logs are
+    #: complete.
     make_verdict: Callable[[], Verdict]
     #: Name of the component that failed first; None if no component failed.
     component: str | None = None
@@ -166,25 +167,24 @@ class Decision:
 
 
 class EarliestDecision:
-    """Keeps the decision with the earliest time. The order in which decisions arrive does not
-    matter.
+    """Keeps the decision with the earliest time, in whatever order the decisions arrive.
 
-    A process that dies because of another failure, or because the teardown stopped it, dies later
-    than that failure. So it is never blamed.
+    A process that dies because of another failure dies later than that failure. The same is true of
+    a process that the teardown stops. So neither is blamed for the failure of the attempt.
     """
 
     def __init__(self) -> None:
         #: The earliest decision; None while the attempt is undecided.
         self.decision: Decision | None = None
-        #: Time of the earliest deciding event. Later events do not count.
+        #: Time of the earliest event that decides the attempt. Later events are ignored.
         self.horizon_s = float("inf")
 
     def is_open_at(self, at_monotonic_s: float) -> bool:
-        """Return True if no earlier event has decided the attempt or has been reserved."""
+        """Return True if an event at this time may still decide the attempt."""
         return at_monotonic_s < self.horizon_s
 
     def reserve(self, at_monotonic_s: float) -> None:
-        """Ignore events after this time, although the decision for this time is not known yet."""
+        """Ignore all events after this time, before the decision for this time is known."""
         self.horizon_s = min(self.horizon_s, at_monotonic_s)
 
     def decide(self, decision: Decision) -> bool:
@@ -219,9 +219,11 @@ class SupervisedAttempt:
             ports: The ports of the run.
             emit: Publishes events.
             register: The run's registry on disk. None: the run is not registered.
-            template: Template for the guardians. None: one is made if it is needed.
-            replan: Gives a component other ports and returns the changed plan; raises OSError if no
-                port is free. None: a component whose port is taken ends the attempt.
+            template: Helper process that forks the guardians. None: start a new helper process if
+                it is needed.
+            replan: Called with the name of a component whose port is taken. Reserves another port
+                and returns the changed plan; raises OSError if no port is free. None: a taken port
+                ends the attempt.
         """
         self._plan = plan
         self._replan = replan
@@ -238,7 +240,7 @@ class SupervisedAttempt:
             resumed_step=plan.resume.step if plan.resume else None,
         )
         self._progress = ProgressWatch(plan, self._step_source(), silence, emit, self._is_quiet)
-        #: The decision so far.
+        #: The earliest decision so far.
         self.earliest = EarliestDecision()
         self._conclusion: asyncio.Task[None] | None = None
         self._teardown: asyncio.Task[Verdict] | None = None
@@ -247,7 +249,7 @@ class SupervisedAttempt:
         self.decided = asyncio.Event()
 
     def prepare(self) -> None:
-        """Prepare a guardian for each component. If that fails, the attempt fails."""
+        """Start a guardian for each component. If that fails, the attempt fails."""
         try:
             self._context.begin()
             for plan in self._plan.components:
@@ -290,7 +292,7 @@ class SupervisedAttempt:
             self._emit("attempt.ready", step=self._progress.step)
 
     async def _until_settled(self, member: Member) -> None:
-        """Wait until a component is ready or has lost its port, or the attempt is decided."""
+        """Wait until a component is ready or its port is taken, or the attempt is decided."""
         ready = asyncio.create_task(self._await_ready(member))
         ready.add_done_callback(self._on_task_done)
         over = asyncio.create_task(self.decided.wait())
@@ -302,7 +304,7 @@ class SupervisedAttempt:
                 task.cancel()
 
     def _can_move(self, member: Member) -> bool:
-        """Return True if a component that lost its port may start again on another port."""
+        """Return True if a component whose port is taken may be started again on another port."""
         return (
             self._replan is not None
             and self._context.can_prepare_again
@@ -313,9 +315,10 @@ class SupervisedAttempt:
         )
 
     async def _move(self, member: Member) -> None:
-        """End a component that lost its port, and prepare it again with another port.
+        """End a component whose port is taken, and prepare it again with another port.
 
-        If a component that was started before knows the port, the attempt fails instead.
+        If another component has already been started with the old port in its command, the attempt
+        fails instead.
         """
         assert self._replan is not None
         self._moves_left -= 1
@@ -351,7 +354,8 @@ class SupervisedAttempt:
                 await self.members[component.name].end()
         if self.decided.is_set():
             return
-        # No await from here on, so that a teardown finds either the old members or the new ones.
+        # Do not await anything from here on. A teardown must find either all old members or all new
+        # ones.
         self._launched.remove(member)
         try:
             for component in changed:
@@ -370,7 +374,7 @@ class SupervisedAttempt:
         )
 
     async def _follow_ports(self) -> None:
-        """Check repeatedly whether another user listens on a component's port."""
+        """Check repeatedly whether a process of another user listens on a port of the run."""
         while True:
             began_s = time.monotonic()
             await self._check_ports()
@@ -378,11 +382,14 @@ class SupervisedAttempt:
             await asyncio.sleep(max(_PORTS_EVERY_S, took_s * _PORTS_PAUSE))
 
     async def _check_ports(self) -> None:
-        """Fail a component on whose reserved port another user's process listens."""
+        """Check once whether a process of another user listens on a port of a running component.
+
+        Such a component is started again on another port, or the attempt fails.
+        """
         try:
             table = await asyncio.to_thread(listening_sockets)
         except OSError as error:
-            _log.warning("who listens on the run's ports is unknown: %s", error)
+            _log.warning("the processes that listen on the run's ports cannot be listed: %s", error)
             return
         own_users = (0, os.getuid())
         others = {listener.port for listener in table if listener.uid not in own_users}
@@ -396,7 +403,7 @@ class SupervisedAttempt:
                     self._give_up(member, error.loss)
 
     def _give_up(self, member: Member, loss: GiveUpReason) -> None:
-        """Have a component that lost its port started again, or end the attempt."""
+        """Start a component on another port if its port is taken; otherwise end the attempt."""
         if loss.rule == PORT_TAKEN and self._can_move(member):
             member.port_loss = loss
             member.lost_port.set()
@@ -404,24 +411,33 @@ class SupervisedAttempt:
             self._fail_by_loss(member, loss)
 
     def interrupt(self, why: str, state: RunState = RunState.CANCELLED) -> None:
-        """End the attempt. With state RUNNING, its jobs continue until the run is resumed."""
+        """End the attempt for a reason from outside.
+
+        Args:
+            why: Reason for people.
+            state: State of the run. With RUNNING, the Ray jobs of the attempt continue until
+                another process resumes the run.
+        """
         self._decide(Decision.of(Verdict(state=state, message=why)))
 
     def crash(self, error: BaseException) -> None:
-        """End the run as failed after an internal error, so that it does not continue unwatched."""
+        """Fail the attempt after an error in Muster's own code.
+
+        Without supervision, the components must not continue.
+        """
         _log.error("supervision of %s failed", self._plan.run_id, exc_info=error)
         message = f"Muster's own supervision failed: {error!r}"
         self.fail(Failure(kind=FailureKind.UNKNOWN, message=message, rule="internal-error"))
 
     def fail(self, failure: Failure) -> None:
-        """End the run as failed for a reason that is not a component's."""
-        # The failure always counts: an event whose examination is not finished may have failed by
-        # it.
+        """Fail the attempt for a reason outside its components."""
+        # An earlier event may still be examined, and this failure may have broken the examination.
+        # So date this failure back to the time of that event, so that it decides the attempt.
         at = min(time.monotonic(), self.earliest.horizon_s)
         self._decide(Decision.of(Verdict.failed(failure, at), at))
 
     def hurry(self) -> None:
-        """End all components without a grace period."""
+        """Request that all components are killed without a grace period. Returns at once."""
         self._is_hurried = True
         for member in self._launched:
             member.kill()
@@ -432,18 +448,18 @@ class SupervisedAttempt:
         An undecided attempt is cancelled. Further calls return the same verdict.
         """
         if self._teardown is None:
-            self.interrupt("the run was ended before its part was done")
-        # An earlier end of a component may still be examined, and decides the attempt in a moment.
+            self.interrupt("the run was ended before it had finished")
+        # Wait for the decision. The end of a component may still be examined.
         await self.decided.wait()
         assert self._teardown is not None
         return await asyncio.shield(self._teardown)
 
     def _check_undecided(self, name: str) -> None:
         if self.decided.is_set():
-            raise RunEnded(f"{name} is not started: how the run ends is decided")
+            raise RunEnded(f"{name} is not started, because the run is already ending")
 
     async def _launch(self, member: Member) -> None:
-        """Start the program. This is never cancelled, so that a started process is always known."""
+        """Start a component. Never cancel this, because a started process might be forgotten."""
         self._launched.append(member)
         self._progress.silence.restart()
         try:
@@ -492,13 +508,16 @@ class SupervisedAttempt:
             self._judge_exit_zero(member, exit)
 
     async def _judge_failed_start(self, member: Member, exit: Exit) -> None:
-        """Start a component again if it ended because its port was taken; otherwise fail the
-        attempt.
+        """Decide about a component that failed before it was ready.
+
+        If it failed because its port was taken, it is started again on another port. Otherwise the
+        attempt fails.
         """
         try:
             line = await asyncio.to_thread(self._port_conflict_of, member)
         except asyncio.CancelledError:
-            # A teardown cancels this check. The end of the component may still be its cause.
+            # A teardown cancels this check. Report the failure of the component anyway, because it
+            # may be the earliest failure.
             self._fail_by_exit(member, exit)
             raise
         if line:
@@ -511,9 +530,9 @@ class SupervisedAttempt:
         self._fail_by_exit(member, exit)
 
     def _port_conflict_of(self, member: Member) -> str:
-        """Return the log line that says that a component's reserved port is in use.
+        """Return the log line which says that a reserved port of the component is in use.
 
-        The line need not name the port if a process listens on it now.
+        The line must name the port, or a process must listen on the port now.
 
         Returns:
             An empty string if there is no such line.
@@ -528,8 +547,10 @@ class SupervisedAttempt:
         return cause.line if named & {*own} else ""
 
     async def _judge_early_exit(self, member: Member, exit: Exit) -> None:
-        """Judge a program that ended before its probe succeeded: its log or files may prove
-        readiness.
+        """Decide about a component that ended with exit code 0 before its probe succeeded.
+
+        If its log or files show that it was ready, its end counts as the end of a ready component.
+        Otherwise the attempt fails.
         """
         if await member.has_last_word():
             member.is_ready = True
@@ -550,7 +571,7 @@ class SupervisedAttempt:
                     self._conclude(member, exit)
 
     def _conclude(self, member: Member, exit: Exit) -> None:
-        # The other components may end from now on, because they are no longer needed.
+        # From now on, ignore the ends of other components, because they are not needed any more.
         self.earliest.reserve(exit.at_monotonic_s)
         self._conclusion = asyncio.create_task(self._check_success(member, exit))
         self._conclusion.add_done_callback(self._on_task_done)
@@ -672,7 +693,7 @@ class SupervisedAttempt:
         until: int | None = None
         if kind is FailureKind.STALLED and self.earliest.is_open_at(at):
             member.is_hung = True
-            # Later output is a result of the examination.
+            # Read the log only up to here. The examination of the component will add stacks to it.
             until = max(0, size_of(log))
 
         def make_verdict() -> Verdict:
@@ -705,8 +726,8 @@ class SupervisedAttempt:
         last = self._launched[-1] if self._launched else None
         is_free = last is not None and last.exit is None and last.plan.is_saving is None
         if last is not None and is_free and not self._hung():
-            # The last component is stopped first in any case. Signal it at once, before events are
-            # written.
+            # The teardown stops the last component first. Send its stop signal now, because the
+            # teardown first writes events.
             last.stop()
         self._teardown = asyncio.create_task(self._take_down(decision))
         self.decided.set()
@@ -716,7 +737,8 @@ class SupervisedAttempt:
         self._emit("teardown.begun", reason=decision.reason, cause=decision.component)
         for watcher in self._watchers:
             watcher.cancel()
-        # Examine hung components while the others run, because they may wait for one of those.
+        # Examine components that hang before any component is stopped. They may wait for another
+        # component, and its end would change what they do.
         await asyncio.gather(*(member.examine() for member in self._hung().values()))
         left: dict[str, tuple[int | str, ...]] = {}
         for member in reversed(self._launched):
@@ -730,19 +752,19 @@ class SupervisedAttempt:
             left[self._launched[-1].name if self._launched else "run"] = pids
         if self._plan.progress is not None and self._plan.progress.jsonl is not None:
             try:
-                # The last step shows whether the attempt made progress.
+                # Read the last step again. It shows whether the attempt has made progress.
                 await self._progress.until_reached(None)
             except Exception:
-                _log.exception("the last step of %s is not known", self._plan.run_id)
+                _log.exception("the last step of %s could not be read", self._plan.run_id)
         self._emit("teardown.ended", left=left or None)
-        # Searching a long log takes a second or two, so it is done in a thread.
+        # Make the verdict in a thread, because the search in a long log can take two seconds.
         verdict = await asyncio.to_thread((self.earliest.decision or decision).make_verdict)
         if left:
             verdict = verdict.with_leftovers(left)
         return verdict.with_unseen({m.name: m.unseen for m in self._launched if m.unseen})
 
     async def _until_saved(self, member: Member) -> None:
-        """Wait until a component has finished saving, at most for its grace period."""
+        """Wait while a component writes a checkpoint, at most for its grace period."""
         is_saving = member.plan.is_saving
         deadline = time.monotonic() + member.plan.command.grace_s
         while is_saving and not (member.is_hung or member.exit or self._is_hurried):
@@ -815,7 +837,7 @@ class SupervisedAttempt:
                 self._fail(self._stalled_member(), alarm.message, rule, kind=FailureKind.ALARM)
 
     async def _follow_load(self) -> None:
-        """Publish the GPU utilisation of the run from time to time."""
+        """Publish the GPU utilisation of the run repeatedly, with growing intervals."""
         has_driver = True
         async for _ in ever_more_seldom():
             if self._is_quiet():
@@ -830,26 +852,28 @@ class SupervisedAttempt:
             try:
                 use |= await self._plan.gpu_use() if self._plan.gpu_use else {}
             except Exception as error:
-                # The utilisation is only informative, and the server that answers may be a foreign
-                # one.
-                _log.warning("%s: what its GPUs do is not known: %r", self._plan.run_id, error)
+                # Continue after any error. The utilisation is only shown to people, and the answer
+                # may come from a program that is not a Ray dashboard.
+                _log.warning(
+                    "%s: the GPU utilisation could not be read: %r", self._plan.run_id, error
+                )
             if use:
                 self._emit("run.load", gpus=use)
 
     def _use_in(self, seen: Mapping[str, Any]) -> float | None:
-        """Return the mean utilisation, from 0 to 1, of this machine's GPUs that belong to the run.
+        """Return the mean utilisation of the run's GPUs on this machine, from 0 to 1.
 
-        Without granted GPUs, the GPUs used by the run's processes count.
+        If the run has no granted GPUs, the GPUs that its processes use count as its GPUs.
 
         Args:
-            seen: Answer of `gpus_seen`.
+            seen: Result of `gpus_seen`.
 
         Returns:
             None if no utilisation is known.
         """
         granted = self._plan.devices
         gpu_processes = seen.get("processes", ())
-        # A run may have thousands of processes, so they are listed only if they are needed.
+        # List the processes of the run only if they are needed. There may be thousands.
         pids = self._context.own_pids() if gpu_processes and not granted else set[int]()
         used_uuids = {process["uuid"] for process in gpu_processes if process["pid"] in pids}
 
@@ -864,8 +888,8 @@ class SupervisedAttempt:
         return fmean(shares) if shares else None
 
     async def _follow_clock(self, limit_s: float) -> None:
-        # Another process of the run may have used a part of the time before this one resumed its
-        # jobs.
+        # Subtract the time that the attempt has already used, if this process has resumed the
+        # attempt of an earlier process.
         had_s = time.time() - self._plan.began_at if self._plan.began_at is not None else 0.0
         await asyncio.sleep(max(0.0, limit_s - had_s))
         if self._progress.is_finished:
@@ -875,16 +899,18 @@ class SupervisedAttempt:
         self._decide(Decision.of(Verdict.failed(failure, time.monotonic())))
 
     def _is_quiet(self) -> bool:
-        """Return True if no progress is expected: no component was started, or a job has not
-        begun.
+        """Return True if no progress is expected now.
+
+        That is so if no component was started yet, or if a component is pending, for example a Ray
+        job that waits for its resources.
         """
         return not self._launched or any(member.is_pending for member in self._launched)
 
     def _stalled_member(self) -> Member:
-        """Return the component to blame for a stall.
+        """Return the component that is blamed for a stall.
 
-        That is a component that is not ready yet, else the trainer if it runs, else the component
-        that was started last.
+        It is the last component that is not ready yet. If all are ready, it is the trainer, or else
+        the component that was started last.
         """
         running = [member for member in self._launched if member.exit is None] or self._launched
         starting = [member for member in running if not member.is_ready]

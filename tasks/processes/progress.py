@@ -1,4 +1,4 @@
-"""Progress of a run: the step that its trainer has reached, and the time without progress."""
+"""Read the step that the trainer of a run has reached, and measure the time without progress."""
 
 from __future__ import annotations
 
@@ -33,16 +33,19 @@ from tasks.spec.run import Progress
 _TAIL_BYTES = 65536
 
 
-#: Smallest number of seconds between two samples.
+#: Smallest number of seconds between two samples of the GPU utilisation.
 _SAMPLED_EVERY_S = 15.0
-#: The interval between samples, as a share of the time since the first one.
+#: Interval between two samples of the GPU utilisation, as a share of the attempt's age.
 _SAMPLED_PART = 0.02
-#: Largest number of seconds between two samples.
+#: Largest number of seconds between two samples of the GPU utilisation.
 _SAMPLED_AT_MOST_S = 600.0
 
 
 async def ever_more_seldom() -> AsyncIterator[None]:
-    """Yield when the next sample is due. The intervals grow with the time since the first one."""
+    """Yield each time when the next sample of the GPU utilisation is due.
+
+    The interval grows with the time since the first call, from 15 seconds to 10 minutes.
+    """
     loop = asyncio.get_running_loop()
     began = loop.time()
     while True:
@@ -51,12 +54,19 @@ async def ever_more_seldom() -> AsyncIterator[None]:
         yield
 
 
-#: Returns the step reached; None if it is unknown now. Raises nothing except for a cancel.
+#: Coroutine function that returns the step that the trainer has reached; None if the step is
+#: unknown now. It raises no errors.
 ReadStep = Callable[[], Awaitable[float | None]]
 
 
 async def _step_by_http(url: str, key: str, client: httpx.AsyncClient) -> float | None:
-    """Read the step from the JSON answer of a GET request."""
+    """Return the step from the JSON body of a GET request; None if the request fails.
+
+    Args:
+        url: The URL.
+        key: Key of the step in the JSON object.
+        client: HTTP client for the request.
+    """
     try:
         async with asyncio.timeout(5.0):
             response = await client.get(url)
@@ -66,7 +76,10 @@ async def _step_by_http(url: str, key: str, client: httpx.AsyncClient) -> float 
 
 
 class JsonlProgress:
-    """Reads the step from the last line of a JSON lines file that has a step."""
+    """Reads the step from a JSON lines file, such as `progress.jsonl`.
+
+    The last line that contains a step counts.
+    """
 
     def __init__(
         self,
@@ -78,14 +91,15 @@ class JsonlProgress:
         """
         Args:
             path: The file. It need not exist yet.
-            key: Key of the step in each line.
-            before: Fingerprint of the file at the start of the attempt. None: the attempt starts
-                now.
-            take: Called with each line that has a step.
+            key: Key of the step in the JSON object of a line.
+            before: Fingerprint of the file at the start of the attempt. Lines from before that time
+                are skipped. None: the attempt starts now.
+            take: Called with the step and the JSON object of each line that contains a step.
         """
         self._take = take
         self._file = MetricsFile(path, since=before or FileFingerprint.of(path))
-        #: Number of restarts of the file that were taken into account.
+        #: Value of `MetricsFile.restarts` at the last read. It grows when the file is rewritten
+        #: from its beginning.
         self._seen_restarts = 0
         self._key = key
         self._step: float | None = None
@@ -112,14 +126,17 @@ def source_of(
     client: httpx.AsyncClient,
     take: Callable[[float, dict[str, Any]], None],
 ) -> ReadStep | None:
-    """Return a function that reads a run's step; None if the run reports no steps.
+    """Return a function that reads the step of a run.
 
     Args:
-        progress: The setting of the run's spec.
+        progress: The setting `progress` of the run spec.
         directory: Directory that relative paths start from.
         metrics: Fingerprint of the metrics file at the start of the attempt, see `JsonlProgress`.
         client: HTTP client for `progress.http`.
-        take: Called with each line that has a step, see `JsonlProgress`.
+        take: Called with the step and the JSON object of each line that contains a step.
+
+    Returns:
+        None if the run spec has no setting `progress`.
     """
     if progress is None:
         return None
@@ -128,34 +145,37 @@ def source_of(
     return JsonlProgress(directory / (progress.jsonl or ""), progress.step, metrics, take).step
 
 
-#: Pattern of ids and numbers, which may differ between two lines with the same meaning.
+#: Pattern of ids and numbers. Log lines that differ only in them count as equal.
 _NUMBER = re.compile(
     r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b|\b(?:0x)?(?=[a-f]*\d)[0-9a-f]{8,}\b"
     r"|[-+]?\d+(?:[.,:]\d+)*(?:e[-+]?\d+)?|[-+]?\b(?:nan|inf)\b",
     re.IGNORECASE,
 )
-#: Largest number of different lines of a log that are remembered.
+#: Largest number of different lines of a log that are remembered, to recognise repeated lines.
 _SHAPES_AT_MOST = 256
 #: Number of characters of each line that are compared.
 _SHAPE_LENGTH = 200
 
 
 class _Output:
-    """Detects new lines in the log of one component."""
+    """Detects new lines in the log of one component. Repeated lines do not count as new."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
+        #: Number of bytes at the start of the log that were read and end with a complete line.
         self._read_bytes = 0
         #: Size of the log in bytes at the last check; -1 before the first check.
         self._size = -1
-        #: Last line without a newline at the last check.
+        #: Incomplete line at the end of the log, from the last check; empty if there was none.
         self._partial_line = ""
-        #: Recent lines without their numbers, the oldest first. Used as an ordered set.
+        #: Recent lines with all numbers and ids replaced by 0, oldest first. The dictionary is used
+        #: as an ordered set.
         self._shapes: dict[str, None] = {}
 
     def has_grown(self) -> bool:
-        """Return True if the log has a new line that differs from recent ones in more than
-        numbers.
+        """Return True if the log has a new line since the last check.
+
+        A line does not count as new if it differs from a recent line only in numbers and ids.
         """
         try:
             if os.stat(self._log).st_size == self._size:
@@ -171,7 +191,7 @@ class _Output:
         complete_bytes = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
         self._read_bytes = start + complete_bytes
         lines = data[:complete_bytes].decode("utf-8", "replace").splitlines()
-        # A list, not a generator: every line must be remembered.
+        # Use a list and not a generator, so that `_is_new` remembers every line.
         is_new = any([self._is_new(line) for line in lines])
         partial_line = data[complete_bytes:].decode("utf-8", "replace")
         has_changed = partial_line != self._partial_line
@@ -192,21 +212,22 @@ class _Output:
         return not is_known
 
     def _is_known(self, partial_line: str) -> bool:
-        # The line may end within a number.
+        # Remove a number at the end of the incomplete line, because more digits may follow.
         shape = _shape_of(partial_line)
         shape = shape.rstrip(" 0.,:+-") or shape
         return any(known.startswith(shape) for known in self._shapes)
 
 
 def _shape_of(line: str) -> str:
+    """Return the beginning of a line with all numbers and ids replaced by 0."""
     return " ".join(_NUMBER.sub("0", line[: 2 * _SHAPE_LENGTH]).split())[:_SHAPE_LENGTH]
 
 
 class Silence:
-    """Measures the time without progress of a run.
+    """Measures the time in which a run has made no progress.
 
-    Progress is a new step. Before the first step, or if steps are unknown, progress is a new line
-    in a log.
+    A new step is progress. Until the first step is known, a new line in a log of a component is
+    progress, too.
     """
 
     def __init__(
@@ -231,13 +252,15 @@ class Silence:
 
     @property
     def is_by_step(self) -> bool:
-        """True if only steps count. Step 0 does not, because a server may report it before
-        training.
+        """True if only a new step counts as progress, and new lines in logs do not.
+
+        This is so from the first step other than 0. A server may report step 0 before the training
+        has begun.
         """
         return bool(self._step)
 
     def restart(self) -> None:
-        """Start counting from now, because an action began whose effect takes time."""
+        """Count the time without progress from now, for example after the start of a component."""
         self._since = self._clock()
 
     def has_output(self) -> bool:
@@ -246,12 +269,12 @@ class Silence:
         return any([output.has_grown() for output in self._outputs])
 
     def lasts_s(self, step: float | None) -> float:
-        """Return the seconds since the last progress.
+        """Check for progress, and return the seconds since the last progress.
 
         Args:
-            step: The step reached; None if it is unknown now.
+            step: Step that the trainer has reached; None if it is unknown now.
         """
-        # An unknown step is no change.
+        # An unknown step is no progress.
         moved = step is not None and step != self._step
         if self._step is None and step == self._resumed_step:
             moved = False
@@ -266,18 +289,19 @@ class Silence:
 _GROWTH_WITHIN_S = 20.0
 #: Default number of seconds between two reads of the step.
 _READ_EVERY_S = 0.5
-#: Number of checks for silence within its limit.
+#: Number of checks for progress within the time limit `stall_after_s`.
 _CHECKS_PER_LIMIT = 50
-#: Largest number of seconds between two checks for silence.
+#: Largest number of seconds between two checks for progress.
 _CHECK_EVERY_S = 10.0
-#: A step is slow if it takes this many times the median of earlier steps.
+#: A step counts as slow if it takes longer than the median duration of earlier steps, multiplied by
+#: this factor.
 _SLOW = 10.0
-#: Number of steps that must be known for that median.
+#: Number of step durations that are needed for the median.
 _STEPS_OF_A_PACE = 10
-#: Largest number of steps that are remembered for that median.
+#: Largest number of step durations that are kept for the median.
 _PACE_AT_MOST = 1000
-#: Seconds to wait for the last step of a trainer that has ended, because an HTTP server may report
-#: it late.
+#: Seconds to wait for the last step after the trainer has ended. A server that reports the step
+#: over HTTP may do so late.
 _LAST_STEP_WITHIN_S = 3.0
 
 
@@ -292,19 +316,21 @@ class ProgressEnd(Enum):
 
 @dataclass
 class ProgressWatch:
-    """Watches the step of one attempt and the silence of its components.
+    """Watches the progress of one attempt, and detects slow steps and stalls.
 
-    `str()` gives the step reached.
+    `str()` returns a text such as `step 57 of 200`; an empty text if no step is known.
     """
 
     plan: AttemptPlan
-    #: Reads the step; None if the run reports no steps.
+    #: Coroutine function that reads the step; None if the run reports no steps.
     read_step: ReadStep | None
+    #: Measures the time without progress.
     silence: Silence
+    #: Publishes events.
     emit: Emit
-    #: Returns True while silence means nothing.
+    #: Returns True while no progress is expected, for example before a component was started.
     is_quiet: Callable[[], bool]
-    #: The last known step.
+    #: Last known step; None if no step is known.
     step: float | None = None
     #: The highest known step.
     highest_step: float | None = None
@@ -312,13 +338,14 @@ class ProgressWatch:
     _first_line: float | None = None
     #: Time at which the last step of the training was reached, in UTC epoch seconds; None before.
     reached_at: float | None = None
-    #: Time of that step on the clock of the asyncio loop, in seconds.
+    #: Time at which the last known step was read, in seconds on the clock of the asyncio loop.
     _stepped_s: float = 0.0
-    #: Durations of the steps before it, in seconds.
+    #: Durations of the steps before the last known step, in seconds.
     _took_s: deque[float] = field(default_factory=lambda: deque(maxlen=_PACE_AT_MOST))
-    #: Time from which the next step is slow, on the clock of the asyncio loop.
+    #: Time at which the current step begins to count as slow, in seconds on the clock of the
+    #: asyncio loop.
     _slow_at_s: float = math.inf
-    #: Size of each log at the last steps, which prove that training survived an earlier error.
+    #: Size of each log in bytes at each of the last steps, see `survived`.
     _lengths: deque[dict[Path, int]] = field(
         default_factory=lambda: deque(maxlen=STEPS_OF_SURVIVAL)
     )
@@ -330,7 +357,7 @@ class ProgressWatch:
 
     @property
     def total(self) -> float | None:
-        """The last step of the run, or None if unknown."""
+        """Last step of the run according to its spec; None if unknown."""
         return self.plan.progress.total if self.plan.progress else None
 
     @property
@@ -360,8 +387,10 @@ class ProgressWatch:
         limit_s = self.plan.stall_after_s
         progress = self.plan.progress
         if limit_s is None and self.read_step is None:
-            await asyncio.Event().wait()  # Without a limit and steps there is nothing to watch.
-        # Each check reads all logs, and there may be a thousand.
+            # There is neither a limit nor a step to watch. Wait until this coroutine is cancelled.
+            await asyncio.Event().wait()
+        # Check the silence less often than the step, because each check reads all logs of the run.
+        # There may be a thousand.
         check_every_s = min(max((limit_s or 0) / _CHECKS_PER_LIMIT, _READ_EVERY_S), _CHECK_EVERY_S)
         loop = asyncio.get_running_loop()
         check_at = loop.time()
@@ -414,19 +443,32 @@ class ProgressWatch:
     def _describe_silence(self) -> str:
         if self.silence.is_by_step:
             return f"no new step since {self}"
-        no_output = "no output of any component but lines that repeat"
+        no_output = "no output of any component except repeated lines"
         return f"no step, and {no_output}," if self.read_step is not None else f"{no_output},"
 
     def survived(self, log: Path) -> int:
-        """Return the size of the part of a log whose errors the training has survived, in bytes.
+        """Return the number of bytes at the start of a log whose errors the training has survived.
 
-        Training has survived an error if it made several steps after the error.
+        The training has survived an error if it has made several steps after the error.
+
+        Args:
+            log: Log file of a component.
         """
         is_enough = len(self._lengths) == STEPS_OF_SURVIVAL
         return max(0, self._lengths[0].get(log, 0)) if is_enough else 0
 
     async def until_reached(self, step: float | None) -> float | None:
-        """Return the last known step, after waiting a moment if it is smaller than `step`."""
+        """Read the step, and return it.
+
+        If the step is smaller than required, read it again for a moment, because it may be reported
+        late.
+
+        Args:
+            step: Required step; None if no step is required.
+
+        Returns:
+            The last known step; None if no step is known.
+        """
         deadline = time.monotonic() + _LAST_STEP_WITHIN_S
         await self._read()
         while (self.step or 0) < (step or 0) and time.monotonic() < deadline:
@@ -447,6 +489,7 @@ class ProgressWatch:
         return compare_first_step(self.plan.resume, first_line, step)
 
     async def _read(self) -> None:
+        """Read the step once, and publish an event for a new step or a slow step."""
         step = await self.read_step() if self.read_step is not None else None
         now = asyncio.get_running_loop().time()
         if step is not None and step != self.step:
@@ -471,5 +514,5 @@ class ProgressWatch:
             median_s = (self._slow_at_s - self._stepped_s) / _SLOW
             self._slow_at_s = math.inf
             message = f"no step for {format_duration(now - self._stepped_s)} since {self}"
-            message += f", where one takes {format_duration(median_s)}"
+            message += f"; a step usually takes {format_duration(median_s)}"
             self.emit("run.slow", step=self.step, median_s=median_s, message=message)

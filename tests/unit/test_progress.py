@@ -1,4 +1,4 @@
-"""When a run's step and its silence are looked at: as seldom as what they are for allows."""
+"""How often the step and the silence of a run are checked, and when a step counts as slow."""
 
 from __future__ import annotations
 
@@ -17,39 +17,47 @@ from tests.support.fleet_clock import Stuck, VirtualLoop, run
 HOUR_S = 3600.0
 
 
-class Looks(Silence):
-    """Silence in the loop's own time, and how often it was looked at."""
+class CountedSilence(Silence):
+    """Silence on the clock of the loop, which counts its checks."""
 
     def __init__(self, *logs: Path) -> None:
         super().__init__(logs, clock=lambda: asyncio.get_running_loop().time())
-        self.number = 0
+        self.check_count = 0
 
     def lasts_s(self, step: float | None) -> float:
-        self.number += 1
+        self.check_count += 1
         return super().lasts_s(step)
 
 
-def plan_of(limit_s: float | None) -> AttemptPlan:
+def make_plan(limit_s: float | None) -> AttemptPlan:
     return AttemptPlan(run_id="r", number=1, cwd=Path("/no"), components=(), stall_after_s=limit_s)
 
 
-def watched(
+def watch_until_stalled(
     *, limit_s: float | None, read_step: ReadStep | None = None, log: Path = Path("/no/log")
 ) -> tuple[str, int, float]:
-    """Why it has stalled, after how many looks, and after what time."""
+    """Watch a run without progress until it stalls.
+
+    Returns:
+        The description of the stall, the number of checks, and the duration in seconds.
+    """
 
     async def watch() -> tuple[str, int, float]:
-        silence = Looks(log)
+        silence = CountedSilence(log)
         began = asyncio.get_running_loop().time()
-        _, stalled = await ProgressWatch(
-            plan_of(limit_s), read_step, silence, lambda *_, **more: None, is_quiet=lambda: False
+        _, stall = await ProgressWatch(
+            make_plan(limit_s),
+            read_step,
+            silence,
+            lambda *_, **fields: None,
+            is_quiet=lambda: False,
         ).until_over()
-        return stalled, silence.number, asyncio.get_running_loop().time() - began
+        return stall, silence.check_count, asyncio.get_running_loop().time() - began
 
     return run(watch())
 
 
-def test_without_progress_and_limit_nothing_is_ever_looked_at(
+def test_run_without_progress_and_limit_is_never_checked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def no_timer(loop: VirtualLoop, seconds: float) -> None:
@@ -57,22 +65,22 @@ def test_without_progress_and_limit_nothing_is_ever_looked_at(
 
     monkeypatch.setattr(VirtualLoop, "jump", no_timer)
     with pytest.raises(Stuck):
-        watched(limit_s=None)
+        watch_until_stalled(limit_s=None)
 
 
 @pytest.mark.parametrize(
     ("limit_s", "at_most"),
     [
         (1.0, 4),
-        (100.0, 52),  # fifty a limit
-        (HOUR_S, HOUR_S / 10 + 2),  # each ten seconds
+        (100.0, 52),  # fifty checks within the limit
+        (HOUR_S, HOUR_S / 10 + 2),  # a check every ten seconds
     ],
 )
-def test_silence_is_looked_at_as_seldom_as_its_limit_allows(limit_s: float, at_most: float) -> None:
-    why, looks, took_s = watched(limit_s=limit_s)
+def test_number_of_silence_checks_is_limited(limit_s: float, at_most: float) -> None:
+    stall, check_count, took_s = watch_until_stalled(limit_s=limit_s)
 
-    assert "no output" in why
-    assert looks <= at_most
+    assert "no output" in stall
+    assert check_count <= at_most
     assert limit_s < took_s <= limit_s * 1.02 + 1.0
 
 
@@ -84,51 +92,58 @@ def test_steps_are_read_more_often_than_logs(tmp_path: Path) -> None:
         reads += 1
         return 7.0 if reads > 10 else None
 
-    _, looks, took_s = watched(limit_s=100.0, read_step=step)
+    _, check_count, took_s = watch_until_stalled(limit_s=100.0, read_step=step)
 
     assert reads >= 2 * took_s
-    assert looks <= 60
+    assert check_count <= 60
     assert took_s >= 100.0
 
 
-def said_of(*steps_s: float) -> list[str]:
-    """What is said to be slow of a run whose steps take so long, and that stalls after 1000 s."""
+def slow_messages(*steps_s: float) -> list[str]:
+    """Return the messages about slow steps of a run, each with its time.
+
+    Args:
+        steps_s: Durations of the steps in seconds. After the last step, the run stalls.
+    """
     times = list(accumulate(steps_s))
 
-    async def watch() -> list[str]:
+    async def collect_messages() -> list[str]:
         clock = asyncio.get_running_loop().time
-        began, said = clock(), []
+        began = clock()
+        messages: list[str] = []
 
         async def step() -> float:
             return float(sum(at <= clock() - began for at in times)) + 1
 
         def emit(name: str, component: str | None = None, **fields: Any) -> None:
             if name == "run.slow":
-                said.append(f"{clock() - began:.0f} s: {fields['message']}")
+                messages.append(f"{clock() - began:.0f} s: {fields['message']}")
 
-        read = ProgressWatch(plan_of(1000.0), step, Looks(), emit, is_quiet=lambda: False)
-        await read.until_over()
-        return said
+        watch = ProgressWatch(
+            make_plan(1000.0), step, CountedSilence(), emit, is_quiet=lambda: False
+        )
+        await watch.until_over()
+        return messages
 
-    return run(watch())
+    return run(collect_messages())
 
 
-def test_a_step_that_takes_ten_times_the_median_is_said_once_each_time() -> None:
-    slow = "no step for {} since step {}, where one takes 10 s"
+def test_step_of_ten_times_the_median_is_reported_once() -> None:
+    slow = "no step for {} since step {}; a step usually takes 10 s"
 
-    # one of a hundred seconds is not over it, two are
-    told = said_of(*[10.0] * 12, 99.0, 10.0, 150.0, 10.0, 400.0, 10.0)
+    # The step of 99 s is within the limit of 100 s.
+    messages = slow_messages(*[10.0] * 12, 99.0, 10.0, 150.0, 10.0, 400.0, 10.0)
 
     began = 120 + 99 + 10
-    assert told == [
+    assert messages == [
         f"{began + 101} s: " + slow.format("1 min 40 s", 15),
         f"{began + 261} s: " + slow.format("1 min 40 s", 17),
         f"{began + 671} s: " + slow.format("1 min 40 s", 19),
     ]
 
 
-def test_nothing_is_slow_before_there_is_a_pace() -> None:
-    assert said_of(*[1.0] * 9) == []
+def test_no_step_is_slow_before_the_median_of_ten_steps_is_known() -> None:
+    assert slow_messages(*[1.0] * 9) == []
 
 
 def test_log_that_has_not_grown_is_not_opened(
@@ -143,6 +158,6 @@ def test_log_that_has_not_grown_is_not_opened(
         lambda path, mode, open=Path.open: opened.append(path) or open(path, mode),
     )
 
-    watched(limit_s=100.0, log=log)
+    watch_until_stalled(limit_s=100.0, log=log)
 
     assert opened == [log]
