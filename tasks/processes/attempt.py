@@ -167,7 +167,7 @@ class Decision:
 
 
 class EarliestDecision:
-    """Keeps the decision with the earliest time, in whatever order the decisions arrive.
+    """Keeps the decision with the earliest time. The order in which decisions arrive is ignored.
 
     A process that dies because of another failure dies later than that failure. The same is true of
     a process that the teardown stops. So neither is blamed for the failure of the attempt.
@@ -738,7 +738,7 @@ class SupervisedAttempt:
         for watcher in self._watchers:
             watcher.cancel()
         # Examine components that hang before any component is stopped. They may wait for another
-        # component, and its end would change what they do.
+        # component, and would no longer show this after the end of that component.
         await asyncio.gather(*(member.examine() for member in self._hung().values()))
         left: dict[str, tuple[int | str, ...]] = {}
         for member in reversed(self._launched):

@@ -1,8 +1,8 @@
 """Create, fill, kill and remove control groups of version 2 (cgroups).
 
-A cgroup is a directory of the kernel. It contains a process and all its descendants, and none of
-them can leave it without the permission to write there. This module uses only the standard library,
-because the guardian imports it.
+A cgroup is a directory of the kernel that contains a process and all its descendants. A process can
+only leave it with the permission to write to such directories. This module uses only the standard
+library, because the guardian imports it.
 """
 
 from __future__ import annotations
@@ -68,8 +68,7 @@ def put(path: str, pid: int) -> None:
 
 
 def kill(path: str) -> None:
-    """Send SIGKILL to all processes in a cgroup at once, including those that are just being
-    forked.
+    """Send SIGKILL to all processes in a cgroup at once, including processes that are being forked.
 
     Raises:
         OSError: The kernel refuses the request, or the cgroup does not exist.

@@ -207,8 +207,8 @@ class AttemptContext:
         except OSError:
             if self.template is None:
                 raise
-            # The helper process that forks guardians may have been killed. Start this guardian and
-            # all later ones as new processes.
+            # The helper process that forks guardians may have been killed. From now on, start each
+            # guardian as a new process.
             self._close_template()
             process = make()
         # Forget processes whose guardians have ended, because the kernel may reuse their pids.
@@ -279,7 +279,7 @@ class AttemptContext:
         if parent is None:
             return None
         name = f"{self.plan.run_id}-a{self.plan.number:02d}-{component}"
-        # Without a cgroup, the component still starts. Its registry entry shows that it has none.
+        # Without a cgroup, the component still starts, and its registry entry has no cgroup.
         with contextlib.suppress(OSError):
             self._cgroups[component] = cgroup.create(parent, name)
         return self._cgroups.get(component)

@@ -87,7 +87,7 @@ class Containment:
 
 
 def probe(*, namespace: bool = False) -> Containment:
-    """Try the levels of containment on this machine, and return the highest one that works.
+    """Try the levels of containment on this machine, and return the highest working level.
 
     The environment variable `MUSTER_MAX_CONTAINMENT` limits the level, for example to `L2`.
 

@@ -125,7 +125,7 @@ def _visible(uuids: Mapping[int, str]) -> tuple[int, ...]:
 def kind_here() -> str:
     """Return the vendor of this machine's accelerators: nvidia, amd or ascend.
 
-    The vendor is the one whose driver is loaded; nvidia if no driver is.
+    It is determined from the loaded driver. Without a driver, the result is nvidia.
     """
     if Path("/dev/davinci_manager").exists():
         return "ascend"
@@ -185,7 +185,7 @@ class DeviceLease:
             for index in self.indices:
                 key = devices.key(index)
                 # Only one socket can have the name `key`, so it keeps other runs from leasing the
-                # device. The socket with the second name tells them the owner.
+                # device. The socket with the second name shows them the owner.
                 for name in (key, f"{key}/{owner}"):
                     self._sockets.append(socket.socket(socket.AF_UNIX))
                     self._sockets[-1].bind(f"\0{_PREFIX}{name}")

@@ -74,7 +74,7 @@ def end_all(end_once: Callable[[], set[Known]], within_s: float) -> tuple[set[Kn
         within_s: Time limit in seconds.
 
     Returns:
-        `(ended, remaining)`: the processes that have ended, and those that still exist.
+        `(ended, remaining)`: the ended processes and the remaining processes.
     """
     killed: set[Known] = set()
     left: set[Known] = set()
@@ -89,7 +89,7 @@ def end_all(end_once: Callable[[], set[Known]], within_s: float) -> tuple[set[Kn
         time.sleep(ROUND_S)
     if clean < CLEAN_ROUNDS:
         # Report the processes of this last round as remaining, even if they end now. Their parent
-        # has started new processes in every round and may go on to do so.
+        # has started new processes in every round and may continue to do so.
         left = end_once()
     left |= {process for process in killed if not _is_gone(*process)}
     return killed - left, left
@@ -173,8 +173,8 @@ def end_carriers(wanted: Mapping[str, str]) -> dict[str, Any]:
             been started with all of them.
 
     Returns:
-        `{"machine": machine(), "killed": [...], "left": [...]}`: the processes that have ended, and
-        those that survived SIGKILL. Each is `{"pid", "start", "command"}`.
+        `{"machine": machine(), "killed": [...], "left": [...]}`: the ended processes, and the
+        processes that survived SIGKILL. Each is `{"pid", "start", "command"}`.
     """
     spared = _self_and_ancestors()
     commands: dict[int, str] = {}

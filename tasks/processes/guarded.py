@@ -281,8 +281,9 @@ class GuardedProcess:
             name: Name shown in the guardian's command line, for `ps`.
             tag: Variables that identify the run, for the guardian's environment.
             namespace: PID namespace for guardian and command. None: the namespace of this process.
-            gone: List to which each process is appended when its pidfd reports the end, in the
-                order of the ends. Pass the same list for processes whose end times are compared.
+            gone: List that collects the processes whose pidfds have reported their end, in the
+                order of these reports. Pass the same list for processes whose end times are
+                compared.
             template: Helper process that forks the guardian; the guardian then has the tag of the
                 template. None: start the guardian as a new process.
 
@@ -503,8 +504,9 @@ class GuardedProcess:
         self._forget_leader()
         at_s = min(status.at_monotonic_s, self._leader_gone_s)
         _resolve(self.exited, replace(status, at_monotonic_s=at_s))
-        # The pidfds report ends late, but in the right order. So each process whose pidfd reported
-        # its end before this one also ended before this one. Correct the end times of those.
+        # The pidfds may report ends late, but they report them in the right order. So every process
+        # whose pidfd reported first also ended before this process. Correct the end times of those
+        # processes.
         before = self._gone[: self._gone.index(self)] if self in self._gone else self._gone
         for process in before:
             process._leader_gone_s = min(process._leader_gone_s, at_s - _A_MOMENT_S)

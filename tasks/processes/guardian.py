@@ -335,9 +335,10 @@ def fork_guardians(requests: _socket.socket) -> list[int]:
     socket.
 
     A request is a message `{"mark": ..., "name": ..., "is_inside": ...}`. It carries the file
-    descriptors of the new guardian: FD, PIDFD, INIT and ALIVE if `is_inside` is true, and then
-    those that the guardian only keeps open. The answer is the pid of the guardian, or 0 if the fork
-    failed. It is sent when the nearest subreaper has adopted the guardian.
+    descriptors FD and PIDFD of the new guardian, and INIT and ALIVE if `is_inside` is true. Further
+    file descriptors follow, which the guardian only keeps open. The answer is the pid of the
+    guardian, or 0 if the fork failed. It is sent when the nearest subreaper has adopted the
+    guardian.
 
     Args:
         requests: Socket to the supervisor.
@@ -347,7 +348,7 @@ def fork_guardians(requests: _socket.socket) -> list[int]:
         INIT and ALIVE if it enters a PID namespace.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # The forked guardians share the memory of this process until somebody writes to it. Keep the
+    # The forked guardians share the memory of this process until a process writes to it. Keep the
     # garbage collector from writing to the existing objects.
     gc.freeze()
     room = _socket.CMSG_SPACE(4 * _MOST_FDS)
@@ -433,7 +434,7 @@ class Order(types.SimpleNamespace):
     - `argv`: command line, a list of str.
     - `env`: complete environment of the component.
     - `cwd`: working directory.
-    - `log`: path of the log file, to which the component's output is appended.
+    - `log`: path of the log file. The component's output is appended to it.
     - `stop_signal`: number of the stop signal.
     - `grace_s`: seconds from the stop signal to SIGKILL.
     - `cgroup`: cgroup v2 directory for the component, or None.

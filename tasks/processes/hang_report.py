@@ -233,7 +233,7 @@ def python_stacks(pids: Iterable[int], within_s: float) -> dict[int, list[dict[s
     """Return the threads of each Python process with their stacks, from py-spy.
 
     Args:
-        pids: The processes. Those that do not run Python are skipped.
+        pids: The processes. Programs other than Python are skipped.
         within_s: Time limit in seconds for all processes together.
 
     Returns:
@@ -346,7 +346,7 @@ _RAS_TRIES = 3
 def nccl_status(pids: Sequence[int]) -> str:
     """Return the report of NCCL's RAS service on the communicators of a job.
 
-    The report tells which ranks are behind, silent or dead.
+    The report names the ranks that are behind, silent or dead.
 
     Args:
         pids: Processes of the job on this machine.
@@ -360,8 +360,8 @@ def nccl_status(pids: Sequence[int]) -> str:
             addresses.add(read_environment(pid).get("NCCL_RAS_ADDR", _RAS_ADDRESS))
     for address in sorted(addresses):
         host, _, port = address.rpartition(":")
-        # Try again after a failure. Several processes of the job may share the address, and those
-        # that hang do not answer.
+        # Try again after a failure. Several processes of the job may share the address, and a
+        # process that hangs does not answer.
         for _ in range(_RAS_TRIES):
             with suppress(OSError, ValueError):
                 inodes = listening_inodes(int(port)).keys()
@@ -423,8 +423,8 @@ def abort_python(processes: Iterable[ProcessId], within_s: float) -> None:
     deadline = time.monotonic() + within_s
     asked = [process for process in processes if handles_signal(process.pid, signal.SIGABRT)]
     for process in asked:
-        # Stop all processes first. Otherwise a process that waits for another one would continue
-        # when that one ends, and its stack would not show the wait.
+        # Stop all processes first. Otherwise a process that waits for another process would resume
+        # after the end of that process, and its stack would not show the wait.
         _send_abort(process, signal.SIGSTOP)
     for process in asked:
         with suppress(OSError, ValueError):
@@ -471,8 +471,8 @@ _REPORTED_WITHIN_S = 1.0
 _ABORTED_WITHIN_S = 1.0
 #: Time limit in seconds for copying the end of the log into the report.
 _COPIED_WITHIN_S = 1.0
-#: Seconds from SIGABRT to SIGKILL for processes that have survived the stop signal. If the grace
-#: period is short, half of it is used.
+#: Seconds from SIGABRT to SIGKILL for processes that have survived the stop signal. At most half of
+#: the grace period is used.
 _BEFORE_KILL_S = 1.0
 #: Largest number of bytes of the log that are copied into the report.
 _LOG_BYTES_AT_MOST = 1 << 20

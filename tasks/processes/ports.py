@@ -53,8 +53,8 @@ def port_key() -> bytes:
     Raises:
         OSError: The secret can be neither read nor created.
     """
-    # Import the module here and not at the top. Ray sends this module to nodes without Muster,
-    # where it could not be imported.
+    # Import the module here and not at the top. Ray sends this file to nodes without Muster, and
+    # the import would fail there.
     places = importlib.import_module("tasks.record.places")
     home: Path = places.muster_home()
     return str(places.kept_secret(home / "ports.key", lambda: os.urandom(32).hex())).encode()

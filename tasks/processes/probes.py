@@ -41,8 +41,8 @@ _CHUNK_BYTES = 1 << 20
 _MESSAGES_AT_ONCE = 1024
 #: Largest length of a STATUS message of NOTIFY_SOCKET.
 _STATUS_LENGTH = 500
-#: Seconds for which the check of a sender of NOTIFY_SOCKET messages is valid. After that time it is
-#: repeated, because the kernel may have reused the pid.
+#: Seconds until the sender of NOTIFY_SOCKET messages is checked again. The kernel may have reused
+#: its pid.
 _KNOWN_FOR_S = 1.0
 #: First characters of the host names and addresses that mean this machine.
 _LOOPBACK = ("localhost", "127.", "::1", "0.0.0.0")
@@ -91,7 +91,7 @@ class ComponentProbe(ABC):
     def glance(self) -> object:
         """Return a value that changes if the result of the check may have changed.
 
-        It takes little time and never waits. For example, it tells whether a port accepts
+        The call takes little time and never waits. For example, the value is True if a port accepts
         connections.
         """
 

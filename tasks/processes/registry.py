@@ -107,8 +107,8 @@ class _Entry(_Model):
 class RegisterEntry(_Entry):
     """Registry entry of a component that runs on this machine or is about to be started here.
 
-    A component may start guardians itself, for example for the servers of a rollout. Each of them
-    has an entry of its own with the name `COMPONENT.PART`.
+    A component may start guardians itself, for example for the servers of a rollout. Each of these
+    guardians has its own entry with the name `COMPONENT.PART`.
     """
 
     kind = "component"
@@ -125,7 +125,7 @@ class RegisterEntry(_Entry):
 
 
 class JobEntry(_Entry):
-    """Registry entry of a component that runs as a Ray job or is about to be submitted as one.
+    """Registry entry of a component that runs as a Ray job, or whose Ray job will be submitted now.
 
     The address of the cluster and other facts about the job are in `submission.json` in the
     directory of the attempt.
@@ -352,7 +352,7 @@ def claim_lost_run(run_id: str, *, host: str | None = None) -> Iterator[LostRun 
 
     Args:
         run_id: The run.
-        host: Name of the machine to which the run must belong. None: this machine.
+        host: Name of the machine on which the owner ran. None: this machine.
 
     Yields:
         The run. None if its owner lives, if another process is finishing the run, if the run is not
@@ -395,7 +395,7 @@ def teardown_s(process: int | None = None) -> float:
     """Return the longest time that the teardown of a registered run can take, in seconds.
 
     The components of a run are stopped one after the other. Each may first finish a checkpoint,
-    which can take as long as its grace period.
+    which can take another grace period.
 
     Args:
         process: Pid of a flow process, to consider only its run. None: consider every run of this
@@ -479,7 +479,7 @@ _PREFIX = "muster-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remains:
-    """Result of `finish`: what was killed and removed, and what remains of a lost run."""
+    """Result of `finish`: the processes and files of a lost run that were ended or remain."""
 
     #: Pids of the processes that were killed.
     killed: tuple[int, ...]

@@ -70,7 +70,7 @@ class Restarts:
 
         Args:
             now_s: Time of the death.
-            ready_for_s: Number of seconds for which the service was ready before its death. None
+            ready_for_s: Time in seconds during which the service was ready before its death. None
                 if it was not ready.
 
         Returns:
@@ -149,12 +149,12 @@ MakeMember = Callable[[ComponentPlan, AttemptContext], ServiceMember]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Death:
-    """An end of a service's process after which the service must be started again."""
+    """An end of a service's process. The service must be started again."""
 
     #: Failure of the process. None if Muster has ended the process, because another service that it
     #: needs has died.
     failure: Failure | None
-    #: Number of seconds for which the process was ready; None if it was not ready.
+    #: Time in seconds during which the process was ready; None if it was not ready.
     ready_for_s: float | None = None
     #: True if the process was killed from outside. Its program may then work after a restart.
     was_killed: bool = False

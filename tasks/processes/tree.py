@@ -542,7 +542,7 @@ def kill_once(
 
     First, SIGSTOP stops all of them, so that they cannot start new processes. Then SIGKILL kills
     them. Then, for a few milliseconds, each new process of the machine is checked and killed if it
-    belongs to the set, because a list of processes misses those that fork and exit quickly.
+    belongs to the set. A list of processes would miss processes that fork and exit quickly.
 
     Args:
         send_all: Lists the processes of the set, sends a signal to each, and returns their pids.

@@ -142,7 +142,7 @@ def receivers(
 ) -> list[ListeningSocket]:
     """Return the listening sockets that receive connections to an address.
 
-    The kernel prefers a socket that listens on exactly this address to one that listens on all
+    The kernel prefers sockets that listen on exactly this address to sockets that listen on all
     addresses. Several sockets are returned only if one user shares the port between them with
     SO_REUSEPORT.
 
@@ -182,7 +182,7 @@ def _refuse_others(where: str, listeners: Iterable[ListeningSocket]) -> None:
 
 def _unknown(where: str, why: str) -> str:
     """Return the error message for a server whose user could not be determined."""
-    return f"the user of the server at {where} is unknown ({why}). Nothing was sent; try again"
+    return f"the user of the server at {where} is unknown ({why}). Try again; no data was sent"
 
 
 def _name_of(uid: int) -> str:
