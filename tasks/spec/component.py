@@ -1,4 +1,4 @@
-"""The components of a run spec: its programs and its fleet."""
+"""The key `components` of a run spec: the programs of the run and its fleet of servers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tasks.spec.values import (
     validate_collecting_faults,
 )
 
-#: Name of the component that is a fleet.
+#: Name of the component that is a fleet of inference servers.
 FLEET = "rollout"
 
 OnExitZero = Literal["complete", "drain", "fail"]
@@ -39,70 +39,85 @@ Launcher = Literal["process", "ray_job"]
 
 
 class Component(Model):
-    """A program of the run, together with all processes that it starts."""
+    """A program of the run, with all processes that the program starts."""
 
     launcher: Launcher = Field(
-        "process", description="process: on this machine. ray_job: submitted to the Ray cluster."
+        "process",
+        description="Kind of the component. process: a process of this machine. ray_job: a job "
+        "that Muster submits to the Ray cluster.",
     )
     command: Words = Field(
-        description="The program and its arguments, one item each; no shell splits them. "
-        "${api.port} and the like are filled in.",
+        description="The program and its arguments, with one list item for each argument. No shell "
+        "is used. Placeholders such as ${api.port} are replaced.",
         examples=[["python", "train.py", "--port", "${trainer.port}"]],
     )
     env: Env = Field(
         default_factory=dict,
-        description="For this component only; they win over the run's. {secret: BLOCK} in place of "
-        "a text is the value of a Prefect Secret block.",
+        description="Environment variables of this component. They override the `env` of the run. "
+        "To use the value of a Prefect Secret block, write {secret: BLOCK} instead of a text.",
         examples=[{"OMP_NUM_THREADS": "4", "HF_TOKEN": {"secret": "hf-token"}}],
     )
     cwd: Text | None = Field(
-        None, description="Relative to the project's root; left out: the run's."
+        None,
+        description="Working directory of this component. A relative path starts at the project's "
+        "root. If omitted, it is the `cwd` of the run.",
     )
     gpus: CountOrZero | None = Field(
         None,
-        description="Of the gang's, so many are this process's own. Left out: it sees those that "
-        "no other one has for itself, or all where none is left.",
+        description="Number of GPUs that only this component may use, out of the GPUs of the run. "
+        "If omitted, the component sees all GPUs that no component has reserved. If every GPU is "
+        "reserved, it sees all GPUs of the run.",
         examples=[4],
     )
     ports: tuple[PartName, ...] = Field(
         (),
-        description="More free ports, by name: `metrics` is ${NAME.ports.metrics}.",
+        description="Names of further ports to reserve, in addition to ${NAME.port}. The port "
+        "`metrics` of a component NAME is ${NAME.ports.metrics}.",
         examples=[["metrics"]],
     )
     ready: ReadyProbe | None = Field(
         None,
-        description="When it may receive work; left out: as soon as it is started.",
+        description="Probe that decides when the component may receive work and the next component "
+        "starts. If omitted, the component is ready as soon as it has started.",
         examples=[{"http": "http://127.0.0.1:${api.port}/info", "within_s": 60}],
     )
     live: LiveProbe | None = Field(
         None,
-        description="Whether it still works while it runs; its death is seen without this.",
+        description="Probe that decides whether the running component still works. Use it to find "
+        "a component that hangs; Muster notices the end of a process without a probe.",
         examples=[{"http": "http://127.0.0.1:${trainer.port}/health"}],
     )
     on_exit_zero: OnExitZero | None = Field(
         None,
-        description="complete: the run is done. drain: its part is done, the run goes on. fail: "
-        "the run has failed. Left out: complete for trainer and environment, else fail.",
+        description="Meaning of exit code 0 of this component. complete: the run is complete. "
+        "drain: the component has finished, and the run continues. fail: the run has failed. If "
+        "omitted, `complete` for trainer and environment, and `fail` for other components.",
     )
-    stop: Stop = Field(default_factory=Stop, description="How it is asked to end.")
+    stop: Stop = Field(
+        default_factory=Stop, description="Signal and grace period to stop this component."
+    )
     checkpoints: Text | None = Field(
         None,
-        description="The folder, or a pattern of the files, that its checkpoints are in. From the "
-        "last complete one the next attempt starts: ${attempt.resume_from}.",
+        description="Folder of the component's checkpoints, or a pattern of their paths. The next "
+        "attempt gets the path of the last complete checkpoint as ${attempt.resume_from}. Only one "
+        "component may have this key.",
         examples=["${run.dir}/checkpoints"],
     )
     keep: Count | None = Field(
         None,
-        description="Number of complete checkpoints to keep; older ones are removed. Never removed "
-        "are the newest complete one, the one before it, the one that the attempt started from, "
-        "and those of other runs. Left out: all are kept.",
+        description="Number of complete checkpoints to keep. Muster removes older checkpoints, "
+        "except the newest complete checkpoint, the one before it, the checkpoint from which the "
+        "current attempt started, and checkpoints of other runs. If omitted, all checkpoints are "
+        "kept.",
         examples=[3],
     )
 
     @classmethod
     def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
         if written.get("keep") is not None and written.get("checkpoints") is None:
-            yield ("keep",), make_refusal("has no checkpoints to keep", "write where they are")
+            problem = "needs `checkpoints`: without them, there is nothing to keep"
+            remedy = "write checkpoints: FOLDER, or leave out keep"
+            yield ("keep",), make_refusal(problem, remedy)
         if fault := _find_folder_fault(written.get("checkpoints"), written.get("cwd")):
             yield ("checkpoints",), make_refusal(fault, 'write "${run.dir}/checkpoints"')
 
@@ -135,18 +150,21 @@ _MUSTER_FOLDERS = {"${run.dir}": "/home/runs/run", "${attempt.dir}": "/home/runs
 
 
 class ComponentsByName:
-    """Schema of `components`: a fleet under the name `rollout`, a program under any other name.
+    """Pydantic schema of the spec key `components`.
 
-    The form in the Prefect UI offers the names in `offered`. The value of an offered name may be
-    null, because the form sends null for a component that the user omitted. The components keep the
-    order of the file.
+    The component `rollout` is a fleet of inference servers, and every other component is a program.
+    The validated components keep the order of the file.
+
+    The form in the Prefect UI offers fields for the components in `offered`. The form sends null
+    for an omitted component, so the value of these components may be null.
     """
 
+    #: Components that the form in the Prefect UI offers: name and description.
     offered: ClassVar[Mapping[str, str]] = {
-        "api": "The server between the others, such as run-api of Atropos.",
+        "api": "The server that connects the other components, such as run-api of Atropos.",
         "rollout": "A fleet of inference servers.",
-        "trainer": "What trains.",
-        "environment": "What makes the rollouts that are trained on.",
+        "trainer": "The training program.",
+        "environment": "The program that generates the rollouts for the training.",
     }
 
     def __get_pydantic_core_schema__(
@@ -182,7 +200,7 @@ class ComponentsByName:
     def _validate(
         self, data: object, handler: core_schema.ValidatorFunctionWrapHandler
     ) -> dict[str, Component | Rollout]:
-        """Validate the components; the result has the order of `data`."""
+        """Return the validated components by name, in the order of the keys of `data`."""
         if not isinstance(data, Mapping):
             raise make_refusal(
                 f"must be a mapping, found {describe_value(data)}", "write NAME: {command: [...]}"
@@ -193,9 +211,16 @@ class ComponentsByName:
             if entry is not None or name not in self.offered
         }
         if not written:
-            raise make_refusal("must not be empty", "write at least one: trainer: {command: [...]}")
+            raise make_refusal(
+                "must not be empty", "write at least one component: trainer: {command: [...]}"
+            )
         refusals: list[Refusal] = [
-            ((name,), make_refusal(f"a name must be like {PART_NAME}, found {name!r}"))
+            (
+                (name,),
+                make_refusal(
+                    f"a component's name must match the pattern {PART_NAME}, found {name!r}"
+                ),
+            )
             for name in written
             if isinstance(name, str) and re.fullmatch(PART_NAME, name) is None
         ]
@@ -205,17 +230,23 @@ class ComponentsByName:
 
 
 def _checkpoint_faults(written: Mapping[str, object]) -> list[Refusal]:
-    """Return a fault for each component with checkpoints, except the first one."""
+    """Return a fault for each component with `checkpoints`, except the first such component.
+    The placeholder `${attempt.resume_from}` stands for one path, so only one component may have
+    checkpoints.
+    """
     names = [
         name
         for name, component in written.items()
         if mapping_or_empty(component).get("checkpoints") is not None
     ]
-    problem = "more than one component has checkpoints: ${attempt.resume_from} would not be clear"
-    return [
-        ((name, "checkpoints"), make_refusal(problem, f"write them for {names[0]} only"))
-        for name in names[1:]
-    ]
+    if not names:
+        return []
+    problem = (
+        f"only one component may have checkpoints, and {names[0]} has them too: "
+        "${attempt.resume_from} is one path"
+    )
+    remedy = f"write checkpoints for {names[0]} only"
+    return [((name, "checkpoints"), make_refusal(problem, remedy)) for name in names[1:]]
 
 
 Components = Annotated[Mapping[str, Component | Rollout], ComponentsByName()]
