@@ -1,7 +1,7 @@
 """The run spec: everything that a user specifies about a run, as frozen data.
 
-`RunSpec` is also the parameter of the flow `train`. Its titles, descriptions and examples are shown
-in the form of the Prefect UI. `loading` reads specs from files.
+`RunSpec` is also the type of the parameter `spec` of the Prefect flow `train`. The form in the
+Prefect UI shows its titles, descriptions and examples. The module `loading` reads specs from files.
 """
 
 from __future__ import annotations
@@ -37,177 +37,227 @@ from tasks.spec.values import (
 )
 from tasks.spec.watch import Watch, WatchRule, check_watch_rules
 
-#: Default of `on_exit_zero` by component name; other components have `fail`.
+#: Default of the key `on_exit_zero` by component name. For other components it is `fail`.
 _ON_EXIT_ZERO: dict[str, OnExitZero] = {"trainer": "complete", "environment": "complete"}
 
 
 class Gang(Model):
-    """GPUs that the run needs. Muster grants all of them together or none."""
+    """GPUs that the run needs. Muster starts the run only when all of them are free."""
 
     nodes: Count = Field(
-        1, description="Nodes that the run spans; more than one on Ray only.", examples=[1]
+        1,
+        description="Number of nodes. More than 1 is possible only for a run on Ray.",
+        examples=[1],
     )
-    gpus_per_node: Count = Field(description="GPUs on each of them.", examples=[8])
-    cpus_per_gpu: Count = Field(3, description="CPUs that go with each GPU; verl asks for 3.")
+    gpus_per_node: Count = Field(description="Number of GPUs on each node.", examples=[8])
+    cpus_per_gpu: Count = Field(
+        3, description="Number of CPUs that must be free for each GPU. verl needs 3."
+    )
     hours: Positive = Field(
-        24, description="An estimate, by which shorter runs may pass; it never ends a run."
+        24,
+        description="Estimated duration of the run in hours. With the policy `backfill`, the queue "
+        "may start a short run while a larger run still waits for GPUs. It never ends a run.",
     )
     max_hours: Positive | None = Field(
         None,
-        description="An attempt that runs for longer is ended as TIME_LIMIT, which `retry` may "
-        "list; others are planned by it.",
+        description="Time limit of each attempt in hours. A longer attempt is stopped and fails as "
+        "TIME_LIMIT; list that kind under `retry` to resume the run. The queue also uses this "
+        "limit to plan other runs. If omitted, there is no limit.",
         examples=[12],
     )
 
 
 class Ray(Model):
-    """The Ray cluster, for a run that uses Ray."""
+    """The Ray cluster of a run that uses Ray."""
 
     address: Url | None = Field(
         None,
-        description="The dashboard's address, to which jobs are submitted. Left out: that of the "
-        "one cluster that the work pool lists.",
+        description="Address of the Ray dashboard that receives the jobs. It may be omitted if the "
+        "work pool lists exactly one cluster.",
         examples=["http://127.0.0.1:8265"],
     )
     start_within_s: Seconds = Field(
-        600, description="A job that has not taken its GPUs by then is stopped and queued again."
+        600,
+        description="Seconds within which a job must have taken its GPUs. A slower job is stopped "
+        "as START_TIMEOUT, and the run returns to the queue.",
     )
     entrypoint_resources: Mapping[Text, Positive] | None = Field(
         None,
-        description="Resources of the node that a job's driver lands on, so that it is no head.",
+        description="Ray resources, with their amounts, that the node of a job's driver must have. "
+        "Use this key to choose the nodes for drivers. If omitted, a driver runs on a node with "
+        "`worker_node`, or else on any node except the head.",
         examples=[{"worker_node": 1}],
     )
     entrypoint_label_selector: Mapping[Text, Word] | None = Field(
         None,
-        description="Labels of the node that a job's driver lands on.",
+        description="Ray labels, with their values, that the node of a job's driver must have.",
         examples=[{"ray.io/node-type": "worker"}],
     )
 
 
 class Progress(Model):
-    """Source of the run's current step."""
+    """Source from which Muster reads the current step of the run."""
 
     http: Url | None = Field(
         None,
-        description="An address that answers with JSON.",
+        description="URL that answers with JSON. Use it if there is no file for `jsonl`.",
         examples=["http://127.0.0.1:${api.port}/status"],
     )
     jsonl: Text | None = Field(
         None,
-        description="A file that grows by a JSON object a line; better, where there is one.",
+        description="File with one JSON object per line, which grows during the training. It is "
+        "better than `http`: with it, Muster also draws curves and checks the alarm rules.",
         examples=["${run.dir}/metrics.jsonl"],
     )
     step: DottedKey = Field(
-        description="The key of the step in the answer or the line.", examples=["current_step"]
+        description="Key of the step number in the JSON answer or line. Join nested keys by dots.",
+        examples=["current_step"],
     )
     total: Count | None = Field(
-        None, description="Steps in all; ${progress.total} in a command.", examples=[60]
+        None,
+        description="Number of steps of the whole training. A command can use it as "
+        "${progress.total}. If omitted, Muster shows no remaining time.",
+        examples=[60],
     )
     every_s: Seconds = Field(
-        0.5, description="The pause between two looks; longer spares a run of weeks some work."
+        0.5,
+        description="Seconds between two readings of the step. A longer interval saves work in a "
+        "run of several weeks.",
     )
 
     @classmethod
     def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
         sources = [key for key in ("http", "jsonl") if written.get(key) is not None]
         if len(sources) != 1:
-            problem = "reads http and jsonl at once" if sources else "reads nothing"
-            yield (), make_refusal(problem, "write one of http and jsonl")
+            problem = "has both http and jsonl" if sources else "has neither http nor jsonl"
+            yield (), make_refusal(problem, "write exactly one of http and jsonl")
 
 
 class Success(Model):
-    """Evidence of success that a run needs in addition to exit code 0."""
+    """Condition that a run must meet to be complete, in addition to exit code 0."""
 
     step: Count = Field(
-        description="The step that must have been reached; ${success.step} in a command.",
+        description="Step that the run must reach. A command can use it as ${success.step}.",
         examples=[60],
     )
 
 
 class Retry(Model):
-    """Number and delay of the retries after a kind of failure."""
+    """Number and delay of the retries after one kind of failure."""
 
     attempts: Count | None = Field(
         None,
-        description="The tries in all. Only INSUFFICIENT_RESOURCES, START_TIMEOUT and FLEET_LOST "
-        "need none.",
+        description="Number of attempts in total, including the first. It may be omitted only for "
+        "INSUFFICIENT_RESOURCES (no limit), START_TIMEOUT (6) and FLEET_LOST (4).",
     )
     delay_s: Seconds = Field(
-        60, description="Before the first new try; it then grows. Of FLEET_LOST, left out, it is 5."
+        60,
+        description="Seconds before the first retry. The delay doubles with each further retry. "
+        "The default for FLEET_LOST is 5.",
     )
-    max_delay_s: Seconds = Field(600, description="How far the delay grows, if beyond it.")
+    max_delay_s: Seconds = Field(
+        600,
+        description="Upper limit of the growing delay in seconds. If it is below delay_s, the "
+        "delay stays at delay_s.",
+    )
 
 
-#: Value of the spec key `code`: run the project's current files instead of a stored copy.
+#: Value of the spec key `code` that means the project's current files instead of a stored copy.
 LIVE_CODE = "live"
 
 
 class RunSpec(Document):
-    """A training run: its components in the order of their start, and its requirements.
+    """A training run, with its components and its requirements.
 
-    `start_order` is either empty or lists all components, in the order of `components`.
+    In a validated spec, `components` is in the order in which the components start. `start_order`
+    is either empty, or lists all components in the same order.
 
-    Validation does not check the names of placeholders; `loading` does.
+    The names of placeholders are not checked here, but in `loading.parse_spec`.
     """
 
     name: SpecName = Field(
-        description="What this training is called; the run's id begins with it.",
+        description="Name of the training. The id of the run begins with it.",
         examples=["quickstart"],
     )
     workload: Literal["ppo", "grpo", "sft"] = Field(
-        description="The kind of training.", examples=["grpo"]
+        description="Kind of training. It decides which alarm rules are on by default.",
+        examples=["grpo"],
     )
     tags: tuple[Text, ...] = Field(
-        (), description="Labels to find the run by.", examples=[["demo"]]
+        (),
+        description="Labels to find the run in the Prefect UI. The queue can limit the number of "
+        "GPUs for a label.",
+        examples=[["demo"]],
     )
     env: Env = Field(
         default_factory=dict,
-        description="Given to every component. {secret: BLOCK} in place of a text is the value of "
-        "a Prefect Secret block.",
+        description="Environment variables of every component. To use the value of a Prefect "
+        "Secret block, write {secret: BLOCK} instead of a text.",
         examples=[{"HF_HUB_OFFLINE": "1"}],
     )
-    cwd: Text = Field(".", description="Where the components run, relative to the project's root.")
+    cwd: Text = Field(
+        ".",
+        description="Working directory of the components. A relative path starts at the project's "
+        "root.",
+    )
     code: Annotated[str, Field(strict=True, pattern=r"^(live|[0-9a-f]{64})$")] | None = Field(
         None,
-        description="Left out: the project as it was when the run was submitted, or its deployment "
-        "made, which a name in this place stands for. live: as it lies there when the run starts.",
+        description="Version of the project's files that the run uses. If omitted, Muster stores a "
+        "copy when the run is submitted or its deployment is created, and writes the name of the "
+        "copy here. live: the files as they are when the run starts.",
         examples=["live"],
     )
-    gang: Gang | None = Field(None, description="The GPUs it needs; left out: none are asked for.")
-    ray: Ray | None = Field(None, description="The cluster, only where something uses Ray.")
+    gang: Gang | None = Field(
+        None,
+        description="GPUs that the run needs. If omitted, the run does not wait for any GPUs.",
+    )
+    ray: Ray | None = Field(
+        None,
+        description="Ray cluster of the run. It is required if a component is a Ray job or the "
+        "fleet is placed on Ray.",
+    )
     on_lost_flow: Literal["stop", "adopt"] = Field(
         "stop",
-        description="What becomes of Ray jobs whose flow process died. stop: they are stopped. "
-        "adopt: they go on, and the next process of the run attaches to them.",
+        description="Treatment of the run's Ray jobs if its flow process dies. stop: Muster stops "
+        "the jobs. adopt: the jobs continue, and the run's next flow process attaches to them.",
     )
     containment: Literal["auto", "namespace"] = Field(
         "auto",
-        description="auto: the best that this machine offers without privileges. namespace: a PID "
-        "namespace for the run, or the run is refused.",
+        description="Method to find and end all processes of the run. auto: the strongest method "
+        "that works on this machine without privileges. namespace: a PID namespace. If the machine "
+        "does not offer PID namespaces, the run fails before it starts.",
     )
     start_order: tuple[Text, ...] = Field(
         (),
-        description="The names of the components in the order of their start; those left out start "
-        "after them. Left out itself: the order in which the components are written. A "
-        "deployment's spec has it from its file, since a server on PostgreSQL keeps no order of "
-        "keys.",
+        description="Names of the components in the order of their start. Components that it does "
+        "not name start last. If omitted, components start in the order of `components`. Muster "
+        "fills it in for a deployment, because PostgreSQL does not keep the order of keys.",
         examples=[["api", "trainer"]],
     )
     components: Components = Field(
-        description="Started in this order unless `start_order` has another, stopped in reverse. "
-        "The form has api, rollout, trainer and environment; another is added there by `Use JSON "
-        "input` in the menu of this field.",
+        description="Programs of the run, and its fleet of inference servers. They start in this "
+        "order unless `start_order` says otherwise, and stop in reverse order. The form has fields "
+        "for api, rollout, trainer and environment. To add another component in the form, choose "
+        "`Use JSON input` in the menu of this field.",
         examples=[{"trainer": {"command": ["python", "train.py"]}}],
         json_schema_extra={"position": LAST},
     )
-    progress: Progress | None = Field(None, description="Where the run's step is to be read.")
+    progress: Progress | None = Field(
+        None,
+        description="Source from which Muster reads the current step. Without it, Muster shows no "
+        "steps.",
+    )
     success: Success | None = Field(
-        None, description="Evidence beyond exit 0; left out: exit 0 is enough."
+        None,
+        description="Condition that the run must meet to be complete, in addition to exit code 0. "
+        "If omitted, exit code 0 is enough.",
     )
     stall_after_s: Seconds | None = Field(
         None,
-        description="No new step for so long (without `progress`: no output but lines that "
-        "repeat), and no checkpoint that grows: the run has failed as STALLED.",
+        description="Longest time without a new step, in seconds. After it, the run fails as "
+        "STALLED. Without `progress`, it is the longest time without output; lines that only "
+        "repeat do not count. Time in which a checkpoint grows does not count. If omitted, there is "
+        "no limit.",
         examples=[1800],
     )
     finish_within_s: Seconds = Field(
@@ -218,29 +268,31 @@ class RunSpec(Document):
     )
     watch: Watch | None = Field(
         None,
-        description="Alarms over the figures of `progress.jsonl`, for a training that is alive and "
-        "worthless; left out: those of the workload tell.",
+        description="Alarm rules for the metrics in the file of `progress.jsonl`. They find a "
+        "training that runs but does not learn. If omitted, the rules for the workload apply, and "
+        "an alarm is only reported.",
     )
     retry: Mapping[FailureKind, Retry] = Field(
         default_factory=dict,
-        description="Kinds of failure that are tried again, each with attempts, delay_s and "
-        "max_delay_s. INSUFFICIENT_RESOURCES is, without limit, listed or not, START_TIMEOUT five "
-        "times, and FLEET_LOST three times.",
+        description="Kinds of failure that Muster retries, each with attempts, delay_s and "
+        "max_delay_s. Some kinds are retried even if they are not listed: INSUFFICIENT_RESOURCES "
+        "without limit, START_TIMEOUT five times, FLEET_LOST three times.",
         examples=[{"NODE_LOST": {"attempts": 3}}],
     )
 
     @classmethod
     def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
         if written.get("success") is not None and written.get("progress") is None:
-            remedy = "write progress: {jsonl: FILE, step: KEY} too"
+            remedy = "add progress: {jsonl: FILE, step: KEY}"
             yield (
                 ("success",),
-                make_refusal("needs `progress`: nothing would show the step", remedy),
+                make_refusal("needs `progress`, from which Muster reads the step", remedy),
             )
         if watch := mapping_or_empty(written.get("watch")):
             if not mapping_or_empty(written.get("progress")).get("jsonl"):
-                remedy = "write progress: {jsonl: FILE, step: KEY} too"
-                yield ("watch",), make_refusal("has no file of figures to look at", remedy)
+                remedy = "add progress: {jsonl: FILE, step: KEY}"
+                problem = "needs `progress.jsonl`, the file from which Muster reads the metrics"
+                yield ("watch",), make_refusal(problem, remedy)
             for place, refusal in check_watch_rules(watch, written.get("workload")):
                 yield ("watch", *place), refusal
         yield from check_start_order(written)
@@ -256,7 +308,7 @@ class RunSpec(Document):
         for kind, policy in mapping_or_empty(written.get("retry")).items():
             has_no_limit = isinstance(policy, Mapping) and policy.get("attempts") is None
             if kind in kinds_with_limit and has_no_limit:
-                problem = "missing: this kind is not tried again without limit"
+                problem = "missing: this kind needs a number of attempts"
                 yield ("retry", str(kind), "attempts"), make_refusal(problem, "write attempts: 3")
 
     @classmethod
@@ -265,7 +317,10 @@ class RunSpec(Document):
 
     @property
     def processes(self) -> dict[str, Component]:
-        """The components that are programs, without the fleet, in the order of their start."""
+        """The components that are programs, by name, in the order of their start.
+
+        The fleet of inference servers is not among them.
+        """
         return {
             name: component
             for name, component in self.components.items()
@@ -274,16 +329,16 @@ class RunSpec(Document):
 
     @property
     def fleet(self) -> Rollout | None:
-        """The component `rollout`, or None if the run has no fleet."""
+        """The component `rollout`, which is a fleet of servers; None if the run has no fleet."""
         fleet = self.components.get(FLEET)
         return fleet if isinstance(fleet, Rollout) else None
 
     @property
     def secrets(self) -> frozenset[str]:
-        """Secret values in the spec, which must be masked in all output.
+        """Values of secrets that are written in the spec. Muster masks them in all its output.
 
-        They are collected from each component separately, because components may use the same
-        variable name for different secrets.
+        The secrets of each component are collected separately, because two components may use the
+        same variable name for different secrets.
         """
         values = find_env_secrets(self.env)
         for component in self.components.values():
@@ -296,7 +351,10 @@ class RunSpec(Document):
 
     @property
     def secret_blocks(self) -> dict[str, str]:
-        """Names of the required Prefect Secret blocks, by the path of the variable in the spec."""
+        """Names of the Prefect Secret blocks that the spec refers to.
+
+        The key of each name is the path of the variable in the spec, such as `env.HF_TOKEN`.
+        """
         envs = {"env": self.env}
         for component_name, component in self.components.items():
             envs[f"components.{component_name}.env"] = component.env
@@ -308,9 +366,10 @@ class RunSpec(Document):
         }
 
     def with_secrets(self, values: Mapping[str, str]) -> RunSpec:
-        """Return the spec with its references to Secret blocks replaced by their values.
+        """Return the spec with each reference to a Secret block replaced by the block's value.
 
-        Call this after the placeholders of the run are filled in.
+        Replace the placeholders of the run first. Otherwise a `${` in a secret would be taken for a
+        placeholder.
 
         Args:
             values: Value of each Secret block, by the name of the block.
@@ -322,7 +381,8 @@ class RunSpec(Document):
                 for name, value in env.items()
             }
 
-        # The fleet still fills in its own placeholders, so a `${` in a value must be escaped.
+        # The fleet replaces `${server.port}` and similar placeholders later, so a `${` in a secret
+        # of the fleet must be escaped.
         fleet_values = {block: value.replace("${", "$${") for block, value in values.items()}
         components = {}
         for name, component in self.components.items():
@@ -332,16 +392,16 @@ class RunSpec(Document):
 
     @property
     def alarms(self) -> dict[str, WatchRule]:
-        """Alarm rules by name; empty if the run has no metrics file."""
+        """Alarm rules of the run, by name. Empty if `progress` names no metrics file."""
         has_metrics_file = self.progress is not None and self.progress.jsonl is not None
         return (self.watch or Watch()).of(self.workload) if has_metrics_file else {}
 
     @property
     def teardown_s(self) -> float:
-        """The longest time that the grace periods of a teardown take, in seconds.
+        """Longest time in seconds that the grace periods of all components take together.
 
-        Components are stopped one after the other. A component with checkpoints may finish a save
-        before it is stopped, for as long as its grace period.
+        Components are stopped one after the other. A component with checkpoints gets its grace
+        period twice: first to finish a checkpoint, and then to stop.
         """
         graces = [
             component.stop.grace_s * (1 if component.checkpoints is None else 2)
@@ -350,7 +410,14 @@ class RunSpec(Document):
         return sum(graces) + (self.fleet.stop.grace_s if self.fleet is not None else 0.0)
 
     def count_reserved_gpus(self, name: str) -> int | None:
-        """Return the number of this machine's GPUs reserved for a component, or None if unset."""
+        """Return the number of this machine's GPUs that only one component may use.
+
+        Args:
+            name: Name of the component.
+
+        Returns:
+            The number of GPUs, or None if no GPUs of this machine are reserved for the component.
+        """
         component = self.components[name]
         if isinstance(component, Component):
             return component.gpus
@@ -359,13 +426,13 @@ class RunSpec(Document):
         return component.engines * component.sizes.gpus or None
 
     def on_exit_zero(self, name: str) -> OnExitZero:
-        """Return the meaning of exit code 0 of a component; the default depends on its name."""
+        """Return the meaning of exit code 0 of a component. The default depends on its name."""
         component = self.components[name]
         written = component.on_exit_zero if isinstance(component, Component) else None
         return written or _ON_EXIT_ZERO.get(name, "fail")
 
     def find_retry_policy(self, kind: FailureKind) -> Retry | None:
-        """Return the retry policy for a kind of failure, or None if the failure is final."""
+        """Return the retry policy for a kind of failure, or None if Muster does not retry it."""
         policy = self.retry.get(kind)
         if kind not in REQUEUED:
             return policy
@@ -376,9 +443,12 @@ class RunSpec(Document):
         return Retry.model_validate(defaults | written)
 
     def with_ray_address(self, address: str) -> RunSpec:
-        """Return the spec with this address of its Ray cluster, unless it has an address or no Ray.
+        """Return the spec with the address of its Ray cluster filled in.
 
-        A spec without an address uses the cluster of its work pool.
+        The spec is returned unchanged if it already has an address, or does not use Ray.
+
+        Args:
+            address: Address of the Ray dashboard of the only cluster of the work pool.
         """
         if self.ray is None or self.ray.address is not None:
             return self
@@ -386,5 +456,9 @@ class RunSpec(Document):
         return self.model_copy(update={"ray": ray})
 
     def to_server_data(self) -> dict[str, Any]:
-        """Return plain data with `start_order`, because a server may not keep the order of keys."""
+        """Return the spec as plain data for the Prefect server, with the key `start_order`.
+
+        A server on PostgreSQL does not keep the order of the keys in `components`, so the data must
+        list the order of the components.
+        """
         return {**self.written(), START_ORDER_KEY: list(self.components)}

@@ -1,4 +1,4 @@
-"""Rules of a run spec that concern several of its sections: Ray jobs, and the GPUs of a machine."""
+"""Rules of a run spec between several of its keys: about Ray jobs, and about GPUs of a machine."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tasks.spec.placeholders import mapping_or_empty
 from tasks.spec.rollout import Sizes
 from tasks.spec.values import Refusal, make_refusal
 
-#: Environment variables that restrict a program to certain devices, by kind of accelerator. Engines
-#: on ROCm also read CUDA's variable, and refuse to start if the two variables differ.
+#: Environment variables that restrict a program to certain GPUs, by kind of accelerator. Inference
+#: engines on ROCm (`amd`) read both variables, and do not start if the two variables differ.
 #: Source: vllm/platforms/rocm.py; verl/single_controller/base/worker.py.
 DEVICE_VARIABLES = {
     "nvidia": ("CUDA_VISIBLE_DEVICES",),
@@ -24,7 +24,12 @@ DEVICE_VARIABLES = {
 def check_ray_use(
     written: Mapping[str, Any], components: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[Refusal]:
-    """Yield the faults in the combination of Ray jobs with other keys."""
+    """Yield the faults in the use of Ray: a missing cluster, and keys that Ray jobs cannot have.
+
+    Args:
+        written: The run spec as the user wrote it. Its values are not validated yet.
+        components: The components of the spec that are mappings, by name.
+    """
     jobs = [
         name for name, component in components.items() if component.get("launcher") == "ray_job"
     ]
@@ -32,42 +37,45 @@ def check_ray_use(
     if components.get(FLEET, {}).get("placement") == "ray":
         uses_of_ray.append("rollout is placed on Ray")
     if uses_of_ray and written.get("ray") is None:
-        problem = f"missing: {uses_of_ray[0]}, and no cluster is named"
+        problem = f"missing: {uses_of_ray[0]}, so the run needs a Ray cluster"
         yield ("ray",), make_refusal(problem, 'write ray: {address: "http://127.0.0.1:8265"}')
 
     for name in jobs:
         if mapping_or_empty(components[name].get("live")).get("processes") is not None:
-            problem = "child processes are watched on this machine, and a Ray job runs on another"
+            problem = "a Ray job runs on another machine, where Muster cannot watch its processes"
             yield ("components", name, "live", "processes"), make_refusal(problem, "leave it out")
         if mapping_or_empty(components[name].get("ready")).get("notify"):
-            problem = "a Ray job runs on another machine, from where it can't notify this one"
-            remedy = "write log: REGEX, or http: of an address that it serves"
+            problem = "a Ray job runs on another machine and cannot send READY=1 to this machine"
+            remedy = "write log: REGEX, or http: ADDRESS of the job"
             yield ("components", name, "ready", "notify"), make_refusal(problem, remedy)
 
     if written.get("on_lost_flow") == "adopt" and len(jobs) < len(components):
         other = next(name for name in components if name not in jobs)
-        problem = f"{other} is a process, which ends with the flow process of its run"
-        remedy = "write stop, or launcher: ray_job for every component"
+        problem = f"{other} is a process of this machine and ends with the run's flow process"
+        remedy = "write stop, or write launcher: ray_job for every component"
         yield ("on_lost_flow",), make_refusal(problem, remedy)
 
 
 def check_device_use(
     written: Mapping[str, Any], components: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[Refusal]:
-    """Yield the faults in the use of this machine's GPUs by processes and a local fleet."""
+    """Yield the faults in the use of this machine's GPUs by processes and a local fleet.
+
+    Args:
+        written: The run spec as the user wrote it. Its values are not validated yet.
+        components: The components of the spec that are mappings, by name.
+    """
     #: Number of GPUs that each component reserves for itself.
     reserved: dict[str, int] = {}
     for name, component in components.items():
         has_gpus = type(component.get("gpus")) is int and name != FLEET
         if has_gpus and component.get("launcher") == "ray_job":
-            problem = "Ray gives a job its GPUs"
-            yield (
-                ("components", name, "gpus"),
-                make_refusal(problem, "ask Ray for them in its program"),
-            )
+            problem = "not for a Ray job, which requests its GPUs from Ray"
+            remedy = "leave it out, and request the GPUs in the program of the job"
+            yield ("components", name, "gpus"), make_refusal(problem, remedy)
         elif has_gpus:
             reserved[name] = component["gpus"]
-    requests = ", ".join(f"{name} asks for {gpus}" for name, gpus in reserved.items() if gpus)
+    requests = ", ".join(f"{name} needs {gpus}" for name, gpus in reserved.items() if gpus)
 
     fleet = components.get(FLEET, {})
     engines = fleet.get("engines", 1)
@@ -78,7 +86,7 @@ def check_device_use(
 
     if requests and written.get("gang") is None:
         remedy = f"write gang: {{gpus_per_node: {total}}}"
-        yield ("gang",), make_refusal(f"missing: {requests} GPUs, and the run has none", remedy)
+        yield ("gang",), make_refusal(f"missing: {requests} GPUs", remedy)
 
     gang = mapping_or_empty(written.get("gang"))
     if not gang or written.get("ray") is not None:
@@ -86,13 +94,15 @@ def check_device_use(
     gpus_per_node = gang.get("gpus_per_node")
     nodes = gang.get("nodes", 1)
     if type(nodes) is int and nodes > 1:
-        problem = f"processes start on one host, and the gang is of {nodes}"
-        remedy = "write 1, or run it on Ray: launcher: ray_job, and ray: {address: ...}"
+        problem = (
+            f"must be 1 for a run without `ray`, found {nodes}: processes start on one machine"
+        )
+        remedy = "write 1, or use Ray: launcher: ray_job, and ray: {address: ADDRESS}"
         yield ("gang", "nodes"), make_refusal(problem, remedy)
     elif requests and type(gpus_per_node) is int and total > gpus_per_node:
         parts = " + ".join(f"{name} {gpus}" for name, gpus in reserved.items() if gpus)
-        problem = f"{gpus_per_node} are too few: {parts} = {total}"
-        remedy = f"write {total}, or have them ask for less"
+        problem = f"{gpus_per_node} GPUs are too few for the components: {parts} = {total}"
+        remedy = f"write {total}, or reduce the GPUs of the components"
         yield ("gang", "gpus_per_node"), make_refusal(problem, remedy)
 
     yield from _device_variable_faults(("env",), written.get("env"))
@@ -101,8 +111,13 @@ def check_device_use(
 
 
 def _device_variable_faults(place: tuple[str, ...], env: object) -> Iterator[Refusal]:
-    """Yield a fault for each variable in `env` that Muster itself sets to the granted GPUs."""
+    """Yield a fault for each variable in a mapping `env` that Muster itself sets.
+
+    Args:
+        place: Keys that lead to `env` in the spec.
+        env: The mapping as the user wrote it. Its values are not validated yet.
+    """
     for variable in sorted({*chain(*DEVICE_VARIABLES.values())} & mapping_or_empty(env).keys()):
-        problem = "the queue says which GPUs the run has, and Muster sets it"
-        remedy = "leave it out; a process that is to have some for itself says gpus: 2"
+        problem = "Muster itself sets this variable to the GPUs that the queue has granted"
+        remedy = "leave it out; to reserve GPUs for a component, write for example gpus: 2"
         yield (*place, variable), make_refusal(problem, remedy)

@@ -38,11 +38,11 @@ def test_form_has_labels_descriptions_and_default_values(stack: UiStack, ui: Ui)
 
     form_text = form.inner_text()
     for text in (
-        "What this training is called; the run's id begins with it.",
-        "The GPUs it needs; left out: none are asked for.",
-        "Steps in all; ${progress.total} in a command.",
-        "The server between the others, such as run-api of Atropos.",
-        "The program and its arguments, one item each",
+        "Name of the training. The id of the run begins with it.",
+        "GPUs that the run needs. If omitted, the run does not wait for any GPUs.",
+        "Number of steps of the whole training. A command can use it as ${progress.total}.",
+        "The server that connects the other components, such as run-api of Atropos.",
+        "The program and its arguments, with one list item for each argument.",
     ):
         assert text in form_text
     assert "Field (Optional)" not in form_text

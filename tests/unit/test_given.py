@@ -80,23 +80,23 @@ def test_component_on_ray_gets_node_names_but_no_devices() -> None:
         (
             {"gpus_per_node": 4},
             {"rollout": FLEET, "trainer": program(gpus=3)},
-            "gang.gpus_per_node: 4 are too few: trainer 3 + rollout 2 = 5",
+            "gang.gpus_per_node: 4 GPUs are too few for the components: trainer 3 + rollout 2 = 5",
         ),
         (
             {"gpus_per_node": 1},
             {"api": program(gpus=1), "trainer": program(gpus=1)},
             "api 1 + trainer 1 = 2",
         ),
-        (None, {"trainer": program(gpus=2)}, "gang: missing: trainer asks for 2 GPUs"),
+        (None, {"trainer": program(gpus=2)}, "gang: missing: trainer needs 2 GPUs"),
         (
             {"nodes": 2, "gpus_per_node": 8},
             {"trainer": program()},
-            "gang.nodes: processes start on one host, and the gang is of 2",
+            "gang.nodes: must be 1 for a run without `ray`, found 2",
         ),
         (
             {"gpus_per_node": 2},
             {"trainer": program(env={"CUDA_VISIBLE_DEVICES": "0"})},
-            "components.trainer.env.CUDA_VISIBLE_DEVICES: the queue says which GPUs",
+            "components.trainer.env.CUDA_VISIBLE_DEVICES: Muster itself sets this variable",
         ),
         (None, {"trainer": program(gpus=-1)}, "components.trainer.gpus: must be at least 0"),
     ],
