@@ -1,7 +1,7 @@
-"""The component `rollout` of a spec, which is a fleet of inference servers.
+"""The component `rollout` of a run spec, which is a fleet of inference servers.
 
-The keys of a fleet depend on each other. Their combination is checked before the single keys are
-validated: first the sizes of an engine (`Sizes`), then the keys that a backend allows.
+The keys of a fleet depend on each other, so their combination is checked, too. `check_fleet` checks
+the keys that a backend needs or does not allow. `check_sizes` checks the sizes of an engine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from tasks.spec.values import (
     make_refusal,
 )
 
-#: Options in `args` that set the number of pipeline stages; the spec has no key for it.
+#: Command-line options that set the number of pipeline stages, by backend. The spec has no key for
+#: this number, so the user writes such an option into `args`.
 _PIPELINE_OPTIONS = {
     "sglang": ("--pp-size", "--pipeline-parallel-size"),
     "vllm": ("-pp", "--pipeline-parallel-size"),
@@ -40,28 +41,35 @@ _PIPELINE_OPTIONS = {
 
 
 class Sizes(BaseModel):
-    """Sizes of an engine, calculated from the keys of its fleet."""
+    """Sizes of one inference engine, which follow from the keys of its fleet."""
 
     model_config = ConfigDict(frozen=True, strict=True)
 
+    #: Name of the backend, such as `sglang`.
     backend: str
     #: Number of nodes of one engine.
     nodes: Count = Field(1, alias="nodes_per_engine")
     #: Number of GPUs of one engine on each node, or None if the spec does not set it.
     gpus_per_node: Count | None = None
+    #: Number of ranks that share each tensor.
     tensor: Count = Field(1, alias="tensor_parallel")
+    #: Number of ranks that share the experts.
     expert: Count = Field(1, alias="expert_parallel")
-    #: Value of the key; `replicas` is the effective number.
+    #: Value of the spec key `data_parallel`. The property `replicas` is the effective number.
     data: Count = Field(1, alias="data_parallel")
     #: True if only the attention layers have replicas, within the ranks of tensor parallelism.
     dp_attention: bool = False
+    #: Value of the spec key `args`, not validated.
     args: Any = ()
 
     @classmethod
     def of(cls, written: Mapping[str, Any]) -> Sizes | None:
-        """Return the sizes of a fleet, or None if a key is invalid.
+        """Return the sizes of an engine, or None if one of the size keys is invalid.
 
-        Validation reports the invalid key separately.
+        The validation of the fleet reports the invalid key.
+
+        Args:
+            written: The fleet as the user wrote it.
         """
         with suppress(ValidationError):
             return cls.model_validate(
@@ -71,7 +79,7 @@ class Sizes(BaseModel):
 
     @property
     def pipeline(self) -> int:
-        """Number of pipeline stages that `args` ask for, or 1."""
+        """Number of pipeline stages that an option in `args` sets; 1 without such an option."""
         words = _to_words(self.args)
         for index, word in enumerate(words):
             name, _, value = word.partition("=")
@@ -82,7 +90,7 @@ class Sizes(BaseModel):
 
     @property
     def replicas(self) -> int:
-        """Value of the backend's option `--dp`.
+        """Number of replicas within one engine, as the backend gets it in its option `--dp`.
 
         LMDeploy distributes experts over replicas, so its default is one replica per expert rank.
         """
@@ -92,7 +100,7 @@ class Sizes(BaseModel):
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs of one engine on all its nodes together; 0 if it needs none."""
+        """Number of GPUs of one engine on all its nodes together; 0 if the engine needs no GPU."""
         if self.backend == "command":
             return self.nodes * (self.gpus_per_node or 0)
         if self.backend == "lmdeploy":
@@ -118,7 +126,8 @@ class Sizes(BaseModel):
 def check_sizes(sizes: Sizes) -> Iterator[Refusal]:
     """Yield the faults in the sizes of an engine.
 
-    The backend itself would detect some of them only hours later, when the run starts.
+    Without this check, the backend itself would report some of these faults, but only when the run
+    starts, which may be hours later.
     """
     faults = [*_unsupported_size_faults(sizes)] or [*_divisibility_faults(sizes)]
     yield from faults
@@ -126,9 +135,9 @@ def check_sizes(sizes: Sizes) -> Iterator[Refusal]:
     gpus_per_node = sizes.gpus_per_node
     if not faults and gpus_per_node and gpus_per_node * sizes.nodes != sizes.gpus:
         total = gpus_per_node * sizes.nodes
-        has = f"one engine has {gpus_per_node} GPUs on each node, {total} in all"
-        remedy = f"write {sizes.gpus // sizes.nodes}, or leave it out"
-        problem = f"{has}, but its parallelism asks for {sizes.gpus}"
+        has = f"an engine would have {total} GPUs, {gpus_per_node} on each node"
+        remedy = f"write {sizes.gpus // sizes.nodes}, or leave out gpus_per_node"
+        problem = f"{has}, but its parallelism needs {sizes.gpus}"
         yield ("gpus_per_node",), make_refusal(problem, remedy)
 
 
@@ -149,43 +158,54 @@ def _unsupported_size_faults(sizes: Sizes) -> Iterator[Refusal]:
 
 def _dp_attention_faults(sizes: Sizes) -> Iterator[Refusal]:
     if sizes.dp_attention:
-        problem = "only SGLang shares the ranks of tensor_parallel among replicas of attention"
-        yield ("dp_attention",), make_refusal(problem, "leave it out, or write backend: sglang")
+        problem = f"only SGLang supports this key, found the backend {sizes.backend}"
+        remedy = "leave out dp_attention, or write backend: sglang"
+        yield ("dp_attention",), make_refusal(problem, remedy)
 
 
 def _sglang_size_faults(sizes: Sizes) -> Iterator[Refusal]:
     if sizes.dp_attention and sizes.data == 1:
-        problem = "nothing to share: DP attention is over data_parallel, which is 1"
+        problem = "needs replicas of attention, but data_parallel is 1"
         remedy = "write data_parallel: N, a divisor of tensor_parallel"
         yield ("dp_attention",), make_refusal(problem, remedy)
     if not sizes.dp_attention and sizes.data > 1 and sizes.nodes > 1:
-        problem = "SGLang has no replicas in an engine that spans nodes"
-        remedy = f"write 1, and engines: {sizes.data}; or add dp_attention: true"
+        problem = f"SGLang allows no replicas in an engine on several nodes, found {sizes.nodes}"
+        remedy = f"write 1 and engines: {sizes.data}, or add dp_attention: true"
         yield ("data_parallel",), make_refusal(problem, remedy)
 
 
 def _lmdeploy_size_faults(sizes: Sizes) -> Iterator[Refusal]:
     yield from _dp_attention_faults(sizes)
     if sizes.expert > 1 and sizes.tensor > 1:
-        problem = f"LMDeploy has either this or tensor_parallel, which is {sizes.tensor}"
+        problem = (
+            "LMDeploy supports only one of expert_parallel and tensor_parallel, found "
+            f"{sizes.expert} and {sizes.tensor}"
+        )
         yield ("expert_parallel",), make_refusal(problem, "write 1 for one of them")
     if sizes.data > 1 and sizes.expert == sizes.tensor == 1:
-        problem = "LMDeploy has replicas only of an engine with tensor or expert parallelism"
-        yield ("data_parallel",), make_refusal(problem, f"write 1, and engines: {sizes.data}")
+        problem = (
+            "LMDeploy allows replicas only with tensor_parallel or expert_parallel, found "
+            f"{sizes.data} replicas"
+        )
+        yield ("data_parallel",), make_refusal(problem, f"write 1 and engines: {sizes.data}")
 
 
 def _vllm_size_faults(sizes: Sizes) -> Iterator[Refusal]:
     yield from _dp_attention_faults(sizes)
     gpus = sizes.tensor * sizes.data
     if sizes.expert not in (1, gpus):
-        problem = f"vLLM spreads experts over all {gpus} GPUs of tensor and data parallelism"
-        yield ("expert_parallel",), make_refusal(problem, f"write {gpus}, or 1 for none")
+        problem = (
+            f"vLLM distributes experts over all {gpus} GPUs of tensor and data parallelism, found "
+            f"{sizes.expert}"
+        )
+        remedy = f"write {gpus}, or 1 for no expert parallelism"
+        yield ("expert_parallel",), make_refusal(problem, remedy)
 
 
 def _command_size_faults(sizes: Sizes) -> Iterator[Refusal]:
     yield from _dp_attention_faults(sizes)
-    problem = "only the program of a command knows how it uses its GPUs"
-    remedy = "write it in the command, and gpus_per_node: N"
+    problem = "not supported by the backend `command`, whose program decides how it uses its GPUs"
+    remedy = "write the option of your program into the command, and gpus_per_node: N"
     if sizes.tensor > 1:
         yield ("tensor_parallel",), make_refusal(problem, remedy)
     if sizes.expert > 1:
@@ -195,12 +215,12 @@ def _command_size_faults(sizes: Sizes) -> Iterator[Refusal]:
 def _divisibility_faults(sizes: Sizes) -> Iterator[Refusal]:
     """Yield a fault for each size that must divide another size and does not."""
     tensor = ("tensor_parallel", sizes.tensor)
-    replicas = ("its replicas", sizes.replicas)
-    gpus = ("the engine's GPUs", sizes.gpus)
+    replicas = ("the number of replicas", sizes.replicas)
+    gpus = ("the number of GPUs of an engine", sizes.gpus)
     if sizes.backend == "lmdeploy":
-        gpus = ("the engine's GPUs", max(sizes.tensor, sizes.expert))
+        gpus = ("the number of GPUs of an engine", max(sizes.tensor, sizes.expert))
 
-    #: Key, its value, and the name and value of the size that it must divide.
+    #: For each rule: the key, its value, and the name and value of the size that it must divide.
     rules: list[tuple[str, int, tuple[str, int]]]
     if sizes.backend == "sglang":
         rules = [
@@ -218,32 +238,39 @@ def _divisibility_faults(sizes: Sizes) -> Iterator[Refusal]:
     for key, part, (name, whole) in rules:
         if whole % part:
             divisors = (number for number in range(1, whole + 1) if whole % number == 0)
-            remedy = f"write {join_words(divisors, 'or')}, or make that a multiple of {part}"
-            yield (key,), make_refusal(f"{part} does not divide {name}, {whole}", remedy)
+            remedy = f"write {join_words(divisors, 'or')}, or change {name} to a multiple of {part}"
+            yield (key,), make_refusal(f"{part} does not divide {name}, which is {whole}", remedy)
 
 
-#: Variable that sets SGLang's own timeout of a health check, in whole seconds.
+#: Environment variable that sets SGLang's own timeout of a health check, in whole seconds.
 #: Source: SGLang 0.5, srt/entrypoints/http_server.py
 SGLANG_TIMEOUT = "SGLANG_HEALTH_CHECK_TIMEOUT"
+#: Default of that variable in SGLang, in seconds.
 _SGLANG_TIMEOUT_S = 20
 
-#: Backends that serve a model, with the names that messages use for them.
+#: Backends whose command Muster builds itself: name in the spec, and name in messages.
 _MODEL_BACKENDS = {"sglang": "SGLang", "lmdeploy": "LMDeploy", "vllm": "vLLM"}
-#: Example values of keys for remedies. All other keys are numbers.
+#: Example values of spec keys for remedies. The example for all other keys is the number N.
 _EXAMPLES = {"model": "PATH_OR_NAME", "dp_attention": "true, and data_parallel: N"}
 
 
 @cache
 def _reserved_arguments() -> Mapping[str, Mapping[str, list[str]]]:
-    """Return the arguments that Muster itself passes to a backend, by backend and spec key."""
+    """Return the arguments that Muster itself passes to a backend, by backend and spec key.
+
+    Arguments without a spec key are listed under `none`.
+    """
     return tomllib.loads(Path(__file__).with_name("backends.toml").read_text(encoding="utf-8"))
 
 
 def choose_sglang_timeout_s(timeout_s: float) -> int:
     """Return the timeout that SGLang should use for its own health check, in seconds.
 
-    It is shorter than the fleet's timeout, so that SGLang's error message reaches the fleet before
-    the fleet stops waiting.
+    The timeout of SGLang is shorter than that of the fleet. SGLang's error message then reaches the
+    fleet before the fleet stops waiting.
+
+    Args:
+        timeout_s: Timeout of the fleet for a health check (`health.timeout_s`), in seconds.
     """
     return max(1, min(_SGLANG_TIMEOUT_S, int(timeout_s * 0.8)))
 
@@ -256,8 +283,8 @@ def check_fleet(written: Mapping[str, Any]) -> Iterator[Refusal]:
     """
     backend = written.get("backend")
     if backend is None:
-        remedy = "write sglang, lmdeploy or vllm, or command with a program of your own"
-        yield ("backend",), make_refusal("missing: nothing says what the servers are", remedy)
+        remedy = "write sglang, lmdeploy or vllm, or `command` for your own program"
+        yield ("backend",), make_refusal("missing: a fleet needs a backend", remedy)
 
     if backend == "command":
         yield from _command_backend_faults(written)
@@ -293,7 +320,7 @@ def check_fleet(written: Mapping[str, Any]) -> Iterator[Refusal]:
         ),
     ):
         if is_number(number) and is_number(limit) and number > limit:
-            problem = f"{number:g} is above {limit_name}, {limit:g}"
+            problem = f"{number:g} is above {limit_name}, which is {limit:g}"
             yield (section, key), make_refusal(problem, f"write {limit:g} or less")
 
 
@@ -302,10 +329,11 @@ def _command_backend_faults(written: Mapping[str, Any]) -> Iterator[Refusal]:
     texts = str([written.get(key) for key in ("command", "args", "env")])
     if written.get("command") is None:
         example = 'command: [python, serve.py, --port, "${server.port}"]'
-        yield ("command",), make_refusal("missing: the backend is `command`", f"write {example}")
+        problem = "missing: the backend `command` needs a command"
+        yield ("command",), make_refusal(problem, f"write {example}")
     elif f"{SERVER}port" not in find_names(texts):
-        problem = "nothing says ${server.port}, so a server can't know where it is to listen"
-        remedy = 'write for example --port, "${server.port}"; an environment variable will do too'
+        problem = "must contain ${server.port}, the port on which the server must listen"
+        remedy = 'write for example --port, "${server.port}", or set a variable in env'
         yield ("command",), make_refusal(problem, remedy)
 
 
@@ -314,35 +342,45 @@ def _model_backend_faults(backend: str, written: Mapping[str, Any]) -> Iterator[
     name = _MODEL_BACKENDS[backend]
     health = mapping_or_empty(written.get("health"))
     if written.get("model") is None:
-        yield ("model",), make_refusal(f"missing: {name} serves one", "write model: PATH_OR_NAME")
+        yield (
+            ("model",),
+            make_refusal(f"missing: {name} needs a model", "write model: PATH_OR_NAME"),
+        )
     if written.get("command") is not None:
-        problem = f"is for the backend `command`: {name}'s is made from the other keys"
-        yield ("command",), make_refusal(problem, "leave it out; more arguments go into args")
+        problem = f"only for the backend `command`: Muster builds the command of {name} itself"
+        remedy = "leave it out, and write further arguments into args"
+        yield ("command",), make_refusal(problem, remedy)
     for index, word in enumerate(_to_words(written.get("args"))):
         for key, options in _reserved_arguments()[backend].items():
             if _option_of(word, backend) in options:
-                problem = f"{word.partition('=')[0]} is set for each server"
-                has_key = key != "none"
-                remedy = f"write {key}: {_EXAMPLES.get(key, 'N')}" if has_key else "leave it out"
+                problem = f"Muster itself sets {word.partition('=')[0]} for each server"
+                remedy = "leave it out"
+                if key != "none":
+                    remedy = f"write {key}: {_EXAMPLES.get(key, 'N')} instead"
                 yield ("args", index), make_refusal(problem, remedy)
     for key in ("path", "token"):
         if health.get(key) is not None:
-            problem = f"is for the backend `command`: {name}'s own is known"
+            problem = f"only for the backend `command`: Muster knows the health check of {name}"
             yield ("health", key), make_refusal(problem, "leave it out")
     if backend != "sglang":
         return
     if mapping_or_empty(written.get("env")).get(SGLANG_TIMEOUT) is not None:
-        remedy = "leave it out, and write health: {timeout_s: 15}"
-        yield ("env", SGLANG_TIMEOUT), make_refusal("is made from health.timeout_s", remedy)
+        problem = "Muster itself sets this variable, from health.timeout_s"
+        remedy = "leave it out, and write for example health: {timeout_s: 15}"
+        yield ("env", SGLANG_TIMEOUT), make_refusal(problem, remedy)
     if is_number(timeout_s := health.get("timeout_s")) and timeout_s <= 1:
-        problem = f"{timeout_s:g}: SGLang takes a second at least to say yes or no"
-        yield ("health", "timeout_s"), make_refusal(problem, "write more than 1")
+        problem = f"must be more than 1, found {timeout_s:g}: SGLang needs at least a second"
+        yield ("health", "timeout_s"), make_refusal(problem, "write for example 15")
 
 
 def _option_of(word: str, backend: str) -> str:
-    """Return the name of the option in a word, in the spelling of `backends.toml`.
+    """Return the name of the command-line option in an argument, without its value.
 
-    vLLM accepts underscores in place of hyphens.
+    The name has the spelling of `backends.toml`, with hyphens. vLLM also accepts underscores.
+
+    Args:
+        word: One argument, such as `--port=8000`.
+        backend: Name of the backend.
     """
     name = word.partition("=")[0]
     return name.replace("_", "-") if backend == "vllm" and name.startswith("--") else name
@@ -354,21 +392,23 @@ def _to_words(value: object) -> list[str]:
 
 
 Backend = Literal["sglang", "lmdeploy", "vllm", "command"]
-#: Path on the server, such as `/health`.
+#: Path of a URL on an inference server, such as `/health`.
 UrlPath = Annotated[str, Field(strict=True, pattern=r"^/\S*$")]
 
 
 class FleetToken(Model):
-    """A request that makes a server generate a token."""
+    """Request that makes a server generate a token."""
 
     path: UrlPath = Field(
-        description="Where the request goes; 200 says that a token was generated.",
+        description="Path of the request on the server. Status 200 means that the server has "
+        "generated a token.",
         examples=["/v1/completions"],
     )
     json_: Mapping[str, Any] | None = Field(
         None,
         alias="json",
-        description="Sent with POST; left out: GET.",
+        description="JSON body of the request, which is sent with POST. If omitted, the request is "
+        "a GET without a body.",
         examples=[{"prompt": "1", "max_tokens": 1}],
     )
 
@@ -376,28 +416,36 @@ class FleetToken(Model):
 class FleetHealth(Model):
     """Health checks of the fleet's servers."""
 
-    interval_s: Seconds = Field(30, description="Between two sweeps of all servers.")
+    interval_s: Seconds = Field(
+        30, description="Seconds between two health checks of the same server."
+    )
     timeout_s: Seconds = Field(
         15,
-        description="An answer that takes longer is a miss; more than the backend's own timeout.",
+        description="Longest time in seconds for an answer. A slower answer is a failed check. It "
+        "must be longer than the timeout of the backend's own health check.",
     )
     misses: CountOrZero = Field(
         3,
-        description="So many in a row: the server is inactive. 0: no sweeps at intervals; deaths "
-        "are seen and the check before training is made even so, where one bad answer is enough.",
+        description="Number of failed checks of a server in a row that make its engine fail. 0: "
+        "no regular checks. Muster then still notices dead servers. At a request to check all "
+        "servers, a single failed check is enough.",
     )
     first_after_s: Seconds | None = Field(
-        None, description="Of grace before a new server's first question; left out: one interval."
+        None,
+        description="Seconds from the successful start of a server to its first health check. If "
+        "omitted, it is interval_s.",
     )
     path: UrlPath | None = Field(
         None,
-        description="For the backend command: 200 says that it may be asked; left out: /health.",
+        description="Only for the backend `command`: path that answers with status 200 if the "
+        "server is ready. If omitted, it is /health.",
         examples=["/health"],
     )
     token: FleetToken | None = Field(
         None,
-        description="For the backend command: a request that generates a token; left out: none, "
-        "and a server whose engine is stuck behind a good /health is not found out.",
+        description="Only for the backend `command`: request that makes the server generate a "
+        "token. If omitted, Muster does not notice a server that answers at `path` while its "
+        "engine hangs.",
         examples=[{"path": "/generate", "json": {"prompt": "1", "max_tokens": 1}}],
     )
 
@@ -410,7 +458,7 @@ def _check_budget(value: object) -> object:
         problem = (
             f"must be a whole number, 1 or more, or {UNLIMITED}, found {describe_value(value)}"
         )
-        raise make_refusal(problem, "leave it out for 3 for each engine")
+        raise make_refusal(problem, "leave it out for the default, 3 for each engine")
     return value
 
 
@@ -418,129 +466,165 @@ Budget = Annotated[Count | Literal["unlimited"], BeforeValidator(_check_budget)]
 
 
 class FleetRecovery(Model):
-    """Restart of failed servers."""
+    """Restart of failed engines."""
 
     budget: Budget | None = Field(
         None,
-        description="Recoveries in all, where engines that fail together count once; then engines "
-        "that fail stay down. Left out: 3 for each engine, and 10 at least. unlimited: no end.",
+        description="Number of recoveries in the whole attempt. If several engines fail together, "
+        "their recovery counts once. When the budget is used up, failed engines are not "
+        "restarted. unlimited: no limit. If omitted, 3 for each engine, and at least 10.",
     )
     backoff_s: Seconds = Field(
-        1, description="Before the second try in a row of one engine; it then grows."
+        1,
+        description="Seconds before the second restart of an engine in a row. There is no delay "
+        "before the first restart. The delay grows with each further restart.",
     )
-    max_backoff_s: Seconds = Field(60, description="How far the back-off grows.")
-    parallel: Count = Field(4, description="Engines that recover at once.")
+    max_backoff_s: Seconds = Field(
+        60, description="Upper limit of the growing delay before a restart, in seconds."
+    )
+    parallel: Count = Field(4, description="Largest number of engines that restart at once.")
     min_active: Count | None = Field(
         None,
-        description="Fewer active engines than this: the run has failed; left out: no such floor.",
+        description="Smallest number of active engines. The run fails if fewer engines are active. "
+        "If omitted, the run fails only when no engine can serve any more.",
     )
 
 
 class FleetWeights(Model):
-    """Weights that the fleet's servers serve."""
+    """Weights that the fleet serves before the first weight update."""
 
     initial: Literal["loaded", "stale"] | None = Field(
         None,
-        description="Until the trainer's first sync: loaded, the model as a server loaded it; "
-        "stale, nothing. Left out: loaded, and stale in an attempt that resumes from a "
-        "checkpoint.",
+        description="Before the trainer's first weight update, loaded: serve the model as the "
+        "servers loaded it. stale: serve nothing. If omitted, it is `stale` in an attempt that "
+        "resumes from a checkpoint, and else `loaded`.",
     )
 
 
 class Rollout(Model):
-    """A fleet of inference servers behind one gateway, `${rollout.url}`."""
+    """Fleet of inference servers behind one gateway, whose address is `${rollout.url}`."""
 
     backend: Backend | None = Field(
         None,
-        description="What serves the model: one of the three, or a command of your own.",
+        description="Program that serves the model: SGLang, LMDeploy, vLLM, or your own `command`.",
         examples=["sglang"],
     )
     model: Text | None = Field(
         None,
-        description="The model's path or name; not for the backend command.",
+        description="Path or name of the model. Required for all backends except `command`.",
         examples=["Qwen/Qwen3-8B"],
     )
-    engines: Count = Field(1, description="Inference engines, each a set of ranks.")
-    nodes_per_engine: Count = Field(1, description="Nodes that one engine spans.")
+    engines: Count = Field(
+        1, description="Number of inference engines. Each engine serves the whole model."
+    )
+    nodes_per_engine: Count = Field(1, description="Number of nodes of each engine.")
     gpus_per_node: Count | None = Field(
         None,
-        description="GPUs of one engine on each node; left out: as many as its parallelism needs, "
-        "for the backend command none.",
+        description="Number of GPUs of one engine on each of its nodes. If omitted, the number "
+        "follows from the parallelism; for the backend `command`, it is 0.",
         examples=[8],
     )
-    tensor_parallel: Count = Field(1, description="Ranks that share each tensor.")
+    tensor_parallel: Count = Field(1, description="Number of ranks that share each tensor.")
     expert_parallel: Count = Field(
-        1, description="Ranks that share the experts; with LMDeploy each of them is an entrypoint."
+        1,
+        description="Number of ranks that share the experts. With LMDeploy, each of these ranks "
+        "accepts requests.",
     )
-    data_parallel: Count = Field(1, description="Replicas within one engine.")
+    data_parallel: Count = Field(
+        1, description="Number of replicas of the model within one engine."
+    )
     dp_attention: Annotated[bool, Field(strict=True)] = Field(
         False,
-        description="For SGLang: the replicas are of attention only and lie within the ranks of "
-        "tensor parallelism, which ask for no further GPUs and may span nodes.",
+        description="Only for SGLang: replicate only the attention layers, within the ranks of "
+        "tensor_parallel. The replicas then need no further GPUs and may span nodes.",
     )
     command: Words | None = Field(
         None,
-        description="The server, for the backend command: ${server.port} and ${server.host} are "
-        "where it is to listen, ${server.rank}, ${server.node} and ${server.group} say which it "
-        "is.",
+        description="Only for the backend `command`: command that starts one server. It must "
+        "listen on ${server.host} and ${server.port}. ${server.rank}, ${server.node} and "
+        "${server.group} identify the server.",
         examples=[["python", "serve.py", "--port", "${server.port}"]],
     )
     args: Words | None = Field(
-        None, description="More arguments for each server.", examples=[["--context-length", "8192"]]
+        None,
+        description="Further command-line arguments of each server, with one list item for each "
+        "argument.",
+        examples=[["--context-length", "8192"]],
     )
     env: Env = Field(
         default_factory=dict,
-        description="For the servers only; they win over the run's. {secret: BLOCK} in place of a "
-        "text is the value of a Prefect Secret block.",
+        description="Environment variables of the servers. They override the `env` of the run. To "
+        "use the value of a Prefect Secret block, write {secret: BLOCK} instead of a text.",
         examples=[{"NCCL_DEBUG": "WARN"}],
     )
     cwd: Text | None = Field(
-        None, description="Relative to the project's root; left out: the run's."
+        None,
+        description="Working directory of the servers. A relative path starts at the project's "
+        "root. If omitted, it is the `cwd` of the run.",
     )
-    stop: Stop = Field(default_factory=Stop, description="How a server is asked to end.")
+    stop: Stop = Field(
+        default_factory=Stop, description="Signal and grace period to stop each server."
+    )
     start_within_s: Seconds = Field(
-        1800, description="Until a started server has generated a token; else it has failed."
+        1800,
+        description="Seconds within which a started server must generate a token. A slower start "
+        "has failed.",
     )
     host: Text = Field(
         "127.0.0.1",
-        description="The address of this machine on which the gateway listens.",
+        description="Address of this machine on which the gateway listens. Use 0.0.0.0 for "
+        "connections from other machines.",
         examples=["0.0.0.0"],
     )
     require_token: bool = Field(
         False,
-        description="The gateway asks for a token on loopback, too, as it always does elsewhere; "
-        "without one it answers programs of its own user, and of root.",
+        description="true: the gateway always requires a token. false: on a loopback address, "
+        "programs of the same user and of root need no token; on other addresses, the gateway "
+        "still requires one.",
     )
     concurrency: Count | None = Field(
-        None, description="Requests at once for each entrypoint; left out: no limit.", examples=[64]
+        None,
+        description="Largest number of simultaneous requests to each server. Further requests wait "
+        "at the gateway. If omitted, there is no limit.",
+        examples=[64],
     )
     queue_size: Count = Field(
-        16384, description="Requests that wait at the gateway at one time; more are refused."
+        16384,
+        description="Largest number of requests that wait at the gateway. It rejects further "
+        "requests.",
     )
     queue_timeout_s: Seconds = Field(
-        1800, description="A request that has waited for so long is refused."
+        1800,
+        description="Longest time in seconds that a request waits at the gateway. After it, the "
+        "gateway rejects the request.",
     )
     session_by_user: bool = Field(
         False,
-        description="Requests with the same `user` go to the same server, as those with one "
-        "session_id do. One name in all requests would leave the other servers idle.",
+        description="true: requests with the same `user` go to the same server, like requests with "
+        "the same session_id. Do not use this if all requests have the same `user`: only one "
+        "server would get requests.",
     )
     paths: Words | None = Field(
         None,
-        description="More paths that the gateway passes on to a server, each POST as a request "
-        'that generates; ["*"]: all. Known are those of OpenAI, SGLang and LMDeploy.',
+        description="Further paths that the gateway forwards to a server, in addition to those of "
+        'OpenAI, SGLang and LMDeploy. ["*"]: all paths. A POST to such a path counts as a request '
+        "that generates tokens.",
         examples=[["/act"]],
     )
-    health: FleetHealth = Field(default_factory=FleetHealth, description="Questions to servers.")
+    health: FleetHealth = Field(
+        default_factory=FleetHealth, description="Health checks of the servers."
+    )
     recovery: FleetRecovery = Field(
-        default_factory=FleetRecovery, description="What is done about servers that failed."
+        default_factory=FleetRecovery, description="Rules for the restart of failed engines."
     )
     weights: FleetWeights = Field(
-        default_factory=FleetWeights, description="Which weights its servers serve."
+        default_factory=FleetWeights,
+        description="Weights that the fleet serves at its start.",
     )
     placement: Literal["local", "ray"] = Field(
         "local",
-        description="local: processes of this machine. ray: on the nodes of the Ray cluster.",
+        description="Place where the servers run. local: on this machine. ray: on the nodes of the "
+        "Ray cluster.",
     )
 
     @classmethod
@@ -549,10 +633,10 @@ class Rollout(Model):
 
     @cached_property
     def sizes(self) -> Sizes:
-        """Sizes of an engine.
+        """Sizes of each engine of the fleet.
 
         Raises:
-            ValueError: The fleet has no backend. Validation excludes this.
+            ValueError: The fleet has no backend. This is impossible for a validated fleet.
         """
         sizes = Sizes.of(self.model_dump())
         if sizes is None:

@@ -88,63 +88,78 @@ def test_engine_size_follows_from_parallelism(
     ("fleet", "path", "problem", "remedy"),
     [
         # backend and model
-        ({}, "backend", "missing: nothing says what the servers are", "command with a program"),
-        ({"backend": "sglang"}, "model", "missing: SGLang serves one", "model: PATH_OR_NAME"),
-        ({"backend": "vllm"}, "model", "missing: vLLM serves one", ""),
-        ({"backend": "command"}, "command", "missing: the backend is `command`", "command: ["),
-        ({**VLLM, "command": ["a"]}, "command", "is for the backend `command`", "into args"),
+        ({}, "backend", "missing: a fleet needs a backend", "for your own program"),
+        ({"backend": "sglang"}, "model", "missing: SGLang needs a model", "model: PATH_OR_NAME"),
+        ({"backend": "vllm"}, "model", "missing: vLLM needs a model", ""),
+        (
+            {"backend": "command"},
+            "command",
+            "missing: the backend `command` needs a command",
+            "command: [",
+        ),
+        ({**VLLM, "command": ["a"]}, "command", "only for the backend `command`", "into args"),
         # placeholders
         (
             {"backend": "command", "command": ["serve"]},
             "command",
-            "nothing says ${server.port}",
-            "environment variable",
+            "must contain ${server.port}",
+            "set a variable in env",
         ),
         # parallelism with the backend command
-        ({**COMMAND, "tensor_parallel": 2}, "tensor_parallel", "only the program of a command", ""),
-        ({**COMMAND, "expert_parallel": 2}, "expert_parallel", "only the program of a command", ""),
+        (
+            {**COMMAND, "tensor_parallel": 2},
+            "tensor_parallel",
+            "not supported by the backend `command`",
+            "",
+        ),
+        (
+            {**COMMAND, "expert_parallel": 2},
+            "expert_parallel",
+            "not supported by the backend `command`",
+            "",
+        ),
         (
             {**COMMAND, "nodes_per_engine": 2, "data_parallel": 3},
             "nodes_per_engine",
-            "2 does not divide its replicas, 3",
+            "2 does not divide the number of replicas, which is 3",
             "multiple of 2",
         ),
         (
             {**COMMAND, "gpus_per_node": 3, "data_parallel": 2},
             "data_parallel",
-            "2 does not divide the engine's GPUs, 3",
+            "2 does not divide the number of GPUs of an engine, which is 3",
             "multiple of 2",
         ),
         # SGLang
         (
             {**SGLANG, "tensor_parallel": 8, "nodes_per_engine": 3},
             "nodes_per_engine",
-            "3 does not divide the engine's GPUs, 8",
+            "3 does not divide the number of GPUs of an engine, which is 8",
             "a multiple of 3",
         ),
         (
             {**SGLANG, "tensor_parallel": 8, "nodes_per_engine": 2, "data_parallel": 2},
             "data_parallel",
-            "SGLang has no replicas in an engine that spans nodes",
-            "write 1, and engines: 2; or add dp_attention: true",
+            "SGLang allows no replicas in an engine on several nodes, found 2",
+            "write 1 and engines: 2, or add dp_attention: true",
         ),
         (
             {**SGLANG, "tensor_parallel": 8, "dp_attention": True},
             "dp_attention",
-            "DP attention is over data_parallel, which is 1",
+            "needs replicas of attention, but data_parallel is 1",
             "write data_parallel: N, a divisor of tensor_parallel",
         ),
         (
             {**SGLANG, "tensor_parallel": 8, "data_parallel": 3, "dp_attention": True},
             "data_parallel",
-            "3 does not divide tensor_parallel, 8",
+            "3 does not divide tensor_parallel, which is 8",
             "write 1, 2, 4 or 8",
         ),
         (
             {**SGLANG, "data_parallel": 8, "dp_attention": True},
             "data_parallel",
-            "8 does not divide tensor_parallel, 1",
-            "make that a multiple of 8",
+            "8 does not divide tensor_parallel, which is 1",
+            "change tensor_parallel to a multiple of 8",
         ),
         (
             {
@@ -152,93 +167,103 @@ def test_engine_size_follows_from_parallelism(
                 "gpus_per_node": 4,
             },
             "gpus_per_node",
-            "one engine has 4 GPUs on each node, 4 in all, but its parallelism asks for 8",
+            "an engine would have 4 GPUs, 4 on each node, but its parallelism needs 8",
             "write 8",
         ),
         (
             {**VLLM, "tensor_parallel": 8, "data_parallel": 8, "dp_attention": True},
             "dp_attention",
             "only SGLang",
-            "leave it out, or write backend: sglang",
+            "leave out dp_attention, or write backend: sglang",
         ),
         ({**LMDEPLOY, "tensor_parallel": 8, "dp_attention": True}, "dp_attention", "only", ""),
-        ({**COMMAND, "dp_attention": True}, "dp_attention", "only SGLang", "leave it out"),
+        (
+            {**COMMAND, "dp_attention": True},
+            "dp_attention",
+            "only SGLang",
+            "leave out dp_attention",
+        ),
         ({**SGLANG, "dp_attention": 1}, "dp_attention", "must be true or false, found 1", ""),
         (
             {**SGLANG, "tensor_parallel": 8, "expert_parallel": 3},
             "expert_parallel",
-            "3 does not divide tensor_parallel, 8",
+            "3 does not divide tensor_parallel, which is 8",
             "write 1, 2, 4 or 8",
         ),
         # LMDeploy
         (
             {**LMDEPLOY, "tensor_parallel": 8, "expert_parallel": 8},
             "expert_parallel",
-            "LMDeploy has either this or tensor_parallel, which is 8",
+            "only one of expert_parallel and tensor_parallel, found 8 and 8",
             "write 1 for one of them",
         ),
         (
             {**LMDEPLOY, "expert_parallel": 8, "nodes_per_engine": 3},
             "nodes_per_engine",
-            "3 does not divide its replicas, 8",
+            "3 does not divide the number of replicas, which is 8",
             "a multiple of 3",
         ),
         (
             {**LMDEPLOY, "expert_parallel": 8, "data_parallel": 3},
             "data_parallel",
-            "3 does not divide the engine's GPUs, 8",
+            "3 does not divide the number of GPUs of an engine, which is 8",
             "write 1, 2, 4 or 8",
         ),
-        ({**LMDEPLOY, "data_parallel": 2}, "data_parallel", "replicas only of an engine with", ""),
+        (
+            {**LMDEPLOY, "data_parallel": 2},
+            "data_parallel",
+            "replicas only with tensor_parallel or expert_parallel",
+            "",
+        ),
         (
             {**LMDEPLOY, "tensor_parallel": 8, "nodes_per_engine": 3},
             "nodes_per_engine",
-            "3 does not divide the engine's GPUs, 8",
+            "3 does not divide the number of GPUs of an engine, which is 8",
             "write 1, 2, 4 or 8",
         ),
         # vLLM
         (
             {**VLLM, "tensor_parallel": 2, "data_parallel": 4, "expert_parallel": 4},
             "expert_parallel",
-            "vLLM spreads experts over all 8 GPUs",
-            "write 8, or 1 for none",
+            "vLLM distributes experts over all 8 GPUs",
+            "write 8, or 1 for no expert parallelism",
         ),
         (
             {**VLLM, "data_parallel": 3, "nodes_per_engine": 2},
             "nodes_per_engine",
-            "2 does not divide its replicas, 3",
+            "2 does not divide the number of replicas, which is 3",
             "",
         ),
         (
             {**VLLM, "tensor_parallel": 3, "nodes_per_engine": 2},
             "nodes_per_engine",
-            "2 does not divide the engine's GPUs, 3",
+            "2 does not divide the number of GPUs of an engine, which is 3",
             "",
         ),
         # GPUs that do not match the parallelism
         (
             {**SGLANG, "tensor_parallel": 16, "nodes_per_engine": 2, "gpus_per_node": 4},
             "gpus_per_node",
-            "one engine has 4 GPUs on each node, 8 in all, but its parallelism asks for 16",
-            "write 8, or leave it out",
+            "an engine would have 8 GPUs, 4 on each node, but its parallelism needs 16",
+            "write 8, or leave out gpus_per_node",
         ),
         (
             {**VLLM, "tensor_parallel": 4, "gpus_per_node": 8},
             "gpus_per_node",
-            "one engine has 8 GPUs on each node, 8 in all, but its parallelism asks for 4",
+            "an engine would have 8 GPUs, 8 on each node, but its parallelism needs 4",
             "write 4",
         ),
         # min_active and back-off
         (
             {**COMMAND, "engines": 2, "recovery": {"min_active": 3}},
             "recovery.min_active",
-            "3 is above engines, 2",
+            "3 is above engines, which is 2",
             "write 2 or less",
         ),
         (
             {**COMMAND, "recovery": {"backoff_s": 5, "max_backoff_s": 4}},
             "recovery.backoff_s",
-            "5 is above max_backoff_s, 4",
+            "5 is above max_backoff_s, which is 4",
             "write 4 or less",
         ),
         (
@@ -249,28 +274,38 @@ def test_engine_size_follows_from_parallelism(
         ),
         ({**COMMAND, "recovery": {"budget": "no limit"}}, "recovery.budget", "or unlimited", ""),
         # health checks
-        ({**COMMAND, "health": {"path": "health"}}, "health.path", "must be like ^/", ""),
-        ({**SGLANG, "health": {"path": "/x"}}, "health.path", "is for the backend `command`", ""),
+        (
+            {**COMMAND, "health": {"path": "health"}},
+            "health.path",
+            "must be text that matches the pattern ^/",
+            "",
+        ),
+        ({**SGLANG, "health": {"path": "/x"}}, "health.path", "only for the backend `command`", ""),
         (
             {**VLLM, "health": {"token": {"path": "/x"}}},
             "health.token",
-            "is for the backend `command`: vLLM's own is known",
+            "only for the backend `command`: Muster knows the health check of vLLM",
             "leave it out",
         ),
         (
             {**COMMAND, "health": {"first_after_s": 61}, "start_within_s": 60},
             "health.first_after_s",
-            "61 is above start_within_s, 60",
+            "61 is above start_within_s, which is 60",
             "write 60 or less",
         ),
         # a timeout shorter than the backend's own
         (
             {**SGLANG, "env": {"SGLANG_HEALTH_CHECK_TIMEOUT": "15"}},
             "env.SGLANG_HEALTH_CHECK_TIMEOUT",
-            "is made from health.timeout_s",
-            "write health: {timeout_s: 15}",
+            "Muster itself sets this variable, from health.timeout_s",
+            "write for example health: {timeout_s: 15}",
         ),
-        ({**SGLANG, "health": {"timeout_s": 1}}, "health.timeout_s", "takes a second at least", ""),
+        (
+            {**SGLANG, "health": {"timeout_s": 1}},
+            "health.timeout_s",
+            "must be more than 1, found 1",
+            "",
+        ),
     ],
 )
 def test_fleet_is_invalid(fleet: dict[str, Any], path: str, problem: str, remedy: str) -> None:
@@ -287,14 +322,18 @@ def test_fleet_is_invalid(fleet: dict[str, Any], path: str, problem: str, remedy
         # with its value in the next word, with =VALUE, and in another spelling
         (SGLANG, "--port", "leave it out"),
         (SGLANG, "--port=1", "leave it out"),
-        (SGLANG, "--tensor-parallel-size", "write tensor_parallel: N"),
-        (SGLANG, "--model", "write model: PATH_OR_NAME"),
-        (SGLANG, "--nnodes", "write nodes_per_engine: N"),
-        (SGLANG, "--enable-dp-attention", "write dp_attention: true, and data_parallel: N"),
+        (SGLANG, "--tensor-parallel-size", "write tensor_parallel: N instead"),
+        (SGLANG, "--model", "write model: PATH_OR_NAME instead"),
+        (SGLANG, "--nnodes", "write nodes_per_engine: N instead"),
+        (SGLANG, "--enable-dp-attention", "write dp_attention: true, and data_parallel: N instead"),
         (LMDEPLOY, "--server-port", "leave it out"),
-        (LMDEPLOY, "--ep", "write expert_parallel: N"),
-        (VLLM, "-tp", "write tensor_parallel: N"),
-        (VLLM, "--data_parallel_size", "write data_parallel: N"),  # vLLM accepts underscores
+        (LMDEPLOY, "--ep", "write expert_parallel: N instead"),
+        (VLLM, "-tp", "write tensor_parallel: N instead"),
+        (
+            VLLM,
+            "--data_parallel_size",
+            "write data_parallel: N instead",
+        ),  # vLLM accepts underscores
         (VLLM, "--headless", "leave it out"),
         # no key sets these arguments
         (SGLANG, "--api-key", "leave it out"),
@@ -305,7 +344,7 @@ def test_reserved_argument_is_rejected(fleet: dict[str, Any], word: str, remedy:
     [fault] = faults_of({**fleet, "args": ["--seed", "1", word]})
 
     assert fault.path == "components.rollout.args.2"
-    assert fault.problem == f"{word.partition('=')[0]} is set for each server"
+    assert fault.problem == f"Muster itself sets {word.partition('=')[0]} for each server"
     assert fault.remedy == remedy
 
 
