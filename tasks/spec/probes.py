@@ -1,4 +1,4 @@
-"""Readiness and liveness probes of a component, as a user writes them in the spec."""
+"""The spec keys `ready` and `live`: the readiness and liveness probes of a component."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from tasks.spec.formatting import join_words
 from tasks.spec.placeholders import has_placeholders, substitute
 from tasks.spec.values import (
     Count,
@@ -26,20 +27,22 @@ from tasks.spec.values import (
     shorten,
 )
 
-#: Keys of the possible questions. A probe has exactly one of them.
+#: Spec keys that are the question of a probe. A probe has exactly one question. Only a liveness
+#: probe with the key `processes` may have no question.
 QUESTIONS = ("http", "tcp", "log", "file", "notify", "alive_s")
 
+#: Stands for a missing value in JSON. It differs from every JSON value.
 _MISSING = object()
 
 
 def find_unmet_conditions(conditions: Mapping[str, Any], answer: object) -> Iterator[str]:
-    """Yield a text for each condition that a JSON answer does not meet: "batch_size is -1".
+    """Yield a description of each condition that a JSON answer does not meet: "batch_size is -1".
 
-    If the answer lacks a key, its condition is never met, not even a `not` condition.
+    If the answer lacks a key, no condition on that key is met, not even a `not` condition.
 
     Args:
-        conditions: Expected value for each dotted key, or `{not: VALUE}`.
-        answer: The decoded JSON.
+        conditions: Expected value, or `{not: VALUE}`, by dotted key.
+        answer: The decoded JSON answer.
     """
     for key, condition in conditions.items():
         is_not = isinstance(condition, Mapping)
@@ -48,7 +51,7 @@ def find_unmet_conditions(conditions: Mapping[str, Any], answer: object) -> Iter
         if value is _MISSING:
             yield f"{key} is not in the answer"
             continue
-        # In Python, 1 == True; in JSON, they differ.
+        # In Python, 1 == True. In JSON, 1 and true are different values.
         is_equal = isinstance(value, bool) == isinstance(expected, bool) and value == expected
         if is_equal == is_not:
             shown_value = describe_value(value).removeprefix("the text ")
@@ -60,23 +63,31 @@ def find_unmet_conditions(conditions: Mapping[str, Any], answer: object) -> Iter
 
 
 def get_number(content: Any, key: str) -> float | None:
-    """Return the finite number at a dotted key of decoded JSON, or None if there is none."""
-    # NaN must be excluded: it differs from itself, so it would count as progress at each reading.
-    # It is also never below the step that `success` requires.
+    """Return the finite number at a dotted key of decoded JSON.
+
+    Returns:
+        The number, or None if the key is missing or its value is not a finite number.
+    """
+    # NaN must not count as a step. NaN differs from itself, so each reading of NaN would count as
+    # progress. NaN is also never below the step that `success` requires.
     value = get_value(content, key)
-    with suppress(OverflowError):  # an integer too large for a float
+    # `isfinite` raises OverflowError for an integer that is too large for a float.
+    with suppress(OverflowError):
         return value if is_number(value) and math.isfinite(value) else None
     return None
 
 
 def _check_condition(value: object) -> object:
-    """Accept a plain value or `{not: VALUE}`."""
+    """Return a condition if it is a plain value or `{not: VALUE}`. Otherwise, raise an error."""
     expected = value["not"] if isinstance(value, Mapping) and [*value] == ["not"] else value
     is_plain = expected is None or isinstance(expected, str | int | float)
     if not is_plain or (isinstance(expected, float) and not math.isfinite(expected)):
-        problem = "must be a text, a finite number, true, false or null, or {not: VALUE} with one"
-        remedy = "name one value within it: train.step"
-        raise make_refusal(f"{problem}, found {describe_value(expected)}", remedy)
+        problem = (
+            "must be a text, a finite number, true, false or null, or {not: VALUE} with such a "
+            f"value, found {describe_value(expected)}"
+        )
+        remedy = "for a value inside a mapping or list, write a dotted key such as train.step"
+        raise make_refusal(problem, remedy)
     return value
 
 
@@ -87,7 +98,9 @@ def _check_url(text: str) -> str:
     except ValueError:
         is_usable = False
     if not (is_usable or text.startswith("${")) or any(map(str.isspace, text)):
-        raise make_refusal(f"not an http address: {text!r}", "write http://127.0.0.1:PORT/health")
+        raise make_refusal(
+            f"must be an http address, found {text!r}", "write http://127.0.0.1:PORT/health"
+        )
     return text
 
 
@@ -95,7 +108,7 @@ _ADDRESS = re.compile(r"(?:(?:[^\s/:]+|\[[^\s/]+\]):)?([0-9]{1,5})")
 
 
 def _check_address(value: object) -> object:
-    """Accept a port or HOST:PORT, and return it as text."""
+    """Return a port or HOST:PORT as text. Raise an error for any other value."""
     text = str(value)
     match = _ADDRESS.fullmatch(text)
     is_address = match is not None and 1 <= int(match[1]) <= 65535
@@ -110,9 +123,9 @@ def _check_pattern(text: str) -> str:
         re.compile(substitute(text, lambda _name: "0"))
     except re.error as error:
         where = "" if error.pos is None else f" at position {error.pos}"
-        problem = f"not a regular expression: {error.msg}{where} in {shorten(text)!r}"
+        problem = f"must be a regular expression: {error.msg}{where} in {shorten(text)!r}"
         raise make_refusal(
-            problem, "a backslash before . ( ) [ * + ? $ takes it literally"
+            problem, "to match one of . ( ) [ * + ? $ literally, write a backslash before it"
         ) from None
     return text
 
@@ -123,42 +136,48 @@ Address = Annotated[Text, BeforeValidator(_check_address)]
 
 
 class Probe(Model):
-    """A question to a component with a time limit."""
+    """Check of a component, which succeeds or fails."""
 
     http: Url | None = Field(
         None,
-        description="Asks this address; any 2xx answer will do.",
+        description="URL to request with GET. The probe succeeds if the status is 2xx and the "
+        "conditions of `json` are met.",
         examples=["http://127.0.0.1:${api.port}/info"],
     )
     json_: Mapping[DottedKey, Annotated[Any, BeforeValidator(_check_condition)]] | None = Field(
         None,
         alias="json",
-        description="What the answer to `http` must hold: keys joined by dots, each with the value "
-        "expected, or {not: value}.",
+        description="Conditions on the JSON answer to `http`. Each key is a key of the answer, "
+        "with dots between nested keys. Each value is the expected value, or {not: VALUE}.",
         examples=[{"batch_size": {"not": -1}}],
     )
     tcp: Address | None = Field(
         None,
-        description="Connects to HOST:PORT, or to a port of this machine.",
+        description="HOST:PORT, or a port of this machine. The probe succeeds if a connection is "
+        "accepted.",
         examples=["127.0.0.1:${trainer.port}"],
     )
     log: Pattern | None = Field(
         None,
-        description="Looks for this regular expression in the component's log.",
+        description="Regular expression. The probe succeeds if it matches a line of the "
+        "component's log.",
         examples=["server is ready"],
     )
     file: Text | None = Field(
         None,
-        description="Waits for this file; a relative path starts where the component runs.",
+        description="Path of a file. The probe succeeds if the component has written the file. A "
+        "relative path starts at the component's `cwd`.",
         examples=["${attempt.dir}/registered"],
     )
     notify: Literal[True] | None = Field(
         None,
-        description="Waits for the component's own READY=1 (sd_notify); its last STATUS= is shown.",
+        description="The probe succeeds when the component sends READY=1 to its NOTIFY_SOCKET "
+        "(sd_notify). Muster also shows the component's last STATUS= message.",
     )
     alive_s: Seconds | None = Field(
         None,
-        description="Only waits: still alive after so many seconds. Any other probe is better.",
+        description="The probe succeeds if the component is still alive this number of seconds "
+        "after its start. Use it only if no other probe is possible.",
         examples=[5],
     )
 
@@ -166,15 +185,21 @@ class Probe(Model):
     def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
         questions = [question for question in QUESTIONS if written.get(question) is not None]
         if len(questions) > 1:
-            yield (), make_refusal(f"asks {' and '.join(questions)} at once", "keep one of them")
+            problem = f"must have exactly 1 question, found {join_words(questions)}"
+            yield (), make_refusal(problem, "keep one of them")
         elif not questions and written.get("processes") is None:
-            yield (), make_refusal("asks nothing", f"write one of {', '.join(QUESTIONS)}")
+            problem = "must have a question"
+            yield (), make_refusal(problem, f"write one of {', '.join(QUESTIONS)}")
         if written.get("json") is not None and written.get("http") is None:
-            yield ("json",), make_refusal("needs `http` beside it", "it is about that answer")
+            problem = "needs `http`: the conditions apply to the answer of that address"
+            yield ("json",), make_refusal(problem, "write http: ADDRESS in the same probe")
 
     @property
     def address(self) -> tuple[str, int] | None:
-        """Host and port of `tcp`, or None. Call this only after placeholders are filled in."""
+        """Host and port of the key `tcp`, or None if the probe has no such key.
+
+        Use this only after the placeholders of the spec are replaced.
+        """
         if self.tcp is None:
             return None
         host, _, port = self.tcp.rpartition(":")
@@ -185,26 +210,34 @@ class ReadyProbe(Probe):
     """Probe that decides when a component may receive work and the next component starts."""
 
     every_s: Seconds = Field(
-        0.1, description="The pause between two tries at first; it backs off to 1 s."
+        0.1,
+        description="Seconds between the first checks. The pause then grows up to 1 s.",
     )
     within_s: Seconds = Field(
-        120, description="Not ready after so many seconds: the run has failed as NOT_READY."
+        120,
+        description="Longest time in seconds until the component is ready. After it, the run "
+        "fails as NOT_READY.",
     )
 
 
 class LiveProbe(Probe):
     """Probe that decides whether a running component still works.
 
-    It fails after several misses in a row. It can also watch the component's child processes.
+    The component has stalled if several checks in a row fail. The probe can also watch the
+    component's child processes.
     """
 
-    every_s: Seconds = Field(10, description="The pause between two questions.")
-    timeout_s: Seconds = Field(5, description="An answer that takes longer is a miss.")
-    misses: Count = Field(3, description="So many in a row: the component has stalled.")
+    every_s: Seconds = Field(10, description="Seconds between two checks.")
+    timeout_s: Seconds = Field(
+        5, description="Longest time in seconds for an answer. A slower answer is a failed check."
+    )
+    misses: Count = Field(
+        3, description="Number of failed checks in a row that make the run fail as STALLED."
+    )
     processes: Pattern | None = Field(
         None,
-        description="A regular expression for the command lines of the component's own child "
-        "processes that must stay alive: once it is ready there must be one, and the end of any, "
-        "exit 0 included, is the end of the run. Alone, or beside another question.",
+        description="Regular expression for the command lines of descendants of the component that "
+        "must stay alive. When the component is ready, at least one must exist. If any of them "
+        "ends, even with exit code 0, the run ends. This key may be used alone.",
         examples=["sglang::scheduler"],
     )

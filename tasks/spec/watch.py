@@ -1,7 +1,7 @@
-"""Alarm rules over the metrics of a run, and their evaluation.
+"""The spec key `watch`: alarm rules for the metrics of a training, and their evaluation.
 
 A training can run without failing and still be useless: its loss is NaN, its reward has collapsed,
-or its rewards no longer vary. `watch.yaml` has the default rules of each workload.
+or its rewards never change. `watch.yaml` has the default rules of each workload.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BeforeValidator, Field
 
+from tasks.spec.formatting import join_words
 from tasks.spec.placeholders import mapping_or_empty
 from tasks.spec.values import Count, Model, Refusal, Text, get_value, is_number, make_refusal
 
@@ -28,54 +29,79 @@ Names = Annotated[
 ]
 Share = Annotated[float, Field(strict=True, gt=0, le=1)]
 
-#: Two values that differ by at most this relative amount count as equal.
+#: Two metric values that differ by at most this relative amount count as equal.
 _EQUAL_WITHIN = 1e-9
-#: A metric whose range is at most this share of its mean counts as steady.
+#: A metric counts as steady if its range is at most this share of its mean.
 _STEADY_WITHIN = 0.1
-#: A loss must be at least this multiple of the mean change from step to step; less is noise.
+#: A loss of a metric counts as noise if it is smaller than this multiple of the mean change from
+#: step to step.
 _NOISE_FACTOR = 4.0
 
 
 class WatchRule(Model):
-    """Condition on a metric that raises an alarm if it holds for several consecutive steps."""
+    """Rule that raises an alarm if its condition on a metric holds for several steps in a row."""
 
     metric: Names = Field(
         (),
-        description="Its names in the file; the first one counts that a line has.",
+        description="Names of the metric in the metrics file. In each line, the first of these "
+        "names that the line has is used.",
         examples=[["actor/ppo_kl", "train/ppo_kl"]],
     )
-    finite: Literal[True] | None = Field(None, description="It is NaN or infinite.")
-    above: Finite | None = Field(None, description="It is above this.", examples=[1.0])
-    below: Finite | None = Field(None, description="It is below this.")
+    finite: Literal[True] | None = Field(
+        None, description="Raise an alarm if the metric is NaN or infinite."
+    )
+    above: Finite | None = Field(
+        None, description="Raise an alarm if the metric is above this number.", examples=[1.0]
+    )
+    below: Finite | None = Field(
+        None, description="Raise an alarm if the metric is below this number."
+    )
     constant: Literal[True] | None = Field(
-        None, description="It has the one value that it began with."
+        None, description="Raise an alarm if the metric still has its first value."
     )
     loses: Share | None = Field(
         None,
-        description="It lost this part of its best: of what it had gained, or of itself where that "
-        "is more.",
+        description="Raise an alarm if the mean over `for_steps` steps has lost this share of the "
+        "best mean, from 0 to 1. The share refers to the best mean or to the gain since the start, "
+        "and the larger of the two counts.",
         examples=[0.5],
     )
-    better: Literal["higher", "lower"] = Field("higher", description="Which way is its best.")
+    better: Literal["higher", "lower"] = Field(
+        "higher", description="Direction in which the metric improves. Used by `loses`."
+    )
     spent: Share | None = Field(
-        None, description="Of the most that it was, this part is gone.", examples=[0.95]
+        None,
+        description="Raise an alarm if the metric has fallen by this share of its highest value, "
+        "from 0 to 1.",
+        examples=[0.95],
     )
     unless_steady: Names = Field(
-        (), description="No alarm while this other figure varies by less than a tenth."
+        (),
+        description="Names of another metric. The rule `spent` raises no alarm while that metric "
+        "varies by a tenth of its mean or less.",
     )
-    for_steps: Count = Field(5, description="So many steps in a row; NaN counts at once.")
-    then: Then | None = Field(None, description="For this rule alone: tell or stop.")
+    for_steps: Count = Field(
+        5,
+        description="Number of steps in a row in which the condition must hold. For `finite`, one "
+        "step is enough.",
+    )
+    then: Then | None = Field(
+        None,
+        description="Reaction to an alarm of this rule: tell or stop. If omitted, it is `then` of "
+        "`watch`.",
+    )
 
     @classmethod
     def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
         conditions = [key for key in _CONDITIONS if written.get(key) is not None]
         if len(conditions) > 1:
-            yield (), make_refusal(f"asks for {' and '.join(conditions)}", "write one of them")
+            problem = f"must have exactly 1 condition, found {join_words(conditions)}"
+            yield (), make_refusal(problem, "keep one of them")
 
     def over(self, other: WatchRule) -> WatchRule:
-        """Return this rule, with its omitted keys taken from another rule.
+        """Return this rule with its omitted keys taken from another rule.
 
-        If this rule has a condition, the condition of the other rule does not apply.
+        If this rule has its own condition, the condition of the other rule is dropped.
         """
         written = {key: getattr(self, key) for key in self.model_fields_set}
         if written.keys() & _CONDITIONS:
@@ -83,7 +109,7 @@ class WatchRule(Model):
         return other.model_copy(update=written)
 
 
-#: Keys of a rule that are conditions. A rule has exactly one condition.
+#: Keys of an alarm rule that are conditions on its metric. A rule has exactly one condition.
 _CONDITIONS = ("finite", "above", "below", "constant", "loses", "spent")
 
 
@@ -91,25 +117,31 @@ class Watch(Model):
     """Alarms for a training that runs but makes no useful progress."""
 
     preset: Literal["ppo", "grpo", "sft", "none"] | None = Field(
-        None, description="Rules for the figures of a kind of training; left out: the workload's."
+        None,
+        description="Name of a set of predefined rules. none: no predefined rules. If omitted, the "
+        "rules for the `workload` of the run apply.",
     )
     then: Then = Field(
         "tell",
-        description="tell: an event, the state's message, the page. stop: the attempt has failed "
-        "as ALARM; where `retry` lists that, the next one starts from a checkpoint before it.",
+        description="Reaction to an alarm. tell: report it as an event, in the message of the "
+        "state and on the page of the run. stop: fail the attempt as ALARM. If `retry` lists "
+        "ALARM, the next attempt starts from a checkpoint before the alarm.",
     )
     rules_: Mapping[Text, WatchRule | None] = Field(
         default_factory=dict,
         alias="rules",
-        description="By name, beside the preset's; one of the preset's names changes it, and "
-        "null takes it out.",
+        description="Rules by name, in addition to those of the preset. A rule with the name of a "
+        "preset's rule changes that rule, and null removes it.",
         examples=[{"kl": {"metric": ["actor/ppo_kl"], "above": 0.5, "then": "stop"}}],
     )
 
     def of(self, workload: str) -> dict[str, WatchRule]:
-        """Return the effective rules by name: those of the preset, changed by the user's own.
+        """Return the effective rules by name: the rules of the preset, changed by the user's rules.
 
-        Each returned rule has its `then` set.
+        In each returned rule, the key `then` has a value.
+
+        Args:
+            workload: Workload of the run. It is the name of the preset if the user chose none.
         """
         preset = _presets().get(self.preset or workload, {})
         own_rules = {
@@ -123,22 +155,31 @@ class Watch(Model):
 
 
 def check_watch_rules(written: Mapping[str, Any], workload: object) -> Iterator[Refusal]:
-    """Yield a fault for each rule that lacks a metric or a condition and changes no preset rule."""
+    """Yield a fault for each of the user's rules that lacks a metric or a condition.
+
+    A rule with the name of a preset's rule is complete, because it takes its omitted keys from that
+    rule.
+
+    Args:
+        written: The mapping `watch` as the user wrote it. Its values are not validated yet.
+        workload: Workload of the run. It is the name of the preset if the user chose none.
+    """
     known = _presets().get(str(written.get("preset") or workload), {})
     for name, rule in mapping_or_empty(written.get("rules")).items():
         if not isinstance(rule, Mapping) or name in known:
             continue
         if rule.get("metric") is None:
-            problem = "names no metric, and the preset has no rule of this name"
-            remedy = f"write metric: [NAME]; the preset has {', '.join(known) or 'none'}"
+            problem = "has no `metric`, and the preset has no rule of this name"
+            remedy = f"write metric: [NAME]; rules of the preset: {', '.join(known) or 'none'}"
             yield ("rules", str(name)), make_refusal(problem, remedy)
         elif all(rule.get(key) is None for key in _CONDITIONS):
             remedy = f"write one of {', '.join(_CONDITIONS)}"
-            yield ("rules", str(name)), make_refusal("asks for nothing", remedy)
+            yield ("rules", str(name)), make_refusal("has no condition", remedy)
 
 
 @cache
 def _presets() -> Mapping[str, Mapping[str, WatchRule]]:
+    """Return the predefined rules of `watch.yaml`, by name of the preset and name of the rule."""
     content = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
     rules = {name: WatchRule.model_validate(rule) for name, rule in content["rules"].items()}
     return {
@@ -148,22 +189,28 @@ def _presets() -> Mapping[str, Mapping[str, WatchRule]]:
 
 
 def list_metric_sections(entry: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    """Return the mappings of a line that can contain metrics: the line, its `data` and `metrics`.
+    """Return the mappings of a metrics file's line that can contain metrics.
 
-    verl writes its metrics under `data`.
+    These are the line itself, and its mappings `data` and `metrics`. verl writes its metrics under
+    `data`.
     """
     return entry, *(mapping_or_empty(entry.get(name)) for name in ("data", "metrics"))
 
 
 def find_metric(entry: Mapping[str, Any], names: Sequence[str]) -> tuple[str, float] | None:
-    """Return the name and value of the first of these metrics that a line has, or None.
+    """Return the name and value of the first metric of `names` that a line has.
 
-    The value may be NaN or infinite.
+    Args:
+        entry: Decoded line of a metrics file.
+        names: Possible names of the metric.
+
+    Returns:
+        The name and the value, which may be NaN or infinite; None if the line has no such metric.
     """
     for part in list_metric_sections(entry):
         for name in names:
             value = get_value(part, name)
-            # JSON has no NaN, so some programs write it as a string.
+            # JSON has no number for NaN or infinity, so some programs write a string.
             if isinstance(value, str) and value.lower().strip("+- ") in ("nan", "inf", "infinity"):
                 value = float(value)
             if is_number(value):
@@ -174,41 +221,46 @@ def find_metric(entry: Mapping[str, Any], names: Sequence[str]) -> tuple[str, fl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
-    """Alarm that a rule has raised."""
+    """Alarm that an alarm rule has raised."""
 
-    #: Name of the rule.
+    #: Name of the rule that raised the alarm.
     rule: str
     #: Name of the metric, as it is written in the metrics file.
     metric: str
-    #: Last step at which the condition held.
+    #: Training step at which the alarm was raised.
     step: float
-    #: First step at which the condition held.
+    #: First of the consecutive training steps at which the condition of the rule held.
     since: float
-    #: Last value of the metric, or None if it is NaN or infinite.
+    #: Value of the metric at `step`, or None if the value is NaN or infinite.
     value: float | None
     #: Reaction to the alarm: `tell` notifies the user, `stop` fails the attempt.
     then: Then
-    #: Predicate for the message, such as `is 0.5, above 0.2 for 3 steps`.
+    #: End of the message, after the name of the metric: `is 0.5, above 0.2 for 3 steps`.
     predicate: str
 
     @property
     def message(self) -> str:
+        """Message to the user: `kl: actor/ppo_kl is 0.5, above 0.2 for 3 steps (step 12)`."""
         return f"{self.rule}: {self.metric} {self.predicate} (step {self.step:g})"
 
 
 class Alarms:
-    """Evaluates alarm rules over the metrics of an attempt. Each rule raises one alarm at most."""
+    """Evaluates alarm rules over the metrics of an attempt. Each rule raises at most one alarm."""
 
     def __init__(self, rules: Mapping[str, WatchRule]) -> None:
-        #: Rules that have raised no alarm yet, with the recent values of their metrics.
+        #: Rules that have raised no alarm yet, by name, with the recent values of their metrics.
         self._pending = {name: _RuleState(name, rule) for name, rule in rules.items()}
         self._last_step: float | None = None
 
     def take(self, step: float, entry: Mapping[str, Any]) -> list[Alarm]:
         """Evaluate a line of the metrics file and return the new alarms.
 
-        If the step is lower than the previous step, the training went back to a checkpoint. The
-        rules then forget all earlier values.
+        If the step is lower than that of the previous line, the training went back to a checkpoint.
+        The rules then forget all earlier values.
+
+        Args:
+            step: Training step of the line.
+            entry: The decoded line.
         """
         if self._last_step is not None and step < self._last_step:
             self._pending = {
@@ -225,28 +277,34 @@ class Alarms:
 
 
 class _RuleState:
-    """A rule, with the statistics over its metric that the rule needs."""
+    """An alarm rule, with the values and statistics of its metric so far."""
 
     def __init__(self, name: str, rule: WatchRule) -> None:
         self.rule = rule
         self._name = name
         step_count = 1 if rule.finite else rule.for_steps
-        #: Last steps with their values: `(step, value)`.
+        #: The last `for_steps` training steps with the metric's value: `(step, value)`.
         self._recent: deque[tuple[float, float]] = deque(maxlen=step_count)
-        #: Last values of the metric that `unless_steady` names.
+        #: The last `for_steps` values of the other metric, which the rule names in `unless_steady`.
         self._other_recent: deque[float] = deque(maxlen=step_count)
         self._first_value = 0.0
         self._highest_value = 0.0
-        #: First mean over `for_steps` values, or None if there were too few values so far.
+        #: Mean of the first `for_steps` values, or None if there were too few values so far. If a
+        #: lower metric is better, the sign of the mean is inverted.
         self._first_mean: float | None = None
-        #: Best mean over `for_steps` values. If lower is better, its sign is inverted.
+        #: Best mean over `for_steps` consecutive values, with the same sign as `_first_mean`.
         self._best_mean = 0.0
         self._value_count = 0
-        #: Sum of the absolute changes from step to step.
+        #: Sum of the absolute changes of the metric from step to step.
         self._total_change = 0.0
 
     def evaluate(self, step: float, entry: Mapping[str, Any]) -> Alarm | None:
-        """Evaluate a line of the metrics file; return an alarm if the condition holds."""
+        """Add a line of the metrics file, and return an alarm if the rule's condition now holds.
+
+        Args:
+            step: Training step of the line.
+            entry: The decoded line.
+        """
         rule = self.rule
         is_repeated_step = self._recent and self._recent[-1][0] == step
         if not is_repeated_step and (other := find_metric(entry, rule.unless_steady)):
@@ -277,9 +335,13 @@ class _RuleState:
         )
 
     def _add_value(self, step: float, value: float) -> str:
-        """Add a value; return the predicate of the message if the condition holds, else ""."""
+        """Add a value of the metric, and evaluate the condition of the rule.
+
+        Returns:
+            The end of the alarm's message if the condition holds, else an empty string.
+        """
         if self._recent and self._recent[-1][0] == step:
-            # A second line for the same step replaces the first one.
+            # A second line for the same step replaces the first line.
             self._recent.pop()
             self._value_count -= 1
         elif self._recent:
@@ -300,7 +362,7 @@ class _RuleState:
         return f"{predicate} for {len(values)} steps" if predicate else ""
 
     def _judge(self, values: Sequence[float]) -> str:
-        """Return the predicate of the message if the condition holds for the values, else ""."""
+        """Return the end of the alarm's message if the condition holds for the values, else ""."""
         rule = self.rule
         low = min(values)
         high = max(values)
@@ -311,16 +373,23 @@ class _RuleState:
         if rule.constant:
             tolerance = _EQUAL_WITHIN * max(1.0, abs(self._first_value))
             is_constant = max(abs(value - self._first_value) for value in values) <= tolerance
-            return f"has been {values[-1]:.4g}, as it began," if is_constant else ""
+            return f"is still {values[-1]:.4g}, its first value," if is_constant else ""
 
         limit = (1 - (rule.spent or 0)) * self._highest_value
         is_spent = self._highest_value > 0 and high <= limit
         if rule.spent and is_spent and not self._is_other_metric_steady():
-            return f"is {values[-1]:.4g}, of {self._highest_value:.4g} at its most,"
+            return f"is {values[-1]:.4g}, far below its highest value {self._highest_value:.4g},"
         return self._judge_loss(values) if rule.loses else ""
 
     def _judge_loss(self, values: Sequence[float]) -> str:
-        """Return the predicate of the message if the mean fell far below its best, else ""."""
+        """Evaluate the condition `loses`: the mean has fallen far below the best mean.
+
+        Args:
+            values: The last `for_steps` values of the metric.
+
+        Returns:
+            The end of the alarm's message if the condition holds, else an empty string.
+        """
         sign = 1 if self.rule.better == "higher" else -1
         mean = sign * math.fsum(values) / len(values)
         if self._first_mean is None:
@@ -333,9 +402,10 @@ class _RuleState:
         threshold = max((self.rule.loses or 1) * scale, noise, _EQUAL_WITHIN)
         if self._best_mean - mean < threshold:
             return ""
-        return f"is {sign * mean:.4g}, and was {sign * self._best_mean:.4g} at its best,"
+        return f"is {sign * mean:.4g} on average, after {sign * self._best_mean:.4g} at its best,"
 
     def _is_other_metric_steady(self) -> bool:
+        """Return True if the metric that the rule names in `unless_steady` hardly varies."""
         if not self._other_recent or not self.rule.unless_steady:
             return False
         mean = math.fsum(self._other_recent) / len(self._other_recent)

@@ -359,7 +359,7 @@ def test_settings_are_changed_and_printed(
         (("set", "policy"), "write policy=VALUE"),
         (("unset", "limit.team-b"), "the pool has no such limit; it has: team-a"),
         (("unset", "nodes"), "nodes: no such setting"),
-        (("set", "cluster.head:8265=0"), "clusters.1.address: not an http address"),
+        (("set", "cluster.head:8265=0"), "clusters.1.address: must be an http address"),
         (("unset", f"cluster.{RAY}"), "the pool has no such cluster; it has: http://known:8265"),
     ],
 )
