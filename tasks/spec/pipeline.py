@@ -1,7 +1,7 @@
-"""Spec of a pipeline, which is a sequence of runs, and the functions that load it.
+"""The spec of a pipeline, which is a sequence of runs, and the functions that load it.
 
-`PipelineSpec` is also the parameter of the flow `pipeline`. Its titles, descriptions and examples
-are shown in the form of the Prefect UI.
+`PipelineSpec` is also the type of the parameter `spec` of the Prefect flow `pipeline`. The form in
+the Prefect UI shows its titles, descriptions and examples.
 """
 
 from __future__ import annotations
@@ -46,44 +46,47 @@ from tasks.spec.values import (
     make_refusal,
 )
 
-#: Default deployment that creates the run of a stage.
+#: Name of the deployment that creates the run of a stage, if the stage names no other deployment.
 STAGE_DEPLOYMENT = "train/any"
 
 
 class Stage(Model):
-    """A run of a pipeline."""
+    """Stage of a pipeline, which is one run."""
 
     name: PartName = Field(
-        description="What later stages call it: ${stage.NAME.checkpoint}.", examples=["sft"]
+        description="Name of the stage. Later stages use it in placeholders such as "
+        "${stage.NAME.checkpoint}.",
+        examples=["sft"],
     )
     deployment: Annotated[str, Field(strict=True, pattern=r"^train/[^/\s]+$")] | None = Field(
         None,
-        description="Through which its run is created, and whose spec it has unless one stands "
-        "here; left out: train/any.",
+        description="Deployment that creates the run of this stage. Without `spec`, the stage uses "
+        "the run spec of this deployment. If omitted, it is train/any.",
         examples=["train/verl-sft"],
     )
     spec: Mapping[str, Any] | None = Field(
         None,
-        description="The run spec; in a file of a pipeline also the name of a file of one. It may "
-        "use ${stage.NAME.checkpoint}, ${stage.NAME.run_dir} and ${stage.NAME.run_id} of the "
-        "stages before it, wherever a run spec may use placeholders.",
+        description="Run spec of this stage. In a pipeline file, it may also be the name of a run "
+        "spec file. It may use ${stage.NAME.checkpoint}, ${stage.NAME.run_dir} and "
+        "${stage.NAME.run_id} of earlier stages, in all places for placeholders.",
     )
     set: Mapping[DottedKey, Any] = Field(
         default_factory=dict,
-        description="Changes to the spec, each by its path.",
+        description="Changes to the run spec of this stage: new values by their dotted paths.",
         examples=[{"progress.total": 20}],
     )
     checkpoint: Text | None = Field(
         None,
-        description="What it hands on, as a path or pattern, with ${run.dir}, ${run.id} and "
-        "${attempt.dir}; left out: the checkpoint that the run would be resumed from.",
+        description="Path or pattern of the checkpoint for later stages. It may use ${run.dir}, "
+        "${run.id} and ${attempt.dir}. If omitted, it is the checkpoint from which the run would "
+        "resume.",
         examples=["${run.dir}/hf/step-*"],
     )
 
     @classmethod
     def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
         if written.get("deployment") is None and written.get("spec") is None:
-            problem = "missing: nothing says what the stage runs"
+            problem = "missing: a stage needs a run spec or a deployment"
             yield (
                 ("spec",),
                 make_refusal(problem, "write spec: FILE.yaml, or deployment: train/NAME"),
@@ -91,17 +94,17 @@ class Stage(Model):
 
 
 class PipelineSpec(Document):
-    """Runs in sequence. Each run starts when the previous run has completed."""
+    """Sequence of runs. Each run starts when the previous run has completed."""
 
     name: SpecName = Field(
-        description="What this pipeline is called; its flow runs' names begin with it.",
+        description="Name of the pipeline. The names of its flow runs begin with it.",
         examples=["sft-then-grpo"],
     )
     tags: tuple[Text, ...] = Field(
         (), description="Labels of the pipeline and of each of its runs.", examples=[["demo"]]
     )
     stages: tuple[Stage, ...] = Field(
-        description="Its runs, in this order.",
+        description="Stages of the pipeline, in the order in which they run.",
         examples=[[{"name": "sft", "deployment": "train/verl-sft"}]],
     )
 
@@ -109,41 +112,39 @@ class PipelineSpec(Document):
     def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
         stages = written.get("stages")
         if stages in ([], ()):
-            yield ("stages",), make_refusal("must not be empty")
+            yield ("stages",), make_refusal("must not be empty", "write at least one stage")
         earlier_names: list[object] = []
         for index, stage in enumerate(stages if isinstance(stages, list | tuple) else ()):
             name = mapping_or_empty(stage).get("name")
             if name is not None and name in earlier_names:
-                problem = f"another stage is called {name!r} too"
-                yield (
-                    ("stages", index, "name"),
-                    make_refusal(problem, "give each a name of its own"),
-                )
+                problem = f"an earlier stage has the same name {name!r}"
+                yield ("stages", index, "name"), make_refusal(problem, "write another name")
             earlier_names.append(name)
 
     @property
     def stage_names(self) -> tuple[str, ...]:
+        """Names of the stages, in their order."""
         return tuple(stage.name for stage in self.stages)
 
     def stage(self, name: str) -> Stage:
-        """Return a stage by its name. Raises: KeyError."""
+        """Return the stage with a name. Raises: KeyError, if there is no such stage."""
         return {stage.name: stage for stage in self.stages}[name]
 
 
 def load_pipeline(
     path: Path, overrides: Sequence[str] = (), root: Path | None = None
 ) -> PipelineSpec:
-    """Load a pipeline spec and the run specs that it names from YAML files.
+    """Load a pipeline spec, and the run spec files that its stages name, from YAML files.
 
     Args:
         path: File of the pipeline spec.
         overrides: Changes of the form `STAGE.a.b=c`. They are applied in order.
-        root: Directory that relative file names start from. None means the root of the project
-            that contains the file.
+        root: Directory from which relative file names of run specs start. None means the root of
+            the project that contains the pipeline file.
 
     Raises:
-        InvalidSpec: A file cannot be read, the specs have faults, or an override has. Faults in
-            specs and overrides are reported only if all files can be read.
+        InvalidSpec: A file cannot be read, or a spec or an override has faults. Faults of specs and
+            overrides are reported only if all files can be read.
     """
     source = str(path)
     faults: list[Fault] = []
@@ -166,9 +167,9 @@ def parse_pipeline(
 ) -> PipelineSpec:
     """Validate plain data, such as the parameter of a flow, as a pipeline spec.
 
-    In the result, the `set` of a stage is already applied to its spec, and the spec has its
-    `start_order`. The spec of a stage that only names a deployment stays empty until
-    `add_deployment_specs`.
+    In the result, the changes in `set` of a stage are already applied to its run spec, and the run
+    spec has the key `start_order`. A stage that only names a deployment has no run spec in the
+    result; `add_deployment_specs` adds it later.
 
     Args:
         data: The pipeline spec as plain data.
@@ -191,7 +192,8 @@ def parse_pipeline(
     with collect_faults(faults):
         PipelineSpec.model_validate(written)
 
-    #: Placeholder names that later stages may use. False if the name will have no value.
+    #: Placeholder names that later stages may use. The value is False for a name that will have no
+    #: value.
     known_names: dict[str, bool] = {}
     for index, stage in stages.items():
         faults += find_unknown_names(stage.get("checkpoint"), f"stages.{index}.checkpoint")
@@ -208,11 +210,11 @@ def parse_pipeline(
 
 
 def add_deployment_specs(pipeline: PipelineSpec, specs: Mapping[str, object]) -> PipelineSpec:
-    """Return the pipeline with the run specs of the deployments that its stages name.
+    """Return the pipeline with a run spec for each stage that only names a deployment.
 
     Args:
         pipeline: A validated pipeline spec.
-        specs: Run spec for each stage without a spec, by the name of the stage.
+        specs: Run spec of the deployment for each stage without a spec, by the name of the stage.
 
     Raises:
         InvalidSpec: With all faults of the added specs.
@@ -225,20 +227,33 @@ def add_deployment_specs(pipeline: PipelineSpec, specs: Mapping[str, object]) ->
 
 
 def _stages_by_index(written: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    """Return the stages that are mappings, by their index in the list."""
+    """Return the stages of a pipeline that are mappings, by their index in the list.
+
+    Args:
+        written: The pipeline spec, not validated. A stage that is no mapping is skipped.
+    """
     stages = written.get("stages")
     indexed = enumerate(stages if isinstance(stages, list) else ())
     return {index: stage for index, stage in indexed if isinstance(stage, dict)}
 
 
 def _add_override(stages: Sequence[dict[str, Any]], override: str) -> None:
-    """Add an override of the command line to the `set` of its stage. Raises: InvalidSpec."""
+    """Add an override of the command line to the mapping `set` of its stage.
+
+    Args:
+        stages: The stages of the pipeline as plain data. One of them is changed.
+        override: Change of the form `STAGE.a.b=c`.
+
+    Raises:
+        InvalidSpec: The override has no such form, or names an unknown stage.
+    """
     path, value = read_override(override)
     name, _, key = path.partition(".")
     names = [str(stage.get("name")) for stage in stages]
     if not key or name not in names:
-        problem = f"no stage {name!r}" if key else "has no `STAGE.KEY=` before its value"
-        remedy = suggest_name(name, names) or f"write STAGE.KEY=VALUE; known are {', '.join(names)}"
+        problem = f"there is no stage {name!r}" if key else "must begin with STAGE.KEY="
+        remedy = suggest_name(name, names)
+        remedy = remedy or f"write STAGE.KEY=VALUE; known stages: {', '.join(names)}"
         raise InvalidSpec((Fault(path="", problem=f"--set {path}: {problem}", remedy=remedy),))
     stage = stages[names.index(name)]
     stage["set"] = {**mapping_or_empty(stage.get("set")), key: value}
@@ -247,9 +262,16 @@ def _add_override(stages: Sequence[dict[str, Any]], override: str) -> None:
 def _check_stage(
     stage: dict[str, Any], path: str, known_names: Mapping[str, bool], faults: list[Fault]
 ) -> None:
-    """Apply the `set` of a stage to its spec, and add the faults of the result to `faults`.
+    """Apply the changes in `set` of a stage to its run spec, and check the result.
 
-    If there are no faults, the spec in the stage is replaced by its normal form.
+    If the result has no faults, it replaces the run spec in the stage, with `start_order` added.
+
+    Args:
+        stage: The stage as plain data. It is changed.
+        path: Dotted path of the stage in the pipeline spec, for the faults.
+        known_names: Placeholder names of the earlier stages. The value is False for a name that
+            will have no value.
+        faults: List of faults, which is extended by the faults of the result.
     """
     written = stage["spec"]
     for key, value in mapping_or_empty(stage.pop("set", None)).items():
@@ -258,13 +280,16 @@ def _check_stage(
     with collect_faults(faults, f"{path}.spec"):
         check_stage_names(written, known_names)
     with collect_faults(faults, f"{path}.spec"):
-        # The values of the placeholders are not known yet, so any text serves for validation.
+        # The values of `${stage...}` are not known yet. For the validation, any text will do.
         parse_spec(fill_in_stages(written, lambda _stage, _key: "stage"))
         stage["spec"] = RunSpec.model_validate(written).to_server_data()
 
 
 def _names_checkpoint(stage: Mapping[str, Any]) -> bool:
-    """Return True if a stage names the place of its checkpoints."""
+    """Return True if a stage has a place for its checkpoints.
+
+    The place is in the key `checkpoint` of the stage, or in the key `checkpoints` of a component.
+    """
     components = mapping_or_empty(stage["spec"].get("components")).values()
     has_folder = any(mapping_or_empty(component).get("checkpoints") for component in components)
     return has_folder or bool(stage.get("checkpoint"))

@@ -46,42 +46,45 @@ A = {"name": "a", "spec": spec()}
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
-        ([], ["must be a mapping, found a list (write `name: ...` and so on)"]),
-        ({"name": "two", "stages": []}, ["stages: must not be empty"]),
+        ([], ["must be a mapping, found a list (write keys and values, as in name: demo)"]),
+        ({"name": "two", "stages": []}, ["stages: must not be empty (write at least one stage)"]),
         (
             {"stages": [A], "colour": "red"},
             [
                 "name: missing (write for example name: sft-then-grpo)",
-                "colour: unknown key (known are name, tags, stages)",
+                "colour: unknown key (known keys: name, tags, stages)",
             ],
         ),
         (
             pipeline(A, name="Two"),
-            ["name: must be like ^[a-z][a-z0-9-]{0,31}$, found the text 'Two'"],
+            [
+                "name: must be text that matches the pattern ^[a-z][a-z0-9-]{0,31}$, found the "
+                "text 'Two'"
+            ],
         ),
         (
             pipeline({"name": "a"}),
             [
-                "stages.0.spec: missing: nothing says what the stage runs (write spec: FILE.yaml, "
-                "or deployment: train/NAME)"
+                "stages.0.spec: missing: a stage needs a run spec or a deployment (write spec: "
+                "FILE.yaml, or deployment: train/NAME)"
             ],
         ),
         (
             pipeline({**A, "checkpiont": "x"}),
             [
-                "stages.0.checkpiont: unknown key (did you mean `checkpoint`? known are name, "
+                "stages.0.checkpiont: unknown key (did you mean `checkpoint`? known keys: name, "
                 "deployment, spec, set, checkpoint)"
             ],
         ),
         (
             pipeline(A, A),
-            ["stages.1.name: another stage is called 'a' too (give each a name of its own)"],
+            ["stages.1.name: an earlier stage has the same name 'a' (write another name)"],
         ),
         (
             pipeline({"name": "a", "deployment": "preflight/cluster"}),
             [
-                "stages.0.deployment: must be like ^train/[^/\\s]+$, found the text "
-                "'preflight/cluster'"
+                "stages.0.deployment: must be text that matches the pattern ^train/[^/\\s]+$, "
+                "found the text 'preflight/cluster'"
             ],
         ),
         # faults in the run spec of a stage
@@ -112,8 +115,8 @@ A = {"name": "a", "spec": spec()}
                 ),
                 [
                     "stages.0.spec.components.trainer.command.1: unknown name "
-                    f"`${{stage.{other}.run_id}}` (for a shell's own write "
-                    f"`$${{stage.{other}.run_id}}`; known are none)"
+                    f"`${{stage.{other}.run_id}}` (for a variable of the shell, write "
+                    f"`$${{stage.{other}.run_id}}`; known names: none)"
                 ],
             )
             for other in ("a", "b", "zz")
@@ -134,17 +137,18 @@ A = {"name": "a", "spec": spec()}
                 {"name": "b", "spec": spec("${stage.a.checkpoint}")},
             ),
             [
-                "stages.1.spec.components.trainer.command.1: `${stage.a.checkpoint}` will be "
-                "nothing: no component of that stage names `checkpoints` (name them there, or "
-                "write checkpoint: PATTERN in that stage)"
+                "stages.1.spec.components.trainer.command.1: `${stage.a.checkpoint}` will have no "
+                "value, because no component of that stage has `checkpoints` (write checkpoints: "
+                "FOLDER in the component, or checkpoint: PATTERN in the stage)"
             ],
         ),
         # the checkpoint of a stage
         (
             pipeline({**A, "checkpoint": "${run.dir}/hf/${trainer.port}"}),
             [
-                "stages.0.checkpoint: unknown name `${trainer.port}` (for a shell's own "
-                "write `$${trainer.port}`; known are run.id, run.dir, attempt.number, attempt.dir)"
+                "stages.0.checkpoint: unknown name `${trainer.port}` (for a variable of the shell, "
+                "write `$${trainer.port}`; known names: run.id, run.dir, attempt.number, "
+                "attempt.dir)"
             ],
         ),
         # changes to a spec
@@ -152,7 +156,8 @@ A = {"name": "a", "spec": spec()}
             pipeline({**A, "set": {"components.trainer.command.7": "x"}}),
             [
                 "stages.0.set.components.trainer.command.7: --set components.trainer.command.7: "
-                "`components.trainer.command` is a list of 1 and has no item 7 (count from 0)"
+                "`components.trainer.command` is a list of 1 item and has no item 7 (the first "
+                "item has the index 0)"
             ],
         ),
         # a file name is allowed only in a file
@@ -189,9 +194,12 @@ def test_faults_of_all_stages_are_reported_together() -> None:
     ("override", "problem"),
     [
         ("a.success", "has no `=`"),
-        ("success=1", "has no `STAGE.KEY=` before its value"),
-        ("c.success.step=1", "no stage 'c' (write STAGE.KEY=VALUE; known are a, aabb)"),
-        ("aab.success.step=1", "no stage 'aab' (did you mean `aabb`?)"),
+        ("success=1", "must begin with STAGE.KEY="),
+        (
+            "c.success.step=1",
+            "there is no stage 'c' (write STAGE.KEY=VALUE; known stages: a, aabb)",
+        ),
+        ("aab.success.step=1", "there is no stage 'aab' (did you mean `aabb`?)"),
         ("a.tags=[", "--set a.tags: line 1"),
     ],
 )
@@ -257,7 +265,9 @@ def test_each_unreadable_stage_file_is_reported(tmp_path: Path) -> None:
 
     faulty, missing = map(str, caught.value.faults)
     assert faulty.startswith("stages.0.spec: mine.yaml: line 2, ")
-    assert missing == "stages.1.spec: nowhere.yaml: it can't be read: No such file or directory"
+    assert (
+        missing == "stages.1.spec: nowhere.yaml: the file cannot be read: No such file or directory"
+    )
 
 
 def test_spec_of_a_deployment_is_checked_when_known() -> None:
