@@ -13,7 +13,7 @@ from tasks.spec.formatting import format_count
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A mistake in a run spec, with its place in the file."""
+    """A mistake in a spec, with its place in the file."""
 
     #: Dotted path in the spec, such as `components.trainer.command`. Empty for the whole file.
     path: str
@@ -31,23 +31,27 @@ class Fault:
 class MusterError(Exception):
     """Base class of all errors that Muster raises on purpose.
 
-    Catch a subclass, because only the subclass says how to react.
+    A caller should catch a subclass, because only the subclass says how to react.
     """
 
-    #: Exit code of a command that ends with this error.
+    #: Exit code of a Muster command that ends with this error.
     exit_code: ClassVar[int] = 1
 
 
 class BadArgument(MusterError):
-    """The request is impossible or names a thing that does not exist; Muster did nothing."""
+    """A request of the user is impossible, or names a missing thing; Muster did nothing."""
 
     exit_code = 2
 
 
 class InvalidSpec(MusterError):
-    """The spec has mistakes that the user must correct; Muster started and wrote nothing.
+    """A spec has mistakes that the user must correct; Muster started and wrote nothing.
 
     One exception reports all mistakes of a spec.
+
+    Args:
+        faults: The mistakes, at least one.
+        source: Name of the spec for the message, such as the path of its file.
     """
 
     exit_code = 2
@@ -63,16 +67,19 @@ class InvalidSpec(MusterError):
 
 
 class RunEnded(MusterError):
-    """The run is already ending, so the requested step was not done; continue with the teardown.
+    """The run is already ending, so Muster did not do the requested step.
 
-    This error does not say how the run ended. The run's verdict does, and it also names the
-    component that failed first.
+    The caller should continue with the teardown of the run. This error does not say how the run
+    ended. The `Verdict` of the attempt does, and it names the component that failed first.
     """
 
 
 class LostContact(MusterError):
-    """The outcome of a request is unknown; ask again before you repeat the request."""
+    """A server or cluster did not answer, so the outcome of a request is unknown.
+
+    The caller must ask for the outcome before it repeats the request.
+    """
 
 
 class IllegalTransition(MusterError):
-    """A state change is not in the table of legal transitions, which means a bug in Muster."""
+    """The table of legal transitions forbids a state change of a run. It is a bug in Muster."""

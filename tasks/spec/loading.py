@@ -1,8 +1,8 @@
-"""Load run specs, apply `--set a.b=c`, fill in their placeholders, and write them as YAML.
+"""Load run specs, apply `--set a.b=c`, replace their placeholders, and write them as YAML.
 
-YAML is read more strictly than by plain PyYAML, so that no value is silently misunderstood:
+Muster reads YAML more strictly than PyYAML does, so that no value is silently misunderstood:
 
-- A key that is written twice is a fault, and so is a date.
+- A key that is written twice is a fault. A date instead of a text is a fault, too.
 - `022`, `0x10`, `1_000` and `12:30` are texts.
 - A number keeps its original spelling.
 """
@@ -22,38 +22,45 @@ import yaml
 from tasks.spec import placeholders
 from tasks.spec.component import ComponentsByName
 from tasks.spec.errors import Fault, InvalidSpec
+from tasks.spec.formatting import format_count
 from tasks.spec.ownership import folder_fault, is_present, marker_fault, say_ignored
 from tasks.spec.placeholders import mapping_or_empty
 from tasks.spec.run import RunSpec
 from tasks.spec.secrets import mask_env, mask_nested, mask_text
 from tasks.spec.values import Document, WrittenFloat, describe_value
 
+#: Numbers with a decimal point, as YAML 1.1 writes them.
 _FLOAT = re.compile(r"[-+]?(?:[0-9]+\.[0-9]*(?:[eE][-+][0-9]+)?|\.[0-9]+(?:[eE][-+][0-9]+)?)")
+#: YAML's spellings of infinity and NaN.
 _NO_NUMBER = re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")
+#: Plain decimal integers, without leading zeros.
 _INT = re.compile(r"0|-?[1-9][0-9]*")
 
+#: Beginning of the names of YAML's own types, such as `tag:yaml.org,2002:int`.
 _TAG = "tag:yaml.org,2002:"
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that accepts only plain decimal numbers and refuses duplicate keys.
+    """YAML loader that reads only plain decimal numbers as numbers, and rejects duplicate keys.
 
-    Plain PyYAML silently keeps the last value of a duplicate key.
+    PyYAML's own SafeLoader silently keeps the last value of a duplicate key.
     """
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Return the node of a mapping. Raises: ComposerError, if a key is written twice."""
         node = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if key.value in lines:
-                    problem = f"{key.value} is written twice, first in line {lines[key.value]}"
+                    problem = f"the key {key.value} is already in line {lines[key.value]}"
                     raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
                 lines[key.value] = key.start_mark.line + 1
         return node
 
 
-# Replace the table instead of changing it: all programs in the process share SafeLoader's table.
+# `_Loader` needs its own table of resolvers. All code in this process shares SafeLoader's table, so
+# changing that table would affect other libraries.
 _Loader.yaml_implicit_resolvers = {
     letter: [(tag, rule) for tag, rule in rules if tag not in (f"{_TAG}int", f"{_TAG}float")]
     for letter, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -65,6 +72,7 @@ _Loader.add_implicit_resolver(
 
 
 def _written_float(loader: _Loader, node: yaml.ScalarNode) -> float:
+    """Return the number of a YAML node, with its spelling in the file."""
     return WrittenFloat.of(node.value, loader.construct_yaml_float(node))
 
 
@@ -72,50 +80,66 @@ _Loader.add_constructor(f"{_TAG}float", _written_float)
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file. Raises: InvalidSpec, if it cannot be read or is not UTF-8."""
+    """Return the text of a spec file. Raises: InvalidSpec, if it is unreadable or not UTF-8."""
     try:
         return path.read_bytes().decode("utf-8-sig")
     except OSError as error:
-        problem = f"it can't be read: {error.strerror}"
+        problem = f"the file cannot be read: {error.strerror}"
+        remedy = ""
     except UnicodeDecodeError as error:
-        problem = f"not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}"
-    raise InvalidSpec((Fault(path="", problem=problem),), str(path))
+        byte = error.object[error.start]
+        problem = f"the file must be UTF-8, found byte {byte:#04x} at offset {error.start}"
+        remedy = "save the file as UTF-8"
+    raise InvalidSpec((Fault(path="", problem=problem, remedy=remedy),), str(path))
 
 
 def parse_yaml(text: str, source: str) -> object:
-    """Return the plain data of a YAML text. Raises: InvalidSpec, with the syntax error."""
+    """Return the plain data of a YAML text.
+
+    Args:
+        text: The text of the file.
+        source: Name of the file for error messages.
+
+    Raises:
+        InvalidSpec: The text is not valid YAML. The error has the line and the column.
+    """
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         fault = _syntax_fault(error, text)
     except RecursionError:
-        fault = Fault(path="", problem="it is nested too deeply")
+        fault = Fault(path="", problem="the lists and mappings of the file are nested too deeply")
     except (ValueError, TypeError, AttributeError) as error:
-        # PyYAML's constructors raise these for invalid values: the 31st of February, !!float on a
-        # word.
+        # PyYAML raises these errors for impossible values, such as the 31st of February as a date
+        # or `!!float` before a word.
         fault = Fault(path="", problem=f"a value cannot be read: {error}")
     raise InvalidSpec((fault,), source)
 
 
 def _syntax_fault(error: yaml.YAMLError, text: str) -> Fault:
+    """Return the fault for a syntax error in a YAML text, with line and column if known."""
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     if mark is None:
-        return Fault(path="", problem=f"not YAML: {' '.join(str(error).split())}")
+        return Fault(path="", problem=f"not valid YAML: {' '.join(str(error).split())}")
     line = "".join(text.splitlines()[mark.line : mark.line + 1])
     parts = [getattr(error, "context", None), getattr(error, "problem", None)]
     problem = f"line {mark.line + 1}, column {mark.column + 1}: {', '.join(filter(None, parts))}"
     is_bare = re.search(r"(?<![\"'\w])\$\{", line) is not None
-    remedy = 'quote what has a placeholder: "${api.port}"' if is_bare else ""
+    remedy = 'write a placeholder in quotes: "${api.port}"' if is_bare else ""
     return Fault(path="", problem=problem, remedy=remedy)
 
 
 def read_override(override: str) -> tuple[str, object]:
-    """Return the path and the value of `a.b=VALUE`; VALUE is YAML. Raises: InvalidSpec."""
+    """Return the dotted path and the value of an override `a.b=VALUE`. VALUE is YAML.
+
+    Raises:
+        InvalidSpec: The override has no path, or its value is not valid YAML.
+    """
     path, equals, text = override.partition("=")
     path = path.strip()
     if not equals or not all(path.split(".")):
         problem = "has no key before `=`" if equals else "has no `=`"
-        raise _bad_override("", path or "=", problem, "write --set success.step=20")
+        raise _bad_override("", path or "=", problem, "write for example --set success.step=20")
     try:
         return path, parse_yaml(text, path)
     except InvalidSpec as error:
@@ -123,7 +147,7 @@ def read_override(override: str) -> tuple[str, object]:
 
 
 def apply_value(data: dict[str, Any], path: str, value: object) -> None:
-    """Set a value in a spec. Missing mappings on its path are created.
+    """Set a value in a spec. If a mapping on the path of the value is missing, it is created.
 
     Args:
         data: The spec as plain data. It is changed.
@@ -132,8 +156,8 @@ def apply_value(data: dict[str, Any], path: str, value: object) -> None:
         value: The new value.
 
     Raises:
-        InvalidSpec: The path is impossible. The message does not contain the value, which may be a
-            secret.
+        InvalidSpec: The path leads through a value that is no mapping or list, or to a missing list
+            item. The message does not contain the new value, which may be a secret.
     """
     parts = path.split(".")
     node: Any = data
@@ -143,11 +167,13 @@ def apply_value(data: dict[str, Any], path: str, value: object) -> None:
         key: str | int = part
         if isinstance(node, list):
             if not (part.isdecimal() and part.isascii() and int(part) < len(node)):
-                problem = f"`{parent_path}` is a list of {len(node)} and has no item {part}"
-                raise _bad_override(current_path, path, problem, "count from 0")
+                items = format_count(len(node), "item")
+                problem = f"`{parent_path}` is a list of {items} and has no item {part}"
+                remedy = "the first item has the index 0"
+                raise _bad_override(current_path, path, problem, remedy)
             key = int(part)
         elif not isinstance(node, dict):
-            problem = f"`{parent_path}` holds {describe_value(node)}, which has no keys"
+            problem = f"`{parent_path}` is {describe_value(node)}, which has no keys"
             raise _bad_override(current_path, path, problem, f"set `{parent_path}` itself")
         if depth == len(parts) - 1:
             node[key] = value
@@ -157,30 +183,38 @@ def apply_value(data: dict[str, Any], path: str, value: object) -> None:
 
 
 def _bad_override(path: str, written: str, problem: str, remedy: str = "") -> InvalidSpec:
+    """Return the error for a faulty override of the command line.
+
+    Args:
+        path: Dotted path of the fault in the spec, or an empty string.
+        written: Path of the override as the user wrote it. It must not contain the value.
+        problem: Description of the mistake.
+        remedy: Correct form, or an empty string.
+    """
     fault = Fault(path=path, problem=f"--set {written}: {problem}", remedy=remedy)
     return InvalidSpec((fault,))
 
 
 def load_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
-    """Load a run spec from a YAML file.
+    """Return the run spec of a YAML file.
 
     Args:
         path: The file.
         overrides: Changes of the form `a.b=c`. They are applied in order.
 
     Raises:
-        InvalidSpec: With all faults of the file and of the overrides.
+        InvalidSpec: The file or an override has faults. The error lists all of them.
     """
     return parse_spec(parse_yaml(read_text(path), str(path)), overrides, str(path))
 
 
 def load_resolved(path: Path) -> RunSpec:
-    """Load the spec of an attempt, whose placeholders are already filled in.
+    """Return the run spec that an attempt stored in its directory.
 
-    A `${` in it is literal text.
+    The placeholders of such a spec are already replaced, so a `${` in it is literal text.
 
     Raises:
-        InvalidSpec: With all faults of the file.
+        InvalidSpec: The file has faults. The error lists all of them.
     """
     return RunSpec.model_validate(copy_as_dict(parse_yaml(read_text(path), str(path)), str(path)))
 
@@ -202,7 +236,7 @@ def parse_spec(
             for an omitted component.
 
     Raises:
-        InvalidSpec: With all faults of the data, its placeholders and the overrides.
+        InvalidSpec: The data, a placeholder or an override has faults. The error lists all of them.
     """
     written = copy_as_dict(data, source)
     faults: list[Fault] = []
@@ -214,7 +248,8 @@ def parse_spec(
         spec = RunSpec.model_validate(written)
     if not from_form:
         faults += _empty_components(written)
-    # If the form omits a component, its `${NAME.port}` is an unknown name.
+    # The validated spec lacks the components that the form omitted. Their `${NAME.port}` must be
+    # reported as unknown names.
     faults += placeholders.find_placeholder_faults(
         spec.written() if from_form and spec else written
     )
@@ -224,44 +259,57 @@ def parse_spec(
 
 
 def dump_spec(spec: RunSpec, secrets: Collection[str] = ()) -> str:
-    """Return the spec as YAML. It loads to an equal spec, except for masked secrets.
+    """Return a run spec as YAML text, without the keys that the user omitted.
 
-    Omitted keys are not written.
+    The text loads to an equal spec, except that secrets are masked.
 
     Args:
         spec: The spec.
         secrets: Values to mask, in addition to the secrets of the spec itself.
     """
     written = _mask_secrets(spec.written(), spec.secrets | frozenset(secrets))
-    # The width is unlimited, because a command that is broken into lines is hard to copy.
+    # The lines are not wrapped, because a command on several lines is hard to copy.
     return str(yaml.safe_dump(written, sort_keys=False, default_flow_style=None, width=2**31))
 
 
 def copy_as_dict(data: object, source: str) -> dict[str, Any]:
-    """Return the data of a spec as a new dict. Raises: InvalidSpec, if they are no mapping."""
+    """Return a copy of the data of a spec as a dict.
+
+    Args:
+        data: A mapping, or a validated spec.
+        source: Name of the input for error messages.
+
+    Raises:
+        InvalidSpec: The data are no mapping.
+    """
     written = data.written() if isinstance(data, Document) else copy.deepcopy(data)
     if not isinstance(written, dict):
         problem = f"must be a mapping, found {describe_value(written)}"
-        fault = Fault(path="", problem=problem, remedy="write `name: ...` and so on")
+        fault = Fault(path="", problem=problem, remedy="write keys and values, as in name: demo")
         raise InvalidSpec((fault,), source)
     return written
 
 
 def _empty_components(written: Mapping[str, Any]) -> Iterator[Fault]:
-    """Yield a fault for each component without a value.
+    """Yield a fault for each component that has no value in a file.
 
-    The form in the Prefect UI sends null for an omitted component, but in a file, an empty
-    component is a mistake.
+    The validation accepts such a component, because the form in the Prefect UI sends null for an
+    omitted component. In a file, a component without a value is a mistake.
     """
     for name, component in mapping_or_empty(written.get("components")).items():
         if component is None and name in ComponentsByName.offered:
-            remedy = f"write {name}: {{key: value}}, or leave it out"
+            remedy = f"write {name}: {{KEY: VALUE}}, or leave out {name}"
             problem = f"must be a mapping, found {describe_value(component)}"
             yield Fault(path=f"components.{name}", problem=problem, remedy=remedy)
 
 
 def _mask_secrets(written: dict[str, Any], secrets: Collection[str]) -> dict[str, Any]:
-    """Mask secret variables in each `env`, and the given secrets in all texts."""
+    """Return the data of a run spec with its secrets masked.
+
+    Args:
+        written: The run spec as plain data. Its mappings `env` are changed.
+        secrets: Values to mask in every text of the spec.
+    """
     for section in (written, *written["components"].values()):
         if "env" in section:
             section["env"] = mask_env(section["env"])
@@ -269,26 +317,28 @@ def _mask_secrets(written: dict[str, Any], secrets: Collection[str]) -> dict[str
     return texts
 
 
-#: Files and folders that mark the root of a project.
+#: A directory that contains a file or folder with one of these names is the root of a project.
 _ROOT_MARKS = (".git", "pyproject.toml")
 
 
 def find_project_root(file: Path) -> Path:
-    """Return the root of the project that a file lies in, absolute.
+    """Return the absolute path of the root of the project that contains a file.
 
-    The relative paths of a spec start there. The root is the nearest folder above the file that
-    holds `.git` or `pyproject.toml`, else the folder of the file. The search ends at a folder that
-    belongs to another user, root excepted, or that every user may write to. A mark that belongs to
-    another user does not count.
+    The relative paths of a spec start at this root. It is the nearest folder above the file that
+    contains `.git` or `pyproject.toml`. If there is none, it is the folder of the file.
 
-    The process of a run works in the root. For that process the root is the working directory.
+    A `.git` or `pyproject.toml` that belongs to another user than this one or root is ignored. The
+    search stops at a folder in which another user could have created such a file. Such a folder
+    belongs to another user, or every user may write to it.
+
+    The flow process of a run uses this root as its working directory.
     """
     folders = file.absolute().parents
     for folder in folders:
         try:
             fault = folder_fault(folder)
         except OSError:
-            # A spec may be named before its folder is there.
+            # The caller may ask for a file whose folder does not exist yet.
             continue
         if fault:
             if folder is not folders[0]:
@@ -300,15 +350,24 @@ def find_project_root(file: Path) -> Path:
 
 
 def is_project_root(folder: Path) -> bool:
-    """Return True if a folder is the root of a project: it holds a mark that may be trusted."""
+    """Return True if a folder is the root of a project.
+
+    It is the root if it contains `.git` or `pyproject.toml`, and no other user could have put that
+    file or folder there.
+    """
     return any(_is_trusted_mark(folder / mark) for mark in _ROOT_MARKS)
 
 
 def _is_trusted_mark(mark: Path) -> bool:
+    """Return True if a `.git` or `pyproject.toml` exists and no other user could have put it there.
+
+    Args:
+        mark: Path of the file or folder. If it exists and is not trusted, a warning is logged.
+    """
     try:
         fault = marker_fault(mark)
     except OSError:
-        # It is not there, or its link leads nowhere.
+        # The path does not exist, or is a symbolic link without a target.
         return False
     if fault:
         say_ignored(mark, fault)
@@ -316,18 +375,26 @@ def _is_trusted_mark(mark: Path) -> bool:
 
 
 def _say_ignored_marks(folder: Path, fault: str) -> None:
+    """Log a warning for each `.git` and `pyproject.toml` of a folder that is not trusted.
+
+    Args:
+        folder: The folder.
+        fault: Reason that the folder is not trusted.
+    """
     for mark in _ROOT_MARKS:
         if is_present(folder / mark):
             say_ignored(folder / mark, fault)
 
 
 def list_required_ports(spec: RunSpec) -> tuple[str, ...]:
-    """Return the names of the ports to reserve for the run, in the order of the components.
+    """Return the names of the ports to reserve for a run, in the order of the components.
 
-    - `NAME.port`, if a placeholder in the spec uses it
-    - `NAME.ports.OTHER` for each extra port, even if no placeholder uses it: the program may find
-      it in another way
-    - `rollout.port` for the gateway of a fleet
+    The ports are:
+
+    - `NAME.port` of a component, if a placeholder in the spec uses it
+    - `NAME.ports.OTHER` for each name that a component lists under `ports`, even if no placeholder
+      uses it
+    - `rollout.port`, the port of the gateway, if the run has a fleet
     """
     used_names = {use.name for use in placeholders.find_uses(spec.written())}
     ports: list[str] = []
@@ -342,19 +409,19 @@ def list_required_ports(spec: RunSpec) -> tuple[str, ...]:
 
 
 def resolve(spec: RunSpec, names: Mapping[str, str], root: Path) -> RunSpec:
-    """Return the spec with its placeholders filled in, and with each `cwd` as an absolute path.
+    """Return the spec with its placeholders replaced, and with each `cwd` as an absolute path.
 
-    Each `$${` becomes `${`. Do not call this twice, because the result may contain `${` as literal
-    text.
+    Each `$${` becomes `${`. Do not resolve the result a second time: it may contain `${` as literal
+    text. The placeholders `${server.NAME}` of a fleet stay unchanged.
 
     Args:
-        spec: The spec as loaded, without unknown names.
-        names: Value of each name that the spec uses, except `progress.total` and `success.step`,
-            whose values are in the spec. In a regular expression, a value is escaped.
+        spec: The spec as loaded. It has no unknown placeholder names.
+        names: Value of each placeholder name that the spec uses. `progress.total` and
+            `success.step` may be missing, because the spec has their values.
         root: Absolute path of the project's root.
 
     Raises:
-        KeyError: A name has no value.
+        KeyError: A placeholder name has no value.
         InvalidSpec: A value does not fit its place, such as a `tcp` address without a port.
     """
     written = spec.written()
@@ -373,11 +440,11 @@ def resolve(spec: RunSpec, names: Mapping[str, str], root: Path) -> RunSpec:
 
 @contextmanager
 def collect_faults(faults: list[Fault], below: str = "") -> Iterator[None]:
-    """Catch an `InvalidSpec` that is raised within, and add its faults to the list.
+    """Catch an `InvalidSpec` that is raised within the context, and add its faults to a list.
 
     Args:
-        faults: List to which the faults are added.
-        below: Path in the spec that is put before the paths of the faults.
+        faults: List of faults, which is extended.
+        below: Dotted path in the spec that is put before the path of each fault.
     """
     try:
         yield

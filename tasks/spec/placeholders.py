@@ -1,13 +1,13 @@
 """Placeholders of the form `${name}`: their allowed places in a spec, and their replacement.
 
-Placeholders are filled in at up to three times:
+Different programs replace different placeholders:
 
-- `${stage.NAME.KEY}` by the pipeline, before it creates the run of a stage
-- `${server.NAME}` by the fleet, for each of its servers
-- all other names by the run
+- A pipeline replaces `${stage.NAME.KEY}`, before it creates the run of a stage.
+- A run replaces all other placeholders except `${server.NAME}`, at the start of each attempt.
+- The fleet of inference servers replaces `${server.NAME}`, for each of its servers.
 
-Each of these steps leaves the names of the other steps unchanged. `$${` stands for a literal `${`.
-It is replaced in the last step that a text goes through.
+Each of them leaves the placeholders of the others unchanged. `$${` stands for a literal `${`. The
+last program that handles a text replaces it.
 
 The functions work on plain mappings and lists, so that they can also check a spec with faults.
 """
@@ -25,34 +25,38 @@ from tasks.spec.formatting import suggest_name
 
 
 class Kind(Enum):
-    """Kind of a text that may contain placeholders."""
+    """Kind of a text in a spec that may contain placeholders."""
 
     #: Plain text. The value replaces the placeholder unchanged.
     TEXT = "text"
-    #: Regular expression. The value is escaped, so that it matches literally.
+    #: Regular expression. The value is escaped, so that the expression matches it literally.
     PATTERN = "pattern"
-    #: Word of a command. If the word is only a placeholder for a list, it becomes several words.
+    #: Argument of a command. `${rollout.engines}` as a whole argument becomes several arguments.
     WORD = "word"
-    #: Text of a fleet. The fleet fills in `${server.x}` and `$${` later, for each server.
+    #: Text of a fleet. The fleet itself replaces `${server.x}` and `$${` later, for each server.
     FLEET = "fleet"
 
 
-#: Receives the path, the text and its kind, and returns the new text. It returns a list to replace
-#: one item of a list by several.
+#: Function that changes a text of a spec. It receives the dotted path of the text, the text and its
+#: kind, and returns the new text. For an item of a list, it may return a list of new items.
 Change = Callable[[str, str, Kind], str | list[str]]
 
-# The order matters: `$${` must match before the `${` inside it.
+# The escaped form `$${` must be the first alternative, because it contains `${`.
 _TOKEN = re.compile(r"\$\$\{|\$\{([^{}]*)\}|\$\{")
 
+#: Places of a mapping in which every value may contain placeholders.
 _TEXTS: dict[str, object] = {"*": Kind.TEXT}
+#: Places of a readiness or liveness probe in which placeholders are allowed.
 _PROBE: dict[str, object] = {
     "http": Kind.TEXT,
-    "json": {"*": {"": Kind.TEXT, "*": Kind.TEXT}},  # either a value or {not: value}
+    # The user writes either a value or {not: value}.
+    "json": {"*": {"": Kind.TEXT, "*": Kind.TEXT}},
     "tcp": Kind.TEXT,
     "log": Kind.PATTERN,
     "file": Kind.TEXT,
     "processes": Kind.PATTERN,
 }
+#: Places of a component in which placeholders are allowed.
 _COMPONENT: dict[str, object] = {
     "command": {"*": Kind.WORD},
     "env": _TEXTS,
@@ -62,6 +66,7 @@ _COMPONENT: dict[str, object] = {
     "checkpoints": Kind.TEXT,
 }
 _FLEET_TEXTS: dict[str, object] = {"*": Kind.FLEET}
+#: Places of the component `rollout` in which placeholders are allowed.
 _FLEET: dict[str, object] = {
     "command": _FLEET_TEXTS,
     "args": _FLEET_TEXTS,
@@ -69,8 +74,8 @@ _FLEET: dict[str, object] = {
     "model": Kind.FLEET,
     "cwd": Kind.TEXT,
 }
-#: Places of a spec in which placeholders are allowed. "*" stands for any key or list item, and ""
-#: for the text itself. In all other places, `${` is plain text.
+#: Places of a run spec in which placeholders are allowed, as a tree of keys. The key "*" stands for
+#: any key or list item, and "" for the text itself. In all other places, `${` is plain text.
 _PLACES: dict[str, object] = {
     "env": _TEXTS,
     "cwd": Kind.TEXT,
@@ -78,35 +83,37 @@ _PLACES: dict[str, object] = {
     "progress": {"http": Kind.TEXT, "jsonl": Kind.TEXT},
 }
 
-#: Names that may be used in the `checkpoint` of a stage.
+#: Placeholder names that the key `checkpoint` of a pipeline stage may use.
 _CHECKPOINT_NAMES = ("run.id", "run.dir", "attempt.number", "attempt.dir")
-#: Names that may be used in every run spec.
+#: Placeholder names that every run spec may use.
 _RUN_NAMES = (*_CHECKPOINT_NAMES, "attempt.resume_from")
-#: Address of the fleet's gateway.
+#: Placeholder name for the address of the fleet's gateway.
 ROLLOUT_URL = "rollout.url"
-#: Addresses of the fleet's engines, separated by commas.
+#: Placeholder name for the addresses of the fleet's engines, which are separated by commas.
 ROLLOUT_ENGINES = "rollout.engines"
 
+#: Beginning of the placeholder names that the fleet replaces for each of its servers.
 SERVER = "server."
+#: Beginning of the placeholder names that a pipeline replaces.
 STAGE = "stage."
-#: Names that may be used in the texts of a fleet. They describe one server.
+#: Placeholder names that the texts of a fleet may use. They describe one server of the fleet.
 _SERVER_NAMES = tuple(f"{SERVER}{name}" for name in ("port", "host", "rank", "node", "group"))
-#: Last complete checkpoint of an earlier stage.
+#: Last part of `${stage.NAME.checkpoint}`: the last complete checkpoint of an earlier stage.
 CHECKPOINT = "checkpoint"
-#: Directory of an earlier stage's run.
+#: Last part of `${stage.NAME.run_dir}`: the directory of an earlier stage's run.
 RUN_DIR = "run_dir"
-#: Id of an earlier stage's run.
+#: Last part of `${stage.NAME.run_id}`: the id of an earlier stage's run.
 RUN_ID = "run_id"
 STAGE_KEYS = (CHECKPOINT, RUN_DIR, RUN_ID)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """A placeholder in a spec, with its place."""
+    """Use of a placeholder in a spec, with the place of the text that contains it."""
 
     #: Dotted path of the text in the spec.
     path: str
-    #: Name in the placeholder, or None if its `}` is missing.
+    #: Name in the placeholder, or None if the placeholder has no closing `}`.
     name: str | None
     #: Kind of the text that contains the placeholder.
     kind: Kind
@@ -116,12 +123,12 @@ class Use:
 
 
 def find_names(text: str) -> Iterator[str | None]:
-    """Yield the name of each placeholder in a text, or None for a placeholder without its `}`."""
+    """Yield the name of each placeholder in a text, or None if its closing `}` is missing."""
     return (match.group(1) for match in _TOKEN.finditer(text) if match.group(0) != "$${")
 
 
 def has_placeholders(text: str) -> bool:
-    """Return True if a text contains a placeholder. `$${`, a literal `${`, does not count."""
+    """Return True if a text contains a placeholder. The escaped form `$${` does not count."""
     return any(True for _ in find_names(text))
 
 
@@ -130,13 +137,14 @@ def substitute(
 ) -> str:
     """Return the text with each `${name}` replaced, and each `$${` turned into a literal `${`.
 
-    A `${` without its `}` stays unchanged; `find_placeholder_faults` reports it.
+    A `${` without a closing `}` stays unchanged; `find_placeholder_faults` reports it.
 
     Args:
         text: Text that may contain placeholders.
-        value_of: Returns the value of a name.
-        is_left: Returns True for a name that will be filled in later. The placeholder then stays
-            unchanged. If this argument is given, each `$${` stays unchanged, too.
+        value_of: Function that returns the value of a placeholder name.
+        is_left: Function that returns True for a name that another program replaces later. The
+            placeholder then stays unchanged. If this argument is passed, each `$${` stays
+            unchanged, too.
     """
 
     def replace(match: re.Match[str]) -> str:
@@ -149,16 +157,23 @@ def substitute(
 
 
 def rewrite_texts(data: object, change: Change) -> object:
-    """Return a spec in which `change` was applied to each text that may contain placeholders.
+    """Return a run spec in which `change` was applied to each text that may contain placeholders.
 
-    Other values are not copied. The search goes no deeper than a valid spec, because a mapping in
-    YAML can contain itself.
+    The other values of the result are the same objects as in `data`. The search stops at the depth
+    of a valid spec, because a mapping in YAML can contain itself.
     """
     return _rewrite_node(data, _PLACES, "", change)
 
 
 def _rewrite_node(node: object, places: object, path: str, change: Change) -> object:
-    """Apply `change` to a part of a spec; `places` is the matching part of `_PLACES`."""
+    """Return a part of a run spec with `change` applied to its texts.
+
+    Args:
+        node: The part of the spec.
+        places: The part of `_PLACES` that describes `node`.
+        path: Dotted path of `node` in the spec.
+        change: Function that returns the new text.
+    """
     if isinstance(places, Kind):
         return change(path, node, places) if isinstance(node, str) else node
     if not isinstance(places, dict):
@@ -182,7 +197,7 @@ def _rewrite_node(node: object, places: object, path: str, change: Change) -> ob
 
 
 def find_uses(data: object) -> list[Use]:
-    """Return all placeholders of a spec, in the order of the file."""
+    """Return all uses of placeholders in a run spec, in the order of the file."""
     uses: list[Use] = []
 
     def collect(path: str, text: str, kind: Kind) -> str:
@@ -194,11 +209,11 @@ def find_uses(data: object) -> list[Use]:
 
 
 def list_known_names(data: object) -> frozenset[str]:
-    """Return all names that a spec may use in its placeholders.
+    """Return all names that a run spec may use in its placeholders.
 
-    These are fixed names such as `run.id`, `NAME.port` for each component, and `NAME.ports.OTHER`
-    for each of its extra ports. If the spec sets them, `progress.total` and `success.step` are
-    names, too, so that a spec need not repeat its step count.
+    These are fixed names such as `run.id`, `NAME.port` for each component NAME, and
+    `NAME.ports.OTHER` for each of its further ports. If the spec has the keys `progress.total` and
+    `success.step`, these are names, too. A command can then use the number of steps.
     """
     names = set(_RUN_NAMES)
     names.update(f"{section}.{key}" for section, key, _ in find_step_counts(data))
@@ -213,7 +228,10 @@ def list_known_names(data: object) -> frozenset[str]:
 
 
 def find_step_counts(data: object) -> Iterator[tuple[str, str, int]]:
-    """Yield the section, key and value of each step count that a spec sets."""
+    """Yield section, key and value of the step counts `progress.total` and `success.step`.
+
+    A step count that the spec does not set is skipped.
+    """
     for section, key in (("progress", "total"), ("success", "step")):
         number = mapping_or_empty(mapping_or_empty(data).get(section)).get(key)
         if isinstance(number, int) and not isinstance(number, bool):
@@ -221,14 +239,14 @@ def find_step_counts(data: object) -> Iterator[tuple[str, str, int]]:
 
 
 def fill_in_run(data: object, value_of: Callable[[str], str]) -> object:
-    """Return a spec with the placeholders of the run filled in.
+    """Return a run spec with its placeholders replaced, except `${server.NAME}` of the fleet.
 
-    In a regular expression, a value is escaped. If a word of a command is `${rollout.engines}` and
-    nothing else, it becomes one word for each engine, for options with `nargs="+"`.
+    In a regular expression, a value is escaped. If a whole argument of a command is
+    `${rollout.engines}`, it becomes one argument for each engine, for options with `nargs="+"`.
 
     Args:
         data: The run spec as plain data.
-        value_of: Returns the value of a name.
+        value_of: Function that returns the value of a placeholder name.
     """
 
     def change(_path: str, text: str, kind: Kind) -> str | list[str]:
@@ -242,13 +260,13 @@ def fill_in_run(data: object, value_of: Callable[[str], str]) -> object:
 
 
 def fill_in_stages(written: object, value_of: Callable[[str, str], str]) -> object:
-    """Return the run spec of a stage with the placeholders `${stage.NAME.KEY}` filled in.
+    """Return the run spec of a stage with its placeholders `${stage.NAME.KEY}` replaced.
 
     In a regular expression, a value is escaped. A `${` in a value does not become a placeholder.
 
     Args:
         written: The run spec as plain data.
-        value_of: Returns the value for the name of a stage and a key.
+        value_of: Function that receives the name of a stage and a key, and returns the value.
     """
 
     def change(_path: str, text: str, kind: Kind) -> str:
@@ -263,7 +281,7 @@ def fill_in_stages(written: object, value_of: Callable[[str, str], str]) -> obje
 
 
 def find_placeholder_faults(data: object) -> tuple[Fault, ...]:
-    """Return a fault for each placeholder with an unknown name or without its `}`."""
+    """Return a fault for each placeholder of a run spec that has an unknown name or no `}`."""
     run_names = sorted(list_known_names(data))
     fleet_names = [*run_names, *_SERVER_NAMES]
     return _unknown_name_faults(
@@ -276,7 +294,7 @@ def find_unknown_names(checkpoint: object, path: str) -> tuple[Fault, ...]:
 
     Args:
         checkpoint: Path or pattern of the checkpoint. If it is not text, nothing is checked.
-        path: Place of `checkpoint` in the pipeline spec.
+        path: Dotted path of `checkpoint` in the pipeline spec, for the faults.
     """
     names = find_names(checkpoint) if isinstance(checkpoint, str) else ()
     uses = (Use(path=path, name=name, kind=Kind.TEXT) for name in names if name is not None)
@@ -284,18 +302,19 @@ def find_unknown_names(checkpoint: object, path: str) -> tuple[Fault, ...]:
 
 
 def check_stage_names(written: object, known: Mapping[str, bool]) -> None:
-    """Check that all placeholders of earlier stages in a run spec will have a value.
+    """Check that each placeholder `${stage.NAME.KEY}` in a run spec will have a value.
 
     Args:
         written: The run spec of a stage.
-        known: Names of the earlier stages. False if the name will have no value.
+        known: Placeholder names of the earlier stages, such as `stage.sft.run_id`. The value is
+            False for a name that will have no value.
 
     Raises:
         InvalidSpec: A name is unknown or will have no value.
     """
     uses = [use for use in find_uses(written) if (use.name or "").startswith(STAGE)]
-    problem = "`{}` will be nothing: no component of that stage names `checkpoints`"
-    remedy = "name them there, or write checkpoint: PATTERN in that stage"
+    problem = "`{}` will have no value, because no component of that stage has `checkpoints`"
+    remedy = "write checkpoints: FOLDER in the component, or checkpoint: PATTERN in the stage"
     without_value = [
         Fault(path=use.path, problem=problem.format(use), remedy=remedy)
         for use in uses
@@ -307,29 +326,34 @@ def check_stage_names(written: object, known: Mapping[str, bool]) -> None:
 
 
 def _unknown_name_faults(uses: Iterable[tuple[Use, Sequence[str]]]) -> tuple[Fault, ...]:
-    """Return a fault for each placeholder whose name is not in its list of known names."""
+    """Return a fault for each placeholder whose name is not in its list of known names.
+
+    Args:
+        uses: Each use of a placeholder, with the names that are known at that place.
+    """
     faults = (_unknown_name_fault(use, known) for use, known in uses if use.name not in known)
     return tuple(dict.fromkeys(faults))
 
 
 def _unknown_name_fault(use: Use, known: Sequence[str]) -> Fault:
     if use.name is None:
-        remedy = "close it, or write `$${` for a literal `${`"
-        return Fault(path=use.path, problem="a `${` without its `}`", remedy=remedy)
-    shell = f"for a shell's own write `$${{{use.name}}}`"
+        remedy = "add the `}`, or write `$${` for a literal `${`"
+        return Fault(path=use.path, problem="a `${` has no closing `}`", remedy=remedy)
+    shell = f"for a variable of the shell, write `$${{{use.name}}}`"
     near = suggest_name(use, [f"${{{name}}}" for name in known])
-    remedy = near or f"{shell}; known are {', '.join(known) or 'none'}"
+    remedy = near or f"{shell}; known names: {', '.join(known) or 'none'}"
     return Fault(path=use.path, problem=f"unknown name `{use}`", remedy=remedy)
 
 
 def mapping_or_empty(value: object) -> Mapping[Any, Any]:
     """Return the value if it is a mapping, else an empty mapping.
 
-    Checks of unvalidated data use this: validation reports a value of the wrong type separately.
+    Checks of data that are not validated yet use this function. The validation reports a value of
+    the wrong type, so these checks may skip it.
     """
     return value if isinstance(value, Mapping) else {}
 
 
 def join_path(path: str, key: object) -> str:
-    """Return the dotted path of a key or index below a path."""
+    """Return the dotted path of a key or list index below a path. The path may be empty."""
     return f"{path}.{key}" if path else str(key)

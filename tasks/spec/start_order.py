@@ -1,7 +1,8 @@
 """The spec key `start_order`, which lists the components in the order of their start.
 
-Without it, components start in the order of their keys in the file. A Prefect server on PostgreSQL
-does not keep that order, because a JSONB column sorts the keys. It does keep the order of lists.
+Without this key, components start in the order in which the spec file lists them. A Prefect server
+on PostgreSQL does not keep that order, because a JSONB column sorts the keys of a mapping. It keeps
+the order of a list, such as `start_order`.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ START_ORDER_KEY = "start_order"
 
 
 def sort_by_start_order(written: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Return the spec with its components sorted by `start_order`.
+    """Return a run spec with its components sorted by its key `start_order`.
 
     Components that `start_order` does not list come last, in the order of the file. In the result,
-    `start_order` lists all components whose value is not null. A user of the form therefore need
-    not edit the list after adding or omitting a component.
+    `start_order` lists all components whose value is not null. So a user who adds or omits a
+    component in the form of the Prefect UI need not edit `start_order`.
 
     Args:
         written: The spec as plain data. It is returned unchanged if it has no `start_order`, or if
-            that is invalid.
+            its `start_order` is invalid.
     """
     order = written.get(START_ORDER_KEY)
     components = written.get("components")
@@ -48,5 +49,5 @@ def check_start_order(written: Mapping[str, Any]) -> Iterator[Refusal]:
         if isinstance(name, str) and name not in components:
             known_names = [str(known_name) for known_name in components]
             remedy = suggest_name(name, known_names)
-            remedy = remedy or f"take it out; known are {', '.join(known_names)}"
+            remedy = remedy or f"remove the name; known components: {', '.join(known_names)}"
             yield (START_ORDER_KEY, index), make_refusal(f"there is no component {name!r}", remedy)

@@ -1,12 +1,12 @@
 """Base classes of the spec models, and the value types of their fields.
 
-Validation errors are written for the user. Our own validators raise `refused`, and `Document`
-translates pydantic's errors into the same form.
+Validation errors are written for the user. Muster's own validators raise the error that
+`make_refusal` returns. `Document` translates all errors of pydantic into faults.
 
 The JSON schema is adapted to the form in the Prefect UI:
 
-- The form shows a field of type `X | None` as a choice between two types and preselects None.
-  Without that choice, the form shows an empty box and sends nothing if the box stays empty.
+- Without adaptation, the form would show a field of type `X | None` as a choice between two types.
+  In the adapted schema, such a field is an empty box. The form sends nothing if it stays empty.
 - The form orders fields by `position`, because a Prefect server on PostgreSQL does not keep the
   order of keys.
 """
@@ -41,17 +41,19 @@ from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError, c
 from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.formatting import join_words, suggest_name
 
-#: Titles of the two choices of an optional section in the form: the section, or no section.
+#: Titles of the two choices that the form in the Prefect UI shows for an optional mapping of the
+#: spec, such as `gang`: fill in the mapping, or omit it.
 GIVEN = "Given"
 LEFT_OUT = "Left out"
-#: Position of a field that takes much space in the form, so that it is shown last.
+#: Value of `position` in the JSON schema for a field that the form shows last, because the field
+#: takes much space.
 LAST = 1000
 
 
 def adapt_form_properties(properties: dict[str, Any]) -> dict[str, Any]:
-    """Return the properties of an object schema, adapted to the form in the Prefect UI.
+    """Return the `properties` of a JSON schema, adapted to the form in the Prefect UI.
 
-    The adapted schema accepts the same values, except null.
+    The adapted schema accepts the same values, except null for an optional value.
     """
     return {
         key: {"position": position, **_adapt_field(schema)}
@@ -65,43 +67,51 @@ def _adapt_field(schema: dict[str, Any]) -> dict[str, Any]:
         return schema
     [only_type] = types
     if "$ref" in only_type:
-        # Without the choice, the form would send the defaults of a section that the user omitted.
+        # Without this choice, the form would always send the mapping with its default values, even
+        # if the user omitted the mapping.
         choices = [{**only_type, "title": GIVEN}, {"type": "null", "title": LEFT_OUT}]
         return {**schema, "anyOf": choices}
     merged = {**only_type, **schema}
     return {key: value for key, value in merged.items() if key not in ("anyOf", "default")}
 
 
-#: An error with its place: the keys and indexes that lead from the checked value to the faulty one.
+#: A validation error with the place of the faulty value. The place is a sequence of keys and list
+#: indexes that starts at the checked value.
 Refusal = tuple[tuple[str | int, ...], PydanticCustomError]
 Valid = TypeVar("Valid")
 
 
 def make_refusal(problem: str, remedy: str = "") -> PydanticCustomError:
-    """Return the error for a value that the user must correct. A validator raises it."""
+    """Return the error for a value that the user must correct. The calling validator raises it.
+
+    Args:
+        problem: Description of the mistake, with the value that was found.
+        remedy: Correct form that the user should write instead, or an empty string.
+    """
     return PydanticCustomError("refused", "{problem}", {"problem": problem, "remedy": remedy})
 
 
 class Model(BaseModel):
-    """Frozen section of a spec; its validation reports all faults at once.
+    """Base class of the mappings in a spec. Its objects are frozen.
 
-    An optional key without a value (`env:` and nothing after it) counts as omitted.
+    Validation reports all faults of a mapping at once. An optional key without a value (`env:` and
+    nothing after it) counts as omitted.
     """
 
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
         serialize_by_alias=True,
-        # The labels in the form are the keys of the file.
+        # The form in the Prefect UI shows the keys of the spec file as labels.
         field_title_generator=lambda name, field: field.alias or name,
     )
 
     @classmethod
     def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
-        """Yield the faults that concern several keys together.
+        """Yield the faults that concern several keys of this mapping together.
 
         Args:
-            written: The section as the user wrote it. Its values are not validated yet.
+            written: The mapping as the user wrote it. Its values are not validated yet.
         """
         yield from ()
 
@@ -127,9 +137,14 @@ class Model(BaseModel):
 
     @classmethod
     def _explain_key_error(cls, kind: str, key: str) -> PydanticCustomError | None:
-        """Return the error for a missing or unknown key, or None for another kind of error.
+        """Return the error for a missing or unknown key, with a remedy.
 
-        `Document` translates the other kinds.
+        Args:
+            kind: Type of pydantic's error, such as `missing`.
+            key: The missing or unknown key.
+
+        Returns:
+            The error, or None for another type of error. `Document` translates those types.
         """
         fields = {field.alias or name: field for name, field in cls.model_fields.items()}
         if kind == "missing":
@@ -137,7 +152,7 @@ class Model(BaseModel):
             as_yaml = yaml.safe_dump({key: example}, default_flow_style=True, width=1000)
             return make_refusal("missing", f"write for example {as_yaml.strip()[1:-1]}")
         if kind == "extra_forbidden":
-            known = f"known are {', '.join(fields)}"
+            known = f"known keys: {', '.join(fields)}"
             return make_refusal("unknown key", f"{suggest_name(key, fields)} {known}".strip())
         return None
 
@@ -161,9 +176,9 @@ def validate_collecting_faults(
     Args:
         title: Name of the validated model, for the error.
         refusals: Faults that are already known. They are raised even if `validate` succeeds.
-        validate: Validates the value with pydantic.
-        explain_key_error: Returns our own error for a key of the validated value. It receives
-            pydantic's type of error and the key. If it returns None, pydantic's error stays.
+        validate: Function that validates the value with pydantic and returns the result.
+        explain_key_error: Function that returns Muster's own error for a faulty key. It receives
+            pydantic's type of error and the key. If it returns None, pydantic's error is kept.
 
     Raises:
         ValidationError: With the refusals first, and then the errors that `validate` raised.
@@ -177,7 +192,8 @@ def validate_collecting_faults(
             place = details["loc"]
             context = details.get("ctx", {})
             own_error = explain_key_error(kind, str(place[0])) if len(place) == 1 else None
-            if kind == "refused":  # pydantic cannot rebuild a custom error from its type name
+            if kind == "refused":
+                # Pydantic cannot rebuild a custom error from the name of its type.
                 own_error = make_refusal(context["problem"], context["remedy"])
             errors.append(
                 InitErrorDetails(
@@ -190,8 +206,9 @@ def validate_collecting_faults(
 
 
 class WrittenFloat(float):
-    """Number of a YAML file that keeps its original spelling: 12.10 does not become "12.1"."""
+    """Number from a YAML file that keeps its original spelling: 12.10 does not become "12.1"."""
 
+    #: Spelling of the number in the file.
     text: str
 
     def __repr__(self) -> str:
@@ -199,13 +216,17 @@ class WrittenFloat(float):
 
     @classmethod
     def of(cls, text: str, value: float) -> WrittenFloat:
+        """Return the number `value` with its spelling `text`."""
         number = cls(value)
         number.text = text
         return number
 
 
 def describe_value(value: object) -> str:
-    """Return a description of a faulty value. The contents of lists and mappings are not shown."""
+    """Return a short description of a faulty value for a message, such as `the text 'ready'`.
+
+    The contents of lists and mappings are not shown.
+    """
     match value:
         case None:
             return "nothing"
@@ -226,17 +247,20 @@ def describe_value(value: object) -> str:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return True if a value is a number, not a bool, and fits into a float."""
+    """Return True if a value is a number that fits into a float. A bool is not a number."""
     if isinstance(value, int):
         return not isinstance(value, bool) and abs(value) < 1 << 1023
     return isinstance(value, float)
 
 
 def get_value(content: Any, key: str, default: object = None) -> Any:
-    """Return the value at a dotted key of decoded JSON, or the default if there is no value.
+    """Return the value at a dotted key, such as `train.step`, of decoded JSON.
 
-    A mapping that has the whole key, dots included, wins over nested keys. In a list, a part of the
-    key is an index.
+    If a mapping has the whole text as a key, including the dots, that value is returned. In a list,
+    a part of the dotted key is an index.
+
+    Returns:
+        The value, or `default` if there is no value at the key.
     """
     if isinstance(content, Mapping) and key in content:
         return content[key]
@@ -250,18 +274,20 @@ def get_value(content: Any, key: str, default: object = None) -> Any:
 
 
 def shorten(text: str, length: int = 60) -> str:
-    """Return the text, cut to a number of characters with `...` at its end."""
+    """Return the text, cut to `length` characters with `...` at its end if it is longer."""
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
 def _check_storable(text: str) -> str:
-    """Refuse text that a Prefect server cannot store."""
+    """Return the text, or raise an error if a Prefect server could not store it."""
     try:
         is_storable = b"\0" not in text.encode()
     except UnicodeEncodeError:
         is_storable = False
     if not is_storable:
-        raise make_refusal("must be text that UTF-8 can hold, and without a NUL character")
+        raise make_refusal(
+            "must be valid UTF-8 text without NUL characters", "remove the invalid characters"
+        )
     return text
 
 
@@ -269,7 +295,7 @@ def _number_to_text(value: object) -> object:
     match value:
         case bool() | None | date():
             raise make_refusal(
-                f"must be text, found {describe_value(value)}", "quote what is meant as text"
+                f"must be text, found {describe_value(value)}", "write a text in quotes"
             )
         case int() | float():
             return repr(value)
@@ -280,23 +306,29 @@ def _number_to_text(value: object) -> object:
 def _check_list_of_words(value: object) -> object:
     if isinstance(value, str):
         remedy = f"write [sh, -c, {json.dumps(shorten(value), ensure_ascii=False)}]"
-        raise make_refusal("must be a list, found a text: no shell splits it", remedy)
+        problem = f"must be a list of arguments, found {describe_value(value)}"
+        raise make_refusal(problem, remedy)
     if isinstance(value, list | tuple):
         if not value:
             raise make_refusal("must not be empty", "write for example [python, train.py]")
         if value[0] == "":
-            raise make_refusal("its first item, the program, is empty", "write for example python")
+            raise make_refusal(
+                "the first item must be a program, found an empty text", "write for example python"
+            )
     return value
 
 
 def _check_variable_name(text: str) -> str:
     if "=" in text:
-        raise make_refusal(f"a variable's name has no `=`, found {shorten(text)!r}")
+        raise make_refusal(
+            f"must be the name of a variable, without `=`, found {shorten(text)!r}",
+            "write NAME: VALUE",
+        )
     return text
 
 
 Text = Annotated[str, Field(strict=True, min_length=1), AfterValidator(_check_storable)]
-#: Text that may also be written as a number in YAML: 60 means "60".
+#: Text that the user may also write as a number in YAML: 60 means "60".
 Word = Annotated[
     str, BeforeValidator(_number_to_text), Field(strict=True), AfterValidator(_check_storable)
 ]
@@ -316,17 +348,17 @@ EnvName = Annotated[Text, AfterValidator(_check_variable_name)]
 
 
 class SecretBlock(Model):
-    """Reference to a Prefect Secret block whose value replaces the text."""
+    """Reference to a Prefect Secret block, whose value Muster uses instead of a text."""
 
     secret: Text = Field(
-        description="The name of a Secret block on the Prefect server. Its value is read at the "
-        "start of each attempt, and written nowhere.",
+        description="Name of a Secret block on the Prefect server. Muster reads its value at the "
+        "start of each attempt and does not store it.",
         examples=["hf-token"],
     )
 
 
 def _text_or_block(value: object, _handler: ValidatorFunctionWrapHandler) -> str | SecretBlock:
-    # Not a union type: pydantic would report the faults of both alternatives.
+    # A union type would make pydantic report the faults of both alternatives.
     if isinstance(value, SecretBlock) or (isinstance(value, Mapping) and "secret" in value):
         return SecretBlock.model_validate(value)
     return _WORD.validate_python(value)
@@ -337,7 +369,7 @@ Env = Mapping[EnvName, Annotated[str | SecretBlock, WrapValidator(_text_or_block
 
 
 def select_literals(env: Env) -> dict[str, str]:
-    """Return the variables with a literal value, without references to Secret blocks."""
+    """Return the environment variables that have a text as value, without Secret blocks."""
     return {name: value for name, value in env.items() if isinstance(value, str)}
 
 
@@ -346,7 +378,7 @@ def _check_signal(name: str) -> str:
     if name not in names:
         near = suggest_name(f"SIG{name.upper().removeprefix('SIG')}", names)
         raise make_refusal(
-            f"no signal of this system: {name!r}", near or "write for example SIGINT"
+            f"must be the name of a signal, found {name!r}", near or "write for example SIGINT"
         )
     return name
 
@@ -355,15 +387,19 @@ class Stop(Model):
     """Signal and grace period with which a component is stopped."""
 
     signal: Annotated[Text, AfterValidator(_check_signal)] = Field(
-        "SIGTERM", description="Sent first, by its name.", examples=["SIGTERM", "SIGINT"]
+        "SIGTERM",
+        description="Name of the signal that asks the component to stop.",
+        examples=["SIGTERM", "SIGINT"],
     )
     grace_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] = Field(
-        10, description="What is left of the component after so long is killed."
+        10,
+        description="Grace period in seconds. After it, Muster kills all remaining processes of "
+        "the component.",
     )
 
 
 class Document(Model):
-    """A complete spec, the content of a file.
+    """Base class of complete specs. A complete spec is the content of one file.
 
     Raises:
         InvalidSpec: The spec has faults. The error lists all faults.
@@ -371,7 +407,7 @@ class Document(Model):
 
     @classmethod
     def prepared(cls, data: object) -> object:
-        """Return the data in the form in which they are validated. A subclass may change them."""
+        """Return the data to validate. A subclass may override this to change the user's data."""
         return data
 
     @model_validator(mode="wrap")
@@ -384,7 +420,10 @@ class Document(Model):
         raise InvalidSpec(faults)
 
     def written(self) -> dict[str, Any]:
-        """Return plain data for YAML or JSON, in the order of the file and without omitted keys."""
+        """Return the spec as plain data for YAML or JSON.
+
+        The keys have the order of the file. Keys that the user omitted are not in the data.
+        """
         return self.model_dump(mode="json", exclude_unset=True)
 
 
@@ -395,8 +434,8 @@ def _to_fault(error: ErrorDetails) -> Fault:
     context = error.get("ctx", {})
     place = error["loc"]
 
-    # For a faulty key, the input is the key itself. The last part of the place cannot be used:
-    # pydantic writes 1 there for the key `true`.
+    # For a faulty key, pydantic's input is the key itself. The last part of pydantic's place is not
+    # reliable: for the key `true`, it is 1.
     is_key = kind == "invalid_key" or place[-1:] == ("[key]",)
     if is_key:
         parent = place[:-1] if kind == "invalid_key" else place[:-2]
@@ -419,18 +458,18 @@ def _to_fault(error: ErrorDetails) -> Fault:
         problem = f"must be {expectation.format(**context)}, found {describe_value(value)}"
 
     if is_key:
-        problem = f"a key {problem}"
+        problem = f"the key {problem}"
     return Fault(path=".".join(map(str, place)), problem=problem, remedy=remedy)
 
 
 _MAPPING = ("a mapping", "write KEY: VALUE below it")
-#: Expected value and remedy for each of pydantic's error types.
+#: Description of the expected value, and remedy, for each of pydantic's error types.
 _EXPECTED: dict[str, tuple[str, str]] = {
     "string_type": ("text", ""),
-    "invalid_key": ("text", "quote it"),
-    "string_pattern_mismatch": ("like {pattern}", ""),
+    "invalid_key": ("text", "write it in quotes"),
+    "string_pattern_mismatch": ("text that matches the pattern {pattern}", ""),
     "int_type": ("a whole number", "write it without quotes"),
-    "float_type": ("a number", "write it without quotes, and 1.0e-3 for 1e-3"),
+    "float_type": ("a number", "write it without quotes, and 1.0e-3 instead of 1e-3"),
     "finite_number": ("a finite number", ""),
     "bool_type": ("true or false", ""),
     "tuple_type": ("a list", "write [ITEM, ...]"),

@@ -118,12 +118,12 @@ def test_example_spec_of_the_design_loads(tmp_path: Path) -> None:
         (
             {"components": {"trainer": {**JOB, "live": {"processes": "x"}}}},
             "components.trainer.live.processes",
-            "child processes are watched on this machine",
+            "where Muster cannot watch its processes",
         ),
         (
             {"components": {"trainer": {**JOB, "ready": {"notify": True}}}},
             "components.trainer.ready.notify",
-            "can't notify this one",
+            "cannot send READY=1 to this machine",
         ),
         # processes end together with the flow process, so they cannot be adopted
         (
@@ -162,7 +162,7 @@ def test_fleet_on_ray_needs_the_key_ray() -> None:
     [fault] = faults_of(data)
 
     assert fault.path == "ray"
-    assert fault.problem == "missing: rollout is placed on Ray, and no cluster is named"
+    assert fault.problem == "missing: rollout is placed on Ray, so the run needs a Ray cluster"
 
 
 def test_all_faults_are_reported_together() -> None:
@@ -231,17 +231,21 @@ def test_invalid_spec_lists_all_faults_and_survives_pickling(tmp_path: Path) -> 
         ("name: a\n---\nname: b\n", "", "line 2, column 1: expected a single document"),
         ("name: !!python/none x\n", "", "line 1, column 7: could not determine a constructor"),
         ("name: *x\n", "", "line 1, column 7: found undefined alias"),
-        ("name: a\0b\n", "", "not YAML: unacceptable character #x0000"),
+        ("name: a\0b\n", "", "not valid YAML: unacceptable character #x0000"),
         ("name: 2024-02-31\n", "", "a value cannot be read: day is out of range"),
-        (b"name: \xff\n", "", "not UTF-8: byte 0xff at offset 6"),
-        (LEAST.encode("utf-16"), "", "not UTF-8: byte 0xff at offset 0"),
-        (LEAST + "name: again\n", "", "line 6, column 1: name is written twice, first in line 1"),
-        (LEAST + "env: {A: a, B: b, A: a}\n", "", "line 6, column 19: A is written twice"),
+        (b"name: \xff\n", "", "the file must be UTF-8, found byte 0xff at offset 6"),
+        (LEAST.encode("utf-16"), "", "the file must be UTF-8, found byte 0xff at offset 0"),
+        (LEAST + "name: again\n", "", "line 6, column 1: the key name is already in line 1"),
+        (
+            LEAST + "env: {A: a, B: b, A: a}\n",
+            "",
+            "line 6, column 19: the key A is already in line 6",
+        ),
         (LEAST + "env: {D: 2024-01-01}\n", "env.D", "must be text, found the date 2024-01-01"),
         (LEAST + "stall_after_s: .nan\n", "stall_after_s", "must be a finite number, found .nan"),
         (LEAST + "stall_after_s: 1:30\n", "stall_after_s", "must be a number, found the text '1"),
         (LEAST + "env: {A: yes}\n", "env.A", "must be text, found true"),
-        (LEAST + "env: {on: a}\n", "env.True", "a key must be text, found true"),
+        (LEAST + "env: {on: a}\n", "env.True", "the key must be text, found true"),
         (LEAST + "env: &e {A: *e}\n", "env.A", "must be text, found a mapping"),  # contains itself
     ],
 )
@@ -255,7 +259,7 @@ def test_malformed_file_has_one_fault(
 
 
 def test_unquoted_placeholder_gets_a_remedy(tmp_path: Path) -> None:
-    with pytest.raises(InvalidSpec, match="quote what has a placeholder") as raised:
+    with pytest.raises(InvalidSpec, match="write a placeholder in quotes") as raised:
         load_text(tmp_path, LEAST.replace("train.py", "${trainer.port}"))
 
     assert len(raised.value.faults) == 1
@@ -264,7 +268,7 @@ def test_unquoted_placeholder_gets_a_remedy(tmp_path: Path) -> None:
 def test_deep_nesting_is_a_fault_instead_of_a_crash(tmp_path: Path) -> None:
     [fault] = file_faults(tmp_path, "a: " + "[" * 5000 + "]" * 5000)
 
-    assert fault == ("", "it is nested too deeply")
+    assert fault == ("", "the lists and mappings of the file are nested too deeply")
 
 
 def test_missing_file_has_one_fault(tmp_path: Path) -> None:
@@ -280,7 +284,7 @@ def test_unreadable_file_has_one_fault(tmp_path: Path) -> None:
     file.write_text(LEAST)
     file.chmod(0)
 
-    with pytest.raises(InvalidSpec, match="it can't be read: Permission denied"):
+    with pytest.raises(InvalidSpec, match="the file cannot be read: Permission denied"):
         load_spec(file)
 
 
@@ -374,18 +378,18 @@ def test_overrides_are_applied_in_order() -> None:
         ("name", "", "--set name: has no `=`"),
         ("=5", "", "--set =: has no key before `=`"),
         ("a..b=5", "", "--set a..b: has no key before `=`"),
-        ("name.x=5", "name.x", "--set name.x: `name` holds the text 'least', which has no keys"),
+        ("name.x=5", "name.x", "--set name.x: `name` is the text 'least', which has no keys"),
         (
             "components.trainer.command.2=x",
             "components.trainer.command.2",
-            "--set components.trainer.command.2: `components.trainer.command` is a list of 2 "
+            "--set components.trainer.command.2: `components.trainer.command` is a list of 2 items "
             "and has no item 2",
         ),
         (
             "components.trainer.command.-1=x",
             "components.trainer.command.-1",
             "--set components.trainer.command.-1: `components.trainer.command` is a list of 2 "
-            "and has no item -1",
+            "items and has no item -1",
         ),
         ("tags=[a", "tags", "--set tags: line 1, column 3: while parsing"),
         (

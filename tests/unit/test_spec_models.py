@@ -263,12 +263,22 @@ def test_value_is_valid(path: str, value: object) -> None:
     ("path", "value", "problem", "remedy"),
     [
         # names
-        ("name", "", "must be like ", ""),
-        ("name", "Quick", "must be like ^[a-z][a-z0-9-]{0,31}$", ""),
-        ("name", "1st", "must be like ^[a-z]", ""),
-        ("name", "a" * 33, "must be like ^[a-z]", ""),
-        ("name", "a_b", "must be like ^[a-z]", ""),  # the name becomes a part of the run id
-        ("name", "a\n", "must be like ^[a-z]", ""),  # `$` would match before the newline
+        ("name", "", "must be text that matches the pattern ", ""),
+        ("name", "Quick", "must be text that matches the pattern ^[a-z][a-z0-9-]{0,31}$", ""),
+        ("name", "1st", "must be text that matches the pattern ^[a-z]", ""),
+        ("name", "a" * 33, "must be text that matches the pattern ^[a-z]", ""),
+        (
+            "name",
+            "a_b",
+            "must be text that matches the pattern ^[a-z]",
+            "",
+        ),  # the name becomes a part of the run id
+        (
+            "name",
+            "a\n",
+            "must be text that matches the pattern ^[a-z]",
+            "",
+        ),  # `$` would match before the newline
         ("name", 5, "must be text, found 5", ""),
         ("name", None, "must be text, found nothing", ""),
         ("workload", "gpro", "must be ppo, grpo or sft, found the text 'gpro'", "`grpo`"),
@@ -290,16 +300,21 @@ def test_value_is_valid(path: str, value: object) -> None:
         # commands
         ("trainer.command", "a b", "must be a list", '[sh, -c, "a b"]'),
         ("trainer.command", [], "must not be empty", "[python, train.py]"),
-        ("trainer.command", [""], "the program, is empty", ""),
+        ("trainer.command", [""], "must be a program, found an empty text", ""),
         ("trainer.command", None, "must be a list, found nothing", ""),
         ("trainer.command", {"a": 1}, "must be a list, found a mapping", ""),
         # checkpoints
         ("trainer.checkpoints", ["a"], "must be text, found a list", ""),
         ("trainer.checkpoints", "", "must not be empty", ""),
         # stop
-        ("trainer.stop.signal", "TERM", "no signal of this system: 'TERM'", "`SIGTERM`"),
-        ("trainer.stop.signal", "SIGTREM", "no signal", "did you mean `SIGTERM`?"),
-        ("trainer.stop.signal", "sigint", "no signal", "did you mean `SIGINT`?"),
+        ("trainer.stop.signal", "TERM", "must be the name of a signal, found 'TERM'", "`SIGTERM`"),
+        (
+            "trainer.stop.signal",
+            "SIGTREM",
+            "must be the name of a signal",
+            "did you mean `SIGTERM`?",
+        ),
+        ("trainer.stop.signal", "sigint", "must be the name of a signal", "did you mean `SIGINT`?"),
         ("trainer.stop.signal", 15, "must be text, found 15", ""),
         ("trainer.stop.grace_s", -1, "must be at least 0, found -1", ""),
         ("trainer.stop.grace_s", math.nan, "must be a finite number, found nan", ""),
@@ -309,47 +324,72 @@ def test_value_is_valid(path: str, value: object) -> None:
         ("stall_after_s", math.inf, "must be a finite number, found inf", ""),
         ("stall_after_s", True, "must be a number, found true", ""),
         ("stall_after_s", "30", "must be a number, found the text '30'", "without quotes"),
-        ("stall_after_s", "1e-3", "must be a number", "1.0e-3 for 1e-3"),  # YAML reads this as text
+        (
+            "stall_after_s",
+            "1e-3",
+            "must be a number",
+            "1.0e-3 instead of 1e-3",
+        ),  # YAML reads this as text
         ("stall_after_s", "1m", "must be a number, found the text '1m'", ""),
         # probes
-        ("trainer.ready", {}, "asks nothing", "write one of http, tcp, log, file, notify, alive_s"),
-        ("trainer.ready", {"within_s": 5}, "asks nothing", ""),
-        ("trainer.ready", {"tcp": 1, "log": "x"}, "asks tcp and log at once", "keep one"),
+        (
+            "trainer.ready",
+            {},
+            "must have a question",
+            "write one of http, tcp, log, file, notify, alive_s",
+        ),
+        ("trainer.ready", {"within_s": 5}, "must have a question", ""),
+        (
+            "trainer.ready",
+            {"tcp": 1, "log": "x"},
+            "must have exactly 1 question, found tcp and log",
+            "keep one",
+        ),
         ("trainer.ready", HTTP, "must be a mapping, found the text", ""),
-        ("trainer.ready.json", {"a": 1}, "needs `http` beside it", ""),
-        ("trainer.ready.http", "127.0.0.1:80", "not an http address", "http://127.0.0.1:PORT"),
-        ("trainer.ready.http", "http://", "not an http address", ""),
-        ("trainer.ready.http", "http://h:99999/", "not an http address", ""),
-        ("trainer.ready.http", "http://h /", "not an http address", ""),
+        ("trainer.ready.json", {"a": 1}, "needs `http`", ""),
+        ("trainer.ready.http", "127.0.0.1:80", "must be an http address", "http://127.0.0.1:PORT"),
+        ("trainer.ready.http", "http://", "must be an http address", ""),
+        ("trainer.ready.http", "http://h:99999/", "must be an http address", ""),
+        ("trainer.ready.http", "http://h /", "must be an http address", ""),
         ("trainer.ready.tcp", 0, "must be a port (1 to 65535)", ""),
         ("trainer.ready.tcp", 65536, "must be a port (1 to 65535)", ""),
         ("trainer.ready.tcp", "host", "must be a port (1 to 65535) or HOST:PORT", ""),
         ("trainer.ready.tcp", ":80", "must be a port", ""),
         ("trainer.ready.tcp", "http://h:80", "must be a port (1 to 65535) or HOST:PORT", ""),
         ("trainer.ready.tcp", True, "or HOST:PORT, found true", ""),
-        ("trainer.ready.log", "a(b", "not a regular expression: missing )", "backslash"),
-        ("trainer.live.processes", "*", "not a regular expression: nothing to repeat", ""),
+        ("trainer.ready.log", "a(b", "must be a regular expression: missing )", "backslash"),
+        ("trainer.live.processes", "*", "must be a regular expression: nothing to repeat", ""),
         ("trainer.ready.notify", False, "must be true, found false", ""),
         ("trainer.ready.alive_s", 0, "must be more than 0", ""),
         ("trainer.live.misses", 0, "must be at least 1, found 0", ""),
         ("trainer.live.misses", 1.5, "must be a whole number, found 1.5", ""),
         # progress and success
-        ("progress", {"step": "s"}, "reads nothing", "write one of http and jsonl"),
-        ("progress", {"http": HTTP, "jsonl": "f", "step": "s"}, "reads http and jsonl at once", ""),
-        ("progress.step", "a..b", "must be like ", ""),
+        (
+            "progress",
+            {"step": "s"},
+            "has neither http nor jsonl",
+            "write exactly one of http and jsonl",
+        ),
+        ("progress", {"http": HTTP, "jsonl": "f", "step": "s"}, "has both http and jsonl", ""),
+        ("progress.step", "a..b", "must be text that matches the pattern ", ""),
         ("progress.total", 0, "must be at least 1", ""),
-        ("success", {"step": 60}, "needs `progress`: nothing would show the step", "progress:"),
+        (
+            "success",
+            {"step": 60},
+            "needs `progress`, from which Muster reads the step",
+            "progress:",
+        ),
         ("success.step", 0, "must be at least 1", ""),
         # gang and ray
         ("gang.gpus_per_node", 0, "must be at least 1", ""),
         ("gang.nodes", "2", "must be a whole number, found the text '2'", "without quotes"),
         ("gang.hours", math.nan, "must be a finite number", ""),
-        ("ray.address", "auto", "not an http address: 'auto'", ""),
+        ("ray.address", "auto", "must be an http address, found 'auto'", ""),
         ("ray.entrypoint_resources", ["a"], "must be a mapping, found a list", ""),
         # retry
         ("retry.OOM", {"attempts": 1}, "must be INSUFFICIENT_RESOURCES, START_TIMEOUT", ""),
         ("retry.NODE_LOST", {"attempts": 0}, "must be at least 1", ""),
-        ("retry.NODE_LOST", {}, "missing: this kind is not tried again without limit", "attempts"),
+        ("retry.NODE_LOST", {}, "missing: this kind needs a number of attempts", "attempts"),
         # rollout
         ("components.rollout", {"backend": "trt"}, "must be sglang, lmdeploy, vllm or command", ""),
         ("components.rollout", {"health": {"misses": -1}}, "must be at least 0", ""),
@@ -372,20 +412,20 @@ def test_value_is_invalid(path: str, value: object, problem: str, remedy: str) -
         ("trainer.command.1", ["python", True], "must be text, found true"),
         ("trainer.command.1", ["python", None], "must be text, found nothing"),
         ("trainer.command.1", ["python", ["a"]], "must be text, found a list"),
-        ("trainer.command.1", ["python", "a\0b"], "and without a NUL character"),
-        ("trainer.command.1", ["python", "\ud800"], "must be text that UTF-8 can hold"),
+        ("trainer.command.1", ["python", "a\0b"], "without NUL characters"),
+        ("trainer.command.1", ["python", "\ud800"], "must be valid UTF-8 text"),
         ("trainer.env.X", {"X": False}, "must be text, found false"),
         ("trainer.env.X", {"X": None}, "must be text, found nothing"),
         ("trainer.env.X", {"X": {}}, "must be text, found a mapping"),
-        ("trainer.env.5", {5: "x"}, "a key must be text, found 5"),
+        ("trainer.env.5", {5: "x"}, "the key must be text, found 5"),
         (
             "trainer.env.True",
             {True: "x"},
-            "a key must be text, found true",
+            "the key must be text, found true",
         ),  # YAML reads the key `on` as true
-        ("trainer.env.A=B", {"A=B": "x"}, "a variable's name has no `=`"),
+        ("trainer.env.A=B", {"A=B": "x"}, "must be the name of a variable, without `=`"),
         ("trainer.env.", {"": "x"}, "must not be empty"),
-        ("trainer.ports.0", ["Metrics"], "must be like ^[a-z]"),
+        ("trainer.ports.0", ["Metrics"], "must be text that matches the pattern ^[a-z]"),
         ("trainer.ready.json.a", {"http": HTTP, "json": {"a": [1]}}, "must be a text, a finite"),
         ("trainer.ready.json.a", {"http": HTTP, "json": {"a": {"is": 1}}}, "or {not: VALUE}"),
         ("trainer.ready.json.a", {"http": HTTP, "json": {"a": {}}}, "or {not: VALUE}"),
@@ -414,8 +454,9 @@ def test_only_one_component_may_have_checkpoints() -> None:
 
     assert fault == (
         "components.reward.checkpoints",
-        "more than one component has checkpoints: ${attempt.resume_from} would not be clear",
-        "write them for trainer only",
+        "only one component may have checkpoints, and trainer has them too: "
+        "${attempt.resume_from} is one path",
+        "write checkpoints for trainer only",
     )
 
 
@@ -425,7 +466,7 @@ def test_unknown_key_gets_a_suggestion_and_the_known_keys() -> None:
     assert fault == (
         "components.trainer.redy",
         "unknown key",
-        "did you mean `ready`? known are launcher, command, env, cwd, gpus, ports, ready, live, "
+        "did you mean `ready`? known keys: launcher, command, env, cwd, gpus, ports, ready, live, "
         "on_exit_zero, stop, checkpoints, keep",
     )
 
@@ -449,7 +490,7 @@ def test_unknown_key_lists_the_known_keys(path: str, value: object, known: str) 
     [fault] = faults_of(spec_with(path, value))
 
     assert fault[1] == "unknown key"
-    assert f"known are {known}" in fault[2]
+    assert f"known keys: {known}" in fault[2]
 
 
 @pytest.mark.parametrize("missing", ["name", "workload", "components"])
@@ -477,7 +518,7 @@ def test_invalid_component_names_are_rejected(name: str) -> None:
     [fault] = faults_of({**LEAST, "components": {name: {"command": ["true"]}}})
 
     assert fault[0] == f"components.{name}"
-    assert "must be like ^[a-z]" in fault[1]
+    assert "must match the pattern ^[a-z]" in fault[1]
 
 
 def test_rules_between_keys_are_checked_even_if_the_keys_are_invalid() -> None:
@@ -488,12 +529,12 @@ def test_rules_between_keys_are_checked_even_if_the_keys_are_invalid() -> None:
     faults = {(path, problem) for path, problem, _ in faults_of(data)}
 
     assert {
-        ("components.trainer.ready", "asks http and tcp at once"),
+        ("components.trainer.ready", "must have exactly 1 question, found http and tcp"),
         ("components.trainer.ready.http", "must be text, found 1"),
         ("components.trainer.ready.within_s", "must be a number, found the text 'soon'"),
-        ("success", "needs `progress`: nothing would show the step"),
+        ("success", "needs `progress`, from which Muster reads the step"),
         ("success.step", "must be a whole number, found the text 'sixty'"),
-        ("retry.CUDA_OOM.attempts", "missing: this kind is not tried again without limit"),
+        ("retry.CUDA_OOM.attempts", "missing: this kind needs a number of attempts"),
         ("retry.CUDA_OOM.delay_s", "must be more than 0, found 0"),
     } <= faults
 

@@ -125,7 +125,7 @@ def test_engine_list_becomes_several_words_only_in_a_command() -> None:
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
-        ("api.port", "known are "),
+        ("api.port", "known names: "),
         ("server.prt", "did you mean `${server.port}`?"),
         ("server.x", ""),
     ],
@@ -188,11 +188,11 @@ def test_unknown_name_is_a_fault_in_each_place(
     [
         ("${trainer.prot}", "unknown name `${trainer.prot}`", "did you mean `${trainer.port}`?"),
         ("${ trainer.port }", "unknown name `${ trainer.port }`", "`${trainer.port}`?"),
-        ("${HOME}", "unknown name `${HOME}`", "for a shell's own write `$${HOME}`"),
-        ("${X:-1}", "unknown name `${X:-1}`", "`$${X:-1}`; known are attempt.dir, "),
+        ("${HOME}", "unknown name `${HOME}`", "for a variable of the shell, write `$${HOME}`"),
+        ("${X:-1}", "unknown name `${X:-1}`", "`$${X:-1}`; known names: attempt.dir, "),
         ("${}", "unknown name `${}`", ""),
-        ("${trainer.port", "a `${` without its `}`", "`$${` for a literal `${`"),
-        ("${a${run.id}}", "a `${` without its `}`", ""),
+        ("${trainer.port", "a `${` has no closing `}`", "`$${` for a literal `${`"),
+        ("${a${run.id}}", "a `${` has no closing `}`", ""),
         (
             "${progress.total}",
             "unknown name `${progress.total}`",

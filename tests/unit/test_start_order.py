@@ -142,7 +142,7 @@ def test_the_order_outlives_each_rewriting_of_the_spec() -> None:
         (
             ["x"],
             "start_order.0: there is no component 'x' "
-            "(take it out; known are environment, sandbox, judge, trainer)",
+            "(remove the name; known components: environment, sandbox, judge, trainer)",
         ),
         ("judge", "start_order: must be a list, found the text 'judge' (write [ITEM, ...])"),
         ([1], "start_order.0: must be text, found 1"),
