@@ -1,7 +1,7 @@
 """Rules that decide whether another user of the machine could change the content of a path.
 
-A path is trusted if it belongs to this user or to root and no other user may write to it. sshd
-applies the same rule to the files of a login (StrictModes).
+A path is trusted if it belongs to this user or to root, and no other user may write to it. sshd
+applies the same rule to the files that it reads for a login (StrictModes in sshd_config(5)).
 """
 
 from __future__ import annotations
@@ -23,19 +23,22 @@ from tasks.spec.errors import MusterError
 
 _log = logging.getLogger(__name__)
 
-#: The kernel follows at most this many symbolic links in one path. Source: path_resolution(7).
+#: Largest number of symbolic links that the kernel follows in one path.
+#: Source: path_resolution(7).
 _MOST_LINKS = 40
 _ROOT_UID = 0
-#: Files of the working directory from which Prefect takes settings. Settings can name programs.
+#: Files of the working directory from which Prefect reads settings. They must be trusted, because a
+#: setting can name a program that Prefect then runs.
 PREFECT_SETTINGS = (".env", "prefect.toml", "pyproject.toml")
-#: pid, uid and gid of the process at the other end. Source: SO_PEERCRED in unix(7).
+#: Layout of the kernel's answer about the process at the other end of a local socket: process id,
+#: user id and group id. Source: SO_PEERCRED in unix(7).
 _PEER = struct.Struct("3i")
-#: Extended attribute that a file has if its access control list names further users.
+#: Name of the extended attribute of a file whose access control list gives rights to further users.
 _ACL = "system.posix_acl_access"
 
 
 class UntrustedPath(MusterError):
-    """Another user could change the content of a path that Muster needs. Nothing was started."""
+    """Another user could change the content of a path that Muster needs; Muster started nothing."""
 
     exit_code = 2
 
@@ -46,7 +49,7 @@ def trusted_users() -> frozenset[int]:
 
 
 def user_name(uid: int) -> str:
-    """Return the name of a user for a message, or `user ID` if it has no name."""
+    """Return name and id of a user for a message: `alice (1000)`, or `user 1000` without a name."""
     try:
         return f"{pwd.getpwuid(uid).pw_name} ({uid})"
     except KeyError:
@@ -56,12 +59,14 @@ def user_name(uid: int) -> str:
 def ownership_fault(
     path: Path, status: os.stat_result, users: Collection[int] | None = None
 ) -> str:
-    """Return why a file or folder with this status is not trusted, or an empty string.
+    """Return the reason that a file or folder is not trusted, or an empty string.
 
-    A symbolic link is judged by its owner only, because its mode means nothing.
+    Only the owner of a symbolic link counts, because the mode of a symbolic link has no meaning.
 
     Args:
-        users: the trusted owners; None: `trusted_users`.
+        path: Path of the file or folder, for the message.
+        status: Status of the file or folder, from `os.lstat`.
+        users: Ids of the trusted owners. None means the users of `trusted_users`.
     """
     if status.st_uid not in (trusted_users() if users is None else users):
         mode = stat.S_IMODE(status.st_mode)
@@ -72,20 +77,21 @@ def ownership_fault(
 
 
 def writable_fault(path: Path, status: os.stat_result) -> str:
-    """Return why users other than the owner may write to a path, or an empty string."""
+    """Return a message if users other than the owner may write to a path, else an empty string."""
     mode = stat.S_IMODE(status.st_mode)
     is_open_to_group = bool(mode & stat.S_IWGRP) and not _is_private_group(path, status)
     if not mode & stat.S_IWOTH and not is_open_to_group:
         return ""
     who = "every user" if mode & stat.S_IWOTH else f"group {status.st_gid}"
     owner = user_name(status.st_uid)
-    return f"{who} may write to {path} (owner {owner}, mode {mode:04o}): chmod go-w {path}"
+    return f"{who} may write to {path} (owner {owner}, mode {mode:04o}): run chmod go-w {path}"
 
 
 def _is_private_group(path: Path, status: os.stat_result) -> bool:
-    """Return True if only the owner of a path is in its group.
+    """Return True if the owner of a path is the only member of the path's group.
 
-    Many systems give each user a group of the same name, and a umask that lets it write.
+    Many systems give each user such a group, with the name of the user, and let the group write to
+    the user's files. That is harmless.
     """
     try:
         owner = pwd.getpwuid(status.st_uid)
@@ -96,7 +102,8 @@ def _is_private_group(path: Path, status: os.stat_result) -> bool:
         return False
     if set(group.gr_mem) - {owner.pw_name}:
         return False
-    # If there is an access control list, the group bits apply to all users in that list.
+    # If the path has an access control list, the group's write permission in the mode also applies
+    # to the users of that list.
     try:
         os.getxattr(path, _ACL, follow_symlinks=False)
     except OSError as error:
@@ -105,21 +112,24 @@ def _is_private_group(path: Path, status: os.stat_result) -> bool:
 
 
 def path_fault(path: Path, users: Collection[int] | None = None, *, from_root: bool = True) -> str:
-    """Return why another user could change the target of a path, or an empty string.
+    """Return the reason that another user could change the target of a path, or an empty string.
 
-    Every folder and symbolic link on the path is checked. A sticky parent folder such as `/tmp` is
-    accepted, because no user can replace an entry of another user in it. Parts of the path that do
-    not exist are not checked.
+    The function checks every folder and symbolic link on the path. A folder with the sticky bit on
+    the way, such as `/tmp`, is accepted, because users cannot replace the entries of other users in
+    it. Parts of the path that do not exist are not checked.
 
     Args:
-        path: absolute.
-        users: the trusted owners; None: `trusted_users`.
-        from_root: check all folders from `/` on. If False, check only the last part of the path,
-            because its folder is known to be trusted.
+        path: Absolute path.
+        users: Ids of the trusted owners. None means the users of `trusted_users`.
+        from_root: True to check all folders from `/` on. False to check only the last part of the
+            path, if its folder is already known to be trusted.
 
-    Raises: OSError, if a part of the path cannot be looked up.
+    Raises:
+        OSError: The status of a part of the path cannot be read.
     """
     current = Path("/") if from_root else path.parent
+    # Unchecked parts of the path, in reverse order. In this list, the target of a symbolic link
+    # replaces the link.
     rest = list(reversed(path.parts[1:] if from_root else path.parts[-1:]))
     links = 0
     fault = _folder_fault(current, os.lstat(current), users, is_last=not rest) if from_root else ""
@@ -153,6 +163,15 @@ def path_fault(path: Path, users: Collection[int] | None = None, *, from_root: b
 def _folder_fault(
     path: Path, status: os.stat_result, users: Collection[int] | None, *, is_last: bool
 ) -> str:
+    """Return the reason that a file or folder on a path is not trusted, or an empty string.
+
+    Args:
+        path: Path of the file or folder, for the message.
+        status: Status of the file or folder.
+        users: Ids of the trusted owners. None means the users of `trusted_users`.
+        is_last: True if this is the last part of the checked path. Only an earlier part may be a
+            folder with the sticky bit that every user may write to.
+    """
     is_sticky = stat.S_ISDIR(status.st_mode) and bool(status.st_mode & stat.S_ISVTX)
     if is_sticky and not is_last:
         allowed = trusted_users() if users is None else users
@@ -161,15 +180,18 @@ def _folder_fault(
 
 
 def marker_fault(path: Path, *, is_link_enough: bool = False) -> str:
-    """Return why a file that affects which programs Muster runs is not trusted, or an empty string.
+    """Return the reason that another user could have put a file in its place, or an empty string.
 
-    The file, its folder and the target of a symbolic link must belong to this user or to root. The
-    folder may be sticky, or writable for a group, as in a project of several people.
+    Use this for files that decide which programs Muster runs, such as `pyproject.toml`. The file,
+    its folder and the target of a symbolic link must belong to this user or to root. The folder may
+    have the sticky bit, or be writable for a group, as in a project of several people.
 
     Args:
-        is_link_enough: the owner of the target of a symbolic link does not matter.
+        path: Path of the file.
+        is_link_enough: True if the target of a symbolic link may belong to any user.
 
-    Raises: OSError, if the file cannot be looked up.
+    Raises:
+        OSError: The file does not exist, or its status cannot be read.
     """
     for status in (os.lstat(path), os.stat(path)):
         if status.st_uid not in trusted_users():
@@ -180,11 +202,13 @@ def marker_fault(path: Path, *, is_link_enough: bool = False) -> str:
 
 
 def folder_fault(folder: Path) -> str:
-    """Return why another user could have created entries in a folder, or an empty string.
+    """Return the reason that another user could have created files in a folder, or an empty string.
 
-    A sticky folder is accepted. The caller must check each of its entries.
+    A folder with the sticky bit, such as `/tmp`, is accepted although other users can create files
+    in it. So the caller must also check the owner of each file that it uses from the folder.
 
-    Raises: OSError, if the folder cannot be looked up.
+    Raises:
+        OSError: The folder does not exist, or its status cannot be read.
     """
     status = os.stat(folder)
     if status.st_uid not in trusted_users():
@@ -193,33 +217,47 @@ def folder_fault(folder: Path) -> str:
 
 
 def _open_to_all(path: Path, status: os.stat_result) -> str:
+    """Return a message if every user may write to a file or folder, else an empty string.
+
+    A folder with the sticky bit is accepted.
+    """
     is_sticky = stat.S_ISDIR(status.st_mode) and bool(status.st_mode & stat.S_ISVTX)
     if status.st_mode & stat.S_IWOTH and not is_sticky:
-        return f"every user may write to {path}: chmod o-w {path}"
+        return f"every user may write to {path}: run chmod o-w {path}"
     return ""
 
 
 def refuse_foreign_settings(folder: Path) -> None:
-    """Refuse a working directory in which another user has put settings of Prefect.
+    """Check that no other user has put settings of Prefect into the working directory.
 
-    Raises: UntrustedPath.
+    Args:
+        folder: The working directory.
+
+    Raises:
+        UntrustedPath: A file of another user may contain settings of Prefect.
     """
     for name in PREFECT_SETTINGS:
         file = folder / name
         try:
             fault = marker_fault(file)
         except OSError:
-            # Prefect does not read a missing file.
+            # The file does not exist, so Prefect reads no settings from it.
             continue
         if fault and _has_settings(file):
             raise UntrustedPath(
-                f"Prefect would take settings from {file}, but {fault}: "
-                "work in a folder of your own, or remove the file"
+                f"Prefect would read settings from {file}, but {fault}: "
+                "use another working directory, or remove the file"
             )
 
 
 def _has_settings(file: Path) -> bool:
-    """Return False only if a file certainly contains no Prefect setting."""
+    """Return True if a file may contain settings of Prefect.
+
+    An unreadable file also counts, because its content is unknown.
+
+    Args:
+        file: One of the files in `PREFECT_SETTINGS`.
+    """
     try:
         content = file.read_bytes()
         if file.name == "pyproject.toml":
@@ -231,7 +269,14 @@ def _has_settings(file: Path) -> bool:
 
 @cache
 def say_ignored(path: Path, fault: str) -> None:
-    """Log in one line why a path is not used, at most once per process."""
+    """Log a warning that a path is ignored because it is not trusted.
+
+    The same warning is logged at most once per process.
+
+    Args:
+        path: The ignored path.
+        fault: Reason that the path is not trusted.
+    """
     _log.warning("%s is not used: %s", path, fault)
 
 
@@ -241,9 +286,12 @@ def is_present(path: Path) -> bool:
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
-    """Return pid and user id of the process at the other end of a connected local socket.
+    """Return process id and user id of the process at the other end of a connected local socket.
 
-    The kernel recorded both when that process connected or began to listen. Raises: OSError.
+    The kernel recorded both when that process connected or began to listen.
+
+    Raises:
+        OSError: The kernel cannot name the process, for example because it is no local socket.
     """
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
     pid, uid, _gid = _PEER.unpack(credentials)
@@ -253,9 +301,11 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
 def require_own_peer(connection: socket.socket) -> None:
     """Check that the process at the other end of a local socket belongs to this user.
 
-    Raises: PermissionError, if it belongs to another user; OSError.
+    Raises:
+        PermissionError: The process belongs to another user.
+        OSError: The kernel cannot name the process.
     """
     _pid, uid = peer_of(connection)
     if uid != os.geteuid():
         who = user_name(uid)
-        raise PermissionError(errno.EACCES, f"a process of {who} is at the other end of the socket")
+        raise PermissionError(errno.EACCES, f"the socket is connected to a process of {who}")

@@ -1,9 +1,11 @@
-"""Check before the start that the files and programs named in a spec exist.
+"""Check that the files and programs that a run spec names exist, before the run starts.
 
 The check covers directories, programs, the script of a Python or shell command, and files that a
-Python script receives with `--config`. It reports only certain faults: an overlooked fault causes a
-failed start, but a false alarm would forbid a valid run. It therefore skips commands that run on
-the Ray cluster, and texts with placeholders.
+Python script receives with `--config`. It skips commands that run on the Ray cluster, and texts
+with placeholders.
+
+The check reports a file only if the file is certainly missing. Otherwise it could reject a valid
+run. A missing file that the check overlooks only makes the start of the run fail.
 """
 
 from __future__ import annotations
@@ -27,22 +29,27 @@ from tasks.spec.values import select_literals
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?|pypy3?")
 _SHELL = re.compile(r"sh|bash|dash|ksh|zsh")
 _REMEDY = (
-    "install it, or write its path (./NAME) after chmod +x; each argument is an item by itself"
+    "install the program, or write its path ./NAME and run chmod +x NAME; write each argument as a "
+    "separate list item"
 )
-#: Interpreter options without a value, the same in Python and in shells. After any other option,
-#: it is uncertain which argument is the script.
+#: Options that take no value, in Python and in shells. After any other option, it is uncertain
+#: which argument is the script.
 _FLAGS = re.compile(r"-[BEIPbdehinqsuvx]+")
 _CONFIG_OPTION = re.compile(r"(--(?:config|config[-_]file|env[-_]file))(?:=(.*))?", re.DOTALL)
-#: Matches the path of one file, but no address and no list of files.
+#: An argument that is the path of a single config file. It matches no URL and no list of files.
 _CONFIG_FILE = re.compile(r"[\w./+@ -]*\.(?:yaml|yml|json|toml|env|py)")
 
 
 def build_component_path(python: str, path: str) -> str:
     """Return a PATH for components that begins with the directory of their Python interpreter.
 
-    Components then find `python` and `run-api` in the same virtual environment, even if it is not
-    activated. If the interpreter is a symbolic link, the link's own directory is used, because its
-    target is outside the virtual environment.
+    Components then find `python`, `run-api` and other programs in the interpreter's virtual
+    environment, even if that environment is not activated.
+
+    Args:
+        python: Path of the interpreter. If it is a symbolic link, the link's own directory is used,
+            because the target of the link is outside the virtual environment.
+        path: The PATH to extend.
     """
     interpreter_dir = str(Path(python).parent)
     if path.split(os.pathsep)[0] == interpreter_dir:
@@ -51,10 +58,13 @@ def build_component_path(python: str, path: str) -> str:
 
 
 def find_python(root: Path) -> str:
-    """Return the interpreter of a project's components.
+    """Return the path of the Python interpreter for the components of a project.
 
-    That is the one in the project's `.venv`, if there is one that belongs to this user or to root.
-    Else it is the interpreter that runs Muster.
+    This is the interpreter in the project's `.venv`, if that folder belongs to this user or to
+    root. Otherwise it is the interpreter that runs Muster.
+
+    Args:
+        root: Root of the project.
     """
     environment = own_environment(root)
     if environment is None:
@@ -64,17 +74,22 @@ def find_python(root: Path) -> str:
 
 
 def own_environment(root: Path) -> Path | None:
-    """Return the `.venv` of a project; None if it is not there, or another user may change it."""
+    """Return the path of the virtual environment `.venv` of a project.
+
+    Returns:
+        The path, or None if the project has no `.venv`, or if another user could change it.
+    """
     environment = root / ".venv"
     programs = environment / "bin"
     if not environment.is_dir():
         return None
     for place in (environment, programs, programs / "python"):
         try:
-            # The interpreter may be a link of this user to a Python that another user installed.
+            # `python` may be a symbolic link to an interpreter that another user has installed. The
+            # owner of the link has chosen to trust that interpreter.
             fault = marker_fault(place, is_link_enough=place.name == "python")
         except OSError:
-            # It is not there, so it is not run.
+            # The path does not exist, so no program in it is started.
             continue
         if fault:
             say_ignored(environment, fault)
@@ -86,7 +101,7 @@ def find_missing_programs(spec: RunSpec, *, root: Path, path: str) -> tuple[Faul
     """Return a fault for each file or program that the spec names and that does not exist.
 
     Args:
-        spec: The spec with its placeholders not yet filled in.
+        spec: The spec, in which placeholders are not replaced yet.
         root: Root of the project. Relative values of `cwd` start there.
         path: PATH of the components that set no PATH in `env`; see `build_component_path`.
 
@@ -108,9 +123,10 @@ def find_missing_programs(spec: RunSpec, *, root: Path, path: str) -> tuple[Faul
 
 
 def _local_command(component: Component | Rollout) -> list[str | None]:
-    """Return the words of the command, or an empty list if it does not run on this machine.
+    """Return the arguments of a component's command, beginning with the program.
 
-    A word with placeholders is returned as None.
+    An argument with placeholders is returned as None. The list is empty if the command does not run
+    on this machine.
     """
     if isinstance(component, Rollout):
         is_local = component.placement == "local"
@@ -122,12 +138,20 @@ def _local_command(component: Component | Rollout) -> list[str | None]:
 
 
 def _literal(text: str) -> str | None:
-    """Return a text with each `$${` turned into `${`, or None if it has placeholders."""
+    """Return a text with each `$${` turned into `${`, or None if the text has placeholders."""
     return None if has_placeholders(text) else substitute(text, lambda name: name)
 
 
 def _existing_directory(cwd: str, root: Path) -> Path | None:
-    """Return the directory of a component, or None if it has placeholders or does not exist."""
+    """Return the working directory of a component.
+
+    Args:
+        cwd: Value of the spec key `cwd`.
+        root: Root of the project.
+
+    Returns:
+        The directory, or None if `cwd` has placeholders or the directory does not exist.
+    """
     literal = _literal(cwd)
     if literal is None or not (root / literal).is_dir():
         return None
@@ -135,18 +159,24 @@ def _existing_directory(cwd: str, root: Path) -> Path | None:
 
 
 def _directory_faults(path: str, cwd: str | None, root: Path) -> Iterator[Fault]:
+    """Yield a fault if the directory of a spec key `cwd` does not exist.
+
+    Args:
+        path: Dotted path of the key in the spec.
+        cwd: Value of the key, or None if the user omitted it.
+        root: Root of the project.
+    """
     literal = None if cwd is None else _literal(cwd)
     if literal is None:
         return
     directory = root / literal
     if directory.is_dir():
         return
-    problem = "is a file" if directory.exists() else "there is no such directory"
-    yield Fault(
-        path=path,
-        problem=f"{problem}: {cwd}",
-        remedy=_suggest_name(directory) or f"it is taken relative to the project's root, {root}",
+    problem = (
+        "must be a directory, found a file" if directory.exists() else "there is no such directory"
     )
+    remedy = _suggest_name(directory) or f"a relative path starts at the project's root, {root}"
+    yield Fault(path=path, problem=f"{problem}: {cwd}", remedy=remedy)
 
 
 def _command_faults(
@@ -155,8 +185,9 @@ def _command_faults(
     """Yield a fault for each program, script and config file of a command that does not exist.
 
     Args:
-        place: Path of the command in the spec.
-        command: The words of the command, with None for a word that is not yet known.
+        place: Dotted path of the command in the spec.
+        command: The arguments of the command, beginning with the program. None stands for an
+            argument with placeholders, whose value is not known yet.
         cwd: Directory in which the command will run.
         path: PATH of the command.
     """
@@ -164,7 +195,7 @@ def _command_faults(
     if not program:
         return
 
-    # Relative entries of a PATH start in the directory of the component.
+    # Relative entries of PATH start at the working directory of the component.
     search_dirs = [cwd / entry for entry in path.split(os.pathsep)]
     if not _is_program(program, cwd, search_dirs):
         if "/" in program:
@@ -174,7 +205,7 @@ def _command_faults(
             suggestion = suggest_name(program, names)
         yield Fault(
             path=f"{place}.0",
-            problem=f"{program!r} is no program that can be run here",
+            problem=f"the program {program!r} does not exist or is not executable",
             remedy=suggestion or _REMEDY,
         )
 
@@ -186,11 +217,11 @@ def _command_faults(
     if script is None:
         return
 
-    # A shell also searches its PATH for the script.
+    # A shell also searches the PATH for the script. Python does not.
     is_on_path = not is_python and _is_program(script, cwd, search_dirs)
     if not (cwd / script).exists() and not is_on_path:
         yield _missing_fault(f"{place}.{index}", "script", script, cwd)
-    # A shell script may change its directory before it reads a config file.
+    # Config files of a shell script are not checked: the script may change its directory first.
     elif is_python:
         yield from _config_faults(place, command, cwd)
 
@@ -201,7 +232,12 @@ def _is_program(program: str, cwd: Path, search_dirs: Sequence[Path]) -> bool:
 
 
 def _find_script(command: Sequence[str | None]) -> int | None:
-    """Return the index of the script, or None if there is none or its place is uncertain."""
+    """Return the index of the script in the command of an interpreter.
+
+    Returns:
+        The index, or None if the command has no script, or if it is uncertain which argument is the
+        script.
+    """
     for index, word in enumerate(command[1:], start=1):
         if word is None:
             return None
@@ -213,12 +249,19 @@ def _find_script(command: Sequence[str | None]) -> int | None:
 
 
 def _config_faults(place: str, command: Sequence[str | None], cwd: Path) -> Iterator[Fault]:
+    """Yield a fault for each missing file that a command gets by `--config` or `--env-file`.
+
+    Args:
+        place: Dotted path of the command in the spec.
+        command: The arguments of the command, with None for an argument with placeholders.
+        cwd: Directory in which the command will run.
+    """
     for index, word in enumerate(command):
         option = _CONFIG_OPTION.fullmatch(word or "")
         if option is None:
             continue
 
-        # The value is part of the same word, --config=FILE, or the next word.
+        # The file name is part of the same argument (--config=FILE), or it is the next argument.
         if option[2] is not None:
             value_index = index
             value = option[2]
@@ -226,18 +269,30 @@ def _config_faults(place: str, command: Sequence[str | None], cwd: Path) -> Iter
             value_index = index + 1
             value = "".join(filter(None, command[value_index : value_index + 1]))
 
-        # `exists` also accepts devices and pipes, such as --config /dev/stdin.
+        # The check uses `exists` and not `is_file`, because `--config /dev/stdin` is valid, too.
         if value and _CONFIG_FILE.fullmatch(value) and not (cwd / value).exists():
             yield _missing_fault(f"{place}.{value_index}", "config file", value, cwd)
 
 
 def _missing_fault(place: str, noun: str, written: str, cwd: Path) -> Fault:
-    remedy = _suggest_name(cwd / written) or f"it is looked for in {(cwd / written).parent}"
+    """Return the fault for an argument that names a missing file.
+
+    Args:
+        place: Dotted path of the argument in the spec.
+        noun: Kind of the file for the message, such as `script`.
+        written: The file name as the user wrote it.
+        cwd: Directory at which a relative file name starts.
+    """
+    remedy = _suggest_name(cwd / written) or f"Muster searched in {(cwd / written).parent}"
     return Fault(path=place, problem=f"there is no such {noun}: {written}", remedy=remedy)
 
 
 def _suggest_name(file: Path) -> str:
-    """Return a remedy that names a similar file in the same directory, or an empty string."""
+    """Return a remedy that names a similar file in the same directory, or an empty string.
+
+    Args:
+        file: Path of the missing file.
+    """
     names = set(_list_names(file.parent)) - {file.name}
     return suggest_name(file.name, names)
 

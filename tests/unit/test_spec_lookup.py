@@ -105,22 +105,37 @@ def test_no_false_alarm(root: Path, command: list[str]) -> None:
 @pytest.mark.parametrize(
     ("command", "item", "problem", "remedy"),
     [
-        (["run-apy"], 0, "'run-apy' is no program that can be run", "did you mean `run-api`?"),
-        (["zzz"], 0, "'zzz' is no program", "install it, or write its path"),
-        (["train.py"], 0, "'train.py' is no program", "(./NAME)"),
+        (["run-apy"], 0, "the program 'run-apy' does not exist", "did you mean `run-api`?"),
+        (
+            ["zzz"],
+            0,
+            "'zzz' does not exist or is not executable",
+            "install the program, or write its path",
+        ),
+        (["train.py"], 0, "'train.py' does not exist or is not executable", "./NAME"),
         (
             ["python train.py"],
             0,
-            "'python train.py' is no program",
-            "each argument is an item by itself",
+            "'python train.py' does not exist or is not executable",
+            "write each argument as a separate list item",
         ),
-        (["readable-only"], 0, "'readable-only' is no program", ""),
-        (["./train.py"], 0, "'./train.py' is no program", "chmod +x"),
-        (["./sub"], 0, "'./sub' is no program", ""),
-        (["./ruun.sh"], 0, "'./ruun.sh' is no program", "did you mean `run.sh`?"),
-        (["/nowhere/zzz"], 0, "'/nowhere/zzz' is no program", "install it"),
+        (["readable-only"], 0, "'readable-only' does not exist or is not executable", ""),
+        (["./train.py"], 0, "'./train.py' does not exist or is not executable", "chmod +x"),
+        (["./sub"], 0, "'./sub' does not exist or is not executable", ""),
+        (
+            ["./ruun.sh"],
+            0,
+            "'./ruun.sh' does not exist or is not executable",
+            "did you mean `run.sh`?",
+        ),
+        (
+            ["/nowhere/zzz"],
+            0,
+            "'/nowhere/zzz' does not exist or is not executable",
+            "install the program",
+        ),
         (["python", "tran.py"], 1, "there is no such script: tran.py", "did you mean `train.py`?"),
-        (["python", "zzz/a.py"], 1, "there is no such script: zzz/a.py", "it is looked for in "),
+        (["python", "zzz/a.py"], 1, "there is no such script: zzz/a.py", "Muster searched in "),
         (["python", "-u", "none.py"], 2, "there is no such script: none.py", ""),
         (["sh", "-e", "none.sh"], 2, "there is no such script: none.sh", ""),
         (
@@ -179,8 +194,8 @@ def test_faults_have_the_order_of_the_file(root: Path) -> None:
     ("cwd", "problem", "remedy"),
     [
         ("subb", "there is no such directory: subb", "did you mean `sub`?"),
-        ("train.py", "is a file: train.py", ""),
-        ("none/none", "there is no such directory", "relative to the project's root"),
+        ("train.py", "must be a directory, found a file: train.py", ""),
+        ("none/none", "there is no such directory", "starts at the project's root"),
     ],
 )
 def test_a_missing_directory_is_a_fault(root: Path, cwd: str, problem: str, remedy: str) -> None:
