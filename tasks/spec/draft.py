@@ -1,4 +1,7 @@
-"""Write the first run spec for an existing training, from the files in its directory."""
+"""Write a first run spec for an existing training, from the files in its directory.
+
+The command `muster init` uses this module.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +16,26 @@ import yaml
 from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.loading import find_project_root
 
-#: File with the frameworks that Muster recognises, and with the parts of a spec.
+#: YAML file with the training frameworks that Muster recognises, and with the parts of a spec.
 _TEMPLATES = Path(__file__).with_suffix(".yaml")
-#: Number of bytes that are read from the beginning of a file.
+#: Number of bytes that are read from the beginning of a candidate file.
 _READ_BYTES = 65_536
+#: Paths that are ignored: hidden files, installed packages and outputs of trainings.
 _IGNORED = re.compile(r"(^|/)(\.|__pycache__|node_modules|site-packages|wandb/|outputs/)")
 _WORKLOADS = ("grpo", "ppo", "sft")
+#: A variable in a part of a spec, such as COMMAND.
 _VARIABLE = re.compile(r"\b[A-Z]{4,}\b")
-#: Parts of likely file names, the likeliest first. They decide if several files match.
+#: Words that are likely in the name of a training's main file, the likeliest first. If several
+#: files match a framework, these words decide.
 _LIKELY = ("rl", "train", *_WORKLOADS, "run", "main")
 
 
 def draft_spec(directory: Path) -> tuple[str, str]:
-    """Recognise the training in a directory and write a commented run spec for it.
+    """Recognise the training in a directory, and return a commented run spec for it.
 
     Returns:
-        The name of the recognised framework with the file that showed it, and the text of the spec.
+        A summary of the framework and the recognised file, such as `TRL (sft.py)`, and the text of
+        the run spec.
 
     Raises:
         InvalidSpec: The directory contains no training that Muster could start.
@@ -45,13 +52,16 @@ def draft_spec(directory: Path) -> tuple[str, str]:
             workload = _find_workload(f"{file} {content}", framework.get("workload", "sft"))
             text = _fill_in(text, directory.absolute(), file, training, workload)
             return f"{training} ({file})", text
-    problem = "no script is in it, and no configuration of verl, TRL, slime or prime-rl"
-    remedy = "go where the training lies, or name that directory"
+    problem = "contains no script, and no configuration of verl, TRL, slime or prime-rl"
+    remedy = "change to the directory of the training, or write its path after `muster init`"
     raise InvalidSpec((Fault(path="", problem=problem, remedy=remedy),), str(directory))
 
 
 def _candidate_files(directory: Path) -> Iterator[Path]:
-    """Yield the files at most two folders below the directory, relative to the directory."""
+    """Yield the paths of the files that may start a training, relative to the directory.
+
+    Only files in the directory and up to two folders below it are yielded.
+    """
     for pattern in ("*", "*/*", "*/*/*"):
         for path in directory.glob(pattern):
             file = path.relative_to(directory)
@@ -60,25 +70,40 @@ def _candidate_files(directory: Path) -> Iterator[Path]:
 
 
 def _rank_file(file: Path) -> tuple[int, int, str]:
-    """Return a sort key: files in the directory itself come first, then those with likely names."""
+    """Return the sort key of a candidate file. Files that are more likely the main file come first.
+
+    Files in fewer folders come first. Within the same depth, files with likely names come first.
+
+    Args:
+        file: Path of the file, relative to the directory of the training.
+    """
     ranks = [rank for rank, name in enumerate(_LIKELY) if name in file.stem.lower()]
     return len(file.parts), min(ranks, default=len(_LIKELY)), str(file)
 
 
 def _read_beginning(path: Path) -> str:
+    """Return the first `_READ_BYTES` bytes of a file as text; an empty string if unreadable."""
     with suppress(OSError), path.open("rb") as f:
         return f.read(_READ_BYTES).decode("utf-8", errors="replace")
     return ""
 
 
 def _find_workload(text: str, default: str) -> str:
-    """Return the first workload that the text mentions, or the default."""
+    """Return the first workload of `_WORKLOADS` that a text mentions, or the default."""
     lowered = text.lower()
     return next((workload for workload in _WORKLOADS if workload in lowered), default)
 
 
 def _fill_in(text: str, directory: Path, file: Path, training: str, workload: str) -> str:
-    """Replace the variables of a template, which are words in capitals, by their values."""
+    """Return the text of a run spec with its variables, words in capital letters, replaced.
+
+    Args:
+        text: Text of the spec.
+        directory: Absolute path of the training's directory.
+        file: Main file of the training, relative to the directory.
+        training: Name of the recognised framework.
+        workload: Workload of the training, such as `grpo`.
+    """
     name = re.sub(r"[^a-z0-9]+", "-", directory.name.lower()).lstrip("-0123456789")
     values = {
         "TRAINING": training,

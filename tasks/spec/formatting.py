@@ -1,7 +1,7 @@
-"""Formatting of counts, lists, times and Markdown for users, shared by all folders.
+"""Format counts, lists, times and Markdown for users.
 
-The Markdown works in both of Prefect's user interfaces. Both of them interpret HTML anywhere in
-a text, so this module escapes it.
+The Markdown works in both versions of the Prefect UI. Both versions interpret HTML anywhere in a
+text, so this module escapes HTML.
 """
 
 from __future__ import annotations
@@ -13,25 +13,30 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from urllib.parse import quote
 
+#: Characters that Markdown interprets as markup.
 _MARKS = re.compile(r"([\\`*_\[\]|~])")
-#: Addresses of pages and mailboxes, which Markdown turns into links without any markup.
+#: URLs and e-mail addresses. Markdown turns them into links without any markup.
 _ADDRESS = re.compile(
     r"(?:(?:https?|ftp)://|www\.)\S*[^\s.,;:!?)\]'\">]|[-.\w+]{1,64}@[-\w]+(?:\.[-\w]+)+",
     re.IGNORECASE,
 )
+#: A `#` at the beginning of a text, which Markdown would show as a heading.
 _HEADING = re.compile(r"^#")
-#: Characters that are escaped in a table cell: Markdown marks, the start of tags and entities, and
-#: underscores at the edge of a word. In an address, only its
-#: first slash, the dot of `www.`, or the `@` is escaped, which is enough to prevent a link.
+#: Characters that are escaped in the cell of a table artifact: Markdown's markup, the start of HTML
+#: tags and entities, and an underscore at the edge of a word. In a URL or e-mail address, escaping
+#: one character is enough to prevent a link: the first slash, the dot of `www.`, or the `@`.
 _CELL_MARKS = re.compile(
     r"[\\`*\[\]|~<]|&(?=#?\w+;)|(?<![^\W_])_|_(?![^\W_])|(?<=:)/(?=/)|(?<=www)\.|@(?=[-\w]+\.)",
     re.IGNORECASE,
 )
+#: Consecutive backquotes.
 _TICKS = re.compile("`+")
+#: The line of backquotes that begins or ends a code block.
 _FENCE = re.compile(r"^ {0,3}(`{3,})", re.MULTILINE)
-#: Characters that stay unescaped in the address of a link. Others are percent-encoded, because a
-#: `)` or a tag would end the link.
+#: Characters of a link's URL that stay unchanged. All others are percent-encoded: a `)` or an HTML
+#: tag, for example, would end the link.
 _IN_URL = ":/?#[]@!$&*+,;=%~"
+#: A vertical bar that is not escaped. In a Markdown table, it would begin a new cell.
 _BAR = re.compile(r"(?<!\\)\|")
 
 
@@ -43,13 +48,13 @@ def format_count(count: float, noun: str) -> str:
 
 
 def join_words(items: Iterable[object], last: str = "and", *, at_most: int | None = None) -> str:
-    """Return the items as a list in prose: `a, b and c`.
+    """Return the items as a phrase: `a, b and c`.
 
     Args:
         items: At least one item.
         last: Word before the last item.
-        at_most: Longest list, or None for no limit. A longer list is cut, and its last item says
-            how many are missing: `a, b and 7 more`.
+        at_most: Largest number of items in the phrase, or None for no limit. If there are more, the
+            last item of the phrase is the number of omitted items: `a, b and 7 more`.
     """
     shown = [str(item) for item in items]
     if at_most is not None and len(shown) > at_most:
@@ -64,31 +69,39 @@ def join_commas(items: Iterable[object]) -> str:
 
 
 def format_time(at: float) -> str:
-    """Return the time of day of a UTC epoch time: `14:20:03 UTC`."""
+    """Return the time of day of a time in UTC epoch seconds: `14:20:03 UTC`."""
     return f"{datetime.fromtimestamp(at, UTC):%H:%M:%S} UTC"
 
 
 def format_datetime(at: float) -> str:
-    """Return the date and time of a UTC epoch time: `2026-01-02 14:20:03 UTC`."""
+    """Return date and time of a time in UTC epoch seconds: `2026-01-02 14:20:03 UTC`."""
     return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def format_date_minute(at: float) -> str:
-    """Return the date and time without seconds: `2026-01-02 14:20 UTC`."""
+    """Return date and minute of a time in UTC epoch seconds: `2026-01-02 14:20 UTC`."""
     return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M} UTC"
 
 
 def format_minute(at: float, now: float) -> str:
-    """Return a time in UTC without seconds: `14:20`, or with its date if that is not today."""
+    """Return the time of day without seconds, `14:20`, with its date if it is not today.
+
+    Args:
+        at: The time, in UTC epoch seconds.
+        now: The present time, in UTC epoch seconds.
+    """
     time = datetime.fromtimestamp(at, UTC)
     today = datetime.fromtimestamp(now, UTC)
     return f"{time:%H:%M}" if time.date() == today.date() else f"{time:%Y-%m-%d %H:%M}"
 
 
 def format_duration(duration: float) -> str:
-    """Return a duration in seconds in readable units.
+    """Return a duration in readable units.
 
     Examples: `0.42 s`, `7.5 s`, `42 s`, `3 min 20 s`, `2 h 05 min`, `3 d 4 h`.
+
+    Args:
+        duration: The duration in seconds.
     """
     duration = max(0.0, duration)
     if duration < 1:
@@ -107,9 +120,13 @@ def format_duration(duration: float) -> str:
 
 
 def format_minutes(duration: float) -> str:
-    """Return a duration in seconds as whole minutes, or as seconds below one minute: `3 h 12 min`.
+    """Return a duration as whole minutes, or as whole seconds if it is below one minute.
 
-    Use this for texts that are written again whenever they change: they then change once a minute.
+    Use this for a text that Muster writes again whenever the text changes. With whole minutes, such
+    a text changes only once a minute.
+
+    Args:
+        duration: The duration in seconds.
     """
     if duration < 60:
         return f"{max(0.0, duration):.0f} s"
@@ -117,10 +134,10 @@ def format_minutes(duration: float) -> str:
 
 
 def escape_markdown(content: object) -> str:
-    """Return arbitrary text as one line of Markdown in which no character acts as markup.
+    """Return any text as one line of Markdown that shows exactly that text.
 
-    The line contains no HTML, link or image. The UI would turn an address into a link, so an
-    address is shown as inline code.
+    No character acts as markup, HTML, a link or an image. The Prefect UI would turn a URL or e-mail
+    address into a link, so it is shown as inline code.
     """
     words = " ".join(str(content).split())
     parts: list[str] = []
@@ -133,15 +150,17 @@ def escape_markdown(content: object) -> str:
 
 
 def _escaped(words: str) -> str:
+    """Return a text with the characters escaped that are markup in Markdown or HTML."""
     words = words.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return _MARKS.sub(r"\\\1", words)
 
 
 def escape_cell(content: object) -> object:
-    """Return the content of a cell of a table artifact. Only text is changed.
+    """Return the content of a cell of a Prefect table artifact, escaped if it is text.
 
-    The older UI renders a cell as Markdown; the newer UI shows it unchanged. So a backslash is
-    added only before characters that could create a link, an image, HTML or formatting.
+    The older version of the Prefect UI renders a cell as Markdown; the newer version shows it
+    unchanged. So a backslash is added only before a character that could create a link, an image,
+    HTML or formatting.
     """
     if not isinstance(content, str):
         return content
@@ -150,7 +169,7 @@ def escape_cell(content: object) -> object:
 
 
 def inline_code(content: object) -> str:
-    """Return arbitrary text as inline code in Markdown, or an empty string if it is blank."""
+    """Return any text as inline code in Markdown, or an empty string if the text is blank."""
     words = " ".join(str(content).split())
     if not words:
         return ""
@@ -162,7 +181,8 @@ def inline_code(content: object) -> str:
 
 def code_block(content: str) -> str:
     """Return several lines as a code block in Markdown."""
-    # Markdown also ends a line at a carriage return, so a fence after it would close the block.
+    # For Markdown, a carriage return also ends a line. Backquotes after a carriage return would
+    # close the code block.
     content = content.replace("\r\n", "\n").replace("\r", "\n")
     longest = max((len(fence) for fence in _FENCE.findall(content)), default=2)
     fence = "`" * (longest + 1)
@@ -170,13 +190,19 @@ def code_block(content: str) -> str:
 
 
 def markdown_link(label: str, url: str) -> str:
-    """Return a link in Markdown; the label is plain text."""
+    """Return a link in Markdown. The label is plain text, which is escaped."""
     return f"[{escape_markdown(label)}]({quote(url, safe=_IN_URL)})"
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table in Markdown. Its cells are Markdown; bars and line breaks in them are safe."""
-    # A bar must be escaped within inline code, too: Markdown splits a row at its bars first.
+    """Return a table in Markdown.
+
+    Args:
+        head: Titles of the columns.
+        rows: Cells of each row, as Markdown. They may contain vertical bars and line breaks.
+    """
+    # A vertical bar must be escaped even within inline code, because Markdown splits a row into
+    # cells first.
     lines = (
         [_BAR.sub(r"\\|", " ".join(cell.split())) for cell in line]
         for line in (head, ["---"] * len(head), *rows)
@@ -187,8 +213,8 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def markdown_image(svg: str, description: str) -> str:
     """Return an image in Markdown, with its SVG embedded and a description for screen readers.
 
-    A Prefect artifact of type `image` is no alternative: Prefect prints the address of the image
-    below it, and the address of an embedded image is its whole source.
+    A Prefect artifact of type `image` is not used: the Prefect UI prints the URL of the image below
+    it, and the URL of an embedded image is its whole source.
     """
     data = base64.b64encode(svg.encode()).decode()
     words = " ".join(description.split()).replace("[", "(").replace("]", ")")
@@ -196,6 +222,14 @@ def markdown_image(svg: str, description: str) -> str:
 
 
 def suggest_name(name: object, allowed: Iterable[str]) -> str:
-    """Return a remedy that names the most similar allowed name, or an empty string if none is."""
+    """Return a remedy that suggests the allowed name most similar to a wrong name.
+
+    Args:
+        name: The wrong name.
+        allowed: The allowed names.
+
+    Returns:
+        The remedy, ``did you mean `trainer`?``, or an empty string if no allowed name is similar.
+    """
     near = difflib.get_close_matches(str(name), list(allowed), n=1, cutoff=0.65)
     return f"did you mean `{near[0]}`?" if near else ""

@@ -17,19 +17,22 @@ from itertools import pairwise
 from typing import Any
 from urllib.parse import quote
 
+#: Text that replaces a secret.
 MASK = "***"
 
 
 def _words(text: str) -> frozenset[str]:
+    """Return the words of a text that are separated by spaces."""
     return frozenset(text.split())
 
 
-#: Words that make a name secret at any position.
+#: Words that make the name of a variable look secret at any position in the name: DB_PWD, PWD_OLD.
 _SECRET = _words(
     "SECRETS PASSWORDS PASSPHRASE PWD CREDENTIAL CREDENTIALS AUTH AUTHORIZATION BEARER JWT COOKIE "
     "COOKIES WEBHOOK PAT"
 )
-#: Endings of a word that make a name secret, because the words may be run together: PGPASSWORD.
+#: Endings of a word that make a name look secret. Some names have no separator between the words,
+#: such as PGPASSWORD.
 _SECRET_ENDS = (
     "PASSWORD",
     "PASSWD",
@@ -42,43 +45,49 @@ _SECRET_ENDS = (
     "AUTHTOKEN",
     "ACCESSTOKEN",
 )
-#: Words that make a name secret as its last word, not counting a number: SSH_KEY, API_KEY_2,
-#: DB_PASS. At another position they do not: KEY_COUNT, PASS_RATE.
+#: Words that make a name look secret if they are its last word: SSH_KEY, DB_PASS. A number after
+#: the word does not matter: API_KEY_2. At another position, these words are harmless: KEY_COUNT.
 _SECRET_LAST = _words("KEY KEYS PASS")
-#: Words before KEY that make the name secret at any position: AWS_ACCESS_KEY_ID.
+#: Words that make a name look secret if they are followed by KEY, at any position in the name:
+#: AWS_ACCESS_KEY_ID.
 _SECRET_KEY_PREFIXES = _words("API ACCESS PRIVATE SECRET SIGNING ENCRYPTION MASTER ACCOUNT")
-#: Words before KEY that make the name harmless: PUBLIC_KEY.
+#: Words that make KEY as the last word of a name harmless if they precede it: PUBLIC_KEY.
 _OPEN_KEY_PREFIXES = _words("PUBLIC PRIMARY FOREIGN SORT PARTITION CACHE GROUP STEP METRIC")
-#: Words before TOKEN that show a token of a language model, not a credential: EOS_TOKEN.
+#: Words before TOKEN that mean a token of a language model and not a credential: EOS_TOKEN.
 _MODEL_TOKEN_PREFIXES = _words("EOS BOS PAD UNK SEP CLS MASK STOP IMAGE SPECIAL PER MAX MIN NUM")
-#: Words after TOKEN that show a token of a language model: TOKEN_COUNT.
+#: Words after TOKEN that mean a token of a language model and not a credential: TOKEN_COUNT.
 _MODEL_TOKEN_SUFFIXES = _words("ID IDS LEN LENGTH LIMIT COUNT BUDGET LEVEL MEAN SIZE RATE")
-#: Last words of a name that only describes the place or the use of a secret: SSH_KEY_FILE.
+#: Last words of names that only describe the place or the use of a secret: SSH_KEY_FILE.
 _DESCRIPTIVE_LAST = _words("FILE PATH DIR SOCK PORT HOST TIMEOUT TTL ENABLED TYPE MODE")
-#: Names of shell variables that contain directories, although PWD looks like a password.
+#: Names of shell variables that contain directories. PWD would otherwise look like a password.
 _NEVER_SECRET = frozenset({"PWD", "OLDPWD"})
 
+#: A word of a variable's name: HF and TOKEN in HF_TOKEN; Git, Hub and Token in GitHubToken.
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-#: Matches `--api-key`, `--api-key=VALUE`, `HF_TOKEN=VALUE` and Hydra's `+a.b=VALUE`.
+#: A command-line argument with a name: `--api-key`, `--api-key=VALUE`, `HF_TOKEN=VALUE`, and
+#: `+a.b=VALUE` as in Hydra.
 _OPTION = re.compile(
     r"(?P<dashes>--?)?(?P<name>[+~]*[A-Za-z][\w.-]*)(?:=(?P<value>.*))?", re.DOTALL
 )
+#: An assignment in source code or settings, such as `HF_TOKEN=VALUE` or `"api_key": "VALUE"`.
 _ASSIGNED = re.compile(
     r"""([A-Za-z][\w.-]*)["']?\s*[:=]\s*(["']?)([^\s"'(\[,;)}]{8,})(?=["'\s,;)}]|$)"""
 )
+#: User and password in a URL, such as `user:` and `password` in `http://user:password@proxy`.
 _URL_PASSWORD = re.compile(r"(?<=://)([^/@\s:]*:)([^/@\s]+)(?=@)")
 
-#: Words that are never masked in a text, because they occur too often for other reasons.
+#: Values that are never masked in a text, because they occur in logs for many other reasons.
 _COMMON_WORDS = frozenset({"true", "false", "none", "null", "auto", "default"})
 
 
 def looks_secret(name: str) -> bool:
-    """Return True if an environment variable of this name probably contains a secret.
+    """Return True if an environment variable with this name probably contains a secret.
 
     The words of the name decide. HF_TOKEN, db_password and GitHubToken look secret.
-    TOKENIZERS_PARALLELISM, MAX_TOKENS, AUTHOR, MONKEY and SSH_KEY_FILE do not. Ambiguous names
-    count as secret: a masked setting can be read in the spec, but a leaked key is a security
-    incident.
+    TOKENIZERS_PARALLELISM, MAX_TOKENS, AUTHOR, MONKEY and SSH_KEY_FILE do not.
+
+    An ambiguous name counts as secret. If the variable is harmless, its value is still in the spec
+    file of the user. A leaked key would be a security incident.
     """
     if name.upper() in _NEVER_SECRET:
         return False
@@ -94,6 +103,13 @@ def looks_secret(name: str) -> bool:
 
 
 def _is_secret_word(preceding: str, word: str, following: str) -> bool:
+    """Return True if a word of a name makes the name look secret.
+
+    Args:
+        preceding: Word before the word in the name, or an empty string.
+        word: Word of the name, in upper case.
+        following: Word after the word in the name, or an empty string.
+    """
     if word == "TOKEN":
         is_of_model = preceding in _MODEL_TOKEN_PREFIXES or following in _MODEL_TOKEN_SUFFIXES
         return not is_of_model
@@ -105,9 +121,9 @@ def _is_secret_word(preceding: str, word: str, following: str) -> bool:
 def mask_env(env: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of environment variables in which secrets are masked.
 
-    A value is masked if its name looks secret. A password in a URL
-    (`http://user:password@proxy`) is masked for any name. Values that are not text, such as
-    references to a Secret block, stay unchanged.
+    A value is masked if its name looks secret. In other values, only a password in a URL is masked,
+    such as that of `http://user:password@proxy`. Values that are not text, such as references to a
+    Secret block, stay unchanged.
     """
 
     def mask_value(name: str, value: Any) -> Any:
@@ -120,7 +136,10 @@ def mask_env(env: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_env_secrets(env: Mapping[str, object]) -> frozenset[str]:
-    """Return the secrets in environment variables, without values that are too common to mask."""
+    """Return the secret values of environment variables, and the passwords in their URLs.
+
+    Values that are too common to be masked are left out.
+    """
     texts = {name: value for name, value in env.items() if isinstance(value, str)}
     values = {value for name, value in texts.items() if looks_secret(name)}
     for value in texts.values():
@@ -129,11 +148,14 @@ def find_env_secrets(env: Mapping[str, object]) -> frozenset[str]:
 
 
 def find_argument_secrets(words: Sequence[str]) -> frozenset[str]:
-    """Return the secrets in the arguments of a program.
+    """Return the secret values in the command-line arguments of a program.
 
-    The name of the option decides: `--api-key VALUE`, `--api-key=VALUE`, `HF_TOKEN=VALUE`. In
-    trainings, most options with KEY name a column of a data set, such as `--label-key` or
-    `data.prompt_key=prompt`. They count as secret only after a word such as API or PRIVATE.
+    The name of the option decides whether its value is secret. The forms `--api-key VALUE`,
+    `--api-key=VALUE` and `HF_TOKEN=VALUE` are recognised.
+
+    In trainings, most options with KEY in their name hold the name of a data set's column, such as
+    `--label-key` or `data.prompt_key=prompt`. So KEY makes an option secret only after a word such
+    as API or PRIVATE.
     """
     values = set[str]()
     for word, next_word in pairwise([*words, ""]):
@@ -149,13 +171,17 @@ def find_argument_secrets(words: Sequence[str]) -> frozenset[str]:
 
 
 def find_code_secrets(text: str) -> frozenset[str]:
-    """Return the secrets in source code or settings, such as `export HF_TOKEN=VALUE`."""
+    """Return the secret values in the text of a program or settings file.
+
+    A value counts as a secret if it is assigned to a secret-looking name: `export HF_TOKEN=VALUE`.
+    """
     return drop_common_values(
         value for name, _, value in _ASSIGNED.findall(text) if _is_secret_option(name)
     )
 
 
 def _is_secret_option(name: str) -> bool:
+    """Return True if a command-line option with this name probably has a secret as its value."""
     words = [word.upper() for word in _WORD.findall(name)]
     has_secret_prefix = len(words) > 1 and words[-2] in _SECRET_KEY_PREFIXES
     names_column = words[-1] in _SECRET_LAST and not has_secret_prefix
@@ -163,14 +189,15 @@ def _is_secret_option(name: str) -> bool:
 
 
 def _find_url_passwords(text: str) -> set[str]:
+    """Return the passwords in the URLs of a text."""
     return {password for _user, password in _URL_PASSWORD.findall(text)}
 
 
 def drop_common_values(values: Iterable[str]) -> frozenset[str]:
-    """Return the values without those that are too common to mask.
+    """Return the secret values without the values that are too common to be masked.
 
-    These are values of fewer than four characters, numbers of fewer than six digits, and words such
-    as `true`. Masking them would make logs unreadable and hide no secret.
+    Values of fewer than four characters, numbers of fewer than six digits and words such as `true`
+    are too common. Masking them everywhere would make logs unreadable, and protect no real secret.
     """
     return frozenset(
         value
@@ -182,10 +209,11 @@ def drop_common_values(values: Iterable[str]) -> frozenset[str]:
 
 
 def mask_text(text: str, secret_values: Iterable[str]) -> str:
-    """Replace the secrets in a text by `***`, in every spelling that is likely in a log.
+    """Return a text in which each secret is replaced by `***`.
 
-    The spellings are those of plain text, Python, JSON, the shell and URLs. If a secret has several
-    lines, such as a PEM key, each of its lines is masked, too.
+    A secret is found in every spelling that is likely in a log: as plain text, and as Python, JSON,
+    the shell and URLs write it. If a secret has several lines, such as a PEM key, each of its lines
+    is masked, too.
     """
     for spelling in _all_spellings(frozenset(secret_values)):
         text = text.replace(spelling, MASK)
@@ -193,9 +221,9 @@ def mask_text(text: str, secret_values: Iterable[str]) -> str:
 
 
 def mask_nested(value: Any, mask: Callable[[str], str]) -> Any:
-    """Return a copy of plain data in which `mask` was applied to every string.
+    """Return a copy of nested lists and mappings in which `mask` was applied to every string.
 
-    Objects of other types, such as exceptions and paths, become strings.
+    Exceptions, paths and other objects become masked strings. Numbers, bools and None stay.
     """
     if isinstance(value, str):
         return mask(value)
@@ -210,14 +238,19 @@ def mask_nested(value: Any, mask: Callable[[str], str]) -> Any:
 
 @contextmanager
 def mask_logs(mask: Callable[[str], str]) -> Iterator[None]:
-    """Apply `mask` to all log records of this process, and to their tracebacks, while open."""
+    """Mask all log records of this process and their tracebacks, while the context is open.
+
+    Args:
+        mask: Function that returns a text with its secrets masked.
+    """
     original_factory = logging.getLogRecordFactory()
 
     def create_masked_record(*args: Any, **kwargs: Any) -> logging.LogRecord:
         record = original_factory(*args, **kwargs)
         try:
             message = record.getMessage()
-        except Exception:  # The logging handlers report a record that cannot be formatted.
+        except Exception:
+            # The message and its arguments do not fit together. The logging handlers report this.
             return record
 
         masked_message = mask(message)
@@ -242,12 +275,16 @@ def mask_logs(mask: Callable[[str], str]) -> Iterator[None]:
 
 @lru_cache(maxsize=32)
 def _all_spellings(values: frozenset[str]) -> tuple[str, ...]:
-    """Return the spellings of all values, longest first, because a secret may contain another."""
+    """Return the spellings of all secret values, the longest first.
+
+    If a secret contains another secret, the longer secret must be masked first.
+    """
     spellings = {spelling for value in values for spelling in _spellings(value)}
     return tuple(sorted(spellings, key=len, reverse=True))
 
 
 def _spellings(value: str) -> set[str]:
+    """Return the spellings of a secret value that are likely in a log."""
     as_json = json.dumps(value)[1:-1]
     spellings = {
         value,

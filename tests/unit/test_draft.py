@@ -165,12 +165,12 @@ def test_directory_without_training_gives_no_draft(
     folder = project(tmp_path, files)
     before = sorted(folder.rglob("*"))
 
-    with pytest.raises(InvalidSpec, match="no script is in it"):
+    with pytest.raises(InvalidSpec, match="contains no script"):
         draft_spec(folder)
     code = run(INIT, [str(folder)])
 
     assert code == 2
-    assert "go where the training lies" in capsys.readouterr().err
+    assert "change to the directory of the training" in capsys.readouterr().err
     assert sorted(folder.rglob("*")) == before
 
 
