@@ -551,7 +551,7 @@ def _fill_placeholders(ask: Ask, slot: ServerSlot, rank_offset: int) -> Ask:
             if value[:2] == "${" and value[2:-1] in values:
                 # A string that is only a placeholder becomes a number, as the engines expect.
                 return values[value[2:-1]]
-            return substitute(value, value_of, is_left=lambda name: name[:7] != "engine.")
+            return substitute(value, value_of, is_deferred=lambda name: name[:7] != "engine.")
         if isinstance(value, Mapping):
             return {key: fill(item) for key, item in value.items()}
         if isinstance(value, list | tuple):

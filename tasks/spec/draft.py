@@ -41,7 +41,7 @@ def draft_spec(directory: Path) -> tuple[str, str]:
         InvalidSpec: The directory contains no training that Muster could start.
     """
     templates = yaml.safe_load(_TEMPLATES.read_text(encoding="utf-8"))
-    files = sorted(_candidate_files(directory), key=_rank_file)
+    files = sorted(_find_candidate_files(directory), key=_rank_file)
     for framework, file in product(templates["ways"], files):
         command = framework["commands"].get(file.suffix, "")
         content = _read_beginning(directory / file) if command else ""
@@ -57,7 +57,7 @@ def draft_spec(directory: Path) -> tuple[str, str]:
     raise InvalidSpec((Fault(path="", problem=problem, remedy=remedy),), str(directory))
 
 
-def _candidate_files(directory: Path) -> Iterator[Path]:
+def _find_candidate_files(directory: Path) -> Iterator[Path]:
     """Yield the paths of the files that may start a training, relative to the directory.
 
     Only files in the directory and up to two folders below it are yielded.

@@ -143,13 +143,13 @@ def escape_markdown(content: object) -> str:
     parts: list[str] = []
     end = 0
     for address in _ADDRESS.finditer(words):
-        parts += [_escaped(words[end : address.start()]), inline_code(address.group())]
+        parts += [_escape_markup(words[end : address.start()]), inline_code(address.group())]
         end = address.end()
-    parts.append(_escaped(words[end:]))
+    parts.append(_escape_markup(words[end:]))
     return _HEADING.sub(r"\\#", "".join(parts))
 
 
-def _escaped(words: str) -> str:
+def _escape_markup(words: str) -> str:
     """Return a text with the characters escaped that are markup in Markdown or HTML."""
     words = words.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return _MARKS.sub(r"\\\1", words)

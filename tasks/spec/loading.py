@@ -71,12 +71,12 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _written_float(loader: _Loader, node: yaml.ScalarNode) -> float:
+def _construct_float(loader: _Loader, node: yaml.ScalarNode) -> float:
     """Return the number of a YAML node, with its spelling in the file."""
     return WrittenFloat.of(node.value, loader.construct_yaml_float(node))
 
 
-_Loader.add_constructor(f"{_TAG}float", _written_float)
+_Loader.add_constructor(f"{_TAG}float", _construct_float)
 
 
 def read_text(path: Path) -> str:
@@ -106,7 +106,7 @@ def parse_yaml(text: str, source: str) -> object:
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
-        fault = _syntax_fault(error, text)
+        fault = _make_syntax_fault(error, text)
     except RecursionError:
         fault = Fault(path="", problem="the lists and mappings of the file are nested too deeply")
     except (ValueError, TypeError, AttributeError) as error:
@@ -116,7 +116,7 @@ def parse_yaml(text: str, source: str) -> object:
     raise InvalidSpec((fault,), source)
 
 
-def _syntax_fault(error: yaml.YAMLError, text: str) -> Fault:
+def _make_syntax_fault(error: yaml.YAMLError, text: str) -> Fault:
     """Return the fault for a syntax error in a YAML text, with line and column if known."""
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     if mark is None:
@@ -139,11 +139,13 @@ def read_override(override: str) -> tuple[str, object]:
     path = path.strip()
     if not equals or not all(path.split(".")):
         problem = "has no key before `=`" if equals else "has no `=`"
-        raise _bad_override("", path or "=", problem, "write for example --set success.step=20")
+        raise _make_override_error(
+            "", path or "=", problem, "write for example --set success.step=20"
+        )
     try:
         return path, parse_yaml(text, path)
     except InvalidSpec as error:
-        raise _bad_override(path, path, str(error.faults[0])) from None
+        raise _make_override_error(path, path, str(error.faults[0])) from None
 
 
 def apply_value(data: dict[str, Any], path: str, value: object) -> None:
@@ -170,11 +172,11 @@ def apply_value(data: dict[str, Any], path: str, value: object) -> None:
                 items = format_count(len(node), "item")
                 problem = f"`{parent_path}` is a list of {items} and has no item {part}"
                 remedy = "the first item has the index 0"
-                raise _bad_override(current_path, path, problem, remedy)
+                raise _make_override_error(current_path, path, problem, remedy)
             key = int(part)
         elif not isinstance(node, dict):
             problem = f"`{parent_path}` is {describe_value(node)}, which has no keys"
-            raise _bad_override(current_path, path, problem, f"set `{parent_path}` itself")
+            raise _make_override_error(current_path, path, problem, f"set `{parent_path}` itself")
         if depth == len(parts) - 1:
             node[key] = value
         elif isinstance(node, dict) and node.get(key) is None:
@@ -182,7 +184,7 @@ def apply_value(data: dict[str, Any], path: str, value: object) -> None:
         node = node[key]
 
 
-def _bad_override(path: str, written: str, problem: str, remedy: str = "") -> InvalidSpec:
+def _make_override_error(path: str, written: str, problem: str, remedy: str = "") -> InvalidSpec:
     """Return the error for a faulty override of the command line.
 
     Args:
@@ -247,7 +249,7 @@ def parse_spec(
     with collect_faults(faults):
         spec = RunSpec.model_validate(written)
     if not from_form:
-        faults += _empty_components(written)
+        faults += _find_empty_components(written)
     # The validated spec lacks the components that the form omitted. Their `${NAME.port}` must be
     # reported as unknown names.
     faults += placeholders.find_placeholder_faults(
@@ -290,7 +292,7 @@ def copy_as_dict(data: object, source: str) -> dict[str, Any]:
     return written
 
 
-def _empty_components(written: Mapping[str, Any]) -> Iterator[Fault]:
+def _find_empty_components(written: Mapping[str, Any]) -> Iterator[Fault]:
     """Yield a fault for each component that has no value in a file.
 
     The validation accepts such a component, because the form in the Prefect UI sends null for an
@@ -318,7 +320,7 @@ def _mask_secrets(written: dict[str, Any], secrets: Collection[str]) -> dict[str
 
 
 #: A directory that contains a file or folder with one of these names is the root of a project.
-_ROOT_MARKS = (".git", "pyproject.toml")
+_ROOT_MARKERS = (".git", "pyproject.toml")
 
 
 def find_project_root(file: Path) -> Path:
@@ -342,7 +344,7 @@ def find_project_root(file: Path) -> Path:
             continue
         if fault:
             if folder is not folders[0]:
-                _say_ignored_marks(folder, fault)
+                _warn_about_markers(folder, fault)
             break
         if is_project_root(folder):
             return folder
@@ -355,35 +357,35 @@ def is_project_root(folder: Path) -> bool:
     It is the root if it contains `.git` or `pyproject.toml`, and no other user could have put that
     file or folder there.
     """
-    return any(_is_trusted_mark(folder / mark) for mark in _ROOT_MARKS)
+    return any(_is_trusted_marker(folder / marker) for marker in _ROOT_MARKERS)
 
 
-def _is_trusted_mark(mark: Path) -> bool:
+def _is_trusted_marker(marker: Path) -> bool:
     """Return True if a `.git` or `pyproject.toml` exists and no other user could have put it there.
 
     Args:
-        mark: Path of the file or folder. If it exists and is not trusted, a warning is logged.
+        marker: Path of the file or folder. If it exists and is not trusted, a warning is logged.
     """
     try:
-        fault = marker_fault(mark)
+        fault = marker_fault(marker)
     except OSError:
         # The path does not exist, or is a symbolic link without a target.
         return False
     if fault:
-        say_ignored(mark, fault)
+        say_ignored(marker, fault)
     return not fault
 
 
-def _say_ignored_marks(folder: Path, fault: str) -> None:
+def _warn_about_markers(folder: Path, fault: str) -> None:
     """Log a warning for each `.git` and `pyproject.toml` of a folder that is not trusted.
 
     Args:
         folder: The folder.
         fault: Reason that the folder is not trusted.
     """
-    for mark in _ROOT_MARKS:
-        if is_present(folder / mark):
-            say_ignored(folder / mark, fault)
+    for marker in _ROOT_MARKERS:
+        if is_present(folder / marker):
+            say_ignored(folder / marker, fault)
 
 
 def list_required_ports(spec: RunSpec) -> tuple[str, ...]:
@@ -439,16 +441,16 @@ def resolve(spec: RunSpec, names: Mapping[str, str], root: Path) -> RunSpec:
 
 
 @contextmanager
-def collect_faults(faults: list[Fault], below: str = "") -> Iterator[None]:
+def collect_faults(faults: list[Fault], parent_path: str = "") -> Iterator[None]:
     """Catch an `InvalidSpec` that is raised within the context, and add its faults to a list.
 
     Args:
         faults: List of faults, which is extended.
-        below: Dotted path in the spec that is put before the path of each fault.
+        parent_path: Dotted path in the spec that is put before the path of each fault.
     """
     try:
         yield
     except InvalidSpec as error:
         for fault in error.faults:
-            path = ".".join(filter(None, [below, fault.path]))
+            path = ".".join(filter(None, [parent_path, fault.path]))
             faults.append(replace(fault, path=path))

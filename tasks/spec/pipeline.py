@@ -149,7 +149,7 @@ def load_pipeline(
     source = str(path)
     faults: list[Fault] = []
     written = copy_as_dict(parse_yaml(read_text(path), source), source)
-    for index, stage in _stages_by_index(written).items():
+    for index, stage in _index_stages(written).items():
         if isinstance(name := stage.get("spec"), str):
             candidates = [
                 folder / name for folder in (root or find_project_root(path), path.parent)
@@ -184,7 +184,7 @@ def parse_pipeline(
     if isinstance(written.get("stages"), list):
         # Stages may share an object through a YAML anchor, but each stage is changed separately.
         written["stages"] = [copy.deepcopy(stage) for stage in written["stages"]]
-    stages = _stages_by_index(written)
+    stages = _index_stages(written)
 
     for override in overrides:
         with collect_faults(faults):
@@ -226,7 +226,7 @@ def add_deployment_specs(pipeline: PipelineSpec, specs: Mapping[str, object]) ->
     return parse_pipeline(written, source=f"pipeline {pipeline.name!r}")
 
 
-def _stages_by_index(written: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+def _index_stages(written: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
     """Return the stages of a pipeline that are mappings, by their index in the list.
 
     Args:

@@ -133,7 +133,10 @@ def has_placeholders(text: str) -> bool:
 
 
 def substitute(
-    text: str, value_of: Callable[[str], str], *, is_left: Callable[[str], bool] | None = None
+    text: str,
+    value_of: Callable[[str], str],
+    *,
+    is_deferred: Callable[[str], bool] | None = None,
 ) -> str:
     """Return the text with each `${name}` replaced, and each `$${` turned into a literal `${`.
 
@@ -142,7 +145,7 @@ def substitute(
     Args:
         text: Text that may contain placeholders.
         value_of: Function that returns the value of a placeholder name.
-        is_left: Function that returns True for a name that another program replaces later. The
+        is_deferred: Function that returns True for a name that another program replaces later. The
             placeholder then stays unchanged. If this argument is passed, each `$${` stays
             unchanged, too.
     """
@@ -150,8 +153,8 @@ def substitute(
     def replace(match: re.Match[str]) -> str:
         name = match.group(1)
         if name is None:
-            return match.group(0) if is_left else "${"
-        return match.group(0) if is_left and is_left(name) else value_of(name)
+            return match.group(0) if is_deferred else "${"
+        return match.group(0) if is_deferred and is_deferred(name) else value_of(name)
 
     return _TOKEN.sub(replace, text)
 
@@ -253,8 +256,8 @@ def fill_in_run(data: object, value_of: Callable[[str], str]) -> object:
         if kind is Kind.WORD and text == f"${{{ROLLOUT_ENGINES}}}":
             return value_of(ROLLOUT_ENGINES).split(",")
         escape = re.escape if kind is Kind.PATTERN else str
-        is_left = (lambda name: name.startswith(SERVER)) if kind is Kind.FLEET else None
-        return substitute(text, lambda name: escape(value_of(name)), is_left=is_left)
+        is_deferred = (lambda name: name.startswith(SERVER)) if kind is Kind.FLEET else None
+        return substitute(text, lambda name: escape(value_of(name)), is_deferred=is_deferred)
 
     return rewrite_texts(data, change)
 
@@ -275,7 +278,7 @@ def fill_in_stages(written: object, value_of: Callable[[str, str], str]) -> obje
             value = value_of(stage, key)
             return re.escape(value) if kind is Kind.PATTERN else value.replace("${", "$${")
 
-        return substitute(text, escaped_value, is_left=lambda name: not name.startswith(STAGE))
+        return substitute(text, escaped_value, is_deferred=lambda name: not name.startswith(STAGE))
 
     return rewrite_texts(written, change)
 
@@ -284,7 +287,7 @@ def find_placeholder_faults(data: object) -> tuple[Fault, ...]:
     """Return a fault for each placeholder of a run spec that has an unknown name or no `}`."""
     run_names = sorted(list_known_names(data))
     fleet_names = [*run_names, *_SERVER_NAMES]
-    return _unknown_name_faults(
+    return _find_unknown_name_faults(
         (use, fleet_names if use.kind is Kind.FLEET else run_names) for use in find_uses(data)
     )
 
@@ -298,16 +301,16 @@ def find_unknown_names(checkpoint: object, path: str) -> tuple[Fault, ...]:
     """
     names = find_names(checkpoint) if isinstance(checkpoint, str) else ()
     uses = (Use(path=path, name=name, kind=Kind.TEXT) for name in names if name is not None)
-    return _unknown_name_faults((use, _CHECKPOINT_NAMES) for use in uses)
+    return _find_unknown_name_faults((use, _CHECKPOINT_NAMES) for use in uses)
 
 
-def check_stage_names(written: object, known: Mapping[str, bool]) -> None:
+def check_stage_names(written: object, known_names: Mapping[str, bool]) -> None:
     """Check that each placeholder `${stage.NAME.KEY}` in a run spec will have a value.
 
     Args:
         written: The run spec of a stage.
-        known: Placeholder names of the earlier stages, such as `stage.sft.run_id`. The value is
-            False for a name that will have no value.
+        known_names: Placeholder names of the earlier stages, such as `stage.sft.run_id`. The value
+            is False for a name that will have no value.
 
     Raises:
         InvalidSpec: A name is unknown or will have no value.
@@ -318,30 +321,40 @@ def check_stage_names(written: object, known: Mapping[str, bool]) -> None:
     without_value = [
         Fault(path=use.path, problem=problem.format(use), remedy=remedy)
         for use in uses
-        if not known.get(use.name or "", True)
+        if not known_names.get(use.name or "", True)
     ]
-    unknown = _unknown_name_faults((use, [*known]) for use in uses)
+    unknown = _find_unknown_name_faults((use, [*known_names]) for use in uses)
     if faults := (*unknown, *dict.fromkeys(without_value)):
         raise InvalidSpec(faults)
 
 
-def _unknown_name_faults(uses: Iterable[tuple[Use, Sequence[str]]]) -> tuple[Fault, ...]:
+def _find_unknown_name_faults(uses: Iterable[tuple[Use, Sequence[str]]]) -> tuple[Fault, ...]:
     """Return a fault for each placeholder whose name is not in its list of known names.
 
     Args:
         uses: Each use of a placeholder, with the names that are known at that place.
     """
-    faults = (_unknown_name_fault(use, known) for use, known in uses if use.name not in known)
+    faults = (
+        _make_unknown_name_fault(use, known_names)
+        for use, known_names in uses
+        if use.name not in known_names
+    )
     return tuple(dict.fromkeys(faults))
 
 
-def _unknown_name_fault(use: Use, known: Sequence[str]) -> Fault:
+def _make_unknown_name_fault(use: Use, known_names: Sequence[str]) -> Fault:
+    """Return the fault for a placeholder with an unknown name or without a closing `}`.
+
+    Args:
+        use: Use of the placeholder.
+        known_names: Names that a placeholder may have at that place.
+    """
     if use.name is None:
         remedy = "add the `}`, or write `$${` for a literal `${`"
         return Fault(path=use.path, problem="a `${` has no closing `}`", remedy=remedy)
     shell = f"for a variable of the shell, write `$${{{use.name}}}`"
-    near = suggest_name(use, [f"${{{name}}}" for name in known])
-    remedy = near or f"{shell}; known names: {', '.join(known) or 'none'}"
+    near = suggest_name(use, [f"${{{name}}}" for name in known_names])
+    remedy = near or f"{shell}; known names: {', '.join(known_names) or 'none'}"
     return Fault(path=use.path, problem=f"unknown name `{use}`", remedy=remedy)
 
 

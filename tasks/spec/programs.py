@@ -108,21 +108,21 @@ def find_missing_programs(spec: RunSpec, *, root: Path, path: str) -> tuple[Faul
     Returns:
         The faults in the order of the file.
     """
-    faults = [*_directory_faults("cwd", spec.cwd, root)]
+    faults = [*_find_directory_faults("cwd", spec.cwd, root)]
     for name, component in spec.components.items():
         place = f"components.{name}"
-        faults += _directory_faults(f"{place}.cwd", component.cwd, root)
+        faults += _find_directory_faults(f"{place}.cwd", component.cwd, root)
 
-        cwd = _existing_directory(component.cwd or spec.cwd, root)
+        cwd = _find_directory(component.cwd or spec.cwd, root)
         path_in_spec = select_literals({**spec.env, **component.env}).get("PATH")
-        effective_path = path if path_in_spec is None else _literal(path_in_spec)
-        command = _local_command(component)
+        effective_path = path if path_in_spec is None else _resolve_literal(path_in_spec)
+        command = _get_local_command(component)
         if command and cwd is not None and effective_path is not None:
-            faults += _command_faults(f"{place}.command", command, cwd, effective_path)
+            faults += _find_command_faults(f"{place}.command", command, cwd, effective_path)
     return tuple(faults)
 
 
-def _local_command(component: Component | Rollout) -> list[str | None]:
+def _get_local_command(component: Component | Rollout) -> list[str | None]:
     """Return the arguments of a component's command, beginning with the program.
 
     An argument with placeholders is returned as None. The list is empty if the command does not run
@@ -134,15 +134,15 @@ def _local_command(component: Component | Rollout) -> list[str | None]:
     else:
         is_local = component.launcher == "process"
         command = component.command
-    return [_literal(word) for word in command] if is_local else []
+    return [_resolve_literal(word) for word in command] if is_local else []
 
 
-def _literal(text: str) -> str | None:
+def _resolve_literal(text: str) -> str | None:
     """Return a text with each `$${` turned into `${`, or None if the text has placeholders."""
     return None if has_placeholders(text) else substitute(text, lambda name: name)
 
 
-def _existing_directory(cwd: str, root: Path) -> Path | None:
+def _find_directory(cwd: str, root: Path) -> Path | None:
     """Return the working directory of a component.
 
     Args:
@@ -152,13 +152,13 @@ def _existing_directory(cwd: str, root: Path) -> Path | None:
     Returns:
         The directory, or None if `cwd` has placeholders or the directory does not exist.
     """
-    literal = _literal(cwd)
+    literal = _resolve_literal(cwd)
     if literal is None or not (root / literal).is_dir():
         return None
     return root / literal
 
 
-def _directory_faults(path: str, cwd: str | None, root: Path) -> Iterator[Fault]:
+def _find_directory_faults(path: str, cwd: str | None, root: Path) -> Iterator[Fault]:
     """Yield a fault if the directory of a spec key `cwd` does not exist.
 
     Args:
@@ -166,7 +166,7 @@ def _directory_faults(path: str, cwd: str | None, root: Path) -> Iterator[Fault]
         cwd: Value of the key, or None if the user omitted it.
         root: Root of the project.
     """
-    literal = None if cwd is None else _literal(cwd)
+    literal = None if cwd is None else _resolve_literal(cwd)
     if literal is None:
         return
     directory = root / literal
@@ -179,7 +179,7 @@ def _directory_faults(path: str, cwd: str | None, root: Path) -> Iterator[Fault]
     yield Fault(path=path, problem=f"{problem}: {cwd}", remedy=remedy)
 
 
-def _command_faults(
+def _find_command_faults(
     place: str, command: Sequence[str | None], cwd: Path, path: str
 ) -> Iterator[Fault]:
     """Yield a fault for each program, script and config file of a command that does not exist.
@@ -220,10 +220,10 @@ def _command_faults(
     # A shell also searches the PATH for the script. Python does not.
     is_on_path = not is_python and _is_program(script, cwd, search_dirs)
     if not (cwd / script).exists() and not is_on_path:
-        yield _missing_fault(f"{place}.{index}", "script", script, cwd)
+        yield _make_missing_fault(f"{place}.{index}", "script", script, cwd)
     # Config files of a shell script are not checked: the script may change its directory first.
     elif is_python:
-        yield from _config_faults(place, command, cwd)
+        yield from _find_config_faults(place, command, cwd)
 
 
 def _is_program(program: str, cwd: Path, search_dirs: Sequence[Path]) -> bool:
@@ -248,7 +248,7 @@ def _find_script(command: Sequence[str | None]) -> int | None:
     return None
 
 
-def _config_faults(place: str, command: Sequence[str | None], cwd: Path) -> Iterator[Fault]:
+def _find_config_faults(place: str, command: Sequence[str | None], cwd: Path) -> Iterator[Fault]:
     """Yield a fault for each missing file that a command gets by `--config` or `--env-file`.
 
     Args:
@@ -271,10 +271,10 @@ def _config_faults(place: str, command: Sequence[str | None], cwd: Path) -> Iter
 
         # The check uses `exists` and not `is_file`, because `--config /dev/stdin` is valid, too.
         if value and _CONFIG_FILE.fullmatch(value) and not (cwd / value).exists():
-            yield _missing_fault(f"{place}.{value_index}", "config file", value, cwd)
+            yield _make_missing_fault(f"{place}.{value_index}", "config file", value, cwd)
 
 
-def _missing_fault(place: str, noun: str, written: str, cwd: Path) -> Fault:
+def _make_missing_fault(place: str, noun: str, written: str, cwd: Path) -> Fault:
     """Return the fault for an argument that names a missing file.
 
     Args:

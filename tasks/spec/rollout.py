@@ -129,7 +129,7 @@ def check_sizes(sizes: Sizes) -> Iterator[Refusal]:
     Without this check, the backend itself would report some of these faults, but only when the run
     starts, which may be hours later.
     """
-    faults = [*_unsupported_size_faults(sizes)] or [*_divisibility_faults(sizes)]
+    faults = [*_find_unsupported_size_faults(sizes)] or [*_find_divisibility_faults(sizes)]
     yield from faults
 
     gpus_per_node = sizes.gpus_per_node
@@ -141,29 +141,29 @@ def check_sizes(sizes: Sizes) -> Iterator[Refusal]:
         yield ("gpus_per_node",), make_refusal(problem, remedy)
 
 
-def _unsupported_size_faults(sizes: Sizes) -> Iterator[Refusal]:
+def _find_unsupported_size_faults(sizes: Sizes) -> Iterator[Refusal]:
     """Yield the faults in sizes that the backend does not support."""
     match sizes.backend:
         case "sglang":
-            yield from _sglang_size_faults(sizes)
+            yield from _find_sglang_size_faults(sizes)
         case "lmdeploy":
-            yield from _lmdeploy_size_faults(sizes)
+            yield from _find_lmdeploy_size_faults(sizes)
         case "vllm":
-            yield from _vllm_size_faults(sizes)
+            yield from _find_vllm_size_faults(sizes)
         case "command":
-            yield from _command_size_faults(sizes)
+            yield from _find_command_size_faults(sizes)
         case _:
-            yield from _dp_attention_faults(sizes)
+            yield from _find_dp_attention_faults(sizes)
 
 
-def _dp_attention_faults(sizes: Sizes) -> Iterator[Refusal]:
+def _find_dp_attention_faults(sizes: Sizes) -> Iterator[Refusal]:
     if sizes.dp_attention:
         problem = f"only SGLang supports this key, found the backend {sizes.backend}"
         remedy = "leave out dp_attention, or write backend: sglang"
         yield ("dp_attention",), make_refusal(problem, remedy)
 
 
-def _sglang_size_faults(sizes: Sizes) -> Iterator[Refusal]:
+def _find_sglang_size_faults(sizes: Sizes) -> Iterator[Refusal]:
     if sizes.dp_attention and sizes.data == 1:
         problem = "needs replicas of attention, but data_parallel is 1"
         remedy = "write data_parallel: N, a divisor of tensor_parallel"
@@ -174,8 +174,8 @@ def _sglang_size_faults(sizes: Sizes) -> Iterator[Refusal]:
         yield ("data_parallel",), make_refusal(problem, remedy)
 
 
-def _lmdeploy_size_faults(sizes: Sizes) -> Iterator[Refusal]:
-    yield from _dp_attention_faults(sizes)
+def _find_lmdeploy_size_faults(sizes: Sizes) -> Iterator[Refusal]:
+    yield from _find_dp_attention_faults(sizes)
     if sizes.expert > 1 and sizes.tensor > 1:
         problem = (
             "LMDeploy supports only one of expert_parallel and tensor_parallel, found "
@@ -190,8 +190,8 @@ def _lmdeploy_size_faults(sizes: Sizes) -> Iterator[Refusal]:
         yield ("data_parallel",), make_refusal(problem, f"write 1 and engines: {sizes.data}")
 
 
-def _vllm_size_faults(sizes: Sizes) -> Iterator[Refusal]:
-    yield from _dp_attention_faults(sizes)
+def _find_vllm_size_faults(sizes: Sizes) -> Iterator[Refusal]:
+    yield from _find_dp_attention_faults(sizes)
     gpus = sizes.tensor * sizes.data
     if sizes.expert not in (1, gpus):
         problem = (
@@ -202,8 +202,8 @@ def _vllm_size_faults(sizes: Sizes) -> Iterator[Refusal]:
         yield ("expert_parallel",), make_refusal(problem, remedy)
 
 
-def _command_size_faults(sizes: Sizes) -> Iterator[Refusal]:
-    yield from _dp_attention_faults(sizes)
+def _find_command_size_faults(sizes: Sizes) -> Iterator[Refusal]:
+    yield from _find_dp_attention_faults(sizes)
     problem = "not supported by the backend `command`, whose program decides how it uses its GPUs"
     remedy = "write the option of your program into the command, and gpus_per_node: N"
     if sizes.tensor > 1:
@@ -212,7 +212,7 @@ def _command_size_faults(sizes: Sizes) -> Iterator[Refusal]:
         yield ("expert_parallel",), make_refusal(problem, remedy)
 
 
-def _divisibility_faults(sizes: Sizes) -> Iterator[Refusal]:
+def _find_divisibility_faults(sizes: Sizes) -> Iterator[Refusal]:
     """Yield a fault for each size that must divide another size and does not."""
     tensor = ("tensor_parallel", sizes.tensor)
     replicas = ("the number of replicas", sizes.replicas)
@@ -255,7 +255,7 @@ _EXAMPLES = {"model": "PATH_OR_NAME", "dp_attention": "true, and data_parallel: 
 
 
 @cache
-def _reserved_arguments() -> Mapping[str, Mapping[str, list[str]]]:
+def _load_reserved_arguments() -> Mapping[str, Mapping[str, list[str]]]:
     """Return the arguments that Muster itself passes to a backend, by backend and spec key.
 
     Arguments without a spec key are listed under `none`.
@@ -287,9 +287,9 @@ def check_fleet(written: Mapping[str, Any]) -> Iterator[Refusal]:
         yield ("backend",), make_refusal("missing: a fleet needs a backend", remedy)
 
     if backend == "command":
-        yield from _command_backend_faults(written)
+        yield from _find_command_backend_faults(written)
     elif backend in _MODEL_BACKENDS:
-        yield from _model_backend_faults(str(backend), written)
+        yield from _find_model_backend_faults(str(backend), written)
 
     if (sizes := Sizes.of(written)) is not None:
         yield from check_sizes(sizes)
@@ -324,7 +324,7 @@ def check_fleet(written: Mapping[str, Any]) -> Iterator[Refusal]:
             yield (section, key), make_refusal(problem, f"write {limit:g} or less")
 
 
-def _command_backend_faults(written: Mapping[str, Any]) -> Iterator[Refusal]:
+def _find_command_backend_faults(written: Mapping[str, Any]) -> Iterator[Refusal]:
     """Yield the faults of a fleet whose servers are started by a command of the user."""
     texts = str([written.get(key) for key in ("command", "args", "env")])
     if written.get("command") is None:
@@ -337,7 +337,7 @@ def _command_backend_faults(written: Mapping[str, Any]) -> Iterator[Refusal]:
         yield ("command",), make_refusal(problem, remedy)
 
 
-def _model_backend_faults(backend: str, written: Mapping[str, Any]) -> Iterator[Refusal]:
+def _find_model_backend_faults(backend: str, written: Mapping[str, Any]) -> Iterator[Refusal]:
     """Yield the faults of a fleet whose servers are started by Muster for a known backend."""
     name = _MODEL_BACKENDS[backend]
     health = mapping_or_empty(written.get("health"))
@@ -351,8 +351,8 @@ def _model_backend_faults(backend: str, written: Mapping[str, Any]) -> Iterator[
         remedy = "leave it out, and write further arguments into args"
         yield ("command",), make_refusal(problem, remedy)
     for index, word in enumerate(_to_words(written.get("args"))):
-        for key, options in _reserved_arguments()[backend].items():
-            if _option_of(word, backend) in options:
+        for key, options in _load_reserved_arguments()[backend].items():
+            if _get_option_name(word, backend) in options:
                 problem = f"Muster itself sets {word.partition('=')[0]} for each server"
                 remedy = "leave it out"
                 if key != "none":
@@ -373,7 +373,7 @@ def _model_backend_faults(backend: str, written: Mapping[str, Any]) -> Iterator[
         yield ("health", "timeout_s"), make_refusal(problem, "write for example 15")
 
 
-def _option_of(word: str, backend: str) -> str:
+def _get_option_name(word: str, backend: str) -> str:
     """Return the name of the command-line option in an argument, without its value.
 
     The name has the spelling of `backends.toml`, with hyphens. vLLM also accepts underscores.

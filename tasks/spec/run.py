@@ -312,7 +312,7 @@ class RunSpec(Document):
                 yield ("retry", str(kind), "attempts"), make_refusal(problem, "write attempts: 3")
 
     @classmethod
-    def prepared(cls, data: object) -> object:
+    def prepare(cls, data: object) -> object:
         return sort_by_start_order(data) if isinstance(data, Mapping) else data
 
     @property

@@ -105,12 +105,12 @@ def check_device_use(
         remedy = f"write {total}, or reduce the GPUs of the components"
         yield ("gang", "gpus_per_node"), make_refusal(problem, remedy)
 
-    yield from _device_variable_faults(("env",), written.get("env"))
+    yield from _find_device_variable_faults(("env",), written.get("env"))
     for name, component in components.items():
-        yield from _device_variable_faults(("components", name, "env"), component.get("env"))
+        yield from _find_device_variable_faults(("components", name, "env"), component.get("env"))
 
 
-def _device_variable_faults(place: tuple[str, ...], env: object) -> Iterator[Refusal]:
+def _find_device_variable_faults(place: tuple[str, ...], env: object) -> Iterator[Refusal]:
     """Yield a fault for each variable in a mapping `env` that Muster itself sets.
 
     Args:

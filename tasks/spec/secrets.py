@@ -21,13 +21,13 @@ from urllib.parse import quote
 MASK = "***"
 
 
-def _words(text: str) -> frozenset[str]:
+def _split_words(text: str) -> frozenset[str]:
     """Return the words of a text that are separated by spaces."""
     return frozenset(text.split())
 
 
 #: Words that make the name of a variable look secret at any position in the name: DB_PWD, PWD_OLD.
-_SECRET = _words(
+_SECRET = _split_words(
     "SECRETS PASSWORDS PASSPHRASE PWD CREDENTIAL CREDENTIALS AUTH AUTHORIZATION BEARER JWT COOKIE "
     "COOKIES WEBHOOK PAT"
 )
@@ -47,18 +47,20 @@ _SECRET_ENDS = (
 )
 #: Words that make a name look secret if they are its last word: SSH_KEY, DB_PASS. A number after
 #: the word does not matter: API_KEY_2. At another position, these words are harmless: KEY_COUNT.
-_SECRET_LAST = _words("KEY KEYS PASS")
+_SECRET_LAST = _split_words("KEY KEYS PASS")
 #: Words that make a name look secret if they are followed by KEY, at any position in the name:
 #: AWS_ACCESS_KEY_ID.
-_SECRET_KEY_PREFIXES = _words("API ACCESS PRIVATE SECRET SIGNING ENCRYPTION MASTER ACCOUNT")
+_SECRET_KEY_PREFIXES = _split_words("API ACCESS PRIVATE SECRET SIGNING ENCRYPTION MASTER ACCOUNT")
 #: Words that make KEY as the last word of a name harmless if they precede it: PUBLIC_KEY.
-_OPEN_KEY_PREFIXES = _words("PUBLIC PRIMARY FOREIGN SORT PARTITION CACHE GROUP STEP METRIC")
+_OPEN_KEY_PREFIXES = _split_words("PUBLIC PRIMARY FOREIGN SORT PARTITION CACHE GROUP STEP METRIC")
 #: Words before TOKEN that mean a token of a language model and not a credential: EOS_TOKEN.
-_MODEL_TOKEN_PREFIXES = _words("EOS BOS PAD UNK SEP CLS MASK STOP IMAGE SPECIAL PER MAX MIN NUM")
+_MODEL_TOKEN_PREFIXES = _split_words(
+    "EOS BOS PAD UNK SEP CLS MASK STOP IMAGE SPECIAL PER MAX MIN NUM"
+)
 #: Words after TOKEN that mean a token of a language model and not a credential: TOKEN_COUNT.
-_MODEL_TOKEN_SUFFIXES = _words("ID IDS LEN LENGTH LIMIT COUNT BUDGET LEVEL MEAN SIZE RATE")
+_MODEL_TOKEN_SUFFIXES = _split_words("ID IDS LEN LENGTH LIMIT COUNT BUDGET LEVEL MEAN SIZE RATE")
 #: Last words of names that only describe the place or the use of a secret: SSH_KEY_FILE.
-_DESCRIPTIVE_LAST = _words("FILE PATH DIR SOCK PORT HOST TIMEOUT TTL ENABLED TYPE MODE")
+_DESCRIPTIVE_LAST = _split_words("FILE PATH DIR SOCK PORT HOST TIMEOUT TTL ENABLED TYPE MODE")
 #: Names of shell variables that contain directories. PWD would otherwise look like a password.
 _NEVER_SECRET = frozenset({"PWD", "OLDPWD"})
 
@@ -215,7 +217,7 @@ def mask_text(text: str, secret_values: Iterable[str]) -> str:
     the shell and URLs write it. If a secret has several lines, such as a PEM key, each of its lines
     is masked, too.
     """
-    for spelling in _all_spellings(frozenset(secret_values)):
+    for spelling in _list_all_spellings(frozenset(secret_values)):
         text = text.replace(spelling, MASK)
     return text
 
@@ -274,16 +276,16 @@ def mask_logs(mask: Callable[[str], str]) -> Iterator[None]:
 
 
 @lru_cache(maxsize=32)
-def _all_spellings(values: frozenset[str]) -> tuple[str, ...]:
+def _list_all_spellings(values: frozenset[str]) -> tuple[str, ...]:
     """Return the spellings of all secret values, the longest first.
 
     If a secret contains another secret, the longer secret must be masked first.
     """
-    spellings = {spelling for value in values for spelling in _spellings(value)}
+    spellings = {spelling for value in values for spelling in _list_spellings(value)}
     return tuple(sorted(spellings, key=len, reverse=True))
 
 
-def _spellings(value: str) -> set[str]:
+def _list_spellings(value: str) -> set[str]:
     """Return the spellings of a secret value that are likely in a log."""
     as_json = json.dumps(value)[1:-1]
     spellings = {

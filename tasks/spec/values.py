@@ -406,7 +406,7 @@ class Document(Model):
     """
 
     @classmethod
-    def prepared(cls, data: object) -> object:
+    def prepare(cls, data: object) -> object:
         """Return the data to validate. A subclass may override this to change the user's data."""
         return data
 
@@ -414,7 +414,7 @@ class Document(Model):
     @classmethod
     def _translate_errors(cls, data: object, handler: ModelWrapValidatorHandler[Self]) -> Self:
         try:
-            return handler(cls.prepared(data))
+            return handler(cls.prepare(data))
         except ValidationError as error:
             faults = tuple(map(_to_fault, error.errors(include_url=False)))
         raise InvalidSpec(faults)

@@ -143,7 +143,7 @@ class Watch(Model):
         Args:
             workload: Workload of the run. It is the name of the preset if the user chose none.
         """
-        preset = _presets().get(self.preset or workload, {})
+        preset = _load_presets().get(self.preset or workload, {})
         own_rules = {
             name: rule and rule.over(preset.get(name, rule)) for name, rule in self.rules_.items()
         }
@@ -164,7 +164,7 @@ def check_watch_rules(written: Mapping[str, Any], workload: object) -> Iterator[
         written: The mapping `watch` as the user wrote it. Its values are not validated yet.
         workload: Workload of the run. It is the name of the preset if the user chose none.
     """
-    known = _presets().get(str(written.get("preset") or workload), {})
+    known = _load_presets().get(str(written.get("preset") or workload), {})
     for name, rule in mapping_or_empty(written.get("rules")).items():
         if not isinstance(rule, Mapping) or name in known:
             continue
@@ -178,7 +178,7 @@ def check_watch_rules(written: Mapping[str, Any], workload: object) -> Iterator[
 
 
 @cache
-def _presets() -> Mapping[str, Mapping[str, WatchRule]]:
+def _load_presets() -> Mapping[str, Mapping[str, WatchRule]]:
     """Return the predefined rules of `watch.yaml`, by name of the preset and name of the rule."""
     content = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
     rules = {name: WatchRule.model_validate(rule) for name, rule in content["rules"].items()}
@@ -358,10 +358,10 @@ class _RuleState:
         if len(self._recent) < self.rule.for_steps:
             return ""
         values = [recent_value for _, recent_value in self._recent]
-        predicate = self._judge(values)
+        predicate = self._evaluate_condition(values)
         return f"{predicate} for {len(values)} steps" if predicate else ""
 
-    def _judge(self, values: Sequence[float]) -> str:
+    def _evaluate_condition(self, values: Sequence[float]) -> str:
         """Return the end of the alarm's message if the condition holds for the values, else ""."""
         rule = self.rule
         low = min(values)
@@ -379,9 +379,9 @@ class _RuleState:
         is_spent = self._highest_value > 0 and high <= limit
         if rule.spent and is_spent and not self._is_other_metric_steady():
             return f"is {values[-1]:.4g}, far below its highest value {self._highest_value:.4g},"
-        return self._judge_loss(values) if rule.loses else ""
+        return self._evaluate_loss(values) if rule.loses else ""
 
-    def _judge_loss(self, values: Sequence[float]) -> str:
+    def _evaluate_loss(self, values: Sequence[float]) -> str:
         """Evaluate the condition `loses`: the mean has fallen far below the best mean.
 
         Args:
