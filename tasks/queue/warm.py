@@ -33,7 +33,7 @@ from typing import Any
 
 from tasks.processes.signals import ignore_exactly, ignore_until_exit, ignored_signals
 from tasks.record.places import muster_home
-from tasks.spec.ownership import peer_of, require_own_peer
+from tasks.spec.ownership import get_peer, require_own_peer
 
 #: File name of the fork server's socket in the MUSTER_HOME directory.
 _SOCKET_NAME = "zygote"
@@ -241,7 +241,7 @@ class Caller:
             OSError: A value of the command cannot be read or taken over.
             ValueError: The command belongs to another user, namespace or cgroup.
         """
-        pid, uid = peer_of(self.connection)
+        pid, uid = get_peer(self.connection)
         if uid != os.geteuid() or not _is_in_same_namespaces(pid):
             raise ValueError("the command belongs to another user or namespace")
         if Path(f"/proc/{pid}/cgroup").read_text() != Path("/proc/self/cgroup").read_text():

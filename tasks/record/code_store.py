@@ -32,7 +32,7 @@ from tasks.record.places import muster_home, read_own_file
 from tasks.record.repository import GitFailed, find_repository, git_view
 from tasks.spec.errors import Fault, InvalidSpec, MusterError
 from tasks.spec.formatting import join_commas
-from tasks.spec.programs import own_environment
+from tasks.spec.programs import find_trusted_environment
 
 #: Environment variable that gives a run's processes the project folder that their code came from.
 PROJECT = "MUSTER_PROJECT"
@@ -193,7 +193,7 @@ def import_path(project: Path, place: Path) -> list[str]:
     found: dict[str, None] = {}
     roots = "|".join(map(re.escape, {str(project), os.path.realpath(project)}))
     inside = re.compile(rf"(?:{roots})(?=[/'\"\n:;]|$)([^'\"\n:;]*)")
-    if (environment := own_environment(project)) is None:
+    if (environment := find_trusted_environment(project)) is None:
         return []
     site = "lib/python*/site-packages"
     for file in (*environment.glob(f"{site}/*.pth"), *environment.glob(f"{site}/__editable__*.py")):

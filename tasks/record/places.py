@@ -17,9 +17,9 @@ from uuid import UUID
 
 from tasks.spec.ownership import (
     UntrustedPath,
+    find_ownership_fault,
+    find_path_fault,
     is_present,
-    ownership_fault,
-    path_fault,
     trusted_users,
 )
 
@@ -100,10 +100,12 @@ def home_owners() -> frozenset[int]:
 
 def _home_fault(home: Path, owners: frozenset[int]) -> str:
     """Return why a home is not trusted, or an empty string. Raises: OSError."""
-    if fault := path_fault(home, owners):
+    if fault := find_path_fault(home, owners):
         return fault
     entries = (home / name for name in _ENTRIES)
-    faults = (path_fault(entry, owners, from_root=False) for entry in entries if is_present(entry))
+    faults = (
+        find_path_fault(entry, owners, from_root=False) for entry in entries if is_present(entry)
+    )
     return next(filter(None, faults), "")
 
 
@@ -124,7 +126,7 @@ def read_own_file(path: Path) -> bytes:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise PermissionError(errno.EACCES, "it is no regular file", str(path))
-        if fault := ownership_fault(path, status, home_owners()):
+        if fault := find_ownership_fault(path, status, home_owners()):
             raise PermissionError(errno.EACCES, fault, str(path))
         return file.read()
 

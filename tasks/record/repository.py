@@ -25,7 +25,7 @@ from pathlib import Path
 
 from tasks.spec.errors import MusterError
 from tasks.spec.formatting import format_count
-from tasks.spec.ownership import folder_fault, is_present, marker_fault, say_ignored
+from tasks.spec.ownership import find_folder_fault, find_marker_fault, is_present, warn_ignored
 
 #: Timeout of a git command, in seconds.
 _ANSWERS_WITHIN_S = 60.0
@@ -85,9 +85,9 @@ def find_repository(folder: Path) -> Repository | None:
     for above in (place, *place.parents):
         mark = above / ".git"
         try:
-            if fault := folder_fault(above):
+            if fault := find_folder_fault(above):
                 if is_present(mark):
-                    say_ignored(mark, fault)
+                    warn_ignored(mark, fault)
                 return None
         except OSError:
             return None
@@ -100,8 +100,8 @@ def repository_at(work_tree: Path) -> Repository | None:
     """Return the repository with its `.git` in a folder, or None if none can be used."""
     mark = work_tree / ".git"
     try:
-        if fault := marker_fault(mark):
-            say_ignored(mark, fault)
+        if fault := find_marker_fault(mark):
+            warn_ignored(mark, fault)
             return None
         git_dir = mark if mark.is_dir() else _named_in(mark, "gitdir: ")
         common_dir = git_dir
@@ -110,17 +110,17 @@ def repository_at(work_tree: Path) -> Repository | None:
         if not is_present(git_dir / "HEAD") or not (common_dir / "objects").is_dir():
             raise ValueError("HEAD or the objects are missing")
         if fault := _fault_of(git_dir, common_dir):
-            say_ignored(mark, fault)
+            warn_ignored(mark, fault)
             return None
     except (OSError, ValueError) as error:
-        say_ignored(mark, f"it is no whole repository: {error}")
+        warn_ignored(mark, f"it is no whole repository: {error}")
         return None
     return Repository(work_tree=work_tree.resolve(), git_dir=git_dir, common_dir=common_dir)
 
 
 def _named_in(file: Path, prefix: str) -> Path:
     """Return the folder that a file of git names. Raises: OSError, ValueError."""
-    if fault := marker_fault(file):
+    if fault := find_marker_fault(file):
         raise PermissionError(fault)
     text = os.fsdecode(file.read_bytes()).rstrip("\n")
     if not text.startswith(prefix) or len(text) == len(prefix):
@@ -136,7 +136,7 @@ def _fault_of(git_dir: Path, common_dir: Path) -> str:
     parts += [git_dir / name for name in own]
     parts += [common_dir / name for name in shared]
     for part in parts:
-        if is_present(part) and (fault := marker_fault(part)):
+        if is_present(part) and (fault := find_marker_fault(part)):
             return fault
     return _alternates_fault(common_dir / "objects", 0)
 
@@ -146,7 +146,7 @@ def _alternates_fault(objects: Path, depth: int) -> str:
     listed = objects / "info" / "alternates"
     if not is_present(listed):
         return ""
-    if fault := marker_fault(listed):
+    if fault := find_marker_fault(listed):
         return fault
     if depth == _ALTERNATES_DEPTH:
         return f"{listed} leads further than {_ALTERNATES_DEPTH} stores"
@@ -155,7 +155,7 @@ def _alternates_fault(objects: Path, depth: int) -> str:
             continue
         store = objects / line.strip('"')
         if is_present(store):
-            fault = marker_fault(store) or _alternates_fault(store, depth + 1)
+            fault = find_marker_fault(store) or _alternates_fault(store, depth + 1)
             if fault:
                 return f"its objects lie in the store of another repository, and {fault}"
     return ""

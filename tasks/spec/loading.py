@@ -23,7 +23,7 @@ from tasks.spec import placeholders
 from tasks.spec.component import ComponentsByName
 from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.formatting import format_count
-from tasks.spec.ownership import folder_fault, is_present, marker_fault, say_ignored
+from tasks.spec.ownership import find_folder_fault, find_marker_fault, is_present, warn_ignored
 from tasks.spec.placeholders import mapping_or_empty
 from tasks.spec.run import RunSpec
 from tasks.spec.secrets import mask_env, mask_nested, mask_text
@@ -338,7 +338,7 @@ def find_project_root(file: Path) -> Path:
     folders = file.absolute().parents
     for folder in folders:
         try:
-            fault = folder_fault(folder)
+            fault = find_folder_fault(folder)
         except OSError:
             # The caller may ask for a file whose folder does not exist yet.
             continue
@@ -367,12 +367,12 @@ def _is_trusted_marker(marker: Path) -> bool:
         marker: Path of the file or folder. If it exists and is not trusted, a warning is logged.
     """
     try:
-        fault = marker_fault(marker)
+        fault = find_marker_fault(marker)
     except OSError:
         # The path does not exist, or is a symbolic link without a target.
         return False
     if fault:
-        say_ignored(marker, fault)
+        warn_ignored(marker, fault)
     return not fault
 
 
@@ -385,7 +385,7 @@ def _warn_about_markers(folder: Path, fault: str) -> None:
     """
     for marker in _ROOT_MARKERS:
         if is_present(folder / marker):
-            say_ignored(folder / marker, fault)
+            warn_ignored(folder / marker, fault)
 
 
 def list_required_ports(spec: RunSpec) -> tuple[str, ...]:

@@ -48,7 +48,7 @@ def trusted_users() -> frozenset[int]:
     return frozenset((_ROOT_UID, os.geteuid()))
 
 
-def user_name(uid: int) -> str:
+def _format_user(uid: int) -> str:
     """Return name and id of a user for a message: `alice (1000)`, or `user 1000` without a name."""
     try:
         return f"{pwd.getpwuid(uid).pw_name} ({uid})"
@@ -56,7 +56,7 @@ def user_name(uid: int) -> str:
         return f"user {uid}"
 
 
-def ownership_fault(
+def find_ownership_fault(
     path: Path, status: os.stat_result, users: Collection[int] | None = None
 ) -> str:
     """Return the reason that a file or folder is not trusted, or an empty string.
@@ -70,20 +70,20 @@ def ownership_fault(
     """
     if status.st_uid not in (trusted_users() if users is None else users):
         mode = stat.S_IMODE(status.st_mode)
-        return f"{path} belongs to {user_name(status.st_uid)} (mode {mode:04o})"
+        return f"{path} belongs to {_format_user(status.st_uid)} (mode {mode:04o})"
     if stat.S_ISLNK(status.st_mode):
         return ""
-    return writable_fault(path, status)
+    return _find_writable_fault(path, status)
 
 
-def writable_fault(path: Path, status: os.stat_result) -> str:
+def _find_writable_fault(path: Path, status: os.stat_result) -> str:
     """Return a message if users other than the owner may write to a path, else an empty string."""
     mode = stat.S_IMODE(status.st_mode)
     is_open_to_group = bool(mode & stat.S_IWGRP) and not _is_private_group(path, status)
     if not mode & stat.S_IWOTH and not is_open_to_group:
         return ""
     who = "every user" if mode & stat.S_IWOTH else f"group {status.st_gid}"
-    owner = user_name(status.st_uid)
+    owner = _format_user(status.st_uid)
     return f"{who} may write to {path} (owner {owner}, mode {mode:04o}): run chmod go-w {path}"
 
 
@@ -111,7 +111,9 @@ def _is_private_group(path: Path, status: os.stat_result) -> bool:
     return False
 
 
-def path_fault(path: Path, users: Collection[int] | None = None, *, from_root: bool = True) -> str:
+def find_path_fault(
+    path: Path, users: Collection[int] | None = None, *, from_root: bool = True
+) -> str:
     """Return the reason that another user could change the target of a path, or an empty string.
 
     The function checks every folder and symbolic link on the path. A folder with the sticky bit on
@@ -132,7 +134,9 @@ def path_fault(path: Path, users: Collection[int] | None = None, *, from_root: b
     # replaces the link.
     rest = list(reversed(path.parts[1:] if from_root else path.parts[-1:]))
     links = 0
-    fault = _folder_fault(current, os.lstat(current), users, is_last=not rest) if from_root else ""
+    fault = (
+        _find_part_fault(current, os.lstat(current), users, is_last=not rest) if from_root else ""
+    )
     while rest and not fault:
         name = rest.pop()
         if name == os.pardir:
@@ -144,10 +148,10 @@ def path_fault(path: Path, users: Collection[int] | None = None, *, from_root: b
         except (FileNotFoundError, NotADirectoryError):
             return ""
         if not stat.S_ISLNK(status.st_mode):
-            fault = _folder_fault(entry, status, users, is_last=not rest)
+            fault = _find_part_fault(entry, status, users, is_last=not rest)
             current = entry
             continue
-        fault = ownership_fault(entry, status, users)
+        fault = find_ownership_fault(entry, status, users)
         links += 1
         if links > _MOST_LINKS:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
@@ -160,7 +164,7 @@ def path_fault(path: Path, users: Collection[int] | None = None, *, from_root: b
     return fault
 
 
-def _folder_fault(
+def _find_part_fault(
     path: Path, status: os.stat_result, users: Collection[int] | None, *, is_last: bool
 ) -> str:
     """Return the reason that a file or folder on a path is not trusted, or an empty string.
@@ -175,11 +179,11 @@ def _folder_fault(
     is_sticky = stat.S_ISDIR(status.st_mode) and bool(status.st_mode & stat.S_ISVTX)
     if is_sticky and not is_last:
         allowed = trusted_users() if users is None else users
-        return "" if status.st_uid in allowed else ownership_fault(path, status, users)
-    return ownership_fault(path, status, users)
+        return "" if status.st_uid in allowed else find_ownership_fault(path, status, users)
+    return find_ownership_fault(path, status, users)
 
 
-def marker_fault(path: Path, *, is_link_enough: bool = False) -> str:
+def find_marker_fault(path: Path, *, is_link_enough: bool = False) -> str:
     """Return the reason that another user could have put a file in its place, or an empty string.
 
     Use this for files that decide which programs Muster runs, such as `pyproject.toml`. The file,
@@ -195,13 +199,13 @@ def marker_fault(path: Path, *, is_link_enough: bool = False) -> str:
     """
     for status in (os.lstat(path), os.stat(path)):
         if status.st_uid not in trusted_users():
-            return f"{path} belongs to {user_name(status.st_uid)}"
+            return f"{path} belongs to {_format_user(status.st_uid)}"
         if is_link_enough:
             break
-    return _open_to_all(path, os.stat(path)) or folder_fault(path.parent)
+    return _find_open_fault(path, os.stat(path)) or find_folder_fault(path.parent)
 
 
-def folder_fault(folder: Path) -> str:
+def find_folder_fault(folder: Path) -> str:
     """Return the reason that another user could have created files in a folder, or an empty string.
 
     A folder with the sticky bit, such as `/tmp`, is accepted although other users can create files
@@ -212,11 +216,11 @@ def folder_fault(folder: Path) -> str:
     """
     status = os.stat(folder)
     if status.st_uid not in trusted_users():
-        return f"{folder} belongs to {user_name(status.st_uid)}"
-    return _open_to_all(folder, status)
+        return f"{folder} belongs to {_format_user(status.st_uid)}"
+    return _find_open_fault(folder, status)
 
 
-def _open_to_all(path: Path, status: os.stat_result) -> str:
+def _find_open_fault(path: Path, status: os.stat_result) -> str:
     """Return a message if every user may write to a file or folder, else an empty string.
 
     A folder with the sticky bit is accepted.
@@ -239,7 +243,7 @@ def refuse_foreign_settings(folder: Path) -> None:
     for name in PREFECT_SETTINGS:
         file = folder / name
         try:
-            fault = marker_fault(file)
+            fault = find_marker_fault(file)
         except OSError:
             # The file does not exist, so Prefect reads no settings from it.
             continue
@@ -268,7 +272,7 @@ def _has_settings(file: Path) -> bool:
 
 
 @cache
-def say_ignored(path: Path, fault: str) -> None:
+def warn_ignored(path: Path, fault: str) -> None:
     """Log a warning that a path is ignored because it is not trusted.
 
     The same warning is logged at most once per process.
@@ -285,7 +289,7 @@ def is_present(path: Path) -> bool:
     return os.path.lexists(path)
 
 
-def peer_of(connection: socket.socket) -> tuple[int, int]:
+def get_peer(connection: socket.socket) -> tuple[int, int]:
     """Return process id and user id of the process at the other end of a connected local socket.
 
     The kernel recorded both when that process connected or began to listen.
@@ -305,7 +309,7 @@ def require_own_peer(connection: socket.socket) -> None:
         PermissionError: The process belongs to another user.
         OSError: The kernel cannot name the process.
     """
-    _pid, uid = peer_of(connection)
+    _pid, uid = get_peer(connection)
     if uid != os.geteuid():
-        who = user_name(uid)
+        who = _format_user(uid)
         raise PermissionError(errno.EACCES, f"the socket is connected to a process of {who}")

@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 from tasks.spec.component import Component
 from tasks.spec.errors import Fault
 from tasks.spec.formatting import suggest_name
-from tasks.spec.ownership import marker_fault, say_ignored
+from tasks.spec.ownership import find_marker_fault, warn_ignored
 from tasks.spec.placeholders import has_placeholders, substitute
 from tasks.spec.rollout import Rollout
 from tasks.spec.run import RunSpec
@@ -66,14 +66,14 @@ def find_python(root: Path) -> str:
     Args:
         root: Root of the project.
     """
-    environment = own_environment(root)
+    environment = find_trusted_environment(root)
     if environment is None:
         return sys.executable
     python = environment / "bin" / "python"
     return str(python) if os.access(python, os.X_OK) else sys.executable
 
 
-def own_environment(root: Path) -> Path | None:
+def find_trusted_environment(root: Path) -> Path | None:
     """Return the path of the virtual environment `.venv` of a project.
 
     Returns:
@@ -87,12 +87,12 @@ def own_environment(root: Path) -> Path | None:
         try:
             # `python` may be a symbolic link to an interpreter that another user has installed. The
             # owner of the link has chosen to trust that interpreter.
-            fault = marker_fault(place, is_link_enough=place.name == "python")
+            fault = find_marker_fault(place, is_link_enough=place.name == "python")
         except OSError:
             # The path does not exist, so no program in it is started.
             continue
         if fault:
-            say_ignored(environment, fault)
+            warn_ignored(environment, fault)
             return None
     return environment
 
