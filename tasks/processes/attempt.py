@@ -830,7 +830,7 @@ class SupervisedAttempt:
 
     def _take_figures(self, step: float, figures: Mapping[str, Any]) -> None:
         self._progress.note_line(step)
-        for alarm in self._alarms.take(step, figures) if self._alarms else ():
+        for alarm in self._alarms.evaluate(step, figures) if self._alarms else ():
             self._emit("run.alarm", **asdict(alarm), message=alarm.message)
             if alarm.then == "stop":
                 rule = f"watch-{alarm.rule}"

@@ -256,8 +256,8 @@ class RunSpec(Document):
         None,
         description="Longest time without a new step, in seconds. After it, the run fails as "
         "STALLED. Without `progress`, it is the longest time without output; lines that only "
-        "repeat do not count. Time in which a checkpoint grows does not count. If omitted, there is "
-        "no limit.",
+        "repeat do not count. Time in which a checkpoint grows does not count. If omitted, there "
+        "is no limit.",
         examples=[1800],
     )
     finish_within_s: Seconds = Field(
@@ -394,7 +394,7 @@ class RunSpec(Document):
     def alarms(self) -> dict[str, WatchRule]:
         """Alarm rules of the run, by name. Empty if `progress` names no metrics file."""
         has_metrics_file = self.progress is not None and self.progress.jsonl is not None
-        return (self.watch or Watch()).of(self.workload) if has_metrics_file else {}
+        return (self.watch or Watch()).choose_rules(self.workload) if has_metrics_file else {}
 
     @property
     def teardown_s(self) -> float:

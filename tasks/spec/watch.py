@@ -98,7 +98,7 @@ class WatchRule(Model):
             problem = f"must have exactly 1 condition, found {join_words(conditions)}"
             yield (), make_refusal(problem, "keep one of them")
 
-    def over(self, other: WatchRule) -> WatchRule:
+    def with_defaults(self, other: WatchRule) -> WatchRule:
         """Return this rule with its omitted keys taken from another rule.
 
         If this rule has its own condition, the condition of the other rule is dropped.
@@ -135,7 +135,7 @@ class Watch(Model):
         examples=[{"kl": {"metric": ["actor/ppo_kl"], "above": 0.5, "then": "stop"}}],
     )
 
-    def of(self, workload: str) -> dict[str, WatchRule]:
+    def choose_rules(self, workload: str) -> dict[str, WatchRule]:
         """Return the effective rules by name: the rules of the preset, changed by the user's rules.
 
         In each returned rule, the key `then` has a value.
@@ -145,7 +145,8 @@ class Watch(Model):
         """
         preset = _load_presets().get(self.preset or workload, {})
         own_rules = {
-            name: rule and rule.over(preset.get(name, rule)) for name, rule in self.rules_.items()
+            name: rule and rule.with_defaults(preset.get(name, rule))
+            for name, rule in self.rules_.items()
         }
         return {
             name: rule.model_copy(update={"then": rule.then or self.then})
@@ -252,7 +253,7 @@ class Alarms:
         self._pending = {name: _RuleState(name, rule) for name, rule in rules.items()}
         self._last_step: float | None = None
 
-    def take(self, step: float, entry: Mapping[str, Any]) -> list[Alarm]:
+    def evaluate(self, step: float, entry: Mapping[str, Any]) -> list[Alarm]:
         """Evaluate a line of the metrics file and return the new alarms.
 
         If the step is lower than that of the previous line, the training went back to a checkpoint.

@@ -75,8 +75,8 @@ def find_alarms(
     lines: Lines, watch: Watch | None = None, workload: str = "grpo"
 ) -> dict[str, float]:
     """Return the step of each alarm, by rule."""
-    alarms = Alarms((watch or Watch()).of(workload))
-    found = [alarm for line in lines for alarm in alarms.take(float(str(line["step"])), line)]
+    alarms = Alarms((watch or Watch()).choose_rules(workload))
+    found = [alarm for line in lines for alarm in alarms.evaluate(float(str(line["step"])), line)]
     assert len({alarm.rule for alarm in found}) == len(found), "one was heard twice"
     return {alarm.rule: alarm.step for alarm in found}
 
@@ -160,7 +160,7 @@ def test_own_rules_extend_the_preset() -> None:
     }
     watch = Watch.model_validate({"rules": rules})
 
-    found = watch.of("grpo")
+    found = watch.choose_rules("grpo")
 
     assert (found["kl"].then, found["length"].then) == ("stop", "tell")
     assert "reward_constant" not in found
@@ -168,7 +168,7 @@ def test_own_rules_extend_the_preset() -> None:
     assert (collapsed.then, collapsed.loses, len(collapsed.metric) > 1) == ("stop", 0.5, True)
     assert (entropy.metric, entropy.below, entropy.spent) == (("my_entropy",), 0.1, None)
     assert find_alarms([{"step": 1, "my_kl": 0.2}], watch) == {"kl": 1}
-    assert Watch.model_validate({"preset": "none"}).of("grpo") == {}
+    assert Watch.model_validate({"preset": "none"}).choose_rules("grpo") == {}
 
 
 @pytest.mark.parametrize(
