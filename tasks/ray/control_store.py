@@ -1,8 +1,8 @@
-"""Requests to the control store (GCS) of a Ray cluster over gRPC.
+"""Send gRPC requests to the control store (GCS) of a Ray cluster.
 
-The dashboard cannot end actors or placement groups by id, name all drivers of a job, or read the
-cluster's key-value table. Ray offers these calls only to drivers, which must run on a node of the
-cluster. The gRPC service of the control store accepts the same requests from any machine.
+The Ray dashboard cannot end actors or placement groups by id, list all drivers of a job, or read
+the cluster's key-value table. Ray's Python API can, but only for a Ray driver process on a node of
+the cluster. The gRPC service of the control store accepts the same requests from any machine.
 
 Each function may raise `NoAnswer`, or `Denied` if another try would not help.
 
@@ -22,34 +22,51 @@ from typing import Any
 from tasks.processes.trusted_server import UntrustedListener
 from tasks.ray.dashboard import Denied, NoAnswer, require_trusted_control_store
 
-#: Deadline of one request, in seconds.
+#: Deadline of one request to the control store, in seconds.
 _REQUEST_TIMEOUT_S = 5.0
-#: Largest reply that is accepted. The reply that lists the jobs grows with every job of the
-#: cluster, and after some months it exceeds gRPC's default of 4 MiB.
+#: Largest reply that is accepted, in bytes. The list of jobs grows with every job of the cluster.
+#: After some months it exceeds gRPC's default limit of 4 MiB.
 _MAX_REPLY_BYTES = 512 * 1024 * 1024
-#: gRPC status codes of requests that must not be repeated.
+#: gRPC status codes after which a repeated request would fail in the same way.
 _DENIAL_CODES = frozenset({"UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED"})
 
 
 async def kill_actors(gcs_address: str, actor_ids: Iterable[str]) -> None:
-    """Kill actors with SIGKILL and do not restart them. A pending actor is no longer scheduled."""
+    """Kill Ray actors with SIGKILL, without a restart. Actors that are still pending never start.
+
+    Args:
+        gcs_address: `HOST:PORT` of the control store.
+        actor_ids: Ray's ids of the actors, in hex.
+    """
     options = {"force_kill": True, "no_restart": True}
     requests = [{"actor_id": bytes.fromhex(actor_id), **options} for actor_id in actor_ids]
     await _call(gcs_address, "ActorInfo", "KillActorViaGcs", requests)
 
 
 async def remove_groups(gcs_address: str, group_ids: Iterable[str]) -> None:
-    """Remove placement groups, which frees the resources that they hold."""
+    """Remove Ray placement groups, which frees the resources that they hold.
+
+    Args:
+        gcs_address: `HOST:PORT` of the control store.
+        group_ids: Ray's ids of the placement groups, in hex.
+    """
     requests = [{"placement_group_id": bytes.fromhex(group_id)} for group_id in group_ids]
     await _call(gcs_address, "PlacementGroupInfo", "RemovePlacementGroup", requests)
 
 
 async def list_drivers(gcs_address: str, submission_id: str) -> frozenset[str]:
-    """Return the Ray job ids, in hex, of all drivers that a submission connected to the cluster.
+    """Return the Ray job ids of all Ray drivers that the program of a submitted job has started.
 
-    The program of a submission may start several drivers. The dashboard names only one of them.
+    One program may start several drivers. The dashboard names only one of them.
+
+    Args:
+        gcs_address: `HOST:PORT` of the control store.
+        submission_id: Id under which the job was submitted.
+
+    Returns:
+        The Ray job ids, in hex.
     """
-    # Without these two flags the control store contacts every driver before it replies.
+    # Without these two flags, the control store contacts every driver process before it replies.
     flags = {"skip_submission_job_info_field": True, "skip_is_running_tasks_field": True}
     (reply,) = await _call(gcs_address, "JobInfo", "GetAllJobInfo", [flags])
     return frozenset(
@@ -60,7 +77,10 @@ async def list_drivers(gcs_address: str, submission_id: str) -> frozenset[str]:
 
 
 async def list_living_nodes(gcs_address: str) -> list[Any]:
-    """Return a GcsNodeInfo message for each living node. Source: ray/protobuf/gcs.proto."""
+    """Return a GcsNodeInfo message for each living node of the cluster.
+
+    Source: ray/protobuf/gcs.proto.
+    """
     (reply,) = await _call(gcs_address, "NodeInfo", "GetAllNodeInfo", [{}])
     return [node for node in reply.node_info_list if node.state == node.ALIVE]
 
@@ -68,10 +88,15 @@ async def list_living_nodes(gcs_address: str) -> list[Any]:
 async def read_entries(gcs_address: str, namespace: str, prefix: str) -> dict[str, str]:
     """Read the entries of the cluster's key-value table whose keys start with a prefix.
 
-    All jobs of the cluster can read and write this table.
+    All jobs of the cluster can read and write this table, so the values are not trustworthy.
+
+    Args:
+        gcs_address: `HOST:PORT` of the control store.
+        namespace: Namespace of the entries in the table.
+        prefix: Start of the keys.
 
     Returns:
-        `value[key]`, where the key has lost its prefix.
+        `value[key]`. The keys do not contain the prefix.
     """
     namespace_field = {"namespace": namespace.encode()}
     key_request = {"prefix": prefix.encode(), **namespace_field}
@@ -87,7 +112,14 @@ async def read_entries(gcs_address: str, namespace: str, prefix: str) -> dict[st
 async def _call(
     gcs_address: str, service: str, method: str, requests: Iterable[dict[str, Any]]
 ) -> list[Any]:
-    """Send requests one after the other over one channel, and return the replies in order."""
+    """Send several requests of one kind, one after the other, and return the replies in order.
+
+    Args:
+        gcs_address: `HOST:PORT` of the control store.
+        service: Name of the gRPC service without its ending `GcsService`.
+        method: Name of the service's method.
+        requests: `value[field]` of each request message.
+    """
 
     def run() -> list[Any]:
         channel = open_channel(gcs_address)
@@ -102,17 +134,18 @@ async def _call(
 
 
 def open_channel(gcs_address: str, *, has_token: bool = True) -> Any:
-    """Open a gRPC channel to a control store. It uses Ray's own TLS settings.
+    """Open a gRPC channel to a control store, with Ray's own TLS settings.
 
     Args:
         gcs_address: `HOST:PORT` of the control store.
-        has_token: Send Ray's authentication token with each request.
+        has_token: True sends Ray's authentication token with each request.
 
     Returns:
-        The channel. The caller closes it.
+        The channel. The caller must close it.
 
     Raises:
-        NoAnswer: On this machine, another user listens at the address.
+        NoAnswer: The address belongs to this machine, and a process of another user listens there.
+            It must not receive the token.
     """
     if has_token:
         try:
@@ -120,14 +153,14 @@ def open_channel(gcs_address: str, *, has_token: bool = True) -> Any:
         except UntrustedListener as error:
             raise NoAnswer(str(error)) from error
 
-    # Importing these modules takes most of a second, so they are imported at the first use.
+    # The import of these modules takes most of a second, so it waits until their first use.
     constants: Any = importlib.import_module("ray._private.ray_constants")
     utils: Any = importlib.import_module("ray._private.grpc_utils")
     options = (
         *constants.GLOBAL_GRPC_OPTIONS,
         ("grpc.max_receive_message_length", _MAX_REPLY_BYTES),
-        # By default a new channel shares the TCP connection of an earlier channel. It would then
-        # also wait out the reconnect delay of that connection.
+        # By default, a new channel shares the TCP connection of an earlier channel. After a lost
+        # connection, it would then wait for gRPC's long reconnect delay.
         ("grpc.use_local_subchannel_pool", 1),
     )
     if has_token:
@@ -140,14 +173,23 @@ def open_channel(gcs_address: str, *, has_token: bool = True) -> Any:
 
 
 def uses_tls() -> bool:
-    """Return True if Ray's own connections are encrypted. Source: ray/_private/tls_utils.py."""
+    """Return True if the environment tells Ray to encrypt its connections.
+
+    Source: ray/_private/tls_utils.py.
+    """
     return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
 
 
 def prepare_request(channel: Any, service: str, method: str) -> Callable[..., Any]:
-    """Return a function that sends requests of one kind.
+    """Return a function that sends requests of one kind to the control store.
 
-    The function is called as `send(within_s, **fields)` and returns a future of the reply.
+    The function is called as `send(within_s, **fields)` with a deadline in seconds and the fields
+    of the request message. It returns a gRPC future of the reply.
+
+    Args:
+        channel: An open channel to the control store.
+        service: Name of the gRPC service without its ending `GcsService`.
+        method: Name of the service's method.
     """
     stubs: Any = importlib.import_module("ray.core.generated.gcs_service_pb2_grpc")
     messages: Any = importlib.import_module("ray.core.generated.gcs_service_pb2")
@@ -157,11 +199,11 @@ def prepare_request(channel: Any, service: str, method: str) -> Callable[..., An
 
 
 def request_nodes(channel: Any, bundles: Sequence[Mapping[str, float]], within_s: float) -> None:
-    """Ask the cluster's autoscaler for enough nodes to hold all bundles at once.
+    """Ask the cluster's autoscaler for enough nodes to hold all resource bundles at once.
 
-    The request counts bundles that are in use, too. It replaces the previous request of this kind,
-    even that of another program. An empty list withdraws it. The request goes to both versions of
-    the autoscaler, because only the active version reads it.
+    The bundles must include those that running jobs already use. Each request replaces the previous
+    request of this kind, even from another program, and an empty list withdraws it. The request is
+    sent to both versions of Ray's autoscaler, because Muster cannot see which version is active.
 
     Args:
         channel: An open channel to the control store.
@@ -191,13 +233,20 @@ def request_nodes(channel: Any, bundles: Sequence[Mapping[str, float]], within_s
 
 @contextmanager
 def convert_grpc_errors(gcs_address: str) -> Iterator[None]:
-    """Convert gRPC errors that are raised inside the `with` block into NoAnswer or Denied."""
+    """Convert gRPC errors into NoAnswer or Denied, as a context manager.
+
+    Args:
+        gcs_address: `HOST:PORT` of the control store, for the error message.
+    """
     grpc: Any = importlib.import_module("grpc")
     try:
         yield
     except (grpc.RpcError, grpc.FutureCancelledError) as error:
         code = error.code().name if isinstance(error, grpc.Call) else type(error).__name__
         if code in _DENIAL_CODES:
-            message = f"the control store at {gcs_address} refuses: {code}, {error.details()}"
+            message = (
+                f"the Ray control store at {gcs_address} refused the request: {code}, "
+                f"{error.details()}"
+            )
             raise Denied(message) from error
-        raise NoAnswer(f"no answer from the control store at {gcs_address}: {code}") from error
+        raise NoAnswer(f"no answer from the Ray control store at {gcs_address}: {code}") from error

@@ -1,12 +1,14 @@
-"""Client for the HTTP API of a Ray cluster's dashboard. It needs neither a driver nor a raylet.
+"""Ask a Ray cluster over the HTTP API of its dashboard. This works from any machine.
 
-`muster up` starts a Ray cluster that listens on the loopback address only. Ray's drivers replace a
-loopback address with the machine's network address, where this cluster does not listen, and then
-wait for minutes. A switch in the driver's environment (`driver_env`) prevents that.
+**Loopback addresses.** `muster up` starts a Ray cluster that listens only on the loopback address.
+Ray drivers replace a loopback address with the machine's network address. Nothing listens there, so
+the driver would wait for minutes. An environment variable of the driver (`driver_env`) prevents
+this.
 
-Anybody can write any address into a run spec, and Muster contacts that address when it shows the
-queue. Muster therefore sends Ray's token and configured headers only to clusters that an operator
-has listed. In addition, the process of a run sends the token to the cluster of that run.
+**Credentials.** A user can write any cluster address into a run spec, and Muster contacts that
+address to show the queue. Muster therefore sends Ray's token and configured headers only to
+clusters that an operator has listed. In addition, the process of a run sends the token to the
+cluster of its own run.
 """
 
 from __future__ import annotations
@@ -31,48 +33,52 @@ from tasks.spec.errors import MusterError
 from tasks.spec.placeholders import substitute
 from tasks.spec.probes import Url
 
-#: Deadline of one request, in seconds.
+#: Deadline of one request to a dashboard, in seconds.
 ASK_WITHIN_S = 10.0
-#: TCP keep-alive options. A connection that follows a job's log carries no data while the job
-#: prints nothing. Keep-alive probes are the only way to detect that such a connection is dead.
+#: TCP keep-alive options for connections to a dashboard. A connection that follows a job's log
+#: carries no data while the job prints nothing. Only keep-alive probes detect that it is dead.
 _KEEPALIVE = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
 ]
-#: Beginnings of the state message of a node that was removed on purpose.
+#: Beginnings of Ray's state message for a node that was removed on purpose.
 #: Source: ray 2.60, ray/dashboard/utils.py, compose_state_message.
 _PLANNED_REMOVALS = ("Expected termination", "Terminated due to idle")
-#: Largest number of entries that the state API lists.
+#: Largest number of entries that Ray's state API returns for one request.
 _MAX_ENTRIES = 10_000
 
 
 class NoAnswer(MusterError):
-    """The cluster was not reached, or it could not answer. The request may be repeated."""
+    """The Ray cluster was not reached or could not answer. The request may be repeated."""
 
 
 class Denied(MusterError):
-    """The cluster refused the request. Repeating the request does not help."""
+    """The Ray cluster refused the request. A repeated request would be refused, too."""
 
 
-#: Names of Ray's resources that count whole accelerators. A cluster uses only one of them.
+#: Names of the Ray resources that count accelerators. A cluster uses only one of these names.
 #: Source: ray/_private/accelerators/*.py, get_resource_name.
 ACCELERATORS = ("GPU", "NPU", "HPU", "TPU")
 
 
 def count_accelerators(resources: Mapping[str, float] | None) -> float:
-    """Return the number of accelerators among the resources of a node, bundle, actor or task."""
+    """Return the number of accelerators, such as GPUs, among Ray resources.
+
+    Args:
+        resources: `amount[resource]` of a node, bundle, actor or task. None means no resources.
+    """
     for kind in ACCELERATORS:
         if amount := (resources or {}).get(kind):
             return float(amount)
     return 0.0
 
 
-#: Prefix of a placeholder that names an environment variable: `${env.NAME}`.
+#: Prefix of a placeholder's name if it names an environment variable, as in `${env.NAME}`.
 _ENV_PREFIX = "env."
-#: Environment variable with a JSON list of `ListedCluster`. This process and its Muster child
-#: processes read it.
+#: Environment variable with a JSON list of `ListedCluster` objects. This process sets it for itself
+#: and for its Muster child processes.
 CLUSTERS_VARIABLE = "MUSTER_RAY_CLUSTERS"
 
 
@@ -81,26 +87,30 @@ class ListedCluster(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    address: Url = Field(title="Address", description="Of its dashboard: http://10.0.0.1:8265.")
+    address: Url = Field(
+        title="Address",
+        description="URL of the cluster's dashboard, for example http://10.0.0.1:8265.",
+    )
     headers: dict[str, str] = Field(
         default_factory=dict,
         title="Headers",
-        description="Go along with each question to the dashboard. ${env.NAME} in a value is "
-        "filled in by the process that asks, from its environment: a secret need not stand here.",
+        description="HTTP headers of each request to the dashboard. Write a secret as ${env.NAME}: "
+        "each process then reads it from its environment variable NAME.",
     )
     ca: str | None = Field(
         None,
         min_length=1,
         title="Certificates",
-        description="The file, on each host, of those that vouch for an https address; left out: "
-        "public ones.",
+        description="Path, on each host, of the file with the CA certificates for an https "
+        "address. Default: the public certificate authorities.",
     )
     max_nodes: int | None = Field(
         None,
         ge=1,
         title="Most nodes",
-        description="An autoscaler may have so many nodes with GPUs: what fits them waits, and is "
-        "shown to it. Left out: what is there is all there will be.",
+        description="Largest number of nodes with GPUs that the cluster's autoscaler may start. A "
+        "run that fits this number of nodes waits, and Muster requests the nodes from the "
+        "autoscaler. Default: the cluster has no autoscaler.",
     )
 
     @field_validator("address")
@@ -111,26 +121,27 @@ class ListedCluster(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """What authenticates requests to one cluster: headers, certificates and Ray's token.
+    """Credentials for requests to one Ray cluster: headers, certificates and Ray's token.
 
-    The methods raise `Denied` if a header or the certificates cannot be read.
+    The methods raise `Denied` if a header's value or the certificates are not available.
     """
 
-    #: Headers as they are listed, with placeholders.
+    #: `value[header]` as the operator has listed it, with placeholders.
     headers: Mapping[str, str] = field(default_factory=dict)
-    #: Path of a file with CA certificates. None: the public certificates.
+    #: Path of a file with CA certificates. None means the public certificate authorities.
     ca: str | None = None
-    #: True if Ray's token is sent, provided that Ray's authentication is on.
+    #: True if Ray's token may be sent to the cluster. It is sent if Ray's authentication is on.
     has_token: bool
 
     @staticmethod
     def of(address: str, listed: Iterable[ListedCluster], *, is_own: bool = False) -> Credentials:
-        """Return the credentials for a cluster.
+        """Return the credentials for a Ray cluster.
 
         Args:
             address: URL of the cluster's dashboard.
             listed: The clusters that operators have listed.
-            is_own: True if the cluster belongs to the run of this process.
+            is_own: True if the run of this process uses the cluster. Ray's token may then be sent
+                to it, even if it is not listed.
         """
         for cluster in listed:
             if cluster.address == address.rstrip("/"):
@@ -139,11 +150,15 @@ class Credentials:
 
     @staticmethod
     def own(address: str) -> Credentials:
-        """Return the credentials for the cluster that the run of this process uses."""
+        """Return the credentials for the Ray cluster that the run of this process uses.
+
+        Args:
+            address: URL of the cluster's dashboard.
+        """
         return Credentials.of(address, _listed_clusters().values(), is_own=True)
 
-    def sent(self) -> dict[str, str]:
-        """Return all headers to send. Placeholders are replaced by their values."""
+    def make_headers(self) -> dict[str, str]:
+        """Return all HTTP headers to send, with the values of the placeholders."""
         headers = {
             name: substitute(value, _environment_value) for name, value in self.headers.items()
         }
@@ -152,42 +167,60 @@ class Credentials:
         return headers
 
     def verify(self) -> ssl.SSLContext | bool:
-        """Return the TLS context that checks the cluster's certificate, or True for the default."""
+        """Return the TLS context that checks the cluster's certificate.
+
+        Returns:
+            True if httpx must use its default, the public certificate authorities.
+        """
         try:
             return ssl.create_default_context(cafile=self.ca) if self.ca else True
         except OSError as error:
-            raise Denied(f"its certificates can't be read from {self.ca}: {error}") from error
+            raise Denied(
+                f"the cluster's CA certificates cannot be read from {self.ca}: {error}"
+            ) from error
 
 
 def _environment_value(name: str) -> str:
-    """Return the value for the placeholder `${env.VARIABLE}` of a header. `name` is its inside."""
+    """Return the value of the environment variable that a header's placeholder names.
+
+    Args:
+        name: Name of the placeholder: `env.VARIABLE` for `${env.VARIABLE}`.
+
+    Raises:
+        Denied: The placeholder names no environment variable, or the variable is not set.
+    """
     variable = name.removeprefix(_ENV_PREFIX)
     if variable == name:
-        raise Denied(f"its headers name ${{{name}}}: write ${{env.NAME}}, or `$${{` for a `${{`")
+        raise Denied(
+            f"the cluster's headers contain the unknown placeholder ${{{name}}}: "
+            "write ${env.NAME}, or `$${` for a literal `${`"
+        )
     if (value := os.environ.get(variable)) is None:
-        raise Denied(f"its headers name the environment variable {variable}, which is not set here")
+        raise Denied(
+            f"the cluster's headers need the environment variable {variable}, which is not set here"
+        )
     return value
 
 
 def add_listed_clusters(clusters: Iterable[object]) -> None:
-    """Add listed clusters for this process and its Muster child processes.
+    """Add clusters that an operator has listed, for this process and its Muster child processes.
 
     Args:
-        clusters: `ListedCluster` objects, or dicts with the same fields. Invalid ones are ignored.
+        clusters: `ListedCluster` objects, or dicts with the same fields. Invalid dicts are ignored.
     """
-    known = _listed_clusters() | _parse_clusters(clusters)
-    if known:
-        models = [cluster.model_dump() for cluster in known.values()]
+    listed = _listed_clusters() | _parse_clusters(clusters)
+    if listed:
+        models = [cluster.model_dump() for cluster in listed.values()]
         os.environ[CLUSTERS_VARIABLE] = json.dumps(models)
 
 
 def _listed_clusters() -> dict[str, ListedCluster]:
-    """Return the clusters of the environment variable, by address."""
+    """Return `cluster[address]` of the clusters in the environment variable MUSTER_RAY_CLUSTERS."""
     return _parse_clusters(json.loads(os.environ.get(CLUSTERS_VARIABLE) or "[]"))
 
 
 def _parse_clusters(clusters: Iterable[object]) -> dict[str, ListedCluster]:
-    """Return the valid clusters by address."""
+    """Return `cluster[address]` of all entries that are valid `ListedCluster` data."""
     parsed = {}
     for entry in clusters:
         with contextlib.suppress(ValueError):
@@ -198,63 +231,83 @@ def _parse_clusters(clusters: Iterable[object]) -> dict[str, ListedCluster]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveNode:
-    """A living node of the cluster."""
+    """A living node of a Ray cluster."""
 
+    #: Ray's node id, in hex.
     node_id: str
+    #: IP address of the node.
     ip: str
+    #: Ray's name for the node. Several nodes may have the same name.
     name: str
+    #: True if this is the head node of the cluster.
     is_head: bool
+    #: Total `amount[resource]` of the node.
     resources_total: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
-    """State of a submission, as the cluster reports it."""
+    """State of a submitted Ray job, as the cluster's dashboard reports it.
 
-    #: PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED.
+    The job's *driver* is the process that runs the submitted command on a node of the cluster.
+    """
+
+    #: Ray's status of the job: PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED.
     status: str
+    #: Ray's message about the status, or an empty string.
     message: str = ""
+    #: Ray's name for the kind of error of a failed job, or an empty string.
     error_type: str = ""
-    #: Exit code of the driver. Negative: the signal that killed it. None if Ray does not know.
+    #: Exit code of the job's driver. A negative value is the signal that killed the driver. None if
+    #: Ray does not know the exit code.
     driver_exit_code: int | None = None
-    #: Ray's id of the driver's node, in hex. Empty before the driver runs.
+    #: Ray's id of the node where the job's driver runs, in hex. Empty before the driver starts.
     driver_node_id: str = ""
-    #: Address of the driver's node. Empty before the driver runs.
+    #: IP address of the node where the job's driver runs. Empty before the driver starts.
     driver_ip: str = ""
-    #: UTC epoch seconds by the clock of the driver's node. None if the job has not ended.
+    #: End of the job in UTC epoch seconds, by the clock of the driver's node. None if the job has
+    #: not ended.
     ended_at: float | None = None
 
     @property
     def is_final(self) -> bool:
+        """True if the job has ended."""
         return self.status in ("STOPPED", "SUCCEEDED", "FAILED")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Actor:
-    """An actor that is not dead."""
+    """A Ray actor that has not ended."""
 
+    #: Ray's id of the actor, in hex.
     actor_id: str
+    #: Name of the actor's Python class.
     class_name: str
+    #: Ray's state of the actor, such as ALIVE or PENDING_CREATION.
     state: str
+    #: Ray's id of the actor's node, in hex. Empty while the actor has no node.
     node_id: str
+    #: Process id of the actor on its node. 0 while the actor has no process.
     pid: int
-    #: Number of GPUs that the actor holds outside a placement group.
+    #: Number of GPUs that the actor holds. GPUs of a placement group do not count.
     gpus: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementGroup:
-    """A placement group that has not been removed."""
+    """A Ray placement group that has not been removed."""
 
+    #: Ray's id of the placement group, in hex.
     group_id: str
-    #: `gpus_on[node id]` of the bundles that have been placed.
+    #: `gpus_on[node id]`, the number of GPUs that the group has reserved on each node. Empty while
+    #: Ray has not placed the group.
     gpus_on: Mapping[str, float] = field(default_factory=dict)
 
 
 class Dashboard:
-    """HTTP client for the dashboard of one cluster.
+    """HTTP client for the dashboard of one Ray cluster.
 
-    Use it in one asyncio loop and call `aclose` at the end. Every method that asks the cluster may
+    Use it in one asyncio loop and call `aclose` at the end. Every method that sends a request may
     raise `NoAnswer` or `Denied`.
     """
 
@@ -262,7 +315,8 @@ class Dashboard:
         """
         Args:
             address: URL of the dashboard.
-            credentials: None: the credentials for the cluster of this process's run.
+            credentials: Credentials for the cluster. None treats the cluster as the cluster of
+                this process's run and uses the credentials for that.
         """
         self.address = address.rstrip("/")
         self._credentials = credentials or Credentials.own(address)
@@ -280,23 +334,26 @@ class Dashboard:
             trust_env=False,
             transport=transport,
             timeout=ASK_WITHIN_S,
-            headers=self._credentials.sent(),
+            headers=self._credentials.make_headers(),
         )
-        # With the cluster's token a stranger could run programs on it.
+        # Check at each connection that no other user of this machine listens at the address. That
+        # user would receive the token, and could run programs on the cluster with it.
         check_listeners(client)
         return client
 
     async def aclose(self) -> None:
-        # The property creates the client at its first use. Closing must not create it.
+        """Close the connections to the dashboard."""
+        # The property `_client` creates the HTTP client at its first use. If there was no request,
+        # there is nothing to close.
         if "_client" in vars(self):
             await self._client.aclose()
 
     async def session(self) -> str:
-        """Return the name of the cluster's session. It changes when the head node restarts."""
+        """Return the name of the cluster's Ray session, which changes when the head restarts."""
         return str((await self._json("/api/version"))["session_name"])
 
     async def nodes(self) -> list[LiveNode]:
-        """Return the living nodes, including the head."""
+        """Return the living nodes of the cluster, including the head node."""
         return [
             LiveNode(
                 node_id=entry["node_id"],
@@ -309,10 +366,13 @@ class Dashboard:
         ]
 
     async def lost_nodes(self, since: float) -> dict[str, str]:
-        """Return a sentence for each node that left the cluster unplanned, by node id.
+        """Return a phrase about each node that was lost. Nodes removed on purpose do not count.
 
         Args:
-            since: UTC epoch seconds. Nodes that left before this time are not returned.
+            since: Earliest time of a loss, in UTC epoch seconds.
+
+        Returns:
+            `phrase[node id]`.
         """
         sentences = {}
         for entry in await self._state("nodes", state="DEAD"):
@@ -326,7 +386,7 @@ class Dashboard:
         return sentences
 
     async def gcs_address(self) -> str:
-        """Return `HOST:PORT` of the cluster's control store."""
+        """Return `HOST:PORT` of the cluster's control store (GCS)."""
         answer = await self._json("/nodes", view="summary")
         for node in answer["data"]["summary"]:
             if node["raylet"].get("isHeadNode"):
@@ -334,15 +394,21 @@ class Dashboard:
                     name, _, value = word.partition("=")
                     if name == "--gcs-address":
                         return str(value)
-        raise NoAnswer(f"the dashboard at {self.address} does not name its control store yet")
+        raise NoAnswer(
+            f"the Ray dashboard at {self.address} does not report the address of its control "
+            "store (GCS) yet"
+        )
 
     async def gpu_use(self, gpus_by_node: Mapping[str, int]) -> dict[str, float]:
-        """Return the mean GPU utilisation of each node in the last sample, from 0 to 1.
+        """Return the mean GPU utilisation of each node in Ray's last sample.
 
         Args:
-            gpus_by_node: Number of GPUs to count on each node, by node name. The busiest GPUs are
-                counted, because Ray does not tell which GPUs a job has. Empty: all GPUs of all
-                nodes.
+            gpus_by_node: `number[node name]` of GPUs to include on each node. The busiest GPUs of a
+                node are included, because Ray does not report which GPUs a job has. If empty, all
+                GPUs of all nodes are included.
+
+        Returns:
+            `utilisation[node name]`, from 0 to 1. A node is missing if its utilisation is unknown.
         """
         answer = await self._json("/nodes", view="summary")
         utilisation: dict[str, float] = {}
@@ -364,7 +430,7 @@ class Dashboard:
         return utilisation
 
     async def job(self, submission_id: str) -> JobState | None:
-        """Return the state of a submission, or None if the cluster does not know it."""
+        """Return the state of a submitted job, or None if the cluster has no such job."""
         response = await self._request("GET", f"/api/jobs/{submission_id}")
         if response.status_code == 404:
             return None
@@ -381,22 +447,34 @@ class Dashboard:
         )
 
     async def stop(self, submission_id: str) -> None:
-        """Ask Ray to stop a job. Ray ignores this for a pending job."""
+        """Ask Ray to stop a submitted job. Ray ignores the request while the job is pending."""
         response = await self._request("POST", f"/api/jobs/{submission_id}/stop")
         if response.status_code != 404:
             _check_status(response)
 
     async def actors_of(self, ray_job_id: str) -> list[Actor]:
-        """Return the living actors of a driver."""
+        """Return the living actors of a Ray driver.
+
+        Args:
+            ray_job_id: Ray's job id of the driver, in hex.
+        """
         return await self._actors(job_id=ray_job_id)
 
     async def supervisor_of(self, submission_id: str) -> Actor | None:
-        """Return Ray's supervisor actor of a submission, or None if that actor is dead."""
+        """Return the supervisor actor with which Ray manages a submitted job.
+
+        Returns:
+            None if that actor does not run.
+        """
         actors = await self._actors(name=f"_ray_internal_job_actor_{submission_id}")
         return actors[0] if actors else None
 
     async def groups_of(self, ray_job_id: str) -> list[PlacementGroup]:
-        """Return the placement groups of a driver that have not been removed."""
+        """Return the placement groups of a Ray driver that have not been removed.
+
+        Args:
+            ray_job_id: Ray's job id of the driver, in hex.
+        """
         groups = []
         for entry in await self._state("placement_groups", creator_job_id=ray_job_id):
             if entry["state"] == "REMOVED":
@@ -412,9 +490,12 @@ class Dashboard:
         return groups
 
     async def gpus_of_tasks(self, ray_job_id: str) -> float:
-        """Return the number of GPUs that the running tasks of a driver hold.
+        """Return the number of GPUs that the running Ray tasks of a Ray driver hold.
 
-        Tasks in a placement group do not count: their GPUs belong to the group.
+        A task in a placement group does not count, because its GPUs belong to the group.
+
+        Args:
+            ray_job_id: Ray's job id of the driver, in hex.
         """
         tasks = await self._state("tasks", job_id=ray_job_id, state="RUNNING")
         return sum(
@@ -426,17 +507,20 @@ class Dashboard:
     async def log(
         self, submission_id: str, node_id: str, *, follow: bool
     ) -> AsyncGenerator[bytes, None]:
-        """Yield the raw bytes of a driver's log from its beginning.
+        """Yield the log of a job's driver as raw bytes, from its beginning.
 
         Args:
-            follow: Keep waiting for new bytes, without end. Otherwise stop at the end of the file.
+            submission_id: Id under which the job was submitted.
+            node_id: Ray's id of the driver's node, in hex.
+            follow: True waits for new bytes at the end of the log, without a time limit. False
+                stops at the end of the log.
         """
         kind = "stream" if follow else "file"
         query = {"submission_id": submission_id, "node_id": node_id, "lines": "-1"}
         if follow:
             query["interval"] = "0.5"
         else:
-            # Seconds that the dashboard waits for the node, which sends the whole file.
+            # Seconds within which the node must send the whole log to the dashboard.
             query["timeout"] = "600"
         timeout = httpx.Timeout(ASK_WITHIN_S, read=None if follow else 60.0)
         try:
@@ -452,7 +536,7 @@ class Dashboard:
             raise NoAnswer(_no_answer_message(error, self.address)) from error
 
     async def _actors(self, **filters: str) -> list[Actor]:
-        """Return the living actors whose fields equal the given values."""
+        """Return the living actors whose fields in Ray's state API equal the filter values."""
         return [
             Actor(
                 actor_id=entry["actor_id"],
@@ -467,13 +551,18 @@ class Dashboard:
         ]
 
     async def _state(self, resource: str, **filters: str) -> list[dict[str, Any]]:
-        """Return the entries of a table of the state API whose fields equal the given values."""
+        """Return entries of Ray's state API.
+
+        Args:
+            resource: Kind of the entries, such as "nodes".
+            filters: `value[field]` that the returned entries must have.
+        """
         query: list[tuple[str, str | int]] = [("detail", 1), ("limit", _MAX_ENTRIES)]
         for key, value in filters.items():
             query += [("filter_keys", key), ("filter_predicates", "="), ("filter_values", value)]
         answer = _parse_object(await self._request("GET", f"/api/v0/{resource}", params=query))
         if not answer["result"]:
-            raise NoAnswer(f"{self.address}: {answer['msg']}")
+            raise NoAnswer(f"the Ray dashboard at {self.address} reports: {answer['msg']}")
         entries: list[dict[str, Any]] = answer["data"]["result"]["result"]
         return entries
 
@@ -486,25 +575,36 @@ class Dashboard:
         except httpx.HTTPError as error:
             raise NoAnswer(_no_answer_message(error, self.address)) from error
         except httpx.InvalidURL as error:
-            raise Denied(f"{self.address} is no URL of a dashboard: {error}") from error
+            raise Denied(
+                f"{self.address} is not a valid URL of a Ray dashboard: {error}"
+            ) from error
 
 
 def _gpus_of_actor(entry: Mapping[str, Any]) -> float:
-    """Return the number of GPUs that an actor of the state API holds outside a placement group."""
+    """Return the number of GPUs that an actor holds. GPUs of a placement group do not count.
+
+    Args:
+        entry: The actor's entry in Ray's state API.
+    """
     if entry["placement_group_id"] or entry["state"] != "ALIVE":
         return 0.0
     return count_accelerators(entry["required_resources"])
 
 
 def _check_status(response: httpx.Response) -> None:
-    """Raise Denied or NoAnswer if the response has an error status."""
+    """Raise an exception if an HTTP response has an error status.
+
+    Raises:
+        Denied: The status is 4xx, so a repeated request would fail in the same way.
+        NoAnswer: The status is another error.
+    """
     if response.is_error:
         text = f"{response.request.method} {response.url} answered {response.status_code}: "
         text += " ".join(response.text[-500:].split())
         if response.status_code in (401, 403):
             raise Denied(
-                f"{text}; with RAY_AUTH_MODE=token Ray's token is read from RAY_AUTH_TOKEN, the "
-                "file RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token"
+                f"{text}. If the cluster needs a token, set RAY_AUTH_MODE=token, and give the "
+                "token in RAY_AUTH_TOKEN, in the file RAY_AUTH_TOKEN_PATH or in ~/.ray/auth_token."
             )
         if 400 <= response.status_code < 500:
             raise Denied(text)
@@ -512,13 +612,21 @@ def _check_status(response: httpx.Response) -> None:
 
 
 def _parse_object(response: httpx.Response) -> dict[str, Any]:
-    """Return the JSON object in the body of a response. Raises Denied if there is none."""
+    """Return the JSON object in the body of an HTTP response.
+
+    Raises:
+        Denied: The status is 4xx, or the body is no JSON object.
+        NoAnswer: The status is another error.
+    """
     with contextlib.suppress(ValueError):
         _check_status(response)
         content = response.json()
         if isinstance(content, dict):
             return content
-    raise Denied(f"{response.request.url} answers no JSON object: is it a dashboard?")
+    raise Denied(
+        f"{response.request.url} did not answer with a JSON object: check that the address is "
+        "that of a Ray dashboard"
+    )
 
 
 def _no_answer_message(error: httpx.HTTPError, address: str) -> str:
@@ -526,7 +634,14 @@ def _no_answer_message(error: httpx.HTTPError, address: str) -> str:
 
 
 def _auth_headers(headers: dict[str, str]) -> dict[str, str]:
-    """Return Ray's headers if its authentication is on and `headers` does not contain them."""
+    """Return the HTTP headers with Ray's token.
+
+    Args:
+        headers: The other headers of the request.
+
+    Returns:
+        An empty dict if Ray's authentication is off or `headers` already contains a token.
+    """
     from ray._private.authentication.http_token_authentication import (
         get_auth_headers_if_auth_enabled,
     )
@@ -534,18 +649,22 @@ def _auth_headers(headers: dict[str, str]) -> dict[str, str]:
     return dict(get_auth_headers_if_auth_enabled(headers))
 
 
-#: Environment variable that keeps Ray from replacing a loopback address.
+#: Environment variable that prevents a Ray driver from replacing a loopback address.
 #: Source: ray/_private/ray_constants.py, ENABLE_RAY_CLUSTERS_ENV_VAR.
 _KEEP_LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
 def require_trusted_control_store(gcs_address: str) -> None:
-    """Check who listens at a control store of this machine, before Ray's client sends the token.
+    """Check that no other user of this machine listens at the address of a control store.
+
+    Call this before Ray's client sends the token to that address.
 
     Args:
-        gcs_address: `host:port`.
+        gcs_address: `HOST:PORT` of the control store (GCS).
 
-    Raises: UntrustedListener.
+    Raises:
+        UntrustedListener: The address belongs to this machine, and a process of another user
+            listens there.
     """
     host, _, port = gcs_address.rpartition(":")
     if port.isdecimal():
@@ -553,7 +672,11 @@ def require_trusted_control_store(gcs_address: str) -> None:
 
 
 def driver_env(gcs_address: str) -> dict[str, str]:
-    """Return the environment variables that a driver of this cluster needs in addition."""
+    """Return the additional environment variables that a Ray driver of this cluster needs.
+
+    Args:
+        gcs_address: `HOST:PORT` of the cluster's control store (GCS).
+    """
     is_loopback = gcs_address.startswith(("127.", "localhost:"))
     return {_KEEP_LOOPBACK_VARIABLE: "0"} if is_loopback else {}
 

@@ -1,7 +1,10 @@
-"""How a Ray job ends: interpret its final state, and end it in whatever phase it is.
+"""End a Ray job in any phase, and interpret the final state that Ray reports.
 
-After the end, Muster reports what is still in use: actors and placement groups of the job's
-drivers, leftover processes on the nodes, and nodes that could not be checked.
+After the end of a job, Muster reports its leftovers: actors and placement groups of the job's Ray
+drivers, processes on the nodes, and nodes that could not be checked for processes.
+
+A *driver* is a process that has connected to the Ray cluster. The program of one job may start
+several drivers.
 """
 
 from __future__ import annotations
@@ -31,16 +34,16 @@ from tasks.record.outcome import Exit
 from tasks.record.places import AttemptPlace
 from tasks.spec.formatting import join_words
 
-#: Living actors and placement groups.
-Held = tuple[list[Actor], list[PlacementGroup]]
+#: The living actors and the placement groups of a job. They hold resources of the Ray cluster.
+ActorsAndGroups = tuple[list[Actor], list[PlacementGroup]]
 
 
-async def list_held(dashboard: Dashboard, drivers: Iterable[str]) -> Held:
-    """Return the living actors and the placement groups of drivers.
+async def list_actors_and_groups(dashboard: Dashboard, drivers: Iterable[str]) -> ActorsAndGroups:
+    """Return the living actors and the placement groups of Ray drivers.
 
     Args:
         dashboard: The dashboard of the cluster.
-        drivers: Ray job ids of the drivers.
+        drivers: Ray job ids of the drivers, in hex.
 
     Raises:
         NoAnswer, Denied: The cluster did not answer.
@@ -53,10 +56,17 @@ async def list_held(dashboard: Dashboard, drivers: Iterable[str]) -> Held:
     return actors, groups
 
 
-def describe_held(held: Held, nodes: Iterable[LiveNode]) -> tuple[str, ...]:
-    """Describe each actor and placement group with its node, its pid and its GPUs."""
+def describe_actors_and_groups(
+    actors_and_groups: ActorsAndGroups, nodes: Iterable[LiveNode]
+) -> tuple[str, ...]:
+    """Return one phrase for each actor and placement group, with its node, pid and GPUs.
+
+    Args:
+        actors_and_groups: The actors and placement groups.
+        nodes: The living nodes of the cluster, whose addresses the phrases contain.
+    """
     ips = {node.node_id: node.ip for node in nodes}
-    actors, groups = held
+    actors, groups = actors_and_groups
     holders = [
         (
             actor.node_id,
@@ -75,33 +85,37 @@ def describe_held(held: Held, nodes: Iterable[LiveNode]) -> tuple[str, ...]:
 
 
 async def count_held_gpus(dashboard: Dashboard, drivers: Iterable[str]) -> float:
-    """Return the number of GPUs that actors, placement groups and tasks of drivers hold now.
+    """Return the number of GPUs that actors, placement groups and tasks of Ray drivers hold now.
 
-    Requests for GPUs that are still pending do not count.
+    Requests for GPUs that Ray has not fulfilled yet do not count.
+
+    Args:
+        dashboard: The dashboard of the cluster.
+        drivers: Ray job ids of the drivers, in hex.
 
     Raises:
         NoAnswer, Denied: The cluster did not answer.
     """
     driver_ids = sorted(drivers)
-    actors, groups = await list_held(dashboard, driver_ids)
+    actors, groups = await list_actors_and_groups(dashboard, driver_ids)
     gpus_of_actors = [actor.gpus for actor in actors]
     gpus_of_bundles = [gpus for group in groups for gpus in group.gpus_on.values()]
     gpus_of_tasks = [await dashboard.gpus_of_tasks(driver_id) for driver_id in driver_ids]
     return sum([*gpus_of_bundles, *gpus_of_tasks, *gpus_of_actors])
 
 
-#: Seconds until Ray notices that the driver has ended.
+#: Seconds until Ray notices that the driver of a job has exited.
 #: Source: ray 2.60, JobSupervisor.SUBPROCESS_POLL_PERIOD_S.
 RAY_POLLS_EACH_S = 0.1
-#: Seconds until Ray notices that its supervisor actor of the job has died. A monitor checks every
-#: second. Source: ray 2.60, JobManager.JOB_MONITOR_LOOP_PERIOD_S; 0.7 to 2 s were measured.
+#: Seconds until Ray notices that the supervisor actor of a job has died. Ray checks once a second,
+#: and 0.7 to 2 s were measured. Source: ray 2.60, JobManager.JOB_MONITOR_LOOP_PERIOD_S.
 _SUPERVISOR_DELAY_S = 2.5
-#: Seconds until Ray notices that a node has died. Source: up to 66 s were measured with Ray's
-#: default health checks.
+#: Seconds until Ray notices that a node has died. With Ray's default health checks, up to 66 s were
+#: measured.
 _NODE_DELAY_S = 70.0
-#: Ray rounds the end time of a job to milliseconds.
+#: Largest rounding error of a job's end time, in seconds. Ray rounds it to milliseconds.
 _ROUNDING_S = 0.001
-#: Beginning of the log line in which Ray repeats the command.
+#: Beginning of the line in a job's log in which Ray repeats the job's command.
 #: Source: ray 2.60, JobSupervisor._exec_entrypoint.
 _COMMAND_ECHO = "Running entrypoint for job "
 
@@ -109,31 +123,34 @@ _COMMAND_ECHO = "Running entrypoint for job "
 def job_exit(
     job: JobState, *, at_monotonic_s: float, was_stopped_by_us: bool, lost_node: str = ""
 ) -> Exit:
-    """Return how a job ended, as the exit of a component.
-
-    The exit has an exit code or a signal if Ray knows it, and otherwise a note with Ray's reason.
+    """Convert the final state of a Ray job into the `Exit` of a component.
 
     Args:
-        job: A final state.
-        at_monotonic_s: Earliest possible time of the end, in CLOCK_MONOTONIC seconds.
+        job: The final state of the job.
+        at_monotonic_s: Earliest possible time of the job's end, in CLOCK_MONOTONIC seconds.
         was_stopped_by_us: True if Muster asked Ray to stop the job.
-        lost_node: Description of the driver's node if it has left the cluster, else empty.
+        lost_node: Description of the driver's node if that node has left the cluster, or an empty
+            string.
+
+    Returns:
+        An exit with an exit code or a signal if Ray knows it. Otherwise, an exit with a note that
+        contains Ray's reason.
     """
     code = job.driver_exit_code
     if code is None and job.status == "SUCCEEDED":
         code = 0
     if code is not None:
-        # A code of the form 128+n is not converted into signal n. The wrapper reports real signals
-        # as such, so the program itself returned this code.
+        # An exit code 128+n is not converted into signal n. If a signal had killed the program, the
+        # wrapper around it would have reported the signal. So the program itself returned the code.
         return Exit.from_return_code(code, at_monotonic_s)
     if job.status == "STOPPED" and was_stopped_by_us:
-        note = "stopped as asked"
+        note = "stopped by Muster"
     elif job.status == "STOPPED":
-        note = "stopped from outside (ray job stop, the dashboard)"
+        note = "stopped from outside Muster (with ray job stop or in the Ray dashboard)"
     else:
-        # Ray's reason may have many lines; the first line says enough.
+        # Ray's reason may have many lines. The first line names the cause.
         lines = [line.strip() for line in job.message.splitlines() if line.strip()]
-        note = lines[0][:500] if lines else f"{job.status} without a reason"
+        note = lines[0][:500] if lines else f"{job.status}, and Ray gives no reason"
         if job.error_type:
             note += f" ({job.error_type})"
         if lost_node:
@@ -142,16 +159,16 @@ def job_exit(
 
 
 def job_last_words(log_end: str, job: JobState | None) -> str:
-    """Return the end of a job's output, for people and for the rules that name the cause.
+    """Return the last lines of a job's output, in which the rules look for the cause of a failure.
 
     Args:
         log_end: The last lines of the job's log.
-        job: The final state, whose message is appended. None: append nothing.
+        job: The final state of the job. Its message is appended. None appends nothing.
     """
-    # The echo of the command is no output, and its words could match a rule.
+    # Remove the line in which Ray repeats the command, because its words could match a rule.
     lines = [line for line in log_end.splitlines() if not line.startswith(_COMMAND_ECHO)]
     if job is not None:
-        # Ray's message quotes the log, which is already in `log_end`.
+        # Remove the quote of the log from Ray's message, because `log_end` has the same lines.
         message, _, _ = job.message.partition(QUOTED_LOG)
         lines += [message.rstrip(" ,"), job.error_type]
     return "\n".join(line for line in lines if line)
@@ -166,20 +183,22 @@ def earliest_end(
     wrapper_s: float,
     is_node_lost: bool = False,
 ) -> float:
-    """Return the earliest time at which the job can have ended, in CLOCK_MONOTONIC seconds.
+    """Return the earliest time at which a Ray job can have ended, in CLOCK_MONOTONIC seconds.
 
     Args:
-        job: A final state. Its end time comes from the clock of another machine.
+        job: The final state of the job. Its end time comes from the clock of another machine.
         wall_s: The current time, in UTC epoch seconds.
         monotonic_s: The current time, in CLOCK_MONOTONIC seconds.
         seen_running_s: Time of the last request that found the job not final, in CLOCK_MONOTONIC
             seconds. None if there was no such request.
-        wrapper_s: Seconds that the wrapper may have outlived the driver.
-        is_node_lost: True if the driver's node has left the cluster.
+        wrapper_s: Longest time in seconds that Muster's wrapper process can outlive the job's
+            program.
+        is_node_lost: True if the node of the job's driver has left the cluster.
     """
     max_delay_s = RAY_POLLS_EACH_S + wrapper_s + _ROUNDING_S
     if job.status == "FAILED" and job.driver_exit_code is None:
-        # Ray did not see the driver's exit. It reported the job as running until it noticed.
+        # Ray lost contact with the driver. Until Ray notices such a loss, it reports the job as
+        # running.
         max_delay_s += _NODE_DELAY_S if is_node_lost else _SUPERVISOR_DELAY_S
 
     lower_bounds = [] if seen_running_s is None else [seen_running_s - max_delay_s]
@@ -188,43 +207,50 @@ def earliest_end(
     return min(max(lower_bounds, default=monotonic_s), monotonic_s)
 
 
-#: Seconds that a stop may take beyond the grace period: Ray's own margin and its monitor's delay.
+#: Longest time in seconds that a stop may take in addition to the grace period. It covers Ray's own
+#: margin and the delay until Ray notices the end.
 _STOP_MARGIN_S = 8.0
-#: Seconds from the SIGKILL of the job's supervisor until Ray must report a final state.
+#: Seconds from the SIGKILL of the job's supervisor actor until Ray must report a final state.
 _KILL_TIMEOUT_S = 30.0
-#: Seconds after which actors and placement groups are removed. Most end together with their driver;
-#: detached ones do not.
+#: Seconds to wait before Muster removes the actors and placement groups of an ended job. Most of
+#: them end together with their driver, but detached actors and placement groups do not.
 _REMOVAL_DELAY_S = 3.0
-#: Seconds after which actors and placement groups that still exist are reported.
+#: Seconds to wait before actors and placement groups that still exist are reported as leftovers.
 _FREE_TIMEOUT_S = 30.0
-#: Largest number of nodes that a message lists.
+#: Largest number of nodes that one message lists.
 _MAX_LISTED_NODES = 5
-#: Pause between two requests while something ends: this share of the time waited so far, ...
+#: Pause between two requests during a wait, as a share of the time waited so far.
 _PAUSE_SHARE = 0.1
-#: ... but at least and at most this many seconds.
+#: Shortest pause between two requests during a wait, in seconds.
 _MIN_PAUSE_S = 0.04
+#: Longest pause between two requests during a wait, in seconds.
 _MAX_PAUSE_S = 0.25
 
 _T = TypeVar("_T")
 
 
 def _pause_s(since: float) -> float:
-    """Return the pause before the next request, in seconds. `since` is the start of the wait."""
+    """Return the pause before the next request during a wait, in seconds.
+
+    Args:
+        since: Start of the wait, in CLOCK_MONOTONIC seconds.
+    """
     pause_s = _PAUSE_SHARE * (time.monotonic() - since)
     return min(max(_MIN_PAUSE_S, pause_s), _MAX_PAUSE_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEnd:
-    """What is known about a submission after Muster has ended it."""
+    """Result of ending a Ray job."""
 
-    #: Final state of the job. None if the cluster does not know the job or does not answer. If the
-    #: job could not be ended, its last state.
+    #: Final state of the job, or its last state if it could not be ended. None if the cluster has
+    #: no such job or does not answer.
     state: JobState | None
-    #: Descriptions of leftovers: resources and processes that still exist or may still exist.
+    #: Descriptions of the job's leftovers: resources and processes that still exist or may still
+    #: exist. Empty if the job has ended completely.
     left: tuple[str, ...]
-    #: Descriptions of nodes that could not be checked for leftover processes, including nodes that
-    #: have left the cluster.
+    #: Descriptions of the nodes that could not be checked for leftover processes. Nodes that have
+    #: left the cluster are included.
     unseen: tuple[str, ...] = ()
     #: True if the job was still active when Muster began to end it.
     was_alive: bool = False
@@ -232,50 +258,56 @@ class JobEnd:
 
 @dataclass(slots=True, kw_only=True)
 class TakeDown:
-    """Ends one submission and frees what it holds. The object itself needs no closing."""
+    """Ends one Ray job, frees its resources in the cluster, and kills its leftover processes."""
 
+    #: Dashboard of the cluster. The caller closes it.
     dashboard: Dashboard
+    #: Id under which the job was submitted.
     submission_id: str
     #: Seconds from the stop signal to SIGKILL.
     grace_s: float
+    #: Function that writes an event of the attempt.
     emit: Emit
-    #: Called with each state that the cluster reports meanwhile.
+    #: Function that receives each state of the job that the cluster reports until its end.
     on_state: Callable[[JobState], None]
-    #: Seconds after which a cluster that does not answer is given up.
+    #: Longest wait for a cluster that does not answer, in seconds.
     unknown_after_s: float = 60.0
-    #: Prepares the nodes of the cluster for the sweep; called with the dashboard's URL.
+    #: Function that starts Muster's agents on the nodes, so that the sweep is fast. Its argument is
+    #: the dashboard's URL.
     make_ready: Callable[[str], Coroutine[Any, Any, None]] = make_nodes_ready
-    #: Ends leftover processes on the nodes, as `tasks.ray.nodes.sweep` does.
+    #: Function that kills leftover processes on the nodes, as `tasks.ray.nodes.sweep` does.
     sweep: Callable[..., Awaitable[SweepReport]] = sweep
     #: Set to True to skip the rest of the grace period.
     is_hurried: bool = False
+    #: True if the cluster has reported the job as pending or running since `run` began.
     _was_alive: bool = False
 
     async def run(self, file: SubmissionFile) -> JobEnd:
-        """End the job of a submission file and record the result in the file.
+        """End the job of a submission file, and record the result in the file.
 
         Returns:
-            The result. If the cluster does not answer, `left` says so.
+            The result. If the cluster does not answer, its `left` contains a sentence about that.
         """
         try:
             ended = await self._end(file)
         except (NoAnswer, Denied) as error:
             file.note(status="unknown", message=str(error))
             left = (
-                f"job {self.submission_id}: its cluster does not answer, so nobody can say what "
-                f"is left of it: {error}"
+                f"job {self.submission_id}: state unknown, its processes may still run, because "
+                f"its cluster does not answer: {error}"
             )
             return JobEnd(state=None, left=(left,))
         file.note(left=list(ended.left), unseen=list(ended.unseen))
         return ended
 
     async def _end(self, file: SubmissionFile) -> JobEnd:
-        """End the job.
+        """End the job of a submission file, and return the result.
 
         Raises:
             NoAnswer, Denied: The cluster did not answer for `unknown_after_s` seconds.
         """
-        # If the cluster never confirmed the job, a submit request may still be on its way.
+        # If the cluster never confirmed the job, a submit request may still be on its way to the
+        # cluster. So wait some seconds for the job to appear.
         was_known = file.content.submitted_at is not None
         settle_s = 0.0 if was_known else SETTLES_WITHIN_S
         preparing = asyncio.create_task(self.make_ready(self.dashboard.address))
@@ -285,16 +317,20 @@ class TakeDown:
                 return JobEnd(state=None, left=())
             gcs_address = await self.ask(self.dashboard.gcs_address)
             left: list[str] = []
-            # A restarted cluster knows no state of the job, but its nodes may still run processes.
+            # Without a state, the cluster was restarted and has forgotten the job. It then has no
+            # actors of the job, but its nodes may still run processes of the job.
             if state is not None:
                 if not state.is_final:
                     place = f"node {state.driver_ip or 'unknown'}"
-                    left.append(f"{place}: job {self.submission_id} is {state.status} still")
+                    left.append(f"{place}: job {self.submission_id} is still {state.status}")
                 left += await self._free(gcs_address)
             await asyncio.wait([preparing])
-            stuck, unseen = await self._sweep_nodes(gcs_address, file)
+            survivors, unchecked_nodes = await self._sweep_nodes(gcs_address, file)
             return JobEnd(
-                state=state, left=(*left, *stuck), unseen=unseen, was_alive=self._was_alive
+                state=state,
+                left=(*left, *survivors),
+                unseen=unchecked_nodes,
+                was_alive=self._was_alive,
             )
         finally:
             preparing.cancel()
@@ -304,12 +340,12 @@ class TakeDown:
         """Stop the job, with its grace period, and wait until Ray reports a final state.
 
         Args:
-            settles_within_s: Seconds during which a job that the cluster does not know may still
-                appear.
+            settles_within_s: Seconds during which a submit request may still reach the cluster, so
+                that the job may still appear there.
 
         Returns:
-            None if the cluster does not know the job. A state that is not final if the job did
-            not end although its supervisor was killed.
+            The final state of the job. If the job did not end although its supervisor actor was
+            killed, a state that is not final. None if the cluster has no such job.
 
         Raises:
             NoAnswer, Denied: The cluster did not answer for `unknown_after_s` seconds.
@@ -332,7 +368,8 @@ class TakeDown:
             self._was_alive = True
             is_late = stop_asked_at is not None and now - stop_asked_at > stop_timeout_s
             if state.status == "PENDING" or self.is_hurried or is_late:
-                # Ray's own stop request is ignored for a pending job. Source: ray#58353.
+                # Ray ignores a stop request for a pending job (ray#58353). So kill the job's
+                # supervisor actor instead, which also skips the grace period of a running job.
                 await self.ask(self._kill_supervisor)
                 killed_at = killed_at or now
             elif stop_asked_at is None:
@@ -341,9 +378,9 @@ class TakeDown:
             await asyncio.sleep(_pause_s(stop_asked_at or killed_at or now))
 
     async def _kill_supervisor(self) -> None:
-        """Kill Ray's supervisor actor of the job.
+        """Kill the supervisor actor with which Ray manages the job.
 
-        The wrapper of a running driver notices this and kills its process tree.
+        Muster's wrapper around the job's program notices this and kills the program's process tree.
 
         Raises:
             NoAnswer, Denied: The cluster did not answer.
@@ -353,8 +390,11 @@ class TakeDown:
             gcs_address = await self.dashboard.gcs_address()
             await control_store.kill_actors(gcs_address, [supervisor.actor_id])
 
-    async def ask(self, question: Callable[[], Awaitable[_T]]) -> _T:
-        """Repeat a request until the cluster answers.
+    async def ask(self, request: Callable[[], Awaitable[_T]]) -> _T:
+        """Send a request, repeat it until the cluster answers, and return the answer.
+
+        Args:
+            request: Function that sends the request.
 
         Raises:
             NoAnswer, Denied: The cluster did not answer for `unknown_after_s` seconds.
@@ -362,30 +402,35 @@ class TakeDown:
         deadline = time.monotonic() + self.unknown_after_s
         while True:
             try:
-                return await question()
+                return await request()
             except (NoAnswer, Denied):
                 if time.monotonic() > deadline:
                     raise
             await asyncio.sleep(_MAX_PAUSE_S * 2)
 
     async def _free(self, gcs_address: str) -> tuple[str, ...]:
-        """Wait until the job's actors and placement groups are gone, and remove detached ones.
+        """Wait until the job's actors and placement groups have ended.
+
+        Actors and placement groups that do not end by themselves within a few seconds are removed.
 
         Returns:
-            Descriptions of those that still exist after the timeout.
+            Descriptions of the actors and placement groups that still exist after 30 s.
         """
         since = time.monotonic()
         drivers = await self.ask(
             lambda: control_store.list_drivers(gcs_address, self.submission_id)
         )
         while True:
-            held = await self.ask(lambda: list_held(self.dashboard, drivers))
-            actors, groups = held
+            actors_and_groups = await self.ask(
+                lambda: list_actors_and_groups(self.dashboard, drivers)
+            )
+            actors, groups = actors_and_groups
             if not actors and not groups:
                 return ()
             waited_s = time.monotonic() - since
             if waited_s > _FREE_TIMEOUT_S:
-                return describe_held(held, await self.ask(self.dashboard.nodes))
+                nodes = await self.ask(self.dashboard.nodes)
+                return describe_actors_and_groups(actors_and_groups, nodes)
             if waited_s > _REMOVAL_DELAY_S:
                 with contextlib.suppress(NoAnswer, Denied):
                     actor_ids = [actor.actor_id for actor in actors]
@@ -397,13 +442,14 @@ class TakeDown:
     async def _sweep_nodes(
         self, gcs_address: str, file: SubmissionFile
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Kill leftover processes of the job on all nodes.
+        """Kill leftover processes of the job on all nodes of the cluster.
 
-        Nodes that could not be reached but are still in the cluster are noted on disk, so that
+        Unreachable nodes that still belong to the cluster are recorded in a note file, so that
         `muster reconcile` checks them later.
 
         Returns:
-            Descriptions of processes that survived SIGKILL, and of nodes that were not checked.
+            Descriptions of the processes that survived SIGKILL, and descriptions of the nodes that
+            could not be checked.
         """
         job = file.content
         report = await self.sweep(
@@ -412,17 +458,19 @@ class TakeDown:
         if report.killed or not report.is_clean:
             self.emit("job.swept", **report.fields(str))
         since = job.submit_began_at
-        unseen, lost = await split_departed_nodes(self.dashboard, report.unreached, since=since)
+        unchecked_nodes, departures = await split_departed_nodes(
+            self.dashboard, report.unreached, since=since
+        )
         place = AttemptPlace(directory=file.path.parent, number=job.attempt)
         note = UncheckedNodesNote(job=job, events=place.events)
-        unseen_words = []
-        if unseen:
-            note.with_nodes(unseen).write()
-            shown = join_words(unseen, at_most=_MAX_LISTED_NODES)
-            unseen_words = [f"{shown}; `muster reconcile` asks again"]
+        descriptions = []
+        if unchecked_nodes:
+            note.with_nodes(unchecked_nodes).write()
+            node_list = join_words(unchecked_nodes, at_most=_MAX_LISTED_NODES)
+            descriptions = [f"{node_list}; `muster reconcile` checks again"]
         else:
             note.forget()
-        if lost:
-            unseen_words.append(join_words(lost, at_most=_MAX_LISTED_NODES))
-        stuck = tuple(f"{process}, which outlived SIGKILL" for process in report.left)
-        return stuck, tuple(unseen_words)
+        if departures:
+            descriptions.append(join_words(departures, at_most=_MAX_LISTED_NODES))
+        survivors = tuple(f"{process}, which outlived SIGKILL" for process in report.left)
+        return survivors, tuple(descriptions)

@@ -1,7 +1,8 @@
-"""A component that runs as a job on a Ray cluster, from its submission until nothing of it is left.
+"""Run a component as a job on a Ray cluster, from its submission until its complete end.
 
-The log of the job's driver is copied to a local file while it grows. How the job ended is derived
-from the state that Ray reports.
+The job's *driver* is the process that runs the component's command on a node of the cluster. The
+log of the driver is copied to a local file while it grows. The exit of the component is derived
+from the final state that Ray reports for the job.
 """
 
 from __future__ import annotations
@@ -31,18 +32,19 @@ from tasks.record.events import Emit
 from tasks.record.outcome import GivenUp, GiveUpReason
 from tasks.spec.failure_kinds import FailureKind
 
-#: Pause before a failed copy of the log is tried again, in seconds.
+#: Pause after a failed copy of the log, in seconds.
 _COPY_RETRY_S = 0.5
-#: How often the rest of the log is requested after the job has ended.
+#: Largest number of requests for the rest of the log after the job has ended.
 _COPY_TRIES = 5
 
 
 @dataclass(slots=True)
 class LogCopy:
-    """Copies the log of a job's driver to a local file.
+    """Copies the log of a Ray job's driver to a local file.
 
-    Ray serves a log only from its beginning. The size of the local file says how many bytes are
-    already copied, so a lost connection or a new process causes neither a gap nor a repetition.
+    Ray always sends a log from its beginning. The copy skips as many bytes as the local file
+    already has. After a lost connection, or in a new process, the copy therefore continues at the
+    right byte.
     """
 
     _dashboard: Dashboard
@@ -51,15 +53,23 @@ class LogCopy:
     _is_writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def follow(self, node_id: str) -> None:
-        """Copy the log while it grows. Runs until it is cancelled."""
+        """Copy the log while it grows, until this call is cancelled.
+
+        Args:
+            node_id: Ray's id of the driver's node, in hex.
+        """
         while True:
-            # A full disk may get free space later. `complete` reports what is missing at the end.
+            # Retry after every error: the cluster may answer again, and a full disk may get free
+            # space. `complete` reports a missing end of the log.
             with contextlib.suppress(NoAnswer, Denied, OSError):
                 await self._copy(node_id, follow=True)
             await asyncio.sleep(_COPY_RETRY_S)
 
     async def complete(self, node_id: str) -> str:
-        """Copy the rest of a log that no longer grows.
+        """Copy the rest of the log after the driver has ended.
+
+        Args:
+            node_id: Ray's id of the driver's node, in hex.
 
         Returns:
             Reason why the end of the log may be missing, or an empty string if it is complete.
@@ -75,6 +85,17 @@ class LogCopy:
         return f"the end of {self._path.name} may be missing: {problem}"
 
     async def _copy(self, node_id: str, *, follow: bool) -> None:
+        """Append the new bytes of the log to the local file.
+
+        Args:
+            node_id: Ray's id of the driver's node, in hex.
+            follow: True waits for new bytes without a time limit. False stops at the end of the
+                log.
+
+        Raises:
+            NoAnswer, Denied: The cluster did not send the log.
+            OSError: The local file could not be written.
+        """
         async with self._is_writing:
             with await asyncio.to_thread(self._path.open, "ab", buffering=0) as log:
                 bytes_to_skip = log.tell()
@@ -87,7 +108,7 @@ class LogCopy:
 
 
 def _write(log: io.FileIO, data: bytes) -> None:
-    """Write all bytes. An unbuffered file may accept only a part of them per call."""
+    """Write all bytes to an unbuffered file, which may accept only a part of them in each call."""
     while data:
         data = data[log.write(data) :]
 
@@ -101,25 +122,27 @@ _GPUS_INTERVAL_S = 2.0
 #: Seconds to wait for the last lines of the log before the exit is reported. These lines usually
 #: name the cause of a failure.
 _LAST_LINES_TIMEOUT_S = 0.8
-#: Seconds to wait for `exited` after the job has reached a final state.
+#: Seconds to wait until `RayJob.exited` has a result after the job has reached a final state.
 _EXIT_TIMEOUT_S = 10.0
-#: Seconds to wait for output that says that the component was ready. The log is copied from another
-#: node, so it can arrive later than the job's final state.
+#: Seconds to wait for the line of the log that shows that the component was ready. The log is
+#: copied from another node, so this line can arrive later than the job's final state.
 _LOG_TIMEOUT_S = 5.0
-#: Seconds between two checks of the log for that output.
+#: Seconds between two searches of the log for this line.
 _LOG_INTERVAL_S = 0.2
-#: Seconds for the examination of a hanging job on all nodes. If a node has no agent, starting one
-#: takes several seconds.
+#: Deadline for the examination of a hanging job on all nodes, in seconds. It includes the start of
+#: Muster's agent on nodes without an agent, which takes several seconds.
 _EXAMINE_TIMEOUT_S = 60.0
 
 
 class RayJob(Member):
     """A component that runs as a Ray job, from before its submission until its GPUs are free again.
 
-    `exited` resolves when the cluster reports a final state of the job. It never raises. Its result
-    has an exit code or a signal if the cluster knows it, and otherwise a note with Ray's reason.
-    Its `at_monotonic_s` is the earliest time at which the job can have ended. A later time could
-    make a component that failed because of the job look like the first failure.
+    The future `exited` gets its result when the cluster reports a final state of the job. It never
+    raises. The result has an exit code or a signal if the cluster knows it, and otherwise a note
+    with Ray's reason.
+
+    The result's `at_monotonic_s` is the earliest time at which the job can have ended. If it were
+    later, a component that failed because of the job could look like the first failure.
 
     The object belongs to one asyncio loop and never blocks it.
     """
@@ -130,9 +153,10 @@ class RayJob(Member):
         self._job = job
         self._emit_event = partial(context.emit, component=plan.name)
         self._dashboard = Dashboard(job.address)
-        #: Time of the first request without an answer, or None while the cluster answers.
+        #: Time of the first request without an answer, in CLOCK_MONOTONIC seconds. None while the
+        #: cluster answers.
         self._silent_since_s: float | None = None
-        #: Error of the last request, or an empty string.
+        #: Error of the last request for the job's state, or an empty string.
         self._problem = ""
         self._log = LogCopy(self._dashboard, job.submission_id, plan.command.log)
         self._take_down = TakeDown(
@@ -145,18 +169,19 @@ class RayJob(Member):
         self._submitter: Submitter | None = None
         self._submitting: asyncio.Task[None] | None = None
         self._file: SubmissionFile | None = None
-        #: The last state that the cluster reported.
+        #: The last state of the job that the cluster reported. None before the first report.
         self._state: JobState | None = None
-        #: Time of the last request that found the job not final, in CLOCK_MONOTONIC seconds.
+        #: Time of the last request that found the job pending or running, in CLOCK_MONOTONIC
+        #: seconds. None before the first such request.
         self._seen_running_s: float | None = None
-        #: Time of the request that returned the current state, in CLOCK_MONOTONIC seconds.
+        #: Time of the last answered request for the job's state, in CLOCK_MONOTONIC seconds.
         self._asked_s = time.monotonic()
-        #: True if the cluster answered that it does not know the job.
+        #: True if the last answer of the cluster was that it has no such job.
         self._is_forgotten = False
-        #: True once the job has taken its GPUs, or if it needs none.
+        #: True if the job has taken all of its GPUs, or needs no GPU.
         self._has_gpus = job.gpus <= 0
-        #: Time of the first stop request in CLOCK_MONOTONIC seconds; 0 if an earlier process sent
-        #: it. None if the job was not asked to stop.
+        #: Time of the first stop request in CLOCK_MONOTONIC seconds, or 0 if an earlier process of
+        #: the run sent it. None if Muster has not asked the job to stop.
         self._stopped_s: float | None = None
         #: Background tasks by name: "watch", "follow" and "last".
         self._tasks: dict[str, asyncio.Task[Any]] = {}
@@ -168,7 +193,10 @@ class RayJob(Member):
         return f"{self.name} (job {self._job.submission_id})"
 
     def last_words(self, since: int = 0, until: int | None = None) -> str:
-        """Return the end of the job's log without Ray's own lines, and Ray's reason for the end."""
+        """Return the end of the job's log and Ray's message about the end of the job.
+
+        Lines of Ray in the log are removed.
+        """
         log_end = super().last_words(since, until)
         return job_last_words(log_end, self._state if self._is_final else None)
 
@@ -177,12 +205,12 @@ class RayJob(Member):
         return self._state is not None and self._state.is_final
 
     async def launch(self) -> None:
-        """Begin to submit the job, or to attach to it if it was submitted before.
+        """Begin to submit the job, or to attach to it if it was submitted earlier.
 
         `until_running` waits for the result.
 
         Raises:
-            OSError: The registry could not be written. Nothing is submitted then.
+            OSError: The registry could not be written. The job was not submitted.
         """
         self._emit_event("component.starting")
         self._context.ports.release(self.name)
@@ -193,7 +221,8 @@ class RayJob(Member):
         is_adopted = self._job.may_be_submitted_since is not None
         self._note_start()
         if is_adopted:
-            # Evidence files that exist already may come from this job itself, so they stay.
+            # `_files` lists existing files that do not count as proof of readiness. The running job
+            # itself may have written them, so here they count.
             self._files.clear()
         self._emit_event(
             "component.spawned",
@@ -205,9 +234,9 @@ class RayJob(Member):
         self._submitting = asyncio.create_task(self._submit())
 
     async def until_running(self) -> None:
-        """Wait until the job's driver runs or the job is final.
+        """Wait until the job's driver runs or the job has ended.
 
-        A cancelled wait leaves the job as it is; `end` stops it.
+        The cancellation of this call does not stop the job; `end` does.
 
         Raises:
             GivenUp: The job could not be submitted or did not start in time.
@@ -215,7 +244,8 @@ class RayJob(Member):
         assert self._submitting is not None
         await self._submitting
         self.is_pending = False
-        # The job may have been pending for long. Time limits on its running time start here.
+        # Time limits of a running component start here, because the job may have been pending for
+        # a long time.
         self._launched_monotonic_s = time.monotonic()
 
     async def has_last_word(self) -> bool:
@@ -250,12 +280,10 @@ class RayJob(Member):
             await asyncio.sleep(0.1)
 
     async def until_job_lost(self) -> GiveUpReason:
-        """Watch a launched job: contact with its cluster, and whether it takes its GPUs in time.
+        """Wait until a launched job must be given up, and return the reason.
 
-        Runs until the job is lost or this call is cancelled.
-
-        Returns:
-            Reason why the job is given up.
+        A job is given up if its cluster does not answer for too long, if its cluster has forgotten
+        it, or if it does not take its GPUs in time. The wait ends only then or by cancellation.
         """
         ask_gpus_at = time.monotonic()
         while True:
@@ -268,7 +296,7 @@ class RayJob(Member):
             await asyncio.sleep(_STATE_INTERVAL_S)
 
     async def examine(self) -> None:
-        """Write a file that says, for every node, where the job's processes hang."""
+        """Write a file that shows, for every node, where the processes of a hanging job hang."""
         if self.is_pending:
             return
         job = self._job
@@ -285,31 +313,37 @@ class RayJob(Member):
             self.hangs_in = job.mask(hangs_in)
             await asyncio.to_thread(path.write_text, job.mask(text), encoding="utf-8")
         except Exception as error:
-            _log.warning("%s, which hangs, can't be examined: %r", self.name, error)
+            _log.warning("The hanging component %s cannot be examined: %r", self.name, error)
         else:
             self._emit_event("component.diagnosed", pid=None, path=str(path))
 
     def stop(self) -> None:
-        """Begin to end the job, with its grace period. Returns at once and may be called again."""
+        """Begin to end the job with its grace period, and return at once.
+
+        The call may be repeated. It does nothing while the job is ending.
+        """
         if self._ending is None or (self._ending.done() and not self._is_clear):
             self._note_stop()
             self._ending = asyncio.create_task(self._end())
 
     def kill(self) -> None:
-        """Begin to end the job without a grace period, or cut it short. Returns at once."""
+        """Begin to end the job without a grace period, and return at once.
+
+        If the job is already in its grace period, the rest of that period is skipped.
+        """
         self._take_down.is_hurried = True
         self.stop()
 
     async def end(self) -> tuple[int | str, ...]:
-        """End the job and wait until nothing of it is left.
+        """End the job, and wait until it has ended completely.
 
-        That is: the job is final, its actors are gone, its GPUs are free, no process of it runs on
-        any node, and its log is complete. May be called before a launch, and after a launch that
-        failed or was cancelled.
+        A complete end means that the job is in a final state, its actors have ended, its GPUs are
+        free, none of its processes runs on any node, and its log is copied. This method may also be
+        called before a launch, and after a launch that failed or was cancelled.
 
         Returns:
-            Descriptions of leftovers that did not end in time. Nodes that could not be checked are
-            not among them; they are in `unchecked_nodes`.
+            Descriptions of leftovers that did not end in time. They do not include the nodes that
+            could not be checked, which are in the attribute `unseen`.
         """
         if not self.is_launched:
             await self._close()
@@ -324,6 +358,7 @@ class RayJob(Member):
         return ()
 
     async def _end(self) -> tuple[str, ...]:
+        """End the job, and return descriptions of its leftovers."""
         await _cancel(self._submitting)
         path = self._job.submission_file
         self._file = self._file or await asyncio.to_thread(SubmissionFile.read, path)
@@ -349,24 +384,28 @@ class RayJob(Member):
         return await self._finish_end(ended.left)
 
     async def let_go(self) -> None:
-        """Stop watching the job but leave it running. The next process attaches to it."""
+        """Stop watching the job without ending it. The next process of the run attaches to it."""
         await _cancel(self._submitting)
         await self._close()
 
     async def _close(self) -> None:
+        """Cancel all background tasks, and close the connections to the cluster."""
         for name in tuple(self._tasks):
             await self._cancel_task(name)
         await self._dashboard.aclose()
 
     async def _finish_end(self, leftovers: tuple[str, ...]) -> tuple[str, ...]:
-        """Close this object if nothing is left over. Otherwise `end` can be tried again."""
+        """Close this object if the job has no leftovers, and return the leftovers.
+
+        With leftovers, the object stays open, so that `end` can be called again.
+        """
         if not leftovers:
             self._is_clear = True
             await self._close()
         return leftovers
 
     def _note_stop(self) -> None:
-        """Record the time of the stop request, unless the job is final or one was recorded."""
+        """Record the time of the first stop request, unless the job has already ended."""
         if self._is_final:
             return
         if self._stopped_s is None:
@@ -375,15 +414,16 @@ class RayJob(Member):
             self._file.note(stop_asked_at=time.time())
 
     async def _watch(self) -> None:
-        """Request the job's state until it is final, and report the exit."""
+        """Request the job's state every half second until it is final, and then report the exit."""
         while self._state is None or not self._state.is_final:
             asked_s = time.monotonic()
             try:
                 state = await self._dashboard.job(self._job.submission_id)
             except (NoAnswer, Denied) as error:
                 self._note_contact(str(error))
-            except Exception as error:  # A reply in an unexpected format.
-                _log.exception("job %s could not be asked for", self._job.submission_id)
+            except Exception as error:
+                # For example, the reply has an unexpected format. The watch must continue.
+                _log.exception("The state of job %s could not be read.", self._job.submission_id)
                 self._note_contact(repr(error))
             else:
                 self._note_contact("")
@@ -396,10 +436,10 @@ class RayJob(Member):
         await self._report_exit(self._state)
 
     def _note_contact(self, problem: str) -> None:
-        """Emit an event when the contact with the cluster is lost or returns.
+        """Record the result of a request, and emit an event if contact was lost or restored.
 
         Args:
-            problem: Error of the last request, or an empty string if the cluster answered.
+            problem: Error of the request, or an empty string if the cluster answered.
         """
         self._problem = problem
         address = self._job.address
@@ -412,7 +452,7 @@ class RayJob(Member):
             self._emit_event("contact.back", address=address, after_s=after_s)
 
     def _record_state(self, state: JobState) -> None:
-        """Record a state that the cluster reported. A final state is never replaced."""
+        """Record a state of the job that the cluster reported. A final state is never replaced."""
         if self._is_final:
             return
         previous = self._state
@@ -432,13 +472,21 @@ class RayJob(Member):
             self._start_task("follow", self._log.follow(state.driver_node_id))
 
     def _driver_place(self) -> str:
-        """Return "node ADDRESS" of the job's driver, or an empty string if it does not run yet."""
+        """Return "node ADDRESS" for the node of the job's driver.
+
+        Returns:
+            An empty string if the driver has not started.
+        """
         if self._state is None or not self._state.driver_ip:
             return ""
         return f"node {self._state.driver_ip}"
 
     async def _report_exit(self, state: JobState) -> None:
-        """Resolve `exited` and emit the final state."""
+        """Set the result of `exited`, record it, and emit an event about the final state.
+
+        Args:
+            state: The final state of the job.
+        """
         lost_node = ""
         if state.driver_exit_code is None and state.driver_node_id:
             with contextlib.suppress(NoAnswer, Denied):
@@ -454,7 +502,7 @@ class RayJob(Member):
             is_node_lost=bool(lost_node),
         )
         if self._stopped_s is not None and state.driver_exit_code is None:
-            # Muster's own stop ended the job, so the job did not end before that stop.
+            # Muster's stop request ended the job, so the job cannot have ended before this request.
             at_s = max(at_s, self._stopped_s)
         await self._cancel_task("follow")
         if state.driver_node_id:
@@ -473,7 +521,7 @@ class RayJob(Member):
             self.exited.set_result(exit_)
 
     async def _complete_log(self) -> str:
-        """Copy the rest of the log.
+        """Copy the rest of the job's log.
 
         Returns:
             Reason why the end of the log may be missing, or an empty string if it is complete.
@@ -482,18 +530,23 @@ class RayJob(Member):
         if (last := self._tasks.pop("last", None)) is not None:
             await asyncio.wait([last])
         await self._cancel_task("follow")
-        if not self._state.driver_node_id:  # The driver never ran, so there is no log.
+        if not self._state.driver_node_id:
+            # The driver never started, so there is no log.
             return ""
-        # Copy once more: leftover processes may have written until the sweep killed them.
+        # Leftover processes may have written to the log until the sweep killed them. So copy the
+        # rest once more.
         return await self._log.complete(self._state.driver_node_id)
 
     async def _check_loss(self) -> GiveUpReason | None:
-        """Return the reason if the cluster is silent for too long or has forgotten the job."""
+        """Return the reason why the job is lost, or None if it is not lost.
+
+        A job is lost if the cluster has not answered for too long or has forgotten the job.
+        """
         silent_s = time.monotonic() - (self._silent_since_s or math.inf)
         if silent_s > self._job.lost_after_s:
             message = (
-                f"{self._job.address} has not answered for {silent_s:.0f} s: {self._problem}; "
-                f"what became of job {self._job.submission_id} is not known"
+                f"job {self._job.submission_id}: state unknown, because {self._job.address} has "
+                f"not answered for {silent_s:.0f} s: {self._problem}"
             )
             return GiveUpReason(kind=FailureKind.LOST_CONTACT, rule="contact-lost", message=message)
         if not self._is_forgotten or self._submitter is None:
@@ -501,7 +554,11 @@ class RayJob(Member):
         return await self._submitter.forgotten()
 
     async def _check_gpus(self) -> GiveUpReason | None:
-        """Return the reason if the job runs but did not take its GPUs in time."""
+        """Return the reason why the job is given up if it did not take its GPUs in time.
+
+        Returns:
+            None if the job has its GPUs, may still take them, or the cluster does not answer.
+        """
         if self._file is None or self._state is None or self._state.status != "RUNNING":
             return None
         now = time.time()
@@ -520,18 +577,20 @@ class RayJob(Member):
         return GiveUpReason(
             kind=FailureKind.START_TIMEOUT,
             rule="gpus-not-taken",
-            message=f"job {self._job.submission_id} runs since {ran_for_s:.0f} s and has "
-            f"{held_gpus:g} of the {self._job.gpus:g} GPUs that it is to take; "
-            f"`muster queue` says who has them. {self._start_limit_hint()}",
+            message=f"job {self._job.submission_id} has been running for {ran_for_s:.0f} s, but "
+            f"holds {held_gpus:g} of its {self._job.gpus:g} GPUs. `muster queue` shows which runs "
+            f"hold GPUs. {self._start_limit_hint()}",
         )
 
     def _start_limit_hint(self) -> str:
+        """Return a sentence that names the spec key for a longer start."""
         return (
-            f"Where it needs longer, to copy its model for example, raise ray.start_within_s "
-            f"({self._job.start_within_s:g} s): meanwhile its gang stands idle"
+            "If the job needs longer, for example to copy its model, raise ray.start_within_s "
+            f"({self._job.start_within_s:g} s); its GPUs are idle until then"
         )
 
     def _never_started(self) -> GiveUpReason:
+        """Return the reason for giving up a job that was pending for too long."""
         cluster_message = self._state.message if self._state else ""
         reason = " ".join(cluster_message.split())[:500]
         message = f"job {self._job.submission_id} was pending for {self._job.start_within_s:g} s: "
@@ -546,27 +605,34 @@ class RayJob(Member):
 
 
 async def _cancel(task: asyncio.Task[Any] | None) -> None:
-    """Cancel a task and wait for its end. Its exception, if any, is ignored."""
+    """Cancel a task, and wait for its end. An exception of the task is ignored.
+
+    Args:
+        task: The task, or None to do nothing.
+    """
     if task is not None:
         task.cancel()
         await asyncio.wait([task])
         if not task.cancelled():
-            # Reading the exception keeps asyncio from logging it as never retrieved.
+            # asyncio logs exceptions that were never read, so read it.
             task.exception()
 
 
 async def stop_submission(
     file: SubmissionFile, *, emit: Emit, grace_s: float, unknown_after_s: float
 ) -> JobEnd:
-    """End the job of a submission file, in whatever phase it is, and wait until nothing is left.
+    """End the Ray job of a submission file in any phase, and wait until it has ended completely.
 
-    This is `RayJob.end` for a job whose flow process is gone.
+    This function ends jobs whose flow process was killed. A living flow process uses `RayJob.end`.
 
     Args:
-        file: The submission file. The result is also recorded in it.
-        emit: Writes an event of the attempt.
+        file: The submission file. The result is recorded in it.
+        emit: Function that writes an event of the attempt.
         grace_s: Seconds from the stop signal to SIGKILL.
-        unknown_after_s: Seconds after which a cluster that does not answer is given up.
+        unknown_after_s: Longest wait for a cluster that does not answer, in seconds.
+
+    Returns:
+        The final state of the job, its leftovers, and the nodes that could not be checked.
     """
     async with contextlib.aclosing(Dashboard(file.content.address)) as dashboard:
         take_down = TakeDown(

@@ -1,12 +1,16 @@
-"""Ask the nodes of a Ray cluster something, from a process that is not part of the cluster.
+"""Send orders to the nodes of a Ray cluster, from a process outside the cluster.
 
-Each node has an agent (`tasks.ray.node_agent`), which answers within milliseconds. If a node has no
-agent, a child process starts one through Ray. It is a separate process because a Ray driver needs
-100 MB and many threads, and hangs for minutes or aborts if its cluster is gone. Every call ends by
-its deadline, whatever happens to a node or to the cluster.
+An *order* is a request that a node acts on: it kills the leftover processes of a run, examines
+processes that hang, or reports about itself. The command `muster sweep --address URL --run-id ID`
+orders all nodes to kill the leftover processes of one run.
 
-The nodes are asked to end leftover processes of a run and to examine processes that hang. The
-command `muster sweep --address URL --run-id ID` ends leftovers that a preflight has found.
+Each node has an *agent* of Muster (`tasks.ray.node_agent`), which carries out orders within
+milliseconds. If a node has no agent, a child process of this process starts an agent through Ray.
+This child process is called the *driver*, because it connects to Ray as a Ray driver. It is a
+separate process for two reasons: a Ray driver needs 100 MB and many threads, and it hangs for
+minutes or aborts if its cluster fails.
+
+Every call ends by its deadline, even if a node or the cluster does not answer.
 """
 
 from __future__ import annotations
@@ -40,14 +44,14 @@ from tasks.show.arguments import EXIT_DONE, EXIT_FAILED
 
 _log = logging.getLogger(__name__)
 
-#: Seconds that a reply of the driver may come after the deadline, which the driver itself keeps.
+#: Seconds to wait for a reply of the driver process in addition to its own deadline.
 _REPLY_MARGIN_S = 5.0
-#: Seconds for an agent to send its greeting.
+#: Seconds within which an agent must send its greeting after a connection is opened.
 _GREETING_TIMEOUT_S = 3.0
-#: Longest line that is read. A reply grows with the number of nodes.
+#: Longest line of a reply, in bytes. A reply grows with the number of nodes.
 _MAX_LINE_BYTES = 1 << 26
-#: Environment variables that the driver must not inherit. With them, a sweep would take the driver
-#: for a process of the run and kill it.
+#: Environment variables that the driver process must not inherit. With the MUSTER variables, a
+#: sweep would mistake the driver for a process of the run and kill it.
 _NOT_INHERITED = frozenset(
     {
         "MUSTER_RUN_ID",
@@ -62,13 +66,14 @@ _NOT_INHERITED = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A living node, as the cluster describes it."""
+    """A living node of a Ray cluster."""
 
     #: Ray's node id, in hex.
     node_id: str
-    #: Address of the node. If several nodes share the address, the start of the id is appended.
+    #: Unique name of the node in messages: its IP address. If several nodes share the address, the
+    #: start of the node id is appended.
     name: str
-    #: Address of the node.
+    #: IP address of the node.
     host: str
     #: Number of GPUs that Ray counts on the node.
     gpus: float
@@ -78,33 +83,36 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeAnswers:
-    """Replies of the nodes to one order."""
+    """Results of one order that was sent to several nodes."""
 
-    #: `answer[node id]`.
+    #: `result[node id]` of each node that has carried out the order.
     answers: Mapping[str, Any]
-    #: `reason[node id]` for each node without an answer.
+    #: `reason[node id]` for each node that did not answer or did not carry out the order.
     unreached: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class AgentKey:
-    """Key pair that signs the orders to agents. Only this user can read its file."""
+    """Key pair with which this user signs orders to the agents on Ray nodes.
 
-    #: RSA private key.
+    The file of the key pair is readable only for this user.
+    """
+
+    #: The RSA private key.
     private: Any
-    #: Modulus of the public key, in hex. The agents know it.
+    #: Modulus of the RSA public key, in hex. The agents check signatures with it.
     modulus: str
-    #: Start of the names of this user's agents. A node id follows. It contains a digest of the key
-    #: and a digest of the agents' code.
+    #: Start of the names of this user's agents. It contains a digest of the public key and a digest
+    #: of the agents' code. In an agent's name, the id of its node follows.
     prefix: str
 
     @staticmethod
     @cache
     def of(home: Path) -> AgentKey:
-        """Return the key pair of a Muster home directory; create the file if it does not exist.
+        """Return the key pair of a Muster home directory. Create it if it does not exist.
 
         Raises:
-            OSError, ValueError: The file cannot be read or written.
+            OSError, ValueError: The file of the key pair cannot be read or written.
         """
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import rsa
@@ -137,21 +145,32 @@ class AgentKey:
 
 @dataclass(slots=True)
 class AgentConnection:
-    """Connection to an agent that has sent its greeting. It takes one order."""
+    """Connection to the agent of one node. The agent has sent its greeting and accepts one order."""
 
+    #: Ray's id of the agent's node, in hex.
     node_id: str
     _reader: asyncio.StreamReader
     _writer: asyncio.StreamWriter
-    #: Random number of the greeting. The signature of the order covers it.
+    #: Random number from the agent's greeting. The signature of the order must include it.
     _nonce: str
-    #: Machine and user of the agent. Agents with equal values see and may end the same processes.
+    #: Identity of the machine and the user of the agent. Agents with equal values can kill the same
+    #: processes, because several Ray nodes may run on one machine.
     sees: str
-    #: Difference of the node's clock to this machine's, and its largest error, both in seconds.
+    #: Difference between the node's clock and this machine's, and the largest error of this
+    #: difference. Both are in seconds.
     clock: tuple[float, float]
 
     @staticmethod
     async def open(node_id: str, address: str) -> AgentConnection | None:
-        """Connect to the agent of a node. Returns None if that agent does not answer."""
+        """Connect to the agent of a node, and read its greeting.
+
+        Args:
+            node_id: Ray's id of the node, in hex.
+            address: `HOST:PORT` of the agent.
+
+        Returns:
+            None if the agent of this node does not answer at the address.
+        """
         host, _, port = address.rpartition(":")
         with suppress(OSError, ValueError, KeyError, TypeError):
             async with asyncio.timeout(_GREETING_TIMEOUT_S):
@@ -175,17 +194,17 @@ class AgentConnection:
         return None
 
     async def order(self, key: AgentKey, what: str, given: Any, within_s: float) -> Any:
-        """Send the signed order and close the connection.
+        """Send a signed order to the agent, return its reply, and close the connection.
 
         Args:
-            key: The key that signs the order.
-            what: Name of the order, see `tasks.ray.node_agent.ORDERS`.
-            given: Arguments of the order.
+            key: The key pair that signs the order.
+            what: Name of the order, from `tasks.ray.node_agent.ORDERS`.
+            given: Arguments of the order, as JSON data.
             within_s: Deadline in seconds.
 
         Returns:
-            The result of `tasks.ray.node_agent.execute_order`, with the `clock` added.
-            After the deadline, `{"why": reason}`. None if the agent or its node has gone.
+            The result of `tasks.ray.node_agent.execute_order`, with the attribute `clock` added.
+            `{"why": reason}` if the deadline has passed. None if the connection was lost.
         """
         order = json.dumps({"what": what, "given": given}).encode() + b"\n"
         signature = key.sign(signed_text(self.node_id, self._nonce, order)).encode()
@@ -202,45 +221,49 @@ class AgentConnection:
             self.close()
 
     def close(self) -> None:
+        """Close the connection to the agent. The call may be repeated."""
         self._writer.transport.abort()
 
 
 @dataclass(slots=True)
 class NodeClient:
-    """Sends orders to the nodes of a cluster, one order at a time.
+    """Sends orders to the nodes of a Ray cluster, one order at a time.
 
-    `connect_to_nodes` creates it.
+    Create it with `connect_to_nodes`.
     """
 
-    #: The living nodes.
+    #: The living nodes of the cluster.
     nodes: tuple[Node, ...]
+    #: `HOST:PORT` of the cluster's control store (GCS).
     _gcs_address: str
+    #: Key pair that signs the orders.
     _key: AgentKey
-    #: `HOST:PORT` of each known agent, by node id.
+    #: `address[node id]` of each agent that has published its address, as `HOST:PORT`.
     _agents: dict[str, str]
-    #: Temporary file that receives stderr of the driver.
+    #: Temporary file that receives stderr of the driver process.
     _errors: IO[bytes]
-    #: For each node id: the most exact difference of the node's clock to this machine's, and its
-    #: largest error, both in seconds.
+    #: For each node id, a pair: the most exact difference measured between the node's clock and
+    #: this machine's, and the largest error of this difference. Both are in seconds.
     clocks: dict[str, tuple[float, float]] = field(default_factory=dict)
+    #: Child process that reaches nodes through Ray, or None before it is needed.
     _driver: asyncio.subprocess.Process | None = None
 
     async def send_order(self, what: str, each: Mapping[str, Any], within_s: float) -> NodeAnswers:
-        """Send an order to nodes, to all at the same time.
+        """Send an order to several nodes at the same time.
 
-        The agents of the nodes are asked directly. A node whose agent is missing or unreachable is
-        asked through Ray.
+        The order is sent directly to the agents of the nodes. If the agent of a node is missing or
+        unreachable, the order is sent through Ray, which also starts missing agents.
 
         Args:
-            what: Name of the order, see `tasks.ray.node_agent.ORDERS`.
-            each: `arguments[node id]` for each node to ask.
-            within_s: Deadline for all nodes, in seconds.
+            what: Name of the order, from `tasks.ray.node_agent.ORDERS`.
+            each: `arguments[node id]` of the order, for each node that receives it.
+            within_s: Deadline for all nodes together, in seconds.
         """
         deadline = time.monotonic() + within_s
         replies = await self._ask_agents(what, each, deadline)
         unreached = dict.fromkeys(each.keys() - replies, f"no answer within {within_s:g} s")
 
-        # Ray may not know yet that an agent has just died, so try twice.
+        # Ray may still send an order to an agent that has just died. So try twice.
         for _ in range(2):
             remaining = {node: each[node] for node in each.keys() - replies}
             if remaining and time.monotonic() < deadline:
@@ -261,13 +284,24 @@ class NodeClient:
     async def _ask_agents(
         self, what: str, each: Mapping[str, Any], deadline: float
     ) -> dict[str, Any]:
-        """Return the replies of the agents that can be reached, by node id."""
+        """Send an order directly to the agents of nodes.
+
+        Args:
+            what: Name of the order.
+            each: `arguments[node id]` of the order, for each node that receives it.
+            deadline: End of the wait, in CLOCK_MONOTONIC seconds.
+
+        Returns:
+            `reply[node id]`. A node is missing if its agent could not be reached.
+        """
         known_agents = [(node, self._agents[node]) for node in each if node in self._agents]
         connections = await asyncio.gather(
             *(AgentConnection.open(node, address) for node, address in known_agents)
         )
 
-        # The agents of a group give the same answer. If one has gone, the next one is asked.
+        # For some orders, all agents of one machine form a group, because each of them would give
+        # the same answer. Only one agent of a group gets the order. If its connection is lost, the
+        # next agent of the group gets it.
         groups: dict[str, list[AgentConnection]] = {}
         for connection in filter(None, connections):
             group_key = connection.sees if what in OF_MACHINES else connection.node_id
@@ -291,12 +325,19 @@ class NodeClient:
         return replies
 
     async def _ask_driver(self, what: str, each: Mapping[str, Any], deadline: float) -> NodeAnswers:
-        """Ask nodes through Ray. This also starts an agent on each of them that has none."""
+        """Send an order to nodes through Ray, and start agents on nodes without an agent.
+
+        Args:
+            what: Name of the order.
+            each: `arguments[node id]` of the order, for each node that receives it.
+            deadline: End of the wait, in CLOCK_MONOTONIC seconds.
+        """
         try:
             if self._driver is None:
                 self._driver = await self._start_driver()
-                # The replies of agents are not encrypted. If Ray's connections are, the agents get
-                # no key. They then open no port and are asked through Ray only.
+                # Agents do not encrypt their replies. If the operator has encrypted Ray's
+                # connections, send the modulus 0. The agents then open no port, and they receive
+                # orders only through Ray.
                 modulus = "0" if control_store.uses_tls() else self._key.modulus
                 hello = {
                     "gcs_address": self._gcs_address,
@@ -306,15 +347,17 @@ class NodeClient:
                 await self._ask(hello, max(1.0, deadline - time.monotonic()))
             within_s = max(1.0, deadline - time.monotonic())
             question = {"what": what, "each": dict(each), "within_s": within_s}
-            visited = NodeAnswers(**await self._ask(question, within_s + _REPLY_MARGIN_S))
+            results = NodeAnswers(**await self._ask(question, within_s + _REPLY_MARGIN_S))
         except NoAnswer as error:
-            # A late reply would be mistaken for the reply to the next question.
+            # End the driver process. Otherwise, its late reply would be mistaken for the reply to
+            # the next question.
             await self.end()
             return NodeAnswers(answers={}, unreached=dict.fromkeys(each, str(error)))
-        self._agents |= {node: reply["address"] for node, reply in visited.answers.items()}
-        return visited
+        self._agents |= {node: reply["address"] for node, reply in results.answers.items()}
+        return results
 
     async def _start_driver(self) -> asyncio.subprocess.Process:
+        """Start the driver process in its own session, with pipes to its stdin and stdout."""
         inherited = {
             name: value for name, value in os.environ.items() if name not in _NOT_INHERITED
         }
@@ -334,10 +377,10 @@ class NodeClient:
         )
 
     async def _ask(self, question: Mapping[str, Any], within_s: float) -> dict[str, Any]:
-        """Send one question to the driver and return its reply.
+        """Send one question to the driver process as a line of JSON, and return its reply.
 
         Raises:
-            NoAnswer: No reply came in time, or the driver has ended.
+            NoAnswer: No reply came in time, or the driver process has ended.
         """
         assert self._driver is not None
         assert self._driver.stdin is not None and self._driver.stdout is not None
@@ -353,12 +396,12 @@ class NodeClient:
         if not line:
             self._errors.seek(0)
             error_text = self._errors.read().decode(errors="replace").strip()[-1000:]
-            raise NoAnswer(f"the driver that visits the nodes has ended: {error_text}")
+            raise NoAnswer(f"Muster's Ray driver process has ended: {error_text}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
     async def end(self) -> None:
-        """Kill the driver and all processes that it started."""
+        """Kill the driver process, if it runs, and all processes that it started."""
         driver = self._driver
         self._driver = None
         if driver is not None:
@@ -371,17 +414,18 @@ class NodeClient:
 
 @asynccontextmanager
 async def connect_to_nodes(gcs_address: str) -> AsyncIterator[NodeClient]:
-    """Connect to the living nodes of a cluster, as an async context manager.
+    """Connect to the living nodes of a Ray cluster, as an async context manager.
 
-    The driver that may be started is killed at the end, also after a cancel. Agents can be started
-    on nodes only if this machine is itself a node of the cluster; it need not run any work.
+    If a node has no agent, a driver process is started for it. The driver process is killed when
+    the context closes, also after a cancellation. It can start agents only if this machine is a
+    node of the cluster. A node without work is enough.
 
     Args:
-        gcs_address: `HOST:PORT` of the cluster's control store.
+        gcs_address: `HOST:PORT` of the cluster's control store (GCS).
 
     Raises:
-        NoAnswer, Denied: The control store did not answer.
-        OSError, ValueError: The key of the agents cannot be read or created.
+        NoAnswer, Denied: The control store did not answer, or the cluster has no living node.
+        OSError, ValueError: The key pair of the agents cannot be read or created.
     """
     key = await asyncio.to_thread(AgentKey.of, muster_home())
     node_infos, addresses = await asyncio.gather(
@@ -390,9 +434,10 @@ async def connect_to_nodes(gcs_address: str) -> AsyncIterator[NodeClient]:
     )
     nodes = _parse_nodes(node_infos)
     if not nodes:
-        raise NoAnswer(f"no node of the cluster of {gcs_address} lives")
+        raise NoAnswer(f"the Ray cluster with the control store {gcs_address} has no living node")
 
-    # Any job of the cluster can write this table, so entries with a foreign address are ignored.
+    # Any job of the cluster can write to the key-value table with the addresses. So use an entry
+    # only if it names the address of its own node.
     hosts = {node.node_id: node.host for node in nodes}
     agents = {
         node_id: address
@@ -400,22 +445,22 @@ async def connect_to_nodes(gcs_address: str) -> AsyncIterator[NodeClient]:
         if address.rpartition(":")[0] == hosts.get(node_id)
     }
     with tempfile.TemporaryFile() as errors:
-        visitor = NodeClient(nodes, gcs_address, key, agents, errors)
+        client = NodeClient(nodes, gcs_address, key, agents, errors)
         try:
-            yield visitor
+            yield client
         finally:
-            await visitor.end()
+            await client.end()
 
 
 def _parse_nodes(node_infos: Iterable[Any]) -> tuple[Node, ...]:
-    """Convert the GcsNodeInfo messages of the control store."""
+    """Convert the control store's GcsNodeInfo messages into nodes."""
     infos = {info.node_id.hex(): info for info in node_infos}
     nodes_per_host = Counter(info.node_manager_address for info in infos.values())
 
     nodes = []
     for node_id, info in infos.items():
         host = info.node_manager_address
-        # The raylet's socket is .../session_2026-.../sockets/raylet
+        # The path of the raylet's socket is .../session_2026-.../sockets/raylet.
         session_dir = os.path.dirname(os.path.dirname(info.raylet_socket_name))
         nodes.append(
             Node(
@@ -431,18 +476,19 @@ def _parse_nodes(node_infos: Iterable[Any]) -> tuple[Node, ...]:
 
 #: Deadline of a sweep of all nodes, in seconds.
 SWEEP_WITHIN_S = 60.0
-#: Deadline for starting agents on all nodes that have none, in seconds.
+#: Deadline for the start of agents on all nodes without an agent, in seconds.
 _PREPARE_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Swept:
-    """A process that a sweep found because its environment contains the run's id."""
+class LeftoverProcess:
+    """A leftover process of a run on a node of a Ray cluster."""
 
-    #: Name of the node that reported the process first. Nodes can share a machine.
+    #: Name of the node. If several nodes run on one machine, the first node that reported it.
     node: str
+    #: Process id on the node's machine.
     pid: int
-    #: Shortened command line.
+    #: Command line of the process, shortened.
     command: str
 
     def __str__(self) -> str:
@@ -450,35 +496,35 @@ class Swept:
 
     @property
     def place(self) -> str:
-        """Return node and pid without the command line, which may contain secrets."""
+        """Node and pid as text. The command line is omitted, because it may contain secrets."""
         return f"node {self.node}: pid {self.pid}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepReport:
-    """Result of a sweep of a cluster."""
+    """Result of killing the leftover processes of a run on all nodes of a Ray cluster."""
 
-    #: Processes that ended.
-    killed: tuple[Swept, ...] = ()
+    #: Processes that were killed.
+    killed: tuple[LeftoverProcess, ...] = ()
     #: Processes that survived SIGKILL.
-    left: tuple[Swept, ...] = ()
-    #: Nodes that could not be asked.
+    left: tuple[LeftoverProcess, ...] = ()
+    #: Nodes that could not be checked.
     unreached: tuple[UncheckedNode, ...] = ()
 
     @property
     def is_clean(self) -> bool:
-        """True if every node was asked and no process is left on any of them."""
+        """True if every node was checked and no leftover process runs on any of them."""
         return not self.left and not self.unreached
 
-    def fields(self, shown: Callable[[Swept], str]) -> dict[str, Any]:
-        """Return the fields of the event that reports the sweep.
+    def fields(self, describe: Callable[[LeftoverProcess], str]) -> dict[str, Any]:
+        """Return the fields of the event `job.swept`.
 
         Args:
-            shown: Function that describes a process.
+            describe: Function that returns the text about a process.
         """
         return {
-            "killed": [shown(process) for process in self.killed],
-            "left": [shown(process) for process in self.left],
+            "killed": [describe(process) for process in self.killed],
+            "left": [describe(process) for process in self.left],
             "unreached": {node.name: node.why for node in self.unreached},
         }
 
@@ -492,42 +538,47 @@ async def sweep(
     only: Mapping[str, str] | None = None,
     within_s: float = SWEEP_WITHIN_S,
 ) -> SweepReport:
-    """Kill the leftover processes of a run on every living node of a cluster.
+    """Kill the leftover processes of a run on the living nodes of a Ray cluster with SIGKILL.
 
-    A process belongs to the run if it was started with its MUSTER_RUN_ID. A process that cleared
-    its environment before it started its program is not found. A sweep may be repeated.
+    A process belongs to the run if its environment has the MUSTER_RUN_ID of the run. A process that
+    was started with a cleared environment is not found. The call may be repeated.
 
-    Ray's own workers of the run's jobs carry the id, too, so a node refuses a sweep while one of
-    these jobs is active. If this machine is a node, the run's local components also carry the id:
-    name a component to spare the others. This process does not become a Ray driver.
+    Two rules protect living processes:
+
+    - A node refuses the order while a Ray job of the run is active, because the Ray workers of that
+      job have the same MUSTER_RUN_ID.
+    - If this machine is a node of the cluster, the local components of the run have the same
+      MUSTER_RUN_ID, too. The caller must name a component to protect the other components.
 
     Args:
-        gcs_address: `HOST:PORT` of the cluster's control store.
+        gcs_address: `HOST:PORT` of the cluster's control store (GCS).
         run_id: Id of the run.
-        attempt: If given, only processes that also have this MUSTER_ATTEMPT.
-        component: If given, only processes that also have this MUSTER_COMPONENT.
-        only: Nodes to sweep, `name[node id]`. Empty or None: all nodes.
-        within_s: Deadline in seconds. Nodes that have not answered by then are `unreached`.
+        attempt: Number of an attempt. Only processes with this MUSTER_ATTEMPT are killed. None
+            includes all attempts.
+        component: Name of a component. Only processes with this MUSTER_COMPONENT are killed. None
+            includes all components.
+        only: `name[node id]` of the nodes to check. If empty or None, all nodes are checked.
+        within_s: Deadline in seconds. Nodes that have not answered by then count as `unreached`.
     """
     wanted = _marker_variables(run_id, attempt, component)
     names = dict(only or {})
     try:
-        async with connect_to_nodes(gcs_address) as visitor:
+        async with connect_to_nodes(gcs_address) as client:
             each = {
                 node.node_id: {"wanted": wanted}
-                for node in visitor.nodes
+                for node in client.nodes
                 if not only or node.node_id in only
             }
-            visited = await visitor.send_order("sweep", each, within_s)
-            names |= {node.node_id: node.name for node in visitor.nodes}
+            results = await client.send_order("sweep", each, within_s)
+            names |= {node.node_id: node.name for node in client.nodes}
     except Exception as error:
-        # The cluster is in trouble. Report that no node could be checked.
+        # Whatever the error is, no node was checked. The caller must report this.
         why = str(error) if isinstance(error, NoAnswer | Denied) else repr(error)
         return SweepReport(unreached=(UncheckedNode(node_id="", name=gcs_address, why=why),))
 
-    unreached = dict.fromkeys({*(only or ())} - each.keys(), "it is not of the cluster")
-    unreached |= visited.unreached
-    answers = {names[node]: answer for node, answer in sorted(visited.answers.items())}
+    unreached = dict.fromkeys({*(only or ())} - each.keys(), "it does not belong to the cluster")
+    unreached |= results.unreached
+    answers = {names[node]: answer for node, answer in sorted(results.answers.items())}
     return SweepReport(
         killed=_unique_processes(answers, "killed"),
         left=_unique_processes(answers, "left"),
@@ -539,50 +590,63 @@ async def sweep(
 
 
 def _marker_variables(run_id: str, attempt: int | None, component: str | None) -> dict[str, str]:
-    """Return the environment variables by which processes of a run are recognised."""
+    """Return the environment variables that identify the processes of a run.
+
+    Args:
+        run_id: Id of the run.
+        attempt: Number of an attempt, or None for all attempts.
+        component: Name of a component, or None for all components.
+    """
     values = {"RUN_ID": run_id, "ATTEMPT": attempt, "COMPONENT": component}
     return {f"MUSTER_{name}": str(value) for name, value in values.items() if value is not None}
 
 
-def _unique_processes(answers: Mapping[str, Any], key: str) -> tuple[Swept, ...]:
-    """Return each process of the answers once, although several nodes may share its machine."""
-    processes: dict[tuple[str, int, int], Swept] = {}
+def _unique_processes(answers: Mapping[str, Any], key: str) -> tuple[LeftoverProcess, ...]:
+    """Return the processes that nodes have reported, without duplicates.
+
+    Nodes that run on one machine report the same processes.
+
+    Args:
+        answers: `result[node name]` of the order.
+        key: Key of the process list in each result: "killed" or "left".
+    """
+    processes: dict[tuple[str, int, int], LeftoverProcess] = {}
     for node, answer in answers.items():
         for entry in answer[key]:
-            swept = Swept(node=node, pid=entry["pid"], command=entry["command"])
-            processes.setdefault((answer["machine"], entry["pid"], entry["start"]), swept)
+            process = LeftoverProcess(node=node, pid=entry["pid"], command=entry["command"])
+            processes.setdefault((answer["machine"], entry["pid"], entry["start"]), process)
     return tuple(processes.values())
 
 
 def sweep_run(*, address: str, run_id: str, within_s: float = SWEEP_WITHIN_S) -> int:
-    """End the leftover processes of a run on the nodes of a Ray cluster.
+    """Kill the leftover processes of a run on the nodes of a Ray cluster.
 
     Every process that was started with the run's MUSTER_RUN_ID is killed with SIGKILL. The run must
     have ended.
 
-    Exit: 0 nothing is left; 1 a process is left, or a node could not be asked; 2 the arguments are
-    wrong.
+    Exit: 0 no process is left; 1 a process is left, or a node could not be checked; 2 the arguments
+    are wrong.
 
     Args:
-        address: The URL of the Ray dashboard.
-        run_id: The id of the run.
-        within_s: Deadline for all nodes, in seconds.
+        address: URL of the Ray dashboard, for example http://10.0.0.1:8265.
+        run_id: Id of the run.
+        within_s: Deadline for all nodes together, in seconds.
     """
     gcs_address = asyncio.run(find_gcs_address(address))
     report = asyncio.run(sweep(gcs_address, run_id=run_id, within_s=within_s))
-    for swept in report.killed:
-        print(f"ended: {swept}")
-    for swept in report.left:
-        print(f"outlived SIGKILL: {swept}")
+    for process in report.killed:
+        print(f"killed: {process}")
+    for process in report.left:
+        print(f"outlived SIGKILL: {process}")
     for node in report.unreached:
-        print(f"not reached: {node.name}: {node.why}")
+        print(f"could not be checked: {node.name}: {node.why}")
     if report.is_clean and not report.killed:
-        print("nothing was there")
+        print("no leftover process was found")
     return EXIT_DONE if report.is_clean else EXIT_FAILED
 
 
 async def find_gcs_address(address: str) -> str:
-    """Return `HOST:PORT` of a cluster's control store.
+    """Return `HOST:PORT` of a Ray cluster's control store (GCS).
 
     Args:
         address: URL of the cluster's dashboard.
@@ -595,47 +659,56 @@ async def find_gcs_address(address: str) -> str:
 
 
 async def make_nodes_ready(address: str) -> None:
-    """Start an agent on every node of a cluster that has none, so that later orders are fast.
+    """Start Muster's agent on each node of a Ray cluster that has none.
 
-    A failure is only logged: whoever asks a node without an agent starts it then.
+    Later orders to the nodes are then fast. A failure is only logged, because an order to a node
+    without an agent starts the agent again.
 
     Args:
         address: URL of the cluster's dashboard.
     """
     try:
-        async with connect_to_nodes(await find_gcs_address(address)) as visitor:
-            each: dict[str, Any] = {node.node_id: {} for node in visitor.nodes}
-            await visitor.send_order("greet", each, _PREPARE_TIMEOUT_S)
+        async with connect_to_nodes(await find_gcs_address(address)) as client:
+            each: dict[str, Any] = {node.node_id: {} for node in client.nodes}
+            await client.send_order("greet", each, _PREPARE_TIMEOUT_S)
     except (NoAnswer, Denied, OSError, ValueError) as error:
-        _log.info("the nodes of %s have no agents yet: %s", address, error)
+        _log.info("Agents could not be started on the nodes of %s: %s", address, error)
 
 
-#: Share of the time for an examination that each node gets.
+#: Deadline of one node, as a share of the deadline for the examination of all nodes.
 _NODE_TIME_SHARE = 0.3
 
 
 async def examine(
     gcs_address: str, *, run_id: str, attempt: int, component: str, within_s: float
 ) -> tuple[dict[str, HangEvidence], dict[str, str]]:
-    """Examine on every node what the processes of a hanging job do.
+    """Examine the processes of a hanging job on every node, and return where they hang.
+
+    Args:
+        gcs_address: `HOST:PORT` of the cluster's control store (GCS).
+        run_id: Id of the run.
+        attempt: Number of the run's attempt.
+        component: Name of the component that runs as the job.
+        within_s: Deadline for all nodes together, in seconds.
 
     Returns:
-        The evidence by node name, and the reason by node name for each node that did not answer.
+        `evidence[node name]` for each machine with processes of the job, and `reason[node name]`
+        for each node that could not be examined.
 
     Raises:
-        NoAnswer, Denied, OSError, ValueError: No node could be asked.
+        NoAnswer, Denied, OSError, ValueError: No node could be examined.
     """
-    async with connect_to_nodes(gcs_address) as visitor:
+    async with connect_to_nodes(gcs_address) as client:
         wanted = _marker_variables(run_id, attempt, component)
         arguments = {"wanted": wanted, "within_s": within_s * _NODE_TIME_SHARE}
-        each = {node.node_id: arguments for node in visitor.nodes}
-        visited = await visitor.send_order("examine", each, within_s)
-        names = {node.node_id: node.name for node in visitor.nodes}
+        each = {node.node_id: arguments for node in client.nodes}
+        results = await client.send_order("examine", each, within_s)
+        names = {node.node_id: node.name for node in client.nodes}
 
-    # Several nodes may share a machine. Keep one answer for each machine.
+    # Several nodes may run on one machine. Keep one answer for each machine.
     by_machine = {
-        answer["machine"]: (names[node_id], answer) for node_id, answer in visited.answers.items()
+        answer["machine"]: (names[node_id], answer) for node_id, answer in results.answers.items()
     }
     evidence = dict(sorted(entry for entry in by_machine.values() if entry[1]["processes"]))
-    unreached = {names[node_id]: why for node_id, why in visited.unreached.items()}
+    unreached = {names[node_id]: why for node_id, why in results.unreached.items()}
     return evidence, unreached

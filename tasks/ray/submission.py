@@ -1,6 +1,6 @@
-"""One submission of a job to a Ray cluster: its plan, and its state in `submission.json`.
+"""Plan the submission of a job to a Ray cluster, and record its state in `submission.json`.
 
-A later process reads the file to find the job again.
+A later process of the run reads this file to find the job again.
 """
 
 from __future__ import annotations
@@ -20,47 +20,54 @@ from tasks.record.run_json import SubmissionJson
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPlan:
-    """The plan of one submission: its program, its cluster, and the time limits of its phases."""
+    """Plan for submitting one Ray job: its program, its cluster, and its time limits.
+
+    The job's *driver* is the process that runs the program on a node of the cluster.
+    """
 
     #: URL of the cluster's dashboard.
     address: str
-    #: `<run id>--a01`. An id is never used for a second submission.
+    #: Id under which the job is submitted, for example `<run id>--a01`. An id is used only once.
     submission_id: str
+    #: Id of the run.
     run_id: str
-    #: Number of the attempt, from 1.
+    #: Number of the run's attempt, from 1.
     attempt: int
+    #: Name of the run's component that runs as this job.
     component: str
-    #: The program. Its working directory is shipped to the cluster, and the driver starts in the
-    #: copy. Its variables are added to the environment of the driver's node; no other variable of
-    #: this process is passed on. Its log file is local and receives the driver's output.
+    #: The program of the job. Ray copies its working directory to the cluster, and the driver
+    #: starts in this copy. Its variables are added to the environment of the driver's node, without
+    #: the other variables of this process. Its log file is on this host and receives the driver's
+    #: output.
     command: Command
-    #: Patterns in the syntax of .gitignore. Matching files of the working directory are not
-    #: shipped, in addition to those that are never shipped.
+    #: Patterns in the syntax of .gitignore. Matching files of the working directory are not copied
+    #: to the cluster. Some other files, such as .git, are never copied.
     excludes: tuple[str, ...] = ()
-    #: Resources that the driver itself takes on its node. If these and the labels are empty, the
-    #: driver runs on any node except the head.
+    #: `amount[resource]` that the driver itself takes on its node.
     entrypoint_resources: Mapping[str, float] = field(default_factory=dict)
-    #: Ray labels that the driver's node must have.
+    #: `value[label]` of the Ray labels that the driver's node must have.
     entrypoint_label_selector: Mapping[str, str] = field(default_factory=dict)
-    #: Names of the nodes that were granted to the run. Empty if the run has no grant.
+    #: Names of the nodes that the queue granted to the run. Empty if the run has no grant.
     nodes: Collection[str] = ()
-    #: Number of GPUs that the whole job must take. 0 disables this check.
+    #: Number of GPUs that the whole job must take. 0 means that the job needs no GPU.
     gpus: float = 0
-    #: Longest time in seconds that the job may be pending. After that, a running job has the same
-    #: time to take its GPUs.
+    #: Longest time in seconds for which the job may be pending. After the start of its driver, the
+    #: job has the same time to take its GPUs.
     start_within_s: float = 600.0
     #: Seconds without an answer from the cluster after which the job counts as lost.
     lost_after_s: float = 180.0
-    #: Path of the submission file.
+    #: Path of the file that records the submission, on this host.
     submission_file: Path
-    #: UTC epoch seconds since when a process on another host may have submitted this job. None if
-    #: no other host can have done so. The submission file of that process is not on this host.
+    #: Earliest time, in UTC epoch seconds, at which a process on another host may have submitted
+    #: this job. The submission file of that process is not on this host. None if only this host can
+    #: have submitted the job.
     may_be_submitted_since: float | None = None
     #: Function that removes secrets from a text before it is written to disk.
     mask: Callable[[str], str] = str
 
 
-#: Ray ends the message about a failed job with a quote of the log, which starts with these words.
+#: Words with which Ray begins the quote of the job's log at the end of its message about a failed
+#: job.
 #: Source: ray 2.60, JobSupervisor.run.
 QUOTED_LOG = "last available logs"
 
@@ -68,10 +75,14 @@ _log = logging.getLogger(__name__)
 
 
 class SubmissionFile:
-    """The file that records one submission. It exists before the first request to the cluster."""
+    """File that records the submission of one Ray job, and the job's state.
 
-    #: Thread that writes the file, so that the caller never waits for the disk. If None, the caller
-    #: writes the file itself.
+    The file is created before the first request to the cluster, so that a later process finds every
+    job that may exist there.
+    """
+
+    #: Thread that writes the file, so that the caller does not wait for the disk. With None, the
+    #: caller's thread writes the file.
     disk: DiskThread | None = None
 
     def __init__(
@@ -79,9 +90,9 @@ class SubmissionFile:
     ) -> None:
         """
         Args:
-            path: Path of the file.
-            content: Content that the file has now.
-            mask: Function that removes secrets from a text.
+            path: Path of the submission file.
+            content: The present content of the submission file.
+            mask: Function that removes secrets from a text before it is written to the file.
         """
         self.path = path
         self.content = content
@@ -89,7 +100,11 @@ class SubmissionFile:
 
     @staticmethod
     def read(path: Path, mask: Callable[[str], str] = str) -> SubmissionFile | None:
-        """Read the file of an earlier process.
+        """Read a submission file from disk.
+
+        Args:
+            path: Path of the submission file.
+            mask: Function that removes secrets from a text before it is written to the file.
 
         Returns:
             None if the file does not exist.
@@ -104,7 +119,10 @@ class SubmissionFile:
 
     @staticmethod
     def begin(plan: JobPlan) -> SubmissionFile:
-        """Return the file of an earlier process for this submission, or write a new one.
+        """Return the submission file of a planned job.
+
+        If an earlier process of the run has already written the file for this job, it is read.
+        Otherwise a new file is written.
 
         Raises:
             OSError, ValueError: The file cannot be read or written.
@@ -122,16 +140,20 @@ class SubmissionFile:
             status="submitting",
         )
         if plan.may_be_submitted_since is not None:
-            # Otherwise the job would count as never submitted, and nobody would end it.
+            # Without this time, the job would count as never submitted, and Muster would not end it
+            # after a crash of this process.
             content = content.with_changes(submit_began_at=plan.may_be_submitted_since)
         plan.submission_file.parent.mkdir(parents=True, exist_ok=True)
         write_json(plan.submission_file, content.as_json())
         return SubmissionFile(plan.submission_file, content, plan.mask)
 
     def note(self, **fields: object) -> None:
-        """Set fields of the file. The file is written only if a value has changed.
+        """Set fields of the submission file, and write the file if a value has changed.
 
-        A failure to write is logged and not raised.
+        An OSError is logged and not raised.
+
+        Args:
+            fields: `value[name]` of fields of `SubmissionJson`.
         """
         changes = {
             key: value for key, value in fields.items() if getattr(self.content, key) != value
@@ -146,17 +168,21 @@ class SubmissionFile:
         try:
             write_json(self.path, content.as_json())
         except OSError as error:
-            _log.warning("%s could not be written: %s", self.path, error)
+            _log.warning("The submission file %s could not be written: %s", self.path, error)
 
     async def written(self) -> None:
-        """Wait until all earlier changes are on disk, or writing them has failed."""
+        """Wait until all earlier changes of the file are on disk or could not be written."""
         if self.disk is not None:
             await asyncio.wrap_future(self.disk.do(lambda: None))
 
     def note_state(self, state: JobState, **fields: object) -> None:
-        """Record the state that the cluster reported, and other fields.
+        """Record a state of the job that the cluster reported, and set other fields.
 
-        The part of the message that quotes the job's log is left out.
+        Ray's message about the end of the job is recorded without its quote of the job's log.
+
+        Args:
+            state: The reported state.
+            fields: `value[name]` of other fields of `SubmissionJson`.
         """
         fields["status"] = state.status.lower()
         if state.is_final:
@@ -166,18 +192,29 @@ class SubmissionFile:
 
 
 def submission_id(run_id: str, attempt: int, component: str, *, is_only: bool) -> str:
-    """Return the submission id of a component's job, which is the same at each call.
+    """Return the id under which the Ray job of a component is submitted.
 
     Args:
-        is_only: True if the run has only one job. Otherwise the id ends with the component's name.
+        run_id: Id of the run.
+        attempt: Number of the run's attempt, from 1.
+        component: Name of the component.
+        is_only: True if the run has only one Ray job. Otherwise the id ends with the component's
+            name.
     """
     return f"{run_id}--a{attempt:02d}" + ("" if is_only else f"-{component}")
 
 
 def submission_file(place: AttemptPlace, component: str, *, is_only: bool) -> Path:
-    """Return the path of the submission file of a component's job."""
+    """Return the path of the file that records the submission of a component's Ray job.
+
+    Args:
+        place: Directory of the attempt.
+        component: Name of the component.
+        is_only: True if the run has only one Ray job. Otherwise the file name contains the
+            component's name.
+    """
     return place.submission if is_only else place.directory / f"submission-{component}.json"
 
 
-#: Seconds that a request without an answer may still need to reach the cluster.
+#: Seconds within which a submit request that got no answer may still reach the cluster.
 SETTLES_WITHIN_S = 5.0

@@ -1,7 +1,10 @@
-"""Submit a job to Ray exactly once, whatever happens to the requests.
+"""Submit a job to a Ray cluster exactly once, even if requests get no answer.
 
-A submission has a fixed id. After a request without an answer, the cluster is asked for that id
-before the job is submitted again. The working directory and a small wrapper are shipped with it.
+The job is submitted under a fixed id. If a submit request gets no answer, Muster asks the cluster
+for the job with this id before it submits the job again.
+
+The working directory and a small wrapper program are shipped with the job. The *driver* is the
+process that runs the job's command, inside the wrapper, on a node of the cluster.
 """
 
 from __future__ import annotations
@@ -33,15 +36,16 @@ if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
 
 
-#: Seconds that leftover processes of a driver get to exit after their stop signal.
+#: Seconds from the stop signal to SIGKILL for processes that outlive the command of a job.
 STRAGGLERS_S = 0.3
-#: Amount of a worker's resource that a driver takes. It is tiny so that drivers never compete: a
-#: node with 1 unit has room for 1000 drivers.
+#: Amount of the resource `worker_node` that a driver takes. It is small so that drivers do not
+#: compete: a node with one unit of the resource has room for 1000 drivers.
 _WORKER_SHARE = 0.001
-#: Resource with which clusters mark the nodes that run work.
+#: Ray resource with which operators mark the nodes of a cluster that run jobs.
 _WORKER_RESOURCE = "worker_node"
+#: Ray label that contains the id of a node.
 _NODE_ID_LABEL = "ray.io/node-id"
-#: Files that are never shipped, in the syntax of .gitignore.
+#: Files of the working directory that are never shipped, as .gitignore patterns.
 _EXCLUDES = (
     ".git",
     "/runs",
@@ -55,31 +59,32 @@ _EXCLUDES = (
     ".pytest_cache",
     ".ruff_cache",
 )
-#: Deadline of each request of a submission, in seconds. The package may be hundreds of MB.
+#: Deadline of each request of a submission, in seconds. A request may upload hundreds of MB.
 _REQUEST_TIMEOUT_S = 60.0
-#: Directory name of the shipped wrapper.
+#: Name of the directory with the wrapper program that is shipped with each job.
 _PACKAGE = "muster_driver"
-#: Loggers of Ray that report each upload, and the level that silences them. Their lines would
-#: disturb Muster's own output on the terminal.
+#: `level[logger]` for Ray's loggers that report each upload. The level silences them, because their
+#: lines would disturb Muster's own output on the terminal.
 _NOISY_LOGGERS = {
     "ray.dashboard.modules.dashboard_sdk": logging.WARNING,
     "ray._private.runtime_env.packaging": logging.WARNING,
     "ray._private.runtime_env.working_dir": logging.ERROR,
 }
-#: Python code that runs the shipped wrapper. `python -m` would put the working directory first on
-#: the import path. There, the user's `queue.py` or `signal.py` would hide the standard library's.
+#: Python code that finds and runs the shipped wrapper program. `python -m` is not used, because it
+#: puts the working directory first on the import path. A user's file such as `queue.py` there would
+#: replace the module of the standard library.
 _BOOTSTRAP = (
     "import os,runpy;runpy.run_path(next(p for p in"
     f' (d+"/{_PACKAGE}" for d in os.environ["PYTHONPATH"].split(":")) if os.path.isdir(p)),'
     'run_name="__main__")'
 )
-#: Shell expression for the Python interpreter. Ray starts the entrypoint with a shell, and the
-#: shell's parent is Ray's own interpreter, so that one exists. The node's PATH may have none.
+#: Shell expression for the path of a Python interpreter. Ray starts the job's command with a shell,
+#: whose parent process runs Ray's own interpreter. PATH on the node may contain no interpreter.
 _INTERPRETER = '"$(readlink /proc/$PPID/exe || command -v python3)"'
 
 
 def build_entrypoint(plan: JobPlan) -> str:
-    """Return the shell command that Ray runs: the wrapper, which runs the component's command."""
+    """Return the shell command of the job. It runs the wrapper with the component's command."""
     command = plan.command
     wrapper_arguments = (
         f"--grace {command.grace_s:g} --signal {command.stop_signal}"
@@ -89,13 +94,17 @@ def build_entrypoint(plan: JobPlan) -> str:
 
 
 def build_environment(plan: JobPlan) -> dict[str, str]:
-    """Return the environment variables of the job. A sweep recognises its processes by them."""
+    """Return the environment variables of the job.
+
+    The variables MUSTER_RUN_ID, MUSTER_ATTEMPT and MUSTER_COMPONENT identify the job's processes
+    for the search for leftover processes.
+    """
     env = {
         **plan.command.env,
         "MUSTER_RUN_ID": plan.run_id,
         "MUSTER_ATTEMPT": str(plan.attempt),
         "MUSTER_COMPONENT": plan.component,
-        # Longer than the wrapper's grace period, so that Ray does not kill the wrapper too early.
+        # Ray kills the wrapper after this time. It must be longer than the grace period.
         "RAY_JOB_STOP_WAIT_TIME_S": str(math.ceil(plan.command.grace_s) + 5),
     }
     if plan.command.stop_signal == signal.SIGINT:
@@ -104,10 +113,10 @@ def build_environment(plan: JobPlan) -> dict[str, str]:
 
 
 def list_excludes(plan: JobPlan) -> list[str]:
-    """Return the files of the working directory that are not shipped, as .gitignore patterns."""
+    """Return .gitignore patterns for the files of the working directory that are not shipped."""
     excludes = [*_EXCLUDES, *plan.excludes]
     with contextlib.suppress(ValueError):
-        # The Muster home holds the records of runs. It is not shipped either.
+        # If the Muster home directory is in the working directory, exclude the records of runs.
         home = muster_home().resolve().relative_to(plan.command.cwd.resolve())
         excludes.append(f"/{home}")
     return excludes
@@ -116,14 +125,16 @@ def list_excludes(plan: JobPlan) -> list[str]:
 def choose_driver_node(
     plan: JobPlan, nodes: Sequence[LiveNode]
 ) -> tuple[Mapping[str, float], Mapping[str, str]]:
-    """Return the resources and labels that decide on which node the driver runs.
+    """Choose the node of the job's driver by resources and labels that the node must have.
 
-    - Values of the plan are taken as they are.
-    - Otherwise the driver runs on a node that was granted to the run.
-    - Without a grant, it runs on any node but the head, which Ray would prefer.
+    - If the plan names resources or labels, they are used unchanged.
+    - Otherwise, the driver runs on a node that the queue granted to the run.
+    - Without a grant, the driver runs on any node except the head node. Ray itself would prefer the
+      head node.
 
     Returns:
-        Both are empty if the cluster has only a head node.
+        The required `amount[resource]` and `value[label]`. Both are empty if the cluster has only a
+        head node.
     """
     if plan.entrypoint_resources or plan.entrypoint_label_selector:
         return plan.entrypoint_resources, plan.entrypoint_label_selector
@@ -146,12 +157,16 @@ def choose_driver_node(
 
 
 def submit(plan: JobPlan, nodes: Sequence[LiveNode]) -> None:
-    """Submit the job to Ray. Blocks for up to some minutes, so run it in a thread.
+    """Submit the job to Ray. The call blocks for up to some minutes, so it must run in a thread.
 
-    Returns normally if the cluster has the job, even from an earlier request.
+    The call returns normally if the cluster has the job, even if an earlier request submitted it.
+
+    Args:
+        plan: Plan of the job.
+        nodes: The living nodes of the cluster, for the choice of the driver's node.
 
     Raises:
-        Denied: The cluster will never accept this job as it is.
+        Denied: The cluster rejects the job, and would reject it again.
         NoAnswer: It is unknown whether the cluster has the job.
     """
     from ray.exceptions import AuthenticationError, RuntimeEnvSetupError
@@ -173,51 +188,58 @@ def submit(plan: JobPlan, nodes: Sequence[LiveNode]) -> None:
                 },
             )
     except AuthenticationError as error:
-        raise Denied(f"{plan.address} refuses the token: {error}") from error
+        raise Denied(f"{plan.address} rejected Ray's authentication token: {error}") from error
     except RuntimeError as error:
         _handle_sdk_error(error, plan)
     except (ValueError, TypeError, RuntimeEnvSetupError) as error:
-        raise Denied(f"{plan.command.cwd} can't be shipped as it is: {error}") from error
-    except OSError as error:  # Includes the errors of the `requests` library.
-        raise NoAnswer(f"no answer from {plan.address} to the submit: {error}") from error
+        raise Denied(
+            f"the working directory {plan.command.cwd} cannot be shipped to the cluster: {error}"
+        ) from error
+    except OSError as error:
+        # This includes the errors of the `requests` library.
+        raise NoAnswer(f"no answer from {plan.address} to the submit request: {error}") from error
 
 
 def _handle_sdk_error(error: RuntimeError, plan: JobPlan) -> None:
-    """Raise Denied or NoAnswer for an error of Ray's SDK, or return if the cluster has the job.
+    """Raise the exception that fits an error of Ray's SDK, or return if the cluster has the job.
 
-    The SDK raises the same exception for every failed request. Only the text tells them apart:
-    `Request failed with status code N: ...`.
+    The SDK raises RuntimeError for every failed request. The status code of the request is only in
+    the text of the error: `Request failed with status code N: ...`.
+
+    Raises:
+        Denied: The cluster rejects the job, and would reject it again.
+        NoAnswer: It is unknown whether the cluster has the job.
     """
     text = str(error)
     if "already exists" in text and plan.submission_id in text:
         return
     _, separator, rest = text.partition("Request failed with status code ")
-    unfit = f"{plan.command.cwd} can't be shipped as it is"
+    problem = f"the working directory {plan.command.cwd} cannot be shipped to the cluster"
     if not separator:
-        raise Denied(f"{unfit}: {text[:2000]}") from error
+        raise Denied(f"{problem}: {text[:2000]}") from error
     if rest.startswith("413"):
-        # The dashboard's limit is lower than Ray's own limit for packages.
+        # The dashboard's size limit is lower than Ray's own limit for packages.
         raise Denied(
-            f"{unfit}: packed, it is larger than the dashboard at {plan.address} takes "
-            f"({rest[5:].strip(' .')}); exclude what the job does not need, or put it where the "
-            "nodes can read it"
+            f"{problem}: its package exceeds the size limit of the dashboard at {plan.address} "
+            f"({rest[5:].strip(' .')}). Exclude files that the job does not need, or move them to "
+            "a directory that the nodes can read."
         ) from error
     if rest.startswith("4"):
-        raise Denied(f"{plan.address} refuses the job: {text[:2000]}") from error
-    raise NoAnswer(f"{plan.address}: {text[:2000]}") from error
+        raise Denied(f"{plan.address} rejected the job: {text[:2000]}") from error
+    raise NoAnswer(f"{plan.address} did not accept the job: {text[:2000]}") from error
 
 
 def wrapper_sources() -> dict[str, str]:
-    """Return the source of each file of the shipped wrapper, by file name."""
+    """Return `source[file name]` of the wrapper program that is shipped with each job."""
     files = {"__main__.py": wrapper.__file__, "tree.py": tree.__file__}
     return {name: Path(file).read_text(encoding="utf-8") for name, file in files.items()}
 
 
 @contextlib.contextmanager
 def _package() -> Iterator[Path]:
-    """Create a temporary directory with the wrapper's files.
+    """Create a temporary directory with the wrapper program's files, as a context manager.
 
-    The content is always the same, so Ray uploads the package only once for each cluster.
+    The files always have the same content, so Ray uploads them only once to each cluster.
     """
     with tempfile.TemporaryDirectory(prefix="muster-ship-") as parent:
         package = Path(parent) / _PACKAGE
@@ -228,12 +250,18 @@ def _package() -> Iterator[Path]:
 
 
 def _client(address: str) -> JobSubmissionClient:
-    """Return Ray's client with a deadline for each request, no proxy, and exactly this address."""
+    """Return Ray's client for submitting jobs, with stricter rules for its requests.
+
+    Each request has a deadline, uses no proxy, follows no redirect, and goes to the given address.
+
+    Args:
+        address: URL of the cluster's dashboard.
+    """
     import ray
     from ray.dashboard.modules.dashboard_sdk import SubmissionClient
     from ray.job_submission import JobSubmissionClient
 
-    # These modules set the level of their loggers when they are imported.
+    # The import of Ray's modules sets the level of their loggers, so set it afterwards.
     for name, level in _NOISY_LOGGERS.items():
         logging.getLogger(name).setLevel(level)
 
@@ -241,16 +269,17 @@ def _client(address: str) -> JobSubmissionClient:
 
     class Client(JobSubmissionClient):
         def __init__(self) -> None:
-            # The constructor of the base class would replace the address with RAY_ADDRESS.
+            # Skip the constructor of JobSubmissionClient, which would replace the address with that
+            # of the environment variable RAY_ADDRESS.
             SubmissionClient.__init__(
-                self, address, headers=credentials.sent(), verify=credentials.ca or True
+                self, address, headers=credentials.make_headers(), verify=credentials.ca or True
             )
             self._client_ray_version = ray.__version__
 
         def _do_request(self, *args: Any, **kwargs: Any) -> Any:
             kwargs.setdefault("timeout", _REQUEST_TIMEOUT_S)
             kwargs.setdefault("proxies", {"http": "", "https": ""})
-            # After a redirect, the headers would go to another address.
+            # A redirect would send the headers with the token to another address.
             kwargs.setdefault("allow_redirects", False)
             require_trusted_url(address)
             return super()._do_request(*args, **kwargs)
@@ -258,17 +287,23 @@ def _client(address: str) -> JobSubmissionClient:
     return Client()
 
 
-#: Seconds after which a cluster that never answered is given up. This is short because the address
-#: is probably wrong, and nothing was submitted yet.
+#: Longest wait for the first answer of a cluster, in seconds. It is short, because the address is
+#: probably wrong and no job was submitted yet.
 _FIRST_ANSWER_TIMEOUT_S = 20.0
-#: How often a job is submitted before it is given up.
+#: Largest number of submit requests for one job.
 _MAX_SUBMITS = 3
-#: Seconds between two requests for the state of a submission.
+#: Seconds between two requests for the state of a submitted job.
 _STATE_INTERVAL_S = 0.5
 
 
 async def finish_thread_work(blocking: Coroutine[Any, Any, None]) -> None:
-    """Wait for work in a thread, even after a cancel, which cannot stop the thread."""
+    """Wait until a thread has finished its work, even if this call is cancelled.
+
+    A cancellation cannot stop a thread. It is raised again after the thread has finished.
+
+    Args:
+        blocking: Waits for the thread, for example `asyncio.to_thread(...)`.
+    """
     task = asyncio.ensure_future(blocking)
     try:
         await asyncio.shield(task)
@@ -279,7 +314,7 @@ async def finish_thread_work(blocking: Coroutine[Any, Any, None]) -> None:
 
 @dataclass(slots=True)
 class Submitter:
-    """Brings one submission to the cluster, and asks for its state by id if a request fails."""
+    """Submits one job, and asks the cluster for the job's state if a submit request fails."""
 
     _plan: JobPlan
     _dashboard: Dashboard
@@ -287,10 +322,10 @@ class Submitter:
     _emit: Emit
 
     async def run(self) -> JobState | None:
-        """Submit the job, or attach to it if an earlier request or process has submitted it.
+        """Submit the job, or attach to it if an earlier process of the run has submitted it.
 
         Returns:
-            The state of the job, or None if it was submitted just now.
+            The state of the job. None if the job was submitted now and its state is unknown.
 
         Raises:
             GivenUp: The job could not be submitted, or it is unknown whether it was.
@@ -315,8 +350,8 @@ class Submitter:
             raise self._give_up(
                 FailureKind.NETWORK,
                 "submit-unanswered",
-                f"{self._plan.address} answered no submit of job {self._plan.submission_id}, and "
-                f"does not know the job: {problem}",
+                f"{self._plan.address} did not answer {_MAX_SUBMITS} submit requests for job "
+                f"{self._plan.submission_id} and does not have the job: {problem}",
             )
         self._note_submitted()
         plan = self._plan
@@ -324,10 +359,10 @@ class Submitter:
         return state
 
     async def forgotten(self) -> GiveUpReason | None:
-        """Return the reason why the cluster does not know a job that it had accepted.
+        """Return the reason why the cluster has no record of a job that it had accepted.
 
         Returns:
-            None if the cluster cannot be asked.
+            None if the cluster does not answer.
         """
         try:
             session = await self._dashboard.session()
@@ -336,8 +371,9 @@ class Submitter:
         recorded_session = self._file.content.session
         if recorded_session is not None and session != recorded_session:
             message = (
-                f"the cluster at {self._plan.address} was restarted and knows nothing of job "
-                f"{self._plan.submission_id}: it was {recorded_session}, it is {session}"
+                f"the Ray cluster at {self._plan.address} was restarted and has lost job "
+                f"{self._plan.submission_id}: its session was {recorded_session} and is now "
+                f"{session}"
             )
             return GiveUpReason(
                 kind=FailureKind.NODE_LOST, rule="cluster-restarted", message=message
@@ -345,13 +381,14 @@ class Submitter:
         return _job_unknown(self._plan)
 
     async def _submit_once(self) -> str:
-        """Submit the job.
+        """Send one submit request for the job.
 
         Returns:
-            Reason why it is unknown whether the cluster has the job; empty if the cluster has it.
+            An empty string if the cluster has the job. Otherwise, the error because of which it is
+            unknown whether the cluster has the job.
 
         Raises:
-            GivenUp: The cluster will never accept this job.
+            GivenUp: The cluster rejects the job, and would reject it again.
         """
         try:
             nodes = await self._dashboard.nodes()
@@ -368,24 +405,29 @@ class Submitter:
         return ""
 
     def _note_submitted(self) -> None:
+        """Record in the submission file that the cluster has the job."""
         if self._file.content.submitted_at is None:
             self._file.note(submitted_at=time.time(), status="pending")
 
     def _give_up(self, kind: FailureKind, rule: str, message: str) -> GivenUp:
-        """Record why the job is given up, and return the exception to raise."""
-        # After a loss of contact the job may exist, so its recorded status stays.
+        """Record the reason for giving up the job, and return the exception to raise."""
+        # After a loss of contact, the job may exist on the cluster, so its recorded status stays.
         if kind is not FailureKind.LOST_CONTACT:
             self._file.note(status="refused", message=message)
         return GivenUp(GiveUpReason(kind=kind, rule=rule, message=message))
 
     async def _request_state(self, *, settle: bool) -> JobState | None:
-        """Return the state of the job. A request without an answer is repeated.
+        """Return the state of the job. Requests are repeated until the cluster answers.
 
         Args:
-            settle: If the cluster does not know the job, ask again for some seconds.
+            settle: True repeats the request for some seconds if the cluster has no such job. An
+                earlier submit request may still be on its way.
+
+        Returns:
+            None if the cluster has no such job.
 
         Raises:
-            GivenUp: The cluster refuses the request, or has not answered for too long.
+            GivenUp: The cluster refused the request, or did not answer for too long.
         """
         was_begun = self._file.content.submit_began_at is not None
         timeout_s = self._plan.lost_after_s if was_begun else _FIRST_ANSWER_TIMEOUT_S
@@ -406,19 +448,31 @@ class Submitter:
             await asyncio.sleep(_STATE_INTERVAL_S)
 
     def _give_up_unanswered(self, was_begun: bool, timeout_s: float, problem: str) -> GivenUp:
-        """Return the exception for a cluster that has not answered for `timeout_s` seconds."""
+        """Return the exception for a cluster that did not answer in time.
+
+        Args:
+            was_begun: True if a submit request was sent, so that the cluster may have the job.
+            timeout_s: Seconds for which requests were repeated.
+            problem: Error of the last request.
+        """
         plan = self._plan
-        asked = f"asked for {timeout_s:g} s"
         if was_begun:
-            fault = f"whether {plan.address} has job {plan.submission_id} is not known, {asked}"
-            return self._give_up(FailureKind.LOST_CONTACT, "contact-lost", f"{fault}: {problem}")
-        fault = f"no Ray dashboard answers at {plan.address}, {asked}; nothing was submitted"
-        return self._give_up(FailureKind.NETWORK, "cluster-unreachable", f"{fault}: {problem}")
+            message = (
+                f"job {plan.submission_id}: state unknown, because {plan.address} has not answered "
+                f"for {timeout_s:g} s: {problem}"
+            )
+            return self._give_up(FailureKind.LOST_CONTACT, "contact-lost", message)
+        message = (
+            f"no Ray dashboard has answered at {plan.address} for {timeout_s:g} s, so no job was "
+            f"submitted: {problem}"
+        )
+        return self._give_up(FailureKind.NETWORK, "cluster-unreachable", message)
 
 
 def _job_unknown(plan: JobPlan) -> GiveUpReason:
+    """Return the reason for giving up a job that the cluster had accepted and no longer has."""
     message = (
-        f"the cluster at {plan.address} does not know job {plan.submission_id}, which it had "
-        "taken; somebody may have deleted it there"
+        f"the Ray cluster at {plan.address} had accepted job {plan.submission_id}, but has no "
+        "record of it now; it may have been deleted there"
     )
     return GiveUpReason(kind=FailureKind.LOST_CONTACT, rule="job-unknown", message=message)

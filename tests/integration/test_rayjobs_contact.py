@@ -111,7 +111,7 @@ async def test_launch_is_refused_if_no_dashboard_listens(
     jobs = Jobs("http://127.0.0.1:9", tmp_path)
     job = jobs.job(jobs.plan("sleep", "3600"))
 
-    with pytest.raises(GivenUp, match="no Ray dashboard answers") as refused:
+    with pytest.raises(GivenUp, match="no Ray dashboard has answered") as refused:
         await job.launch()
         await job.until_running()
     leftovers = await job.end()
@@ -146,7 +146,7 @@ async def test_working_directory_that_is_too_large_is_a_user_error(jobs: Jobs) -
         file.truncate(110 * 1024 * 1024)
     job = jobs.job(jobs.plan("sleep", "3600"))
 
-    with pytest.raises(GivenUp, match="can't be shipped") as refused:
+    with pytest.raises(GivenUp, match="cannot be shipped") as refused:
         await job.launch()
         await job.until_running()
     leftovers = await job.end()

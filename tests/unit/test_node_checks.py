@@ -135,7 +135,8 @@ def test_unreached_node_is_named_with_reason_and_command(
     ended = end(SILENT)
 
     said = (
-        "node 10.0.0.5 could not be checked (no answer within 60 s); `muster reconcile` asks again"
+        "node 10.0.0.5 could not be checked (no answer within 60 s); "
+        "`muster reconcile` checks again"
     )
     assert (ended.left, ended.unseen) == ((), (said,))
     assert noted() == {"r--a01": {"bb": "10.0.0.5"}}
@@ -149,7 +150,7 @@ def test_sweep_that_reached_no_node_says_so(
 
     assert ended.unseen == (
         "no node of the cluster could be checked (the driver has ended); "
-        "`muster reconcile` asks again",
+        "`muster reconcile` checks again",
     )
     assert noted() == {"r--a01": {}}
 

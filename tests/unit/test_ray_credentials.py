@@ -42,21 +42,23 @@ def with_token(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_listed_cluster_gets_its_headers_and_the_token() -> None:
     credentials = Credentials.of(ADDRESS, [LISTED])
 
-    assert credentials.sent() == {"X-Key": "Basic a4711", **TOKEN}
+    assert credentials.make_headers() == {"X-Key": "Basic a4711", **TOKEN}
     assert credentials.ca == "/ca"
 
 
 def test_unlisted_cluster_gets_the_token_only_from_its_own_run() -> None:
     other = "https://other:8265"
 
-    assert Credentials.of(other, [LISTED]).sent() == {}
-    assert Credentials.of(other, [LISTED], is_own=True).sent() == TOKEN
+    assert Credentials.of(other, [LISTED]).make_headers() == {}
+    assert Credentials.of(other, [LISTED], is_own=True).make_headers() == TOKEN
 
 
 def test_configured_authorization_replaces_the_token() -> None:
     listed = ListedCluster(address=ADDRESS, headers={"Authorization": "Bearer of-the-proxy"})
 
-    assert Credentials.of(ADDRESS, [listed]).sent() == {"Authorization": "Bearer of-the-proxy"}
+    assert Credentials.of(ADDRESS, [listed]).make_headers() == {
+        "Authorization": "Bearer of-the-proxy"
+    }
 
 
 @pytest.mark.parametrize(
@@ -65,7 +67,7 @@ def test_configured_authorization_replaces_the_token() -> None:
         ("plain", "plain", ""),
         ("$${env.OUR_KEY}", "${env.OUR_KEY}", ""),
         ("${env.NOT_SET}", "", "the environment variable NOT_SET, which is not set here"),
-        ("${run.id}", "", r"its headers name \$\{run.id\}: write \$\{env.NAME\}"),
+        ("${run.id}", "", r"unknown placeholder \$\{run.id\}: write \$\{env.NAME\}"),
     ],
 )
 def test_header_placeholders_are_read_from_the_environment(value: str, sent: str, why: str) -> None:
@@ -74,9 +76,9 @@ def test_header_placeholders_are_read_from_the_environment(value: str, sent: str
 
     if why:
         with pytest.raises(Denied, match=why):
-            credentials.sent()
+            credentials.make_headers()
     else:
-        assert credentials.sent()["X-Key"] == sent
+        assert credentials.make_headers()["X-Key"] == sent
 
 
 def test_new_clusters_are_added_to_the_known_ones() -> None:
@@ -86,7 +88,7 @@ def test_new_clusters_are_added_to_the_known_ones() -> None:
     add_listed_clusters([{"address": "http://b:8265"}, {**first, "headers": {"X": "2"}}])
     add_listed_clusters([])
 
-    assert Credentials.own("http://a:8265/").sent() == {"X": "2", **TOKEN}
+    assert Credentials.own("http://a:8265/").make_headers() == {"X": "2", **TOKEN}
     told = {one["address"] for one in json.loads(os.environ[CLUSTERS_VARIABLE])}
     assert told == {"http://a:8265", "http://b:8265"}
 
@@ -123,6 +125,6 @@ async def test_https_address_is_verified_with_the_listed_certificates(
 
         assert "CERTIFICATE_VERIFY_FAILED" in await ask(None)
         assert proxy.sent == []
-        assert "certificates can't be read from /none" in await ask("/none")
+        assert "certificates cannot be read from /none" in await ask("/none")
         await ask(str(trusted))
         assert len(proxy.sent) == 1

@@ -35,10 +35,10 @@ def test_negative_exit_code_is_a_signal(
 @pytest.mark.parametrize(
     ("status", "message", "was_stopped_by_us", "note"),
     [
-        ("STOPPED", "Job was intentionally stopped.", True, "stopped as asked"),
-        ("STOPPED", "Job was intentionally stopped.", False, "stopped from outside"),
+        ("STOPPED", "Job was intentionally stopped.", True, "stopped by Muster"),
+        ("STOPPED", "Job was intentionally stopped.", False, "stopped from outside Muster"),
         ("FAILED", "\n  Job supervisor actor died: gone\nmore", False, "supervisor actor died"),
-        ("FAILED", "", False, "FAILED without a reason"),
+        ("FAILED", "", False, "FAILED, and Ray gives no reason"),
     ],
 )
 def test_exit_without_code_and_signal_has_rays_reason(

@@ -17,7 +17,7 @@ import pytest
 
 from tasks.processes.guarded import Command
 from tasks.ray.dashboard import Actor, LiveNode, PlacementGroup
-from tasks.ray.end import describe_held
+from tasks.ray.end import describe_actors_and_groups
 from tasks.ray.job import LogCopy
 from tasks.ray.submission import JobPlan, SubmissionFile
 from tasks.ray.submit import build_entrypoint, build_environment, choose_driver_node, list_excludes
@@ -203,7 +203,7 @@ def test_held_resources_are_described_with_node_and_pid() -> None:
     group = PlacementGroup(group_id="0123456789", gpus_on={"b-id": 4.0})
     waiting = PlacementGroup(group_id="abcdefghij")
 
-    words = describe_held(([actor], [group, waiting]), [node("a"), node("b")])
+    words = describe_actors_and_groups(([actor], [group, waiting]), [node("a"), node("b")])
 
     assert words == (
         "node a, pid 7: actor Worker is ALIVE with 2 GPUs",
