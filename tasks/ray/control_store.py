@@ -27,7 +27,7 @@ _REQUEST_TIMEOUT_S = 5.0
 #: Largest reply that is accepted, in bytes. The list of jobs grows with every job of the cluster.
 #: After some months it exceeds gRPC's default limit of 4 MiB.
 _MAX_REPLY_BYTES = 512 * 1024 * 1024
-#: gRPC status codes after which a repeated request would fail in the same way.
+#: gRPC status codes of requests that would fail again in the same way.
 _DENIAL_CODES = frozenset({"UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED"})
 
 
@@ -61,7 +61,7 @@ async def list_drivers(gcs_address: str, submission_id: str) -> frozenset[str]:
 
     Args:
         gcs_address: `HOST:PORT` of the control store.
-        submission_id: Id under which the job was submitted.
+        submission_id: Submission id of the job.
 
     Returns:
         The Ray job ids, in hex.
@@ -173,7 +173,7 @@ def open_channel(gcs_address: str, *, has_token: bool = True) -> Any:
 
 
 def uses_tls() -> bool:
-    """Return True if the environment tells Ray to encrypt its connections.
+    """Return True if the environment variables make Ray encrypt its connections.
 
     Source: ray/_private/tls_utils.py.
     """
@@ -201,7 +201,7 @@ def prepare_request(channel: Any, service: str, method: str) -> Callable[..., An
 def request_nodes(channel: Any, bundles: Sequence[Mapping[str, float]], within_s: float) -> None:
     """Ask the cluster's autoscaler for enough nodes to hold all resource bundles at once.
 
-    The bundles must include those that running jobs already use. Each request replaces the previous
+    The bundles must include the bundles of running jobs. Each request replaces the previous
     request of this kind, even from another program, and an empty list withdraws it. The request is
     sent to both versions of Ray's autoscaler, because Muster cannot see which version is active.
 

@@ -8,7 +8,7 @@ this.
 **Credentials.** A user can write any cluster address into a run spec, and Muster contacts that
 address to show the queue. Muster therefore sends Ray's token and configured headers only to
 clusters that an operator has listed. In addition, the process of a run sends the token to the
-cluster of its own run.
+cluster of that run.
 """
 
 from __future__ import annotations
@@ -379,7 +379,7 @@ class Dashboard:
             reason = entry["state_message"] or ""
             ended_at = (entry["end_time_ms"] or 0) / 1000
             if ended_at >= since and not reason.startswith(_PLANNED_REMOVALS):
-                sentence = f"node {entry['node_ip']}/{entry['node_id'][:8]} has left the cluster"
+                sentence = f"node {entry['node_ip']}/{entry['node_id'][:8]} left the cluster"
                 if reason:
                     sentence += f" ({reason[:200]})"
                 sentences[entry["node_id"]] = sentence
@@ -510,7 +510,7 @@ class Dashboard:
         """Yield the log of a job's driver as raw bytes, from its beginning.
 
         Args:
-            submission_id: Id under which the job was submitted.
+            submission_id: Submission id of the job.
             node_id: Ray's id of the driver's node, in hex.
             follow: True waits for new bytes at the end of the log, without a time limit. False
                 stops at the end of the log.

@@ -129,8 +129,7 @@ def job_exit(
         job: The final state of the job.
         at_monotonic_s: Earliest possible time of the job's end, in CLOCK_MONOTONIC seconds.
         was_stopped_by_us: True if Muster asked Ray to stop the job.
-        lost_node: Description of the driver's node if that node has left the cluster, or an empty
-            string.
+        lost_node: Description of the driver's node if that node is lost, or an empty string.
 
     Returns:
         An exit with an exit code or a signal if Ray knows it. Otherwise, an exit with a note that
@@ -154,7 +153,7 @@ def job_exit(
         if job.error_type:
             note += f" ({job.error_type})"
         if lost_node:
-            note = f"{lost_node} has left the cluster; {note}"
+            note = f"{lost_node} left the cluster; {note}"
     return Exit.from_return_code(None, at_monotonic_s, note)
 
 
@@ -193,7 +192,7 @@ def earliest_end(
             seconds. None if there was no such request.
         wrapper_s: Longest time in seconds that Muster's wrapper process can outlive the job's
             program.
-        is_node_lost: True if the node of the job's driver has left the cluster.
+        is_node_lost: True if the node of the job's driver is no longer in the cluster.
     """
     max_delay_s = RAY_POLLS_EACH_S + wrapper_s + _ROUNDING_S
     if job.status == "FAILED" and job.driver_exit_code is None:
@@ -249,8 +248,8 @@ class JobEnd:
     #: Descriptions of the job's leftovers: resources and processes that still exist or may still
     #: exist. Empty if the job has ended completely.
     left: tuple[str, ...]
-    #: Descriptions of the nodes that could not be checked for leftover processes. Nodes that have
-    #: left the cluster are included.
+    #: Descriptions of the nodes that could not be checked for leftover processes. Nodes that are
+    #: no longer in the cluster are included.
     unseen: tuple[str, ...] = ()
     #: True if the job was still active when Muster began to end it.
     was_alive: bool = False
@@ -262,7 +261,7 @@ class TakeDown:
 
     #: Dashboard of the cluster. The caller closes it.
     dashboard: Dashboard
-    #: Id under which the job was submitted.
+    #: Submission id of the job.
     submission_id: str
     #: Seconds from the stop signal to SIGKILL.
     grace_s: float
@@ -306,8 +305,8 @@ class TakeDown:
         Raises:
             NoAnswer, Denied: The cluster did not answer for `unknown_after_s` seconds.
         """
-        # If the cluster never confirmed the job, a submit request may still be on its way to the
-        # cluster. So wait some seconds for the job to appear.
+        # If the cluster never confirmed the job, a submit request may still reach it. So wait some
+        # seconds for the job to appear.
         was_known = file.content.submitted_at is not None
         settle_s = 0.0 if was_known else SETTLES_WITHIN_S
         preparing = asyncio.create_task(self.make_ready(self.dashboard.address))

@@ -42,7 +42,7 @@ _COPY_TRIES = 5
 class LogCopy:
     """Copies the log of a Ray job's driver to a local file.
 
-    Ray always sends a log from its beginning. The copy skips as many bytes as the local file
+    Ray always sends a log from its beginning. The copy skips the bytes that the local file
     already has. After a lost connection, or in a new process, the copy therefore continues at the
     right byte.
     """

@@ -1,21 +1,23 @@
-"""The agent that runs on each node of a Ray cluster, and the driver that starts the agents.
+"""Run Muster's agent on each node of a Ray cluster, and the driver process that starts the agents.
 
-An agent is a detached actor that holds no resources. It listens on its node's address and is asked
-directly, without Ray. Its safety rests on these rules:
+An *agent* is a detached Ray actor that holds no resources. It carries out *orders* on its node, for
+example to kill the leftover processes of a run. It listens on its node's address, so an order
+arrives without Ray. These rules make the agent safe:
 
-- It obeys only signed orders. The agent has only the public half of the key, so other jobs of the
-  cluster cannot learn how to sign an order.
-- The signature covers a random number of the agent, so an order cannot be repeated or sent to
-  another node.
-- It refuses to end processes of a job that has not ended according to the cluster.
+- It obeys only signed orders. The agent knows only the public key, so other jobs of the cluster
+  cannot learn from it how to sign an order.
+- The signature covers a random number that the agent chose for the connection. An order can
+  therefore not be repeated or sent to another node.
+- It refuses to kill processes of a run while the cluster has an active job of the run.
 
 Ray ships the agent's code by value, so Muster need not be installed on the nodes. The agent's name
-contains a digest of its code. An agent with replaced code ends itself when it is no longer asked.
+contains a digest of its code. After an update of Muster, the agents with the old code end
+themselves.
 
-The driver is `python -m tasks.ray.node_agent`, a child process of whoever asks the nodes (see
-`nodes.visiting`). It reads questions from stdin and writes answers to stdout, one line of JSON
-each, and exits when its stdin closes. It asks the agents through Ray, so it also reaches agents
-whose address cannot be reached directly.
+The *driver* is the program `python -m tasks.ray.node_agent`, which `nodes.NodeClient` starts as a
+child process. It reads questions from stdin and writes answers to stdout, one line of JSON each. It
+exits when its stdin closes. It sends orders to the agents through Ray, so it also reaches agents
+whose network address is not reachable.
 """
 
 from __future__ import annotations
@@ -40,12 +42,13 @@ from tasks.processes.hang_report import examine_carriers
 from tasks.processes.machine import find_unreadable_files, forget, gpus_seen, look
 from tasks.processes.tree import all_pids, belongs_to_own_user, machine, read_environment
 
-#: Ray namespace of the agents, and namespace of their addresses in the cluster's key-value table.
+#: Name of the Ray namespace of the agents. The agents also publish their addresses in the cluster's
+#: key-value table in a namespace of this name.
 NAMESPACE = "muster"
 
 
 def _look_at_machine(**arguments: Any) -> dict[str, Any]:
-    """Return the result of `look`, without leftover processes of runs that have not ended."""
+    """Return the result of `machine.look` without the processes of runs that have not ended."""
     result = look(**arguments)
     run_ids = {carrier["run_id"] for carrier in result["carriers"]}
     active_ids = {run_id for run_id in run_ids if _find_activity({"MUSTER_RUN_ID": run_id})}
@@ -53,8 +56,8 @@ def _look_at_machine(**arguments: Any) -> dict[str, Any]:
     return result | {"carriers": leftovers}
 
 
-#: Functions that carry out the orders, by name. Each is short, may be repeated, and returns JSON
-#: data.
+#: `function[name]` for each order. A function carries out the order on this machine and returns
+#: JSON data. It takes a short time and may be called repeatedly.
 ORDERS: Mapping[str, Callable[..., Mapping[str, Any]]] = {
     "sweep": end_carriers,
     "examine": examine_carriers,
@@ -64,35 +67,45 @@ ORDERS: Mapping[str, Callable[..., Mapping[str, Any]]] = {
     "gpus": gpus_seen,
     "greet": dict,
 }
-#: Orders that act on a whole machine. If several nodes see the same processes, only one is asked.
+#: Names of the orders that act on a whole machine. If several nodes run on one machine, only one of
+#: their agents gets such an order.
 OF_MACHINES = ("sweep", "examine")
-#: Seconds without an order after which an agent ends itself.
+#: Seconds without an order until an agent ends itself.
 _UNUSED_S = 24 * 3600.0
-#: The same for an agent whose code has been replaced. It is longer than any order takes.
+#: Seconds without an order until an agent with replaced code ends itself. Every order takes less
+#: time than this.
 _REPLACED_UNUSED_S = 60.0
-#: Seconds for a client to send its order after it has connected.
+#: Seconds within which a client must send its order after it has connected.
 _ORDER_TIMEOUT_S = 10.0
-#: Largest number of clients that an agent serves at once.
+#: Largest number of clients that an agent serves at the same time.
 _MAX_CLIENTS = 64
-#: Longest line that an agent reads.
+#: Longest line that an agent reads, in bytes.
 _MAX_ORDER_BYTES = 1 << 20
-#: Namespace and key prefix of Ray's records of submissions in the cluster's key-value table.
+#: Namespace of Ray's records of submitted jobs in the cluster's key-value table.
 #: Source: ray 2.60, ray/dashboard/modules/job/common.py, JobInfoStorageClient.
 _JOBS = "job"
+#: Prefix of the keys of these records. The submission id of the job follows.
 _JOB = "_ray_internal_job_info_"
+#: Statuses of a Ray job that has ended.
 _FINAL = ("STOPPED", "SUCCEEDED", "FAILED")
 
 
 def signed_text(node_id: str, nonce: str, order: bytes) -> bytes:
-    """Return the text that the signature of an order covers."""
+    """Return the text that the sender of an order must sign.
+
+    Args:
+        node_id: Ray's id of the node that receives the order, in hex.
+        nonce: Random number that the agent of the node has sent over the same connection.
+        order: The order as a line of JSON.
+    """
     return f"muster {node_id} {nonce} ".encode() + order
 
 
 def is_signed(modulus: int, text: bytes, signature: bytes) -> bool:
-    """Return True if the signature belongs to the text and to the RSA key with this modulus.
+    """Return True if the signature of a text was made with the RSA key with this modulus.
 
     The scheme is PKCS #1 v1.5 with SHA-256 and exponent 65537. It is implemented here because a
-    node may have only the standard library. Source: RFC 8017, 8.2.2 and 9.2.
+    node may have no cryptography package. Source: RFC 8017, 8.2.2 and 9.2.
     """
     size = (modulus.bit_length() + 7) // 8
     prefix = bytes.fromhex("3031300d060960864801650304020105000420")
@@ -106,12 +119,12 @@ def execute_order(what: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Carry out an order on this machine.
 
     Args:
-        what: Name of the order, see ORDERS.
+        what: Name of the order, from ORDERS.
         given: Arguments of the order.
 
     Returns:
-        `{"answer": ...}`, or `{"why": reason}` if the order failed or was refused. In addition,
-        `at` is the time of this machine in UTC epoch seconds.
+        `{"answer": result}`, or `{"why": reason}` if the order failed or was refused. The key `at`
+        is added with the time of this machine's clock in UTC epoch seconds.
     """
     try:
         if what == "sweep" and (activity := _find_activity(given["wanted"])):
@@ -124,12 +137,13 @@ def execute_order(what: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _find_activity(wanted: Mapping[str, str]) -> str:
-    """Return why processes with these variables must not be ended, or an empty string.
+    """Return the reason why certain processes must not be killed, or an empty string.
 
-    The reason is a Ray job of the run that has not ended, or a guardian that runs on this machine.
+    Processes must not be killed while a Ray job of their run is active, or while one of their
+    guardians runs on this machine.
 
     Args:
-        wanted: Environment variables that select the processes: MUSTER_RUN_ID, and optionally
+        wanted: Environment variables that the processes have: MUSTER_RUN_ID, and optionally
             MUSTER_ATTEMPT and MUSTER_COMPONENT.
     """
     table: Any = importlib.import_module("ray.experimental.internal_kv")
@@ -153,25 +167,27 @@ def _find_activity(wanted: Mapping[str, str]) -> str:
     for pid in all_pids():
         with suppress(PermissionError):
             if belongs_to_own_user(pid) and guardian_variables <= read_environment(pid).items():
-                return f"guardian {pid} of it is at work"
+                return f"its guardian {pid} is running"
     return ""
 
 
 class NodeAgent:
-    """The agent of a node. It listens until the node or the cluster ends, or nobody asks it.
+    """Muster's agent on a Ray node, as a Ray actor that carries out orders.
 
-    To a client that connects, it sends one line that says who it is. The client sends two lines:
-    the order and its signature. The agent replies with one line: the answer, or why there is none.
+    It listens for clients until the node or the cluster ends, or until it has had no order for a
+    day. When a client connects, the agent sends one line, the greeting with its identity. The
+    client sends two lines: the order and its signature. The agent replies with one line: the result
+    of the order, or the reason why it was not carried out.
     """
 
     def __init__(self, node_id: str, host: str, modulus: int, name: str) -> None:
         """
         Args:
-            node_id: Ray's id of the node, in hex.
-            host: Address of the node, to listen on.
-            modulus: Modulus of the key that signs orders. 0: do not listen, so that the agent can
-                be asked only through Ray.
-            name: Name of the actor, and key under which its address is published.
+            node_id: Ray's id of the agent's node, in hex.
+            host: IP address of the node. The agent listens there.
+            modulus: Modulus of the RSA public key that verifies orders. With 0, the agent does not
+                listen, and orders can arrive only through Ray.
+            name: Name of the Ray actor. The address of the agent is published under this key.
         """
         ray: Any = importlib.import_module("ray")
         self._table: Any = importlib.import_module("ray.experimental.internal_kv")
@@ -182,7 +198,7 @@ class NodeAgent:
         #: Time of the last order, in CLOCK_MONOTONIC seconds.
         self._asked_s = time.monotonic()
         self._client_slots = threading.Semaphore(_MAX_CLIENTS)
-        #: `HOST:PORT`, or an empty string if the agent does not listen.
+        #: Address of the agent as `HOST:PORT`, or an empty string if the agent does not listen.
         self.address = ""
         if modulus:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -195,16 +211,20 @@ class NodeAgent:
     def asked_by_ray(self, what: str, given: Mapping[str, Any]) -> dict[str, Any]:
         """Carry out an order that arrives through Ray.
 
-        It needs no signature: any job of the cluster could do the same without an agent.
+        Such an order needs no signature, because any job of the cluster could do the same without
+        the agent.
 
         Returns:
-            The result of `execute_order`, with the agent's `address`.
+            The result of `execute_order`. The key `address` is added with the agent's address.
         """
         self._asked_s = time.monotonic()
         return execute_order(what, given) | {"address": self.address}
 
     def end_unused(self, unused_s: float) -> None:
-        """End the agent once it has had no order for `unused_s` seconds. Returns at once."""
+        """End the agent as soon as it has had no order for `unused_s` seconds.
+
+        The call returns at once. A thread waits for the end.
+        """
 
         def end() -> None:
             while (left_s := self._asked_s + unused_s - time.monotonic()) > 0:
@@ -215,6 +235,7 @@ class NodeAgent:
         threading.Thread(target=end, daemon=True).start()
 
     def _listen(self) -> None:
+        """Accept clients without end, and serve each of them in its own thread."""
         while True:
             connection, _ = self._socket.accept()
             if self._client_slots.acquire(blocking=False):
@@ -223,8 +244,9 @@ class NodeAgent:
                 connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
+        """Read one order from a client, and carry it out if its signature is valid."""
         nonce = os.urandom(16).hex()
-        # Agents with the same machine and user see and may end the same processes.
+        # Agents with the same machine and user can kill the same processes.
         sees = f"{machine()} {os.getuid()}"
         try:
             with suppress(OSError, ValueError), connection, connection.makefile("rwb") as file:
@@ -242,7 +264,7 @@ class NodeAgent:
                     self._asked_s = time.monotonic()
                     send(**execute_order(**json.loads(order)))
                 elif order:
-                    send(why="refused: it is not signed with the key of this agent")
+                    send(why="refused: the order is not signed with the key of this agent")
         finally:
             self._client_slots.release()
 
@@ -250,20 +272,20 @@ class NodeAgent:
 def _ask_agents(
     modulus: str, prefix: str, what: str, each: Mapping[str, Any], within_s: float
 ) -> dict[str, Any]:
-    """Send an order through Ray to the agents of nodes. Start the agents that do not exist.
+    """Send an order to the agents of nodes through Ray, and start agents that do not exist.
 
     Args:
-        modulus: Modulus of the key that signs orders, in hex.
-        prefix: Start of the agents' names; the node id follows. Its last part is the digest of the
-            agents' code.
-        what: Name of the order.
-        each: `arguments[node id]` for each node to ask.
-        within_s: Deadline in seconds.
+        modulus: Modulus of the RSA public key that verifies orders, in hex.
+        prefix: Start of the agents' names. The id of the agent's node follows. The last part of the
+            prefix is the digest of the agents' code.
+        what: Name of the order, from ORDERS.
+        each: `arguments[node id]` of the order, for each node that receives it.
+        within_s: Deadline for all nodes together, in seconds.
 
     Returns:
         `{"answers": {node id: answer}, "unreached": {node id: reason}}`. An answer is the result of
-        `asked_by_ray` with a `clock`: the difference of the node's clock to this machine's, and its
-        largest error, both in seconds.
+        `asked_by_ray`. The key `clock` is added with a pair: the difference between the node's
+        clock and this machine's, and the largest error of this difference, both in seconds.
     """
     ray: Any = importlib.import_module("ray")
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -273,7 +295,7 @@ def _ask_agents(
     hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     answers: dict[str, Any] = {}
     unreached: dict[str, str] = {}
-    #: Node id and actor handle for each future.
+    #: Node id and actor handle of each agent, by the Ray future of its answer.
     agents: dict[Any, Any] = {}
 
     for node_id, arguments in each.items():
@@ -282,7 +304,7 @@ def _ask_agents(
             lifetime="detached",
             get_if_exists=True,
             max_restarts=0,
-            # Orders to the same agent run at the same time.
+            # Up to 8 orders to one agent may run at the same time.
             max_concurrency=8,
             num_cpus=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
@@ -306,14 +328,15 @@ def _ask_agents(
         error_s = (time.monotonic() - started_s) / 2
         answers[node_id] = answer | {"clock": [answer["at"] - started_at - error_s, error_s]}
 
-    # An agent that does not answer is killed. The next order starts a new one.
+    # Kill agents that do not answer. The next order to their nodes starts new agents.
     for ref in pending:
         node_id, agent = agents[ref]
         unreached[node_id] = f"no answer within {within_s:g} s"
         with suppress(Exception):
             ray.kill(agent)
 
-    # Tell agents whose code has been replaced to end themselves soon.
+    # Older agents of these nodes with another digest of the code are replaced. They must end
+    # themselves soon.
     key_prefix = prefix.rstrip("-").rpartition("-")[0]
     for entry in ray.util.list_named_actors(all_namespaces=True):
         name = entry["name"]
@@ -326,8 +349,11 @@ def _ask_agents(
 
 
 def main() -> int:
-    """Run the driver: answer questions from stdin until it closes. Does not return."""
-    # Only answers may go to the original stdout. Everything else that is printed goes to stderr.
+    """Run the driver program, which answers questions from stdin until stdin closes.
+
+    The function does not return. The process exits when stdin closes.
+    """
+    # The parent process reads answers from stdout. Redirect all other output to stderr.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     questions: queue.Queue[dict[str, Any]] = queue.Queue()
@@ -350,13 +376,16 @@ def main() -> int:
 
 
 def _read_questions(questions: queue.Queue[dict[str, Any]]) -> None:
+    """Put each line of stdin into the queue as a question. Exit the process when stdin closes."""
     for line in sys.stdin:
         questions.put(json.loads(line))
-    # The parent process has ended or needs no more answers. Ray's own shutdown takes seconds.
+    # The parent process has ended or needs no more answers. Skip Ray's own shutdown, which takes
+    # seconds.
     os._exit(0)
 
 
 def _describe_error(error: Exception) -> str:
+    """Return the type and the last line of an error, at most 300 characters."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[-1] if lines else ''}"[:300]
 

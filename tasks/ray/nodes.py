@@ -145,7 +145,7 @@ class AgentKey:
 
 @dataclass(slots=True)
 class AgentConnection:
-    """Connection to the agent of one node. The agent has sent its greeting and accepts one order."""
+    """Connection to the agent of one node, which has sent its greeting and accepts one order."""
 
     #: Ray's id of the agent's node, in hex.
     node_id: str
@@ -203,7 +203,7 @@ class AgentConnection:
             within_s: Deadline in seconds.
 
         Returns:
-            The result of `tasks.ray.node_agent.execute_order`, with the attribute `clock` added.
+            The result of `tasks.ray.node_agent.execute_order`, with the key `clock` added.
             `{"why": reason}` if the deadline has passed. None if the connection was lost.
         """
         order = json.dumps({"what": what, "given": given}).encode() + b"\n"
@@ -437,7 +437,7 @@ async def connect_to_nodes(gcs_address: str) -> AsyncIterator[NodeClient]:
         raise NoAnswer(f"the Ray cluster with the control store {gcs_address} has no living node")
 
     # Any job of the cluster can write to the key-value table with the addresses. So use an entry
-    # only if it names the address of its own node.
+    # only if it names the address of the same node.
     hosts = {node.node_id: node.host for node in nodes}
     agents = {
         node_id: address
@@ -572,7 +572,7 @@ async def sweep(
             results = await client.send_order("sweep", each, within_s)
             names |= {node.node_id: node.name for node in client.nodes}
     except Exception as error:
-        # Whatever the error is, no node was checked. The caller must report this.
+        # The error means that no node was checked. The caller must report this.
         why = str(error) if isinstance(error, NoAnswer | Denied) else repr(error)
         return SweepReport(unreached=(UncheckedNode(node_id="", name=gcs_address, why=why),))
 
@@ -624,8 +624,8 @@ def sweep_run(*, address: str, run_id: str, within_s: float = SWEEP_WITHIN_S) ->
     Every process that was started with the run's MUSTER_RUN_ID is killed with SIGKILL. The run must
     have ended.
 
-    Exit: 0 no process is left; 1 a process is left, or a node could not be checked; 2 the arguments
-    are wrong.
+    Exit: 0 all leftover processes have ended; 1 a process survived, or a node could not be checked;
+    2 the arguments are wrong.
 
     Args:
         address: URL of the Ray dashboard, for example http://10.0.0.1:8265.
@@ -659,7 +659,7 @@ async def find_gcs_address(address: str) -> str:
 
 
 async def make_nodes_ready(address: str) -> None:
-    """Start Muster's agent on each node of a Ray cluster that has none.
+    """Start Muster's agent on each node of a Ray cluster, unless it already runs there.
 
     Later orders to the nodes are then fast. A failure is only logged, because an order to a node
     without an agent starts the agent again.
@@ -682,7 +682,7 @@ _NODE_TIME_SHARE = 0.3
 async def examine(
     gcs_address: str, *, run_id: str, attempt: int, component: str, within_s: float
 ) -> tuple[dict[str, HangEvidence], dict[str, str]]:
-    """Examine the processes of a hanging job on every node, and return where they hang.
+    """Examine the processes of a hanging job on every node, and return the evidence.
 
     Args:
         gcs_address: `HOST:PORT` of the cluster's control store (GCS).

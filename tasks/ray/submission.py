@@ -27,7 +27,7 @@ class JobPlan:
 
     #: URL of the cluster's dashboard.
     address: str
-    #: Id under which the job is submitted, for example `<run id>--a01`. An id is used only once.
+    #: Submission id of the job, for example `<run id>--a01`. An id is used only once.
     submission_id: str
     #: Id of the run.
     run_id: str
@@ -51,10 +51,10 @@ class JobPlan:
     nodes: Collection[str] = ()
     #: Number of GPUs that the whole job must take. 0 means that the job needs no GPU.
     gpus: float = 0
-    #: Longest time in seconds for which the job may be pending. After the start of its driver, the
-    #: job has the same time to take its GPUs.
+    #: Longest time in seconds that the job may be pending. After the start of its driver, the job
+    #: has the same time to take its GPUs.
     start_within_s: float = 600.0
-    #: Seconds without an answer from the cluster after which the job counts as lost.
+    #: Longest time in seconds without an answer from the cluster. Then the job counts as lost.
     lost_after_s: float = 180.0
     #: Path of the file that records the submission, on this host.
     submission_file: Path
@@ -192,7 +192,7 @@ class SubmissionFile:
 
 
 def submission_id(run_id: str, attempt: int, component: str, *, is_only: bool) -> str:
-    """Return the id under which the Ray job of a component is submitted.
+    """Return the submission id of the Ray job of a component.
 
     Args:
         run_id: Id of the run.

@@ -384,8 +384,8 @@ class Submitter:
         """Send one submit request for the job.
 
         Returns:
-            An empty string if the cluster has the job. Otherwise, the error because of which it is
-            unknown whether the cluster has the job.
+            An empty string if the cluster has the job. Otherwise, the error of the request. It is
+            then unknown whether the cluster has the job.
 
         Raises:
             GivenUp: The cluster rejects the job, and would reject it again.
@@ -421,7 +421,7 @@ class Submitter:
 
         Args:
             settle: True repeats the request for some seconds if the cluster has no such job. An
-                earlier submit request may still be on its way.
+                earlier submit request may still reach the cluster.
 
         Returns:
             None if the cluster has no such job.
@@ -452,7 +452,7 @@ class Submitter:
 
         Args:
             was_begun: True if a submit request was sent, so that the cluster may have the job.
-            timeout_s: Seconds for which requests were repeated.
+            timeout_s: Time in seconds during which requests were repeated.
             problem: Error of the last request.
         """
         plan = self._plan

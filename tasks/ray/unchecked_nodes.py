@@ -43,7 +43,7 @@ class UncheckedNode:
 async def split_departed_nodes(
     dashboard: Dashboard, unreached: Sequence[UncheckedNode], *, since: float | None = None
 ) -> tuple[list[UncheckedNode], list[str]]:
-    """Separate unreachable nodes that belong to the cluster from nodes that have left it.
+    """Separate unreachable nodes of the cluster from nodes that no longer belong to it.
 
     Args:
         dashboard: The dashboard of the Ray cluster, which lists the cluster's nodes.
@@ -52,7 +52,8 @@ async def split_departed_nodes(
             since this time. With None, it names only nodes of `unreached`.
 
     Returns:
-        The nodes that belong to the cluster, and one phrase for each node that has left it. If the
+        The nodes that belong to the cluster, and one phrase for each node that no longer belongs to
+        it. If the
         dashboard does not answer, all nodes count as nodes of the cluster.
     """
     try:
@@ -66,15 +67,16 @@ async def split_departed_nodes(
         if not node.node_id or node.node_id in living_ids:
             still_in_cluster.append(node)
         else:
-            departures.setdefault(node.node_id, f"node {node.name} has left the cluster")
+            departures.setdefault(node.node_id, f"node {node.name} left the cluster")
     return still_in_cluster, [*departures.values()]
 
 
 class UncheckedNodesNote(BaseModel):
     """Note file that lists the nodes that could not be checked after a Ray job had ended.
 
-    The file exists until every listed node has been checked or has left the cluster. A check only
-    kills processes of the attempt that has ended, so it is safe even if the run has new attempts.
+    The file exists until every listed node has been checked or is no longer in the cluster. A check
+    only kills processes of the attempt that has ended, so it is safe even if the run has new
+    attempts.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -83,7 +85,7 @@ class UncheckedNodesNote(BaseModel):
     job: SubmissionJson
     #: Name of the host whose `muster reconcile` checks the nodes.
     host: str = Field(default_factory=host_name)
-    #: Path of the attempt's events.jsonl, to which the result of the check is appended.
+    #: Path of the attempt's events.jsonl. The result of the check is appended to this file.
     events: Path
     #: Time at which the note was created, in UTC epoch seconds.
     since: float = Field(default_factory=time.time)
@@ -91,7 +93,7 @@ class UncheckedNodesNote(BaseModel):
     nodes: Mapping[str, str] = {}
 
     def with_nodes(self, unchecked: Sequence[UncheckedNode]) -> UncheckedNodesNote:
-        """Return a copy of this note that lists the given nodes instead of its own."""
+        """Return a copy of this note that lists the given nodes instead of its present nodes."""
         is_whole_cluster = any(not node.node_id for node in unchecked)
         nodes = {} if is_whole_cluster else {node.node_id: node.name for node in unchecked}
         return self.model_copy(update={"nodes": nodes})

@@ -1,9 +1,13 @@
-"""Read who uses which resources of a Ray cluster, without a driver and within milliseconds.
+"""Read which jobs use which resources of a Ray cluster, within milliseconds.
 
-Ray creates resources such as `GPU_group_0_<group id>` on the nodes of a placement group. They are
-part of the same snapshot as the free resources of a node, so the two always agree. The last 4 bytes
-of the group id name the Ray job that created the group. A plain task (no actor, no placement group)
-leaves no such trace, so its resources count as used by others.
+The readings come directly from the cluster's control store (GCS), without a Ray driver process:
+
+- Ray creates resources such as `GPU_group_0_<group id>` on the nodes of a placement group. A node
+  reports them together with its free resources, so the two always agree. The last 4 bytes of the
+  group id are the id of the Ray job that created the group.
+- Actors outside placement groups are listed with their job and their resources.
+- The control store does not list Ray tasks outside placement groups. Their resources count as used
+  by others.
 
 Source: ray/design_docs/id_specification.md; ray/common/bundle_spec.h, FormatPlacementGroupResource.
 """
@@ -29,91 +33,99 @@ from tasks.ray.control_store import (
 )
 from tasks.ray.dashboard import ACCELERATORS, Credentials, Dashboard, NoAnswer
 
-#: Name of a bundle's resource: resource, bundle index, group id. Names without an index stand for
-#: all bundles of a group; they do not match.
+#: Name of the resource of one bundle of a placement group. The groups of the pattern are the base
+#: resource, the index of the bundle, and the id of the placement group. Names without an index,
+#: which stand for all bundles together, do not match.
 _BUNDLE_RESOURCE = re.compile(rf"({'|'.join(ACCELERATORS)}|CPU)_group_(\d+)_([0-9a-f]{{36}})")
-#: `<run id>--aNN` and optionally `-<component>`; see `tasks.record.places.make_run_id` and
-#: `tasks.ray.submission.submission_id`.
+#: Id of a job that Muster has submitted: `<run id>--aNN`, optionally with `-<component>`. The first
+#: group of the pattern is the run id. See `tasks.ray.submission.submission_id`.
 _SUBMISSION = re.compile(r"(.+-\d{8}-\d{6}-[0-9a-f]{8})--a\d{2,}(-.+)?")
-#: Start of the name of Ray's supervisor actor; the submission id follows.
-#: Source: ray/dashboard/modules/job/common.py.
+#: Start of the name of the supervisor actor with which Ray manages a submitted job. The submission
+#: id follows. Source: ray/dashboard/modules/job/common.py.
 _SUPERVISOR = "_ray_internal_job_actor_"
-#: Resources of every node that a driver cannot request through `entrypoint_resources`.
+#: Memory resources of every node. The key `entrypoint_resources` of a spec cannot request them.
 _MEMORY = ("memory", "object_store_memory")
-#: Resource that only the head node has.
+#: Ray resource that only the head node of a cluster has.
 _HEAD = "node:__internal_head__"
-#: Tolerance for comparing amounts. Ray counts in ten-thousandths.
+#: Tolerance for the comparison of resource amounts. Ray rounds them to ten-thousandths.
 _SLACK = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReport:
-    """Resources of one living node, as the control store reports them."""
+    """Resources of one living Ray node, as the cluster's control store reports them."""
 
     #: Ray's node id, in hex.
     node_id: str
     #: Ray's name for the node. Several nodes may have the same name.
     name: str
-    #: Total amounts that the node registered with.
+    #: Total `amount[resource]` of the node itself.
     own: Mapping[str, float]
-    #: Amounts of `own` that are free now.
+    #: Free `amount[resource]` of the node itself.
     available: Mapping[str, float]
-    #: Total amounts of the resources that placement groups created on the node.
+    #: Total `amount[resource]` of the resources that placement groups have created on the node,
+    #: such as `GPU_group_0_<group id>`.
     grouped: Mapping[str, float] = field(default_factory=dict)
-    #: True if the node is about to be removed. Ray places nothing new on it.
+    #: True if Ray is about to remove the node and starts no new work on it.
     is_draining: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorReport:
-    """An actor that has been placed on a node."""
+    """A Ray actor that has been placed on a node and can hold resources there."""
 
+    #: Ray's id of the actor's node, in hex.
     node_id: str
-    #: Name of the actor; empty for most actors.
+    #: Name of the actor, or an empty string. Most actors have no name.
     name: str
-    #: Ray job id of the actor's driver, in hex.
+    #: Ray's job id of the driver process that created the actor, in hex.
     job_id: str
-    #: Amounts that the actor holds. In a placement group, the keys are names of bundle resources.
+    #: `amount[resource]` that the actor holds. For an actor in a placement group, the keys are
+    #: resources of the group's bundles, such as `GPU_group_0_<group id>`.
     resources: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterNode:
-    """One living node of a Ray cluster or of a configured node table.
+    """One living node of a Ray cluster, or of a node table that an operator has configured.
 
-    GPU means the accelerator of the cluster, which can also be Ray's resource `NPU`, for example.
+    "GPU" stands for the accelerator of the cluster. It can also be, for example, Ray's resource
+    `NPU`. A *gang* is the set of GPUs that the queue grants to one run.
     """
 
-    #: Ray's name for the node. If several living nodes share it, the start of the id is appended,
-    #: so that the name is unique in the cluster. It stays the same while the node lives.
+    #: Unique name of the node in the cluster: Ray's name for it. If several living nodes have the
+    #: same name, the start of the node id is appended. The name does not change.
     name: str
+    #: Number of GPUs of the node.
     gpus: int
-    #: None if unknown.
+    #: Number of CPUs of the node, or None if unknown.
     cpus: float | None = None
-    #: GPUs that are used by anything but Muster's runs.
+    #: Number of GPUs in use that Muster's runs do not hold.
     others_gpus: float = 0.0
-    #: CPUs that are used by anything but Muster's submissions with GPUs. An actor of Muster that
-    #: has no GPU counts here, too.
+    #: Number of CPUs in use that no actor or bundle with GPUs of Muster's runs holds. CPUs of an
+    #: actor without a GPU are included, even if the actor belongs to a run.
     others_cpus: float = 0.0
-    #: Total amounts of other resources, such as `{"worker_node": 100}`.
+    #: Total `amount[resource]` of other Ray resources, such as `{"worker_node": 100}`.
     resources: Mapping[str, float] = field(default_factory=dict)
-    #: Device numbers that the queue may grant. Empty if Ray assigns the devices.
+    #: Numbers of the GPU devices that the queue may grant. Empty if Ray assigns the devices.
     devices: tuple[int, ...] = ()
-    #: `holder[device]`: the flow run, or another description, of who has leased the device.
+    #: `holder[device number]` of each leased GPU device. A holder is the flow run that has the
+    #: lease, or another description.
     leased: Mapping[int, str] = field(default_factory=dict)
-    #: True if no gang may be placed on the node: Ray is about to remove it, or an operator has
-    #: drained it.
+    #: True if the queue must not grant GPUs on the node, because Ray is about to remove it or an
+    #: operator has drained it.
     is_drained: bool = False
     #: Name of the node's cluster in the queue.
     cluster: str = ""
-    #: `gpus[run]` that the queue has granted on this node.
+    #: `gpus[run]`, the number of GPUs on this node that the queue has granted to each run.
     held: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def usable_gpus(self) -> int:
-        """GPUs that gangs may use, whether or not other gangs hold them now.
+        """Number of GPUs that Muster's runs may use, including the GPUs that runs hold now.
 
-        0 if the node is drained: a gang that ends there makes no room for the next.
+        The number is 0 if the node is drained, because the end of a run there frees no GPU for the
+        queue.
         """
         if self.is_drained:
             return 0
@@ -121,38 +133,48 @@ class ClusterNode:
 
     @property
     def usable_cpus(self) -> float | None:
-        """CPUs that gangs may use, or None if unknown."""
+        """Number of CPUs that Muster's runs may use, or None if unknown."""
         return None if self.cpus is None else max(0.0, self.cpus - self.others_cpus)
 
     @property
     def free_gpus(self) -> int:
-        """GPUs that are free for new gangs."""
+        """Number of GPUs that the queue may grant now."""
         return max(0, self.usable_gpus - sum(self.held.values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Snapshot of a cluster, or of a configured node table."""
+    """Snapshot of a Ray cluster, or of a node table that an operator has configured."""
 
-    #: Sorted by name.
+    #: The living nodes, sorted by name.
     nodes: tuple[ClusterNode, ...]
-    #: Ray's id of the cluster, whatever address it is reached at. Empty for a table.
+    #: Ray's id of the cluster, which is the same for all of its addresses. Empty for a node table.
     id: str = ""
-    #: `gpus[run id][node name]` that Muster's runs have taken. A run that has not taken all its
-    #: GPUs yet has too few here, or is missing. Empty for a table.
+    #: `gpus[run id][node name]`, the number of GPUs that the Ray jobs of Muster's runs hold now. A
+    #: run can hold fewer GPUs than its grant, because it takes them step by step. Empty for a node
+    #: table.
     taken: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     #: Ray's name for the accelerator of the cluster, from ACCELERATORS.
     accelerator: str = ACCELERATORS[0]
 
 
 def run_id_of_submission(submission_id: str) -> str:
-    """Return the id of the run that made a submission, or an empty string if it is not Muster's."""
+    """Return the id of the run that owns a submitted Ray job.
+
+    Returns:
+        An empty string if Muster did not submit the job.
+    """
     match = _SUBMISSION.fullmatch(submission_id)
     return match[1] if match else ""
 
 
 def list_job_ids(nodes: Iterable[NodeReport], actors: Iterable[ActorReport]) -> set[str]:
-    """Return the Ray job ids, in hex, of the jobs that have actors or placement groups."""
+    """Return the Ray job ids, in hex, of all jobs that have actors or placement groups.
+
+    Args:
+        nodes: The living nodes. Their resources show the placement groups.
+        actors: The placed actors.
+    """
     job_ids = {actor.job_id for actor in actors}
     for node in nodes:
         for key in node.grouped:
@@ -165,13 +187,13 @@ def list_job_ids(nodes: Iterable[NodeReport], actors: Iterable[ActorReport]) -> 
 def compute_usage(
     nodes: Sequence[NodeReport], actors: Iterable[ActorReport], submissions: Mapping[str, str]
 ) -> Cluster:
-    """Work out who uses which resources.
+    """Return a snapshot with the resources that Muster's runs and others use on each node.
 
     Args:
         nodes: The living nodes.
         actors: The placed actors outside placement groups.
-        submissions: `submission_id[job id]` of each driver. Missing or empty if the driver does not
-            belong to a submission.
+        submissions: `submission id[Ray job id]`. The entry is missing or empty if the Ray job was
+            not submitted through the dashboard.
     """
     present = {name for node in nodes for name in ACCELERATORS if node.own.get(name)}
     accelerator = next((name for name in ACCELERATORS if name in present), ACCELERATORS[0])
@@ -184,7 +206,7 @@ def compute_usage(
         for node in nodes
     }
 
-    #: `amount[node id][resource]` that Muster's submissions hold.
+    #: `amount[node id][resource]` that the Ray jobs of Muster's runs hold.
     ours: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     taken: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for node_id, submission_id, amounts in _list_uses(nodes, actors, submissions):
@@ -208,9 +230,13 @@ def compute_usage(
 def _list_uses(
     nodes: Iterable[NodeReport], actors: Iterable[ActorReport], submissions: Mapping[str, str]
 ) -> Iterator[tuple[str, str, Mapping[str, float]]]:
-    """Yield node id, submission id and held amounts of each actor and each bundle."""
+    """Yield node id, submission id and `amount[resource]` of each actor and each placed bundle.
+
+    The submission id is an empty string if the owner was not submitted through the dashboard.
+    """
     for actor in actors:
-        # A supervisor actor belongs to the dashboard's driver, but its name has the submission id.
+        # The supervisor actor of a submitted job belongs to the dashboard's own Ray job. So take
+        # the submission id from its name.
         supervised_id = ""
         if actor.name.startswith(_SUPERVISOR):
             supervised_id = actor.name.removeprefix(_SUPERVISOR)
@@ -227,26 +253,38 @@ def _list_uses(
             yield node.node_id, submissions.get(group_id[-8:], ""), amounts
 
 
-# Cached, because a large cluster has thousands of these names, the same ones in each snapshot.
+# The results are cached, because a large cluster reports the same thousands of names each time.
 @lru_cache(maxsize=16_384)
 def _parse_bundle_resource(key: str) -> tuple[str, str, str] | None:
-    """Return resource, bundle index and group id, or None if the key is no bundle's resource."""
+    """Return resource, bundle index and group id from the name of a bundle's resource.
+
+    Returns:
+        None if the key is not the name of a bundle's resource.
+    """
     match = _BUNDLE_RESOURCE.fullmatch(key)
     return (match[1], match[2], match[3]) if match else None
 
 
-def _used(node: NodeReport, resource: str) -> float:
-    # A new node may not have reported its free resources yet. They all count as used until then.
+def _used_amount(node: NodeReport, resource: str) -> float:
+    """Return the used amount of a resource of a node."""
+    # Until a new node has reported its free resources, all of its resources count as used.
     return node.own.get(resource, 0.0) - node.available.get(resource, 0.0)
 
 
 def _make_node(
     node: NodeReport, name: str, accelerator: str, ours: Mapping[str, float]
 ) -> ClusterNode:
-    """Convert a report. `ours` are the amounts that Muster's submissions hold on the node."""
+    """Convert the report of a node into a `ClusterNode`.
+
+    Args:
+        node: The report of the control store.
+        name: Unique name of the node in the cluster.
+        accelerator: Ray's name for the accelerator of the cluster.
+        ours: `amount[resource]` that the Ray jobs of Muster's runs hold on the node.
+    """
 
     def used_by_others(resource: str) -> float:
-        used = _used(node, resource) - ours.get(resource, 0.0)
+        used = _used_amount(node, resource) - ours.get(resource, 0.0)
         return used if used > _SLACK else 0.0
 
     common = {accelerator, "CPU", *_MEMORY}
@@ -261,31 +299,36 @@ def _make_node(
     )
 
 
-#: States in which an actor can hold resources: PENDING_CREATION (its constructor runs), ALIVE and
-#: RESTARTING. Source: ray/protobuf/gcs.proto, ActorTableData.ActorState.
+#: Numbers of the states in which an actor can hold resources: PENDING_CREATION (the constructor of
+#: the actor runs), ALIVE and RESTARTING. Source: ray/protobuf/gcs.proto, ActorTableData.ActorState.
 _PLACED_STATES = (1, 2, 3)
 
 
 @dataclass(slots=True)
 class ClusterReader:
-    """Reads snapshots of one cluster. Use it in one asyncio loop and call `close` at the end.
+    """Reads snapshots of one Ray cluster. Use it in one asyncio loop and call `close` at the end.
 
-    The dashboard is asked only for the address of the control store. The control store is asked
-    for everything else, over a channel that is kept until a snapshot fails.
+    The reader asks the dashboard only for the address of the cluster's control store. It reads
+    everything else from the control store over a gRPC channel. After an error, it opens a new
+    channel.
     """
 
+    #: URL of the cluster's dashboard.
     _address: str
+    #: Credentials for requests to the cluster.
     credentials: Credentials
     _dashboard: Dashboard | None = None
+    #: Connection to the control store, or None before the first snapshot and after an error.
     _store: _ControlStore | None = None
+    #: Prevents two requests at the same time.
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def look(self, *, within_s: float) -> Cluster:
         """Return a snapshot of the cluster.
 
-        Resources that were taken show up within milliseconds, and freed ones within about 0.1 s.
-        The first call in a process takes a second longer because it loads Ray. That time does not
-        count against the deadline.
+        A snapshot shows newly used resources within milliseconds and newly freed resources within
+        about 0.1 s. The first call in a process takes a second longer, because it imports Ray. This
+        second does not count against the deadline.
 
         Args:
             within_s: Deadline in seconds.
@@ -303,9 +346,13 @@ class ClusterReader:
             raise NoAnswer(f"no answer from {self._address} within {within_s:g} s") from error
 
     async def show_demand(self, bundles: Sequence[Mapping[str, float]], *, within_s: float) -> None:
-        """Ask the cluster's autoscaler for nodes, as `control_store.request_nodes` does.
+        """Ask the cluster's autoscaler for enough nodes to hold all resource bundles at once.
 
-        Does nothing if the last snapshot failed.
+        Does nothing if the last snapshot failed. See `control_store.request_nodes`.
+
+        Args:
+            bundles: `amount[resource]` of each bundle. An empty list withdraws the request.
+            within_s: Deadline of each of the two requests, in seconds.
 
         Raises:
             NoAnswer, Denied: The control store did not answer.
@@ -315,14 +362,16 @@ class ClusterReader:
                 await asyncio.to_thread(self._store.show_demand, bundles, within_s)
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to the dashboard and to the control store."""
         self._close_store()
         if self._dashboard is not None:
             await self._dashboard.aclose()
 
     async def _read_snapshot(self, within_s: float) -> Cluster:
+        """Read a snapshot over the open channel, or over a new channel if that fails."""
         if self._store is not None:
-            # After a restart of the head, the control store may have another address.
+            # A failure is ignored here, because the control store may have a new address after a
+            # restart of the cluster's head. The code below reads the address from the dashboard.
             with contextlib.suppress(NoAnswer):
                 return await self._read(self._store, within_s)
         if self._dashboard is None:
@@ -333,10 +382,11 @@ class ClusterReader:
         return await self._read(self._store, within_s)
 
     async def _read(self, store: _ControlStore, within_s: float) -> Cluster:
+        """Read a snapshot in a thread. After an error, close the channel to the control store."""
         try:
             return await asyncio.to_thread(store.read, within_s)
         except BaseException:
-            # After a timeout the thread still runs. Closing its channel ends it at once.
+            # After a timeout, the thread still waits for replies. Closing the channel ends it.
             self._close_store()
             raise
 
@@ -347,7 +397,10 @@ class ClusterReader:
 
 
 class _ControlStore:
-    """Connection to a control store, with cached facts that do not change. Its methods block."""
+    """Blocking gRPC connection to the control store of a Ray cluster.
+
+    Facts that do not change, such as the nodes' names, are requested once and cached.
+    """
 
     def __init__(self, gcs_address: str, *, has_token: bool) -> None:
         self._gcs_address = gcs_address
@@ -357,16 +410,18 @@ class _ControlStore:
         self._actors = prepare_request(self._channel, "ActorInfo", "GetAllActorInfo")
         self._jobs = prepare_request(self._channel, "JobInfo", "GetAllJobInfo")
         self._cluster = prepare_request(self._channel, "NodeInfo", "GetClusterId")
-        #: Id of the cluster; empty before the first snapshot.
+        #: Ray's id of the cluster. Empty before the first snapshot.
         self._id = ""
-        #: GcsNodeInfo message by node id.
+        #: GcsNodeInfo message of each known node, by node id.
         self._infos: dict[bytes, Any] = {}
-        #: Node id of the head, in hex.
+        #: Ray's id of the head node, in hex. Empty before the first snapshot.
         self._head = ""
-        #: `submission_id[job id]`; empty if the driver belongs to no submission.
+        #: `submission id[Ray job id]`. The submission id is empty if the Ray job was not submitted
+        #: through the dashboard.
         self._submissions: dict[str, str] = {}
 
     def close(self) -> None:
+        """Close the gRPC channel. Requests that still wait for a reply fail."""
         self._channel.close()
 
     def read(self, within_s: float) -> Cluster:
@@ -381,15 +436,16 @@ class _ControlStore:
         return replace(compute_usage(nodes, actors, self._submissions), id=self._id)
 
     def show_demand(self, bundles: Sequence[Mapping[str, float]], within_s: float) -> None:
-        """Ask the autoscaler for nodes; see `control_store.request_nodes`."""
+        """Ask the cluster's autoscaler for nodes. See `control_store.request_nodes`."""
         with convert_grpc_errors(self._gcs_address):
             request_nodes(self._channel, bundles, within_s)
 
     def _request_reports(self, within_s: float) -> tuple[list[NodeReport], list[ActorReport]]:
+        """Request the resources of all nodes, and the placed actors outside placement groups."""
         usage_reply = self._usage(within_s)
-        # All requests are sent at once, the ones for actors last. An actor or a group that is
-        # created in between counts as used by others for one snapshot. The queue then grants too
-        # little, never too much.
+        # Send all requests at once, and those for actors last. If the owner of a used resource is
+        # missing in the replies, the resource counts as used by others for one snapshot. The queue
+        # then grants too few GPUs, but never too many.
         actor_replies = [
             self._actors(within_s, filters={"state": state}) for state in _PLACED_STATES
         ]
@@ -403,15 +459,20 @@ class _ControlStore:
             )
             for reply in actor_replies
             for actor in reply.result().actor_table_data
-            # An actor in a placement group names bundle resources instead. Most actors are in one,
-            # so skipping them here saves much of the time of a snapshot.
+            # Skip actors in placement groups, which hold resources of bundles and not the plain
+            # accelerator. Most actors are in a group, so this makes a snapshot much faster.
             if any(name in actor.required_resources for name in ACCELERATORS)
             and actor.address.node_id
         ]
         return nodes, actors
 
     def _make_reports(self, usages: Iterable[Any], within_s: float) -> list[NodeReport]:
-        """Combine the usage of each node with the cached facts about the node."""
+        """Combine the reported usage of each node with the cached facts about the node.
+
+        Args:
+            usages: One usage message of the control store for each node.
+            within_s: Deadline in seconds of a request for facts that are not cached yet.
+        """
         usages = list(usages)
         if any(usage.node_id not in self._infos for usage in usages):
             reply = self._nodes(within_s).result()
@@ -438,20 +499,21 @@ class _ControlStore:
         ]
         head = next((report.node_id for report in reports if _HEAD in report.own), "")
         if head != self._head or not self._id:
-            # This is another cluster at the same address. It numbers its jobs from 1 again.
+            # The head node is new, so another cluster runs at this address. It numbers its Ray jobs
+            # from 1 again, so the cached submission ids are wrong.
             self._head = head
             self._id = self._cluster(within_s).result().cluster_id.hex()
             self._submissions.clear()
         return reports
 
     def _request_submissions(self, job_ids: Iterable[str], within_s: float) -> None:
-        """Add the submissions of new drivers to the cache."""
+        """Request the submission ids of unknown Ray jobs, and add them to the cache."""
         replies = {
             job_id: self._jobs(
                 within_s,
                 job_or_submission_id=job_id,
                 skip_submission_job_info_field=True,
-                # Without this flag the control store contacts every driver before it replies.
+                # Without this flag, the control store contacts every driver before it replies.
                 skip_is_running_tasks_field=True,
             )
             for job_id in job_ids
@@ -464,7 +526,7 @@ class _ControlStore:
 
 
 def _import_ray() -> None:
-    """Import the slow modules of Ray before the deadline starts."""
+    """Import Ray's modules before the deadline of a snapshot starts. This takes about a second."""
     importlib.import_module("ray.core.generated.gcs_service_pb2_grpc")
     importlib.import_module("ray._private.grpc_utils")
     importlib.import_module("ray._private.authentication.http_token_authentication")

@@ -1,17 +1,18 @@
-"""Runs the driver of a Ray job and stays until its whole process tree has ended.
+"""Run the command of a Ray job, and wait until the command's whole process tree has ended.
 
     exec python -I -S -c BOOTSTRAP --grace S --signal N --stragglers S -- COMMAND ...
 
-Muster ships this file with the job, as `__main__.py` of a directory that also contains `tree.py`.
-It runs on the interpreter of Ray on the node, so it uses only the standard library.
+Muster ships this file with each Ray job, as `__main__.py` of a directory that also contains
+`tree.py`. It runs with Ray's Python interpreter on the node, so it uses only the standard library.
 
-There are two processes between Ray and the driver:
+The wrapper consists of two processes between Ray's job supervisor and the command:
 
-- The *front* is the process that Ray started. Ray reports its exit status.
-- The *keeper* runs in its own session and starts the driver. It is needed because Ray kills the
-  front's process group with SIGKILL when the job's supervisor has died.
+- The *front* is the process that Ray has started. Ray reports its exit status.
+- The *keeper* starts the command and ends its process tree. It runs in its own session, because Ray
+  kills the front's process group with SIGKILL if the job supervisor dies.
 
-Both adopt orphaned descendants. If one of them is killed, the other one ends the tree.
+Both processes adopt orphaned descendants. If one of them is killed, the other kills the process
+tree.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ if TYPE_CHECKING or __name__ != "__main__":
 else:
     import tree
 
-#: Signals that the front and the keeper handle. Ray or a person may send them.
+#: Signals that the front and the keeper handle. Ray or a user may send them.
 _HANDLED_SIGNALS = (
     signal.SIGTERM,
     signal.SIGINT,
@@ -45,25 +46,29 @@ _HANDLED_SIGNALS = (
     signal.SIGUSR2,
     signal.SIGCHLD,
 )
-#: Fields signo, errno, code and pid. Source: signalfd(2), struct signalfd_siginfo, 128 bytes.
+#: Layout of a message from a signalfd, with the fields signo, errno, code and pid.
+#: Source: signalfd(2), struct signalfd_siginfo, 128 bytes.
 _SIGINFO = struct.Struct("=IiiI112x")
+#: Number of the prctl option PR_SET_DUMPABLE. Source: prctl(2).
 _PR_SET_DUMPABLE = 4
-#: Seconds between two rounds of killing a process tree.
+#: Seconds between two attempts to kill all processes of the tree.
 _KILL_INTERVAL_S = 0.02
-#: Age in seconds up to which a child may have been missed by Ray, which lists the tree before it
-#: sends its stop signal.
+#: Age in seconds below which the command may have got no stop signal from Ray. Ray lists the
+#: processes of the tree before it sends the signal, and misses processes that start later.
 _YOUNG_S = 0.5
-#: Messages from the front to the keeper: stop, sent by anyone but Ray ...
+#: Message from the front to the keeper: stop the command. Another process than Ray requested it.
 _STOP = b"s"
-#: ... or by Ray, which also sends its stop signal to every process of the tree.
+#: Message from the front to the keeper: stop the command. Ray requested it, and also sends its stop
+#: signal to every process of the tree.
 _STOP_BY_RAY = b"t"
 
 
 class Signals:
-    """Reads the signals of this process from a signalfd, which also names the sender."""
+    """Reads the signals of this process from a signalfd, which also reports the sender's pid."""
 
     def __init__(self) -> None:
-        # Ray may leave SIGCHLD ignored. The kernel would then discard every exit status.
+        # Ray may start this process with SIGCHLD ignored. The kernel would then discard the exit
+        # status of every child.
         for signum in _HANDLED_SIGNALS:
             signal.signal(signum, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED_SIGNALS)
@@ -75,7 +80,7 @@ class Signals:
         os.set_blocking(self.fd, False)
 
     def read(self) -> list[tuple[int, int]]:
-        """Return `(signal number, pid of the sender)` of all pending signals."""
+        """Return a pair (signal number, pid of the sender) for each pending signal."""
         pending = []
         with contextlib.suppress(BlockingIOError):
             while True:
@@ -85,14 +90,19 @@ class Signals:
 
 
 def end_like(status: int) -> None:
-    """End this process in the same way as a process with this wait status. Does not return."""
+    """End this process with the exit code or the signal of another process. Does not return.
+
+    Args:
+        status: Wait status of the other process, as `os.waitpid` returns it.
+    """
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         os._exit(code)
-    # A core dump was written for the original process, so this process must not write another.
+    # The other process may have written a core dump. This process must not write a second one.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
-    with contextlib.suppress(OSError):  # The action of SIGKILL cannot be set.
+    # Setting the action fails for SIGKILL, which always ends the process.
+    with contextlib.suppress(OSError):
         signal.signal(-code, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [-code])
     os.kill(os.getpid(), -code)
@@ -100,14 +110,20 @@ def end_like(status: int) -> None:
 
 
 def kill_rest() -> None:
-    """Kill everything below this process. Returns when the kernel reports no child."""
+    """Kill all descendants of this process, and return when this process has no child left."""
     while not tree.reap_all()[1]:
         tree.kill_below_once(lambda: tree.reap_all()[1])
         time.sleep(_KILL_INTERVAL_S)
 
 
 def run_front(options: argparse.Namespace, argv: list[str], env: dict[str, str]) -> None:
-    """Act as the driver towards Ray. Does not return."""
+    """Run the front, which Ray treats as the process of the job. Does not return.
+
+    Args:
+        options: Parsed arguments of this program.
+        argv: The command.
+        env: Environment of the command.
+    """
     ray_pid = os.getppid()
     ray = os.pidfd_open(ray_pid)
     signals = Signals()
@@ -127,7 +143,7 @@ def run_front(options: argparse.Namespace, argv: list[str], env: dict[str, str])
     while True:
         for fd, _ in poll.poll():
             if fd == ray:
-                # Ray's supervisor has died. The keeper notices the closed pipe and kills the tree.
+                # Ray's job supervisor has died. Close the pipe: the keeper then kills the tree.
                 poll.unregister(ray)
                 os.close(write_end)
                 write_end = -1
@@ -142,7 +158,7 @@ def run_front(options: argparse.Namespace, argv: list[str], env: dict[str, str])
 
 
 class Keeper:
-    """Starts the command and ends all of its descendants."""
+    """The keeper process, which starts the command and ends all of the command's descendants."""
 
     def __init__(
         self,
@@ -158,9 +174,10 @@ class Keeper:
             options: Parsed arguments of this program.
             argv: The command.
             env: Environment of the command.
-            orders: Read end of the front's pipe. It closes when the front ends.
-            ray: Pidfd of Ray's supervisor of the job.
-            ray_pid: Process id of Ray's supervisor.
+            orders: Read end of the pipe over which the front sends messages. The pipe closes when
+                the front ends.
+            ray: Pidfd of the job supervisor, the Ray process that has started the front.
+            ray_pid: Process id of the job supervisor.
         """
         self._options = options
         self._orders = orders
@@ -169,14 +186,19 @@ class Keeper:
         self._signals = Signals()
         #: Wait status of the command, or None while it runs.
         self._status: int | None = None
-        #: Time from which the tree is killed, in CLOCK_MONOTONIC seconds.
+        #: Time in CLOCK_MONOTONIC seconds at which the killing of the process tree begins. None if
+        #: the tree is not being ended.
         self._kill_at: float | None = None
+        #: True if the command was asked to stop.
         self._is_stopping = False
         self._command_pid = spawn(argv, env)
         self._started_s = time.monotonic()
 
     def run(self) -> None:
-        """Stay until the tree is empty, then end like the command. Does not return."""
+        """Wait until the process tree is empty, then end this process as the command has ended.
+
+        Does not return.
+        """
         poll = select.poll()
         for fd in (self._signals.fd, self._orders, self._ray):
             poll.register(fd, select.POLLIN)
@@ -201,23 +223,24 @@ class Keeper:
         end_like(self._status)
 
     def _timeout_ms(self) -> float | None:
+        """Return the longest wait for the next event in milliseconds, or None for no limit."""
         if self._kill_at is None:
             return None
         return max(_KILL_INTERVAL_S, self._kill_at - time.monotonic()) * 1000 + 1
 
     def _reap(self) -> bool:
-        """Collect ended children. Returns True if the tree is empty."""
+        """Reap children that have ended. Return True if the process tree is empty."""
         statuses, is_empty = tree.reap_all()
         if self._command_pid in statuses:
             self._status = statuses[self._command_pid]
             if not is_empty and not self._is_stopping:
-                # The command has ended by itself, so its descendants have had no stop signal yet.
+                # The command has ended by itself. Ask its remaining descendants to stop.
                 tree.signal_descendants(os.getpid(), self._options.signal)
                 self._end_within(self._options.stragglers)
         return is_empty
 
     def _end_within(self, seconds: float) -> None:
-        """Kill the tree after so many seconds, unless an earlier time is set already."""
+        """Kill the process tree after some seconds, unless an earlier time is already set."""
         deadline = time.monotonic() + seconds
         self._kill_at = deadline if self._kill_at is None else min(deadline, self._kill_at)
 
@@ -225,8 +248,9 @@ class Keeper:
         """Send the stop signal to the command and start its grace period.
 
         Args:
-            is_sent_by_ray: True if Ray asked for the stop. Ray also sends its stop signal to every
-                process of the tree. A second signal could interrupt the command's cleanup.
+            is_sent_by_ray: True if Ray requested the stop. Ray also sends its stop signal to every
+                process of the tree. If this is the same signal as the command's stop signal, the
+                keeper sends none, because a second signal could interrupt the command's cleanup.
         """
         if self._is_stopping:
             return
@@ -237,15 +261,16 @@ class Keeper:
         rays_signal_name = os.environ.get("RAY_JOB_STOP_SIGNAL", "SIGTERM")
         is_same_signal = rays_signal_name == signal.Signals(self._options.signal).name
         if self._status is None and not (has_rays_signal and is_same_signal):
-            # The command has not been reaped, so no other process can have its pid.
+            # The pid is safe to use: the command has not been reaped, so the kernel cannot have
+            # given its pid to another process.
             tree.stop_group(self._command_pid, self._options.signal)
 
 
 def spawn(argv: list[str], env: dict[str, str]) -> int:
     """Start the command and return its pid.
 
-    If the command cannot be executed, write one line that says why, and exit with 127 or 126 as a
-    shell does.
+    If the command cannot be executed, print one line with the reason, and exit with code 126 or 127
+    as a shell does.
     """
     try:
         return tree.spawn(argv, env)
@@ -253,17 +278,17 @@ def spawn(argv: list[str], env: dict[str, str]) -> int:
         error_number = error.errno or 0
     text = f"muster: cannot execute {argv[0]!r}: {os.strerror(error_number)}"
     if error_number == errno.ENOENT:
-        text += f"; looked for in {os.getcwd()} and PATH={env.get('PATH', '')}"
+        text += f"; searched in {os.getcwd()} and PATH={env.get('PATH', '')}"
     os.write(2, f"{text}\n".encode(errors="replace"))
     os._exit(127 if error_number in (errno.ENOENT, errno.ENOTDIR) else 126)
 
 
 def command_environment(package: str) -> dict[str, str]:
-    """Return the environment of the command.
+    """Return the environment variables of the command.
 
     The programs of Ray's Python environment come first on PATH, as if that environment were
-    activated. Every trace of this wrapper is removed, because it could collide with a `runtime_env`
-    that the driver sets itself.
+    activated. The variables that Ray has set for this wrapper are removed, because they could
+    conflict with a `runtime_env` that the command passes to `ray.init`.
 
     Args:
         package: Path of the directory that contains this wrapper.
@@ -279,7 +304,7 @@ def command_environment(package: str) -> dict[str, str]:
     with contextlib.suppress(KeyError, ValueError, AttributeError):
         config = json.loads(env["RAY_JOB_CONFIG_JSON_ENV_VAR"])
         job_variables = config["runtime_env"].get("env_vars") or {}
-        # The only module in the job's own runtime_env is this wrapper.
+        # The only entry of `py_modules` in the job's runtime_env is this wrapper.
         config["runtime_env"].pop("py_modules", None)
         env["RAY_JOB_CONFIG_JSON_ENV_VAR"] = json.dumps(config)
 
@@ -290,7 +315,10 @@ def command_environment(package: str) -> dict[str, str]:
 
 
 def programs_of_ray(pid: int) -> str:
-    """Return the `bin` directory of the environment from which a process has loaded Ray.
+    """Return the path of the `bin` directory of the Python environment that contains Ray.
+
+    Args:
+        pid: Process id of a process that has loaded Ray. Its memory map shows Ray's path.
 
     Returns:
         An empty string if the directory is not found.
@@ -299,7 +327,7 @@ def programs_of_ray(pid: int) -> str:
         for line in maps:
             before, separator, _ = line.partition(b"/ray/_raylet")
             if separator:
-                # PREFIX/lib/python3.11/site-packages
+                # The path has the form PREFIX/lib/python3.11/site-packages.
                 packages = os.fsdecode(before[before.index(b"/") :])
                 programs = os.path.join(os.path.dirname(packages), "..", "..", "bin")
                 programs = os.path.normpath(programs)
@@ -308,6 +336,7 @@ def programs_of_ray(pid: int) -> str:
 
 
 def main() -> None:
+    """Parse the arguments of the wrapper, and run the command. Does not return."""
     separator = sys.argv.index("--")
     own_arguments = sys.argv[1:separator]
     command = sys.argv[separator + 1 :]
@@ -318,7 +347,8 @@ def main() -> None:
     parser.add_argument("--stragglers", type=float, required=True)
     options = parser.parse_args(own_arguments)
 
-    # runpy was given this directory, so the directory is the first entry of the import path.
+    # The bootstrap code runs this directory with `runpy`, which puts the directory first on the
+    # import path.
     run_front(options, command, command_environment(sys.path[0]))
 
 

@@ -232,7 +232,7 @@ def test_sweeps_of_a_running_job_and_from_another_home_are_refused(
 
     assert {node.why for node in refused.unreached} == {f"refused: job {job} is RUNNING"}
     assert refused.killed == () and status is JobStatus.RUNNING
-    assert forged == {"refused: it is not signed with the key of this agent"}
+    assert forged == {"refused: the order is not signed with the key of this agent"}
     assert asyncio.run(sweep(own_cluster.gcs_address, run_id=run_id)).is_clean
 
 

@@ -192,7 +192,7 @@ def test_sweep_is_refused_while_a_guardian_works(address: str, key: AgentKey) ->
         alive = guardian.poll() is None
         guardian.kill()
 
-    assert alive and answer["why"] == f"refused: guardian {guardian.pid} of it is at work"
+    assert alive and answer["why"] == f"refused: its guardian {guardian.pid} is running"
 
 
 def test_forged_and_replayed_orders_are_refused(
@@ -217,7 +217,7 @@ def test_forged_and_replayed_orders_are_refused(
     answers = [asyncio.run(said_to(address, make)) for make in forged]
 
     assert {answer["why"] for answer in answers} == {
-        "refused: it is not signed with the key of this agent"
+        "refused: the order is not signed with the key of this agent"
     }
     assert process.poll() is None
 
@@ -240,7 +240,7 @@ def test_cluster_without_nodes_counts_as_unreached(cluster: Cluster, key: AgentK
     report = asyncio.run(sweep("127.0.0.1:6379", run_id=RUN))
 
     assert [node.why for node in report.unreached] == [
-        "no node of the cluster of 127.0.0.1:6379 lives"
+        "the Ray cluster with the control store 127.0.0.1:6379 has no living node"
     ]
 
 

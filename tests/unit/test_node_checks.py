@@ -14,7 +14,7 @@ from tasks.processes.identity import host_name
 from tasks.ray import control_store
 from tasks.ray.dashboard import Dashboard, JobState, LiveNode, NoAnswer
 from tasks.ray.end import JobEnd, TakeDown
-from tasks.ray.nodes import SweepReport, Swept
+from tasks.ray.nodes import LeftoverProcess, SweepReport
 from tasks.ray.submission import SubmissionFile
 from tasks.ray.unchecked_nodes import UncheckedNode, read_notes
 from tasks.record.run_json import SubmissionJson
@@ -25,7 +25,7 @@ ADDRESS = "http://10.0.0.1:8265"
 BEGAN_AT = 1000.0
 SILENT = UncheckedNode(node_id="bb", name="10.0.0.5", why="no answer within 60 s")
 NO_NODE = UncheckedNode(node_id="", name="10.0.0.1:6379", why="the driver has ended")
-FOUND = Swept(node="10.0.0.5", pid=812, command="train --token s3cret")
+FOUND = LeftoverProcess(node="10.0.0.5", pid=812, command="train --token s3cret")
 
 
 class Cluster:
@@ -163,7 +163,7 @@ def test_node_that_left_the_cluster_is_not_checked_again(
 
     ended = end(SILENT)
 
-    assert ended.unseen == ("node cc has left and node 10.0.0.5 has left the cluster",)
+    assert ended.unseen == ("node cc has left and node 10.0.0.5 left the cluster",)
     assert noted() == {}
 
 
@@ -230,7 +230,7 @@ def test_node_that_has_left_meanwhile_is_reported(
 
     [run] = reconcile.reconcile_host().runs
 
-    assert (run.nodes, run.open) == (("node 10.0.0.5 has left the cluster",), "")
+    assert (run.nodes, run.open) == (("node 10.0.0.5 left the cluster",), "")
     assert noted() == {}
 
 
@@ -337,6 +337,6 @@ def test_planned_removals_are_not_reported_as_lost(
 
     assert [*words] == ["aa", "dd", "ee"]
     assert words["aa"] == (
-        "node 10.0.0.7/aa has left the cluster (Unexpected termination: health check failed)"
+        "node 10.0.0.7/aa left the cluster (Unexpected termination: health check failed)"
     )
-    assert words["ee"] == "node 10.0.0.7/ee has left the cluster"
+    assert words["ee"] == "node 10.0.0.7/ee left the cluster"

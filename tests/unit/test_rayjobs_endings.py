@@ -57,7 +57,7 @@ def test_lost_node_is_named_first() -> None:
 
     ended = job_exit(state, at_monotonic_s=0.0, was_stopped_by_us=False, lost_node="node 10.0.0.2")
 
-    assert ended.note.startswith("node 10.0.0.2 has left the cluster")
+    assert ended.note.startswith("node 10.0.0.2 left the cluster")
 
 
 @pytest.mark.parametrize(
