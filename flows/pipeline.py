@@ -39,8 +39,8 @@ def command(spec: PipelineFile = None, /, *, set: Overrides = (), resume: str = 
     fit the cluster, 130 interrupted (after its stage's end).
 
     Args:
-        resume: Continue this flow run of a pipeline, given by its id or name. Complete stages are
-            not repeated, runs in progress are watched again, and failed stages are repeated.
+        resume: Id or name of a pipeline's flow run to continue. Complete stages are not repeated,
+            the pipeline attaches to a run in progress, and failed stages are repeated.
     """
     return run_pipeline(pipeline, spec, set, resume)
 

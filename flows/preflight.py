@@ -1,4 +1,4 @@
-"""The flow `preflight`: find out which nodes of a Ray cluster are fit for runs."""
+"""The flow `preflight`, which checks which nodes of a Ray cluster are fit for runs."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def preflight(
     limits: Limits = DEFAULT_LIMITS,
     within_s: float = STEP_TIMEOUT_S,
 ) -> State[PreflightVerdict]:
-    """Check every node, and fail with the node and the remedy if a node is not fit.
+    """Check every node of a Ray cluster, and fail with the remedies if a node is unfit.
 
     Args:
-        address: The URL of the Ray dashboard.
-        shared: The directory that must be the same on every node; MUSTER_HOME by default.
-        limits: The requirements that a node must meet.
+        address: URL of the Ray dashboard.
+        shared: Path of the directory that must be the same on every node. Default: MUSTER_HOME.
+        limits: Requirements that a node must meet.
         within_s: Deadline of each step, in seconds.
     """
     survey = survey_cluster(address, shared, within_s)
@@ -47,17 +47,18 @@ def command(
     limits: LimitOptions = DEFAULT_LIMITS,
     within_s: float = STEP_TIMEOUT_S,
 ) -> int:
-    """Check every node of a Ray cluster.
+    """Check which nodes of a Ray cluster are fit for runs.
 
     A node is fit if it has Muster's code, the same shared directory as this machine, enough free
-    disk, a correct clock, no leftovers of ended runs, and all of its GPUs present and free.
+    disk, a correct clock, no leftover processes of ended runs, and all of its GPUs present and
+    free.
 
-    Exit: 0 every node is fit; 1 a node is not fit, or the cluster can't be asked; 2 the arguments
+    Exit: 0 every node is fit; 1 a node is unfit, or the cluster does not answer; 2 the arguments
     are wrong; 130 interrupted.
 
     Args:
-        address: The URL of the Ray dashboard.
-        shared: The shared directory; MUSTER_HOME by default.
+        address: URL of the Ray dashboard, for example http://10.0.0.1:8265.
+        shared: Path of the directory that must be the same on every node. Default: MUSTER_HOME.
         within_s: Deadline of each step, in seconds.
     """
     return run_preflight(preflight, address, shared, limits, within_s)

@@ -58,9 +58,9 @@ on_message: ContextVar[Callable[[str], None]] = ContextVar(
 
 #: Seconds between two requests for the state of a stage's run.
 _POLL_INTERVAL_S = 2.0
-#: Seconds to wait for the end of a cancelled run, in addition to its grace periods.
+#: Seconds to wait for the end of a cancelled stage run, in addition to its grace periods.
 _CANCEL_TIMEOUT_S = 180.0
-#: Seconds to wait for the end of a run that is cancelled without grace periods.
+#: Seconds to wait for the end of a stage run that is cancelled without grace periods.
 _HURRIED_TIMEOUT_S = 30.0
 #: Seconds to wait for a Prefect server that does not answer while the pipeline is ending.
 _SERVER_TIMEOUT_S = 30.0
@@ -88,7 +88,7 @@ class PipelineSession:
         self.failure = ""
         #: The failed or cancelled stage run that ended the pipeline, or None.
         self.final_run: StageRun | None = None
-        #: All runs that the stages have had until the last step, in any order.
+        #: All stage runs that existed when the last step began, in any order.
         self._runs: list[StageRun] = []
         #: The last progress message about the current stage, or an empty string.
         self._last_message = ""
@@ -131,7 +131,7 @@ class PipelineSession:
             self.failure = f"USER_ERROR: {error}"
 
     def next_stage(self) -> Begin | StageRun | None:
-        """Return the next run to create or to follow, or None if the pipeline ends."""
+        """Return the next stage run to create or to wait for, or None if the pipeline ends."""
         if self.failure or self.cancel_reason:
             return None
         self._runs, requested_at = self._ask(self._read_progress)

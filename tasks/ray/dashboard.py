@@ -83,7 +83,7 @@ CLUSTERS_VARIABLE = "MUSTER_RAY_CLUSTERS"
 
 
 class ListedCluster(BaseModel):
-    """A Ray cluster that an operator has listed, so that Muster may send credentials to it."""
+    """A Ray cluster that an operator has listed. Muster may send credentials to it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -422,7 +422,7 @@ class Dashboard:
                 name = node_name
 
             readings = [gpu.get("utilizationGpu", -1) or 0 for gpu in node.get("gpus") or ()]
-            # A negative reading means that the driver does not report the utilisation.
+            # A negative reading means that the GPU driver does not report the utilisation.
             percents = [percent for percent in readings if percent >= 0]
             if name and percents:
                 busiest = sorted(percents, reverse=True)[: gpus_by_node.get(name)]
@@ -682,17 +682,22 @@ def driver_env(gcs_address: str) -> dict[str, str]:
 
 
 def prepare_driver(gcs_address: str) -> None:
-    """Prepare this process for `ray.init` on this cluster.
+    """Prepare this process to become a Ray driver of a cluster with `ray.init`.
+
+    Args:
+        gcs_address: `HOST:PORT` of the cluster's control store (GCS).
 
     Raises:
-        UntrustedListener: On this machine, another user listens at the address.
+        UntrustedListener: The address belongs to this machine, and a process of another user
+            listens there.
     """
     require_trusted_control_store(gcs_address)
     variables = driver_env(gcs_address)
     if not variables:
         return
     os.environ.update(variables)
-    # If Ray is already imported, it has read its environment, so set its constant as well.
+    # Ray reads the environment variable only when it is imported. It may already be imported, so
+    # set its constant as well.
     from ray._private import ray_constants
 
     ray_constants.ENABLE_RAY_CLUSTER = False

@@ -251,7 +251,7 @@ class JobEnd:
     #: Descriptions of the nodes that could not be checked for leftover processes. Nodes that are
     #: no longer in the cluster are included.
     unseen: tuple[str, ...] = ()
-    #: True if the job was still active when Muster began to end it.
+    #: True if the job was pending or running when Muster began to end it.
     was_alive: bool = False
 
 
@@ -276,7 +276,7 @@ class TakeDown:
     make_ready: Callable[[str], Coroutine[Any, Any, None]] = make_nodes_ready
     #: Function that kills leftover processes on the nodes, as `tasks.ray.nodes.sweep` does.
     sweep: Callable[..., Awaitable[SweepReport]] = sweep
-    #: Set to True to skip the rest of the grace period.
+    #: True skips the rest of the grace period. It may be set while the job is being ended.
     is_hurried: bool = False
     #: True if the cluster has reported the job as pending or running since `run` began.
     _was_alive: bool = False
@@ -336,7 +336,7 @@ class TakeDown:
             await asyncio.gather(preparing, return_exceptions=True)
 
     async def _make_final(self, *, settles_within_s: float) -> JobState | None:
-        """Stop the job, with its grace period, and wait until Ray reports a final state.
+        """Stop the job with its grace period, wait until Ray reports a final state, and return it.
 
         Args:
             settles_within_s: Seconds during which a submit request may still reach the cluster, so

@@ -32,9 +32,9 @@ from tasks.record.events import Emit
 from tasks.record.outcome import GivenUp, GiveUpReason
 from tasks.spec.failure_kinds import FailureKind
 
-#: Pause after a failed copy of the log, in seconds.
+#: Pause after a failed copy of a job's log, in seconds.
 _COPY_RETRY_S = 0.5
-#: Largest number of requests for the rest of the log after the job has ended.
+#: Largest number of requests for the rest of a job's log after the job has ended.
 _COPY_TRIES = 5
 
 
@@ -115,12 +115,12 @@ def _write(log: io.FileIO, data: bytes) -> None:
 
 _log = logging.getLogger(__name__)
 
-#: Seconds between two requests for the job's state.
+#: Seconds between two requests for the state of a job.
 _STATE_INTERVAL_S = 0.5
-#: Seconds between two requests for the GPUs that the job holds.
+#: Seconds between two requests for the number of GPUs that a job holds.
 _GPUS_INTERVAL_S = 2.0
-#: Seconds to wait for the last lines of the log before the exit is reported. These lines usually
-#: name the cause of a failure.
+#: Seconds to wait for the last lines of a job's log before the job's exit is reported. These lines
+#: usually name the cause of a failure.
 _LAST_LINES_TIMEOUT_S = 0.8
 #: Seconds to wait until `RayJob.exited` has a result after the job has reached a final state.
 _EXIT_TIMEOUT_S = 10.0
@@ -183,10 +183,11 @@ class RayJob(Member):
         #: Time of the first stop request in CLOCK_MONOTONIC seconds, or 0 if an earlier process of
         #: the run sent it. None if Muster has not asked the job to stop.
         self._stopped_s: float | None = None
-        #: Background tasks by name: "watch", "follow" and "last".
+        #: Running asyncio tasks by name: "watch" requests the state of the job, "follow" copies its
+        #: log, and "last" copies the end of its log.
         self._tasks: dict[str, asyncio.Task[Any]] = {}
         self._ending: asyncio.Task[tuple[str, ...]] | None = None
-        #: True once the job has ended without leftovers.
+        #: True if the job has ended without leftovers.
         self._is_clear = False
 
     def __str__(self) -> str:
@@ -257,7 +258,7 @@ class RayJob(Member):
         return True
 
     async def _submit(self) -> None:
-        """Submit the job or attach to it, and wait until it is no longer pending."""
+        """Submit the job or attach to it, and wait until its driver runs or the job has ended."""
         self._file = await asyncio.to_thread(SubmissionFile.begin, self._job)
         self._file.disk = self._context.disk
         if self._file.content.stop_asked_at is not None:
@@ -363,7 +364,7 @@ class RayJob(Member):
         path = self._job.submission_file
         self._file = self._file or await asyncio.to_thread(SubmissionFile.read, path)
         if self._file is None or self._file.content.submit_began_at is None:
-            # The job was never submitted.
+            # No submit request was sent, so there is no job to end.
             return await self._finish_end(())
         self._file.disk = self._context.disk
         self._note_stop()

@@ -136,7 +136,7 @@ class AgentKey:
         return AgentKey(private, modulus, f"agent-{key_digest}-{code_digest}-")
 
     def sign(self, text: bytes) -> str:
-        """Return the signature of a text, in hex."""
+        """Return the signature of a text with the private key, in hex."""
         from cryptography.hazmat.primitives import hashes
         from cryptography.hazmat.primitives.asymmetric import padding
 
@@ -349,8 +349,8 @@ class NodeClient:
             question = {"what": what, "each": dict(each), "within_s": within_s}
             results = NodeAnswers(**await self._ask(question, within_s + _REPLY_MARGIN_S))
         except NoAnswer as error:
-            # End the driver process. Otherwise, its late reply would be mistaken for the reply to
-            # the next question.
+            # The driver process may still send a late reply. It would be mistaken for the reply to
+            # the next question, so end the process.
             await self.end()
             return NodeAnswers(answers={}, unreached=dict.fromkeys(each, str(error)))
         self._agents |= {node: reply["address"] for node, reply in results.answers.items()}
@@ -474,7 +474,7 @@ def _parse_nodes(node_infos: Iterable[Any]) -> tuple[Node, ...]:
     return tuple(nodes)
 
 
-#: Deadline of a sweep of all nodes, in seconds.
+#: Default deadline for killing leftover processes on all nodes, in seconds.
 SWEEP_WITHIN_S = 60.0
 #: Deadline for the start of agents on all nodes without an agent, in seconds.
 _PREPARE_TIMEOUT_S = 30.0
@@ -675,7 +675,7 @@ async def make_nodes_ready(address: str) -> None:
         _log.info("Agents could not be started on the nodes of %s: %s", address, error)
 
 
-#: Deadline of one node, as a share of the deadline for the examination of all nodes.
+#: Deadline for the examination of processes on one node, as a share of the deadline for all nodes.
 _NODE_TIME_SHARE = 0.3
 
 

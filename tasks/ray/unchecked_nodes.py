@@ -87,7 +87,7 @@ class UncheckedNodesNote(BaseModel):
     host: str = Field(default_factory=host_name)
     #: Path of the attempt's events.jsonl. The result of the check is appended to this file.
     events: Path
-    #: Time at which the note was created, in UTC epoch seconds.
+    #: Time at which the note file was first written, in UTC epoch seconds.
     since: float = Field(default_factory=time.time)
     #: `name[node id]` of the nodes to check. Empty if all nodes of the cluster must be checked.
     nodes: Mapping[str, str] = {}

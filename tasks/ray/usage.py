@@ -368,7 +368,7 @@ class ClusterReader:
             await self._dashboard.aclose()
 
     async def _read_snapshot(self, within_s: float) -> Cluster:
-        """Read a snapshot over the open channel, or over a new channel if that fails."""
+        """Read a snapshot of the cluster over the open gRPC channel, or else over a new channel."""
         if self._store is not None:
             # A failure is ignored here, because the control store may have a new address after a
             # restart of the cluster's head. The code below reads the address from the dashboard.
@@ -382,7 +382,7 @@ class ClusterReader:
         return await self._read(self._store, within_s)
 
     async def _read(self, store: _ControlStore, within_s: float) -> Cluster:
-        """Read a snapshot in a thread. After an error, close the channel to the control store."""
+        """Read a snapshot of the cluster in a thread. After an error, close the gRPC channel."""
         try:
             return await asyncio.to_thread(store.read, within_s)
         except BaseException:

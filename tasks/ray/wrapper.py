@@ -36,7 +36,7 @@ if TYPE_CHECKING or __name__ != "__main__":
 else:
     import tree
 
-#: Signals that the front and the keeper handle. Ray or a user may send them.
+#: Signals that the two processes of the wrapper handle. Ray or a user may send them.
 _HANDLED_SIGNALS = (
     signal.SIGTERM,
     signal.SIGINT,
@@ -56,10 +56,11 @@ _KILL_INTERVAL_S = 0.02
 #: Age in seconds below which the command may have got no stop signal from Ray. Ray lists the
 #: processes of the tree before it sends the signal, and misses processes that start later.
 _YOUNG_S = 0.5
-#: Message from the front to the keeper: stop the command. Another process than Ray requested it.
+#: Message from the front process to the keeper process: stop the command. Another process than
+#: Ray's has requested the stop.
 _STOP = b"s"
-#: Message from the front to the keeper: stop the command. Ray requested it, and also sends its stop
-#: signal to every process of the tree.
+#: Message from the front process to the keeper process: stop the command. Ray has requested the
+#: stop, and also sends its stop signal to every process of the tree.
 _STOP_BY_RAY = b"t"
 
 
@@ -117,7 +118,10 @@ def kill_rest() -> None:
 
 
 def run_front(options: argparse.Namespace, argv: list[str], env: dict[str, str]) -> None:
-    """Run the front, which Ray treats as the process of the job. Does not return.
+    """Run the front process of the wrapper, which Ray treats as the process of the job.
+
+    It starts the keeper process, forwards stop requests to it, and ends as the keeper has ended.
+    This function does not return.
 
     Args:
         options: Parsed arguments of this program.
@@ -158,7 +162,7 @@ def run_front(options: argparse.Namespace, argv: list[str], env: dict[str, str])
 
 
 class Keeper:
-    """The keeper process, which starts the command and ends all of the command's descendants."""
+    """The wrapper's keeper process, which starts the command and ends the command's descendants."""
 
     def __init__(
         self,

@@ -59,7 +59,7 @@ _DUE_AFTER_S = 2.0
 _SERVER_TIMEOUT_S = 24 * 3600.0
 #: Seconds that a new flow process waits until the previous process of its run is cleaned up.
 _PREDECESSOR_TIMEOUT_S = 120.0
-#: Seconds between two checks whether the guardians of a lost run have finished.
+#: Seconds between two checks whether the guardian processes of a lost run have finished.
 _CHECK_INTERVAL_S = 0.2
 #: Text in a report if the Prefect server rejected the new state of a flow run because its state had
 #: changed during the reconcile.
@@ -67,7 +67,7 @@ CHANGED = "the state of its flow run has just changed on the Prefect server"
 
 
 def stop_jobs(lost: LostRun, loss: FlowLoss, *, unknown_after_s: float) -> FlowLoss:
-    """End all Ray jobs of a lost run.
+    """End all Ray jobs of a run whose flow process was killed or lost.
 
     A job that has ended without leftover processes is removed from the run's registry entry.
 
@@ -200,7 +200,7 @@ def _needs_next_process(state: State[object]) -> bool:
 
 
 def end_processes(lost: LostRun, deadline_s: float) -> tuple[FlowLoss, str]:
-    """End the processes of a lost run, and wait for guardians that still stop their components.
+    """End the processes of a lost run, and wait for guardian processes that still do this work.
 
     Args:
         lost: The lost run.
@@ -309,8 +309,8 @@ def finish_run(lost: LostRun, loss: FlowLoss, *, goes_on_here: bool = False) -> 
                     else:
                         open = CHANGED
                 if server or (state is not None and state.is_final()):
-                    # The killed process may have set the final state without the update of the
-                    # run's artifacts in the Prefect UI.
+                    # The killed process may have set the final state, but not updated the run's
+                    # artifacts in the Prefect UI. So update them.
                     update_page_of_closed_run(client, flow_run_id, directory)
         except ServerAway as error:
             is_given_up = lost.seconds_lost() > _SERVER_TIMEOUT_S

@@ -43,7 +43,7 @@ CALLER = "caller"
 
 
 class Limits(BaseModel):
-    """Requirements that a node must meet."""
+    """Limits that a node must keep to be fit for runs."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -237,7 +237,7 @@ def describe_gpus(node: NodeResult) -> str:
     return f"{node.gpus:g} in Ray, {driver_count} in the driver"
 
 
-#: Pairs of a problem and its remedy.
+#: Iterator over the problems of a node, each as a pair of the problem and its remedy.
 _Faults = Iterator[tuple[str, str]]
 #: Function that yields the problems that one check finds on a node.
 _Check = Callable[[NodeResult, Survey, Limits], _Faults]

@@ -348,7 +348,10 @@ def _on_server(ask: Callable[[SyncPrefectClient], _T]) -> _T | None:
 
 
 def _names_and_parameters(client: SyncPrefectClient) -> str:
-    """Return one text with the names and parameters of all deployments and unfinished flow runs."""
+    """Return one text with the names and parameters of all deployments and unfinished flow runs.
+
+    Ids of runs and code versions can be found in this text.
+    """
     items: list[FlowRun | DeploymentResponse] = [*open_flow_runs(client)]
     offset = 0
     while page := client.read_deployments(limit=_PAGE_SIZE, offset=offset):
@@ -401,7 +404,7 @@ def _delete_upkeep(client: SyncPrefectClient) -> int:
     content = {"flow_runs": flow_run_filter, "limit": _MAX_DELETED}
     count = 0
     while deployment_ids:
-        # The type `Any` is needed because the path is missing in the client's list of valid paths.
+        # `Any` satisfies the type checker: the client's list of valid paths lacks this path.
         path: Any = "/flow_runs/bulk_delete"
         deleted = len(client.request("POST", path, json=content).json()["deleted"])
         count += deleted

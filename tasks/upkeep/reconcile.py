@@ -66,7 +66,8 @@ from tasks.upkeep.waiting_runs import close_ended_waiting_runs
 
 _log = logging.getLogger(__name__)
 
-#: Seconds that one reconcile waits in total for guardians that still stop their components.
+#: Seconds that one reconcile waits in total for the guardian processes of lost runs, which may
+#: still be stopping their components.
 _SETTLE_TIMEOUT_S = 20.0
 #: Longest time that a reconcile waits for a Ray cluster that does not answer, in seconds.
 _CLUSTER_TIMEOUT_S = 5.0
@@ -114,7 +115,7 @@ def publish(report: Report) -> None:
         else:
             resource_id = f"prefect.muster.run.{run.name}"
         resource = {"prefect.resource.id": resource_id, "prefect.resource.name": run.name}
-        # `emit_event` never raises.
+        # `emit_event` raises no exception, so an error here cannot stop the reconcile.
         emit_event("muster.run.reconciled", resource=resource, payload=run.as_payload())
     if FlowRunContext.get() is None:
         # A thread of Prefect sends the events. Wait for it, because this process may soon exit. The
@@ -248,7 +249,7 @@ def _describe_host(client: SyncPrefectClient, name: str) -> Host:
     )
 
 
-#: Seconds between two reconciles.
+#: Seconds between two reconciles of this host.
 _EVERY_S = 60.0
 #: Seconds to wait for a reconcile in progress when its process ends. After that, it is cut short,
 #: and the next reconcile repeats its work.

@@ -35,8 +35,8 @@ class RunReport:
     killed: tuple[int, ...] = ()
     #: Submission ids of the Ray jobs that were ended.
     jobs: tuple[str, ...] = ()
-    #: Phrases about Ray nodes that could be checked for leftover processes only now, some time
-    #: after the job there had ended.
+    #: Phrases about Ray nodes that this reconcile has checked for leftover processes. These nodes
+    #: could not be checked when the job there ended.
     nodes: tuple[str, ...] = ()
     #: Files, directories and cgroups that were removed.
     removed: tuple[Path, ...] = ()
@@ -70,7 +70,7 @@ class RunReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Result of one reconcile of one host."""
+    """Result of one reconcile of a host: a report for each run with a wrong state."""
 
     #: Name of the host whose runs were reconciled.
     host: str
