@@ -92,14 +92,16 @@ def put(root: Path) -> str:
     try:
         limit = int(float(asked) * 2**20)
     except (ValueError, OverflowError):
-        raise _unfit(f"MUSTER_CODE_MIB={asked} is no number", "write MUSTER_CODE_MIB=50") from None
+        raise _unfit(
+            f"MUSTER_CODE_MIB={asked} is not a number", "write MUSTER_CODE_MIB=50"
+        ) from None
     if sum(sizes.values()) > limit:
         largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:5]
         listed = join_commas(f"{name} {sizes[name] / 2**20:.1f} MiB" for name in largest)
         raise _unfit(
-            f"{root} has {sum(sizes.values()) / 2**20:.0f} MiB in {len(sizes)} files, more than "
-            f"the {limit / 2**20:g} MiB of a project's code; the largest: {listed}",
-            "have .gitignore name what is no code, set MUSTER_CODE_MIB, or write code: live",
+            f"{root} has {sum(sizes.values()) / 2**20:.0f} MiB in {len(sizes)} files. The limit "
+            f"for a project's code is {limit / 2**20:g} MiB. The largest files: {listed}",
+            "list data files in .gitignore, raise MUSTER_CODE_MIB, or write code: live",
         )
     code = Code(tree=keep(_packed(root, sizes)), project=str(root), **_changes(root))
     return keep(json.dumps(asdict(code)).encode())
@@ -113,7 +115,10 @@ def code_of(name: str, fetch: Fetch = lambda _: None) -> Code:
     try:
         return Code(**json.loads(read(name, fetch)))
     except (ValueError, TypeError):
-        message = f"{name[:12]} names no code, but a tree of one: a run's spec.yaml names its code"
+        message = (
+            f"{name[:12]} is not the name of a code, but of its tree. The file spec.yaml of a run "
+            "has the name of its code."
+        )
         raise NoCode(message) from None
 
 
@@ -133,7 +138,9 @@ def check_out(code: Code, place: Path, fetch: Fetch = lambda _: None) -> None:
     with tarfile.open(fileobj=io.BytesIO(data)) as tar:
         for member in tar:
             if ".." in member.name.split("/") or member.name.startswith("/"):
-                raise NoCode(f"the tree {code.tree} leads out of its folder: {member.name}")
+                raise NoCode(
+                    f"the tree {code.tree} has a file outside of its folder: {member.name}"
+                )
             if member.issym():
                 links[member.name] = member.linkname
             elif (file := tar.extractfile(member)) is not None:
@@ -223,12 +230,15 @@ def read(name: str, fetch: Fetch = lambda _: None) -> bytes:
     if packed is None:
         raise NoCode(
             f"the code {name[:12]} of this run is neither in {_path(name).parent} nor on its "
-            "Prefect server: submit or deploy it again"
+            "Prefect server. Submit or deploy the run again."
         )
     _replace(name, packed)
     if (data := _here(name)) is None:
         _path(name).unlink()
-        raise NoCode(f"what the Prefect server has as the code {name[:12]} is something else")
+        raise NoCode(
+            f"the Prefect server has a damaged copy of the code {name[:12]}. "
+            "Submit or deploy the run again."
+        )
     return data
 
 
@@ -343,8 +353,8 @@ def _files(root: Path) -> tuple[set[str], set[str]]:
     try:
         names, ignored = _listed(root)
     except (GitFailed, OSError) as error:
-        remedy = "mend it, put the spec into a folder of its own, or write code: live"
-        raise _unfit(f"git can't list {root}: {error}", remedy) from None
+        remedy = "repair the repository, move the spec to a separate folder, or write code: live"
+        raise _unfit(f"git could not list the files of {root}: {error}", remedy) from None
 
     home, real = muster_home().resolve(), root.resolve()
     for name in tuple(names):

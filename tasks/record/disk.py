@@ -173,10 +173,12 @@ class DiskThread:
         except OSError as error:
             if path not in self._failing_files:
                 self._failing_files.add(path)
-                _log.warning("%s could not be written, and is tried again: %s", path, error)
+                _log.warning(
+                    "%s could not be written. Muster retries until it succeeds: %s", path, error
+                )
             return False
         except Exception:
-            _log.exception("%s could not be written", path)
+            _log.exception("%s could not be written, and is not retried", path)
             return True
         self._failing_files.discard(path)
         return True

@@ -204,7 +204,9 @@ class EventLog:
                 try:
                     listener(event)
                 except Exception:
-                    _log.exception("event %s of %s: a listener failed", name, self._path)
+                    _log.exception(
+                        "A listener failed to process the event %s of %s", name, self._path
+                    )
 
     def _write(self, event: Event) -> None:
         if self._path is None:
@@ -216,7 +218,9 @@ class EventLog:
             with self._path.open("a", encoding="utf-8") as f:
                 f.write(event.as_line() + "\n")
         except OSError as error:
-            _log.warning("event %s not written to %s: %s", event.name, self._path, error)
+            _log.warning(
+                "The event %s could not be written to %s: %s", event.name, self._path, error
+            )
 
 
 #: Functions that receive all events of the runs in this context.

@@ -61,14 +61,14 @@ class FlowLoss:
         ended = [f"pids {', '.join(map(str, self.killed))}"] if self.killed else []
         ended += [f"job {job}" for job in self.jobs]
         if ended:
-            left = f"reconcile ended what it had left ({'; '.join(ended)})"
+            cleanup = f"reconcile ended its leftovers ({'; '.join(ended)})"
         else:
-            left = "none of its processes was left"
+            cleanup = "it had no leftover processes"
         if self.jobs_left:
-            left = f"{left}; {self.jobs_left}, and is asked about again each minute"
+            cleanup = f"{cleanup}; {self.jobs_left}. Muster checks again each minute"
         if self.unseen:
-            left = f"{left}; not every node was seen to be free ({self.unseen})"
-        return f"the flow process (pid {self.pid}) of this run was killed or lost; {left}"
+            cleanup = f"{cleanup}; leftovers may run on unchecked nodes ({self.unseen})"
+        return f"the flow process (pid {self.pid}) of this run was killed or lost; {cleanup}"
 
     @property
     def failure(self) -> Failure:
@@ -101,7 +101,9 @@ def write_final_record(
     try:
         before = RunJson.read(place.record)
     except (FileNotFoundError, ValueError) as error:
-        _log.warning("%s is no record of a run, and is left as it is: %s", place.record, error)
+        _log.warning(
+            "%s cannot be read as a run record, and is not changed: %s", place.record, error
+        )
         return None, False
     after = finalize_record(before, loss, clock())
     if after != before:
@@ -173,9 +175,9 @@ def _decide_state(record: RunJson, loss: FlowLoss) -> tuple[RunState, str]:
     """Return the new state of the run, and its message."""
     attempt = record.attempt
     if loss.elsewhere:
-        return RunState.PENDING_RESOURCES, f"given to {loss.elsewhere} since: {loss.cause}"
+        return RunState.PENDING_RESOURCES, f"taken over by {loss.elsewhere}: {loss.cause}"
     if loss.is_waiting:
-        return RunState.PENDING_RESOURCES, f"waits for its next attempt: {loss.cause}"
+        return RunState.PENDING_RESOURCES, f"waiting for its next attempt: {loss.cause}"
     if attempt is not None and attempt.state is RunState.COMPLETED:
         return RunState.COMPLETED, f"completed; {loss.cause}"
 

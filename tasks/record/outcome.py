@@ -173,8 +173,8 @@ class Verdict:
             left: The leftovers of each component; see the field `left`.
         """
         remains = (
-            f"not all of it came to its end ({_by_name(left)}): a process that outlived SIGKILL "
-            "waits for a device or a file system, see /proc/PID/stack, and its GPUs are not free"
+            f"some processes survived SIGKILL ({_by_name(left)}). They probably wait for a device "
+            "or a file system, see /proc/PID/stack. Their GPUs are not free"
         )
         if self.failure is not None:
             failure = self.failure.with_changes(message=f"{self.failure.message}; and {remains}")
@@ -194,7 +194,7 @@ class Verdict:
         """
         if not unseen:
             return self
-        note = f"not every node was seen to be free ({_by_name(unseen)})"
+        note = f"leftovers may run on unchecked nodes ({_by_name(unseen)})"
         if self.failure is None:
             return replace(self, message=f"{self.message}; {note}", unseen=unseen)
         failure = self.failure.with_changes(message=f"{self.failure.message}; {note}")

@@ -50,8 +50,8 @@ _OWNER_VARIABLE = "MUSTER_HOME_OWNER"
 #: Advice to the user if the home is not trusted.
 _REMEDY = (
     "The home, the folders above it and Muster's files in it must belong to you or to root, and "
-    "no other user may write there. Mend that, or set MUSTER_HOME to a folder of your own. "
-    f"To read in the home of a user that you trust, set {_OWNER_VARIABLE} to that user."
+    "no other user may write there. Correct their owners and modes, or set MUSTER_HOME to your own "
+    f"folder. To read the home of another user that you trust, set {_OWNER_VARIABLE} to that user."
 )
 #: Homes already checked and trusted: path, id of this user, ids of the trusted users.
 _trusted_homes: set[tuple[Path, int, frozenset[int]]] = set()
@@ -72,9 +72,9 @@ def muster_home() -> Path:
     try:
         fault = _home_fault(home, owners)
     except OSError as error:
-        fault = f"{error.filename or home} can't be looked up: {error.strerror}"
+        fault = f"{error.filename or home} cannot be checked: {error.strerror}"
     if fault:
-        raise UntrustedPath(f"MUSTER_HOME {home} is not used: {fault}\n{_REMEDY}")
+        raise UntrustedPath(f"MUSTER_HOME {home} cannot be used: {fault}\n{_REMEDY}")
     # If the home does not exist yet, another user may still create it. Check it again then.
     if home.exists():
         _trusted_homes.add(checked_home)
@@ -94,7 +94,7 @@ def home_owners() -> frozenset[int]:
     try:
         uid = int(owner) if owner.isdecimal() else pwd.getpwnam(owner).pw_uid
     except KeyError:
-        raise UntrustedPath(f"{_OWNER_VARIABLE}={owner}: there is no such user") from None
+        raise UntrustedPath(f"{_OWNER_VARIABLE}={owner}: this machine has no such user") from None
     return trusted_users() | {uid}
 
 
@@ -120,12 +120,12 @@ def read_own_file(path: Path) -> bytes:
         fd = os.open(path, flags)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise PermissionError(errno.EACCES, "it is a link", str(path)) from None
+            raise PermissionError(errno.EACCES, "it is a symbolic link", str(path)) from None
         raise
     with open(fd, "rb") as file:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
-            raise PermissionError(errno.EACCES, "it is no regular file", str(path))
+            raise PermissionError(errno.EACCES, "it is not a regular file", str(path))
         if fault := find_ownership_fault(path, status, home_owners()):
             raise PermissionError(errno.EACCES, fault, str(path))
         return file.read()
@@ -173,12 +173,14 @@ def _umask() -> int:
     try:
         mask = int(asked, 8)
     except ValueError:
-        _log.warning("MUSTER_UMASK=%s is no octal number, as 027 is one: taken as 077", asked)
+        _log.warning(
+            "MUSTER_UMASK=%s is not an octal number such as 027. Muster uses 077 instead.", asked
+        )
         return 0o077
     if mask & _WRITE_BITS != _WRITE_BITS:
         raise UntrustedPath(
-            f"MUSTER_UMASK={asked} would let other users write to the files of runs: "
-            "write 077 (nobody else reads), 027 (the group reads) or 022 (everybody reads)"
+            f"MUSTER_UMASK={asked} would let other users write to the files of runs. "
+            "Set it to 077 (only you can read), 027 (the group can read) or 022 (all can read)."
         )
     # The rights of this user stay: without them, a process could not read its own files.
     return mask & 0o077

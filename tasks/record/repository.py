@@ -113,7 +113,7 @@ def repository_at(work_tree: Path) -> Repository | None:
             warn_ignored(mark, fault)
             return None
     except (OSError, ValueError) as error:
-        warn_ignored(mark, f"it is no whole repository: {error}")
+        warn_ignored(mark, f"the repository is incomplete: {error}")
         return None
     return Repository(work_tree=work_tree.resolve(), git_dir=git_dir, common_dir=common_dir)
 
@@ -124,7 +124,7 @@ def _named_in(file: Path, prefix: str) -> Path:
         raise PermissionError(fault)
     text = os.fsdecode(file.read_bytes()).rstrip("\n")
     if not text.startswith(prefix) or len(text) == len(prefix):
-        raise ValueError(f"{file} names no folder")
+        raise ValueError(f"{file} does not contain the path of a folder")
     return (file.parent / text.removeprefix(prefix)).resolve()
 
 
@@ -149,7 +149,7 @@ def _alternates_fault(objects: Path, depth: int) -> str:
     if fault := find_marker_fault(listed):
         return fault
     if depth == _ALTERNATES_DEPTH:
-        return f"{listed} leads further than {_ALTERNATES_DEPTH} stores"
+        return f"{listed} begins a chain of more than {_ALTERNATES_DEPTH} object stores"
     for line in os.fsdecode(listed.read_bytes()).splitlines():
         if not line or line.startswith("#"):
             continue
@@ -157,7 +157,7 @@ def _alternates_fault(objects: Path, depth: int) -> str:
         if is_present(store):
             fault = find_marker_fault(store) or _alternates_fault(store, depth + 1)
             if fault:
-                return f"its objects lie in the store of another repository, and {fault}"
+                return f"it uses the objects of another repository, and {fault}"
     return ""
 
 
@@ -241,19 +241,19 @@ class GitView:
     def _filtered_line(self, commit: str, name: str, position: int) -> str:
         """Return the line about a file with a filter, or an empty string if it is unchanged."""
         if position >= _COMPARED_FILES:
-            return f"{name}: not compared, since its content is made by a filter\n"
+            return f"{name}: not compared, because a filter creates its content\n"
         path = self._work_tree / name
         try:
             pointer = self._ask(self._work_tree, "cat-file", "blob", f"{commit}:{name}")
         except GitFailed:
-            return f"{name}: new, and its content is made by a filter\n"
+            return f"{name}: new, and a filter creates its content\n"
         match = _LFS_POINTER.fullmatch(os.fsencode(pointer))
         if match is None:
-            return f"{name}: not compared, since its content is made by a filter\n"
+            return f"{name}: not compared, because a filter creates its content\n"
         try:
             status = path.lstat()
             if not stat.S_ISREG(status.st_mode):
-                return f"{name}: no file any more (git-lfs)\n"
+                return f"{name}: not a regular file any more (git-lfs)\n"
             with path.open("rb") as file:
                 if file.read(len(pointer) + 1) == os.fsencode(pointer):
                     # git-lfs has not fetched the content.
@@ -265,7 +265,7 @@ class GitView:
             return f"{name}: removed (git-lfs)\n"
         except OSError as error:
             return f"{name}: not compared: {error.strerror}\n"
-        return "" if is_same else f"{name}: another content than in the commit (git-lfs)\n"
+        return "" if is_same else f"{name}: its content differs from the commit (git-lfs)\n"
 
     def _lend(self) -> None:
         """Create the git directory from the repository's index. Raises: OSError, GitFailed."""

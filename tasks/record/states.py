@@ -76,7 +76,9 @@ def find_recovery_transitions(before: RunState, after: RunState) -> tuple[RunSta
         states = (before, *moves)
         if all(new in LEGAL_TRANSITIONS[old] for old, new in pairwise(states)):
             return moves
-    raise IllegalTransition(f"a lost run can't go from {before.value} to {after.value}")
+    raise IllegalTransition(
+        f"the state of a lost run cannot change from {before.value} to {after.value}"
+    )
 
 
 class GroupState(Enum):

@@ -168,7 +168,7 @@ def _unkillable(
         levels: Containment levels at which the fault is injected.
         obstacle: Returns the reason why the fault cannot be injected, or an empty string.
     """
-    expected = Expected(state="failed", survivor=survivor, message_part="outlived SIGKILL")
+    expected = Expected(state="failed", survivor=survivor, message_part="survived SIGKILL")
     return Case(
         number=38,
         title=title,

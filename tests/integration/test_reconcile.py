@@ -360,7 +360,7 @@ def test_run_that_moved_to_another_host_is_left_to_that_host(
     assert first_summary == f"{host_name()}: 1 of 1 lost runs reconciled"
     assert run.pids() == []
     assert (state, record["state"]) == ("RUNNING", "pending_resources")
-    assert record["message"].startswith("given to another-host since: the flow process")
+    assert record["message"].startswith("taken over by another-host: the flow process")
     assert record["attempts"][0]["failure"]["rule"] == "flow-lost"
     assert second_summary == "nothing to do"
     assert run.record()["message"] == "done there"

@@ -79,7 +79,7 @@ def test_killed_run_has_failed_at_any_point(until: str, tmp_path: Path) -> None:
     assert (content["state"], content["ended_at"]) == ("failed", NOW)
     assert content["message"] == (
         "UNKNOWN: the flow process (pid 812) of this run was killed or lost; "
-        "none of its processes was left"
+        "it had no leftover processes"
     )
 
 
@@ -94,7 +94,7 @@ def test_current_attempt_and_components_get_an_end_time(tmp_path: Path) -> None:
     assert attempt["failure"]["rule"] == FLOW_LOST
     assert attempt["failure"]["component"] is None
     assert "(pid 812)" in attempt["failure"]["message"]
-    assert "ended what it had left (pids 7, 8)" in attempt["failure"]["message"]
+    assert "ended its leftovers (pids 7, 8)" in attempt["failure"]["message"]
     api = attempt["components"]["api"]
     assert (api["ended_at"], api["exit_code"], api["signal"]) == (NOW, None, None)
 
@@ -115,8 +115,8 @@ def test_current_attempt_and_components_get_an_end_time(tmp_path: Path) -> None:
         ("failed", True, FlowLoss(pid=1), "failed", "STORAGE: disk full"),
         ("failed", True, FlowLoss(pid=1, is_cancelled=True), "cancelled", "cancelled;"),
         # the flow run is scheduled again on the server
-        ("", False, FlowLoss(pid=1, is_waiting=True), "pending_resources", "waits for its next"),
-        ("failed", False, FlowLoss(pid=1, is_waiting=True), "pending_resources", "waits for"),
+        ("", False, FlowLoss(pid=1, is_waiting=True), "pending_resources", "waiting for its next"),
+        ("failed", False, FlowLoss(pid=1, is_waiting=True), "pending_resources", "waiting for"),
     ],
 )
 def test_final_state_of_a_lost_run(

@@ -255,7 +255,7 @@ def test_too_large_project_is_rejected_with_its_largest_files(
     with pytest.raises(InvalidSpec) as error_info:
         put(project)
 
-    assert "the largest: model.bin 2.0 MiB" in str(error_info.value)
+    assert "The largest files: model.bin 2.0 MiB" in str(error_info.value)
     assert "code: live" in str(error_info.value)
 
 
@@ -265,7 +265,7 @@ def test_damaged_code_is_rejected_and_replaced(project: Path, muster_home: Path)
     whole = path.read_bytes()
     for damaged in (whole[:-20], b"", gzip.compress(b"other")):
         path.write_bytes(damaged)
-        with pytest.raises(NoCode, match="submit or deploy it again"):
+        with pytest.raises(NoCode, match="Submit or deploy the run again"):
             check_out(code_of(name), muster_home / "out")
 
     assert put(project) == name
@@ -312,7 +312,7 @@ def test_host_with_another_home_gets_the_code_from_the_server(
     assert {artifact.key for artifact in server.artifacts} == {None}
 
     monkeypatch.setenv("MUSTER_HOME", str(tmp_path / "there"))
-    with pytest.raises(NoCode, match="submit or deploy it again"):
+    with pytest.raises(NoCode, match="Submit or deploy the run again"):
         code_of(name)
     code = code_of(name, lambda key: shared_code(server, key))  # type: ignore[arg-type]
     check_out(code, tmp_path / "out", lambda key: shared_code(server, key))  # type: ignore[arg-type]

@@ -235,7 +235,7 @@ def test_project_with_a_broken_repository_is_copied_without_git(
     check_out(code, tmp_path / "out")
 
     assert (code.commit, code.diff) == ("", "")
-    assert f"{project}/.git is not used: it is no whole repository" in caplog.text
+    assert f"{project}/.git is not used: the repository is incomplete" in caplog.text
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"train.py", "muster.yaml"}
 
 
@@ -397,7 +397,7 @@ def test_files_of_git_lfs_are_compared_by_hash(tmp_path: Path) -> None:
     removed = code_of(put(project)).diff
 
     assert "+print(2)\n" in unchanged and "weights" not in unchanged
-    assert changed.endswith("weights.bin: another content than in the commit (git-lfs)\n")
+    assert changed.endswith("weights.bin: its content differs from the commit (git-lfs)\n")
     assert removed.endswith("weights.bin: removed (git-lfs)\n")
     assert "+print(2)\n" in changed and "git-lfs.github.com" not in changed
 
