@@ -1,4 +1,4 @@
-"""Shared parts of the `muster` verbs: common arguments, exit codes and error output."""
+"""Arguments, exit codes and error messages that all verbs of the `muster` command share."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tasks.spec.formatting import suggest_name
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
-#: The arguments or the spec are invalid.
+#: Exit code if the arguments or the run spec are invalid.
 EXIT_INVALID = 2
-#: The user pressed Ctrl-C.
+#: Exit code if the user pressed Ctrl-C.
 EXIT_INTERRUPTED = 130
 
 SpecFile = Annotated[Path, Parameter(name="SPEC", help="Path of the run spec, a YAML file.")]
@@ -52,30 +52,45 @@ AsJson = Annotated[
     bool, Parameter(name="--json", help="Print JSON. Times in it are UTC epoch seconds.")
 ]
 Pool = Annotated[str, Parameter(name="--pool", help="Name of the Prefect work pool.")]
-#: Defaults of all parameters: a flag `--x` gets no opposite flag `--no-x`.
+#: Default settings of all command-line parameters. Without them, cyclopts would add an option
+#: `--no-x` for each option `--x`.
 DEFAULT = Parameter(negative=())
 
 
 def run_alone(verb: Callable[..., int], name: str) -> int:
-    """Run a verb as a separate program, whose help shows the given name. Returns the exit code."""
+    """Run a verb as a separate program, and return its exit code.
+
+    Args:
+        verb: Function that does the work and returns an exit code.
+        name: Name of the program that its help text shows.
+    """
     return run(App(name=name, default_command=verb, default_parameter=DEFAULT))
 
 
 def run(app: App, arguments: Sequence[str] | None = None) -> int:
-    """Run the verb that the arguments name.
+    """Run the verb of the `muster` command that the command-line arguments name.
 
-    If the verb raises a Muster error, only the error message is printed. Control characters in the
-    output are removed: see `tasks/show/output.py`.
+    If the verb raises a Muster error, only the message of the error is printed, without a
+    traceback. Control characters in the output are removed; see `tasks/show/output.py`.
+
+    Args:
+        app: The command with its verbs.
+        arguments: The command-line arguments. None means those of this process.
 
     Returns:
-        The exit code of the verb or of its error; 2 for wrong arguments, 130 if interrupted.
+        The exit code of the verb or of the error that it raised. It is 2 if the arguments are
+        wrong, and 130 if the user pressed Ctrl-C.
     """
     with guard_output():
         return _run_guarded(app, arguments)
 
 
 def _run_guarded(app: App, arguments: Sequence[str] | None) -> int:
-    """Run the verb after `run` has guarded the output. Returns the exit code."""
+    """Run a verb and return its exit code, with errors turned into messages and exit codes.
+
+    `run` calls this function after it has replaced standard output and standard error by streams
+    that remove control characters.
+    """
     try:
         keep_private()
         code = app(
@@ -85,18 +100,20 @@ def _run_guarded(app: App, arguments: Sequence[str] | None) -> int:
             console=console_of(sys.stdout),
             error_console=console_of(sys.stderr),
         )
-        # Flush here: an error at the interpreter's exit would not reach the handlers below.
+        # Write buffered output now. If the interpreter wrote it at its exit, an error such as a
+        # closed pipe could not be handled below.
         sys.stdout.flush()
     except SystemExit as error:
         if error.code == EXIT_INTERRUPTED:
             print("Interrupted.", file=sys.stderr)
         return error.code if isinstance(error.code, int) else EXIT_FAILED
     except BrokenPipeError:
-        # The reader closed the pipe early, as in `muster ls | head`. This is not an error.
+        # The reader of standard output has ended early, as in `muster ls | head`. This is not an
+        # error. Replacing the descriptor prevents a second error when the interpreter exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_DONE
     except (MusterError, OSError) as error:
-        # OSError covers, for example, a full disk or a missing permission.
+        # An OSError is, for example, a full disk or a missing permission.
         print(error, file=sys.stderr)
         exit_code = error.exit_code if isinstance(error, MusterError) else EXIT_FAILED
         if exit_code == EXIT_INVALID:
@@ -107,7 +124,10 @@ def _run_guarded(app: App, arguments: Sequence[str] | None) -> int:
 
 
 def _format_usage_error(error: CycloptsError) -> Panel:
-    """Return the message about wrong arguments, with more detail than cyclopts if possible."""
+    """Return the message about wrong command-line arguments as a framed panel.
+
+    For invalid values and unknown verbs, it is more precise than the message of cyclopts.
+    """
     if isinstance(error.__cause__, ValidationError):
         lines = []
         for fault in error.__cause__.errors():
@@ -115,7 +135,8 @@ def _format_usage_error(error: CycloptsError) -> Panel:
             lines.append(f"--{option}: {fault['msg']}")
         return CycloptsPanel("\n".join(lines))
     if isinstance(error, UnusedCliTokensError) and error.unused_tokens and error.app is not None:
-        # The app is a group of verbs with a default action, and the word is none of its verbs.
+        # A group of verbs that also works without a verb, such as `muster queue`, got a word that
+        # is not one of its verbs.
         word = error.unused_tokens[0]
         verbs = [name for name in error.app if not name.startswith("-")]
         if verbs:

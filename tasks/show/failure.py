@@ -1,4 +1,4 @@
-"""Describe a failed attempt: the component that failed first, the cause, and the next step."""
+"""Describe a failed attempt of a run: the component that failed first, the cause, what follows."""
 
 from __future__ import annotations
 
@@ -12,23 +12,29 @@ from tasks.show.view import describe_ending
 from tasks.spec.failure_kinds import REMEDIES, FailureKind
 from tasks.spec.formatting import format_duration, format_time
 
-#: Number of log lines that are shown of the component that failed.
+#: Number of last log lines of the failed component that the user sees.
 _TAIL_LINES = 12
 
 
 class Fact(NamedTuple):
-    """One labelled line about a failure."""
+    """A line about a failure, with a label in front of it."""
 
     #: Label, such as `first failure`.
     label: str
-    #: Content of the line.
+    #: Text after the label.
     text: str
-    #: True if the text is a path or a line of a program's log.
+    #: True if the text is a path or a log line. Markdown pages then show it as code.
     is_code: bool = False
 
 
 def list_facts(place: RunPlace, attempt: AttemptRecord, failure: Failure) -> Iterator[Fact]:
-    """Yield the facts about a failure in the order in which they are shown."""
+    """Yield the labelled lines about the failure of an attempt, in the order for the user.
+
+    Args:
+        place: Paths of the run's files.
+        attempt: The failed attempt.
+        failure: Cause of the failure.
+    """
     if failure.component:
         first_failure = f"{failure.component}: {_describe_first_failure(attempt, failure)}"
         yield Fact("first failure", first_failure)
@@ -36,7 +42,8 @@ def list_facts(place: RunPlace, attempt: AttemptRecord, failure: Failure) -> Ite
     if failure.line and failure.line not in failure.message:
         yield Fact("log line", failure.line, is_code=True)
 
-    # If Muster starts the next attempt by itself, the user need not do anything.
+    # If another attempt follows, Muster starts it automatically. The general advice for the kind of
+    # failure, such as "start the run again", would be wrong then.
     general_remedy = REMEDIES[failure.kind] if attempt.is_last else ""
     remedy = failure.hint or general_remedy
     if remedy:
@@ -52,7 +59,7 @@ def list_facts(place: RunPlace, attempt: AttemptRecord, failure: Failure) -> Ite
 
 
 def _describe_first_failure(attempt: AttemptRecord, failure: Failure) -> str:
-    """Say how and when the first failed component ended.
+    """Return a text that says how and when the component that failed first has ended.
 
     Example: `exit code 1, pid 812, 7.5 s after its start`.
     """
@@ -80,7 +87,7 @@ def _describe_first_failure(attempt: AttemptRecord, failure: Failure) -> str:
 
 
 def _describe_next_step(attempt: AttemptRecord) -> str:
-    """Say whether another attempt follows."""
+    """Return a text that says whether Muster will start another attempt after this attempt."""
     if not attempt.decision:
         return "decided when all processes of the attempt have ended"
     if attempt.is_last:
@@ -89,7 +96,10 @@ def _describe_next_step(attempt: AttemptRecord) -> str:
 
 
 def list_card_lines(attempt: AttemptRecord, failure: Failure) -> Iterator[str]:
-    """Yield short lines about a failure, for a card of the UI that cuts lines after 40 letters."""
+    """Yield short lines about a failure for a card on the run's page in the Prefect UI.
+
+    The lines are short because a card cuts each line after about 40 letters.
+    """
     name = failure.component
     if name:
         yield f"{name}: {_describe_ending(attempt, failure, name)}"
@@ -100,7 +110,11 @@ def list_card_lines(attempt: AttemptRecord, failure: Failure) -> Iterator[str]:
 
 
 def _describe_ending(attempt: AttemptRecord, failure: Failure, name: str) -> str:
-    """Say how the first failed component ended, and how long it ran: `exit code 1 after 7.5 s`."""
+    """Return how a component ended and how long it ran, for example `exit code 1 after 7.5 s`.
+
+    Args:
+        name: Name of the component that failed first.
+    """
     if not failure.has_ended:
         return "still alive"
     component = attempt.components.get(name)
@@ -120,12 +134,12 @@ def last_log_lines(failure: Failure) -> list[str]:
 
 
 def summarize_failure(message: str, place: RunPlace, attempt: AttemptRecord | None) -> str:
-    """Return the message of a failed run, followed by the path of the log and the next step.
-
-    The message is returned unchanged if no component failed.
+    """Return a message that also names the log of the failed component and says what follows.
 
     Args:
-        attempt: The last attempt, or None if there was none.
+        message: Message of the failed run. It is returned unchanged if no component failed.
+        place: Paths of the run's files.
+        attempt: The last attempt of the run, or None if the run has no attempt.
     """
     failure = attempt.failure if attempt is not None else None
     if attempt is None or failure is None or not failure.component:
@@ -135,17 +149,21 @@ def summarize_failure(message: str, place: RunPlace, attempt: AttemptRecord | No
 
 
 def find_remedy(message: str) -> str:
-    """Return the remedy for a run that failed before its first attempt.
+    """Return the advice to the user for a run that failed before its first attempt.
 
-    The failure kind is read from the beginning of the message, as in `STORAGE: disk full`. If there
-    is none, the remedy is an empty string.
+    Args:
+        message: Message of the failed run. It begins with the kind of failure, as in
+            `STORAGE: disk full`.
+
+    Returns:
+        The advice, or an empty string if the message does not begin with a kind of failure.
     """
     kind = message.partition(":")[0]
     return REMEDIES[FailureKind(kind)] if kind in FailureKind.__members__ else ""
 
 
 def format_failure(place: RunPlace, attempt: AttemptRecord, failure: Failure) -> str:
-    """Return everything about a failure for a log, including the end of the component's log."""
+    """Return all facts about a failure and the last log lines of the component, one per line."""
     lines = [f"attempt {attempt.number} failed"]
     lines += [f"{fact.label}: {fact.text}" for fact in list_facts(place, attempt, failure)]
     lines.append(f"record: {place.record}")

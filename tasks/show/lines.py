@@ -1,7 +1,8 @@
-"""Format a run as lines of text.
+"""Describe a run in lines of text, for the terminal and for logs.
 
-`lines_of` formats events during the run. `end_block` says at the end how the run ended,
-why, and which files hold details. `summarize_run` summarises a whole run.
+- `lines_of` describes an event while the run is active.
+- `end_block` describes how the run ended, why, and in which files the details are.
+- `summarize_run` describes a whole run, with all its attempts.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from tasks.spec.formatting import (
 )
 from tasks.spec.values import is_number
 
-#: By event name: the text, as a format string over the event, and its Rich style.
+#: Line for each event that is shown: a format string with the event as `{0}`, and the Rich style.
+#: The keys are event names.
 _TEXTS: Mapping[str, tuple[str, str]] = {
     "containment": ("process containment: {0.text}", "dim"),
     "job.submitted": ("{0.component}: job {0.submission_id} submitted", ""),
@@ -54,9 +56,9 @@ _TEXTS: Mapping[str, tuple[str, str]] = {
 
 
 def lines_of(event: Event) -> Iterator[Text]:
-    """Yield the lines that show an event. Most events are not shown.
+    """Yield the lines that describe an event of a run. Most events have no lines.
 
-    The end of a run is shown by `end_block`.
+    The event at the end of a run has none, because `end_block` describes the end.
     """
     name = event.component or ""
     if event.name in _TEXTS:
@@ -100,12 +102,13 @@ def lines_of(event: Event) -> Iterator[Text]:
 
 
 def format_failed_attempt(seen: RunSeen, decision: str) -> Iterator[Text]:
-    """Yield the lines about a failed attempt that is followed by another attempt.
+    """Yield the lines about a failed attempt after which the run is retried.
 
     Yield nothing if the attempt did not fail.
 
     Args:
-        decision: The decision about the next attempt, as the user reads it.
+        seen: State of the run at the end of the attempt.
+        decision: Text for the user about the next attempt, such as `retried: NODE_LOST, ...`.
     """
     failure = seen.failure
     if failure is None or seen.directory is None:
@@ -121,7 +124,7 @@ def format_failed_attempt(seen: RunSeen, decision: str) -> Iterator[Text]:
 def _failure_fields(
     place: RunPlace, attempt: AttemptRecord, failure: Failure, omit: Collection[str]
 ) -> Iterator[Text]:
-    """Yield the facts about a failure and the last lines of the component's log.
+    """Yield the facts about a failure, one per line, and the last log lines of the component.
 
     Args:
         omit: Labels of the facts that are not shown.
@@ -133,27 +136,27 @@ def _failure_fields(
         yield _format_field("" if number else "last log lines", f"| {line}")
 
 
-#: Rich style of the first line of the end block, by state.
+#: Rich style of the line that says how a run ended. The keys are final states of the run.
 _STYLES = {"completed": "bold green", "failed": "bold red", "crashed": "bold red"}
-#: Width of the column of labels.
+#: Width of the labels in the block at the end of a run, in characters.
 _LABEL_COLUMNS = 19
 
 
 def end_block(
     state: str, message: str, record_path: Path | None = None, page: str = ""
 ) -> Iterator[Text]:
-    """Yield an empty line and the block that says how a run ended.
+    """Yield an empty line and the lines that say how a run ended.
 
     Args:
         state: Final state of the run or of its flow run: `completed`, `failed`, `cancelled` or
             `crashed`.
         message: Message of the flow run's state.
         record_path: Path of `run.json`, or None if the run never began.
-        page: Address of the flow run's page in the UI. Empty if the Prefect server ends together
-            with this process.
+        page: Address of the flow run's page in the Prefect UI. It is empty if the Prefect server
+            ends together with this process, because the page then disappears.
     """
     record = None
-    # If the record cannot be read, the block still shows the state and the message.
+    # If `run.json` cannot be read, the user still gets the state and the message.
     with suppress(OSError, ValueError):
         record = RunJson.read(record_path) if record_path is not None else None
     attempt = record.attempt if record is not None else None
@@ -162,7 +165,8 @@ def end_block(
     yield line_of("")
     is_checked = attempt is None or not any(job.unseen for job in attempt.jobs.values())
     suffix = "; all its processes have ended" if state == "cancelled" and is_checked else ""
-    # The flow run's message would repeat the path of the log, which is a field of the block.
+    # The message of the flow run's state repeats the path of the log. The failure has a shorter
+    # message, and the path follows on its own line.
     cause = str(failure) if failure else message
     yield line_of(f"{state}: {cause}{suffix}", _STYLES.get(state, "bold yellow"))
 
@@ -186,7 +190,10 @@ def end_block(
 
 
 def _describe_duration(record: RunJson) -> str:
-    """Return the duration and the attempts: `21 s, 2 attempts (NODE_LOST and completed)`."""
+    """Return the duration of a run and how its attempts ended.
+
+    Example: `21 s, 2 attempts (NODE_LOST and completed)`.
+    """
     ended = record.ended_at
     duration = format_duration(ended - record.started_at) if ended is not None else "not ended"
     endings = [attempt.ending for attempt in record.attempts]
@@ -198,13 +205,15 @@ def _format_field(label: str, text: str) -> Text:
     return line_of(f"  {label:<{_LABEL_COLUMNS}}{text}")
 
 
-#: A story contains at most this many of the last attempts.
+#: A summary of a run describes at most this many attempts: the last ones.
 _STORY_ATTEMPTS = 8
-#: A story contains at most this many metrics, and this many components or alarms of an attempt.
+#: A summary of a run shows at most this many metrics. The same limit holds for the components, the
+#: alarms and the remarks of each attempt.
 _STORY_ITEMS = 8
-#: A story contains at most this many of the last lines of a log.
+#: A summary of a run shows at most this many last log lines.
 _STORY_LOG_LINES = 10
-#: Lines of a story that repeat text from outside are cut after this many characters.
+#: In a summary of a run, log lines and other lines with text from programs are cut after this many
+#: characters.
 _STORY_COLUMNS = 160
 
 
@@ -218,7 +227,7 @@ def summarize_run(
 
     Args:
         rows: Metrics of the run in order, one mapping per step.
-        slow: Sentences that say how the run spends its time.
+        slow: Sentences about the duration of the training steps; see `Slow.sentences`.
     """
     ending = f": {record.message.partition(chr(10))[0]}" if record.message else ""
     yield f"{record.run_id} is {record.state.value}{ending}"
@@ -246,7 +255,7 @@ def summarize_run(
 
 
 def _summarize_attempt(attempt: AttemptRecord) -> Iterator[str]:
-    """Yield a line about an attempt, and a line for each of its components and alarms."""
+    """Yield a line about an attempt, and lines about its checkpoint, components and alarms."""
     ended = attempt.ended_at
     parts = [f"attempt {attempt.number}: {attempt.ending}"]
     parts.append(format_duration(ended - attempt.started_at) if ended is not None else "not ended")
@@ -270,7 +279,13 @@ def _summarize_attempt(attempt: AttemptRecord) -> Iterator[str]:
 
 
 def _limit_lines(lines: Sequence[str], noun: str) -> Iterator[str]:
-    """Yield the first lines, cut to the width of a story, and the number of the omitted lines."""
+    """Yield the first eight lines. If there are more, yield a line with their number.
+
+    Each line is cut after 160 characters.
+
+    Args:
+        noun: Plural noun for the lines, such as `components`.
+    """
     for line in lines[:_STORY_ITEMS]:
         yield line[:_STORY_COLUMNS]
     if len(lines) > _STORY_ITEMS:
@@ -278,7 +293,11 @@ def _limit_lines(lines: Sequence[str], noun: str) -> Iterator[str]:
 
 
 def _summarize_metrics(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a line for each metric of the last row: first and last value, minimum and maximum."""
+    """Yield a line for each metric with its first value, last value, minimum and maximum.
+
+    Args:
+        rows: Metrics of the run in order. The last row decides which metrics are shown.
+    """
     last_row = rows[-1] if rows else {}
     names = [name for name in last_row if name not in ("step", "attempt", "at")]
     for name in names[:_STORY_ITEMS]:

@@ -1,7 +1,7 @@
-"""Format the list of runs for a terminal of any width.
+"""Format the list of runs that `muster ls` prints, for a terminal of any width.
 
-The run id is never cut, because people copy it. State, age and host are never dropped. The message
-gets the remaining columns and is cut at the edge of the terminal.
+The run id is never cut, because people copy it. The state, the age and the host are always shown.
+The message gets the remaining columns and is cut at the right edge of the terminal.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from rich.text import Text
 
 from tasks.show.output import one_line
 
-#: If fewer columns than this remain for the message, the message gets its own line.
+#: The message is printed beside the other cells only if at least this many columns remain for it.
+#: Otherwise it is printed on the next line.
 _MESSAGE_COLUMNS = 20
 _GAP = "  "
 _HEAD = ("run", "state", "age", "host", "message")
@@ -22,25 +23,25 @@ _HEAD = ("run", "state", "age", "host", "message")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedRun:
-    """The texts that the list shows for a run."""
+    """Texts about a run in the list of runs."""
 
     run_id: str
     state: str
-    #: Time since the run was created, such as `3 h 12 min`. Empty if unknown.
+    #: Time since the run was created, such as `3 h 12 min`, or an empty string if it is unknown.
     age: str
-    #: Name of the host of the flow process. Empty if the run has not been started.
+    #: Name of the host on which the flow process runs, or an empty string before the run starts.
     host: str
     message: str
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The fields in column order, each as one line without control characters."""
+        """The five fields in column order. Line breaks and control characters are removed."""
         fields = (self.run_id, self.state, self.age, self.host, self.message)
         return tuple(map(one_line, fields))
 
 
 def list_runs(runs: Sequence[ListedRun], width: int) -> Iterator[Text]:
-    """Yield the lines of the list.
+    """Yield the lines of the list of runs.
 
     A run takes one line if the message fits next to the other columns. Otherwise it takes two
     lines, and on a narrow terminal three. A line is wider than the terminal only if a single cell
@@ -74,14 +75,20 @@ def list_runs(runs: Sequence[ListedRun], width: int) -> Iterator[Text]:
 
 
 def _line(row: Sequence[str], widths: Sequence[int], width: int, style: str = "") -> Text:
-    """Return a row as one line. The message, which is the last cell, is cut at the width."""
+    """Return a row of the list as one line. It is cut after `width` columns.
+
+    Args:
+        row: The five cells of a run, or the five headings.
+        widths: Widths of the first four columns.
+        width: Width of the terminal in columns.
+    """
     line = Text(_GAP.join([*_pad_cells(row[:4], widths), row[4]]).rstrip(), style=style)
     line.truncate(width, overflow="ellipsis")
     return line
 
 
 def _indented_line(text: str, width: int) -> Iterator[Text]:
-    """Yield an indented line, cut at the width. Yield nothing if the text is empty."""
+    """Yield the text as an indented line, cut after `width` columns, or nothing if it is empty."""
     if text:
         line = Text(_GAP + text, style="dim")
         line.truncate(max(width, len(_GAP) + 1), overflow="ellipsis")
@@ -95,5 +102,5 @@ def _pad_cells(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
 
 
 def _join(cells: Sequence[str]) -> str:
-    """Join the cells that are not empty."""
+    """Return the cells that are not empty, joined with two spaces."""
     return _GAP.join(filter(None, cells))

@@ -1,16 +1,17 @@
-"""Make text from outside harmless before it reaches standard output or standard error.
+"""Make text from programs and other people harmless before a terminal shows it.
 
 Messages, logs, names, tags and paths are written by programs and by other people. A terminal obeys
 the control characters in such text: it moves the cursor, changes the title, writes to the clipboard
 or draws text from right to left. Rich interprets markup in the text: `[/path]` closes a style,
 `[red]` disappears, and `:smile:` becomes a picture.
 
-Only this module handles these dangers:
+This module protects the user's terminal from such text:
 
-- `guard_output` removes control characters from the output of a verb.
+- `guard_output` removes control characters from the whole output of a `muster` verb.
 - `SafeConsole` is the only Rich console of Muster. It ignores markup, emoji codes and links, and
   removes control characters from everything that it draws.
-- `raw_stdout` is for component logs. A pipe receives these logs unchanged.
+- `raw_stdout` returns the unprotected standard output. Component logs are written to it unchanged
+  if it is a pipe or a file.
 """
 
 from __future__ import annotations
@@ -27,28 +28,28 @@ from rich.segment import Segment
 from rich.style import Style
 from rich.text import Text
 
-#: Escape sequences: colours, cursor moves, titles, links, access to the clipboard. If a sequence
-#: that carries text is not terminated, only its first two characters match, because the text after
-#: them may be part of the message.
+#: Matches the escape sequences for colours, cursor moves, titles, links and the clipboard. If a
+#: sequence with text, such as a title, has no end mark, only its first two characters match. The
+#: text after them may be part of the message.
 _SEQUENCES = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_](?:[^\x07\x1b\n]*(?:\x07|\x1b\\))?|[ -/]*[0-~])"
 )
-#: The control characters of C0 and C1 except tab and end of line, the separators of lines and
-#: paragraphs, and the characters that change the direction of text.
+#: Matches control characters (C0 and C1) except tab and newline, the Unicode separators of lines
+#: and paragraphs, and the characters that change the direction of text.
 _CONTROLS = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"
 )
-#: Lone surrogates. Python uses them for the bytes of a path that are not UTF-8.
+#: Matches lone surrogates. Python puts them into a path for bytes that are not valid UTF-8.
 _SURROGATES = re.compile(r"[\ud800-\udfff]")
-#: A sequence that changes only colours and weight.
+#: Matches an escape sequence that only changes the colour or the weight of text.
 _COLOURS = re.compile(r"\x1b\[[0-9;:]*m")
 
 
 def strip_controls(text: str) -> str:
-    """Remove escape sequences and control characters. Newlines and tabs stay.
+    """Return the text without escape sequences and control characters. Newlines and tabs stay.
 
-    A line that overwrites itself with carriage returns, as progress bars do, is reduced to the text
-    after the last carriage return.
+    A progress bar overwrites its line with the help of carriage returns. Of such a line, only the
+    text after the last carriage return is returned.
     """
     text = _SEQUENCES.sub("", text).replace("\r\n", "\n")
     if "\r" in text:
@@ -57,15 +58,15 @@ def strip_controls(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Remove control characters as `strip_controls` does, and replace tabs by spaces.
+    """Return the text without control characters, and with spaces in place of tabs.
 
-    Without tabs, the width of the text on a screen can be computed.
+    Tabs are replaced because their width on the screen depends on their position.
     """
     return strip_controls(text).expandtabs(4)
 
 
 def line_of(text: str, style: str = "") -> Text:
-    """Return text from outside as safe Rich text.
+    """Return untrusted text as a Rich text without control characters and without markup.
 
     Args:
         style: Rich style, such as `bold red`.
@@ -74,12 +75,12 @@ def line_of(text: str, style: str = "") -> Text:
 
 
 def one_line(text: str) -> str:
-    """Return text from outside as one line without control characters."""
+    """Return the text as one line: without control characters, and with single spaces only."""
     return " ".join(printable(text).split())
 
 
 def coloured_line(line: str) -> Text:
-    """Return a log line as Rich text. Its colours are kept, other control characters removed."""
+    """Return a log line as Rich text with its colours, but without other control characters."""
     parts: list[str] = []
     end = 0
     line = _last_state(line)
@@ -97,10 +98,10 @@ def _last_state(line: str) -> str:
 
 
 class SafeConsole(Console):
-    """A Rich console for text from outside: without markup, emoji codes, links and highlighting.
+    """A Rich console for untrusted text. It interprets no markup, emoji codes and links.
 
-    Everything that the console draws passes through `render`. Widgets of Rich and cyclopts that
-    contain text from outside are therefore safe, too.
+    Everything that the console draws passes through `render`, which removes control characters.
+    This also protects tables and panels of Rich and cyclopts that contain untrusted text.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -121,9 +122,9 @@ def _without_link(style: Style | None) -> Style | None:
 
 
 class GuardedStream:
-    """A text stream that removes control characters and passes the text to another stream.
+    """A text stream that removes control characters and writes the rest to another stream.
 
-    Everything else, such as `fileno` and `isatty`, comes from the other stream.
+    Attributes such as `fileno` and `isatty` are those of the other stream.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -132,7 +133,8 @@ class GuardedStream:
 
     def write(self, text: str) -> int:
         encoding = self.raw_stream.encoding or "utf-8"
-        # A character that the stream cannot encode must not abort the verb.
+        # If the encoding of the stream lacks a character, the verb must not fail. The character is
+        # written as an escape such as \u2713.
         shown = strip_controls(text).encode(encoding, "backslashreplace").decode(encoding)
         self.raw_stream.write(shown)
         return len(text)
@@ -151,14 +153,14 @@ def guard_output() -> Iterator[None]:
     with ExitStack() as stack:
         for name in ("stdout", "stderr"):
             stream: TextIO | None = getattr(sys, name)
-            # A stream is None if it was closed before this process started.
+            # `sys.stdout` is None if the parent process closed it before it started this process.
             if stream is not None:
                 replace_stream(name, GuardedStream(unguarded(stream)), stack)
         yield
 
 
 def replace_stream(name: str, replacement: Any, stack: ExitStack) -> None:
-    """Replace `sys.stdout` or `sys.stderr`, and the same stream in all log handlers.
+    """Replace `sys.stdout` or `sys.stderr`, also in all log handlers that write to it.
 
     Args:
         name: `stdout` or `stderr`.
@@ -168,7 +170,7 @@ def replace_stream(name: str, replacement: Any, stack: ExitStack) -> None:
     stream: TextIO = getattr(sys, name)
     _set_until_closed(sys, name, replacement, stack)
     for handler in _log_handlers():
-        # A handler keeps the stream that `sys` had when the handler was created.
+        # A log handler keeps the stream that it got when it was created, so it is changed as well.
         if handler.stream in (stream, unguarded(stream)):
             _set_until_closed(handler, "stream", replacement, stack)
             if (console := getattr(handler, "console", None)) is not None:
@@ -176,13 +178,13 @@ def replace_stream(name: str, replacement: Any, stack: ExitStack) -> None:
 
 
 def _set_until_closed(owner: Any, name: str, value: object, stack: ExitStack) -> None:
-    """Set an attribute. Closing the stack restores the previous value."""
+    """Set an attribute of an object. Closing the exit stack restores the old value."""
     stack.callback(setattr, owner, name, getattr(owner, name))
     setattr(owner, name, value)
 
 
 def _log_handlers() -> Iterator[logging.StreamHandler[Any]]:
-    """Yield the stream handlers of all loggers."""
+    """Yield all log handlers that write to a stream."""
     names = list(logging.root.manager.loggerDict)
     for logger in (logging.root, *map(logging.getLogger, names)):
         for handler in logger.handlers:
@@ -191,27 +193,34 @@ def _log_handlers() -> Iterator[logging.StreamHandler[Any]]:
 
 
 def unguarded(stream: TextIO) -> TextIO:
-    """Return the original stream of a `GuardedStream`; any other stream is returned unchanged."""
+    """Return the stream behind a `GuardedStream`. Any other stream is returned unchanged."""
     return stream.raw_stream if isinstance(stream, GuardedStream) else stream
 
 
 def raw_stdout() -> TextIO:
-    """Return standard output without the guard, for logs that are written to a file or a pipe."""
+    """Return standard output without the removal of control characters.
+
+    It is for logs that are written to a file or a pipe.
+    """
     return unguarded(sys.stdout)
 
 
 def is_on_terminal() -> bool:
     """Return True if standard output is a terminal.
 
-    Rich is not asked: if an environment variable such as FORCE_COLOR is set, Rich also treats a
-    pipe as a terminal.
+    Rich has a similar function, but Rich treats a pipe as a terminal if an environment variable
+    such as FORCE_COLOR is set.
     """
     return sys.stdout is not None and sys.stdout.isatty()
 
 
 def console_of(stream: TextIO | None) -> SafeConsole:
-    """Return a console that writes to standard output or error, bypassing the guard.
+    """Return a safe Rich console that writes to standard output or standard error.
 
-    The colours that Rich itself adds therefore reach the terminal.
+    The console writes to the stream behind a `GuardedStream`, because a `GuardedStream` would
+    remove the colours that Rich adds. The console itself removes control characters from its text.
+
+    Args:
+        stream: `sys.stdout` or `sys.stderr`, or None if it is closed.
     """
     return SafeConsole(file=unguarded(stream) if stream is not None else None)

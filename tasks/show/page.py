@@ -1,10 +1,10 @@
-"""Build the artifacts of a run's page in the Prefect UI, one function per artifact.
+"""Build the artifacts on a flow run's page in the Prefect UI. Each function builds one artifact.
 
 The summary comes first: the current activity, or the cause of the failure and the next step. The
 other artifacts show the components, the progress, a curve, the attempts and the use of time.
 
-One artifact holds the whole run record. People without access to the run's host can read the record
-there, and another host can resume the run from it.
+The artifact `record` contains the whole `run.json`. People without access to the run's host can
+read it there, and another host can resume the run with it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tasks.spec.formatting import (
     markdown_table,
 )
 
-#: The keys of the artifacts of a run.
+#: Names of the artifacts of a run.
 SUMMARY = "summary"
 COMPONENTS = "components"
 TIMELINE = "timeline"
@@ -49,12 +49,12 @@ TIME = "time"
 
 _COMPONENT_HEADINGS = ("component", "state", "runs as", "ready after", "ports", "log")
 _SERVER_HEADINGS = ("server", "state", "address", "restarts", "log")
-#: Largest number of servers in the table.
+#: Largest number of inference servers in the table of servers.
 _MAX_SERVERS = 200
 
 
 def show_components(view: RunView) -> Shown:
-    """Return the table of the current or last attempt's components, and of the fleet's servers."""
+    """Return the artifact with the components of the last attempt and the servers of the fleet."""
     attempt = view.record.attempt
     if attempt is None:
         names = ", ".join(view.spec.components)
@@ -86,7 +86,7 @@ def show_components(view: RunView) -> Shown:
 
 
 def _component_cells(view: RunView, attempt: AttemptRecord, name: str) -> Iterator[str]:
-    """Yield the cells of a component's row, in the order of the headings."""
+    """Yield the cells of a component in the table of components, in column order."""
     component = attempt.components.get(name)
     row = view.seen.rows[name]
 
@@ -117,7 +117,7 @@ def _component_cells(view: RunView, attempt: AttemptRecord, name: str) -> Iterat
 
 
 def _process_cell(attempt: AttemptRecord, name: str, component: ComponentRecord | None) -> str:
-    """Return the pid of a local process, or the Ray job and its nodes."""
+    """Return the process id of a component, or its Ray job and the nodes of the job."""
     if component is None:
         return ""
     if component.pid is not None:
@@ -128,9 +128,14 @@ def _process_cell(attempt: AttemptRecord, name: str, component: ComponentRecord 
 
 
 def _port_texts(ports: Mapping[str, int], name: str) -> Iterator[str]:
-    """Yield the ports of a component.
+    """Yield the ports of a component as texts, for example `4101` and `metrics 4102`.
 
-    For a fleet, this is only the port of its gateway. The table of servers shows the others.
+    For the inference fleet, only the port of its gateway is returned, because the table of servers
+    shows the other ports.
+
+    Args:
+        ports: All ports of the attempt, such as `{"trainer.port": 4101}`.
+        name: Name of the component.
     """
     main_port = f"{name}.port"
     named_port_prefix = f"{name}.ports."
@@ -153,12 +158,12 @@ def _server_rows(servers: Sequence[ServerSeen]) -> Iterator[list[str]]:
         ]
 
 
-#: The headline of the attempts names at most this many of them.
+#: The card about the attempts names at most this many attempts.
 _MAX_ATTEMPTS_IN_HEADLINE = 5
 
 
 def show_progress(view: RunView) -> Shown | None:
-    """Return the progress of the training in percent, or None if the percentage is unknown."""
+    """Return the artifact with the progress in percent, or None if the percentage is unknown."""
     progress = view.spec.progress
     if progress is None or progress.total is None or view.seen.pace.step is None:
         return None
@@ -167,7 +172,7 @@ def show_progress(view: RunView) -> Shown | None:
 
 
 def show_attempts(view: RunView) -> Shown:
-    """Return the table of attempts, with one row per attempt."""
+    """Return the artifact with the table of attempts, one row per attempt."""
     rows = build_attempt_table(view.record.attempts)
     last_rows = rows[-_MAX_ATTEMPTS_IN_HEADLINE:]
     lines = [f"{row['attempt']}: {row['kind'] or row['state']}" for row in last_rows]
@@ -179,7 +184,7 @@ def show_attempts(view: RunView) -> Shown:
 
 
 def show_time(view: RunView) -> Shown | None:
-    """Return the report on how the run spends its time, or None if nothing was measured yet."""
+    """Return the artifact about the time of the training steps, or None if nothing was measured."""
     slow = view.slow
     if slow is None:
         return None
@@ -198,7 +203,7 @@ def show_time(view: RunView) -> Shown | None:
 
 
 def _measured_rows(slow: Slow) -> Iterator[tuple[str, Measured, Callable[[float], str]]]:
-    """Yield the label, the values and the format of each row of the time report."""
+    """Yield the label, the two values and the number format for each row of the time table."""
     if slow.step is not None:
         yield "one step", slow.step, format_duration
     for part in slow.shares:
@@ -210,7 +215,12 @@ def _measured_rows(slow: Slow) -> Iterator[tuple[str, Measured, Callable[[float]
 
 
 def show_curve(view: RunView, figures: Figures) -> Shown | None:
-    """Return the curve of the training's metric, or None if the metric has no values yet."""
+    """Return the artifact with the curve of a metric, or None if the metric has no values yet.
+
+    Args:
+        view: The run.
+        figures: Values of the metric by step.
+    """
     points = figures.points
     name = figures.name
     if not points:
@@ -228,7 +238,8 @@ def show_curve(view: RunView, figures: Figures) -> Shown | None:
     return Shown(headline=escape_markdown(caption), picture=picture, data=data)
 
 
-#: Number of bytes at the beginning of a log in which the address of a tracker's page is searched.
+#: Number of bytes at the beginning of a log that are searched for the web address of an experiment
+#: tracker.
 _LOG_HEAD_BYTES = 262_144
 #: Matches `wandb: 🚀 View run at https://wandb.ai/team/project/runs/abc` and MLflow's
 #: `View run x at: URL`.
@@ -237,10 +248,13 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def list_other_pages(view: RunView) -> tuple[tuple[str, str], ...]:
-    """Return other pages about the run, each as a name and an address.
+    """Return links to other web pages about the run.
 
-    These are pages of experiment trackers, whose addresses are read from the components' logs, and
-    pages of the Ray dashboard.
+    They lead to experiment trackers, whose addresses are read from the component logs, and to the
+    Ray dashboard.
+
+    Returns:
+        Pairs of a name for the link and the web address.
     """
     attempt = view.record.attempt
     pages: list[tuple[str, str]] = []
@@ -254,7 +268,7 @@ def list_other_pages(view: RunView) -> tuple[tuple[str, str], ...]:
 
 
 def _ray_pages(view: RunView) -> Iterator[tuple[str, str]]:
-    """Yield a page of the Ray dashboard for each job, or its first page if there is no job."""
+    """Yield a link to the Ray dashboard for each Ray job, or one link if the run has no Ray job."""
     if view.spec.ray is None or view.spec.ray.address is None:
         return
     parts = urlsplit(view.spec.ray.address.rstrip("/"))
@@ -269,7 +283,7 @@ def _ray_pages(view: RunView) -> Iterator[tuple[str, str]]:
 
 
 def _find_tracker_address(log: Path) -> str:
-    """Return the address of the tracker's page that a component printed, or an empty string."""
+    """Return the web address of an experiment tracker in a log, or an empty string."""
     try:
         with log.open("rb") as file:
             head = file.read(_LOG_HEAD_BYTES).decode("utf-8", errors="replace")
@@ -279,17 +293,17 @@ def _find_tracker_address(log: Path) -> str:
     return match[1].rstrip(".,)") if match else ""
 
 
-#: Largest number of lines of a message on a card of the UI.
+#: A card on the run's page shows at most this many lines of a message.
 _CARD_LINES = 5
 
 
 def show_summary(view: RunView) -> Shown:
-    """Return the summary of the run: state, cause of a failure, main facts and links."""
+    """Return the artifact that summarises a run: state, failure, main facts and links."""
     state, message = _describe_state(view)
     failed = view.failed
 
     parts = [f"### {state.capitalize()}"]
-    # For a failed attempt, the section about the failure below contains the message.
+    # If an attempt has failed, the message is part of the section about the failure.
     if message and failed is None:
         parts.append(code_block(message) if "\n" in message else escape_markdown(message))
     if state == "failed" and failed is None and (remedy := find_remedy(message)):
@@ -308,7 +322,7 @@ def show_summary(view: RunView) -> Shown:
 
 
 def _describe_state(view: RunView) -> tuple[str, str]:
-    """Return the state in one or two words, and a message about it that may be empty."""
+    """Return the state of the run in one to three words, and a message that may be empty."""
     state = view.record.state.value
     match view.record.state:
         case RunState.FAILED:
@@ -326,7 +340,7 @@ def _describe_state(view: RunView) -> tuple[str, str]:
 
 
 def _build_headline(view: RunView, state: str, message: str) -> str:
-    """Return the text of the summary's card: state, message or failure, and progress."""
+    """Return the short text for the card on the run's page: state, message or failure, progress."""
     if view.failed is not None:
         attempt, failure = view.failed
         lines = [failure.kind.value, *list_card_lines(attempt, failure)]
@@ -351,7 +365,7 @@ def _format_step(view: RunView) -> str:
 
 
 def _list_facts(view: RunView) -> Iterator[str]:
-    """Yield the items of the summary's list."""
+    """Yield the main facts about the run as items of a Markdown list."""
     record = view.record
     attempt = record.attempt
     if record.started_at:
@@ -380,7 +394,7 @@ def _list_facts(view: RunView) -> Iterator[str]:
 
 
 def _failure_section(view: RunView, attempt: AttemptRecord, failure: Failure) -> Iterator[str]:
-    """Yield the paragraphs about a failure: the facts and the end of the component's log."""
+    """Yield Markdown paragraphs about a failure: its facts and the last log lines."""
     has_earlier_attempts = len(view.record.attempts) > 1
     suffix = f" in attempt {attempt.number}" if has_earlier_attempts else ""
     yield f"**What went wrong{suffix}**"
@@ -396,13 +410,13 @@ def _failure_section(view: RunView, attempt: AttemptRecord, failure: Failure) ->
         yield code_block("\n".join(last_log_lines(failure)))
 
 
-#: The artifact keeps log lines only of this many last attempts, so that a record with hundreds of
-#: attempts stays small enough for the server.
+#: The artifact `record` contains log lines only for this many last attempts. With the log lines of
+#: hundreds of attempts, it would be too large for the Prefect server.
 _ATTEMPTS_WITH_LOG_LINES = 10
 
 
 def show_record(view: RunView) -> Shown:
-    """Return the artifact that holds the content of `run.json`."""
+    """Return the artifact with the content of `run.json`."""
     content = view.record.as_json()
     for attempt in content["attempts"][:-_ATTEMPTS_WITH_LOG_LINES]:
         if attempt["failure"]:
@@ -413,13 +427,14 @@ def show_record(view: RunView) -> Shown:
 
 
 def parse_record(data: str) -> RunJson | None:
-    """Return the run record of an artifact that `show_record` made, or None if it is not usable.
+    """Return the run record in an artifact that `show_record` built, or None if it is invalid.
 
-    The content is checked for two reasons. Every user of the server can change an artifact. And if
-    a secret value also occurs in the record as an ordinary word, masking has replaced this word.
+    The record can be invalid for two reasons. Every user of the Prefect server can change an
+    artifact. Muster also masks secrets in it: if a secret equals an ordinary word of the record,
+    such as a state, the word was replaced.
 
     Args:
-        data: Markdown of the artifact: the JSON between the first and the last line.
+        data: Markdown of the artifact: a code block with the JSON of the record.
     """
     _, _, json_and_fence = data.partition("\n")
     try:

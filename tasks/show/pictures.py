@@ -1,7 +1,7 @@
-"""Draw pictures of a run as SVG: the timeline of its components and the curve of a metric.
+"""Draw two pictures of a run as SVG: the timeline of its components and the curve of a metric.
 
-Every picture has its own background. The UI shows it as an image, and an image cannot know whether
-the page around it is light or dark.
+Every picture has a white background. The Prefect UI shows it as an image, which cannot adapt to a
+light or dark page.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from tasks.spec.formatting import escape_markdown, format_count, format_duration
 from tasks.spec.probes import get_number
 from tasks.spec.watch import find_metric
 
-#: Width of a picture in pixels. A card of the UI scales the picture down to about 380 pixels, and
-#: the text must still be legible there.
+#: Width of a picture in pixels. A card of the Prefect UI scales it to about 380 pixels, where the
+#: text must still be legible.
 WIDTH = 520
-#: Colour of the background.
+#: Colour of the background of a picture.
 GROUND = "#ffffff"
-#: Colour of the border.
+#: Colour of the border of a picture.
 FRAME = "#c9d1d9"
 #: Colour of grid lines.
 GRID = "#e6e9ed"
-#: Colour of main text.
+#: Colour of the main text of a picture.
 INK = "#1f2328"
 #: Colour of secondary text and of axes.
 PALE = "#59636e"
@@ -41,11 +41,11 @@ _LETTER_WIDTH = 0.54
 def svg(parts: Iterable[str], height: float) -> str:
     """Return an SVG document with a background and a border.
 
-    Screen readers cannot read the text of the picture, because the UI shows it as an image. Each
-    artifact therefore repeats the content as text.
+    The Prefect UI shows the document as an image, so screen readers cannot read the text in it.
+    The artifact with the picture therefore repeats the content as text.
 
     Args:
-        parts: SVG elements.
+        parts: SVG elements of the picture, in drawing order.
         height: Height of the picture in pixels.
     """
     return "".join(
@@ -77,7 +77,7 @@ def svg_text(
     Args:
         x: Horizontal position of the text's anchor in pixels.
         y: Vertical position of the baseline in pixels.
-        content: The text, which may come from outside. Control characters are removed, because XML
+        content: The text, which may be untrusted. Control characters are removed, because XML
             forbids them.
         size: Font size in pixels.
         anchor: Part of the text that is placed at `x`: `start`, `middle` or `end`.
@@ -104,7 +104,7 @@ def svg_line(x1: float, y1: float, x2: float, y2: float, color: str = GRID) -> s
 
 
 def svg_bar(x: float, y: float, width: float, height: float, color: str) -> str:
-    """Return a rectangle. It is at least 2 pixels wide, so that a short phase stays visible."""
+    """Return an SVG rectangle. It is at least 2 pixels wide, so that a short phase is visible."""
     return (
         f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(2.0, width):.1f}" height="{height:g}"'
         f' rx="2" fill="{color}"/>'
@@ -129,12 +129,12 @@ def number_text(value: float) -> str:
     return f"{value:,.6g}"
 
 
-#: x and y.
+#: A point of a curve: x and y.
 Point = tuple[float, float]
 
 #: Height of the picture of a curve in pixels.
 _CURVE_HEIGHT = 280
-#: Edges of the area within the axes, in pixels.
+#: Edges of the area of the curve, in pixels.
 _LEFT = 66.0
 _RIGHT = WIDTH - 18.0
 _TOP = 60.0
@@ -151,7 +151,9 @@ def thin_out(points: Sequence[Point], at_most: int) -> Sequence[Point]:
 
 
 def draw_curve(points: Sequence[Point], *, x: str, y: str, title: str) -> str:
-    """Return the curve as SVG. A single point is drawn as a dot.
+    """Return the curve through the points as an SVG document.
+
+    If there is only one point, it is drawn as a dot.
 
     Args:
         points: At least one point. The points are finite and sorted by x.
@@ -176,19 +178,20 @@ def draw_curve(points: Sequence[Point], *, x: str, y: str, title: str) -> str:
 
 
 class _Scale:
-    """Converts the values of an axis to positions in pixels."""
+    """Converts the values on an axis of a curve to positions in pixels."""
 
     def __init__(self, values: Sequence[float], begin: float, end: float, *, margin: float) -> None:
         """
         Args:
-            values: Values that must lie on the axis.
+            values: Values that the axis must include.
             begin: Position of the low end of the axis in pixels.
             end: Position of the high end of the axis in pixels.
             margin: Free space at both ends, as a fraction of the range of the values.
         """
         low = min(values)
         high = max(values)
-        # If all values are equal, there is no range to take the margin from.
+        # If all values are equal, their range is 0. The axis then extends by a tenth of the value,
+        # or by 1 if the value is 0.
         padding = (high - low) * margin if high > low else abs(high) * 0.1 or 1.0
         #: Value at the low end of the axis.
         self.low = low - padding
@@ -202,7 +205,14 @@ class _Scale:
 
 
 def _axes(xs: _Scale, ys: _Scale, x: str, y: str) -> Iterator[str]:
-    """Draw both axes with their ticks and labels."""
+    """Yield the SVG elements of both axes, with ticks and labels.
+
+    Args:
+        xs: Positions on the horizontal axis.
+        ys: Positions on the vertical axis.
+        x: Label of the horizontal axis.
+        y: Label of the vertical axis.
+    """
     for value in axis_ticks(ys.low, ys.high):
         y_position = ys(value)
         label = number_text(value)
@@ -223,7 +233,7 @@ def _axes(xs: _Scale, ys: _Scale, x: str, y: str) -> Iterator[str]:
 
 
 def _draw_curve(points: Sequence[Point]) -> Iterator[str]:
-    """Draw a line through the points, and a dot at the last point. The points are in pixels."""
+    """Yield an SVG line through the points, which are in pixels, and a dot at the last point."""
     if len(points) > 1:
         coordinates = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         yield (
@@ -234,12 +244,12 @@ def _draw_curve(points: Sequence[Point]) -> Iterator[str]:
     yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{_CURVE_COLOR}"/>'
 
 
-#: The timeline shows at most this many of the last attempts.
+#: The timeline of a run shows at most this many attempts: the last ones.
 ATTEMPTS_AT_MOST = 5
-#: Left and right edge of the bars, in pixels.
+#: Left and right edge of the bars of the timeline, in pixels.
 _BARS_LEFT = 104.0
 _BARS_RIGHT = WIDTH - 144.0
-#: Vertical position of the first attempt, in pixels.
+#: Upper edge of the first attempt in the timeline, in pixels.
 _BARS_TOP = 58.0
 #: Height of the title of an attempt, in pixels.
 _TITLE_HEIGHT = 26.0
@@ -261,14 +271,15 @@ _PHASE_COLORS = {
     "ready": "#2da44e",
     "failed": _FAILED_COLOR,
 }
-#: Shorter waits before an attempt are not mentioned: starting the process takes some seconds.
+#: The timeline mentions the wait before an attempt only if it was at least this long, in seconds.
+#: Starting a flow process takes some seconds, which are no wait for resources.
 _MIN_SHOWN_WAIT_S = 5.0
 #: Units of the time axis with their length in seconds, longest first.
 _UNITS = (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0))
 
 
 def show_timeline(view: RunView) -> Shown:
-    """Return the timeline of the components in the last attempts."""
+    """Return the artifact with the timeline of the components in the last attempts."""
     if view.record.attempt is None:
         return Shown(headline="nothing was started yet", data="No attempt has started yet.")
     caption = f"{_title(view)}, as of {format_time(view.at)}"
@@ -280,7 +291,7 @@ def show_timeline(view: RunView) -> Shown:
 
 
 def draw_timeline(view: RunView) -> str:
-    """Return the timeline as SVG."""
+    """Return the timeline of a run as an SVG document."""
     parts = [svg_text(16, 25, _title(view), size=15, bold=True, room=WIDTH - 32)]
     for index, (name, color) in enumerate(_PHASE_COLORS.items()):
         x = 16.0 + 80 * index
@@ -320,7 +331,7 @@ def list_phases(view: RunView, attempt: AttemptRecord, name: str) -> list[tuple[
 def _draw_attempt(
     view: RunView, attempt: AttemptRecord, names: Sequence[str], top: float
 ) -> Iterator[str]:
-    """Draw an attempt: its title, its time axis and a row for each component.
+    """Yield the SVG elements of an attempt: title, time axis and a row for each component.
 
     Args:
         names: Names of the components.
@@ -368,7 +379,14 @@ def _draw_attempt(
 def _draw_time_axis(
     *, duration_s: float, pixels_per_s: float, top: float, bottom: float
 ) -> Iterator[str]:
-    """Draw vertical lines at round times since the start of the attempt, and their labels."""
+    """Yield SVG lines and labels at round times since the start of an attempt.
+
+    Args:
+        duration_s: Duration of the attempt.
+        pixels_per_s: Horizontal pixels for each second.
+        top: Upper end of the lines in pixels.
+        bottom: Lower end of the lines in pixels.
+    """
     unit, unit_s = next(
         (name, length_s) for name, length_s in _UNITS if duration_s >= 2 * length_s or length_s == 1
     )
@@ -381,7 +399,7 @@ def _draw_time_axis(
 
 
 def _cross(x: float, y: float) -> str:
-    """Draw the mark of a failure."""
+    """Return the SVG elements of a white cross in a red circle, which marks a failure."""
     return (
         f'<circle cx="{x:.1f}" cy="{y:.1f}" r="8" fill="{_FAILED_COLOR}"/>'
         f'<path d="M{x - 3:.1f} {y - 3:.1f}l6 6m0-6l-6 6" stroke="#ffffff" stroke-width="2"/>'
@@ -395,7 +413,10 @@ def _title(view: RunView) -> str:
 
 
 def _describe_start(view: RunView, attempt: AttemptRecord) -> str:
-    """Return the start time of an attempt, and how long the run waited for it."""
+    """Return the start time of an attempt, and the wait before it if it was at least 5 seconds.
+
+    Example: `12:00:03 UTC, waited 1 min 05 s`.
+    """
     earlier = [record for record in view.record.attempts if record.number < attempt.number]
     waiting_since = earlier[-1].ended_at if earlier else view.record.started_at
     wait_s = attempt.started_at - waiting_since if waiting_since else 0.0
@@ -404,12 +425,12 @@ def _describe_start(view: RunView, attempt: AttemptRecord) -> str:
 
 
 def _end_of(view: RunView, attempt: AttemptRecord) -> float:
-    """Return the end of an attempt, or the time of the view if the attempt has not ended."""
+    """Return the end of an attempt, or the current time if it runs, in UTC epoch seconds."""
     return attempt.ended_at if attempt.ended_at is not None else max(view.at, attempt.started_at)
 
 
-#: Metrics that can be drawn as a curve. The first metric that the file contains is drawn. verl
-#: nests its metrics below the key `data`.
+#: Names of metrics that can be drawn as a curve. Of several metrics in a metrics file, the one that
+#: comes first in this list is drawn.
 NAMES = (
     "reward",
     "mean_reward",
@@ -425,7 +446,7 @@ NAMES = (
 
 
 class Figures:
-    """Collects the values of one metric from a metrics file while the training appends to it."""
+    """Collects the values of one metric from a metrics file to which the training appends."""
 
     def __init__(
         self,
@@ -437,7 +458,7 @@ class Figures:
         """
         Args:
             path: The metrics file, with one JSON object per line. It need not exist yet.
-            step: Dotted key of the step in a line.
+            step: Key of the step in a line. Dots separate nested keys.
             names: Names of metrics, best first. The first line with such a metric decides which
                 metric is collected.
             take: Called with the step and the content of each line that has a step.
@@ -449,20 +470,24 @@ class Figures:
         self._names = names
         self._on_line = take
         self._file = MetricsFile(path)
-        #: Value of `MetricsFile.begun` at the last read. It changes if the file was replaced.
-        self._begun = 0
+        #: Value of `MetricsFile.restarts` at the last read. It changes if the file was replaced.
+        self._restarts = 0
         self._points: dict[float, float] = {}
 
     @property
     def points(self) -> list[Point]:
-        """Pairs of step and value, sorted by step. Of several values of a step, the last counts."""
+        """Pairs of step and value, sorted by step. The last value of each step is used."""
         return sorted(self._points.items())
 
     def look(self) -> bool:
-        """Read the lines added since the last call. Return True if unread lines remain."""
+        """Read the lines that were added to the file since the last call.
+
+        Returns:
+            True if unread lines remain, so that the method must be called again.
+        """
         entries = self._file.read_new()
-        if self._begun != self._file.restarts:
-            self._begun = self._file.restarts
+        if self._restarts != self._file.restarts:
+            self._restarts = self._file.restarts
             self._points.clear()
         for entry in entries:
             self._add(entry)

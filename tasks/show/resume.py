@@ -1,4 +1,4 @@
-"""Describe how an attempt chose its checkpoint, for the page, the terminal and summaries."""
+"""Describe the checkpoint from which an attempt starts, and why it was chosen."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Iterator
 
 from tasks.record.run_json import AttemptRecord, ResumeRecord
 
-#: Largest number of refused checkpoints that are shown.
+#: Largest number of refused checkpoints that the user sees.
 _REFUSED_SHOWN = 5
 
 
 def describe_resume(resume: ResumeRecord | None, attempt: int) -> Iterator[str]:
-    """Yield sentences about the checkpoint of an attempt: the choice, the refused ones, remarks.
+    """Yield sentences about the checkpoint of an attempt: the choice, refused checkpoints, notes.
 
-    Yield nothing for a first attempt, which has no checkpoint to choose from.
+    Yield nothing for a first attempt, unless it refused checkpoints.
 
     Args:
-        resume: Record of the choice, or None if the attempt has none.
-        attempt: Number of the attempt.
+        resume: Record of the choice. None if no choice was recorded for the attempt.
+        attempt: Number of the attempt, from 1.
     """
     if resume is None or (attempt == 1 and not resume.refused):
         return
@@ -41,6 +41,6 @@ def describe_resume(resume: ResumeRecord | None, attempt: int) -> Iterator[str]:
 
 
 def describe_attempt(attempt: AttemptRecord) -> Iterator[str]:
-    """Yield the sentences about the checkpoint of an attempt, and about its steps."""
+    """Yield the sentences about the checkpoint of an attempt, and the warnings of the attempt."""
     yield from describe_resume(attempt.resume, attempt.number)
     yield from attempt.warnings

@@ -1,10 +1,10 @@
-"""Write scrolling lines to standard output and, on a terminal, redraw a region below them.
+"""Write scrolling lines to standard output and, on a terminal, redraw a live region below them.
 
-Rich formats the text. Each frame is written with a single write.
+Rich formats the text. Lines and region are written together with a single write.
 
-While the region is shown, other code may print as well: warnings of libraries, tracebacks of
-threads, Prefect's log. `ForeignLines` turns this output into scrolling lines. Otherwise it would be
-written into the region and erased with it.
+While the live region is shown, other code may print as well: warnings of libraries, tracebacks of
+threads, Prefect's log. `ForeignLines` turns this output into scrolling lines. Otherwise it would
+be written into the live region, and erased when the region is redrawn.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from tasks.show.output import SafeConsole, replace_stream
 
 _ERASE_BELOW = "\x1b[J"
 _UNKNOWN_SIZE = os.terminal_size((80, 24))
-#: A terminal with fewer lines shows no region.
+#: A terminal with fewer lines than this shows no live region.
 _MIN_LINES = 5
-#: Longest wait for a non-blocking terminal before the next write.
+#: Longest wait for a terminal that cannot take more output, in seconds, before the next write.
 _RETRY_AFTER_S = 1.0
 
 
 def can_draw(is_terminal: bool, environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if colours and a region may be drawn.
+    """Return True if colours and the live region may be drawn.
 
-    They are drawn on a terminal, unless NO_COLOR, CI or TERM forbids them.
+    They are drawn on a terminal, unless the environment variable NO_COLOR, CI or TERM forbids them.
     """
     if environ.get("NO_COLOR") or environ.get("CI", "").lower() not in ("", "0", "false"):
         return False
@@ -43,11 +43,11 @@ def can_draw(is_terminal: bool, environ: Mapping[str, str] = os.environ) -> bool
 
 
 def make_writer(fd: int, encoding: str = "utf-8") -> Callable[[str], object]:
-    """Return a function that writes text to a file descriptor without Python's buffer.
+    """Return a function that writes text directly to a file descriptor, without a buffer.
 
-    If the user stops a terminal, for example with Ctrl-S, writes to it block. A thread that blocks
-    in a buffered write holds the lock of the buffer. Python needs this lock at exit, and aborts if
-    it cannot get it. An unbuffered write holds no lock.
+    If the user stops the terminal, for example with Ctrl-S, each write blocks. If the write went
+    through the buffer of `sys.stdout`, the blocked thread would hold the lock of this buffer.
+    Python needs the lock at its exit, and would abort.
     """
 
     def write(text: str) -> None:
@@ -56,7 +56,8 @@ def make_writer(fd: int, encoding: str = "utf-8") -> Callable[[str], object]:
             try:
                 remaining = remaining[os.write(fd, remaining) :]
             except BlockingIOError:
-                # Another process that shares the terminal has made it non-blocking.
+                # Another process on the same terminal has made it non-blocking. Wait until the
+                # terminal takes more output.
                 poll = select.poll()
                 poll.register(fd, select.POLLOUT)
                 poll.poll(_RETRY_AFTER_S * 1000)
@@ -65,10 +66,10 @@ def make_writer(fd: int, encoding: str = "utf-8") -> Callable[[str], object]:
 
 
 class Screen:
-    """Shows scrolling lines and a region below them. Only one thread may use it at a time.
+    """Shows scrolling lines and a live region below them. Only one thread may use it at a time.
 
-    If the output can no longer be written, for example because the terminal was closed, `is_gone`
-    becomes True and the screen ignores everything that it should show.
+    If a write fails, for example because the terminal was closed, `is_gone` becomes True. The
+    screen then writes nothing more.
     """
 
     def __init__(
@@ -80,7 +81,8 @@ class Screen:
     ) -> None:
         """
         Args:
-            write: Writes text. It raises OSError or ValueError if the output was closed.
+            write: Writes text to the output. It raises OSError or ValueError if the output was
+                closed.
             is_live: True if the output accepts colours and cursor movements.
             size: Returns the current size of the terminal.
         """
@@ -91,22 +93,23 @@ class Screen:
         self._write = write
         #: Returns the current size of the terminal.
         self.size = size
-        # Rich must not break long lines, so that users can copy each line as a whole.
+        # With `soft_wrap`, Rich does not break long lines. The user can copy a line as a whole.
         self._console = SafeConsole(
             file=io.StringIO(),
             force_terminal=is_live,
             color_system="auto" if is_live else None,
             soft_wrap=True,
         )
-        #: Width of each line of the region that is on the screen, in columns.
+        #: Width in columns of each line of the live region that was drawn last.
         self._widths: list[int] = []
 
     @staticmethod
     def of_stdout() -> Screen:
-        """Return a screen on standard output. If it is closed, the screen shows nothing."""
+        """Return a screen for standard output. If standard output is closed, it shows nothing."""
         try:
             fd = sys.stdout.fileno()
-            # Text that is still in the buffer must appear before the first frame.
+            # The screen bypasses the buffer of standard output. Text in this buffer is older than
+            # the first line of the screen, so it is written first.
             sys.stdout.flush()
         except (AttributeError, OSError, ValueError):
             # Standard output is closed, or it is not a file, as in a test.
@@ -115,7 +118,12 @@ class Screen:
         return Screen(write, is_live=can_draw(os.isatty(fd)), size=lambda: _terminal_size(fd))
 
     def show(self, lines: Iterable[Text], region: RenderableType | None = None) -> None:
-        """Print lines, and replace the region below them. None removes the region."""
+        """Print lines, and redraw the live region below them.
+
+        Args:
+            lines: New scrolling lines.
+            region: New content of the live region, or None to remove the region.
+        """
         if self.is_gone:
             return
         rows = self._rows(region) if region is not None else []
@@ -130,11 +138,14 @@ class Screen:
         try:
             self._write(frame)
         except (OSError, ValueError):
-            # The terminal or the pipe was closed. The run must continue without its output.
+            # The terminal or the pipe was closed. The run continues without output.
             self.is_gone = True
 
     def _rows(self, region: RenderableType) -> list[list[Segment]]:
-        """Return the lines of a region. If they do not fit, only the last lines are kept."""
+        """Return the live region as lines for the terminal.
+
+        If the terminal has too few lines, only the last lines are returned, after a line `...`.
+        """
         columns, height = self.size()
         if not self.is_live or height < _MIN_LINES:
             return []
@@ -144,10 +155,10 @@ class Screen:
         return rows if len(rows) <= max_rows else [[Segment("...")], *rows[1 - max_rows :]]
 
     def _erase_sequence(self) -> str:
-        """Return the escape sequence that removes the region from the screen.
+        """Return the escape sequence that erases the live region.
 
-        The number of rows is computed from the current width of the terminal. If the user has made
-        the terminal narrower, the lines of the region wrap and take more rows than before.
+        The number of rows to erase depends on the current width of the terminal. If the user has
+        made the terminal narrower, it has wrapped the lines of the region into more rows.
         """
         if not self._widths:
             return ""
@@ -157,28 +168,28 @@ class Screen:
 
 
 def _terminal_size(fd: int) -> os.terminal_size:
-    """Return the size of the terminal, ignoring COLUMNS.
+    """Return the current size of the terminal.
 
-    A shell may have exported COLUMNS before the terminal was resized.
+    The environment variable COLUMNS is ignored, because it has the old size after a resize.
     """
     try:
         size = os.get_terminal_size(fd)
     except OSError:
         return _UNKNOWN_SIZE
-    # The size is 0 if no program has set it.
+    # A terminal has the size 0 if no program has set its size.
     return size if size.columns > 0 and size.lines > 0 else _UNKNOWN_SIZE
 
 
 class ForeignLines(io.TextIOBase):
-    """Replaces standard output and error while a region is shown, and collects the printed lines.
+    """A stream that collects the lines which other code prints while the live region is shown.
 
-    Only streams that are a terminal are replaced. Any thread may write.
+    It replaces standard output and standard error if they are a terminal. Any thread may write.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         """
         Args:
-            say: Called with each line that is not blank. It must return at once.
+            say: Called with each printed line that is not blank. It must return at once.
         """
         self._say = say
         self._lock = threading.RLock()
@@ -198,14 +209,17 @@ class ForeignLines(io.TextIOBase):
         return len(text)
 
     def take_over(self) -> None:
-        """Replace the streams until `give_back` is called."""
+        """Replace standard output and standard error until `give_back` is called."""
         for name in ("stdout", "stderr"):
             stream: TextIO | None = getattr(sys, name)
             if stream is not None and _is_terminal(stream):
                 replace_stream(name, self, self._restore_streams)
 
     def give_back(self) -> None:
-        """Restore the streams and pass on an incomplete line. Repeated calls have no effect."""
+        """Restore standard output and standard error, and pass on an incomplete last line.
+
+        A second call has no effect.
+        """
         self._restore_streams.close()
         self.write("\n" if self._incomplete_line else "")
 

@@ -22,38 +22,41 @@ from tasks.spec.formatting import format_duration, join_commas, join_words
 from tasks.spec.values import is_number
 from tasks.spec.watch import list_metric_sections
 
-#: The last steps or samples that count as recent.
+#: Number of last training steps, or of last samples, whose values count as recent.
 _RECENT_COUNT = 10
-#: Number of steps or samples that are kept.
+#: Largest number of steps, or of samples, that are kept in memory.
 _KEPT_COUNT = 2000
-#: Earlier values are only compared if there are at least this many of them.
+#: Recent values are compared with earlier values only if there are at least this many earlier ones.
 _MIN_EARLIER_COUNT = 3
-#: Steps are reported as slower if their duration is at least this multiple of the earlier duration.
+#: Recent steps count as slower than earlier steps if they take at least this many times as long.
 _SLOWER_RATIO = 1.2
-#: Name of the whole step among its parts.
+#: Key of the whole step in a mapping with the parts of a step.
 _WHOLE = "step"
-#: Name of the part in which the trainer waits, for example for rollouts.
+#: Key of the part of a step in which the trainer waits, for example for rollouts.
 _WAITING = "waiting"
-#: Name of the rest of a step that no other part covers.
+#: Key of the time of a step that belongs to no other part.
 _OTHER = "other"
-#: Statistics of the response times of the fleet.
+#: Statistics of the response times of the inference fleet, as keys of the event `rollout.load`.
 _REQUEST_STATISTICS = ("p50", "p99", "max")
-#: Largest number of nodes that a sentence names.
+#: Largest number of nodes that the sentence about GPU utilisation names.
 _MAX_NODES_NAMED = 4
 
 
 @cache
 def _parts_by_metric() -> Mapping[str, str]:
-    """Return the part of a step that each known metric measures, by name of the metric."""
+    """Return which part of a training step each known metric measures: `{metric: part}`."""
     content = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
     return {name: part for part, names in content.items() for name in names}
 
 
 def measure_parts(entry: Mapping[str, Any]) -> dict[str, float]:
-    """Return the duration of a step and of its parts from one line of a metrics file.
+    """Return the durations in a line of a metrics file: of a training step and of its parts.
+
+    Args:
+        entry: The JSON object of the line.
 
     Returns:
-        Seconds by name of the part. The key `step` is the whole step.
+        Seconds by part of the step, such as `rollout`. The key `step` is the whole step.
     """
     durations: dict[str, float] = {}
     parts_by_metric = _parts_by_metric()
@@ -71,9 +74,9 @@ def measure_parts(entry: Mapping[str, Any]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A recent value and an earlier value of the same quantity."""
+    """Recent value and earlier value of a quantity that the run measures repeatedly."""
 
-    #: Mean of the last 10 values, or their maximum for the quantity `max`.
+    #: Mean of the last 10 values. For the longest response time, it is their maximum.
     now: float
     #: Median of all earlier values. None if there are fewer than 3 earlier values.
     before: float | None
@@ -82,10 +85,10 @@ class Measured:
     def of(
         values: Sequence[float], average: Callable[[Sequence[float]], float] = fmean
     ) -> Measured:
-        """Return the recent and the earlier value of a series.
+        """Return the recent and the earlier value of a series of measurements.
 
         Args:
-            values: The series, oldest first; not empty.
+            values: The measurements, oldest first. There must be at least one.
             average: Computes the recent value from the last 10 values.
         """
         earlier = values[:-_RECENT_COUNT]
@@ -95,15 +98,16 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slow:
-    """Analysis of the time that a run spends. Unknown values are None or empty."""
+    """Analysis of how a run spends its time. Values that were not measured are None or empty."""
 
-    #: Duration of a step in seconds.
+    #: Duration of a training step in seconds, or None.
     step: Measured | None
-    #: Duration of each part of a step in seconds. The part `other` is the rest of the step.
+    #: Duration in seconds of each part of a step, such as `rollout`. The part `other` is the time
+    #: that belongs to no other part.
     parts: Mapping[str, Measured]
     #: GPU utilisation of each node, from 0 to 1.
     gpus: Mapping[str, Measured]
-    #: Response times of the fleet in seconds. The keys are `p50`, `p99` and `max`.
+    #: Response times of the inference fleet in seconds. The keys are `p50`, `p99` and `max`.
     requests: Mapping[str, Measured]
 
     def as_json(self) -> dict[str, Any]:
@@ -111,13 +115,13 @@ class Slow:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Share of each part in the step, from 0 to 1, largest first."""
+        """Share of each part in the duration of a step, from 0 to 1, largest share first."""
         total = sum(part.now for part in self.parts.values())
         shares = {name: part.now / total for name, part in self.parts.items() if total}
         return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
     def sentences(self) -> Iterator[str]:
-        """Yield sentences for the user, most important first."""
+        """Yield sentences about steps, GPUs and response times for the user."""
         if self.step is not None:
             yield from self._step_sentences(self.step)
         if self.gpus:
@@ -153,14 +157,16 @@ class Slow:
 
 
 class TimeSpent:
-    """Collects measurements from the metrics and the events of a run, for `Slow`."""
+    """Collects measurements from the metrics and events of a run, and analyses them."""
 
     def __init__(self) -> None:
-        #: Seconds of each part, by step; oldest step first.
+        #: Durations of each step, as `measure_parts` returns them, by step; oldest step first.
         self._steps: dict[float, dict[str, float]] = {}
-        #: Seconds per step, computed from progress events. Used if the metrics have no durations.
+        #: Seconds per step, computed from progress events. They are used if the metrics contain no
+        #: durations.
         self._step_durations: deque[float] = deque(maxlen=_KEPT_COUNT)
-        #: Time in UTC epoch seconds and step of the last progress event of this attempt.
+        #: Time in UTC epoch seconds and step of the last progress event of the current attempt, or
+        #: None if it had no such event yet.
         self._last_progress: tuple[float, float] | None = None
         #: GPU utilisation by node, from 0 to 1.
         self._gpus: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_KEPT_COUNT))
@@ -168,7 +174,12 @@ class TimeSpent:
         self._requests: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_KEPT_COUNT))
 
     def take(self, step: float, entry: Mapping[str, Any]) -> None:
-        """Add a line of a metrics file. A step may have several lines."""
+        """Add a line of a metrics file. A step may have several lines.
+
+        Args:
+            step: Training step of the line.
+            entry: The JSON object of the line.
+        """
         durations = measure_parts(entry)
         if durations:
             self._steps[step] = {**self._steps.pop(step, {}), **durations}
@@ -177,7 +188,7 @@ class TimeSpent:
                 del self._steps[oldest_step]
 
     def observe(self, event: Event) -> None:
-        """Add an event of the run."""
+        """Add the measurements in an event of the run. Other events are ignored."""
         match event.name:
             case "attempt.begun":
                 self._last_progress = None
@@ -197,9 +208,9 @@ class TimeSpent:
 
     @property
     def slow(self) -> Slow | None:
-        """The analysis of all measurements, or None if there are none."""
+        """Analysis of all measurements, or None if nothing was measured."""
         steps = [_complete_parts(parts) for parts in self._steps.values()]
-        # The first step is not representative: it includes the start-up of all components.
+        # The first step is left out, because it includes the start of all components.
         steps = steps[1:] or steps
         totals = [parts[_WHOLE] for parts in steps] or [*self._step_durations]
         names = dict.fromkeys(name for parts in steps[-_RECENT_COUNT:] for name in parts)
@@ -217,16 +228,16 @@ class TimeSpent:
 
 
 def _complete_parts(durations: Mapping[str, float]) -> dict[str, float]:
-    """Return the parts of a step, adjusted so that their sum is the whole step.
+    """Return the durations of a step, adjusted so that the parts add up to the whole step.
 
-    - If the metrics have no duration of the whole step, the sum of the parts is used.
-    - If the trainer waits and the other parts take longer than the step, the rollout runs in
-      parallel to the training. It is then omitted.
+    - If the metrics do not contain the duration of the whole step, the sum of the parts is used.
+    - If the trainer reports waiting time, and the other parts take longer than the step, the
+      rollout ran in parallel to the training. The part `rollout` is then removed.
     - Waiting time that overlaps with other parts is not counted twice.
-    - The remaining time becomes the part `other`.
+    - Time that belongs to no part becomes the part `other`.
 
     Args:
-        durations: Seconds by name of the part, as `measure_parts` returns them.
+        durations: Seconds by part of the step, as `measure_parts` returns them.
     """
     parts = {name: duration for name, duration in durations.items() if name != _WHOLE}
     waiting_s = parts.pop(_WAITING, None)

@@ -1,7 +1,8 @@
 """Show a run on the terminal: its events, components, progress and result.
 
-Showing never delays the run. Callers put lines into a buffer, and a separate thread writes them. If
-this thread blocks, for example because the terminal is stopped, the buffer drops its oldest lines.
+The output never delays the run. Callers put lines into a buffer, and a separate thread writes them.
+If this thread blocks, for example because the user pressed Ctrl-S, the oldest lines in the buffer
+are dropped.
 """
 
 from __future__ import annotations
@@ -30,20 +31,21 @@ from tasks.spec.run import RunSpec
 
 _log = logging.getLogger(__name__)
 
-#: The region is redrawn at least this often, because it shows ages that grow.
+#: Longest time in seconds until the live region is redrawn. It shows ages, which change without an
+#: event.
 _REDRAW_AFTER_S = 1.0
-#: Shortest time between two frames.
+#: Shortest time between two updates of the live region, in seconds.
 _FRAME_S = 0.05
-#: Largest number of lines in the buffer.
+#: Largest number of lines that wait to be written.
 _MAX_BUFFERED_LINES = 10_000
-#: At the end, the thread gets this long to write the last lines. After that it is abandoned.
+#: Longest wait at the end of the run, in seconds, until the thread has written the last lines.
 _CLOSE_WITHIN_S = 30.0
-#: Largest and smallest width of a curve, in columns. A narrower terminal shows no curve.
+#: Largest and smallest width of the metric curve, in columns. A narrower terminal shows no curve.
 _CURVE_COLUMNS = 72
 _MIN_CURVE_COLUMNS = 30
-#: Height of a curve, in lines.
+#: Height of the metric curve, in lines.
 _CURVE_LINES = 14
-#: A plain output shows the step this many times per training.
+#: Without a live region, a training prints about this many lines with its step.
 _PROGRESS_LINES = 20
 
 
@@ -57,20 +59,21 @@ class Terminal:
     def __init__(self, spec: RunSpec, screen: Screen | None = None) -> None:
         """
         Args:
-            screen: Where to show the run. Default: standard output.
+            spec: The run spec.
+            screen: Screen that shows the run. None means standard output.
         """
         self._screen = screen or Screen.of_stdout()
         self._began = time.monotonic()
         self._seen = RunSeen(spec)
-        #: Step of the last progress line.
+        #: Last step that was printed as a line.
         self._shown_step = 0.0
-        #: Protects the three fields `_seen`, `_lines` and `_dropped_count`.
+        #: Protects the attributes `_seen`, `_lines` and `_dropped_count`.
         self._lock = threading.Lock()
-        #: Lines that are not yet written.
+        #: Lines that the thread has not written yet.
         self._lines: deque[Text] = deque()
         #: Number of lines that were dropped since the last write.
         self._dropped_count = 0
-        #: Set if there is something to draw.
+        #: Set if there are new lines, or if the live region has changed.
         self._has_changes = threading.Event()
         self._is_closing = False
         self._thread = threading.Thread(
@@ -93,11 +96,14 @@ class Terminal:
         self._thread.join(_CLOSE_WITHIN_S)
 
     def say(self, text: str, style: str = "") -> None:
-        """Show a line, after the seconds since the beginning. Returns at once."""
+        """Show a line, preceded by the seconds since the start of this process's output.
+
+        The method does not wait until the line is written.
+        """
         self._add_stamped(line_of(text, style))
 
     def show(self, event: Event) -> None:
-        """Show an event of the run. Returns at once."""
+        """Show an event of the run. The method does not wait until it is written."""
         with self._lock:
             self._seen.observe(event)
         for line in lines_of(event):
@@ -119,11 +125,17 @@ class Terminal:
 
     @property
     def record(self) -> Path | None:
-        """The run.json of the run that is shown; None before the run has begun."""
+        """Path of the run's `run.json`, or None before the run has begun."""
         return self._seen.record
 
     def end(self, state: str, message: str, page: str = "") -> None:
-        """Show how the run ended, see `end_block`. This must be the last call."""
+        """Show how the run ended. No other method may be called after this one.
+
+        Args:
+            state: Final state of the run, as for `end_block`.
+            message: Message of the flow run's state.
+            page: Address of the flow run's page in the Prefect UI, or an empty string.
+        """
         if state == "completed":
             self._show_curve()
         for line in end_block(state, message, self._seen.record, page):
@@ -165,7 +177,8 @@ class Terminal:
         while not is_last:
             self._has_changes.wait(_REDRAW_AFTER_S if self._screen.is_live else None)
             self._has_changes.clear()
-            # Read before drawing: lines that were added before the end must be in the last frame.
+            # This flag is read before the lines are drawn. Otherwise a line that was added between
+            # the drawing and the end would be lost.
             is_last = self._is_closing
             try:
                 self._draw_frame(is_last)
@@ -178,7 +191,11 @@ class Terminal:
                 time.sleep(_FRAME_S)
 
     def _draw_frame(self, is_last: bool) -> None:
-        """Write the buffered lines and redraw the region. The last frame has no region."""
+        """Write the buffered lines and redraw the live region.
+
+        Args:
+            is_last: True at the end of the run. The live region is then removed.
+        """
         with self._lock:
             lines = list(self._lines)
             self._lines.clear()
@@ -193,7 +210,12 @@ class Terminal:
 
 
 def _read_figures(path: Path, *names: str) -> Figures | None:
-    """Return all values of the first of these metrics that the file contains, or None."""
+    """Return all values of a metric in a metrics file, or None if the file has no such metric.
+
+    Args:
+        path: The metrics file.
+        names: Names of metrics, best first. The first metric that the file has is read.
+    """
     figures = Figures(path, "step", names)
     while figures.look():
         pass
@@ -201,10 +223,12 @@ def _read_figures(path: Path, *names: str) -> Figures | None:
 
 
 def _plot_curve(points: Sequence[Point], title: str, columns: int) -> str:
-    """Return the curve as lines of Unicode characters without colours.
+    """Return a curve as a text of Unicode characters, without colours.
 
     Args:
         points: At least two points.
+        title: Text above the curve.
+        columns: Width of the text in columns.
     """
     plotext.clear_figure()
     plotext.plotsize(columns, _CURVE_LINES)
@@ -221,15 +245,18 @@ _STYLES = {
     Standing.ENDED: "dim",
 }
 _BAR_COLUMNS = 40
-#: Largest number of components in the region, so that drawing a frame takes little time.
+#: Largest number of components in the live region. More components would make drawing slow.
 _MAX_ROWS = 50
 
 
 def build_region(seen: RunSeen, now: float) -> Group:
-    """Return the live region, or an empty group if the run has not begun.
+    """Return the content of the live region: components, progress, and the reason for a wait.
+
+    The region is empty if the run has not begun.
 
     Args:
-        now: UTC epoch seconds.
+        seen: State of the run.
+        now: Current time in UTC epoch seconds.
     """
     if not seen.has_begun:
         return Group()
@@ -243,9 +270,9 @@ def build_region(seen: RunSeen, now: float) -> Group:
 
 
 def _build_component_table(seen: RunSeen, now: float) -> Table:
-    """Return the table of components in start order.
+    """Return the table of the components, in the order in which they are started.
 
-    While the run waits for its next attempt, the table shows no state of the previous attempt.
+    While the run waits for its next attempt, all components are shown as waiting.
     """
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     table.add_column("component")
@@ -274,7 +301,7 @@ def _build_component_table(seen: RunSeen, now: float) -> Table:
 
 
 def _cut_text(content: str, style: str = "") -> Text:
-    """Return text for a cell that takes one line and is cut if the table is too wide."""
+    """Return the text of a table cell that is cut, and not wrapped, if the table is too wide."""
     return Text(one_line(content), style, no_wrap=True, overflow="ellipsis")
 
 
@@ -300,11 +327,11 @@ def _build_progress_line(pace: Pace, total: float | None, now: float) -> Table:
 
 
 def outlive_readers() -> None:
-    """Keep this process alive if the reader of its standard output goes away.
+    """Let this process continue if the reader of its standard output is gone.
 
-    By default, Rich reacts to a broken pipe by raising SystemExit. The standard output of a flow
-    process is read by its worker. If the worker were killed, the next log line of Prefect would end
-    the run as Crashed.
+    By default, Rich raises SystemExit if its output is a broken pipe. The standard output of a flow
+    process is a pipe to its worker. If the worker is killed, the next log line of Prefect would
+    therefore end the run as Crashed.
     """
 
     def on_broken_pipe(console: Console) -> None:

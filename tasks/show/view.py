@@ -1,8 +1,7 @@
-"""The current state of a run, for everything that shows it.
+"""The current state of a run, for the terminal, the Prefect UI and the messages of the flow run.
 
-`RunSeen` derives the state from events. `RunView` combines this state with the run record. The
-terminal, the page, the timeline and the states of the flow run show their content. The module also
-has the texts that these views share.
+`RunSeen` derives the state from the events of the run. `RunView` combines this state with the run
+record. The module also has texts that several places show.
 """
 
 from __future__ import annotations
@@ -26,13 +25,14 @@ from tasks.spec.run import RunSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """Content of an artifact."""
+    """Content of an artifact in the Prefect UI."""
 
     #: Short paragraphs in Markdown for the card on the run's page. The card cuts each paragraph
     #: after about 40 letters. Older versions of the UI show only the first paragraph.
     headline: str
-    #: Full content: Markdown, a JSON list of table rows, or a percentage, as `type` says.
+    #: Full content. Depending on `type`, it is Markdown, a JSON list of table rows, or a percentage.
     data: str | float
+    #: Type of the artifact in Prefect.
     type: Literal["markdown", "table", "progress"] = "markdown"
     #: SVG picture that the card shows instead of the headline, or an empty string. The headline is
     #: then the alternative text of the picture.
@@ -42,32 +42,32 @@ class Shown:
 class Standing(Enum):
     """State of a component, as the user sees it."""
 
-    #: Not started, because components that must be ready first are not ready yet.
+    #: The component was not started yet.
     WAITING = "waiting"
-    #: Started, or submitted as a Ray job, but its readiness probe has not succeeded yet.
+    #: The component was started or submitted as a Ray job, and is not ready yet.
     STARTING = "starting"
-    #: Its readiness probe has succeeded.
+    #: The readiness probe of the component has succeeded.
     READY = "ready"
-    #: Being stopped at the end of the attempt.
+    #: The component is being stopped at the end of the attempt.
     STOPPING = "stopping"
-    #: Its process or job has ended.
+    #: The process or Ray job of the component has ended.
     ENDED = "ended"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A component of the current attempt."""
+    """A component of the current attempt, as a row in tables for the user."""
 
     name: str
     stage: Standing = Standing.WAITING
     #: Process id, or None if the component has no process on this machine.
     pid: int | None = None
-    #: Start time in UTC epoch seconds, or None if not started.
+    #: Start time in UTC epoch seconds, or None before the start.
     began_at: float | None = None
-    #: End time in UTC epoch seconds, or None if not ended.
+    #: End time in UTC epoch seconds, or None if the component has not ended.
     ended_at: float | None = None
-    #: Remark for the user: the last result of the readiness probe, the exit code, or the number of
-    #: serving engines.
+    #: Short text for the user, such as the last result of the readiness probe, the exit code, or the
+    #: number of serving engines.
     note: str = ""
     #: Reason why the last readiness probe failed, or an empty string.
     unready: str = ""
@@ -79,6 +79,7 @@ class Row:
 class ServerSeen:
     """A server of an inference fleet."""
 
+    #: Number of the server in the fleet, from 0.
     rank: int
     #: State of the server's lifecycle group, such as `active` or `recovering`.
     state: str = GroupState.STARTING.value
@@ -90,9 +91,9 @@ class ServerSeen:
     cause: str = ""
 
 
-#: Steps of the last 120 seconds count for the speed.
+#: The speed of the training is computed from the steps of this last period, in seconds.
 _WINDOW_S = 120.0
-#: The last 6 steps always count, even if they are older.
+#: The speed is computed from at least this many last steps, even if they are older.
 _MIN_KEPT_STEPS = 6
 
 
@@ -102,41 +103,45 @@ class Pace:
     def __init__(self, total: float | None) -> None:
         """
         Args:
-            total: The last step of the training, or None if unknown.
+            total: Number of the last step of the training, or None if it is unknown.
         """
         self._total = total
-        #: The last steps: time in UTC epoch seconds and step, oldest first.
+        #: The last steps as pairs of time in UTC epoch seconds and step, oldest first.
         self._steps = deque[tuple[float, float]]()
 
     def snapshot(self) -> Pace:
-        """Return a copy that later steps do not change."""
+        """Return a copy. Steps that are added later do not change it."""
         pace = Pace(self._total)
         pace._steps.extend(self._steps)
         return pace
 
     @property
     def step(self) -> float | None:
-        """The last step, or None if there was none."""
+        """The step that the training reported last, or None if it reported no step."""
         return self._steps[-1][1] if self._steps else None
 
     def see(self, at: float, step: float) -> None:
-        """Add a step.
+        """Add a step that the training has reported.
 
         Args:
             at: Time of the step in UTC epoch seconds.
+            step: Number of the step.
         """
         if self._steps and step < self._steps[-1][1]:
-            # The training resumed from a checkpoint.
+            # The training has resumed from a checkpoint. Older steps would make the speed negative.
             self._steps.clear()
         self._steps.append((at, step))
         while len(self._steps) > _MIN_KEPT_STEPS and self._steps[0][0] < at - _WINDOW_S:
             self._steps.popleft()
 
     def per_second(self, now: float) -> float | None:
-        """Return the speed in steps per second, or None if it is unknown.
+        """Return the speed in steps per second, or None if fewer than two steps are known.
 
-        If the next step is overdue, the speed is computed as if the step ended now. The speed
-        therefore falls while the training hangs.
+        If the current step takes longer than the steps before, the speed is computed as if the
+        current step ended now. The returned speed therefore falls while the training hangs.
+
+        Args:
+            now: Current time in UTC epoch seconds.
         """
         if len(self._steps) < 2:
             return None
@@ -149,42 +154,47 @@ class Pace:
         return (last - first + 1) / (now - first_at) if is_overdue else rate
 
     def left_s(self, now: float) -> float | None:
-        """Return the seconds until the last step, or None if unknown."""
+        """Return the estimated seconds until the end of the training, or None if unknown.
+
+        Args:
+            now: Current time in UTC epoch seconds.
+        """
         rate = self.per_second(now)
         if rate is None or self._total is None or self.step is None:
             return None
         return max(0.0, (self._total - self.step) / rate)
 
 
-#: States of a lifecycle group that is lost to its fleet, temporarily or forever.
+#: States of a lifecycle group whose engine cannot serve, temporarily or permanently.
 _LOST = frozenset({GroupState.INACTIVE, GroupState.RECOVERING, GroupState.RETIRED})
 
 
 class RunSeen:
     """The current state of a run, derived from its events. Only one thread may use it at a time.
 
-    When an attempt begins, the state of the previous attempt is discarded.
+    When an attempt begins, the state of the attempt before it is discarded.
     """
 
     def __init__(self, spec: RunSpec) -> None:
         #: Names of the components in start order.
         self.names = tuple(spec.components)
-        #: The last step of the training, or None if unknown.
+        #: Number of the last step of the training, or None if it is unknown.
         self.total = spec.progress.total if spec.progress else None
-        #: Number of engines of the fleet; 0 if there is no fleet.
+        #: Number of engines of the inference fleet, or 0 if the run has no fleet.
         self.engines = spec.fleet.engines if spec.fleet is not None else 0
         #: Path of `run.json`, or None if it does not exist yet.
         self.record: Path | None = None
-        #: Current activity of the run, as the flow run's state shows it.
+        #: Current activity of the run, such as `starting trainer`. The message of the flow run's
+        #: state shows it.
         self.doing = ""
-        #: True if an attempt has begun or the run waits for its GPUs.
+        #: True if an attempt has begun, or if the run waits for its GPUs.
         self.has_begun = False
         self._reset(0, None)
 
     def snapshot(self) -> RunSeen:
-        """Return a copy that later events do not change.
+        """Return a copy. Later events do not change it.
 
-        The copy is shallow and fast, because other threads wait for it.
+        The copy is shallow, because other threads must wait until it is complete.
         """
         seen = copy.copy(self)
         seen.rows = {**self.rows}
@@ -193,31 +203,36 @@ class RunSeen:
         return seen
 
     def _reset(self, attempt: int, directory: Path | None) -> None:
-        """Discard the state of the previous attempt."""
-        #: Number of the current or last attempt, or 0.
+        """Replace the state of the last attempt by the state of a new attempt.
+
+        Args:
+            attempt: Number of the new attempt, or 0 before the first attempt.
+            directory: Directory with the files of the new attempt, or None.
+        """
+        #: Number of the current or last attempt, or 0 before the first attempt.
         self.attempt = attempt
-        #: Folder of this attempt's files, or None.
+        #: Directory with the files of this attempt, or None before the first attempt.
         self.directory = directory
-        #: The components by name.
+        #: Row of each component, by the name of the component.
         self.rows = {name: Row(name=name) for name in self.names}
         self.pace = Pace(self.total)
-        #: State of each lifecycle group of the fleet. Each group is one engine.
+        #: State of each lifecycle group of the inference fleet. Each group is one engine.
         self.groups: dict[int, GroupState] = {}
         #: The servers of the fleet by rank.
         self._servers: dict[int, ServerSeen] = {}
-        #: Reason for waiting or stopping, or an empty string.
+        #: Reason why the run waits or is being stopped, or an empty string.
         self.why = ""
         self.is_waiting = False
         self.is_stopping = False
         #: True if all components are ready and the teardown has not begun.
         self._is_running = False
-        #: True if `doing` warns about slow progress.
+        #: True if `doing` has a warning about slow progress. The next step removes the warning.
         self._is_slow = False
         #: Cause of the attempt's failure, or None.
         self.failure: Failure | None = None
 
     def observe(self, event: Event) -> None:
-        """Update the state by an event of the run. Returns at once."""
+        """Update the state with an event of the run. This takes little time."""
         match event.name:
             case "run.opened":
                 self.record = event.record
@@ -247,7 +262,8 @@ class RunSeen:
                 self._is_running = True
                 self.doing = self.running
             case "contact.lost":
-                # The flow run's state stays Running without contact, so the user needs the reason.
+                # The flow run stays in the state Running. Only this text tells the user about the
+                # lost contact.
                 self.doing = f"lost contact: {event.message}"
             case "contact.back":
                 self.doing = f"{event.address} answers again"
@@ -260,7 +276,7 @@ class RunSeen:
                     if row.stage in (Standing.STARTING, Standing.READY):
                         self._change(row.name, stage=Standing.STOPPING)
             case "rollout.failed":
-                # The fleet's process exits for this reason and stops the other engines.
+                # The process of the fleet now stops all its engines and exits.
                 self.is_stopping = True
             case "attempt.ended":
                 self.failure = event.failure
@@ -273,7 +289,7 @@ class RunSeen:
                 for rank in event.ranks:
                     server = self._server(rank)
                     self._servers[rank] = replace(server, state=event.after.value, cause=cause)
-                # The dict is replaced, not changed, because other threads may read it.
+                # A new dict is assigned, because another thread may be reading the old dict.
                 self.groups = {**self.groups, event.group: event.after}
                 self._change(FLEET, note=f"{self.serving} of {self.engines} engines serve")
                 if self._is_running:
@@ -296,7 +312,8 @@ class RunSeen:
             case "probe.failed" if event.probe != "live":
                 self._change(name, note=event.reason, unready=event.reason)
             case "component.ready":
-                # A note about a failed probe is outdated. Notes about the job or engines are not.
+                # The note may be the reason of an earlier failed probe, which is outdated now. Notes
+                # about the Ray job or the engines remain valid.
                 stays_valid = note.startswith("job ") or (name == FLEET and "engines" in note)
                 new_note = note if stays_valid else row.status
                 self._change(name, stage=Standing.READY, note=new_note)
@@ -322,14 +339,14 @@ class RunSeen:
 
     @property
     def is_degraded(self) -> bool:
-        """True if an engine of the fleet is lost, temporarily or forever."""
+        """True if an engine of the fleet cannot serve, temporarily or permanently."""
         return not _LOST.isdisjoint(self.groups.values())
 
     @property
     def running(self) -> str:
-        """The running components, such as `running: trainer, rollout`.
+        """Text with the components of the run, such as `running: trainer, rollout`.
 
-        If some engines of a fleet do not serve, the text also says how many do.
+        If some engines of the fleet do not serve, the text also has the number of serving engines.
         """
         components = f"running: {', '.join(self.names)}"
         if not self.groups or self.serving == self.engines:
@@ -347,21 +364,21 @@ class RunSeen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:
-    """A run at one moment: its spec, its record and the state that its events describe."""
+    """A run at one moment: its spec, its record, and its state according to its events."""
 
-    #: Time of the view in UTC epoch seconds.
+    #: The moment in UTC epoch seconds.
     at: float
     #: The run spec. Its placeholders are filled in if an attempt has begun.
     spec: RunSpec
     record: RunJson
     place: RunPlace
-    #: State that the events describe, as a snapshot.
+    #: State of the run according to its events, as a snapshot.
     seen: RunSeen
     #: Name of the host of the flow process, or an empty string.
     host: str = ""
     #: Reason why the run ended before its first attempt, or an empty string.
     message: str = ""
-    #: Analysis of the time that the run spends, or None if unknown.
+    #: Analysis of how the run spends its time, or None if nothing was measured.
     slow: Slow | None = None
 
     @property
@@ -371,25 +388,29 @@ class RunView:
         return (attempt, attempt.failure) if attempt and attempt.failure else None
 
 
-#: Signals with which Muster stops components.
+#: Signals that Muster sends to stop a component.
 _STOP_SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGKILL"})
 
 
 def describe_ending(ended: ComponentRecord | Failure) -> str:
-    """Say how a component ended on its own: `killed by SIGSEGV`, `exit code 1`."""
+    """Return how a component ended, such as `killed by SIGSEGV` or `exit code 1`.
+
+    Args:
+        ended: Record of the ended component, or the failure that names it.
+    """
     prefix = "killed by " if ended.signal else ""
     return prefix + format_ending(ended.exit_code, ended.signal)
 
 
 def format_ending(exit_code: int | None, signal: str | None) -> str:
-    """Return the signal, such as `SIGTERM`, or the exit code, such as `exit code 1`."""
+    """Return the name of the signal if there is one, otherwise the exit code: `exit code 1`."""
     if signal:
         return signal
     return f"exit code {'unknown' if exit_code is None else exit_code}"
 
 
 def describe_job(event: Event) -> str:
-    """Describe an event about the state of a Ray job: `job RUNNING, node 10.0.0.7`."""
+    """Return the text for an event about the state of a Ray job: `job RUNNING, node 10.0.0.7`."""
     place = f", {event.place}" if event.place else ""
     return f"job {event.status}{place}"
 
@@ -397,7 +418,12 @@ def describe_job(event: Event) -> str:
 def describe_component_state(attempt: AttemptRecord, name: str) -> str:
     """Return the state of a component in an attempt: `starting`, `ready`, or how it ended.
 
-    A component that ended by a stop signal counts as stopped by Muster, unless it failed first.
+    If SIGTERM or a similar signal ended the component, the text is `stopped by SIGTERM`. This does
+    not apply to the component that failed first.
+
+    Args:
+        attempt: The attempt.
+        name: Name of the component.
     """
     component = attempt.components.get(name)
     failure = attempt.failure

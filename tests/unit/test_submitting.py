@@ -108,7 +108,7 @@ def test_unknown_code_is_rejected(
 
     assert codes == [0, 1]
     assert [one["parameters"]["spec"]["code"] for one in server.created] == [known]
-    assert "submit or deploy it again" in capsys.readouterr().err
+    assert "Submit or deploy the run again" in capsys.readouterr().err
 
 
 def test_submitted_run_has_the_complete_spec_and_a_snapshot_of_the_project(
