@@ -1,7 +1,7 @@
-"""Write files in a separate thread, so that the supervisor never waits for a disk.
+"""Write files in a separate thread, so that supervision never waits for a disk.
 
-If a disk is full or does not respond, only that thread waits. The pending content stays in memory
-until it can be written.
+If a disk is full or does not respond, only this thread waits. Content that could not be written
+stays in memory and is written later.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from pydantic_core import to_json
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-#: Delay before a failed write is retried.
+#: Delay before a failed write is retried, in seconds.
 _RETRY_AFTER_S = 0.5
-#: Most bytes of pending lines for one file. Further lines are dropped.
+#: Largest number of bytes that wait to be appended to a file. Further lines are dropped.
 _MAX_PENDING_BYTES = 1 << 26
 
 
 def write_json(path: Path, content: object) -> None:
-    """Replace the content of a file by JSON atomically. Raises: OSError.
+    """Replace the content of a file atomically by an object as JSON. Raises: OSError.
 
     A reader sees either the old or the new content. The content is not forced to the disk (no
     fsync), because that can take seconds on a busy disk.
@@ -37,11 +37,11 @@ def write_json(path: Path, content: object) -> None:
 
 
 def json_text(content: object) -> str:
-    """Return the content as indented JSON, the format of all JSON files of a run."""
+    """Return an object as indented JSON, which is the format of all JSON files of a run."""
     try:
-        # pydantic needs only a third of the time that `json` needs.
+        # pydantic is three times faster than the module `json`.
         return to_json(content, indent=2).decode() + "\n"
-    except ValueError:  # a file name that is not valid UTF-8
+    except ValueError:  # The content has a file name that is not valid UTF-8.
         return json.dumps(content, indent=2) + "\n"
 
 
@@ -56,21 +56,21 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 class DiskThread:
-    """Writes files, and runs other functions that may wait for a disk, in its own thread.
+    """Writes files in its own thread. It also calls other functions that may wait for a disk.
 
     All methods can be called from any thread. Only `flush` waits. The thread ends with the process.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        #: Guards all attributes below; notified about new work and about finished work.
+        #: Lock of all attributes below. Waiting threads are notified about new and finished work.
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._has_new_work = False
         self._is_busy = False
-        #: Functions that return the new content of a file, for files to be replaced.
+        #: Files to be replaced, each with a function that returns the new content.
         self._replacements: dict[Path, Callable[[], str]] = {}
-        #: Lines to be appended to a file.
+        #: Lines to be appended, by file.
         self._lines: dict[Path, bytearray] = {}
         #: Other functions to be called.
         self._calls: list[Callable[[], None]] = []
@@ -78,18 +78,18 @@ class DiskThread:
         self._failing_files: set[Path] = set()
 
     def replace(self, path: Path, make: Callable[[], str]) -> None:
-        """Replace the content of a file in the thread.
+        """Let the thread replace the content of a file. The call itself does not wait.
 
         Args:
-            path: The file. It replaces an earlier replacement that is still pending.
-            make: Returns the new content. It is called in the thread, once for each try.
+            path: The file. An earlier replacement of this file that is still pending is dropped.
+            make: Returns the new content. The thread calls it before each try to write the file.
         """
         with self._changed:
             self._replacements[path] = make
             self._wake()
 
     def append(self, path: Path, line: str) -> None:
-        """Append a line to a file in the thread. Lines of one file keep their order."""
+        """Let the thread append a line to a file. The lines of a file keep their order."""
         with self._changed:
             lines = self._lines.setdefault(path, bytearray())
             if len(lines) < _MAX_PENDING_BYTES:
@@ -97,7 +97,7 @@ class DiskThread:
             self._wake()
 
     def do(self, function: Callable[[], T]) -> Future[T]:
-        """Call a function once in the thread, after all earlier writes were tried.
+        """Let the thread call a function once, after it has tried all earlier writes.
 
         Returns:
             A future with the result or the exception of the function.
@@ -118,7 +118,11 @@ class DiskThread:
         return future
 
     def flush(self, within_s: float) -> bool:
-        """Wait until all work is done. Return False if it is not done within the time limit."""
+        """Wait until all work is done.
+
+        Returns:
+            True if all work is done, False if `within_s` seconds have passed before.
+        """
         with self._changed:
             return self._changed.wait_for(lambda: not self._has_work(), within_s)
 
@@ -126,7 +130,10 @@ class DiskThread:
         return bool(self._replacements or self._lines or self._calls or self._is_busy)
 
     def _wake(self) -> None:
-        """Start the thread at the first call, and tell it about new work. The lock must be held."""
+        """Notify the thread about new work, and start it at the first call.
+
+        The caller must hold the lock.
+        """
         self._has_new_work = True
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
@@ -167,7 +174,7 @@ class DiskThread:
                 self._changed.notify_all()
 
     def _try_write(self, path: Path, write: Callable[[], None]) -> bool:
-        """Write a file. Return False if the disk refused it, so that it should be retried."""
+        """Call a function that writes a file. Return False if it failed and must be retried."""
         try:
             write()
         except OSError as error:
@@ -189,11 +196,11 @@ def _replace(path: Path, make: Callable[[], str]) -> None:
 
 
 def _append(path: Path, lines: bytearray) -> None:
-    """Append lines to a file. The bytes that were written are removed from `lines`."""
+    """Append lines to a file, and remove the written bytes from `lines`."""
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         while lines:
-            # A nearly full disk may accept only a part of the bytes.
+            # If the disk is nearly full, the call may write only a part of the bytes.
             del lines[: os.write(fd, lines)]
     finally:
         os.close(fd)

@@ -1,4 +1,4 @@
-"""Read the lines of a log while a program appends to it and the log is rotated."""
+"""Read the lines of a log file while a program writes to it, also when the log file is rotated."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 
-#: Number of bytes before the read position of a log that are compared to detect truncation.
+#: Number of bytes before the read position that are remembered. If the log file has other bytes
+#: there at the next read, it was truncated.
 _TAIL_BYTES = 64
 
 
 class _OpenLog:
-    """An open log file, which keeps its identity if it is renamed, and its read position."""
+    """An open log file and the position up to which it was read. It stays open if it is renamed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.file = FileIO(path)
         stat = os.fstat(self.file.fileno())
-        #: Device and inode, which identify the file under any name.
+        #: Device number and inode number. They identify the file even after it is renamed.
         self.file_id = (stat.st_dev, stat.st_ino)
         self._position = 0
-        #: Last bytes before the read position. If the file has other bytes there, it was truncated
-        #: and has grown again.
+        #: Last bytes before the read position. If the file has other bytes there, it was truncated,
+        #: and a program has written new content.
         self._tail = b""
         #: Bytes that were read but not yet returned, because their line has no newline yet.
         self.pending = b""
@@ -31,7 +32,8 @@ class _OpenLog:
     def read_more(self) -> None:
         """Append the new content of the file to `pending`.
 
-        If the file was copied and truncated, the end of the old content is read from the copy.
+        If log rotation has copied and truncated the file, the unread end of the old content is read
+        from the copy.
         """
         content = self._read_from_position(self.file)
         copied = b""
@@ -46,7 +48,12 @@ class _OpenLog:
         self.pending += copied + content
 
     def read_lines(self, *, is_last: bool) -> list[str]:
-        """Return the new complete lines. If `is_last`, also return an incomplete last line."""
+        """Return the complete lines that were added to the file since the last call.
+
+        Args:
+            is_last: True if the file will not grow any more. An incomplete last line is then
+                returned as well, and the file is closed.
+        """
         self.read_more()
         *lines, self.pending = self.pending.split(b"\n")
         if is_last:
@@ -55,7 +62,7 @@ class _OpenLog:
         return [line.removesuffix(b"\r").decode("utf-8", errors="replace") for line in lines]
 
     def _read_rest_from_copy(self) -> bytes:
-        """Return the bytes that the log received after the last read and before its truncation."""
+        """Return the bytes that were written after the last read and before the truncation."""
         for copy in _rotated_files(self._path):
             with suppress(OSError), FileIO(copy) as file:
                 content = self._read_from_position(file)
@@ -64,15 +71,16 @@ class _OpenLog:
         return b""
 
     def _read_from_position(self, file: FileIO) -> bytes | None:
-        """Return the content after the read position, or None if the file does not fit to it.
+        """Return the content of a file after the read position.
 
-        A file fits if it has the expected bytes before the read position.
+        Return None if the bytes before the read position are not the remembered bytes. The file
+        then has other content than the log had at the last read.
         """
         start = self._position - len(self._tail)
         file.seek(start)
         data = file.read()
 
-        # The file may have been truncated, and may have grown again, during the read.
+        # Read the beginning again. If it differs, the file was truncated during the first read.
         compared_bytes = len(self._tail) + _TAIL_BYTES
         file.seek(start)
         is_stable = file.read(compared_bytes).startswith(data[:compared_bytes])
@@ -82,7 +90,7 @@ class _OpenLog:
 
 
 def _rotated_files(log: Path) -> list[Path]:
-    """Return the files that a log was rotated to, newest first.
+    """Return the older files of a log that log rotation has renamed or copied, newest first.
 
     Examples: `trainer.log.1`, `trainer.log-20260102`. Compressed files are not returned.
     """
@@ -95,15 +103,15 @@ def _rotated_files(log: Path) -> list[Path]:
 
 
 class LogFile:
-    """Reads the new lines of a log, and keeps track of the log when it is rotated.
+    """Reads the new lines of a log file, also when the log file is rotated.
 
-    Each line is returned exactly once, both if rotation renames the log and if rotation copies and
-    truncates the log.
+    Each line is returned exactly once. This holds if log rotation renames the file, and if it
+    copies and then truncates the file.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        #: Files that are still read, by device and inode.
+        #: Open files of the log, by device number and inode number.
         self._open_logs: dict[tuple[int, int], _OpenLog] = {}
         self._was_read = False
 
@@ -112,21 +120,22 @@ class LogFile:
 
         Args:
             is_last: True if the log will not grow any more. An incomplete last line is then
-                returned, too.
+                yielded as well.
         """
         if not self._was_read:
             self._open_rotated_files()
         self._open(self._path)
-        # A program may continue to write to a renamed log, so its file stays open.
+        # After a rename, the program may continue to write to the old file. Therefore old files
+        # stay open and are read, too.
         for log in self._open_logs.values():
             yield from log.read_lines(is_last=is_last)
 
     def _open_rotated_files(self) -> None:
-        """Before the first read, also open the files that the log was rotated to earlier.
+        """Open the older files of the log before the first read, so that their lines come first.
 
-        Their lines come first. A copy whose content is still in the log itself is skipped. To
-        notice a rotation that happens just now, the log is read both before and after the search
-        for its copies.
+        An older file is skipped if it is a copy of content that is still in the log file. The log
+        file is read both before and after the search for older files. Otherwise a rotation during
+        the search could lose lines.
         """
         self._open(self._path)
         current = self._open_logs
@@ -146,7 +155,7 @@ class LogFile:
         self._was_read = any(log.pending for log in self._open_logs.values())
 
     def _open(self, path: Path) -> None:
-        """Open a file unless it is already open under this or another name."""
+        """Open a file of the log, unless it is already open under this or another name."""
         with suppress(OSError):
             log = _OpenLog(path)
             if self._open_logs.setdefault(log.file_id, log) is not log:

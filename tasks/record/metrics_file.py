@@ -1,6 +1,6 @@
 """Read the metrics file of a training while the training appends to it.
 
-The verdict, the progress and the curve of a run all use this module, so that they agree.
+The check for success, the progress and the curve of a run use this module, so that they agree.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ _FINGERPRINT_EDGE_BYTES = 256
 class FileFingerprint(Recorded):
     """Identity of a file at one moment, used to detect later that the file was replaced.
 
-    It uses no modification time, because the clock of a network file system may belong to another
-    machine. It uses no device number either, because hosts number the same network file system
-    differently.
+    It does not contain the modification time, which may come from the clock of another machine. It
+    does not contain the device number either, because each host has its own number for the same
+    network file system.
     """
 
     #: Inode number, or 0 if the file did not exist.
     inode: int = 0
     #: Size of the file in bytes.
     length: int = 0
-    #: Hash of the first and last bytes, as 16 hexadecimal digits; empty if there was no file.
+    #: Hash of the first 256 and the last 256 bytes, as 16 hexadecimal digits. Empty if the file did
+    #: not exist.
     digest: str = ""
 
     @staticmethod
@@ -102,16 +103,17 @@ class MetricsFile:
 
         self.has_more = len(data) == _CHUNK_BYTES
         if not data:
-            return []  # An incomplete last line was already returned by an earlier call.
+            return []  # An earlier call has already returned the incomplete last line.
 
         *lines, self._incomplete_line = (self._incomplete_line + data).split(b"\n")
         objects = [_parse_object(line) for line in (*lines, self._incomplete_line)]
         return [parsed for parsed in objects if parsed]
 
     def _restart_if_replaced(self, file: BinaryIO) -> None:
-        """Go back to the beginning if the file no longer starts with the content that was read."""
+        """Go back to the beginning if the content that was already read has changed."""
         if FileFingerprint.at(file, self._consumed.length) != self._consumed:
-            # If the content of an earlier attempt is gone at the first read, that is no restart.
+            # At the first read, only the content of an earlier attempt can be missing. This is not
+            # a restart during this attempt.
             if self._was_opened:
                 self.restarts += 1
             self._consumed = FileFingerprint()

@@ -3,7 +3,7 @@
 - `Exit`: the end of a process
 - `Failure`: the cause of a failed attempt
 - `Verdict`: the result of an attempt
-- `Trouble`: the reason for ending a component that is still alive
+- `GiveUpReason`: the reason for ending a component that is still alive
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from tasks.spec.formatting import join_commas
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exit:
-    """End of a process."""
+    """How a process ended."""
 
     #: Exit code, or None if a signal ended the process or the status is unknown.
     exit_code: int | None
     #: Number of the signal that ended the process, or None.
     signal: int | None
-    #: Time at which the parent process noticed the end, in seconds of CLOCK_MONOTONIC. Values from
-    #: different processes can be compared.
+    #: Time at which the parent process noticed the end, in seconds of CLOCK_MONOTONIC. All
+    #: processes of a machine share this clock, so their times can be compared.
     at_monotonic_s: float
     #: Explanation of an unusual or unknown status, or an empty string.
     note: str = ""
 
     @staticmethod
     def from_return_code(code: int | None, at_monotonic_s: float, note: str = "") -> Exit:
-        """Return the end of a process with a return code in the style of `subprocess`.
+        """Return how a process ended, from a return code as in the module `subprocess`.
 
         Args:
             code: The exit code, the negative number of a signal, or None if unknown.
@@ -78,14 +78,15 @@ def signal_name(signum: int) -> str:
 
 
 class Recorded(BaseModel):
-    """Base class of the objects in `run.json`. The keys are written in the order of the fields.
+    """Base class of the objects in `run.json`.
 
-    Unknown keys, which another version of Muster has written, are kept.
+    The JSON keys are written in the order of the fields. Keys that this version of Muster does not
+    know, because another version has written them, are kept.
     """
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
-    #: Names of the fields that are omitted from the file if they are empty.
+    #: Names of the fields that are not written to `run.json` if they are empty.
     if_any: ClassVar[tuple[str, ...]] = ()
 
     @model_serializer(mode="wrap")
@@ -97,30 +98,35 @@ class Recorded(BaseModel):
         return content
 
     def with_changes(self, **changes: object) -> Self:
-        """Return a copy with these fields changed."""
+        """Return a copy of the object in which the named fields have new values."""
         return self.model_copy(update=changes)
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain data that can be written as JSON."""
+        """Return the object as a dict that can be written as JSON."""
         return self.model_dump(mode="json")
 
 
 class Failure(Recorded):
-    """Cause of a failed attempt. It names the first component that failed, not a later victim."""
+    """Cause of a failed attempt.
 
+    It names the component that failed first. Other components often fail later as a consequence.
+    """
+
+    #: Kind of the failure.
     kind: FailureKind
     #: Name of the component that failed first. None if no component failed, for example because the
-    #: gang can never fit into the cluster.
+    #: cluster can never provide enough GPUs for the run.
     component: str | None = None
-    #: Exit code of the component, or None.
+    #: Exit code of the component. None if it has none, because a signal ended the component or it
+    #: did not end.
     exit_code: int | None = None
     #: Name of the signal that ended the component, such as `SIGSEGV`, or None.
     signal: str | None = None
-    #: Line for the user that says what happened and which values were found.
+    #: Message for the user that says what happened and which values were found.
     message: str
-    #: Id of the rule that recognised the cause.
+    #: Name of the rule that recognised the cause, such as `cuda-oom`, or an empty string.
     rule: str = ""
-    #: Line of the log that the rule matched.
+    #: Log line that the rule matched, or an empty string.
     line: str = ""
     #: Advice for the user, or an empty string.
     hint: str = ""
@@ -129,7 +135,7 @@ class Failure(Recorded):
 
     @property
     def has_ended(self) -> bool:
-        """True if the component failed by ending, not by being stopped while it was alive."""
+        """True if the component ended, False if Muster stopped it while it was alive."""
         return self.exit_code is not None or self.signal is not None
 
     def __str__(self) -> str:
@@ -141,24 +147,26 @@ class Failure(Recorded):
 class Verdict:
     """Result of an attempt."""
 
-    #: COMPLETED, FAILED or CANCELLED. RUNNING if the attempt continues without this process.
+    #: COMPLETED, FAILED or CANCELLED. RUNNING if the attempt continues after this flow process
+    #: ends.
     state: RunState
-    #: Line for the user: `60/60 steps`, `RUNTIME_ERROR: trainer killed by SIGSEGV ...`.
+    #: Message for the user: `60/60 steps`, `RUNTIME_ERROR: trainer killed by SIGSEGV ...`.
     message: str
     #: Cause of the failure if the state is FAILED, otherwise None.
     failure: Failure | None = None
-    #: Time of the event that decided the verdict, in seconds of CLOCK_MONOTONIC. If there are
-    #: several verdicts, the earliest one counts.
+    #: Time of the event that decided the result, in seconds of CLOCK_MONOTONIC. If several parts of
+    #: Muster report a result for an attempt, the earliest result is used.
     at_monotonic_s: float = 0.0
-    #: Leftovers of each component that could not be ended: pids of processes on this machine that
-    #: survived SIGKILL, and descriptions of leftovers on other machines.
+    #: Leftover processes that could not be ended, by component. Each is the pid of a process on
+    #: this machine that survived SIGKILL, or a text that describes a process on another machine.
     left: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
-    #: Descriptions of the machines that could not be checked for leftovers, by component.
+    #: Texts that describe the machines that could not be checked for leftover processes, by
+    #: component.
     unseen: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @staticmethod
     def failed(failure: Failure, at_monotonic_s: float) -> Verdict:
-        """Return the verdict of an attempt with this failure."""
+        """Return the result of an attempt that failed for this reason."""
         return Verdict(
             state=RunState.FAILED,
             message=str(failure),
@@ -167,10 +175,10 @@ class Verdict:
         )
 
     def with_leftovers(self, left: Mapping[str, tuple[int | str, ...]]) -> Verdict:
-        """Return the verdict for an attempt with leftovers that could not be ended: FAILED.
+        """Return the result with the state FAILED, because leftover processes could not be ended.
 
         Args:
-            left: The leftovers of each component; see the field `left`.
+            left: The leftover processes of each component; see the field `left`.
         """
         remains = (
             f"some processes survived SIGKILL ({_by_name(left)}). They probably wait for a device "
@@ -188,9 +196,12 @@ class Verdict:
         return replace(Verdict.failed(failure, self.at_monotonic_s), left=left)
 
     def with_unseen(self, unseen: Mapping[str, tuple[str, ...]]) -> Verdict:
-        """Return the verdict with a note on machines that could not be checked for leftovers.
+        """Return the result with a note about machines that could not be checked.
 
         The state stays the same.
+
+        Args:
+            unseen: Texts that describe the machines with possible leftover processes, by component.
         """
         if not unseen:
             return self
@@ -209,22 +220,22 @@ def _by_name(items: Mapping[str, tuple[int | str, ...]]) -> str:
 class GiveUpReason:
     """Reason for ending a component that is still alive."""
 
-    #: Kind of the failure. None if the component's log must be searched for it.
+    #: Kind of the failure, or None if the log of the component must be searched for the kind.
     kind: FailureKind | None
-    #: Id of the rule that noticed the trouble.
+    #: Name of the check that found the reason, such as `live` for the liveness probe.
     rule: str
-    #: Line for the user.
+    #: Message for the user.
     message: str
-    #: End of a child process of the component, if that was the reason, otherwise None.
+    #: How a child process of the component ended, if that is the reason, otherwise None.
     exit: Exit | None = None
 
 
 class GivenUp(Exception):
-    """The start of a component failed: for example, it was not ready in time.
+    """A component could not be started, or it was not ready in time.
 
-    Other reasons are a port that is in use, and a Ray cluster that refused the job or did not start
-    it in time. `loss` has the reason. If the component is a Ray job, the caller must still end the
-    job.
+    Other reasons are a port that is in use, and a Ray cluster that rejected the Ray job or did not
+    start it in time. The attribute `loss` has the reason. If the component is a Ray job, the caller
+    must still end the job.
     """
 
     def __init__(self, loss: GiveUpReason) -> None:

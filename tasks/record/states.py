@@ -22,13 +22,13 @@ class RunState(Enum):
     STARTING = "starting"
     #: All components are ready.
     RUNNING = "running"
-    #: The verdict is known, and the components are being stopped in reverse order.
+    #: The result of the attempt is known. The components are being stopped in reverse order.
     STOPPING = "stopping"
     #: The run met the success criteria of its spec and left no process behind.
     COMPLETED = "completed"
     #: The run failed; its failure names the cause.
     FAILED = "failed"
-    #: A user ended the run, or it was ended together with its flow process.
+    #: A user cancelled the run, or its flow process was stopped from outside.
     CANCELLED = "cancelled"
 
     @property
@@ -37,18 +37,18 @@ class RunState(Enum):
 
 
 _S = RunState
-#: Legal transitions: `LEGAL_MOVES[old_state]` is the set of new states. If
-#: components may be alive, a run reaches a final state only through STOPPING, so no run is final
-#: while a component is alive.
+#: Legal transitions of a run: `LEGAL_TRANSITIONS[old_state]` is the set of possible new states.
+#: From a state with live components, a run reaches a final state only through STOPPING. A run in a
+#: final state therefore has no live component.
 LEGAL_TRANSITIONS: dict[RunState, frozenset[RunState]] = {
     _S.QUEUED: frozenset({_S.PENDING_RESOURCES, _S.ADMITTED, _S.FAILED, _S.CANCELLED}),
     _S.PENDING_RESOURCES: frozenset({_S.ADMITTED, _S.FAILED, _S.CANCELLED}),
     _S.ADMITTED: frozenset({_S.STARTING, _S.PENDING_RESOURCES, _S.FAILED, _S.CANCELLED}),
     _S.STARTING: frozenset({_S.RUNNING, _S.STOPPING}),
     _S.RUNNING: frozenset({_S.STOPPING}),
-    # After a failed attempt, a run may wait for its next attempt (PENDING_RESOURCES). If its flow
-    # process was killed before it had ended a Ray job, the next process resumes the attempt
-    # (STARTING).
+    # PENDING_RESOURCES: after a failed attempt, the run waits for its next attempt. STARTING: the
+    # flow process was killed while a Ray job of the attempt was alive, and the next flow process
+    # continues the attempt.
     _S.STOPPING: frozenset(
         {_S.COMPLETED, _S.FAILED, _S.CANCELLED, _S.PENDING_RESOURCES, _S.STARTING}
     ),
@@ -59,19 +59,20 @@ LEGAL_TRANSITIONS: dict[RunState, frozenset[RunState]] = {
 
 
 def find_recovery_transitions(before: RunState, after: RunState) -> tuple[RunState, ...]:
-    """Return the legal transitions that bring a run without a flow process to a new state.
+    """Return the transitions that change a run without a flow process from one state to another.
 
     If components may have been alive, the transitions pass through STOPPING.
 
     Returns:
-        The states after `before`, ending with `after`; empty if both are the same.
+        The states after `before`, ending with `after`. The result is empty if both are equal.
 
     Raises:
         IllegalTransition: No sequence of legal transitions leads to the new state.
     """
     if before is after:
         return ()
-    # The last sequence is needed if a component started before the record could be written.
+    # The last sequence is for a flow process that was killed after it had started a component, and
+    # before it had written the state STARTING.
     for moves in ((after,), (_S.STOPPING, after), (_S.STARTING, _S.STOPPING, after)):
         states = (before, *moves)
         if all(new in LEGAL_TRANSITIONS[old] for old, new in pairwise(states)):
@@ -82,9 +83,12 @@ def find_recovery_transitions(before: RunState, after: RunState) -> tuple[RunSta
 
 
 class GroupState(Enum):
-    """State of a lifecycle group. If one of its servers fails, the whole group is INACTIVE."""
+    """State of a lifecycle group, whose inference servers are started and stopped together.
 
-    #: The processes are started for the first time, or the model is loading.
+    If one of the servers fails, the whole group is INACTIVE.
+    """
+
+    #: The processes of the group are starting, or its model is loading.
     STARTING = "starting"
     #: The group serves requests.
     ACTIVE = "active"
@@ -102,7 +106,8 @@ class GroupState(Enum):
 
 _G = GroupState
 
-#: Legal transitions: `MOVES[old_state]` is the set of new states.
+#: Legal transitions of a lifecycle group: `LEGAL_GROUP_TRANSITIONS[old_state]` is the set of
+#: possible new states.
 LEGAL_GROUP_TRANSITIONS: Mapping[GroupState, frozenset[GroupState]] = {
     _G.STARTING: frozenset({_G.ACTIVE, _G.STALE, _G.INACTIVE, _G.RETIRED}),
     _G.ACTIVE: frozenset({_G.SUSPECT, _G.STALE, _G.INACTIVE, _G.RETIRED}),
@@ -113,7 +118,7 @@ LEGAL_GROUP_TRANSITIONS: Mapping[GroupState, frozenset[GroupState]] = {
     _G.RETIRED: frozenset({_G.INACTIVE}),
 }
 
-#: States in which a group receives requests.
+#: States in which a lifecycle group receives inference requests.
 SERVING_STATES = frozenset({_G.ACTIVE, _G.SUSPECT})
-#: States in which the processes of a group run and are watched.
+#: States in which the processes of a lifecycle group run and are supervised.
 RUNNING_STATES = frozenset({_G.STARTING, _G.ACTIVE, _G.SUSPECT, _G.STALE})

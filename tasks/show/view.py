@@ -30,7 +30,7 @@ class Shown:
     #: Short paragraphs in Markdown for the card on the run's page. The card cuts each paragraph
     #: after about 40 letters. Older versions of the UI show only the first paragraph.
     headline: str
-    #: Full content. Depending on `type`, it is Markdown, a JSON list of table rows, or a percentage.
+    #: Full content. As `type` says, it is Markdown, a JSON list of table rows, or a percentage.
     data: str | float
     #: Type of the artifact in Prefect.
     type: Literal["markdown", "table", "progress"] = "markdown"
@@ -66,8 +66,8 @@ class Row:
     began_at: float | None = None
     #: End time in UTC epoch seconds, or None if the component has not ended.
     ended_at: float | None = None
-    #: Short text for the user, such as the last result of the readiness probe, the exit code, or the
-    #: number of serving engines.
+    #: Short text for the user, such as the last result of the readiness probe, the exit code, or
+    #: the number of serving engines.
     note: str = ""
     #: Reason why the last readiness probe failed, or an empty string.
     unready: str = ""
@@ -312,8 +312,8 @@ class RunSeen:
             case "probe.failed" if event.probe != "live":
                 self._change(name, note=event.reason, unready=event.reason)
             case "component.ready":
-                # The note may be the reason of an earlier failed probe, which is outdated now. Notes
-                # about the Ray job or the engines remain valid.
+                # The note may be the reason of a failed probe, which is outdated now. Notes about
+                # the Ray job or the engines remain valid.
                 stays_valid = note.startswith("job ") or (name == FLEET and "engines" in note)
                 new_note = note if stays_valid else row.status
                 self._change(name, stage=Standing.READY, note=new_note)
