@@ -96,7 +96,7 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
         (flow_run(RUNNING, 29.9), host(), None),
         # from the future, as after a jump of the clock
         (flow_run(RUNNING, -3600), host(), None),
-        # flow runs that are scheduled, paused or finished are left alone
+        # scheduled, paused and finished flow runs keep their states
         (flow_run(StateType.SCHEDULED, 9000), host(), None),
         (flow_run(StateType.PAUSED, 9000), host(), None),
         (flow_run(StateType.COMPLETED, 9000), host(), None),
@@ -160,9 +160,7 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
         (flow_run(RUNNING, 60, parameters=ADOPTS), GONE, "Crashed"),
     ],
 )
-def test_lost_flow_run_gets_the_state_that_is_true(
-    run: FlowRun, here: Host, state: str | None
-) -> None:
+def test_lost_flow_run_gets_its_true_state(run: FlowRun, here: Host, state: str | None) -> None:
     proposed = state_of_lost(run, here, NOW)
 
     assert (proposed and proposed.name) == state
@@ -211,7 +209,7 @@ def test_host_of_a_flow_run_is_read_from_labels_or_tags(run: FlowRun, name: str 
 
 
 def closed(state: RunState, by_loss: bool = False) -> RunJson:
-    """Return the record of a closed run whose one attempt failed by the loss of its process."""
+    """Return the record of an ended run. With `by_loss`, its failure is the loss of its process."""
     rule = FLOW_LOST if by_loss else "of its own"
     failure = Failure(kind=FailureKind.UNKNOWN, message="m", rule=rule)
     attempt = AttemptRecord(number=1, state=state, failure=failure)
@@ -219,7 +217,7 @@ def closed(state: RunState, by_loss: bool = False) -> RunJson:
 
 
 @pytest.mark.parametrize(
-    ("before", "record", "name", "message"),
+    ("judged_state", "record", "name", "message"),
     [
         (RUNNING, closed(RunState.FAILED, by_loss=True), "Crashed", "the cause"),
         # the run ended, but its process was killed before the server got the final state
@@ -241,9 +239,9 @@ def closed(state: RunState, by_loss: bool = False) -> RunJson:
     ],
 )
 def test_closed_record_decides_the_state_on_the_server(
-    before: StateType | None, record: RunJson | None, name: str | None, message: str | None
+    judged_state: StateType | None, record: RunJson | None, name: str | None, message: str | None
 ) -> None:
-    state = state_of_closed(State(type=before) if before else None, record, "the cause")
+    state = state_of_closed(State(type=judged_state) if judged_state else None, record, "the cause")
 
     assert (state and state.name, state and state.message) == (name, message)
 
@@ -275,17 +273,17 @@ class FakeServer:
 
 
 def test_state_is_proposed_if_the_server_still_has_the_judged_state() -> None:
-    before = Running()
-    server = FakeServer(states=[before])
+    judged_state = Running()
+    server = FakeServer(states=[judged_state])
 
-    is_accepted = propose(server, str(FLOW_RUN), before, Crashed())  # type: ignore[arg-type]
+    is_accepted = propose(server, str(FLOW_RUN), judged_state, Crashed())  # type: ignore[arg-type]
 
     assert is_accepted
     assert [state.name for state in server.proposed_states] == ["Crashed"]
 
 
 @pytest.mark.parametrize("current_state", [Running(), Completed(), Cancelled(), Scheduled()])
-def test_flow_run_whose_state_changed_is_left_alone(current_state: State[Any]) -> None:
+def test_flow_run_with_a_new_state_is_not_changed(current_state: State[Any]) -> None:
     server = FakeServer(states=[current_state])
 
     is_accepted = propose(server, str(FLOW_RUN), Running(), Crashed())  # type: ignore[arg-type]
@@ -295,10 +293,10 @@ def test_flow_run_whose_state_changed_is_left_alone(current_state: State[Any]) -
 
 
 def test_state_rejected_by_the_server_counts_as_not_set() -> None:
-    before = Running()
-    server = FakeServer(states=[before], accepts=False)
+    judged_state = Running()
+    server = FakeServer(states=[judged_state], accepts=False)
 
-    is_accepted = propose(server, str(FLOW_RUN), before, Crashed())  # type: ignore[arg-type]
+    is_accepted = propose(server, str(FLOW_RUN), judged_state, Crashed())  # type: ignore[arg-type]
 
     assert not is_accepted
 

@@ -149,7 +149,7 @@ def test_worker_help_adds_to_prefect_s_help_and_reconciles_nothing(
     monkeypatch.setattr(os, "execv", lambda *words: executed_commands.append(words))
     monkeypatch.setattr(worker, "reconcile_host", lambda: pytest.fail("it reconciles"))
     monkeypatch.setattr(sys, "argv", ["worker", "--help"])
-    # The worker ignores some signals before it replaces itself with Prefect's worker.
+    # The worker would otherwise change the signal handlers of this process.
     monkeypatch.setattr(worker.signal, "signal", lambda *_: None)
 
     worker.main()

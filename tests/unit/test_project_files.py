@@ -171,9 +171,7 @@ def test_make_lists_every_target() -> None:
 
 
 @pytest.mark.parametrize("workers", ["-n0", "-n1"])
-def test_test_session_with_a_leftover_process_fails_and_names_it(
-    tmp_path: Path, workers: str
-) -> None:
+def test_session_with_a_leftover_process_fails_and_names_it(tmp_path: Path, workers: str) -> None:
     # The copy waits 0.2 s for leftover processes to exit, instead of many seconds.
     conftest = re.sub(r"(?m)^(_LEFTOVERS_WITHIN_S) = .*$", r"\1 = 0.2", CONFTEST.read_text())
     (tmp_path / "conftest.py").write_text(conftest)

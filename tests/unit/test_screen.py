@@ -146,11 +146,11 @@ def test_markup_in_foreign_text_is_printed_literally() -> None:
 
 
 def test_plain_output_has_neither_region_nor_colours() -> None:
-    out = io.StringIO()
+    output = io.StringIO()
 
-    Screen(out.write, is_live=False).show([line_of("\x1b[31mred", "bold red")], region("a"))
+    Screen(output.write, is_live=False).show([line_of("\x1b[31mred", "bold red")], region("a"))
 
-    assert out.getvalue() == "red\n"
+    assert output.getvalue() == "red\n"
 
 
 @pytest.mark.parametrize(
