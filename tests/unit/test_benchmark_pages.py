@@ -1,4 +1,4 @@
-"""BENCHMARKS.md and the tables of docs/limits.md say what was kept, and nothing else."""
+"""Tests that BENCHMARKS.md and the tables of docs/limits.md match the stored measurements."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tests.benchmarks.records import read_all
 
 
 def limit(bound: float) -> Limit:
+    """Return a limit of the number of runs: a duration may be at most `bound` milliseconds."""
     return Limit(what="runs", group="a", bound=bound, bound_text="so much")
 
 
@@ -20,18 +21,18 @@ def limit(bound: float) -> Limit:
     [
         # 5 + 0.5 n
         ((10.0, 55.0, 505.0), 1_000, "1,900"),
-        # never more than ten times what was tried
+        # at most ten times the largest measured size
         ((10.0, 55.0, 505.0), 100_000, "over 10,000"),
-        # flat, and falling
+        # constant and falling durations
         ((7.0, 7.0, 7.0), 1_000, "over 10,000"),
         ((9.0, 8.0, 7.0), 1_000, "over 10,000"),
-        # reached before anything was measured
+        # the line is above the bound at every size
         ((10.0, 55.0, 505.0), 1, "0"),
-        # few are told exactly
+        # small limits are not rounded
         ((10.0, 55.0, 505.0), 12, "14"),
     ],
 )
-def test_a_limit_is_where_the_line_meets_its_bound(
+def test_limit_is_the_size_at_which_the_line_reaches_the_bound(
     values: tuple[float, ...], bound: float, expected: str
 ) -> None:
     line = line_through(list(zip((10, 100, 1_000), values, strict=True)), "ms")
@@ -40,21 +41,22 @@ def test_a_limit_is_where_the_line_meets_its_bound(
     assert carried(limit(bound), line) == expected
 
 
-def test_the_pages_are_made_of_what_was_kept() -> None:
-    kept = read_all()
+def test_pages_match_the_stored_measurements() -> None:
+    measurements = read_all()
     limits = (records.ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
 
-    assert set(kept) <= set(NAMES)
-    assert (records.ROOT / "BENCHMARKS.md").read_text(encoding="utf-8") == page(kept, NAMES)
-    assert limits == limits_page.filled(limits, kept), "`make bench ARGS=--page` writes it"
+    assert set(measurements) <= set(NAMES)
+    benchmarks = (records.ROOT / "BENCHMARKS.md").read_text(encoding="utf-8")
+    assert benchmarks == page(measurements, NAMES)
+    assert limits == limits_page.filled(limits, measurements), "`make bench ARGS=--page` writes it"
 
 
 def test_every_series_of_the_limits_is_measured() -> None:
-    kept = read_all()["limits"]
-    measured = {figure.group for figure in kept.figures}
+    measurement = read_all()["limits"]
+    measured = {figure.group for figure in measurement.figures}
 
     unknown = {limit.group for limit in limits_page.LIMITS} - measured
 
-    if kept.missing:
+    if measurement.missing:
         unknown = {group for group in unknown if "PostgreSQL" not in group}
     assert not unknown

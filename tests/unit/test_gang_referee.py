@@ -1,4 +1,4 @@
-"""The referee of the gang queue detects each broken promise in a history written by hand."""
+"""Tests of the referee of the gang queue: it detects each broken promise in a written history."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 
 from tests.support.gang_referee import History, Part, State, judge
 
-ALONE, PAIR = {"n1": 8}, {"n1": 8, "n2": 8}
+#: GPUs of each node, in a cluster of one node and in a cluster of two nodes.
+ALONE = {"n1": 8}
+PAIR = {"n1": 8, "n2": 8}
 
 
 def run(
@@ -24,12 +26,21 @@ def run(
     seen: str = "",
     **changes: Any,
 ) -> History:
-    """A run that was submitted at `number` / 100 s and admitted at `pending`.
+    """Return the history of a correct run with one component, submitted at `number` / 100 s.
 
-    Its only component has recorded everything correctly.
+    Args:
+        number: Number of the run, which also is its position in the queue.
+        pending: Time of its admission, in seconds.
+        ends: Time of its end, in seconds.
+        gpus: Number of GPUs on each node.
+        on: Names of its nodes.
+        rank: Priority of its queue: a lower number goes first.
+        end: Type of its final state.
+        seen: Devices that the component saw, one character each. Default: the granted devices.
+        changes: Fields of the history to replace.
     """
     placed = dict.fromkeys(on, gpus)
-    life = Part(
+    component = Part(
         attempt=1,
         pid=100 + number,
         began=pending + 1,
@@ -46,44 +57,58 @@ def run(
         State(at=pending + 0.5, type="RUNNING", name="Running"),
         State(at=ends, type=end, name=end.title()),
     ]
-    given = {"name": f"r{number}", "nodes": len(on), "gpus": gpus, "place": (rank, number)}
-    return History(**{**given, "placed": placed, "parts": [life], "states": states, **changes})
+    fields = {
+        "name": f"r{number}",
+        "nodes": len(on),
+        "gpus": gpus,
+        "place": (rank, number),
+        "placed": placed,
+        "parts": [component],
+        "states": states,
+    }
+    return History(**{**fields, **changes})
 
 
-def requeued(back: float, again: float, ends: float) -> History:
-    """The first run, returned to the queue and admitted a second time."""
-    first, second = run(1, 1, back), run(1, again, ends)
-    waits = State(at=back, type="SCHEDULED", name="PendingResources", due=back + 1)
+def requeued(requeued_at: float, readmitted_at: float, ends: float) -> History:
+    """Return the history of run 1, which is requeued and admitted a second time. Times in s."""
+    first = run(1, 1, requeued_at)
+    second = run(1, readmitted_at, ends)
+    queued = State(at=requeued_at, type="SCHEDULED", name="PendingResources", due=requeued_at + 1)
     parts = [*first.parts, replace(second.parts[0], attempt=2, pid=201)]
-    return replace(second, parts=parts, states=[*first.states[:-1], waits, *second.states[2:]])
+    return replace(second, parts=parts, states=[*first.states[:-1], queued, *second.states[2:]])
 
 
-ONE, BOTH = run(1, 1, 5), ("n1", "n2")
+#: A correct run on node n1, admitted at 1 s, that ends at 5 s.
+ONE = run(1, 1, 5)
+BOTH = ("n1", "n2")
 
 
 def with_state(at: float, type: str, name: str) -> History:
+    """Return the history `ONE` with one more state."""
     states = [*ONE.states, State(at=at, type=type, name=name)]
     return replace(ONE, states=sorted(states, key=lambda state: state.at))
 
 
 def with_part(attempt: int, began: float, ended: float) -> History:
+    """Return the history `ONE` with one more component, whose pid is 7."""
     return replace(ONE, parts=[*ONE.parts, Part(attempt=attempt, pid=7, began=began, ended=ended)])
 
 
 def seeing(*devices: str | None, host: str = "n1") -> History:
-    seen = None if None in devices else devices
-    return replace(ONE, parts=[replace(ONE.parts[0], devices=seen, host=host)])
+    """Return the history `ONE` with other devices, or with None if the component saw no list."""
+    devices_seen = None if None in devices else devices
+    return replace(ONE, parts=[replace(ONE.parts[0], devices=devices_seen, host=host)])
 
 
 @pytest.mark.parametrize(
     ("runs", "nodes"),
     [
         ([ONE, run(2, 1.2, 9, on=["n2"]), run(3, 9.1, 12, on=BOTH), run(4, 12.1, 14, 3)], PAIR),
-        # GPUs that are given back and taken in the same instant
+        # GPUs that one run releases and another run gets at the same time
         ([ONE, run(2, 5, 9)], ALONE),
         # a queue with a higher priority goes first
         ([ONE, run(3, 5.1, 9, rank=0), run(2, 9.1, 12)], ALONE),
-        # a requeued run keeps its position, and holds nothing meanwhile
+        # a requeued run keeps its position, and holds no GPUs while it waits
         ([requeued(5, 6.5, 9), run(2, 9.1, 12)], ALONE),
     ],
 )
@@ -113,7 +138,7 @@ def test_correct_history_has_no_fault(runs: list[History], nodes: dict[str, int]
             [replace(ONE, parts=[replace(ONE.parts[0], ended=None)])],
             "r1 completed, and its component (pid 101) never ended",
         ),
-        # passed by a younger run, also after a requeue
+        # a later run starts first, also after a requeue
         (
             [run(1, 1, 9), run(2, 9.1, 12, on=BOTH), run(3, 2, 5, 2, on=["n2"])],
             "r3 passed r2, for which there was no room",
@@ -127,7 +152,7 @@ def test_correct_history_has_no_fault(runs: list[History], nodes: dict[str, int]
         # a missing or different end
         ([replace(ONE, states=ONE.states[:5])], "r1 never ended: it is RUNNING Running"),
         ([run(1, 1, 5, end="CRASHED")], "r1 ended as CRASHED"),
-        # it saw other devices than granted, or ran elsewhere
+        # a component saw other devices than granted, or ran on another node
         ([seeing("0", "1")], "r1 has 8 GPUs, and its component saw ('0', '1')"),
         ([seeing(None)], "r1 has 8 GPUs, and its component saw None"),
         ([seeing(*"01234567", host="n2")], "r1 was granted {'n1': 8}, and ran on n2"),
@@ -135,7 +160,7 @@ def test_correct_history_has_no_fault(runs: list[History], nodes: dict[str, int]
             [run(1, 1, 5, 1, seen="3"), run(2, 2, 6, 1, seen="3")],
             "by what they saw: 2 of 1 device 3 of n1 at 3.000: r1, r2",
         ),
-        # a different shape
+        # other numbers of nodes and GPUs than requested
         ([replace(ONE, nodes=2, gpus=4)], "r1 asks for 2 x 4 GPUs and was given {'n1': 8}"),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 from tests.support.house import ALONE, ROOT, measure, violations
 
 
-def test_the_project_holds_its_order() -> None:
+def test_project_follows_the_import_rules() -> None:
     broken = violations(ROOT)
 
     assert not broken, "\n" + "\n".join(broken)
@@ -29,39 +29,39 @@ def test_class_names_are_unique() -> None:
 
 
 @pytest.mark.parametrize("path", ALONE)
-def test_what_runs_alone_is_there(path: str) -> None:
+def test_standalone_programs_exist(path: str) -> None:
     assert (ROOT / path).is_file()
 
 
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        # upwards, in each way to write it
+        # imports from a higher layer, in each form
         ("tasks/spec/a.py", "from tasks.record.events import Event"),
         ("tasks/record/a.py", "import tasks.show.page"),
         ("tasks/record/a.py", "def f():\n    from ..show import page"),
         ("tasks/record/a.py", "import importlib\nimportlib.import_module('tasks.show')"),
         ("deployments/stack.py", "import tests.unit"),
         ("tasks/train/a.py", "from tasks.command import main"),
-        # a sibling
+        # an import from a folder of the same layer
         ("tasks/show/a.py", "from tasks.processes import tree"),
-        # a folder that has no place
+        # a folder without a layer
         ("tasks/extra/a.py", ""),
-        # packages of others
+        # packages that the folder must not use
         ("tasks/spec/a.py", "import psutil"),
         ("tasks/processes/a.py", "import prefect.client"),
         ("tasks/queue/a.py", "import ray"),
-        # what runs alone has no site-packages and no package
+        # standalone programs use only the standard library and modules of their folder
         ("tasks/processes/guardian.py", "import psutil"),
         ("tasks/processes/tree.py", "from tasks.spec import errors"),
-        # flows decide
+        # flows use no clock
         ("flows/train.py", "import time"),
-        # a user's programs
+        # programs of a user's run do not import Muster
         ("deployments/quickstart/a.py", "from tasks.spec import run"),
         ("deployments/quickstart-llm/a.py", "from tasks.spec import run"),
     ],
 )
-def test_a_break_is_named(tmp_path: Path, path: str, source: str) -> None:
+def test_broken_rules_are_detected(tmp_path: Path, path: str, source: str) -> None:
     file = tmp_path / path
     file.parent.mkdir(parents=True)
     file.write_text(source, encoding="utf-8")
@@ -72,7 +72,7 @@ def test_a_break_is_named(tmp_path: Path, path: str, source: str) -> None:
     assert broken[0].startswith(path)
 
 
-def test_what_stands_below_may_be_imported(tmp_path: Path) -> None:
+def test_lower_layers_may_be_imported(tmp_path: Path) -> None:
     (tmp_path / "tasks/queue").mkdir(parents=True)
     (tmp_path / "tasks/queue/a.py").write_text(
         "import prefect\nfrom tasks.queue import b\nfrom tasks.spec.run import RunSpec\n"
@@ -81,12 +81,13 @@ def test_what_stands_below_may_be_imported(tmp_path: Path) -> None:
     assert violations(tmp_path) == []
 
 
-def test_the_architecture_page_names_files_that_are_there() -> None:
+def test_files_named_on_the_architecture_page_exist() -> None:
     page = (ROOT / "docs/architecture.md").read_text("utf-8")
 
     named = re.findall(r"`(\w+/\w+\.py)`", page)
 
     assert len(named) > 20
-    assert not [
+    missing = [
         name for name in named if not any((ROOT / top / name).exists() for top in ("tasks", ""))
     ]
+    assert not missing

@@ -1,4 +1,4 @@
-"""What a run says of itself while it runs never takes the place of how it ended."""
+"""Tests of `say_running`: a delayed progress message never replaces the final state of a run."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ FLOW_RUN = UUID("1b4e28ba-2fa1-4d3b-a3f5-ef19b5a7633b")
 
 
 class Server:
-    """One flow run's states; a server that is out for a while answers 503."""
+    """A fake Prefect server with the states of one flow run. It answers 503 during an outage."""
 
     def __init__(self) -> None:
         self.states: list[dict[str, Any]] = []
-        #: What becomes of requests that would give it a state: how many are refused, and what its
-        #: state is after that.
-        self.refuses, self.then = 0, ""
-        #: Set when it refuses one.
-        self.refused = threading.Event()
+        #: Number of the next requests to set a state that the server answers with 503.
+        self.remaining_refusals = 0
+        #: Type of the state that the flow run gets after the last refusal, or an empty string.
+        self.state_after_refusals = ""
+        #: Set when the server refuses a request.
+        self.has_refused = threading.Event()
         self.set("RUNNING", "step 1")
 
     def set(self, type: str, message: str) -> None:
@@ -34,11 +35,11 @@ class Server:
 
     def answer(self, path: str, body: Any) -> tuple[int, Any]:
         if path.endswith("/set_state"):
-            if self.refuses:
-                self.refuses -= 1
-                self.refused.set()
-                if not self.refuses and self.then:
-                    self.set(self.then, "how it ended")
+            if self.remaining_refusals:
+                self.remaining_refusals -= 1
+                self.has_refused.set()
+                if not self.remaining_refusals and self.state_after_refusals:
+                    self.set(self.state_after_refusals, "how it ended")
                 return 503, {"detail": "database is locked"}
             self.set(body["state"]["type"], body["state"]["message"])
             details = {"type": "accept_details"}
@@ -50,6 +51,7 @@ class Server:
 
 @pytest.fixture
 def server() -> Iterator[Server]:
+    """A fake Prefect server that listens, and whose URL is in Prefect's settings."""
     server = Server()
 
     class Handler(BaseHTTPRequestHandler):
@@ -78,41 +80,45 @@ def server() -> Iterator[Server]:
         listening.shutdown()
 
 
-def said(server: Server) -> list[tuple[str, str]]:
+def states_of(server: Server) -> list[tuple[str, str]]:
+    """Return the type and the message of each state of the flow run, in order."""
     return [(state["type"], state["message"]) for state in server.states]
 
 
-def test_a_run_says_what_it_does_once_the_server_answers(server: Server) -> None:
-    server.refuses = 1
+def test_message_is_set_after_a_short_outage(server: Server) -> None:
+    server.remaining_refusals = 1
 
     say_running(FLOW_RUN, "step 2", threading.Event())
 
-    assert said(server) == [("RUNNING", "step 1"), ("RUNNING", "step 2")]
+    assert states_of(server) == [("RUNNING", "step 1"), ("RUNNING", "step 2")]
 
 
 @pytest.mark.parametrize("end", ["COMPLETED", "FAILED", "CANCELLED", "CANCELLING", "SCHEDULED"])
-def test_what_was_delayed_by_an_outage_leaves_the_end_as_it_is(server: Server, end: str) -> None:
-    server.refuses, server.then = 1, end
+def test_message_delayed_by_an_outage_does_not_replace_a_later_state(
+    server: Server, end: str
+) -> None:
+    server.remaining_refusals = 1
+    server.state_after_refusals = end
 
     say_running(FLOW_RUN, "step 2", threading.Event())
 
-    assert said(server) == [("RUNNING", "step 1"), (end, "how it ended")]
+    assert states_of(server) == [("RUNNING", "step 1"), (end, "how it ended")]
 
 
-def test_nothing_is_said_once_the_flow_is_over(server: Server) -> None:
-    over = threading.Event()
-    over.set()
-    server.refuses = 1
+def test_no_message_is_set_after_the_end_of_the_flow(server: Server) -> None:
+    is_over = threading.Event()
+    is_over.set()
+    server.remaining_refusals = 1
 
-    say_running(FLOW_RUN, "step 2", over)
+    say_running(FLOW_RUN, "step 2", is_over)
 
-    assert said(server) == [("RUNNING", "step 1")]
+    assert states_of(server) == [("RUNNING", "step 1")]
 
 
-def test_a_server_that_stays_away_is_not_asked_once_the_flow_is_over(server: Server) -> None:
-    server.refuses = 1000
+def test_requests_are_not_repeated_after_the_end_of_the_flow(server: Server) -> None:
+    server.remaining_refusals = 1000
 
-    say_running(FLOW_RUN, "step 2", server.refused)
+    say_running(FLOW_RUN, "step 2", server.has_refused)
 
-    assert said(server) == [("RUNNING", "step 1")]
-    assert server.refuses == 999
+    assert states_of(server) == [("RUNNING", "step 1")]
+    assert server.remaining_refusals == 999

@@ -62,11 +62,13 @@ class TerminalFile(io.StringIO):
 
 @pytest.fixture
 def out() -> io.StringIO:
+    """The output of a fake terminal."""
     return TerminalFile()
 
 
 @pytest.fixture
 def console(out: io.StringIO) -> SafeConsole:
+    """A console with colours that prints to the fake terminal."""
     return SafeConsole(file=out, width=100, force_terminal=True, color_system="truecolor")
 
 

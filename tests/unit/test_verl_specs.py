@@ -1,7 +1,8 @@
-"""The run specs that start verl, held against verl's own configuration.
+"""Tests of the run specs that start verl, against verl's own configuration.
 
-What is known of verl is in tests/peers/verl/verl-<version>.json, which `make verl-check` makes from
-its wheel; that target also asks verl's own code, which these tests do without.
+The file tests/peers/verl/verl-<version>.json has the configuration keys of verl. The command
+`make verl-check` creates the file from verl's wheel, and also runs verl's code. These tests use
+only the file.
 """
 
 from __future__ import annotations
@@ -24,28 +25,35 @@ VERL = facts.load()
 
 
 def spec_with(name: str, *overrides: str, without: str = "", **changes: Any) -> RunSpec:
-    """The spec of a file with overrides put last, one left out, and top-level keys replaced."""
+    """Return the spec of a file with changes.
+
+    Args:
+        name: Name of the file in deployments/runs, without `.yaml`.
+        overrides: Arguments of verl to add at the end.
+        without: Beginning of the arguments of verl to remove. Default: none is removed.
+        changes: Top-level keys of the spec to replace.
+    """
     path = ROOT / "deployments" / "runs" / f"{name}.yaml"
-    written = copy.deepcopy(yaml.safe_load(path.read_text(encoding="utf-8"))) | changes
-    command = written["components"]["trainer"]["command"]
+    content = copy.deepcopy(yaml.safe_load(path.read_text(encoding="utf-8"))) | changes
+    command = content["components"]["trainer"]["command"]
     if without:
         command[:] = [word for word in command if not word.startswith(without)]
     command += overrides
-    return RunSpec.model_validate(written)
+    return RunSpec.model_validate(content)
 
 
 def faults(spec: RunSpec) -> list[str]:
     return rules.faults_in(spec, VERL)
 
 
-def test_there_is_a_spec_for_each_workload() -> None:
+def test_every_workload_has_a_spec() -> None:
     workloads = {check.read(path).workload for path in SPECS}
 
     assert workloads == {"ppo", "grpo", "sft"}
 
 
 @pytest.mark.parametrize("path", SPECS, ids=lambda path: path.stem)
-def test_a_spec_is_valid_and_verl_has_nothing_against_it(path: Path) -> None:
+def test_specs_are_valid_for_muster_and_verl(path: Path) -> None:
     spec = check.read(path)
 
     assert spec.name == path.stem
@@ -55,34 +63,34 @@ def test_a_spec_is_valid_and_verl_has_nothing_against_it(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", SPECS, ids=lambda path: path.stem)
-def test_a_spec_is_a_ray_job_off_the_head_that_outlives_its_flow(path: Path) -> None:
+def test_specs_start_an_adoptable_ray_job_on_a_worker_node(path: Path) -> None:
     spec = check.read(path)
 
     assert spec.ray is not None and spec.ray.entrypoint_resources
-    assert {one.launcher for one in spec.processes.values()} == {"ray_job"}
+    assert {process.launcher for process in spec.processes.values()} == {"ray_job"}
     assert spec.on_lost_flow == "adopt"
 
 
 @pytest.mark.parametrize(
     ("name", "override", "fault"),
     [
-        # misspelt, with the key that was meant
+        # a misspelt key, with the nearest key
         ("verl-grpo", "trainer.nnode=2", "no such key (did you mean `trainer.nnodes`?)"),
-        # of the other program's configuration
+        # a key of verl's other program
         ("verl-sft", "algorithm.adv_estimator=grpo", "no such key"),
-        # of an earlier verl: 0.3 had it here
+        # a key of verl 0.3
         ("verl-ppo", "critic.model.fsdp_config.param_offload=True", "no such key"),
-        # wrong types
+        # a value of the wrong type
         ("verl-grpo", "actor_rollout_ref.rollout.n=many", "must be int, found 'many'"),
-        # added though it is there
+        # an existing key with the prefix for new keys
         ("verl-ppo", "+trainer.nnodes=2", "leave out the +"),
     ],
 )
-def test_a_wrong_override_is_found(name: str, override: str, fault: str) -> None:
-    found = faults(spec_with(name, override))
+def test_invalid_overrides_are_detected(name: str, override: str, fault: str) -> None:
+    detected = faults(spec_with(name, override))
 
-    assert len(found) == 1 and found[0].startswith(f"trainer: {override}: ")
-    assert fault in found[0]
+    assert len(detected) == 1 and detected[0].startswith(f"trainer: {override}: ")
+    assert fault in detected[0]
 
 
 @pytest.mark.parametrize(
@@ -98,34 +106,34 @@ def test_a_wrong_override_is_found(name: str, override: str, fault: str) -> None
             "actor_rollout_ref.rollout.tensor_model_parallel_size=3",
             "tensor_model_parallel_size, 3",
         ),
-        # where the job's copy of the working directory is removed with it
+        # Ray deletes the job's copy of the working directory after the job
         ("verl-ppo", "trainer.default_local_dir=checkpoints", "copy of the working directory"),
         ("verl-ppo", "trainer.logger=[console]", "nothing writes what progress reads"),
         ("verl-ppo", "trainer.total_training_steps=7", "but trainer.total_training_steps is 7"),
     ],
 )
-def test_what_does_not_go_together_is_found(name: str, override: str, fault: str) -> None:
-    found = faults(spec_with(name, override))
+def test_contradicting_settings_are_detected(name: str, override: str, fault: str) -> None:
+    detected = faults(spec_with(name, override))
 
-    assert any(fault in one for one in found), found
+    assert any(fault in text for text in detected), detected
 
 
-def test_a_missing_inference_engine_is_found() -> None:
-    found = faults(spec_with("verl-grpo", without="actor_rollout_ref.rollout.name="))
+def test_missing_inference_engine_is_detected() -> None:
+    detected = faults(spec_with("verl-grpo", without="actor_rollout_ref.rollout.name="))
 
-    assert found == ["trainer: actor_rollout_ref.rollout.name is missing: vllm or sglang"]
+    assert detected == ["trainer: actor_rollout_ref.rollout.name is missing: vllm or sglang"]
 
 
 @pytest.mark.parametrize(("name", "cpus"), [("verl-grpo", 2), ("verl-sft", 9)])
-def test_too_few_cpus_for_verls_placement_groups_are_found(name: str, cpus: int) -> None:
+def test_too_few_cpus_for_placement_groups_of_verl_are_detected(name: str, cpus: int) -> None:
     gang = {"nodes": 2, "gpus_per_node": 8, "cpus_per_gpu": cpus}
 
-    found = faults(spec_with(name, gang=gang))
+    detected = faults(spec_with(name, gang=gang))
 
-    assert found == [f"trainer: gang.cpus_per_gpu is {cpus}, but verl asks Ray for {cpus + 1}"]
+    assert detected == [f"trainer: gang.cpus_per_gpu is {cpus}, but verl asks Ray for {cpus + 1}"]
 
 
-def test_the_command_names_what_is_wrong_and_exits_1(
+def test_command_prints_faults_and_exits_with_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = tmp_path / "mine.yaml"
@@ -137,10 +145,10 @@ def test_the_command_names_what_is_wrong_and_exits_1(
     assert "mine.yaml: trainer: trainer.nnode=2: " in capsys.readouterr().out
 
 
-def test_the_facts_are_written_as_they_are_read(tmp_path: Path) -> None:
-    written = json.loads(facts.path_of(VERL.version).read_text(encoding="utf-8"))
-    sha256 = written["from"].rpartition(" ")[2]
+def test_rewritten_facts_equal_the_stored_facts(tmp_path: Path) -> None:
+    stored = json.loads(facts.path_of(VERL.version).read_text(encoding="utf-8"))
+    sha256 = stored["from"].rpartition(" ")[2]
 
-    text = facts.as_text(VERL.version, sha256, written)
+    text = facts.as_text(VERL.version, sha256, stored)
 
     assert text == facts.path_of(VERL.version).read_text(encoding="utf-8")
