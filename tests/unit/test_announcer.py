@@ -18,7 +18,8 @@ from tests.support.stage import wait_until
 from tests.support.web import serving
 
 WITHIN_S = 20.0
-FLOW, DEPLOYMENT = uuid4(), uuid4()
+FLOW = uuid4()
+DEPLOYMENT = uuid4()
 
 
 class PrefectServer:
@@ -27,21 +28,22 @@ class PrefectServer:
     api = ""
 
     def __init__(self) -> None:
-        self.told: list[dict[str, Any]] = []
-        self.asked: list[str] = []
+        self.received: list[dict[str, Any]] = []
+        self.requested_paths: list[str] = []
         #: Status codes of the next responses to events. Later responses have status 204.
         self.answers: list[int] = []
         self.is_slow = threading.Event()
-        self._go_on = threading.Event()
+        self.may_continue = threading.Event()
 
     def answer(self, method: str, path: str, body: bytes) -> tuple[int, Any]:
         if method == "POST":
             return self.take(json.loads(body)), None
-        self.asked.append(path)
-        found = self.objects().get(path.removeprefix("/api"))
-        return (200, found) if found else (404, None)
+        self.requested_paths.append(path)
+        content = self.objects().get(path.removeprefix("/api"))
+        return (200, content) if content else (404, None)
 
     def objects(self) -> dict[str, Any]:
+        """Return the flow and the deployment of the server, by path."""
         return {
             f"/flows/{FLOW}": {"id": str(FLOW), "name": "train"},
             f"/deployments/{DEPLOYMENT}": {
@@ -53,24 +55,26 @@ class PrefectServer:
         }
 
     def take(self, content: list[dict[str, Any]]) -> int:
+        """Receive events, and return the status code of the response."""
         if self.is_slow.is_set():
-            self._go_on.wait(WITHIN_S)
+            self.may_continue.wait(WITHIN_S)
         if self.answers:
             return self.answers.pop(0)
-        self.told += content
+        self.received += content
         return 204
 
     def names(self) -> list[str]:
-        return [event["event"] for event in self.told]
+        return [event["event"] for event in self.received]
 
 
 @pytest.fixture
 def server() -> Iterator[PrefectServer]:
-    served = PrefectServer()
-    with serving(served.answer) as url:
-        served.api = f"{url}/api"
-        yield served
-        served._go_on.set()
+    """A fake Prefect server that listens at the URL `api`."""
+    server = PrefectServer()
+    with serving(server.answer) as url:
+        server.api = f"{url}/api"
+        yield server
+        server.may_continue.set()
 
 
 def flow_run(**fields: Any) -> FlowRun:
@@ -79,12 +83,14 @@ def flow_run(**fields: Any) -> FlowRun:
 
 
 def ready(run: FlowRun) -> Event:
+    """Return the event that the trainer of a run is ready."""
     name = "muster.component.ready"
     payload = build_payload(name, run_id="a-run", component="trainer", after_s=1.5)
     return of_run(name, run, "a-run", payload, at=1_700_000_000.0, tags=("demo",))
 
 
 def named(name: str) -> Event:
+    """Return an event of a work pool with this name."""
     return of_pool(name, WorkPool(id=uuid4(), name="gang", type="gang"), by="me@here")
 
 
@@ -94,12 +100,13 @@ def test_event_has_its_flow_run_and_related_resources(server: PrefectServer) -> 
     with Announcer(server.api) as announcer:
         announcer.tell(ready(run), run)
 
-    (event,) = server.told
+    (event,) = server.received
     assert event["resource"]["prefect.resource.id"] == f"prefect.flow-run.{run.id}"
     assert event["occurred"].startswith("2023-11-14T22:13:20")
     assert event["payload"]["after_s"] == 1.5
     related = {
-        (one["prefect.resource.role"], one["prefect.resource.id"]) for one in event["related"]
+        (resource["prefect.resource.role"], resource["prefect.resource.id"])
+        for resource in event["related"]
     }
     assert related == {
         ("component", "muster.component.a-run.trainer"),
@@ -117,8 +124,8 @@ def test_related_resources_are_read_once(server: PrefectServer) -> None:
         for _ in range(3):
             announcer.tell(ready(run), run)
 
-    assert len(server.told) == 3
-    assert server.asked.count(f"/api/deployments/{DEPLOYMENT}") == 1
+    assert len(server.received) == 3
+    assert server.requested_paths.count(f"/api/deployments/{DEPLOYMENT}") == 1
 
 
 def test_event_of_a_deleted_deployment_is_sent_without_the_deployment(
@@ -138,7 +145,7 @@ def test_events_are_sent_when_the_server_accepts_requests_again(server: PrefectS
     with Announcer(server.api, again_s=0.01) as announcer:
         announcer.tell(named("muster.node.drained"))
         announcer.tell(named("muster.node.undrained"))
-        until_told(server, 2)
+        wait_for_events(server, 2)
 
     assert server.names() == ["muster.node.drained", "muster.node.undrained"]
 
@@ -150,7 +157,7 @@ def test_rejected_event_does_not_block_later_events(
 
     with Announcer(server.api) as announcer:
         announcer.tell(named("muster.node.drained"))
-        wait_until(lambda: "1 events are lost" in caplog.text, "it is refused")
+        wait_until(lambda: "1 events are lost" in caplog.text, "the event is rejected")
         announcer.tell(named("muster.node.undrained"))
 
     assert server.names() == ["muster.node.undrained"]
@@ -191,7 +198,7 @@ def test_oldest_events_are_dropped_first_while_the_server_is_away(
     for name in ("muster.node.drained", "muster.node.undrained", "muster.node.drained"):
         announcer.tell(named(name))
     with announcer:
-        until_told(server, 2)
+        wait_for_events(server, 2)
 
     assert server.names() == ["muster.node.undrained", "muster.node.drained"]
 
@@ -202,10 +209,11 @@ def test_event_of_a_node_has_the_pool_as_related_resource() -> None:
     event = of_pool("muster.node.drained", pool, node="gpu-1", by="me@here")
 
     assert event.resource.id == "muster.node.gpu-1"
-    assert [one.id for one in event.related] == [f"prefect.work-pool.{pool.id}"]
-    told = {key: value for key, value in event.payload.items() if value is not None}
-    assert told == {"node": "gpu-1", "pool": "gang", "by": "me@here"}
+    assert [resource.id for resource in event.related] == [f"prefect.work-pool.{pool.id}"]
+    payload = {key: value for key, value in event.payload.items() if value is not None}
+    assert payload == {"node": "gpu-1", "pool": "gang", "by": "me@here"}
 
 
-def until_told(server: PrefectServer, count: int) -> None:
-    wait_until(lambda: len(server.told) >= count, f"{count} are told")
+def wait_for_events(server: PrefectServer, count: int) -> None:
+    """Wait until the server has received this number of events."""
+    wait_until(lambda: len(server.received) >= count, f"{count} events are received")

@@ -21,6 +21,7 @@ from tests.support.stage import DEADLINE_S
 
 @pytest.fixture
 def disk() -> DiskThread:
+    """A thread that writes files."""
     return DiskThread("disk")
 
 
@@ -47,17 +48,18 @@ def fill(place: Path) -> Path:
     return filler
 
 
-def stuck(disk: DiskThread) -> threading.Event:
+def block(disk: DiskThread) -> threading.Event:
     """Block the disk thread until the returned event is set, like a hanging file server."""
-    answers, waits = threading.Event(), threading.Event()
+    may_continue = threading.Event()
+    is_blocked = threading.Event()
 
     def wait() -> None:
-        waits.set()
-        answers.wait(DEADLINE_S)
+        is_blocked.set()
+        may_continue.wait(DEADLINE_S)
 
     disk.do(wait)
-    assert waits.wait(DEADLINE_S)
-    return answers
+    assert is_blocked.wait(DEADLINE_S)
+    return may_continue
 
 
 def test_appended_lines_keep_their_order(disk: DiskThread, tmp_path: Path) -> None:
@@ -71,16 +73,17 @@ def test_appended_lines_keep_their_order(disk: DiskThread, tmp_path: Path) -> No
 
 
 def test_last_replacement_wins(disk: DiskThread, tmp_path: Path) -> None:
-    path, answers = tmp_path / "file", stuck(disk)
+    path = tmp_path / "file"
+    may_continue = block(disk)
+    built: list[int] = []
 
-    made = []
     for number in range(1000):
-        disk.replace(path, lambda number=number: made.append(number) or str(number))
-    answers.set()
+        disk.replace(path, lambda number=number: built.append(number) or str(number))
+    may_continue.set()
 
     assert disk.flush(DEADLINE_S)
     assert path.read_text() == "999"
-    assert made == [999]
+    assert built == [999]
 
 
 def test_future_has_the_result_or_the_error(disk: DiskThread) -> None:
@@ -95,7 +98,8 @@ def test_future_has_the_result_or_the_error(disk: DiskThread) -> None:
 def test_failed_writes_are_retried_when_there_is_room(
     disk: DiskThread, small: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lines, whole = small / "lines", small / "whole"
+    lines = small / "lines"
+    whole = small / "whole"
     lines.write_text("first\n")
     filler = fill(small)
 
@@ -118,7 +122,7 @@ def test_listeners_get_events_while_the_disk_hangs(disk: DiskThread, tmp_path: P
     record.begin_attempt(1)
     record.move(RunState.ADMITTED)
     assert disk.flush(DEADLINE_S)
-    answers = stuck(disk)
+    may_continue = block(disk)
 
     for name in ("attempt.begun", "component.spawned", "component.exited"):
         log.emit(name, "trainer", pid=7, exit_code=1)
@@ -130,7 +134,7 @@ def test_listeners_get_events_while_the_disk_hangs(disk: DiskThread, tmp_path: P
     ]
     assert record.state is RunState.STARTING
     assert RunJson.read(tmp_path / "run.json").state is RunState.ADMITTED
-    answers.set()
+    may_continue.set()
     assert disk.flush(DEADLINE_S)
     assert RunJson.read(tmp_path / "run.json") == record.content
     lines = (tmp_path / "events.jsonl").read_text().splitlines()

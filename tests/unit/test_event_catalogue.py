@@ -24,12 +24,13 @@ CODE = sorted((ROOT / "tasks").rglob("*.py"))
 
 
 def emits() -> Iterator[tuple[str, str, str, set[str]]]:
-    """Yield the place, the event name and the literal fields of each call that emits an event."""
+    """Yield the place, function, event name and fields of each call that emits an event."""
     for path in CODE:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Call) or not node.args:
                 continue
-            called, first = ast.unparse(node.func), node.args[0]
+            called = ast.unparse(node.func)
+            first = node.args[0]
             if called.rpartition(".")[2] not in ("emit", "_emit", "_emit_event", "_say", "tell"):
                 continue
             names = [first.body, first.orelse] if isinstance(first, ast.IfExp) else [first]
@@ -52,26 +53,26 @@ def read_names() -> Iterator[tuple[str, str]]:
 
 
 def test_emitted_events_are_in_the_catalogue() -> None:
-    found = list(emits())
+    emitted = list(emits())
 
-    assert {name for _, _, name, _ in found} == set(CATALOGUE)
-    for where, _, name, fields in found:
+    assert {name for _, _, name, _ in emitted} == set(CATALOGUE)
+    for where, _, name, fields in emitted:
         assert fields <= set(CATALOGUE[name]), where
 
 
 def test_read_events_are_in_the_catalogue() -> None:
-    found = list(read_names())
+    names = list(read_names())
 
-    assert found
-    assert [(where, name) for where, name in found if name not in CATALOGUE] == []
+    assert names
+    assert [(where, name) for where, name in names if name not in CATALOGUE] == []
 
 
 def test_readable_fields_are_in_the_catalogue() -> None:
-    own = {name for name, it in vars(Event).items() if type(it).__name__ == "_Field"}
-    known = {field for fields in CATALOGUE.values() for field in fields}
+    readable = {name for name, value in vars(Event).items() if type(value).__name__ == "_Field"}
+    documented = {field for fields in CATALOGUE.values() for field in fields}
 
-    # `try` is a Python keyword
-    assert own - {"tried"} <= known
+    # The field of the key `try` has another name, because `try` is a Python keyword.
+    assert readable - {"tried"} <= documented
 
 
 def test_event_log_of_an_earlier_version_survives_a_round_trip() -> None:
@@ -101,32 +102,37 @@ def test_unknown_events_are_rejected(line: str) -> None:
 
 
 def spec_of(*names: str) -> RunSpec:
+    """Return a spec with components of these names."""
     components = {name: {"command": ["true"]} for name in names}
     return RunSpec.model_validate({"name": "x", "workload": "grpo", "components": components})
 
 
 def test_event_log_of_an_earlier_version_can_be_shown() -> None:
-    seen = RunSeen(spec_of("api", "trainer", "environment"))
+    run_seen = RunSeen(spec_of("api", "trainer", "environment"))
 
     for line in WRITTEN.read_text(encoding="utf-8").splitlines():
-        seen.observe(Event.from_line(line))
+        run_seen.observe(Event.from_line(line))
 
-    assert (seen.attempt, seen.pace.step, seen.doing) == (1, 60, "stopping: step 60 of 60")
-    assert {name: (row.stage, row.note) for name, row in seen.rows.items()} == {
+    assert (run_seen.attempt, run_seen.pace.step, run_seen.doing) == (
+        1,
+        60,
+        "stopping: step 60 of 60",
+    )
+    assert {name: (row.stage, row.note) for name, row in run_seen.rows.items()} == {
         "api": (Standing.ENDED, "SIGTERM"),
         "trainer": (Standing.ENDED, "exit code 0"),
         "environment": (Standing.ENDED, "SIGTERM"),
     }
-    assert seen.failure is None
+    assert run_seen.failure is None
 
 
 def test_slow_step_is_shown_until_the_next_step() -> None:
-    seen = RunSeen(spec_of("trainer"))
+    run_seen = RunSeen(spec_of("trainer"))
     earlier_events = [("attempt.ready", {}), ("run.slow", {"message": "no step for 90 s"})]
     doing = []
 
     for name, fields in [*earlier_events, ("run.progress", {"step": 13.0})]:
-        seen.observe(Event(at=1.0, name=name, fields=fields))
-        doing.append(seen.doing)
+        run_seen.observe(Event(at=1.0, name=name, fields=fields))
+        doing.append(run_seen.doing)
 
     assert doing == ["running: trainer", "no step for 90 s", "running: trainer"]

@@ -18,7 +18,7 @@ from tasks.server.flow_process import exit_code_of
 from tasks.train.command import _run_to_end
 
 
-def recorded(place: Path, state: RunState, message: str) -> Any:
+def terminal_with_record(place: Path, state: RunState, message: str) -> Any:
     """Return a fake terminal whose run has a record with this state and message."""
     record = RunJson(run_id="r", flow_run_id="", state=state, message=message, started_at=1.0)
     path = place / "run.json"
@@ -27,10 +27,12 @@ def recorded(place: Path, state: RunState, message: str) -> Any:
 
 
 def raising() -> State[Any]:
+    """A flow that raises an error because the Prefect server is away."""
     raise httpx.ConnectError("All connection attempts failed")
 
 
 def returning(state: State[Any]) -> Callable[[], State[Any]]:
+    """Return a flow that ends in this state."""
     return lambda: state
 
 
@@ -56,7 +58,7 @@ def returning(state: State[Any]) -> Callable[[], State[Any]]:
 def test_final_state_of_the_record_is_returned(
     flow: Callable[[], State[Any]], state: RunState, message: str, code: int, tmp_path: Path
 ) -> None:
-    final_state = _run_to_end(flow, recorded(tmp_path, state, message))
+    final_state = _run_to_end(flow, terminal_with_record(tmp_path, state, message))
 
     assert (exit_code_of(final_state), final_state.message) == (code, message)
 
@@ -64,8 +66,11 @@ def test_final_state_of_the_record_is_returned(
 def test_state_of_the_flow_is_returned_if_the_record_has_no_final_state(tmp_path: Path) -> None:
     state = Failed(message="the flow did not begin")
 
-    assert _run_to_end(returning(state), recorded(tmp_path, RunState.RUNNING, "")) is state
-    assert _run_to_end(returning(state), SimpleNamespace(record=None)) is state  # type: ignore[arg-type]
+    without_final_state = terminal_with_record(tmp_path, RunState.RUNNING, "")
+    without_record: Any = SimpleNamespace(record=None)
+
+    assert _run_to_end(returning(state), without_final_state) is state
+    assert _run_to_end(returning(state), without_record) is state
 
 
 def test_error_of_the_flow_is_raised_if_there_is_no_record() -> None:

@@ -27,12 +27,10 @@ from tasks.train import run_cancellation
 from tasks.train.finding_runs import Run, find_run, list_runs
 from tasks.train.run_verbs import cancel, ls, show
 
-#: Run ids. A run id contains the start time of the run. The last run is the newest.
-OLD, FAILED, LIVE = (
-    "sft-20260101-000000-aaaa91c2",
-    "trial-grpo-20260102-000000-bbbb91c2",
-    "trial-grpo-20260102-000000-bbcc91c2",
-)
+# A run id contains the start time of the run. The last run is the newest.
+OLD = "sft-20260101-000000-aaaa91c2"
+FAILED = "trial-grpo-20260102-000000-bbbb91c2"
+LIVE = "trial-grpo-20260102-000000-bbcc91c2"
 FLOW_RUNS = {
     OLD: "11111111-0000-4000-8000-000000000000",
     FAILED: "22222222-0000-4000-8000-000000000000",
@@ -44,8 +42,9 @@ LS = App(name="ls", default_command=ls)
 SHOW = App(name="show", default_command=show)
 
 
-def write(run_id: str, /, **changes: Any) -> None:
-    number = [*FLOW_RUNS].index(run_id)
+def write_record(run_id: str, /, **changes: Any) -> None:
+    """Write the record of one of the runs, with changed keys."""
+    number = list(FLOW_RUNS).index(run_id)
     record = {
         "run_id": run_id,
         "flow_run_id": FLOW_RUNS[run_id],
@@ -66,7 +65,7 @@ def write(run_id: str, /, **changes: Any) -> None:
 def records(muster_home: Path) -> Path:
     """Create the records of three runs, a directory without a record, and a broken record."""
     for run_id in FLOW_RUNS:
-        write(run_id)
+        write_record(run_id)
     (muster_home / "runs" / "no-record").mkdir()
     (muster_home / "runs" / "torn-20260103-000000-dddd").mkdir()
     (muster_home / "runs" / "torn-20260103-000000-dddd" / "run.json").write_text("{")
@@ -98,20 +97,20 @@ def test_run_is_found_by_id_unique_beginning_or_latest(
 
 def test_complete_id_wins_over_longer_ids_with_the_same_beginning(muster_home: Path) -> None:
     for run_id in (OLD, LIVE):
-        write(run_id)
-    write(FAILED, run_id=OLD + "-again")
+        write_record(run_id)
+    write_record(FAILED, run_id=OLD + "-again")
 
     assert find_run(OLD).run_id == OLD
 
 
 @pytest.mark.parametrize("name", ["trial", "trial-grpo-20260102-000000-bb", "22"])
 def test_ambiguous_beginning_is_rejected_with_all_candidates(records: Path, name: str) -> None:
-    with pytest.raises(BadArgument, match=f"^{name} can be ") as refused:
+    with pytest.raises(BadArgument, match=f"^{name} can be ") as error_info:
         find_run(name)
 
-    assert FAILED in str(refused.value) and LIVE in str(refused.value)
-    assert OLD not in str(refused.value)
-    assert refused.value.exit_code == 2
+    assert FAILED in str(error_info.value) and LIVE in str(error_info.value)
+    assert OLD not in str(error_info.value)
+    assert error_info.value.exit_code == 2
 
 
 @pytest.mark.parametrize("name", ["nobody", "bbbb", "last", OLD + "x", "no-record", "torn"])
@@ -218,9 +217,9 @@ def test_diff_shows_differences_in_spec_code_packages_and_host(
     same: dict[str, Any] = {"project": "/p", "host": "a", "packages": {"torch": "2.7", "trl": "1"}}
     second = {"number": 2, "state": "failed", "provenance": {"host": "b"}, "ports": {"x.port": 41}}
     attempts = [{"number": 1, "state": "failed", "ports": {"x.port": 40}}, second]
-    write(OLD, provenance={**same, "tree": trees[0]})
+    write_record(OLD, provenance={**same, "tree": trees[0]})
     changed = {"tree": trees[1], "packages": {"torch": "2.8", "trl": "1"}}
-    write(FAILED, provenance={**same, **changed}, attempts=attempts)
+    write_record(FAILED, provenance={**same, **changed}, attempts=attempts)
     for run_id, number, port, rate in ((OLD, 1, 7, 1), (FAILED, 1, 40, 2), (FAILED, 2, 41, 2)):
         place = RunPlace.of(run_id).attempt(number)
         place.directory.mkdir()
@@ -250,7 +249,7 @@ def test_diff_shows_differences_in_spec_code_packages_and_host(
 def test_local_record_is_ignored_if_another_host_resumed_the_run(
     muster_home: Path, host: str | None
 ) -> None:
-    write(LIVE, attempts=[{"number": 1, "state": "failed", "host": "there"}])
+    write_record(LIVE, attempts=[{"number": 1, "state": "failed", "host": "there"}])
     place = RunPlace.of(LIVE)
     record = json.loads(place.record.read_text())
     place.record.write_text(json.dumps({**record, "state": "pending_resources"}))

@@ -1,4 +1,4 @@
-"""The states of a run and the moves between them."""
+"""Tests of the states of a run and the transitions between them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from tasks.record.run_json import RunRecord
 from tasks.record.states import LEGAL_TRANSITIONS, RunState
 from tasks.spec.errors import IllegalTransition
 
-#: Components may live in these.
+#: States of a run in which its components may run.
 ALIVE = {RunState.STARTING, RunState.RUNNING, RunState.STOPPING}
 
 
 @pytest.mark.parametrize(("before", "after"), list(itertools.product(RunState, RunState)))
-def test_a_move_is_legal_or_raises(before: RunState, after: RunState, tmp_path: Path) -> None:
+def test_illegal_transitions_raise_an_error(
+    before: RunState, after: RunState, tmp_path: Path
+) -> None:
     record = RunRecord(tmp_path / "run.json", run_id="a-run", flow_run_id="f")
     record.content = record.content.with_changes(state=before)
 
@@ -28,12 +30,12 @@ def test_a_move_is_legal_or_raises(before: RunState, after: RunState, tmp_path: 
             record.move(after)
 
 
-def test_no_run_is_final_with_a_component_alive() -> None:
+def test_run_with_running_components_must_stop_before_its_final_state() -> None:
     for state in ALIVE - {RunState.STOPPING}:
         assert not {after for after in LEGAL_TRANSITIONS[state] if after.is_final}
 
 
-def test_what_is_final_stays_so_and_every_other_state_leads_there() -> None:
+def test_every_state_can_reach_failed_and_cancelled() -> None:
     finals = {RunState.COMPLETED, RunState.FAILED, RunState.CANCELLED}
 
     assert {state for state in RunState if state.is_final} == finals
@@ -44,7 +46,7 @@ def test_what_is_final_stays_so_and_every_other_state_leads_there() -> None:
         assert state.is_final or reached >= {RunState.FAILED, RunState.CANCELLED}
 
 
-def test_only_what_has_run_completes() -> None:
-    assert [s for s in RunState if RunState.COMPLETED in LEGAL_TRANSITIONS[s]] == [
-        RunState.STOPPING
-    ]
+def test_only_a_stopping_run_can_complete() -> None:
+    sources = [state for state in RunState if RunState.COMPLETED in LEGAL_TRANSITIONS[state]]
+
+    assert sources == [RunState.STOPPING]

@@ -13,16 +13,17 @@ from hypothesis import strategies as st
 
 from tasks.record.log_file import LogFile
 
+#: Operations on a log: the name of a method of `RotatedLog` or "read", and its arguments.
 Script = list[tuple[str, ...]]
 
 
-class Rotated:
+class RotatedLog:
     """A log with a program that writes to it, and with operations that rotate it."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "trainer.log"
         self._writer = self._open()
-        self._before: int | None = None
+        self._renamed: int | None = None
         self._count = 0
 
     def _open(self) -> int:
@@ -31,30 +32,32 @@ class Rotated:
     def write(self, text: str) -> None:
         os.write(self._writer, text.encode())
 
-    def _free(self) -> Path:
+    def _next_name(self) -> Path:
+        """Return the path of the next rotated file."""
         self._count += 1
         return self.path.with_name(f"{self.path.name}.{self._count}")
 
     def rename(self) -> None:
         """Rename the log; the program continues in a new file."""
-        self.path.rename(self._free())
-        if self._before is not None:
-            os.close(self._before)
-        self._before, self._writer = self._writer, self._open()
+        self.path.rename(self._next_name())
+        if self._renamed is not None:
+            os.close(self._renamed)
+        self._renamed = self._writer
+        self._writer = self._open()
 
     def write_on(self, text: str) -> None:
         """Write to the renamed file, which another process still has open."""
-        assert self._before is not None
-        os.write(self._before, text.encode())
+        assert self._renamed is not None
+        os.write(self._renamed, text.encode())
 
     def copy(self) -> None:
         """Copy the log, and truncate it."""
-        shutil.copy(self.path, self._free())
+        shutil.copy(self.path, self._next_name())
         os.truncate(self.path, 0)
 
     def copy_begun(self, count: str) -> None:
         """Copy a number of bytes, as if the copy were not finished."""
-        self._copied = self._free()
+        self._copied = self._next_name()
         self._copied.write_bytes(self.path.read_bytes()[: int(count)])
 
     def copy_ended(self) -> None:
@@ -67,111 +70,136 @@ class Rotated:
         os.truncate(self.path, 0)
 
     def close(self) -> None:
-        for fd in (self._writer, self._before):
+        for fd in (self._writer, self._renamed):
             if fd is not None:
                 os.close(fd)
 
 
 def read(folder: Path, script: Script) -> list[str]:
     """Return the lines that the reads of a script and a last read return."""
-    rotated = Rotated(folder)
+    rotated = RotatedLog(folder)
     log = LogFile(rotated.path)
-    found: list[str] = []
+    lines: list[str] = []
     for act, *words in script:
-        if act == "look":
-            found += log.read_new()
+        if act == "read":
+            lines += log.read_new()
         else:
             getattr(rotated, act)(*words)
-    found += log.read_new(is_last=True)
+    lines += log.read_new(is_last=True)
     rotated.close()
-    return found
+    return lines
 
 
-LOOK = ("look",)
+READ = ("read",)
 
 
 @pytest.mark.parametrize(
     ("script", "lines"),
     [
-        ([("write", "a\nb\n"), LOOK, ("write", "c\n"), LOOK], ["a", "b", "c"]),
+        ([("write", "a\nb\n"), READ, ("write", "c\n"), READ], ["a", "b", "c"]),
         # a line is returned when it is complete
-        ([("write", "a"), LOOK, LOOK, ("write", "b\nc"), LOOK, ("write", "d\n")], ["ab", "cd"]),
+        ([("write", "a"), READ, READ, ("write", "b\nc"), READ, ("write", "d\n")], ["ab", "cd"]),
         # the last line needs no newline; an empty line counts
         ([("write", "a\n\nb")], ["a", "", "b"]),
         ([("write", "a\r\nb\r\n")], ["a", "b"]),
-        ([LOOK], []),
+        ([READ], []),
         # renamed before a read, after it, and with unread lines
-        ([("write", "a\n"), LOOK, ("rename",), ("write", "b\n")], ["a", "b"]),
+        ([("write", "a\n"), READ, ("rename",), ("write", "b\n")], ["a", "b"]),
         (
-            [LOOK, ("write", "a\n"), LOOK, ("write", "b\n"), ("rename",), ("write", "c\n"), LOOK],
+            [READ, ("write", "a\n"), READ, ("write", "b\n"), ("rename",), ("write", "c\n"), READ],
             ["a", "b", "c"],
         ),
         # before the first read
-        ([("write", "a\n"), ("rename",), ("write", "b\n"), LOOK], ["a", "b"]),
-        ([("write", "a\n"), ("copy",), ("write", "b\n"), LOOK, LOOK], ["a", "b"]),
+        ([("write", "a\n"), ("rename",), ("write", "b\n"), READ], ["a", "b"]),
+        ([("write", "a\n"), ("copy",), ("write", "b\n"), READ, READ], ["a", "b"]),
         # after a read of the empty log
-        ([LOOK, ("write", "a\n"), ("copy",), ("write", "b\n"), LOOK, LOOK], ["a", "b"]),
+        ([READ, ("write", "a\n"), ("copy",), ("write", "b\n"), READ, READ], ["a", "b"]),
         # the copy is empty or incomplete, and the log is not truncated yet
         (
-            [("write", "a\nb\n"), ("copy_begun", "0"), LOOK, ("copy_ended",), ("write", "c\n")],
+            [("write", "a\nb\n"), ("copy_begun", "0"), READ, ("copy_ended",), ("write", "c\n")],
             ["a", "b", "c"],
         ),
         (
-            [("write", "a\nb\n"), ("copy_begun", "3"), LOOK, ("copy_ended",), ("write", "c\n")],
+            [("write", "a\nb\n"), ("copy_begun", "3"), READ, ("copy_ended",), ("write", "c\n")],
             ["a", "b", "c"],
         ),
         # another process still writes to the renamed file
         (
             [
-                *(("write", "a\n"), LOOK, ("rename",), ("write", "b\n"), LOOK),
-                *(("write_on", "c\n"), LOOK, ("write", "d\n"), ("write_on", "e\n")),
+                ("write", "a\n"),
+                READ,
+                ("rename",),
+                ("write", "b\n"),
+                READ,
+                ("write_on", "c\n"),
+                READ,
+                ("write", "d\n"),
+                ("write_on", "e\n"),
             ],
             ["a", "b", "c", "e", "d"],
         ),
         # a line continues in the same file, not in the new file
         (
             [
-                *(("write", "a-"), LOOK, ("rename",), ("write", "b\n"), LOOK),
-                *(("write_on", "z\n"), LOOK),
+                ("write", "a-"),
+                READ,
+                ("rename",),
+                ("write", "b\n"),
+                READ,
+                ("write_on", "z\n"),
+                READ,
             ],
             ["b", "a-z"],
         ),
         (
-            [("write", "a"), LOOK, ("rename",), ("write", "b\n"), LOOK],
+            [("write", "a"), READ, ("rename",), ("write", "b\n"), READ],
             ["b", "a"],
         ),
         # copied and truncated after all lines were read
-        ([("write", "a\nb\n"), LOOK, ("copy",), LOOK, ("write", "c\n")], ["a", "b", "c"]),
+        ([("write", "a\nb\n"), READ, ("copy",), READ, ("write", "c\n")], ["a", "b", "c"]),
         # the unread bytes are only in the copy
         (
-            [("write", "a\n"), LOOK, ("write", "b\n"), ("copy",), ("write", "c\n"), LOOK],
+            [("write", "a\n"), READ, ("write", "b\n"), ("copy",), ("write", "c\n"), READ],
             ["a", "b", "c"],
         ),
         # the log has grown beyond its old length
         (
             [
-                *(("write", "a\n"), LOOK, ("write", "b\n"), ("copy",)),
-                *(("write", "c\nd\ne\nf\n"), LOOK, ("write", "g\n")),
+                ("write", "a\n"),
+                READ,
+                ("write", "b\n"),
+                ("copy",),
+                ("write", "c\nd\ne\nf\n"),
+                READ,
+                ("write", "g\n"),
             ],
             ["a", "b", "c", "d", "e", "f", "g"],
         ),
         # rotated in the middle of a line
         (
-            [("write", "a\nb"), LOOK, ("write", "c"), ("copy",), ("write", "d\ne\n"), LOOK],
+            [("write", "a\nb"), READ, ("write", "c"), ("copy",), ("write", "d\ne\n"), READ],
             ["a", "bcd", "e"],
         ),
         # rotated twice; the newest copy counts
         (
             [
-                *(("write", "a\n"), LOOK, ("copy",), LOOK, ("write", "b\n"), LOOK),
-                *(("write", "c\n"), ("copy",), ("write", "dd\n"), LOOK),
+                ("write", "a\n"),
+                READ,
+                ("copy",),
+                READ,
+                ("write", "b\n"),
+                READ,
+                ("write", "c\n"),
+                ("copy",),
+                ("write", "dd\n"),
+                READ,
             ],
             ["a", "b", "c", "dd"],
         ),
         # truncated without a copy: only new lines are returned
-        ([("write", "a\nb\n"), LOOK, ("cut",), ("write", "c\n"), LOOK], ["a", "b", "c"]),
+        ([("write", "a\nb\n"), READ, ("cut",), ("write", "c\n"), READ], ["a", "b", "c"]),
         (
-            [("write", "a\n"), LOOK, ("cut",), ("write", "c\nd\ne\n"), LOOK],
+            [("write", "a\n"), READ, ("cut",), ("write", "c\nd\ne\n"), READ],
             ["a", "c", "d", "e"],
         ),
     ],
@@ -182,11 +210,12 @@ def test_each_line_is_returned_once(tmp_path: Path, script: Script, lines: list[
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Folder for the logs of all examples."""
     yield tmp_path_factory.mktemp("logs")
 
 
 ACTS = st.lists(
-    st.sampled_from(["line", "half", "look", "rename", "copy", "on"]), min_size=1, max_size=30
+    st.sampled_from(["line", "half", "read", "rename", "copy", "on"]), min_size=1, max_size=30
 )
 
 
@@ -197,32 +226,37 @@ def test_random_rotations_lose_and_repeat_no_line(folders: Path, acts: list[str]
     folder = folders / str(len(list(folders.iterdir())))
     folder.mkdir()
     script: Script = []
-    written, moved_to = "", False
+    written = ""
+    is_renamed = False
     for number, act in enumerate(acts):
-        before: Script = []
+        operations: Script = []
         text = f"{act} {number}\n"
         match act:
             case "half":
                 text = text.replace("\n", "-")
-            case "look":
-                text, before = "", [LOOK]
+            case "read":
+                text = ""
+                operations = [READ]
             case "rename":
-                before, moved_to = [("write", text), LOOK, ("rename",)], True
+                operations = [("write", text), READ, ("rename",)]
+                is_renamed = True
             case "copy":
                 # Some lines were not read.
-                before = [("write", text), LOOK, ("write", text), ("copy",)]
+                operations = [("write", text), READ, ("write", text), ("copy",)]
                 text += text
             case "on":
-                before = [("write_on", text)] if moved_to else []
+                operations = [("write_on", text)] if is_renamed else []
                 text = ""
-        script += before or ([("write", text)] if text else [])
+        if not operations and text:
+            operations = [("write", text)]
+        script += operations
         written += text
-    late = [words[0] for act, *words in script if act == "write_on"]
+    written_after_rename = [words[0] for act, *words in script if act == "write_on"]
 
-    found = read(folder, script)
+    lines = read(folder, script)
 
-    assert [line for line in found if not line.startswith("on ")] == written.splitlines()
-    assert [f"{line}\n" for line in found if line.startswith("on ")] == late
+    assert [line for line in lines if not line.startswith("on ")] == written.splitlines()
+    assert [f"{line}\n" for line in lines if line.startswith("on ")] == written_after_rename
 
 
 def test_invalid_utf8_is_replaced(tmp_path: Path) -> None:
@@ -230,10 +264,10 @@ def test_invalid_utf8_is_replaced(tmp_path: Path) -> None:
     # The read splits a character of two bytes.
     path.write_bytes("ä".encode()[:1])
     log = LogFile(path)
-    first = [*log.read_new()]
+    first = list(log.read_new())
     with path.open("ab") as file:
         file.write("ä".encode()[1:] + b"\n\xff\n")
 
-    second = [*log.read_new(is_last=True)]
+    second = list(log.read_new(is_last=True))
 
     assert (first, second) == ([], ["ä", "\N{REPLACEMENT CHARACTER}"])

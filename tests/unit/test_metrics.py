@@ -20,6 +20,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def steps(file: MetricsFile) -> list[float | None]:
+    """Read the new lines of a metrics file and return their steps."""
     return [get_number(figures, "step") for figures in file.read_new()]
 
 
@@ -28,11 +29,11 @@ def test_last_line_counts_with_and_without_newline(path: Path, end: str) -> None
     path.write_text('{"step": 1}\n{"more": "' + "x" * 10_000_000 + '", "step": 2}' + end)
     file = MetricsFile(path)
 
-    found = steps(file)
+    read_steps = steps(file)
     while file.has_more:
-        found += steps(file)
+        read_steps += steps(file)
 
-    assert found == [1, 2]
+    assert read_steps == [1, 2]
 
 
 def test_second_read_returns_only_new_lines(path: Path) -> None:
@@ -42,7 +43,10 @@ def test_second_read_returns_only_new_lines(path: Path) -> None:
     with path.open("a") as f:
         f.write('ep": 2}\nnonsense\n[3]\n')
 
-    assert (first, steps(file), steps(file)) == ([1], [2], [])
+    second = steps(file)
+    third = steps(file)
+
+    assert (first, second, third) == ([1], [2], [])
 
 
 def test_longer_replacement_is_read_from_its_beginning(path: Path) -> None:
@@ -79,11 +83,13 @@ def test_steps_of_earlier_attempts_are_not_counted(path: Path) -> None:
     path.write_text('{"step": 60}\n')
     progress = JsonlProgress(path, "step")
 
-    before = asyncio.run(progress.step())
+    step_before = asyncio.run(progress.step())
     with path.open("a") as f:
         f.write('{"step": 11}\n')
 
-    assert (before, asyncio.run(progress.step())) == (None, 11)
+    step_after = asyncio.run(progress.step())
+
+    assert (step_before, step_after) == (None, 11)
 
 
 def test_modification_time_does_not_matter(path: Path) -> None:
@@ -97,34 +103,36 @@ def test_modification_time_does_not_matter(path: Path) -> None:
 @pytest.mark.parametrize("clock_s", [0, 4e9])
 def test_adopted_attempt_keeps_its_earlier_steps(path: Path, clock_s: float) -> None:
     path.write_text('{"step": 60}\n')
-    before = FileFingerprint.model_validate(FileFingerprint.of(path).model_dump())
+    fingerprint = FileFingerprint.model_validate(FileFingerprint.of(path).model_dump())
     os.utime(path, (clock_s, clock_s))
-    of_another = asyncio.run(JsonlProgress(path, "step", before).step())
+    step_before = asyncio.run(JsonlProgress(path, "step", fingerprint).step())
 
     with path.open("a") as f:
         f.write('{"step": 5}\n')
     os.utime(path, (clock_s, clock_s))
 
-    assert (of_another, asyncio.run(JsonlProgress(path, "step", before).step())) == (None, 5)
+    step_after = asyncio.run(JsonlProgress(path, "step", fingerprint).step())
+
+    assert (step_before, step_after) == (None, 5)
 
 
 @pytest.mark.parametrize("is_replaced", [True, False])
 def test_file_rewritten_during_the_attempt_counts_completely(path: Path, is_replaced: bool) -> None:
     path.write_text('{"step": 60}\n')
-    before = FileFingerprint.of(path)
+    fingerprint = FileFingerprint.of(path)
 
     if is_replaced:
         path.unlink()
     path.write_text('{"step": 1}\n{"step": 2}\n')
 
-    assert asyncio.run(JsonlProgress(path, "step", before).step()) == 2
+    assert asyncio.run(JsonlProgress(path, "step", fingerprint).step()) == 2
 
 
 def test_new_file_counts_completely(path: Path) -> None:
-    before = FileFingerprint.of(path)
+    fingerprint = FileFingerprint.of(path)
     path.write_text('{"step": 2}\n')
 
-    assert asyncio.run(JsonlProgress(path, "step", before).step()) == 2
+    assert asyncio.run(JsonlProgress(path, "step", fingerprint).step()) == 2
 
 
 def test_numbers_keep_their_type(path: Path) -> None:

@@ -26,17 +26,20 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "run.json"
 
 
-def make_record(path: Path, **more: Any) -> RunRecord:
+def make_record(path: Path, **options: Any) -> RunRecord:
+    """Open a record, as each flow process of a run does. Its clock shows 1, 2, 3 and so on."""
     ticks = itertools.count(1)
-    clock = more.pop("clock", lambda: float(next(ticks)))
-    return RunRecord(path, run_id="a-run", flow_run_id="f", clock=clock, **more)
+    clock = options.pop("clock", lambda: float(next(ticks)))
+    return RunRecord(path, run_id="a-run", flow_run_id="f", clock=clock, **options)
 
 
 def adoptable(record: RunRecord, path: Path) -> AttemptRecord | None:
+    """Return the attempt whose Ray jobs the next flow process may adopt, or None."""
     return record.content.adoptable(RunPlace(directory=path.parent))
 
 
 def content_of(path: Path) -> dict[str, Any]:
+    """Return the JSON of a record file."""
     content: dict[str, Any] = json.loads(path.read_text())
     return content
 
@@ -70,9 +73,9 @@ def test_restarted_run_continues_with_its_next_attempt(path: Path, end: RunState
     first.move(RunState.ADMITTED)
     first.move(end, "it ended")
 
-    again = make_record(path)
-    again.begin_attempt(again.attempts + 1)
-    again.move(RunState.ADMITTED)
+    second = make_record(path)
+    second.begin_attempt(second.attempts + 1)
+    second.move(RunState.ADMITTED)
 
     assert content_of(path)["state"] == "admitted"
     assert content_of(path)["ended_at"] is None
@@ -108,13 +111,13 @@ def test_events_of_an_attempt_change_the_state_of_the_run(path: Path) -> None:
     record = make_record(path)
     record.begin_attempt(1)
     record.move(RunState.ADMITTED)
-    seen = []
+    states = []
 
     for name in ("attempt.begun", "attempt.ready", "teardown.begun"):
         record.observe(event(name))
-        seen.append((record.state, content_of(path)["attempts"][0]["state"]))
+        states.append((record.state, content_of(path)["attempts"][0]["state"]))
 
-    assert seen == [
+    assert states == [
         (RunState.STARTING, "starting"),
         (RunState.RUNNING, "running"),
         (RunState.STOPPING, "stopping"),
@@ -125,16 +128,17 @@ def test_later_attempts_record_only_changed_provenance(
     path: Path,
 ) -> None:
     record = make_record(path)
-    made_of = {"tree": "a", "host": "one", "packages": {"torch": "2.7"}}
+    provenance = {"tree": "a", "host": "one", "packages": {"torch": "2.7"}}
     for number, host in enumerate(("one", "one", "two"), 1):
         record.begin_attempt(number)
-        record.describe({**made_of, "host": host})
+        record.describe({**provenance, "host": host})
         record.end_attempt(Verdict(state=RunState.FAILED, message=""))
     record.describe({"host": "late"})
 
     content = content_of(path)
-    assert content["provenance"] == made_of
-    assert [one.get("provenance") for one in content["attempts"]] == [None, None, {"host": "two"}]
+    assert content["provenance"] == provenance
+    changes = [attempt.get("provenance") for attempt in content["attempts"]]
+    assert changes == [None, None, {"host": "two"}]
 
 
 def test_component_events_update_the_record(path: Path) -> None:
@@ -185,7 +189,8 @@ def test_next_flow_process_continues_the_record(path: Path) -> None:
     assert content_of(path)["started_at"] == 1.0
 
 
-def content_with_a_failed_attempt(path: Path) -> RunRecord:
+def record_with_a_failed_attempt(path: Path) -> RunRecord:
+    """Return the record of a run whose first attempt has failed."""
     record = make_record(path)
     record.begin_attempt(1)
     record.observe(event("component.spawned", "api", pid=812))
@@ -207,7 +212,7 @@ def test_record_has_the_checkpoint_and_the_decision_of_an_attempt(path: Path) ->
 
 
 def test_ended_attempt_is_never_changed(path: Path) -> None:
-    record = content_with_a_failed_attempt(path)
+    record = record_with_a_failed_attempt(path)
     [before] = record.content.attempts
 
     record.observe(event("component.exited", "api", at=9.0, pid=812, exit_code=0, signal=None))
@@ -218,7 +223,7 @@ def test_ended_attempt_is_never_changed(path: Path) -> None:
 
 
 def test_only_the_decision_is_added_to_an_ended_attempt(path: Path) -> None:
-    record = content_with_a_failed_attempt(path)
+    record = record_with_a_failed_attempt(path)
     [before] = record.content.attempts
 
     record.decide("retried: NODE_LOST, next try (2 of 3) in 10 s")
@@ -229,23 +234,24 @@ def test_only_the_decision_is_added_to_an_ended_attempt(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("decided", "says"),
+    ("decision", "expected"),
     [
         ("final: USER_ERROR is not retried", "final: USER_ERROR is not retried; begun again"),
-        (None, "begun again"),  # its flow process was killed before it decided
+        # the flow process was killed before it decided
+        (None, "begun again"),
         ("requeued: X, next try in 9 s", "requeued: X, next try in 9 s"),
     ],
 )
 def test_decision_says_that_the_run_was_begun_again(
-    path: Path, decided: str | None, says: str
+    path: Path, decision: str | None, expected: str
 ) -> None:
-    record = content_with_a_failed_attempt(path)
-    if decided:
-        record.decide(decided)
+    record = record_with_a_failed_attempt(path)
+    if decision:
+        record.decide(decision)
 
     record.begin_attempt(2)
 
-    assert [entry.decision for entry in record.content.attempts] == [says, None]
+    assert [entry.decision for entry in record.content.attempts] == [expected, None]
 
 
 def test_ended_run_has_a_decision_for_its_last_attempt(path: Path) -> None:
@@ -298,11 +304,12 @@ def test_full_disk_causes_only_a_warning(
 
 
 def test_file_that_cannot_be_replaced_stays_unchanged(tmp_path: Path) -> None:
-    taken = tmp_path / "taken"
-    (taken / "within").mkdir(parents=True)
+    # A folder with content cannot be replaced by a file.
+    folder = tmp_path / "taken"
+    (folder / "within").mkdir(parents=True)
 
     with pytest.raises(OSError):
-        write_json(taken, {})
+        write_json(folder, {})
 
     assert [entry.name for entry in tmp_path.iterdir()] == ["taken"]
 
@@ -311,10 +318,10 @@ def test_record_and_event_log_cannot_deadlock(path: Path, tmp_path: Path) -> Non
     """One thread changes the state, which emits an event; another thread emits a state event."""
     log: EventLog
 
-    def tell(state: RunState, message: str) -> None:
+    def emit_state(state: RunState, message: str) -> None:
         log.emit("run.state", state=state.value)
 
-    record = make_record(path, on_move=tell)
+    record = make_record(path, on_move=emit_state)
     record.begin_attempt(1)
     log = EventLog(tmp_path / "events.jsonl", (record.observe,))
 
@@ -357,9 +364,9 @@ def test_attempt_of_a_killed_flow_process_can_be_adopted(
         (path.parent / "attempt-01").mkdir()
         write_json(path.parent / "attempt-01" / "submission.json", submission)
 
-    found = adoptable(make_record(path), path)
+    attempt = adoptable(make_record(path), path)
 
-    assert (found is not None) == is_adoptable
+    assert (attempt is not None) == is_adoptable
 
 
 def test_ended_attempt_cannot_be_adopted(path: Path) -> None:
@@ -394,8 +401,12 @@ def test_record_of_another_host_is_continued(path: Path, tmp_path: Path) -> None
 
     attempts = RunJson.read(path).attempts
     assert attempts[0] == earlier.attempts[0].with_changes(decision="begun again")
-    assert [(a.number, a.host) for a in attempts] == [(1, "node-7"), (2, "node-8")]
-    record.move(RunState.ADMITTED)  # legal from each state of the other host's record
+    assert [(attempt.number, attempt.host) for attempt in attempts] == [
+        (1, "node-7"),
+        (2, "node-8"),
+    ]
+    # This transition raises an error if the state of the other host's record does not allow it.
+    record.move(RunState.ADMITTED)
 
 
 def test_open_attempt_of_another_host_is_closed_as_lost(path: Path, tmp_path: Path) -> None:
@@ -412,16 +423,16 @@ def test_open_attempt_of_another_host_is_closed_as_lost(path: Path, tmp_path: Pa
 def test_attempt_with_running_jobs_stays_open_on_another_host(
     path: Path, tmp_path: Path, last: str
 ) -> None:
-    there = make_record(tmp_path / "elsewhere.json")
-    there.begin_attempt(1, host="node-7")
-    there.move(RunState.ADMITTED)
+    other = make_record(tmp_path / "elsewhere.json")
+    other.begin_attempt(1, host="node-7")
+    other.move(RunState.ADMITTED)
     for name in ("attempt.begun", last):
-        there.observe(event(name))
+        other.observe(event(name))
 
-    record = make_record(path, earlier=there.content, adopts=True)
+    record = make_record(path, earlier=other.content, adopts=True)
 
-    assert adoptable(record, path) == there.content.attempts[0]
-    assert record.state is there.state
+    assert adoptable(record, path) == other.content.attempts[0]
+    assert record.state is other.state
 
 
 def test_attempt_that_never_started_is_not_adopted(path: Path, tmp_path: Path) -> None:
@@ -436,10 +447,10 @@ def test_attempt_that_never_started_is_not_adopted(path: Path, tmp_path: Path) -
 
 
 def test_record_with_more_attempts_wins(path: Path, tmp_path: Path) -> None:
-    mine = make_record(path)
+    local = make_record(path)
     for number in (1, 2):
-        mine.begin_attempt(number, host="here")
-        mine.end_attempt(Verdict(state=RunState.FAILED, message=""))
+        local.begin_attempt(number, host="here")
+        local.end_attempt(Verdict(state=RunState.FAILED, message=""))
 
     record = make_record(path, earlier=record_of_another_host(tmp_path, ended=True))
 
@@ -462,10 +473,10 @@ def test_invalid_record_is_rejected(fault: dict[str, Any], where: str) -> None:
 
 
 def test_fingerprint_of_the_metrics_file_survives_the_flow_process(path: Path) -> None:
-    figures = path.with_name("metrics.jsonl")
-    figures.write_text('{"step": 60}\n')
-    make_record(path).begin_attempt(1, metrics=FileFingerprint.of(figures))
+    metrics = path.with_name("metrics.jsonl")
+    metrics.write_text('{"step": 60}\n')
+    make_record(path).begin_attempt(1, metrics=FileFingerprint.of(metrics))
 
     [attempt] = RunJson.read(path).attempts
 
-    assert attempt.metrics == FileFingerprint.of(figures)
+    assert attempt.metrics == FileFingerprint.of(metrics)

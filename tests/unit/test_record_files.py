@@ -34,7 +34,8 @@ FAILURE = Failure(
 )
 
 
-def record_at(path: Path, **more: Any) -> RunRecord:
+def record_at(path: Path, **options: Any) -> RunRecord:
+    """Open the record at a path. Its clock shows 100.25, 101.25 and so on."""
     ticks = itertools.count(100)
     return RunRecord(
         path,
@@ -44,11 +45,12 @@ def record_at(path: Path, **more: Any) -> RunRecord:
         name="a",
         workload="grpo",
         tags=["demo", "nightly"],
-        **more,
+        **options,
     )
 
 
 def play(record: RunRecord, *events: tuple[str, str | None, dict[str, Any]]) -> None:
+    """Notify the record of events, each given as name, component and fields."""
     for number, (name, component, fields) in enumerate(events):
         record.observe(Event(at=200.5 + number, name=name, component=component, fields=fields))
 
@@ -116,6 +118,7 @@ def killed_run(path: Path) -> None:
 
 
 def cancelled_run(path: Path) -> None:
+    """A run whose second flow process is killed while the run is being cancelled."""
     killed_run(path)
     record = record_at(path)
     record.begin_attempt(2, host="h")
@@ -130,11 +133,13 @@ def opened_again(path: Path) -> None:
 
 
 def older(path: Path) -> None:
+    """A run of a version with fewer keys, whose next attempt begins."""
     shutil.copyfile(DATA / "older.json", path)
     opened_again(path)
 
 
 def newer(path: Path) -> None:
+    """A run of a version with more keys, whose attempt fails and whose next attempt begins."""
     shutil.copyfile(DATA / "newer.json", path)
     record = record_at(path)
     play(record, ("component.exited", "api", KILLED), ("job.state", "trainer", {"status": "ok"}))
@@ -143,19 +148,23 @@ def newer(path: Path) -> None:
 
 
 def newer_lost(path: Path) -> None:
+    """A run of a version with more keys, whose flow process is killed and scheduled again."""
     shutil.copyfile(DATA / "newer.json", path)
     path.parent.joinpath("attempt-01").mkdir()
     write_final_record(path.parent, FlowLoss(pid=812, is_waiting=True), lambda: 300.5)
 
 
 def lost_with_its_host(path: Path) -> None:
+    """A run that continues on another host, without the jobs of its first host."""
     record_at(path, earlier=RunJson.read(DATA / "newer.json"))
 
 
 def gone_on_with_after_its_host(path: Path) -> None:
+    """A run that continues on another host, which adopts the jobs of the first host."""
     record_at(path, earlier=RunJson.read(DATA / "newer.json"), adopts=True)
 
 
+#: Functions that write a record. Each is compared with the saved file of the same name.
 HISTORIES: tuple[Callable[[Path], None], ...] = (
     local_run,
     jobs_of_ray,

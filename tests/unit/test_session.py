@@ -23,23 +23,25 @@ def test_directory_of_another_flow_run_is_rejected_and_unchanged(muster_home: Pa
     spec = parse_spec(
         {"name": "x", "workload": "sft", "components": {"trainer": {"command": ["true"]}}}
     )
-    run_id, first, second = "x-sft-20260101-000000-abcd91c2", uuid4(), uuid4()
-    run = RunSession(spec, run_id=run_id, flow_run_id=first)
+    first = uuid4()
+    second = uuid4()
+    run = RunSession(spec, run_id=RUN_ID, flow_run_id=first)
     run.close()
-    before = run.place.record.read_bytes()
+    content_before = run.place.record.read_bytes()
 
-    with pytest.raises(FileExistsError) as refused:
-        RunSession(spec, run_id=run_id, flow_run_id=second)
+    with pytest.raises(FileExistsError) as error_info:
+        RunSession(spec, run_id=RUN_ID, flow_run_id=second)
 
-    assert str(first) in str(refused.value) and str(second) in str(refused.value)
-    assert run.place.record.read_bytes() == before
+    message = str(error_info.value)
+    assert str(first) in message and str(second) in message
+    assert run.place.record.read_bytes() == content_before
 
 
 def test_internal_error_before_an_attempt_fails_the_run(muster_home: Path) -> None:
     spec = parse_spec(
         {"name": "x", "workload": "sft", "components": {"trainer": {"command": ["true"]}}}
     )
-    run = RunSession(spec, run_id="x-sft-20260101-000000-abcd91c2", flow_run_id=uuid4())
+    run = RunSession(spec, run_id=RUN_ID, flow_run_id=uuid4())
 
     run.crash(RuntimeError("the gate is broken"))
     verdict = run.close()
@@ -57,7 +59,9 @@ def test_different_secrets_with_the_same_name_are_masked_in_every_file(
     token = tmp_path / "ray-token"
     token.write_text("of-the-cluster\n")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
-    first, second, third, fourth = "hf-of-the-api", "hf-of-the-trainer", "sk-of-an-option", "in-two"
+    token_of_api = "hf-of-the-api"
+    token_of_trainer = "hf-of-the-trainer"
+    key_option = "sk-of-an-option"
     spec = parse_spec(
         {
             "name": "x",
@@ -65,24 +69,31 @@ def test_different_secrets_with_the_same_name_are_masked_in_every_file(
             "env": {"HF_TOKEN": "hf-of-the-run", "KEY": "${run.id}", "PASSWORD": "$${in-two}"},
             "components": {
                 "api": {
-                    "command": ["true", first, second, "--api-key", third],
-                    "env": {"HF_TOKEN": first},
+                    "command": ["true", token_of_api, token_of_trainer, "--api-key", key_option],
+                    "env": {"HF_TOKEN": token_of_api},
                 },
-                "trainer": {"command": ["true"], "env": {"HF_TOKEN": second}},
+                "trainer": {"command": ["true"], "env": {"HF_TOKEN": token_of_trainer}},
             },
         }
     )
     run = RunSession(spec, run_id=RUN_ID, flow_run_id=uuid4())
-    all_secrets = f"{first} {second} {third} hf-of-the-run of-the-cluster ${{{fourth}}}"
+    secrets = (
+        token_of_api,
+        token_of_trainer,
+        key_option,
+        "hf-of-the-run",
+        "of-the-cluster",
+        "${in-two}",
+    )
 
     run.begin_attempt()
-    run.crash(ValueError({"env": all_secrets}))
+    run.crash(ValueError({"env": " ".join(secrets)}))
     run.end_attempt()
     verdict = run.close()
 
     written = {path: path.read_text() for path in muster_home.rglob("*") if path.is_file()}
     assert "could not go on" not in verdict.message and "ValueError" in verdict.message
-    for secret in (*all_secrets.split(), third):
+    for secret in secrets:
         assert secret not in verdict.message
         assert not [path for path, text in written.items() if secret in text]
     assert run.place.record in written and RUN_ID in written[run.place.record]
@@ -141,12 +152,14 @@ class CountingSupervisor(Supervisor):
 
 @pytest.fixture
 def counting_supervisor(monkeypatch: pytest.MonkeyPatch) -> type[CountingSupervisor]:
+    """The class of the supervisor that a session starts during the test."""
     monkeypatch.setattr(running_attempt, "Supervisor", CountingSupervisor)
     monkeypatch.setattr(CountingSupervisor, "hurried", 0)
     return CountingSupervisor
 
 
 def make_run() -> RunSession:
+    """Return the session of a run whose trainer sleeps."""
     component = {"command": ["sleep", "600"]}
     spec = parse_spec({"name": "x", "workload": "sft", "components": {"trainer": component}})
     return RunSession(spec, run_id=RUN_ID, flow_run_id=uuid4())
