@@ -26,17 +26,17 @@ KNOWN = {backend: facts.load(backend) for backend in facts.VERSIONS}
 
 def server_of(layout: str) -> tuple[Facts, tuple[str, ...]]:
     """Return the facts of a layout's backend, and the command of the layout's last server."""
-    written = check.LAYOUTS[layout]
-    return KNOWN[written["backend"]], check.plan_of(written).servers[-1].argv
+    fleet = check.LAYOUTS[layout]
+    return KNOWN[fleet["backend"]], check.plan_of(fleet).servers[-1].argv
 
 
 @pytest.mark.parametrize("layout", check.LAYOUTS)
 def test_backend_accepts_the_command_of_every_server(layout: str) -> None:
-    written = check.LAYOUTS[layout]
+    fleet = check.LAYOUTS[layout]
 
-    servers = check.plan_of(written).servers
+    servers = check.plan_of(fleet).servers
 
-    known = KNOWN[written["backend"]]
+    known = KNOWN[fleet["backend"]]
     faults = [fault for server in servers for fault in facts.faults_in(server.argv, known)]
     assert faults == []
 
@@ -63,23 +63,23 @@ SHAPES = list_shapes()
 @st.composite
 def fleets(draw: st.DrawFn) -> dict[str, Any]:
     """Generate valid fleets of the backends whose options are known."""
-    written = {
+    fleet = {
         **draw(st.sampled_from(SHAPES)),
         "engines": draw(st.integers(1, 3)),
         "args": draw(st.sampled_from([(), ("--dtype", "bfloat16"), ("--dtype=bfloat16",)])),
     }
-    return {key: value for key, value in written.items() if value != ()}
+    return {key: value for key, value in fleet.items() if value != ()}
 
 
 @settings(max_examples=60, deadline=None)
 @given(fleets())
-def test_backend_accepts_the_command_of_every_server_of_any_fleet(written: dict[str, Any]) -> None:
-    plan = check.plan_of(written)
+def test_backend_accepts_the_command_of_every_server_of_any_fleet(fleet: dict[str, Any]) -> None:
+    plan = check.plan_of(fleet)
 
     faults = [
         fault
         for server in plan.servers
-        for fault in facts.faults_in(server.argv, KNOWN[written["backend"]])
+        for fault in facts.faults_in(server.argv, KNOWN[fleet["backend"]])
     ]
 
     assert faults == []
@@ -91,7 +91,8 @@ def test_backend_accepts_the_command_of_every_server_of_any_fleet(written: dict[
         # a misspelt option, and an option of another backend
         ("SGLang TP16 over 2x8", "--nnodes", "--nnode", "has no argument --nnode"),
         ("LMDeploy TP16", "--server-port", "--port", "has no argument --port"),
-        ("vLLM TP16 over 2 nodes", "-r", "-rank", "invalid int value: 'ank'"),  # read as -r ank
+        # vLLM reads the option -rank as -r with the value "ank"
+        ("vLLM TP16 over 2 nodes", "-r", "-rank", "invalid int value: 'ank'"),
         # a value for an option without a value, and the reverse
         ("vLLM DP16 EP over 2 nodes", "--headless", "--headless=1", "ignored explicit argument"),
         ("SGLang TP16 over 2x8", "node-0:30000", "--verbose", "expected one argument"),
@@ -117,9 +118,9 @@ def test_invalid_arguments_are_detected(
 @pytest.mark.parametrize("backend", facts.VERSIONS)
 def test_written_facts_equal_the_stored_facts(backend: str) -> None:
     path = facts.path_of(backend)
-    written = json.loads(path.read_text(encoding="utf-8"))
+    stored = json.loads(path.read_text(encoding="utf-8"))
 
-    text = facts.as_text(backend, written["version"], written["from"], KNOWN[backend].options)
+    text = facts.as_text(backend, stored["version"], stored["from"], KNOWN[backend].options)
 
     assert text == path.read_text(encoding="utf-8")
 

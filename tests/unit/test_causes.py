@@ -119,26 +119,36 @@ TEXTS = {
 }
 #: Kinds that the queue, the flow and the supervisor recognise without a log.
 OUR_OWN_KINDS = {
-    *("INFEASIBLE", "NOT_READY", "STALLED", "TIME_LIMIT", "FLEET_LOST", "LOST_CONTACT", "ALARM")
+    "INFEASIBLE",
+    "NOT_READY",
+    "STALLED",
+    "TIME_LIMIT",
+    "FLEET_LOST",
+    "LOST_CONTACT",
+    "ALARM",
 }
 
 
 def header_and_log(path: Path) -> tuple[dict[str, str], str]:
+    """Return the header of a stored log, by key, and the log itself."""
     head, _, log = path.read_text(encoding="utf-8").partition("\n---\n")
     return dict(line.split(": ", 1) for line in head.splitlines()), log
 
 
 def rule_of(text: str) -> str | None:
+    """Return the id of the rule that explains a log, or None."""
     cause = find_cause(text)
     return cause.rule.id if cause else None
 
 
 def traceback(error: str, mark: str = "") -> str:
+    """Return a traceback that ends with `error`. Each line begins with `mark`."""
     lines = ("Traceback (most recent call last):", '  File "train.py", line 8, in run', error)
     return "".join(f"{mark}{line}\n" for line in lines)
 
 
 def steps(first: int, last: int) -> str:
+    """Return the log lines of the training steps from `first` to `last`."""
     return "".join(f"step:{i} - actor/pg_loss:0.1\n" for i in range(first, last + 1))
 
 
@@ -179,9 +189,9 @@ def test_invalid_rule_is_named(fault: str) -> None:
 def test_every_rule_has_a_source_and_every_cause_a_hint() -> None:
     assert [rule.id for rule in RULES if not rule.source or not rule.seen_in] == []
     # A rule needs no hint if its kind is requeued, or if its line only follows from a failure.
-    silent = {rule.id for rule in RULES if not rule.hint}
+    without_hint = {rule.id for rule in RULES if not rule.hint}
     requeued = {r.id for r in RULES if r.kind in ("INSUFFICIENT_RESOURCES", "START_TIMEOUT")}
-    assert silent - requeued == {"python-value", "exception", "traceback"}
+    assert without_hint - requeued == {"python-value", "exception", "traceback"}
 
 
 def test_every_kind_found_in_logs_has_a_rule() -> None:
@@ -199,7 +209,7 @@ def test_example_is_recognised_among_other_lines(rule: str) -> None:
 
 
 @pytest.mark.parametrize("number", [48, 62, 64, 74, 79, 95, 119, 120, 140, *range(144, 151)])
-def test_xid_of_a_broken_gpu(number: int) -> None:
+def test_xids_of_broken_gpus_are_recognised(number: int) -> None:
     assert rule_of(f"kernel: NVRM: Xid (PCI:0000:4e:00): {number}, pid=812, name=x") == "nvidia-xid"
 
 
@@ -226,14 +236,14 @@ def test_xid_of_a_broken_gpu(number: int) -> None:
         ("[2026-01-01] [ERROR] [launch.py:321] x exits with return code = -9", "UNKNOWN"),
     ],
 )
-def test_kind_of_documented_messages(text: str, kind: str) -> None:
+def test_documented_messages_have_the_right_kind(text: str, kind: str) -> None:
     cause = find_cause(text)
 
     assert cause is not None and cause.rule.kind.value == kind
 
 
 @pytest.mark.parametrize("path", FAILURES, ids=lambda path: path.stem)
-def test_log_of_a_public_issue(path: Path) -> None:
+def test_cause_of_a_public_log_is_found(path: Path) -> None:
     expected, log = header_and_log(path)
 
     cause = find_cause(log)
@@ -248,7 +258,7 @@ def test_there_are_enough_logs_of_public_issues() -> None:
 
 
 @pytest.mark.parametrize("path", SURVIVED, ids=lambda path: path.stem)
-def test_survived_errors_are_no_cause(path: Path) -> None:
+def test_survived_errors_are_not_a_cause(path: Path) -> None:
     assert find_cause(header_and_log(path)[1]) is None
 
 
@@ -265,13 +275,13 @@ def test_survived_errors_are_no_cause(path: Path) -> None:
         ("module-not-found", "traceback"),
         ("verl-total-gpus", "python-value"),
         ("cuda-oom", "traceback"),
-        # A bug in one rank is no network failure.
+        # A bug in one rank is not a network failure.
         ("exception", "collective-timeout"),
         ("python-value", "collective-error"),
         ("device-assert", "collective-timeout"),
         ("segfault", "collective-error"),
         ("segfault", "actor-died"),
-        # Other processes only report that a process is gone.
+        # Other processes only report that a process has ended.
         ("cuda-oom", "engine-died"),
         ("host-oom", "sigkill"),
         ("host-oom", "actor-died"),
@@ -321,19 +331,21 @@ def test_cause_in_a_public_log_is_not_hidden_by_the_cascade_of_another() -> None
     assert hidden == set()
 
 
-def test_cause_of_one_rank_among_the_lines_of_the_others() -> None:
+def test_cause_of_one_rank_is_found_among_lines_of_other_ranks() -> None:
     others = "".join(
         f"[rank{i}]: torch.distributed.DistBackendError: NCCL error\n" for i in range(8)
     )
     oom = traceback(OOM, mark="[rank3]: ").splitlines(keepends=True)
-    late = others.splitlines(keepends=True)
+    lines_of_others = others.splitlines(keepends=True)
 
-    mixed = "".join(line for pair in zip(late, oom, strict=False) for line in pair) + others
+    mixed = (
+        "".join(line for pair in zip(lines_of_others, oom, strict=False) for line in pair) + others
+    )
 
     assert rule_of(mixed) == "cuda-oom"
 
 
-def test_error_caused_by_a_collective_timeout_is_no_cause() -> None:
+def test_collective_error_wins_over_errors_that_follow_from_it() -> None:
     text = traceback(TEXTS["collective-error"])
     text += "\nDuring handling of the above exception, another exception occurred:\n\n"
     text += traceback("RuntimeError: the training step failed")
@@ -367,7 +379,7 @@ def test_first_traceback_of_several_processes_wins() -> None:
     )
 
 
-def test_error_followed_by_training_steps_is_no_cause() -> None:
+def test_error_followed_by_training_steps_is_not_a_cause() -> None:
     assert rule_of(steps(1, 10) + traceback(OOM) + steps(11, 20)) is None
     text = steps(1, 10) + traceback(OOM) + steps(11, 20) + TEXTS["collective-timeout"]
     assert rule_of(text) == "collective-timeout"
@@ -420,7 +432,7 @@ def test_caught_error_counts_only_as_a_fallback(before: str) -> None:
         "",
         "step 812 loss 0.31 grad_norm 1.2",
         "INFO: 127.0.0.1 - GET /health HTTP/1.1 200 OK",
-        # Similar words.
+        # Lines with words that also occur in errors.
         "inference server ready, nanoseconds per token 31",
         "NVRM: Xid (PCI:0000:4e:00): 31, pid=812",
         "    raise KeyError(key)",
@@ -449,7 +461,7 @@ def test_caught_error_counts_only_as_a_fallback(before: str) -> None:
         "Some common causes include: (1) the process was killed by the OOM killer",
     ],
 )
-def test_usual_output_is_no_cause(line: str) -> None:
+def test_usual_output_is_not_a_cause(line: str) -> None:
     assert find_cause(line) is None
 
 
@@ -506,8 +518,13 @@ def test_matching_time_is_linear(unit: str) -> None:
 
 
 def test_roles_are_ordered_by_priority() -> None:
-    assert [*Role] == [
-        *(Role.CAUSE, Role.ERROR, Role.EXCEPTION, Role.CASCADE, Role.WRAPPER, Role.LAST)
+    assert list(Role) == [
+        Role.CAUSE,
+        Role.ERROR,
+        Role.EXCEPTION,
+        Role.CASCADE,
+        Role.WRAPPER,
+        Role.LAST,
     ]
 
 
@@ -547,29 +564,29 @@ def traces(ranks: int = 128, frames: int = 100) -> str:
 #: Content of a log and its expected cause, by the name of the case.
 LONG = {
     "megabytes of consequences": (steps(1, 9) + f"{OOM_OF_RANK}\n" + traces(), "cuda-oom"),
-    "others that went on for a while": (
+    "output of other ranks before the error": (
         steps(1, 9)
         + "".join(f"sample {i:x}\n" for i in range(30_000))
         + f"{OOM_OF_RANK}\n"
         + traces(),
         "cuda-oom",
     ),
-    "no step is known": (f"{OOM_OF_RANK}\n" + traces(), "cuda-oom"),
-    "it was survived": (f"{OOM_OF_RANK}\n" + steps(1, 9) + traces(), "collective-timeout"),
-    "it was survived long ago": (
+    "no training step": (f"{OOM_OF_RANK}\n" + traces(), "cuda-oom"),
+    "survived error": (f"{OOM_OF_RANK}\n" + steps(1, 9) + traces(), "collective-timeout"),
+    "survived error far from the end": (
         f"{OOM_OF_RANK}\n" + steps(1, 9) + "x\n" * 200_000 + "KeyError: 'a'\n",
         "python-value",
     ),
-    "no step is known, and the end speaks for itself": (
+    "no training step, and an error at the end": (
         f"{OOM_OF_RANK}\n" + "x\n" * 200_000 + "KeyError: 'a'\n",
         "python-value",
     ),
 }
 
 
-@pytest.mark.parametrize("what", LONG)
-def test_log_is_read_from_the_last_steps(what: str, tmp_path: Path) -> None:
-    text, rule = LONG[what]
+@pytest.mark.parametrize("case", LONG)
+def test_log_is_read_from_the_last_steps(case: str, tmp_path: Path) -> None:
+    text, rule = LONG[case]
     log = tmp_path / "log"
     log.write_text(text)
 

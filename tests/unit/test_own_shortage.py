@@ -1,4 +1,4 @@
-"""A shortage of Muster itself, such as of open files, is no failure of the component it asks."""
+"""Tests of shortages of Muster itself, such as of open files: no component fails then."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ SHORTAGE = Unasked("this machine cannot ask: [Errno 24] Too many open files")
 
 
 @pytest.mark.parametrize("kind", ["http", "tcp", "log"])
-def test_probe_without_free_files_is_no_failure_of_its_component(kind: str, tmp_path: Path) -> None:
+def test_probe_without_free_files_is_not_a_failure_of_its_component(
+    kind: str, tmp_path: Path
+) -> None:
     log = tmp_path / "log"
     log.write_text("here\n")
 
@@ -37,9 +39,10 @@ def test_probe_without_free_files_is_no_failure_of_its_component(kind: str, tmp_
             "log": lambda: LogProbe(log, "here"),
         }[kind]()
         with full_table_of_files():
-            answer = await probe.ask(5.0), probe.glance()
+            answer = await probe.ask(5.0)
+            glance = probe.glance()
         await client.aclose()
-        return answer
+        return answer, glance
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         answer, _ = asyncio.run(ask(server))
@@ -47,10 +50,11 @@ def test_probe_without_free_files_is_no_failure_of_its_component(kind: str, tmp_
     assert isinstance(answer, Unasked), answer
 
 
-def test_engine_that_cannot_be_asked_is_not_silent() -> None:
+def test_engine_is_not_silent_if_muster_cannot_send_requests() -> None:
     async def ask(server: socket.socket) -> tuple[str | None, Reply]:
         url = "http://{}:{}".format(*server.getsockname())
-        prober, question = HttpProber(), Ask(method="GET", path="/health")
+        prober = HttpProber()
+        question = Ask(method="GET", path="/health")
         with full_table_of_files():
             answer = await prober.ask(url, question, 5.0)
             reply = await prober.call(url, question, 0.1)
@@ -63,7 +67,7 @@ def test_engine_that_cannot_be_asked_is_not_silent() -> None:
     assert not isinstance(answer, NoReply)
 
 
-def test_listeners_are_never_guessed() -> None:
+def test_listeners_of_a_port_are_unknown_without_free_files() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         full_table_of_files(),
@@ -72,21 +76,21 @@ def test_listeners_are_never_guessed() -> None:
         listening_inodes(server.getsockname()[1])
 
 
-def test_kernel_can_be_asked_without_free_files() -> None:
+def test_open_socket_table_finds_listeners_without_free_files() -> None:
     table = SocketTable()
     table.open()
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as client, full_table_of_files():
-            found = table.listeners(port)
+            listeners = table.listeners(port)
             user = table.user_of_connection(client.getsockname(), ("127.0.0.1", port))
     table.close()
 
-    assert len(found) == 1
-    assert {user} == set(found.values())
+    assert len(listeners) == 1
+    assert {user} == set(listeners.values())
 
 
-def test_listener_on_the_clients_port_does_not_give_the_user() -> None:
+def test_listener_on_the_port_of_a_client_does_not_give_the_user() -> None:
     table = SocketTable()
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -96,6 +100,7 @@ def test_listener_on_the_clients_port_does_not_give_the_user() -> None:
 
 
 def played(story: Callable[[Stage], object], **settings: object) -> Stage:
+    """Run a fleet of two engines through a story in virtual time, and return its stage."""
     stages: list[Stage] = []
 
     async def play() -> None:
@@ -111,7 +116,7 @@ def played(story: Callable[[Stage], object], **settings: object) -> Stage:
     return stages[0]
 
 
-def test_engines_that_cannot_be_asked_go_on_serving_and_cost_nothing() -> None:
+def test_engines_stay_active_without_recoveries_during_a_shortage() -> None:
     states: list[list[GroupState]] = []
 
     async def story(stage: Stage) -> None:
@@ -127,11 +132,13 @@ def test_engines_that_cannot_be_asked_go_on_serving_and_cost_nothing() -> None:
 
     assert states == [[GroupState.ACTIVE] * 2]
     assert [group.recoveries for group in stage.fleet.registry.view.groups] == [0, 0]
-    said = [fields["message"] for _, event, fields in stage.events if event == "rollout.warning"]
-    assert any("Too many open files" in message for message in said)
+    warnings = [
+        fields["message"] for _, event, fields in stage.events if event == "rollout.warning"
+    ]
+    assert any("Too many open files" in message for message in warnings)
 
 
-def test_start_without_free_files_waits() -> None:
+def test_recovery_without_free_files_waits() -> None:
     async def story(stage: Stage) -> None:
         stage.host[0].shortages = 30
         stage.host.die(0, "killed by SIGKILL")
@@ -139,7 +146,7 @@ def test_start_without_free_files_waits() -> None:
 
     stage = played(story, budget=1)
 
-    # It was stopped since: it had served again, after one recovery.
+    # The engine recovered once, although its first 30 starts found no free file.
     assert stage.fleet.registry.view.groups[0].recoveries == 1
     outcomes = [
         fields["outcome"] for _, event, fields in stage.events if event == "rollout.recovery.ended"
@@ -147,8 +154,8 @@ def test_start_without_free_files_waits() -> None:
     assert outcomes == ["recovered"]
 
 
-def test_engine_without_sent_weights_is_stale_and_not_ended() -> None:
-    found: list[object] = []
+def test_engine_is_stale_but_not_ended_if_muster_cannot_send_weights() -> None:
+    results: list[object] = []
 
     async def story(stage: Stage) -> None:
         sync = await stage.fleet.begin_sync(600.0, InFlight.WAIT)
@@ -157,9 +164,9 @@ def test_engine_without_sent_weights_is_stale_and_not_ended() -> None:
         answers = await stage.fleet.syncs.broadcast(sync["sync"], ask, 5.0)
         stage.prober.shortage = None
         answer = await stage.fleet.syncs.commit(sync["sync"], 1, {0: 1, 1: 1})
-        found.extend([answers["answers"][0]["status"], answer["serving"], answer["stale"]])
-        found.append([group.recoveries for group in stage.fleet.registry.view.groups])
+        results.extend([answers["answers"][0]["status"], answer["serving"], answer["stale"]])
+        results.append([group.recoveries for group in stage.fleet.registry.view.groups])
 
     played(story)
 
-    assert found == [None, [], [0, 1], [0, 0]]
+    assert results == [None, [], [0, 1], [0, 0]]

@@ -166,7 +166,7 @@ def test_server_loads_weights_from_a_file_and_rejects_a_truncated_file(tmp_path:
     assert "not weights" in answer["error"]
 
 
-def test_the_trainers_own_server_loads_no_weights(server: InferenceServer) -> None:
+def test_server_of_the_trainer_loads_no_weights(server: InferenceServer) -> None:
     status, _answer = send(server, "/update_weights_from_disk", {"model_path": "/weights.npz"})
 
     assert (status, server.sampler.step) == (404, 4)
