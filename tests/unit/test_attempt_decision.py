@@ -17,6 +17,7 @@ from tasks.record.states import RunState
 
 
 def decision(at: float, state: RunState = RunState.FAILED) -> Decision:
+    """Return a decision that was made at a time, in seconds."""
     return Decision(
         at_monotonic_s=at,
         state=state,
