@@ -14,6 +14,7 @@ KILLED = "  traceback : Signal 9 (SIGKILL) received by PID 14750"
 
 
 def ended(code: int | None = 1, signal: int | None = None) -> Exit:
+    """Return the exit of a process."""
     return Exit(exit_code=code, signal=signal, at_monotonic_s=0.0)
 
 
