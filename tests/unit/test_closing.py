@@ -58,13 +58,17 @@ def record_of(directory: Path, until: str, verdict: str = "", retried: bool = Fa
 
 
 def content_of(path: Path) -> dict[str, Any]:
+    """Return the JSON of a record file."""
     content: dict[str, Any] = json.loads(path.read_text())
     return content
 
 
 def events_of(directory: Path) -> list[dict[str, Any]]:
+    """Return the events of the first attempt, or an empty list if no event was logged."""
     path = directory / "attempt-01" / "events.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.mark.parametrize("until", HISTORY)
@@ -135,24 +139,26 @@ def test_final_state_of_a_lost_run(
 
 def test_failure_of_the_attempt_is_kept(tmp_path: Path) -> None:
     path = record_of(tmp_path, "stopping", "failed")
-    before = content_of(path)["attempts"][-1]
+    attempt_before = content_of(path)["attempts"][-1]
 
     write_final_record(tmp_path, FlowLoss(pid=812), lambda: NOW)
 
-    after = content_of(path)["attempts"][-1]
-    assert (after["failure"], after["ended_at"]) == (before["failure"], before["ended_at"])
+    attempt_after = content_of(path)["attempts"][-1]
+    assert attempt_after["failure"] == attempt_before["failure"]
+    assert attempt_after["ended_at"] == attempt_before["ended_at"]
 
 
 @pytest.mark.parametrize("state", [state for state in RunState if state.is_final])
 def test_record_of_an_ended_run_is_not_touched(state: RunState, tmp_path: Path) -> None:
     path = record_of(tmp_path, "stopping", state.value)
     content = content_of(path)
-    path.write_text(json.dumps({**content, "state": state.value}))  # not in Muster's own layout
-    before = path.read_bytes()
+    # This JSON text has another layout than Muster writes, so that a rewrite would change it.
+    path.write_text(json.dumps({**content, "state": state.value}))
+    content_before = path.read_bytes()
 
     record, is_changed = write_final_record(tmp_path, FlowLoss(pid=812), lambda: NOW)
 
-    assert path.read_bytes() == before
+    assert path.read_bytes() == content_before
     assert record is not None and (record.state, is_changed) == (state, False)
     assert events_of(tmp_path) == []
 
@@ -160,11 +166,11 @@ def test_record_of_an_ended_run_is_not_touched(state: RunState, tmp_path: Path) 
 @pytest.mark.parametrize(("until", "retried"), [("queued", False), ("stopping", True)])
 def test_record_of_a_waiting_run_is_not_touched(until: str, retried: bool, tmp_path: Path) -> None:
     path = record_of(tmp_path, until, "failed" if retried else "", retried)
-    before = path.read_bytes()
+    content_before = path.read_bytes()
 
     write_final_record(tmp_path, FlowLoss(pid=812, is_waiting=True), lambda: NOW)
 
-    assert path.read_bytes() == before
+    assert path.read_bytes() == content_before
 
 
 def test_events_are_logged_once(tmp_path: Path) -> None:
@@ -174,7 +180,7 @@ def test_events_are_logged_once(tmp_path: Path) -> None:
     for _ in range(2):
         write_final_record(tmp_path, loss, lambda: NOW)
 
-    first, *moves = events_of(tmp_path)
+    first, *transitions = events_of(tmp_path)
     assert first == {
         "at": NOW,
         "event": "reconcile.ended",
@@ -182,7 +188,7 @@ def test_events_are_logged_once(tmp_path: Path) -> None:
         "killed": [7],
         "removed": ["/dev/shm/x"],
     }
-    assert [(e["event"], e["state"]) for e in moves] == [
+    assert [(event["event"], event["state"]) for event in transitions] == [
         ("run.state", "stopping"),
         ("run.state", "failed"),
     ]
@@ -193,24 +199,26 @@ def test_invalid_record_is_not_touched(text: str, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     path.write_text(text)
 
-    done = write_final_record(tmp_path, FlowLoss(pid=812), lambda: NOW)
+    result = write_final_record(tmp_path, FlowLoss(pid=812), lambda: NOW)
 
-    assert done == (None, False)
+    assert result == (None, False)
     assert path.read_text() == text
 
 
 def test_run_without_a_record_is_ignored(tmp_path: Path) -> None:
-    assert write_final_record(tmp_path, FlowLoss(pid=812), lambda: NOW) == (None, False)
+    result = write_final_record(tmp_path, FlowLoss(pid=812), lambda: NOW)
+
+    assert result == (None, False)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_given_record_is_not_mutated(tmp_path: Path) -> None:
     record = RunJson.read(record_of(tmp_path, "running"))
-    before = record.as_json()
+    json_before = record.as_json()
 
     finalize_record(record, FlowLoss(pid=812), NOW)
 
-    assert record.as_json() == before
+    assert record.as_json() == json_before
 
 
 @pytest.mark.parametrize("before", [state for state in RunState if not state.is_final])
@@ -221,11 +229,14 @@ def test_recovery_makes_only_legal_transitions(before: RunState, after: RunState
             find_recovery_transitions(before, after)
         return
 
-    moves = find_recovery_transitions(before, after)
+    transitions = find_recovery_transitions(before, after)
 
-    assert moves[-1] is after
-    states = (before, *moves)
-    assert all(to in LEGAL_TRANSITIONS[at] for at, to in zip(states, moves, strict=False))
+    assert transitions[-1] is after
+    states = (before, *transitions)
+    assert all(
+        target in LEGAL_TRANSITIONS[source]
+        for source, target in zip(states, transitions, strict=False)
+    )
 
 
 @pytest.mark.parametrize("until", ["running", "stopping"])
@@ -241,7 +252,8 @@ def test_final_state_that_could_not_be_written_is_restored(
     closed, _ = write_final_record(record_of(tmp_path, until).parent, FlowLoss(pid=7, end=end))
 
     record = RunJson.read(tmp_path / "run.json")
-    attempt, failure = record.attempt, end.attempts[0].failure
+    attempt = record.attempt
+    failure = end.attempts[0].failure
     assert closed is not None and closed.state is state and not has_failed_by_loss(closed)
     assert (record.state, record.message, record.ended_at) == (state, "as it was told", 9.0)
     assert attempt is not None and attempt.state is state and attempt.failure == failure
