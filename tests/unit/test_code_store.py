@@ -25,6 +25,7 @@ pytestmark = pytest.mark.usefixtures("muster_home")
 
 
 def git(root: Path, *words: str) -> None:
+    """Run git in `root`."""
     settings = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "protocol.file.allow=always")
     subprocess.run(("git", "-C", str(root), *settings, *words), check=True, capture_output=True)
 
@@ -326,7 +327,7 @@ def test_unreferenced_code_is_deleted_after_one_day(
     server = SubmitServer()
     old = submitted_code(server, None, project)  # type: ignore[arg-type]
     write(project, train_py="submitted again")
-    again = submitted_code(server, None, project)  # type: ignore[arg-type]
+    submitted_again = submitted_code(server, None, project)  # type: ignore[arg-type]
     write(project, train_py="newest")
     new = submitted_code(server, None, project)  # type: ignore[arg-type]
     named = code_store.names_in(f"spec: {{code: {new}}}")
@@ -337,13 +338,13 @@ def test_unreferenced_code_is_deleted_after_one_day(
     for artifact in server.artifacts:
         assert artifact.updated is not None
         artifact.updated = artifact.updated.replace(year=2020)
-    share_code(server, again)  # type: ignore[arg-type]
+    share_code(server, submitted_again)  # type: ignore[arg-type]
     deleted = code_store.forget(named)
     forget_code(server, named)  # type: ignore[arg-type]
 
     assert len(deleted) == 4
     code_of(new)
-    assert shared_code(server, again)  # type: ignore[arg-type]
+    assert shared_code(server, submitted_again)  # type: ignore[arg-type]
     with pytest.raises(NoCode):
         code_of(old)
     assert shared_code(server, new) and not shared_code(server, old)  # type: ignore[arg-type]
