@@ -29,7 +29,7 @@ STACK_URL = "http://127.0.0.1:4321/api"
 
 
 @pytest.fixture(autouse=True)
-def restored(monkeypatch: pytest.MonkeyPatch) -> None:
+def unset_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unset the environment variables that `muster` sets, and restore them after the test."""
     names = (
         "PYTHONSAFEPATH",
