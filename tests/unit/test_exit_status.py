@@ -1,4 +1,4 @@
-"""How a process ended that is no child of ours; each is a real one, its parent another process."""
+"""Tests of `exit_of`: the exit status of a real process whose parent is another process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from tasks.record.outcome import Exit
 
 _WITHIN_S = 60.0
 
-#: Starts `sh -c CODE`, says its pid, and reaps it when told to.
+#: Program that starts `sh -c CODE` and prints its pid. The line `end` on its input lets the shell
+#: end, and any other line makes the program reap the shell.
 PARENT = """
 import subprocess, sys
 child = subprocess.Popen(["sh", "-c", sys.argv[1]], stdin=subprocess.PIPE)
@@ -32,6 +33,7 @@ for line in sys.stdin:
         print("reaped", flush=True)
 """
 
+#: Shell code, with the exit code and the signal that it ends with.
 ENDS = [
     ("exit 42", 42, None),
     ("exit 0", 0, None),
@@ -42,16 +44,17 @@ ENDS = [
 
 @contextmanager
 def grandchild(code: str) -> Iterator[tuple[int, ProcessId, subprocess.Popen[str]]]:
-    """The pidfd and identity of a process that has ended and is not reaped, and its parent."""
+    """Yield the pidfd and the identity of an ended process that is not reaped, and its parent."""
     command = [sys.executable, "-I", "-S", "-c", PARENT, f"read line; {code}"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as parent:
         assert parent.stdin is not None and parent.stdout is not None
         pid = int(parent.stdout.readline())
-        process, pidfd = ProcessId.of(pid), os.pidfd_open(pid)
+        process = ProcessId.of(pid)
+        pidfd = os.pidfd_open(pid)
         try:
-            tell(parent, "end")
+            send_line(parent, "end")
             assert select.select([pidfd], [], [], _WITHIN_S)[0]
             yield pidfd, process, parent
         finally:
@@ -59,20 +62,22 @@ def grandchild(code: str) -> Iterator[tuple[int, ProcessId, subprocess.Popen[str
             parent.kill()
 
 
-def tell(parent: subprocess.Popen[str], what: str) -> None:
+def send_line(parent: subprocess.Popen[str], line: str) -> None:
+    """Write a line to the input of the parent."""
     assert parent.stdin is not None
-    parent.stdin.write(f"{what}\n")
+    parent.stdin.write(f"{line}\n")
     parent.stdin.flush()
 
 
 def reap(parent: subprocess.Popen[str]) -> None:
-    tell(parent, "reap")
+    """Make the parent reap its child, and wait until it has done so."""
+    send_line(parent, "reap")
     assert parent.stdout is not None
     assert parent.stdout.readline() == "reaped\n"
 
 
 def keeps_status() -> bool:
-    """Linux 6.15 or later."""
+    """Return True if the kernel keeps the exit status of reaped processes: Linux 6.15 or later."""
     return tuple(map(int, os.uname().release.split(".")[:2])) >= (6, 15)
 
 
@@ -86,7 +91,7 @@ def test_status_of_a_zombie_is_known(code: str, exit_code: int | None, signum: i
 
 @pytest.mark.skipif(not keeps_status(), reason="the kernel does not keep the status of the reaped")
 @pytest.mark.parametrize(("code", "exit_code", "signum"), ENDS)
-def test_status_of_a_process_that_its_parent_has_reaped_is_known(
+def test_status_of_a_reaped_process_is_known(
     code: str, exit_code: int | None, signum: int | None
 ) -> None:
     with grandchild(code) as (pidfd, process, parent):
@@ -96,7 +101,9 @@ def test_status_of_a_process_that_its_parent_has_reaped_is_known(
     assert (exit.exit_code, exit.signal) == (exit_code, signum)
 
 
-def test_older_kernel_is_no_reason_to_guess(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_of_a_reaped_process_is_unknown_on_older_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(child_watch, "_PIDFD_GET_INFO", 0)
     with grandchild("exit 42") as (pidfd, process, parent):
         reap(parent)
@@ -107,7 +114,7 @@ def test_older_kernel_is_no_reason_to_guess(monkeypatch: pytest.MonkeyPatch) -> 
     assert not exit.is_zero
 
 
-def test_zombie_with_anothers_number_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zombie_with_a_reused_pid_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     with grandchild("exit 42") as (pidfd, process, _):
         monkeypatch.setattr(tree, "start_ticks", lambda pid: process.start_ticks + 1)
         exit: Exit = read_exit(pidfd, process)
