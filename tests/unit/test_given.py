@@ -14,11 +14,15 @@ FLEET = {"backend": "command", "command": ["serve", "${server.port}"], "gpus_per
 
 
 def spec(gang: dict[str, Any] | None = None, **components: Any) -> Any:
-    written = {"name": "x", "workload": "sft", "components": components}
-    return parse_spec({**written, **({"gang": gang} if gang else {})})
+    """Return the spec of a run with these components."""
+    content: dict[str, Any] = {"name": "x", "workload": "sft", "components": components}
+    if gang:
+        content["gang"] = gang
+    return parse_spec(content)
 
 
 def program(**keys: Any) -> dict[str, Any]:
+    """Return a component that runs a command, with further keys."""
     return {"command": ["run"], **keys}
 
 
