@@ -93,6 +93,7 @@ def dangers_in_cell(text: str) -> list[str]:
 
 @pytest.fixture(params=HOSTILE.values(), ids=HOSTILE)
 def hostile(request: pytest.FixtureRequest) -> str:
+    """Each of the hostile texts."""
     return str(request.param)
 
 
@@ -133,20 +134,20 @@ def view(hostile: str, tmp_path: Path) -> RunView:
         "alarms": [{"rule": "nan", "message": hostile}],
     }
     record = {"run_id": hostile, "state": "failed", "message": hostile, "attempts": [attempt]}
-    seen = RunSeen(spec)
-    seen.doing = hostile
+    run_seen = RunSeen(spec)
+    run_seen.doing = hostile
     fields = {"reason": hostile}
-    seen.observe(Event(at=0.0, name="probe.failed", component="trainer", fields=fields))
-    seen.observe(Event(at=0.0, name="run.progress", fields={"step": 7.0}))
+    run_seen.observe(Event(at=0.0, name="probe.failed", component="trainer", fields=fields))
+    run_seen.observe(Event(at=0.0, name="run.progress", fields={"step": 7.0}))
     started = {"rank": 0, "epoch": 1, "url": hostile}
-    seen.observe(Event(at=0.0, name="rollout.server.started", fields=started))
+    run_seen.observe(Event(at=0.0, name="rollout.server.started", fields=started))
     measured = Measured(now=1.0, before=2.0)
     return RunView(
         at=10.0,
         spec=spec,
         record=RunJson.model_validate(record),
         place=RunPlace(directory=tmp_path / "x-1"),
-        seen=seen,
+        seen=run_seen,
         host=hostile,
         message=hostile,
         slow=Slow(step=measured, parts={hostile: measured}, gpus={hostile: measured}, requests={}),
