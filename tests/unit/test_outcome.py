@@ -47,7 +47,13 @@ def test_failure_has_all_documented_keys() -> None:
     content = json.loads(json.dumps(FAILURE.as_json()))
 
     assert content.keys() >= {
-        *("kind", "component", "exit_code", "signal", "message", "rule", "log_tail")
+        "kind",
+        "component",
+        "exit_code",
+        "signal",
+        "message",
+        "rule",
+        "log_tail",
     }
     assert content["kind"] == "CUDA_OOM"
 
