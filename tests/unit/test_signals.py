@@ -1,6 +1,4 @@
-"""Signals and cancels that end a run: which count as one request, and which end its grace
-period.
-"""
+"""Tests of signals and cancellations of a run: repeated requests, end of the grace period."""
 
 from __future__ import annotations
 
@@ -29,7 +27,9 @@ from tasks.server import interruption
 from tasks.server.flow_runs import CANCELLING_NOW
 from tasks.server.interruption import Cancel, Wishes, ended_from_outside
 
-TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+TERM = signal.SIGTERM
+INT = signal.SIGINT
+HUP = signal.SIGHUP
 
 
 class RecordingSession:
@@ -51,16 +51,16 @@ class RecordingSession:
 
     @property
     def verbs(self) -> list[str]:
-        """The calls since the last read, without their reasons."""
+        """Names of the calls since the last read, in order."""
         return [self.calls.get().partition(":")[0] for _ in range(self.calls.qsize())]
 
 
 @pytest.fixture
 def dispositions() -> Iterator[None]:
     """Restore this process's signal handlers after a test that changes them."""
-    before = {signum: signal.getsignal(signum) for signum in ENDING_SIGNALS}
+    handlers = {signum: signal.getsignal(signum) for signum in ENDING_SIGNALS}
     yield
-    for signum, handler in before.items():
+    for signum, handler in handlers.items():
         signal.signal(signum, handler)
 
 
@@ -71,6 +71,7 @@ def wishes_of(
     has_worker: bool,
     may_be_left: bool = False,
 ) -> Wishes:
+    """Return the object that turns signals and cancellations into calls of a session."""
     started_by = SimpleNamespace() if has_worker else None
     monkeypatch.setattr(interruption, "started_by_others", lambda: started_by)
     return Wishes(session, uuid4(), may_be_left=may_be_left)
@@ -79,7 +80,7 @@ def wishes_of(
 @pytest.mark.parametrize(
     ("has_worker", "arrivals"),
     [
-        # The worker passes a cancel on, and the server shows it as well.
+        # The worker sends a signal for a cancellation that the server also reports.
         (True, [TERM, Cancel.GRACEFUL, Cancel.GRACEFUL]),
         (True, [Cancel.GRACEFUL, TERM]),
         # The worker and its process group, or a stack that stops after a cancel.
@@ -95,7 +96,7 @@ def wishes_of(
         (False, [TERM, (INT, 3.0)]),
     ],
 )
-def test_one_request_that_arrives_several_times_keeps_the_grace_period(
+def test_request_that_arrives_several_times_keeps_the_grace_period(
     monkeypatch: pytest.MonkeyPatch, has_worker: bool, arrivals: list[Any]
 ) -> None:
     session = RecordingSession()
@@ -117,11 +118,12 @@ def test_second_ctrl_c_ends_the_grace_period(
     wishes = wishes_of(session, monkeypatch, has_worker=False)
 
     wishes.take_signal(INT, 10.0)
-    before = session.verbs
+    calls_after_first = session.verbs
     wishes.take_signal(INT, 10.5)
+    calls_after_second = session.verbs
 
-    assert before == ["interrupt"]
-    assert session.verbs == ["interrupt", "hurry"]
+    assert calls_after_first == ["interrupt"]
+    assert calls_after_second == ["interrupt", "hurry"]
 
 
 @pytest.mark.parametrize("has_worker", [True, False])
@@ -132,11 +134,12 @@ def test_immediate_cancel_ends_the_grace_period(
     wishes = wishes_of(session, monkeypatch, has_worker=has_worker)
 
     wishes.take_cancel(Cancel.GRACEFUL)
-    before = session.verbs
+    calls_after_first = session.verbs
     wishes.take_cancel(Cancel.NOW)
+    calls_after_second = session.verbs
 
-    assert before == ["interrupt"]
-    assert session.verbs == ["interrupt", "hurry"]
+    assert calls_after_first == ["interrupt"]
+    assert calls_after_second == ["interrupt", "hurry"]
 
 
 @pytest.mark.parametrize(
@@ -210,21 +213,21 @@ def test_signal_during_a_held_lock_is_handled_afterwards(dispositions: None) -> 
 
     with ended_from_outside(session, uuid4(), may_be_left=False):
         with session.lock:
-            # Handled here, before the next line.
+            # Python handles the signals here, while the lock is held.
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGINT)
-        heard = [session.calls.get(timeout=10), session.calls.get(timeout=10)]
+        calls = [session.calls.get(timeout=10), session.calls.get(timeout=10)]
 
-    assert heard == ["interrupt: interrupted by SIGTERM", "interrupt: interrupted by SIGINT"]
+    assert calls == ["interrupt: interrupted by SIGTERM", "interrupt: interrupted by SIGINT"]
 
 
 def test_handlers_are_restored_after_the_context() -> None:
-    before = signal.getsignal(signal.SIGTERM)
+    original_handler = signal.getsignal(signal.SIGTERM)
 
     with ended_from_outside(RecordingSession(), uuid4(), may_be_left=False):
-        assert signal.getsignal(signal.SIGTERM) is not before
+        assert signal.getsignal(signal.SIGTERM) is not original_handler
 
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(signal.SIGTERM) is original_handler
     assert "signals" not in {thread.name for thread in threading.enumerate()}
 
 
@@ -297,7 +300,7 @@ def test_signal_after_the_run_changes_nothing(
         [sys.executable, "-c", PROGRAM, stage, str(int(signum))], capture_output=True, text=True
     )
 
-    # 1 is KeyboardInterrupt, which a verb handles; Python itself ends by SIGINT then.
+    # After an unhandled KeyboardInterrupt, Python ends by SIGINT. This counts as exit code 1.
     code = 1 if done.returncode == -INT else done.returncode
     assert (code, done.stdout.strip()) == expected, done.stderr
     assert ("KeyboardInterrupt" in done.stderr) == (expected[0] == 1)
@@ -306,14 +309,14 @@ def test_signal_after_the_run_changes_nothing(
 def test_signal_is_received_while_the_main_thread_waits_for_a_lock() -> None:
     """The kernel may deliver a signal to any thread, for example if two signals arrive at once."""
     is_received = threading.Event()
-    answers = []
+    results = []
     lock = threading.Lock()
     lock.acquire()
 
     def accept_signal() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [TERM])
         os.kill(os.getpid(), TERM)
-        answers.append(is_received.wait(10))
+        results.append(is_received.wait(10))
         lock.release()
 
     with receive_signals(lambda signum, at_s: is_received.set()):
@@ -326,4 +329,4 @@ def test_signal_is_received_while_the_main_thread_waits_for_a_lock() -> None:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [TERM])
         thread.join()
 
-    assert answers == [True]
+    assert results == [True]
