@@ -77,6 +77,7 @@ def make_ended_process() -> ProcessId:
 
 @pytest.fixture
 def place(muster_home: Path) -> StackPlace:
+    """The empty directory of the stack in MUSTER_HOME."""
     place = StackPlace.of_home()
     place.directory.mkdir()
     return place
@@ -84,6 +85,7 @@ def place(muster_home: Path) -> StackPlace:
 
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that carries the id `fff...` of a stack."""
     process = subprocess.Popen(("sleep", "300"), env=os.environ | {STACK_VARIABLE: "f" * 32})
     yield process
     process.kill()
@@ -221,8 +223,9 @@ def test_wrong_options_are_rejected(
 def test_commands_report_that_no_stack_is_running(
     command: str, code: int, muster_home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(STACK, [command]) == code
+    exit_code = run(STACK, [command])
 
+    assert exit_code == code
     assert f"No stack of {muster_home} is running" in capsys.readouterr().out
 
 
