@@ -1,4 +1,4 @@
-"""The order in which components start, also by way of a server that keeps no order of keys."""
+"""Tests of the start order of components, also if the server does not keep the order of keys."""
 
 from __future__ import annotations
 
@@ -17,50 +17,56 @@ from tasks.train import deploying
 from tasks.train.deploying import load_pipeline_spec, load_run_spec
 from tests.support.submitting import SubmitServer
 
-#: PostgreSQL would have them as judge, sandbox, trainer, environment.
 pytestmark = pytest.mark.usefixtures("muster_home")
 
+#: Names of components. PostgreSQL returns these keys as judge, sandbox, trainer, environment.
 NAMES = ["environment", "sandbox", "judge", "trainer"]
 
 
-def spec(*names: str, **more: Any) -> dict[str, Any]:
+def spec(*names: str, **fields: Any) -> dict[str, Any]:
+    """Return a spec with components of these names. Default: NAMES."""
     components = {name: {"command": ["true"]} for name in names or NAMES}
-    return {"name": "x", "workload": "grpo", **more, "components": components}
+    return {"name": "x", "workload": "grpo", **fields, "components": components}
 
 
 def through_jsonb(data: Any) -> Any:
-    """As a column of PostgreSQL keeps it: keys by length, then by bytes."""
+    """Return the data as PostgreSQL stores JSON: keys are sorted by length, then by bytes."""
     if isinstance(data, dict):
         keys = sorted(data, key=lambda key: (len(key.encode()), key.encode()))
         return {key: through_jsonb(data[key]) for key in keys}
-    return [through_jsonb(item) for item in data] if isinstance(data, list) else data
+    if isinstance(data, list):
+        return [through_jsonb(item) for item in data]
+    return data
 
 
 def order_of(data: object) -> list[str]:
+    """Return the names of the components of a spec, in start order."""
     return list(RunSpec.model_validate(data).components)
 
 
 def faults_of(data: object) -> list[str]:
-    with pytest.raises(InvalidSpec) as caught:
+    """Return the faults with which a spec is rejected."""
+    with pytest.raises(InvalidSpec) as error_info:
         parse_spec(data)
-    return [str(fault) for fault in caught.value.faults]
+    return [str(fault) for fault in error_info.value.faults]
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
+    """A file with a spec whose components are in the order of NAMES."""
     path = tmp_path / "spec.yaml"
     path.write_text(yaml.safe_dump(spec(), sort_keys=False))
     return path
 
 
-def test_a_deployment_s_run_starts_in_the_order_of_its_file(file: Path) -> None:
-    kept = through_jsonb(load_run_spec(str(file))["spec"])
+def test_run_of_a_deployment_starts_in_the_order_of_its_file(file: Path) -> None:
+    stored = through_jsonb(load_run_spec(str(file))["spec"])
 
-    assert list(kept["components"]) == ["judge", "sandbox", "trainer", "environment"]
-    assert order_of(kept) == NAMES
+    assert list(stored["components"]) == ["judge", "sandbox", "trainer", "environment"]
+    assert order_of(stored) == NAMES
 
 
-def test_a_run_that_is_submitted_starts_in_the_order_of_its_file(
+def test_submitted_run_starts_in_the_order_of_its_file(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = SubmitServer()
@@ -68,51 +74,56 @@ def test_a_run_that_is_submitted_starts_in_the_order_of_its_file(
 
     deploying.submit(file, set=("components.api.command=[run-api]",))
 
-    kept = through_jsonb(server.created[0]["parameters"]["spec"])
-    assert order_of(kept) == [*NAMES, "api"]
+    stored = through_jsonb(server.created[0]["parameters"]["spec"])
+    assert order_of(stored) == [*NAMES, "api"]
 
 
-def test_the_run_of_a_stage_starts_in_the_order_of_its_file(file: Path) -> None:
+def test_run_of_a_stage_starts_in_the_order_of_its_file(file: Path) -> None:
     pipeline = {"name": "two", "stages": [{"name": "a", "spec": str(file)}]}
     (file.parent / "two.yaml").write_text(yaml.safe_dump(pipeline))
 
-    kept = parse_pipeline(through_jsonb(load_pipeline_spec(str(file.parent / "two.yaml"))["spec"]))
-    started = parse_spec(kept.stage("a").spec)
+    stored = through_jsonb(load_pipeline_spec(str(file.parent / "two.yaml"))["spec"])
+    stage_spec = parse_spec(parse_pipeline(stored).stage("a").spec)
 
-    assert order_of(through_jsonb(started.written())) == NAMES
+    assert order_of(through_jsonb(stage_spec.written())) == NAMES
 
 
-def test_so_does_that_of_a_stage_with_the_spec_of_a_deployment(file: Path) -> None:
+def test_run_of_a_stage_starts_in_the_order_of_its_deployment(file: Path) -> None:
     stage = {"name": "a", "deployment": "train/a", "set": {"components.api.command": ["run-api"]}}
     deployed = through_jsonb(load_run_spec(str(file))["spec"])
 
-    whole = add_deployment_specs(
+    pipeline = add_deployment_specs(
         parse_pipeline({"name": "one", "stages": [stage]}), {"a": deployed}
     )
 
-    assert order_of(through_jsonb(whole.stage("a").spec)) == [*NAMES, "api"]
+    assert order_of(through_jsonb(pipeline.stage("a").spec)) == [*NAMES, "api"]
 
 
 @pytest.mark.parametrize(
-    ("more", "order"),
+    ("fields", "order"),
     [
         ({}, NAMES),
-        ({"start_order": None}, NAMES),  # a key without a value
-        ({"start_order": []}, NAMES),  # as a form sends an empty list
+        # a key without a value
+        ({"start_order": None}, NAMES),
+        # an empty list, as the form of the UI sends it
+        ({"start_order": []}, NAMES),
         ({"start_order": NAMES[::-1]}, NAMES[::-1]),
-        # a component that was added in a form
+        # components that were added in the form of the UI come last
         ({"start_order": ["trainer", "judge"]}, ["trainer", "judge", "environment", "sandbox"]),
-        ({"start_order": [*NAMES, NAMES[0]]}, NAMES),  # a name counts once
+        # a repeated name counts once
+        ({"start_order": [*NAMES, NAMES[0]]}, NAMES),
     ],
 )
-def test_components_start_as_ordered_or_as_written(more: dict[str, Any], order: list[str]) -> None:
-    loaded = parse_spec(spec(**more))
+def test_components_start_in_the_given_order_or_as_written(
+    fields: dict[str, Any], order: list[str]
+) -> None:
+    loaded = parse_spec(spec(**fields))
 
     assert list(loaded.components) == list(loaded.processes) == order
     assert list(loaded.start_order) in ([], order)
 
 
-def test_a_component_that_a_form_leaves_out_need_not_be_taken_out_of_the_list() -> None:
+def test_removed_component_may_stay_in_the_start_order() -> None:
     data = spec("api", "trainer", start_order=["trainer", "api"])
 
     loaded = RunSpec.model_validate({**data, "components": {**data["components"], "api": None}})
@@ -121,7 +132,7 @@ def test_a_component_that_a_form_leaves_out_need_not_be_taken_out_of_the_list() 
     assert RunSpec.model_validate(loaded.written()) == loaded
 
 
-def test_the_order_outlives_each_rewriting_of_the_spec() -> None:
+def test_start_order_is_kept_when_a_spec_is_written_and_resolved() -> None:
     loaded = parse_spec(spec(start_order=["judge"]), ["start_order=[trainer, judge]"])
     order = ["trainer", "judge", "environment", "sandbox"]
 
@@ -149,15 +160,19 @@ def test_the_order_outlives_each_rewriting_of_the_spec() -> None:
         ([["judge"]], "start_order.0: must be text, found a list"),
     ],
 )
-def test_a_name_that_orders_nothing_is_a_fault(order: object, expected: str) -> None:
+def test_unknown_names_and_wrong_types_in_the_start_order_are_faults(
+    order: object, expected: str
+) -> None:
     assert faults_of(spec(start_order=order)) == [expected]
 
 
-def test_every_fault_of_the_order_is_told_at_once_beside_those_of_the_components() -> None:
+def test_faults_of_the_start_order_and_of_components_are_reported_together() -> None:
     data = spec("api", "trainer", start_order=["api", "treiner", "traner"])
     data["components"]["api"] = {}
 
-    assert [fault.partition(":")[0] for fault in faults_of(data)] == [
+    paths = [fault.partition(":")[0] for fault in faults_of(data)]
+
+    assert paths == [
         "start_order.1",
         "start_order.2",
         "components.api.command",
