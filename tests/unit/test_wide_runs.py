@@ -1,4 +1,4 @@
-"""What a run of many components, attempts and days may not slow down or break."""
+"""Tests of runs with many components, many attempts and long durations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.stage import DEADLINE_S
 
 @pytest.fixture
 def many_files() -> Iterator[None]:
-    """Each descriptor that is opened has a number above what select(2) is for."""
+    """Open many files, so that each new descriptor is above 1,023, the maximum of select(2)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < 1200:
         pytest.skip("so many files may not be open here")
@@ -43,7 +43,7 @@ def many_files() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_port_is_looked_at_whatever_the_number_of_its_socket(many_files: None) -> None:
+def test_ports_are_probed_with_high_descriptor_numbers(many_files: None) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
 
@@ -51,24 +51,27 @@ def test_a_port_is_looked_at_whatever_the_number_of_its_socket(many_files: None)
         assert HttpProbe(f"http://127.0.0.1:{port}/", make_client()).glance()
 
 
-def test_an_end_is_waited_for_whatever_the_number_of_its_pidfd(many_files: None) -> None:
-    assert not ProcessId.of(os.getpid()).is_gone_within(0.0)
+def test_process_is_watched_with_a_high_descriptor_number(many_files: None) -> None:
+    is_gone = ProcessId.of(os.getpid()).is_gone_within(0.0)
+
+    assert not is_gone
 
 
-def test_what_is_ready_is_known_within_the_time() -> None:
+def test_pipe_is_ready_after_a_write() -> None:
     read, write = os.pipe()
 
-    assert not tree.is_ready(read, select.POLLIN)
+    is_ready_before = tree.is_ready(read, select.POLLIN)
     os.write(write, b"x")
-    assert tree.is_ready(read, select.POLLIN, 60.0)
+    is_ready_after = tree.is_ready(read, select.POLLIN, 60.0)
 
+    assert (is_ready_before, is_ready_after) == (False, True)
     os.close(read)
     os.close(write)
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("every_s", [0.01, 600.0])
-async def test_progress_is_looked_at_as_often_as_the_spec_says(
+async def test_progress_is_read_at_the_interval_of_the_spec(
     every_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []
@@ -96,8 +99,11 @@ async def test_progress_is_looked_at_as_often_as_the_spec_says(
     assert pauses == [every_s] * 3
 
 
-def test_a_record_of_a_month_of_requeues_stays_small(tmp_path: Path) -> None:
-    """Each attempt with the last lines of its log; one each ten minutes makes 4,320 of them."""
+def test_record_of_many_requeues_stays_small(tmp_path: Path) -> None:
+    """A run that is requeued every ten minutes has 4,320 attempts in a month.
+
+    Each attempt ends with the last lines of a log, which only the last attempt keeps.
+    """
     path = tmp_path / "run.json"
     disk = DiskThread("disk")
     record = RunRecord(path, run_id="a-run", flow_run_id="f", disk=disk)
@@ -121,11 +127,12 @@ def test_a_record_of_a_month_of_requeues_stays_small(tmp_path: Path) -> None:
             sizes.append(path.stat().st_size)
 
     assert (sizes[1] - sizes[0]) / 100 < 600
-    kept = RunJson.read(path)
-    assert kept == record.content
-    assert [attempt.number for attempt in kept.attempts] == [*range(1, 301)]
-    assert {attempt.ending for attempt in kept.attempts} == {"INSUFFICIENT_RESOURCES"}
-    last, old = kept.attempts[-1], kept.attempts[0]
-    assert last.failure == failure and [*last.components] == ["api", "trainer"]
+    stored = RunJson.read(path)
+    assert stored == record.content
+    assert [attempt.number for attempt in stored.attempts] == list(range(1, 301))
+    assert {attempt.ending for attempt in stored.attempts} == {"INSUFFICIENT_RESOURCES"}
+    last = stored.attempts[-1]
+    old = stored.attempts[0]
+    assert last.failure == failure and list(last.components) == ["api", "trainer"]
     assert old.failure == failure.with_changes(log_tail="")
     assert old.decision == last.decision and old.components == {}
