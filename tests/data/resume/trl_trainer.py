@@ -1,0 +1,79 @@
+"""Fine-tunes a tiny model with TRL, and resumes from the checkpoint that it gets.
+
+Usage: trl_trainer.py FOLDER RESUME_FROM. It needs `torch`, `transformers`, `datasets` and `trl`.
+The model and its tokenizer are made on the spot.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+)
+from trl import SFTConfig, SFTTrainer
+
+FOLDER, RESUME_FROM = sys.argv[1:3]
+STEPS = int(os.environ["STEPS"])
+SAVE_EVERY = int(os.environ["SAVE_EVERY"])
+WORDS = ["<pad>", "<eos>", "one", "two", "three", "four"]
+
+
+class LogSteps(TrainerCallback):
+    """Writes each step, and sleeps so that a test can kill the program at a random step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        with open(os.environ["METRICS"], "a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": state.global_step}) + "\n")
+        time.sleep(0.05)
+
+
+def main() -> None:
+    vocabulary = {word: number for number, word in enumerate(WORDS)}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"
+    )
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=len(WORDS),
+        max_position_embeddings=32,
+    )
+    rows = Dataset.from_dict({"text": ["one two three four"] * 64})
+    arguments = SFTConfig(
+        output_dir=FOLDER,
+        max_steps=STEPS,
+        save_steps=SAVE_EVERY,
+        save_total_limit=2,
+        per_device_train_batch_size=2,
+        report_to=[],
+        use_cpu=True,
+        max_length=16,
+        logging_steps=1,
+    )
+    trainer = SFTTrainer(
+        model=LlamaForCausalLM(config),
+        args=arguments,
+        train_dataset=rows,
+        processing_class=tokenizer,
+        callbacks=[LogSteps()],
+    )
+    trainer.train(resume_from_checkpoint=RESUME_FROM or None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""A run of TRL that is killed at random moments trains no more than one save interval again.
+
+Set `MUSTER_TEST_TORCH_PYTHON` to a Python that has `torch`, `transformers` and `trl`; otherwise
+they are installed from the package registry. `TRL_KILLS` is the number of kills, 20 by default.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from tasks.record.run_json import RunJson
+from tasks.record.states import RunState
+from tasks.spec.loading import parse_spec
+from tasks.train.session import RunSession
+from tasks.train.waiting import next_attempt
+
+CASES = Path(__file__).parents[1] / "data" / "resume"
+RUN_ID = "trl-sft-20260101-000000-abcd91c2"
+KILLS = int(os.environ.get("TRL_KILLS", "20"))
+SAVE_EVERY = 5
+STEPS = 12 * KILLS
+
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(3600)]
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return a Python with TRL."""
+    if given := os.environ.get("MUSTER_TEST_TORCH_PYTHON", ""):
+        return given
+    environment = tmp_path_factory.mktemp("trl") / "environment"
+    subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
+    program = str(environment / "bin" / "python")
+    if subprocess.run([program, "-m", "pip", "install", "-q", "torch", "trl"]).returncode:
+        pytest.skip("TRL cannot be installed here")
+    return program
+
+
+def steps_of(attempt: Path) -> list[int]:
+    file = attempt / "m.jsonl"
+    if not file.exists():
+        return []
+    return [
+        json.loads(line)["step"] for line in file.read_text().splitlines() if line.endswith("}")
+    ]
+
+
+def kill_after(session: RunSession, steps: int) -> None:
+    """Kill the trainer of the current attempt once the attempt has made a number of steps."""
+    while True:
+        attempt = session.record.content.attempts[-1]
+        trainer = attempt.components.get("trainer")
+        folder = session.place.attempt(attempt.number).directory
+        if attempt.ended_at is not None:
+            return
+        if trainer is not None and trainer.pid and len(steps_of(folder)) >= steps:
+            os.kill(trainer.pid, signal.SIGKILL)
+            return
+        time.sleep(0.01)
+
+
+def test_no_more_than_one_save_interval_is_trained_again(muster_home: Path, python: str) -> None:
+    moments = random.Random(20261126)
+    trainer = {
+        "command": [python, "trl_trainer.py", "${run.dir}/c", "${attempt.resume_from}"],
+        "checkpoints": "${run.dir}/c",
+    }
+    spec = parse_spec(
+        {
+            "name": "trl",
+            "workload": "sft",
+            "cwd": str(CASES),
+            "env": {
+                "METRICS": "${attempt.dir}/m.jsonl",
+                "STEPS": str(STEPS),
+                "SAVE_EVERY": str(SAVE_EVERY),
+                "HF_HUB_OFFLINE": "1",
+            },
+            "components": {"trainer": trainer},
+            "progress": {"jsonl": "${attempt.dir}/m.jsonl", "step": "step", "total": STEPS},
+            "success": {"step": STEPS},
+            "retry": {"UNKNOWN": {"attempts": 3, "delay_s": 0.1}},
+        }
+    )
+    session = RunSession(spec, run_id=RUN_ID, flow_run_id=uuid4())
+    session.open()
+    kills = 0
+    try:
+        while next_attempt(session):
+            session.begin_attempt()
+            killer = None
+            if kills < KILLS:
+                kills += 1
+                # A save takes longer than a step, so some of the kills hit a save.
+                killer = threading.Thread(
+                    target=kill_after, args=(session, moments.randint(6, 11)), daemon=True
+                )
+                killer.start()
+            try:
+                session.supervisor.start("trainer")
+                session.supervisor.wait_decided()
+            finally:
+                session.end_attempt()
+            if killer is not None:
+                killer.join(30)
+    finally:
+        session.close()
+
+    record = RunJson.read(session.place.record)
+    assert record.state is RunState.COMPLETED, record.message
+    reached = 0
+    for attempt in record.attempts:
+        steps = steps_of(session.place.attempt(attempt.number).directory)
+        if steps:
+            assert steps[0] > reached - SAVE_EVERY - 1, (attempt.number, steps[0], reached)
+            reached = max(reached, *steps)
+    assert reached == STEPS
+    assert len(record.attempts) > KILLS / 2
