@@ -24,6 +24,8 @@ from tasks.record.tensor_files import check_file, read_pickled_number, read_stor
 
 #: Largest number of files of one checkpoint that are examined.
 _FILES_AT_MOST = 20_000
+#: Clocks of the machines that write one checkpoint may differ by this time, in nanoseconds.
+_CLOCK_SLACK_NS = 5_000_000_000
 #: Files that some trainers write when a checkpoint is complete. Sources: prime-rl
 #: (`STABLE`), Orbax on cloud storage, Hadoop and Spark, AXLearn.
 MARKER_NAMES = frozenset(
@@ -262,6 +264,10 @@ def _distributed_gap(content: Content) -> str:
                 return f"{shard}, which .metadata names, is missing"
             if facts.size_bytes < least_bytes:
                 return f"{shard} has {facts.size_bytes} bytes, .metadata says {least_bytes}"
+            last = content.files[metadata]
+            if last is not None and facts.changed_ns > last.changed_ns + _CLOCK_SLACK_NS:
+                # A save over an older checkpoint was cut short: its `.metadata` is the old one.
+                return f"{shard} is newer than {metadata}, which is written last"
     return ""
 
 

@@ -310,3 +310,14 @@ def test_file_that_disappears_during_the_listing_does_not_empty_the_folder(
     monkeypatch.setattr(checkpoint_folder, "_judge", remove_and_judge)
 
     assert newest_of(tmp_path) == older
+
+
+def test_checkpoint_that_was_partly_overwritten_is_not_complete(tmp_path: Path) -> None:
+    older = files.distributed(tmp_path, 10)
+    newest = files.distributed(tmp_path, 20)
+    os.utime(newest / ".metadata", (1000, 1000))
+
+    listing = list_folder(tmp_path)
+
+    assert listing.complete[-1].path == older
+    assert "is newer than .metadata" in listing.checkpoints[-1].reason
