@@ -246,3 +246,11 @@ def test_success_before_the_last_step_is_no_reason_to_stop(run_case: RunCase) ->
     record = run_case("trains_on.py", success={"step": 5}, finish_within_s=1)
 
     assert (record.state, record.message) == (RunState.COMPLETED, "step 100 of 30")
+
+
+@pytest.mark.thorough
+def test_run_without_known_steps_steps_back_as_well(run_case: RunCase) -> None:
+    record = run_case("hangs_on_a_checkpoint.py", progress=None, success=None, stall_after_s=3)
+
+    assert record.state is RunState.COMPLETED
+    assert resume_names(record.attempts) == ["", "step_20", "step_10"]
