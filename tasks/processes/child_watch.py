@@ -50,14 +50,18 @@ def read_exit(pidfd: int, process: ProcessId) -> Exit:
     at_monotonic_s = time.monotonic()
     # The kernel keeps the status either for a zombie or, after the parent has reaped it, in the
     # pidfd. Read the pidfd again at the end, in case the parent reaps the zombie in between.
-    for status in (_kept_by_pidfd(pidfd), _of_zombie(process), _kept_by_pidfd(pidfd)):
+    for status in (
+        _read_status_of_pidfd(pidfd),
+        _read_status_of_zombie(process),
+        _read_status_of_pidfd(pidfd),
+    ):
         if status is not None:
             return Exit.from_return_code(os.waitstatus_to_exitcode(status), at_monotonic_s)
     note = "its parent has read the exit status, and this kernel does not keep it"
     return Exit.from_return_code(None, at_monotonic_s, note)
 
 
-def _kept_by_pidfd(pidfd: int) -> int | None:
+def _read_status_of_pidfd(pidfd: int) -> int | None:
     """Return the wait status of a process from its pidfd.
 
     Returns:
@@ -73,7 +77,7 @@ def _kept_by_pidfd(pidfd: int) -> int | None:
     return status if answered & _PIDFD_INFO_EXIT else None
 
 
-def _of_zombie(process: ProcessId) -> int | None:
+def _read_status_of_zombie(process: ProcessId) -> int | None:
     """Return the wait status of a process that has ended and was not reaped by its parent.
 
     Returns:
@@ -158,7 +162,7 @@ class ProcessWatch:
             if not command or not re.search(self.live.processes or "", command):
                 continue
             is_there = True
-            if not _may_become_another(process, command):
+            if not _may_execute_another_program(process, command):
                 self._watch(process, command, lost)
         return is_there
 
@@ -193,7 +197,7 @@ class ProcessWatch:
         os.close(pidfd)
 
 
-def _may_become_another(process: ProcessId, command: str) -> bool:
+def _may_execute_another_program(process: ProcessId, command: str) -> bool:
     """Return True if a process was just forked and may soon execute another program.
 
     Such a process has the command line of its parent, so it matches the pattern if its parent does.

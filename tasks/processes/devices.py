@@ -72,7 +72,7 @@ class Devices:
         problems = {gpu["index"]: gpu["problem"] for gpu in seen["gpus"] if gpu["problem"]}
         if seen["gpus"]:
             if wanted is None:
-                wanted = _visible(uuids)
+                wanted = _list_visible_gpus(uuids)
             if missing := [index for index in wanted if index not in uuids]:
                 raise BadDevices(
                     f"{MUSTER_GPUS}={named}: there is no GPU {missing[0]}. "
@@ -105,7 +105,7 @@ class Devices:
         return hmac.new(port_key(), stands_in.encode(), "sha256").hexdigest()[:32]
 
 
-def _visible(uuids: Mapping[int, str]) -> tuple[int, ...]:
+def _list_visible_gpus(uuids: Mapping[int, str]) -> tuple[int, ...]:
     """Return the numbers of the GPUs that CUDA_VISIBLE_DEVICES lists; all GPUs if it is not set.
 
     An outer scheduler sets this variable. The order of the variable is kept.

@@ -68,10 +68,10 @@ else:
 #: forks guardians. It is padded, so that each forked guardian can overwrite it with its own name.
 TEMPLATE = "template".ljust(64)
 #: Largest number of file descriptors in one message. Source: unix(7), SCM_MAX_FD.
-_MOST_FDS = 253
+_MAX_FDS_PER_MESSAGE = 253
 _CLONE_NEWUSER = 0x10000000
 #: Flags of setns(2) for a PID namespace and a mount namespace: CLONE_NEWPID and CLONE_NEWNS.
-_INSIDE = 0x20000000 | 0x00020000
+_NAMESPACE_FLAGS = 0x20000000 | 0x00020000
 #: Seconds after the first SIGKILL before processes that still exist are reported as stuck. Such a
 #: process is in uninterruptible sleep, for example on a broken disk.
 STUCK_AFTER_S = 5.0
@@ -80,7 +80,7 @@ _KILL_ROUND_S = 0.02
 #: Seconds between two checks whether the component's children have ended after the stop signal.
 _CHILDREN_ROUND_S = 0.1
 #: Signals that a guardian ignores, so that only its supervisor can stop it.
-_IGNORED = (
+_IGNORED_SIGNALS = (
     signal.SIGTERM,
     signal.SIGINT,
     signal.SIGHUP,
@@ -104,8 +104,8 @@ class Guardian:
         self._supervisor = supervisor
         self._wakeup_fd = wakeup_fd
         #: Pid of the component's first process.
-        self._leader = 0
-        self._leader_lives = False
+        self._first_process = 0
+        self._first_process_lives = False
         #: True after the stop signal was sent to descendants that outlived the first process.
         self._signalled_stragglers = False
         #: Time at which the component's first process gets the stop signal, even if its children
@@ -119,7 +119,7 @@ class Guardian:
         self._reported_stuck = False
         #: Messages of the supervisor that arrived before the program was executed, for example a
         #: request to stop.
-        self._early: list[dict] = []  # type: ignore[type-arg]
+        self._early_messages: list[dict] = []  # type: ignore[type-arg]
         #: Directory of the cgroup that contains the component; None if it has no cgroup.
         self._cgroup: str | None = None
 
@@ -129,22 +129,24 @@ class Guardian:
         Args:
             messages: Messages of the supervisor that came together with the launch order.
         """
-        self._early = messages
+        self._early_messages = messages
         try:
             order = self._order
-            self._leader = tree.spawn(order.argv, order.env, order.prepare, self._may_go)
+            self._first_process = tree.spawn(
+                order.argv, order.env, order.prepare, self._await_permission
+            )
         except OSError as error:
             self._channel.send("refused", errno=error.errno, message=str(error.strerror))
             return
-        self._leader_lives = True
+        self._first_process_lives = True
         self._channel.send("spawned")
-        self._obey(self._early)
+        self._handle_messages(self._early_messages)
         self._watch()
         if self._cgroup is not None:
             cgroup.remove(self._cgroup)
         self._channel.send("empty")
 
-    def _may_go(self, pid: int) -> bool:
+    def _await_permission(self, pid: int) -> bool:
         """Put the component's new process into its cgroup, and wait until the supervisor has
         registered it.
 
@@ -164,7 +166,7 @@ class Guardian:
             self._channel.send("forked", pidfd, is_in_cgroup=self._cgroup is not None)
             os.close(pidfd)
             messages = await_messages(self._channel, self._supervisor)
-            self._early += [message for message in messages if message["do"] != "go"]
+            self._early_messages += [message for message in messages if message["do"] != "go"]
             return any(message["do"] == "go" for message in messages)
         return False
 
@@ -187,7 +189,7 @@ class Guardian:
                     os.read(fd, 4096)
                 elif fd == self._channel.fd:
                     messages, connected = self._channel.receive()
-                    self._obey(messages)
+                    self._handle_messages(messages)
                     if not connected:
                         poll.unregister(fd)
                         self._begin_stop()
@@ -197,11 +199,11 @@ class Guardian:
             if self._children_until is not None and self._kill_at is None:
                 has_time = time.monotonic() < self._children_until
                 if not has_time or not self._living_children():
-                    self._stop_leader()
+                    self._stop_first_process()
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
                 self._begin_kill()
 
-    def _obey(self, messages: list[dict]) -> None:  # type: ignore[type-arg]
+    def _handle_messages(self, messages: list[dict]) -> None:  # type: ignore[type-arg]
         for message in messages:
             if message["do"] == "kill":
                 self._begin_kill()
@@ -219,11 +221,11 @@ class Guardian:
 
     def _reap(self) -> bool:
         statuses, is_empty = tree.reap_all()
-        if self._leader in statuses:
-            self._leader_lives = False
-            code = os.waitstatus_to_exitcode(statuses[self._leader])
+        if self._first_process in statuses:
+            self._first_process_lives = False
+            code = os.waitstatus_to_exitcode(statuses[self._first_process])
             self._channel.send("exited", code=code)
-        if not self._leader_lives and not is_empty:
+        if not self._first_process_lives and not is_empty:
             if self._order.children_grace_s is None:
                 self._begin_stop()
             # The component's first process has ended, so it cannot pass the stop signal on to its
@@ -242,14 +244,14 @@ class Guardian:
         if self._kill_at is not None or self._children_until is not None:
             return
         if self._order.children_grace_s is None:
-            self._stop_leader()
+            self._stop_first_process()
             return
         self._children_until = time.monotonic() + self._order.children_grace_s
-        if self._leader_lives:
-            # SIGSTOP keeps the first process from starting another child. `_stop_leader` resumes
-            # the first process.
+        if self._first_process_lives:
+            # SIGSTOP keeps the first process from starting another child. `_stop_first_process`
+            # resumes the first process.
             with contextlib.suppress(OSError):
-                os.kill(self._leader, signal.SIGSTOP)
+                os.kill(self._first_process, signal.SIGSTOP)
         for pid, parent in self._living_children():
             tree.signal_with_group(pid, self._order.stop_signal, parent=parent)
 
@@ -259,21 +261,21 @@ class Guardian:
         This includes children that this guardian has adopted after the death of the component's
         first process.
         """
-        parents = [os.getpid(), self._leader] if self._leader_lives else [os.getpid()]
+        parents = [os.getpid(), self._first_process] if self._first_process_lives else [os.getpid()]
         return [
             (pid, parent)
             for parent in parents
             for pid in tree.children(parent)
-            if pid != self._leader and not tree.is_zombie(pid)
+            if pid != self._first_process and not tree.is_zombie(pid)
         ]
 
-    def _stop_leader(self) -> None:
+    def _stop_first_process(self) -> None:
         """Send the stop signal to the component's process group, and set the time of SIGKILL."""
         self._kill_at = time.monotonic() + self._order.grace_s
-        if self._leader_lives:
+        if self._first_process_lives:
             # The first process is not reaped yet, so no other process can have its pid or its
             # process group id.
-            tree.stop_group(self._leader, self._order.stop_signal)
+            tree.stop_group(self._first_process, self._order.stop_signal)
 
     def _begin_kill(self) -> None:
         if self._killing_since is None:
@@ -290,7 +292,7 @@ def main() -> None:
     """
     for signum in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         with contextlib.suppress(OSError, ValueError):  # 32 and 33 belong to the C library.
-            signal.signal(signum, signal.SIG_IGN if signum in _IGNORED else signal.SIG_DFL)
+            signal.signal(signum, signal.SIG_IGN if signum in _IGNORED_SIGNALS else signal.SIG_DFL)
     fd, supervisor, mark, *inside = map(int, [*sys.argv[1:4], *sys.argv[5:]])
     if sys.argv[4] == TEMPLATE:
         # This process forks guardians and has no component. So the kernel may kill it when the
@@ -351,7 +353,7 @@ def fork_guardians(requests: _socket.socket) -> list[int]:
     # The forked guardians share the memory of this process until a process writes to it. Keep the
     # garbage collector from writing to the existing objects.
     gc.freeze()
-    room = _socket.CMSG_SPACE(4 * _MOST_FDS)
+    room = _socket.CMSG_SPACE(4 * _MAX_FDS_PER_MESSAGE)
     while True:
         data, ancillary, _, _ = requests.recvmsg(4096, room, _socket.MSG_CMSG_CLOEXEC)
         if not data:
@@ -410,7 +412,10 @@ def enter_namespace(init: int, alive: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     # An unprivileged user can only create a PID namespace within a new user namespace. In that
     # case, the first call fails, and the second call enters the user namespace as well.
-    if libc.setns(init, _INSIDE) != 0 and libc.setns(init, _INSIDE | _CLONE_NEWUSER) != 0:
+    if (
+        libc.setns(init, _NAMESPACE_FLAGS) != 0
+        and libc.setns(init, _NAMESPACE_FLAGS | _CLONE_NEWUSER) != 0
+    ):
         error = ctypes.get_errno()
         raise OSError(error, f"the PID namespace cannot be entered: {os.strerror(error)}")
     os.close(init)

@@ -53,12 +53,12 @@ def kernel_view(pids: Iterable[int], proc: Path = _PROC) -> Iterator[str]:
     """
     for pid in pids:
         if status := read_status(pid, proc):
-            yield "\n".join(_describe(proc / str(pid), pid, status)) + "\n"
+            yield "\n".join(_describe_process(proc / str(pid), pid, status)) + "\n"
 
 
 def read_status(pid: int, proc: Path = _PROC) -> dict[str, str]:
     """Return the fields of /proc/PID/status; an empty dictionary if the process has ended."""
-    lines = _text(proc / str(pid) / "status").splitlines()
+    lines = _read_text(proc / str(pid) / "status").splitlines()
     return {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
 
 
@@ -67,7 +67,7 @@ def handles_signal(pid: int, signum: int, proc: Path = _PROC) -> bool:
     return bool(int(read_status(pid, proc).get("SigCgt") or "0", 16) >> (signum - 1) & 1)
 
 
-def _describe(at: Path, pid: int, status: dict[str, str]) -> Iterator[str]:
+def _describe_process(at: Path, pid: int, status: dict[str, str]) -> Iterator[str]:
     """Yield the lines of the text about one process.
 
     Args:
@@ -75,16 +75,16 @@ def _describe(at: Path, pid: int, status: dict[str, str]) -> Iterator[str]:
         pid: Pid of the process.
         status: Fields of its file `status`.
     """
-    command = _text(at / "cmdline").replace("\0", " ").strip() or f"[{status.get('Name')}]"
+    command = _read_text(at / "cmdline").replace("\0", " ").strip() or f"[{status.get('Name')}]"
     yield f"pid {pid}, child of {status.get('PPid')}: {command}"
-    yield f"  state: {status.get('State')}, waits in: {_text(at / 'wchan') or '?'}"
+    yield f"  state: {status.get('State')}, waits in: {_read_text(at / 'wchan') or '?'}"
     yield "  kernel stack:"
-    yield from (f"    {line}" for line in _text(at / "stack", "not readable").splitlines())
+    yield from (f"    {line}" for line in _read_text(at / "stack", "not readable").splitlines())
     yield "  threads:"
     threads = sorted(at.glob("task/*"), key=lambda path: int(path.name))
     for thread in threads[:_THREADS_AT_MOST]:
-        head, _, rest = _text(thread / "stat").rpartition(") ")
-        waits_in = _text(thread / "wchan") or "?"
+        head, _, rest = _read_text(thread / "stat").rpartition(") ")
+        waits_in = _read_text(thread / "wchan") or "?"
         yield f"    {thread.name} {head.partition('(')[2]} {rest[:1] or '?'} {waits_in}"
     yield "  connections:"
     # On a Ray node, psutil is the copy that comes with Ray. An old copy has no `net_connections`.
@@ -95,7 +95,7 @@ def _describe(at: Path, pid: int, status: dict[str, str]) -> Iterator[str]:
             yield f"    fd {connection.fd} {ends} {connection.status}"
 
 
-def _text(path: Path, otherwise: str = "") -> str:
+def _read_text(path: Path, otherwise: str = "") -> str:
     """Return the content of a file; `otherwise` if the file cannot be read."""
     try:
         return path.read_bytes().decode(errors="replace")
@@ -241,7 +241,7 @@ def python_stacks(pids: Iterable[int], within_s: float) -> dict[int, list[dict[s
         the reason if py-spy failed for the process. Empty if py-spy is not installed.
     """
     stacks: dict[int, list[dict[str, Any]] | str] = {}
-    if (spy := _py_spy()) is None:
+    if (spy := _find_py_spy()) is None:
         return stacks
     deadline = time.monotonic() + within_s
     asked = {
@@ -425,7 +425,7 @@ def abort_python(processes: Iterable[ProcessId], within_s: float) -> None:
     for process in asked:
         # Stop all processes first. Otherwise a process that waits for another process would resume
         # after the end of that process, and its stack would not show the wait.
-        _send_abort(process, signal.SIGSTOP)
+        _send_signal(process, signal.SIGSTOP)
     for process in asked:
         with suppress(OSError, ValueError):
             # Prevent a core dump, because writing it takes too long. The limit is 1 byte and not 0:
@@ -433,19 +433,19 @@ def abort_python(processes: Iterable[ProcessId], within_s: float) -> None:
             # Source: core(5).
             _, hard = resource.prlimit(process.pid, resource.RLIMIT_CORE)
             resource.prlimit(process.pid, resource.RLIMIT_CORE, (1, hard))
-        _send_abort(process, signal.SIGABRT)
+        _send_signal(process, signal.SIGABRT)
         # After SIGCONT, the stopped process handles SIGABRT before it does anything else.
-        _send_abort(process, signal.SIGCONT)
+        _send_signal(process, signal.SIGCONT)
         process.is_gone_within(max(0.0, deadline - time.monotonic()))
 
 
-def _send_abort(process: ProcessId, signum: int) -> None:
+def _send_signal(process: ProcessId, signum: int) -> None:
     """Send a signal to a process, unless it has ended or belongs to another user."""
     with suppress(PermissionError):
         process.send(signum)
 
 
-def _py_spy() -> str | None:
+def _find_py_spy() -> str | None:
     """Return the path of the program py-spy; None if it is not installed."""
     beside = os.path.dirname(sys.executable)
     return shutil.which("py-spy", path=os.pathsep.join([beside, os.environ.get("PATH", "")]))
@@ -547,10 +547,12 @@ class Diagnosis:
     def _abort_early(self) -> None:
         """Send SIGABRT to the processes that the stop signal would end without any output."""
         # Signal the component's first process last. After its end, the guardian stops all others.
-        unheard = [pid for pid in reversed(self.process.processes()) if self._dies_unheard(pid)]
+        unheard = [
+            pid for pid in reversed(self.process.processes()) if self._dies_without_output(pid)
+        ]
         abort_python(map(ProcessId.of, unheard), _ABORTED_WITHIN_S)
 
-    def _dies_unheard(self, pid: int) -> bool:
+    def _dies_without_output(self, pid: int) -> bool:
         """Return True if the stop signal would end a process that does not handle it."""
         if handles_signal(pid, self.command.stop_signal):
             return False
@@ -559,7 +561,7 @@ class Diagnosis:
         # checkpoint and need them for that.
         first = self.process.pid or 0
         saves = handles_signal(first, self.command.stop_signal)
-        return not saves or _group_of(pid) == _group_of(first)
+        return not saves or _read_group(pid) == _read_group(first)
 
     async def _abort_late(self) -> None:
         """Send SIGABRT to processes that have survived the stop signal, shortly before SIGKILL."""
@@ -630,7 +632,7 @@ def _log_errors() -> Iterator[None]:
         _log.exception("the examination of a component that hangs has failed")
 
 
-def _group_of(pid: int) -> int:
+def _read_group(pid: int) -> int:
     """Return the process group id of a process; 0 if the process has ended."""
     try:
         return os.getpgid(pid)

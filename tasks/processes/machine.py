@@ -65,7 +65,7 @@ def gpus_seen() -> dict[str, Any]:
     answer["driver"] = True
     try:
         for index in range(nvml.nvmlDeviceGetCount()):
-            gpu, processes = _gpu(nvml, index)
+            gpu, processes = _read_gpu(nvml, index)
             answer["gpus"].append(gpu)
             answer["processes"] += processes
     except nvml.NVMLError as error:
@@ -76,7 +76,7 @@ def gpus_seen() -> dict[str, Any]:
     return answer
 
 
-def _gpu(nvml: Any, index: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _read_gpu(nvml: Any, index: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return one GPU and the list of its processes, in the format of `gpus_seen`."""
     gpu: dict[str, Any] = {"index": index, "uuid": "", "problem": ""}
     gpu |= {"used_mib": None, "busy_percent": None}
@@ -92,7 +92,7 @@ def _gpu(nvml: Any, index: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         return gpu | {"problem": str(error)}, []
     with suppress(nvml.NVMLError):
         gpu["busy_percent"] = nvml.nvmlDeviceGetUtilizationRates(handle).gpu
-    gpu["problem"] = _problem(nvml, handle)
+    gpu["problem"] = _find_gpu_problem(nvml, handle)
     return gpu, [
         {
             "uuid": uuid,
@@ -104,7 +104,7 @@ def _gpu(nvml: Any, index: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     ]
 
 
-def _problem(nvml: Any, handle: Any) -> str:
+def _find_gpu_problem(nvml: Any, handle: Any) -> str:
     """Return the reason why no run may use a GPU; an empty string if there is none.
 
     A check that this model of GPU does not support is skipped.
@@ -161,11 +161,11 @@ def look(shared: str, folder: str, name: str, ray_dir: str) -> dict[str, Any]:
     return {
         "machine": machine(),
         "code": digest_code(),
-        "versions": _versions(),
-        "shared_problem": _write(Path(shared), Path(folder), name),
-        "shared_free_bytes": _free(shared),
-        "ray_free_bytes": _free(ray_dir),
-        "carriers": _carriers(),
+        "versions": _read_versions(),
+        "shared_problem": _write_test_file(Path(shared), Path(folder), name),
+        "shared_free_bytes": _free_bytes(shared),
+        "ray_free_bytes": _free_bytes(ray_dir),
+        "carriers": _find_unguarded_processes(),
         "gpus": gpus_seen(),
     }
 
@@ -205,7 +205,7 @@ def find_unreadable_files(folder: str, names: Sequence[str]) -> dict[str, Any]:
         `{"unseen": [...]}`.
     """
     deadline = time.monotonic() + _SEEN_WITHIN_S
-    while unseen := [name for name in names if _read(Path(folder, name)) != name]:
+    while unseen := [name for name in names if _read_text(Path(folder, name)) != name]:
         if time.monotonic() >= deadline:
             break
         time.sleep(_CHECK_EVERY_S)
@@ -218,7 +218,7 @@ def forget(folder: str) -> dict[str, Any]:
     return {}
 
 
-def _carriers() -> list[dict[str, Any]]:
+def _find_unguarded_processes() -> list[dict[str, Any]]:
     """Return the processes of this user that belong to a run but have lost their guardian.
 
     Such a process has MUSTER_RUN_ID in its environment, but none of its ancestors is a guardian of
@@ -246,7 +246,7 @@ def _carriers() -> list[dict[str, Any]]:
     return carriers
 
 
-def _write(shared: Path, folder: Path, name: str) -> str:
+def _write_test_file(shared: Path, folder: Path, name: str) -> str:
     """Write this node's test file into the shared directory, see `look`.
 
     Returns:
@@ -264,14 +264,14 @@ def _write(shared: Path, folder: Path, name: str) -> str:
     return ""
 
 
-def _read(path: Path) -> str:
+def _read_text(path: Path) -> str:
     """Return the content of a file; an empty string if it cannot be read."""
     with suppress(OSError):
         return path.read_text()
     return ""
 
 
-def _free(directory: str) -> int | None:
+def _free_bytes(directory: str) -> int | None:
     """Return the free disk space for a directory in bytes; None if unknown.
 
     If the directory does not exist, its nearest existing parent directory is used.
@@ -284,7 +284,7 @@ def _free(directory: str) -> int | None:
     return None
 
 
-def _versions() -> Mapping[str, str]:
+def _read_versions() -> Mapping[str, str]:
     """Return the versions of Python and of important packages, and the id of the user."""
     versions = {"python": platform.python_version(), "user": str(os.getuid())}
     for package in _PACKAGES:

@@ -165,7 +165,7 @@ class HttpProbe(ComponentProbe):
         return "; ".join(find_unmet_conditions(self._conditions, body))
 
     def glance(self) -> object:
-        return self._reached or _accepts(self.local_port)
+        return self._reached or _accepts_connections(self.local_port)
 
 
 class TcpProbe(ComponentProbe):
@@ -186,7 +186,7 @@ class TcpProbe(ComponentProbe):
         return ""
 
     def glance(self) -> object:
-        return _accepts(self.local_port)
+        return _accepts_connections(self.local_port)
 
 
 class LogProbe(ComponentProbe):
@@ -282,10 +282,10 @@ class NotifyProbe(ComponentProbe):
             is_ours: Returns True for the pid of a process that belongs to the component.
         """
         self._is_ours = is_ours
-        #: `genuine[pid]`: True if the sender of a recent message belongs to the component.
-        self._genuine: dict[int, bool] = {}
-        #: Time at which `_genuine` was last emptied, in CLOCK_MONOTONIC seconds.
-        self._forgotten_s = 0.0
+        #: Recent senders of messages by their pid: True if the sender belongs to the component.
+        self._checked_senders: dict[int, bool] = {}
+        #: Time at which `_checked_senders` was last emptied, in CLOCK_MONOTONIC seconds.
+        self._cache_emptied_s = 0.0
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self._socket.setblocking(False)
@@ -310,7 +310,7 @@ class NotifyProbe(ComponentProbe):
         with contextlib.suppress(OSError):
             for _ in range(_MESSAGES_AT_ONCE):
                 data, ancillary, _, _ = self._socket.recvmsg(4096, socket.CMSG_SPACE(12))
-                if self._is_genuine(ancillary):
+                if self._is_from_component(ancillary):
                     self._handle_message(data.decode("utf-8", errors="replace"))
         return self._is_ready
 
@@ -328,7 +328,7 @@ class NotifyProbe(ComponentProbe):
                 self.status = status
                 self.has_news.set()
 
-    def _is_genuine(self, ancillary: list[tuple[int, int, bytes]]) -> bool:
+    def _is_from_component(self, ancillary: list[tuple[int, int, bytes]]) -> bool:
         """Return True if a process of the component has sent a message.
 
         Args:
@@ -337,15 +337,17 @@ class NotifyProbe(ComponentProbe):
         for level, kind, content in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
                 pid, uid, _ = _CREDENTIALS.unpack(content[: _CREDENTIALS.size])
-                if time.monotonic() - self._forgotten_s > _KNOWN_FOR_S:
-                    self._genuine = {}
-                    self._forgotten_s = time.monotonic()
-                if pid not in self._genuine:
+                if time.monotonic() - self._cache_emptied_s > _KNOWN_FOR_S:
+                    self._checked_senders = {}
+                    self._cache_emptied_s = time.monotonic()
+                if pid not in self._checked_senders:
                     # A short-lived sender such as `systemd-notify` may have ended already. Accept
                     # it if it belonged to this user.
                     is_gone = tree.read_parent(pid) == 0
-                    self._genuine[pid] = self._is_ours(pid) or (is_gone and uid == os.getuid())
-                return self._genuine[pid]
+                    self._checked_senders[pid] = self._is_ours(pid) or (
+                        is_gone and uid == os.getuid()
+                    )
+                return self._checked_senders[pid]
         return False
 
 
@@ -391,7 +393,7 @@ def _local_port(url: str) -> int | None:
     return parts.port or (443 if parts.scheme == "https" else 80)
 
 
-def _accepts(port: int | None) -> bool:
+def _accepts_connections(port: int | None) -> bool:
     """Return True if a process accepts connections on a port of 127.0.0.1. Does not wait.
 
     Returns False if `port` is None or this process cannot open another file.

@@ -192,7 +192,7 @@ class RunRegister:
             OSError: The registry cannot be written.
         """
         #: Directory of the run in the registry.
-        self.directory = _live() / owner.run_id
+        self.directory = _registry_directory() / owner.run_id
         self.owner = owner
         #: Thread that writes the files of the run.
         self.disk = DiskThread(f"disk of {owner.run_id}")
@@ -202,7 +202,7 @@ class RunRegister:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._lock_fd = _try_lock(self.directory)
             if self._lock_fd is None:
-                other = _read(self.directory / _OWNER, Owner)
+                other = _read_model(self.directory / _OWNER, Owner)
                 if other and other.flow_run_id != owner.flow_run_id:
                     why = f"{self.directory} belongs to flow run {other.flow_run_id}"
                     raise FileExistsError(errno.EEXIST, f"{why}, not to {owner.flow_run_id}")
@@ -289,7 +289,9 @@ class RunRegister:
                 "A later `muster reconcile` writes it.",
                 self.owner.run_id,
             )
-        elif not _entries(self.directory, RegisterEntry) and not _entries(self.directory, JobEntry):
+        elif not _read_entries(self.directory, RegisterEntry) and not _read_entries(
+            self.directory, JobEntry
+        ):
             shutil.rmtree(self.directory, ignore_errors=True)
         os.close(self._lock_fd)
         self._lock_fd = None
@@ -307,8 +309,8 @@ class LostRun:
     def __init__(self, directory: Path, owner: Owner) -> None:
         self._directory = directory
         self.owner = owner
-        self.entries = _entries(directory, RegisterEntry)
-        self.jobs = _entries(directory, JobEntry)
+        self.entries = _read_entries(directory, RegisterEntry)
+        self.jobs = _read_entries(directory, JobEntry)
         #: Final state of the run from the reserved disk space; None if nothing was written there.
         self.end = reserved_space.read_final_record(directory)
 
@@ -358,8 +360,8 @@ def claim_lost_run(run_id: str, *, host: str | None = None) -> Iterator[LostRun 
         The run. None if its owner lives, if another process is finishing the run, if the run is not
         registered, or if it belongs to another machine.
     """
-    directory = _live() / run_id
-    owner = _read(directory / _OWNER, Owner)
+    directory = _registry_directory() / run_id
+    owner = _read_model(directory / _OWNER, Owner)
     if owner is None or owner.host != (host or host_name()) or owner.process.is_alive():
         yield None
         return
@@ -367,7 +369,7 @@ def claim_lost_run(run_id: str, *, host: str | None = None) -> Iterator[LostRun 
     try:
         # Read the owner again while the directory is locked. Another process may have finished the
         # run since the first read.
-        owner = _read(directory / _OWNER, Owner) if lock is not None else None
+        owner = _read_model(directory / _OWNER, Owner) if lock is not None else None
         yield LostRun(directory, owner) if owner is not None else None
     finally:
         if lock is not None:
@@ -377,7 +379,7 @@ def claim_lost_run(run_id: str, *, host: str | None = None) -> Iterator[LostRun 
 def registered_runs() -> list[str]:
     """Return the ids of all registered runs in alphabetical order, with living and dead owners."""
     try:
-        return sorted(entry.name for entry in _live().iterdir() if entry.is_dir())
+        return sorted(entry.name for entry in _registry_directory().iterdir() if entry.is_dir())
     except OSError:
         return []
 
@@ -388,7 +390,7 @@ def read_owner(run_id: str) -> Owner | None:
     Returns:
         None if the run is not registered or its `owner.json` cannot be read.
     """
-    return _read(_live() / run_id / _OWNER, Owner)
+    return _read_model(_registry_directory() / run_id / _OWNER, Owner)
 
 
 def teardown_s(process: int | None = None) -> float:
@@ -409,8 +411,8 @@ def teardown_s(process: int | None = None) -> float:
         owner = read_owner(run_id)
         if owner is None or process not in (None, owner.process.pid):
             continue
-        directory = _live() / run_id
-        entries = [*_entries(directory, RegisterEntry), *_entries(directory, JobEntry)]
+        directory = _registry_directory() / run_id
+        entries = [*_read_entries(directory, RegisterEntry), *_read_entries(directory, JobEntry)]
         # Do not add the grace periods of parts (`COMPONENT.PART`). A part ends together with its
         # component.
         graces = [entry.grace_s for entry in entries if "." not in entry.component]
@@ -418,7 +420,7 @@ def teardown_s(process: int | None = None) -> float:
     return longest_s
 
 
-def _live() -> Path:
+def _registry_directory() -> Path:
     """Return the directory of the registry."""
     return muster_home() / "live"
 
@@ -427,13 +429,13 @@ _M = TypeVar("_M", bound=_Model)
 _E = TypeVar("_E", bound=_Entry)
 
 
-def _entries(directory: Path, kind: type[_E]) -> list[_E]:
+def _read_entries(directory: Path, kind: type[_E]) -> list[_E]:
     """Return all readable entries of a type from a run's registry directory."""
-    entries = [_read(path, kind) for path in sorted(directory.glob(kind.file_of("*")))]
+    entries = [_read_model(path, kind) for path in sorted(directory.glob(kind.file_of("*")))]
     return [entry for entry in entries if entry is not None]
 
 
-def _read(path: Path, model: type[_M]) -> _M | None:
+def _read_model(path: Path, model: type[_M]) -> _M | None:
     """Return the content of a registry file; None if the file is missing or cannot be read."""
     try:
         return model.model_validate_json(read_own_file(path))
@@ -512,7 +514,7 @@ def finish(lost: LostRun) -> Remains:
         if entry.guardian.is_alive() and lost.seconds_lost() <= entry.grace_s + _GUARDIAN_MARGIN_S:
             waiting[entry.component] = entry.guardian.pid
             continue
-        ended, remaining = end_all(partial(_end_once, entry), KILLED_WITHIN_S)
+        ended, remaining = end_all(partial(_kill_component_once, entry), KILLED_WITHIN_S)
         killed |= {pid for pid, _ in ended}
         if remaining:
             left[entry.component] = tuple(sorted(pid for pid, _ in remaining))
@@ -525,7 +527,7 @@ def finish(lost: LostRun) -> Remains:
     return Remains(killed=tuple(sorted(killed)), left=left, waiting=waiting, removed=tuple(removed))
 
 
-def _end_once(entry: RegisterEntry) -> set[Known]:
+def _kill_component_once(entry: RegisterEntry) -> set[Known]:
     """Send SIGKILL once to all processes of a component, and return those that were alive.
 
     They are found by the mark and the cgroup in the registry entry of the component.

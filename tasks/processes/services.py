@@ -190,7 +190,7 @@ class _Service:
 
         Returns when the service has done its work or must not be started again.
         """
-        while (death := await self._live()) is not None:
+        while (death := await self._run_process()) is not None:
             self.is_up.clear()
             self.is_gone.set()
             failure = death.failure
@@ -231,7 +231,7 @@ class _Service:
         results = await asyncio.gather(*(member.end() for member in self.members))
         return tuple(pid for survivors in results for pid in survivors)
 
-    async def _live(self) -> _Death | None:
+    async def _run_process(self) -> _Death | None:
         """Run one process of the service, from its start to its end.
 
         Returns:
@@ -244,7 +244,7 @@ class _Service:
         try:
             member = self._owner.make_member(self.plan, self._owner.context)
         except OSError as error:
-            return self._death(None, f"can't be started: {error.strerror or error}", None)
+            return self._make_death(None, f"can't be started: {error.strerror or error}", None)
         self._keep_member(member)
         self.is_gone = asyncio.Event()
         self._note(state=ServiceState.STARTING)
@@ -260,10 +260,10 @@ class _Service:
         try:
             await member.launch()
         except GivenUp as error:
-            return self._death(member, str(error), None, kind=error.loss.kind)
+            return self._make_death(member, str(error), None, kind=error.loss.kind)
         except OSError as error:  # TimeoutError is one.
             why = error.strerror or str(error) or "its guardian does not answer"
-            return self._death(member, f"can't be started: {why}", None)
+            return self._make_death(member, f"can't be started: {why}", None)
         self._note(pid=member.pid)
         ready_at_s: float | None = None
         getting_ready = asyncio.create_task(member.until_ready())
@@ -275,9 +275,9 @@ class _Service:
                 try:
                     getting_ready.result()
                 except GivenUp as error:
-                    return self._death(member, str(error), None, kind=error.loss.kind)
+                    return self._make_death(member, str(error), None, kind=error.loss.kind)
                 ready_at_s = self._owner.clock()
-                self._be_up(ServiceState.READY)
+                self._mark_up(ServiceState.READY)
                 watched.remove(getting_ready)
                 await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -298,15 +298,15 @@ class _Service:
         )
         is_done = exit.is_zero and self.plan.on_exit_zero == "drain"
         if is_done and (ready_at_s is not None or await member.has_last_word()):
-            self._be_up(ServiceState.DONE)
+            self._mark_up(ServiceState.DONE)
             return None
         now_s = self._owner.clock()
         ended = f"was {exit}" if exit.signal is not None else f"ended with {exit}"
         before = "" if ready_at_s is not None else " before it was ready"
         why = f"{ended}{before}, {now_s - began_s:.0f} s after its start"
-        return self._death(member, why, _seconds_since(ready_at_s, now_s), exit=exit)
+        return self._make_death(member, why, _seconds_since(ready_at_s, now_s), exit=exit)
 
-    def _death(
+    def _make_death(
         self,
         member: ServiceMember | None,
         why: str,
@@ -347,7 +347,7 @@ class _Service:
         self.members = [other for other in self.members if not other.process.empty.done()]
         self.members.append(member)
 
-    def _be_up(self, state: ServiceState) -> None:
+    def _mark_up(self, state: ServiceState) -> None:
         self._note(state=state)
         self.is_up.set()
         self.was_up.set()

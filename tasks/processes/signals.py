@@ -27,9 +27,9 @@ ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ONE_PRESS_S = 0.1
 
 #: Signals that Python itself ignores in every program.
-_OF_PYTHON = {signal.SIGPIPE, signal.SIGXFSZ}
+_IGNORED_BY_PYTHON = {signal.SIGPIPE, signal.SIGXFSZ}
 #: Signals that no program can ignore or handle.
-_CANNOT_BE_SET = {signal.SIGKILL, signal.SIGSTOP}
+_CANNOT_BE_HANDLED = {signal.SIGKILL, signal.SIGSTOP}
 
 
 class CtrlC:
@@ -79,7 +79,7 @@ def ignored_signals() -> frozenset[int]:
 
     Signals that Python itself ignores in every program are not included.
     """
-    numbers = signal.valid_signals() - _OF_PYTHON
+    numbers = signal.valid_signals() - _IGNORED_BY_PYTHON
     return frozenset(number for number in numbers if signal.getsignal(number) == signal.SIG_IGN)
 
 
@@ -91,7 +91,7 @@ def ignore_exactly(ignored: Iterable[int]) -> None:
     Args:
         ignored: Numbers of the signals.
     """
-    wanted = frozenset(ignored) - _CANNOT_BE_SET - _OF_PYTHON
+    wanted = frozenset(ignored) - _CANNOT_BE_HANDLED - _IGNORED_BY_PYTHON
     current = ignored_signals()
     for number in wanted - current:
         signal.signal(number, signal.SIG_IGN)
@@ -146,7 +146,7 @@ def receive_signals(receive: Callable[[int, float], None]) -> Iterator[None]:
     handlers_before = {}
     for signum in ENDING_SIGNALS:
         is_ignored = signum in _program.ignored or signal.getsignal(signum) == signal.SIG_IGN
-        handler = signal.SIG_IGN if is_ignored else _leave_to_thread
+        handler = signal.SIG_IGN if is_ignored else _ignore_in_handler
         handlers_before[signum] = signal.signal(signum, handler)
 
     def read_signals() -> None:
@@ -177,7 +177,7 @@ def receive_signals(receive: Callable[[int, float], None]) -> Iterator[None]:
         receiver.close()
 
 
-def _leave_to_thread(signum: int, frame: FrameType | None) -> None:
+def _ignore_in_handler(signum: int, frame: FrameType | None) -> None:
     """Do nothing.
 
     Python writes a signal's number to the wakeup file descriptor only if the signal has a handler.

@@ -126,7 +126,7 @@ class SocketTable:
     def _listeners_by_netlink(self, port: int, host: str | None) -> dict[str, int]:
         users: dict[str, int] = {}
         local = struct.pack("!H", port)
-        addresses = None if host is None else _addresses_of(host)
+        addresses = None if host is None else _list_local_addresses(host)
         for family in _FAMILIES:
             question = struct.pack(
                 _QUESTION,
@@ -188,7 +188,7 @@ class SocketTable:
         try:
             self._socket.send(head + question)
             while True:
-                for kind, sequence, body in _messages(self._socket.recv(1 << 16)):
+                for kind, sequence, body in _parse_messages(self._socket.recv(1 << 16)):
                     if sequence != self._sequence:
                         continue  # a late answer to an earlier request
                     if kind == _NLMSG_DONE:
@@ -206,7 +206,7 @@ class SocketTable:
             raise
 
 
-def _messages(data: bytes) -> Iterator[tuple[int, int, bytes]]:
+def _parse_messages(data: bytes) -> Iterator[tuple[int, int, bytes]]:
     """Yield `(type, sequence number, body)` of each message of a netlink datagram."""
     at = 0
     while at + _HEADER_SIZE <= len(data):
@@ -217,7 +217,7 @@ def _messages(data: bytes) -> Iterator[tuple[int, int, bytes]]:
         at += (length + 3) & ~3
 
 
-def _rows(family: int) -> list[list[str]]:
+def _read_table(family: int) -> list[list[str]]:
     """Return the lines of `/proc/net/tcp` or `/proc/net/tcp6`, each split into words.
 
     Args:
@@ -237,7 +237,7 @@ def _rows(family: int) -> list[list[str]]:
         raise
 
 
-def _addresses_of(host: str) -> frozenset[bytes]:
+def _list_local_addresses(host: str) -> frozenset[bytes]:
     """Return the local addresses with which a socket receives connections to `host`.
 
     They are the address itself, its IPv6 form, and the address 0 for all addresses. Each has 16
@@ -257,8 +257,8 @@ def _listeners_by_proc(port: int, host: str | None, refused: OSError) -> dict[st
         for family in _FAMILIES:
             any_host = "::" if family == socket.AF_INET6 else "0.0.0.0"
             addresses = [address for address in (host, any_host) if address is not None]
-            ends = {_in_proc(family, address, port) for address in addresses}
-            for row in _rows(family):
+            ends = {_format_end(family, address, port) for address in addresses}
+            for row in _read_table(family):
                 is_meant = row[1] in ends or (host is None and row[1].endswith(f":{port:04X}"))
                 if row[3] == f"{_STATE_LISTEN:02X}" and is_meant:
                     users[row[9]] = int(row[7])
@@ -270,8 +270,8 @@ def _listeners_by_proc(port: int, host: str | None, refused: OSError) -> dict[st
 def _user_by_proc(client: tuple[str, int], server: tuple[str, int], refused: OSError) -> int | None:
     try:
         for family in _FAMILIES:
-            ends = [_in_proc(family, *end) for end in (client, server)]
-            for row in _rows(family):
+            ends = [_format_end(family, *end) for end in (client, server)]
+            for row in _read_table(family):
                 if row[1:3] == ends:
                     return int(row[7]) if row[9] != "0" else None
     except OSError as error:
@@ -279,7 +279,7 @@ def _user_by_proc(client: tuple[str, int], server: tuple[str, int], refused: OSE
     return None
 
 
-def _in_proc(family: int, host: str, port: int) -> str:
+def _format_end(family: int, host: str, port: int) -> str:
     """Return an address and a port in the format of `/proc/net/tcp` or `/proc/net/tcp6`."""
     is_v6 = ":" in host
     packed = socket.inet_pton(socket.AF_INET6 if is_v6 else socket.AF_INET, host)
@@ -313,18 +313,18 @@ def listening_sockets() -> list[ListeningSocket]:
     """
     return [
         ListeningSocket(
-            address=_address_of(row[1].partition(":")[0]),
+            address=_parse_address(row[1].partition(":")[0]),
             port=int(row[1].partition(":")[2], 16),
             uid=int(row[7]),
             inode=row[9],
         )
         for family in _FAMILIES
-        for row in _rows(family)
+        for row in _read_table(family)
         if row[3] == f"{_STATE_LISTEN:02X}"
     ]
 
 
-def _address_of(text: str) -> IPv4Address | IPv6Address:
+def _parse_address(text: str) -> IPv4Address | IPv6Address:
     """Parse the hexadecimal address of a socket in `/proc/net/tcp` or `/proc/net/tcp6`.
 
     The kernel writes it as 32-bit words in this machine's byte order.
@@ -418,10 +418,10 @@ def verified_listeners(
     if not foreign:
         return frozenset(users), ""
     user = users[min(foreign)]
-    return frozenset(), f"port {port} is taken by {_named_holder(user, foreign)}"
+    return frozenset(), f"port {port} is taken by {_describe_holder(user, foreign)}"
 
 
-def _named_holder(user: int, inodes: Iterable[str]) -> str:
+def _describe_holder(user: int, inodes: Iterable[str]) -> str:
     """Return a description of the process that has one of the sockets open.
 
     It names the user, and the pid if this user may see the process.

@@ -83,22 +83,22 @@ class ListenerCheck:
             UntrustedListener: The user of the server is not trusted or unknown, or another socket
                 has begun to listen since this object was created.
         """
-        own_address = _parsed(own[0])
-        peer_address = _parsed(peer[0])
+        own_address = _parse_address(own[0])
+        peer_address = _parse_address(peer[0])
         if not (peer_address.is_loopback or peer_address == own_address):
             return
         where = f"{peer[0]}:{peer[1]}"
         if self._problem:
-            raise UntrustedListener(_unknown(where, self._problem))
+            raise UntrustedListener(_format_unknown_user(where, self._problem))
         before = {listener.inode for listener in receivers(self._before, peer_address, peer[1])}
         try:
             now = receivers(listening_sockets(), peer_address, peer[1])
         except OSError as error:
-            raise UntrustedListener(_unknown(where, str(error))) from None
-        _refuse_others(where, now)
+            raise UntrustedListener(_format_unknown_user(where, str(error))) from None
+        _require_trusted_users(where, now)
         if not before & {listener.inode for listener in now}:
             why = "another process began to listen while the connection was made"
-            raise UntrustedListener(_unknown(where, why))
+            raise UntrustedListener(_format_unknown_user(where, why))
 
 
 def require_trusted_listener(host: str, port: int) -> None:
@@ -116,14 +116,14 @@ def require_trusted_listener(host: str, port: int) -> None:
     except OSError:
         return  # The client reports the unknown name itself.
     for *_, address in addresses:
-        target = _parsed(str(address[0]))
+        target = _parse_address(str(address[0]))
         if target.is_loopback or _is_of_this_machine(target):
             try:
-                _refuse_others(where, receivers(listening_sockets(), target, port))
+                _require_trusted_users(where, receivers(listening_sockets(), target, port))
             except UntrustedListener:
                 raise
             except OSError as error:
-                raise UntrustedListener(_unknown(where, str(error))) from None
+                raise UntrustedListener(_format_unknown_user(where, str(error))) from None
 
 
 def require_trusted_url(url: str) -> None:
@@ -161,7 +161,7 @@ def receivers(
     return []
 
 
-def _refuse_others(where: str, listeners: Iterable[ListeningSocket]) -> None:
+def _require_trusted_users(where: str, listeners: Iterable[ListeningSocket]) -> None:
     """Check that all listening sockets belong to trusted users.
 
     Args:
@@ -174,18 +174,18 @@ def _refuse_others(where: str, listeners: Iterable[ListeningSocket]) -> None:
     for listener in listeners:
         if listener.uid not in trusted_users():
             raise UntrustedListener(
-                f"the server at {where} belongs to user {_name_of(listener.uid)}, "
+                f"the server at {where} belongs to user {_user_name(listener.uid)}, "
                 "who is neither you nor root: nothing was sent. Start your server on another port. "
-                f"If you trust that user, set {SERVER_USERS}={_name_of(listener.uid)}"
+                f"If you trust that user, set {SERVER_USERS}={_user_name(listener.uid)}"
             )
 
 
-def _unknown(where: str, why: str) -> str:
+def _format_unknown_user(where: str, why: str) -> str:
     """Return the error message for a server whose user could not be determined."""
     return f"the user of the server at {where} is unknown ({why}). Try again; no data was sent"
 
 
-def _name_of(uid: int) -> str:
+def _user_name(uid: int) -> str:
     """Return the name of a user, or the uid if the user has no name."""
     try:
         return pwd.getpwuid(uid).pw_name
@@ -193,7 +193,7 @@ def _name_of(uid: int) -> str:
         return str(uid)
 
 
-def _parsed(host: str) -> _Address:
+def _parse_address(host: str) -> _Address:
     """Parse an IP address. A zone such as `%eth0` is dropped.
 
     An IPv6 address that stands for an IPv4 address (`::ffff:10.0.0.1`) becomes that IPv4 address.

@@ -147,7 +147,7 @@ stop_itself()
 def test_message_about_a_hang_names_rank_node_and_frame(
     stage: Stage, state: str, frame: str
 ) -> None:
-    if hang_report._py_spy() is None:
+    if hang_report._find_py_spy() is None:
         pytest.skip("py-spy is not installed")
     component = stage.component(
         "trainer", (sys.executable, "-c", SHAPES[state]), env={"RANK": "3"}, ready=UP
@@ -202,7 +202,7 @@ def test_component_that_hangs_during_its_start_is_named_and_examined(stage: Stag
 
 
 def test_py_spy_reports_the_stack_if_faulthandler_is_disabled(stage: Stage) -> None:
-    if hang_report._py_spy() is None:
+    if hang_report._find_py_spy() is None:
         pytest.skip("py-spy is not installed")
     disable_faulthandler = "import faulthandler; faulthandler.disable()"
     verdict = stage.run(
@@ -220,7 +220,7 @@ def test_py_spy_reports_the_stack_if_faulthandler_is_disabled(stage: Stage) -> N
 def test_process_reports_its_own_frame_if_py_spy_is_unavailable(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hang_report, "_py_spy", lambda: None)
+    monkeypatch.setattr(hang_report, "_find_py_spy", lambda: None)
 
     verdict = stage.run(build_python_component(stage, "trainer", STUCK % "", ready=UP, live=MISSED))
 

@@ -158,7 +158,7 @@ def test_close_keeps_a_run_with_an_entry(home: Path) -> None:
 
     assert registered_runs() == ["a-run"]
     directory = home / "live" / "a-run"
-    assert [e.mark for e in registry._entries(directory, RegisterEntry)] == [7]
+    assert [e.mark for e in registry._read_entries(directory, RegisterEntry)] == [7]
 
 
 def test_claimed_run_has_its_entries_and_leftovers(home: Path, tmp_path: Path) -> None:
