@@ -144,7 +144,7 @@ _CHECK_EVERY_S = 0.2
 _PACKAGES = ("muster", "ray", "prefect")
 
 
-def look(shared: str, folder: str, name: str, ray_dir: str) -> dict[str, Any]:
+def gather_facts(shared: str, folder: str, name: str, ray_dir: str) -> dict[str, Any]:
     """Gather the facts about this machine, and write a test file into the shared directory.
 
     Other nodes then check that they can read the file (see `find_unreadable_files`).
@@ -198,7 +198,7 @@ def find_unreadable_files(folder: str, names: Sequence[str]) -> dict[str, Any]:
     Waits some seconds, because a network file system may show new files late.
 
     Args:
-        folder: Folder with the test files, see `look`.
+        folder: Folder with the test files, see `gather_facts`.
         names: Names of the nodes.
 
     Returns:
@@ -212,8 +212,11 @@ def find_unreadable_files(folder: str, names: Sequence[str]) -> dict[str, Any]:
     return {"unseen": unseen}
 
 
-def forget(folder: str) -> dict[str, Any]:
-    """Remove the folder with the test files that `look` has written. Return an empty dictionary."""
+def remove_test_files(folder: str) -> dict[str, Any]:
+    """Remove the folder with the test files that `gather_facts` has written.
+
+    Returns an empty dictionary, because orders to node agents return JSON objects.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     return {}
 
@@ -247,7 +250,7 @@ def _find_unguarded_processes() -> list[dict[str, Any]]:
 
 
 def _write_test_file(shared: Path, folder: Path, name: str) -> str:
-    """Write this node's test file into the shared directory, see `look`.
+    """Write this node's test file into the shared directory, see `gather_facts`.
 
     Returns:
         The reason if the file could not be written; otherwise an empty string.

@@ -39,7 +39,12 @@ from typing import Any
 import tasks
 from tasks.processes.ending import end_carriers
 from tasks.processes.hang_report import examine_carriers
-from tasks.processes.machine import find_unreadable_files, forget, gpus_seen, look
+from tasks.processes.machine import (
+    find_unreadable_files,
+    gather_facts,
+    gpus_seen,
+    remove_test_files,
+)
 from tasks.processes.tree import all_pids, belongs_to_own_user, machine, read_environment
 
 #: Name of the Ray namespace of the agents. The agents also publish their addresses in the cluster's
@@ -48,8 +53,8 @@ NAMESPACE = "muster"
 
 
 def _look_at_machine(**arguments: Any) -> dict[str, Any]:
-    """Return the result of `machine.look` without the processes of runs that have not ended."""
-    result = look(**arguments)
+    """Return the facts about this node, without leftover processes of runs that have not ended."""
+    result = gather_facts(**arguments)
     run_ids = {carrier["run_id"] for carrier in result["carriers"]}
     active_ids = {run_id for run_id in run_ids if _find_activity({"MUSTER_RUN_ID": run_id})}
     leftovers = [carrier for carrier in result["carriers"] if carrier["run_id"] not in active_ids]
@@ -63,7 +68,7 @@ ORDERS: Mapping[str, Callable[..., Mapping[str, Any]]] = {
     "examine": examine_carriers,
     "look": _look_at_machine,
     "compare": find_unreadable_files,
-    "tidy": forget,
+    "tidy": remove_test_files,
     "gpus": gpus_seen,
     "greet": dict,
 }

@@ -25,7 +25,7 @@ from rich.filesize import decimal
 
 from tasks.processes.devices import BadDevices, Devices
 from tasks.processes.identity import host_name
-from tasks.processes.machine import digest_code, find_unreadable_files, look
+from tasks.processes.machine import digest_code, find_unreadable_files, gather_facts
 from tasks.processes.registry import read_owner
 from tasks.ray.dashboard import add_listed_clusters
 from tasks.ray.nodes import NodeClient, connect_to_nodes, find_gcs_address
@@ -88,7 +88,7 @@ class NodeResult:
     gpus: float = 0.0
     #: Reason why the node could not be checked, or an empty string.
     unreached: str = ""
-    #: Facts that the node reported about itself, as `machine.look` returns them. Empty if the node
+    #: Facts that the node reported about itself, as `machine.gather_facts` returns them. Empty if the node
     #: was not reached. For the machine that runs the preflight, it holds only two entries: the
     #: problem with its own file in the shared directory, and the problem with its devices.
     facts: Mapping[str, Any]
@@ -420,7 +420,7 @@ async def _check_nodes(
     """
     nodes = connection.nodes
     folder = shared / f".muster-preflight-{uuid.uuid4().hex[:12]}"
-    caller = look(str(shared), str(folder), CALLER, str(shared))
+    caller = gather_facts(str(shared), str(folder), CALLER, str(shared))
     try:
         orders = {
             node.node_id: {

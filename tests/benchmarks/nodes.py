@@ -132,7 +132,7 @@ def plain(task: str, gcs_address: str, shared: str) -> None:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from tasks.processes.ending import end_carriers
-    from tasks.processes.machine import find_unreadable_files, look
+    from tasks.processes.machine import find_unreadable_files, gather_facts
 
     ray.init(gcs_address, log_to_driver=False, logging_level=40)
     options = {
@@ -150,7 +150,7 @@ def plain(task: str, gcs_address: str, shared: str) -> None:
     folder = Path(shared) / ".plain"
     folder.mkdir(exist_ok=True)
     node_checks = [
-        ray.remote(**o)(look).remote(shared, str(folder), node, shared)
+        ray.remote(**o)(gather_facts).remote(shared, str(folder), node, shared)
         for node, o in options.items()
     ]
     ray.get(node_checks)

@@ -10,7 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tasks.processes.machine import digest_code, find_unreadable_files, forget, gpus_seen, look
+from tasks.processes.machine import (
+    digest_code,
+    find_unreadable_files,
+    gather_facts,
+    gpus_seen,
+    remove_test_files,
+)
 from tests.support.fake_nvml import FakeNvml, Gpu
 
 
@@ -18,14 +24,14 @@ def test_gpus_and_their_processes_are_reported(monkeypatch: pytest.MonkeyPatch) 
     held = Gpu(used_mib=40321, processes=[(os.getpid(), 40318)])
     FakeNvml.installed(monkeypatch, [held, Gpu(used_mib=3)])
 
-    seen = gpus_seen()
+    facts = gpus_seen()
 
-    assert (seen["driver"], seen["problem"]) == (True, "")
-    assert [(gpu["used_mib"], gpu["busy_percent"]) for gpu in seen["gpus"]] == [
+    assert (facts["driver"], facts["problem"]) == (True, "")
+    assert [(gpu["used_mib"], gpu["busy_percent"]) for gpu in facts["gpus"]] == [
         (40321, 100),
         (3, 0),
     ]
-    [holder] = seen["processes"]
+    [holder] = facts["processes"]
     assert holder == {"uuid": "GPU-0", "pid": os.getpid(), "used_mib": 40318, "alive": True}
 
 
@@ -42,34 +48,34 @@ def test_dead_process_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_silent_driver_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeNvml.installed(monkeypatch, [Gpu()]).is_silent = True
 
-    seen = gpus_seen()
+    facts = gpus_seen()
 
-    assert (seen["driver"], seen["problem"]) == (True, "NVML: Driver Not Loaded")
+    assert (facts["driver"], facts["problem"]) == (True, "NVML: Driver Not Loaded")
 
 
-def test_look_writes_a_name_that_others_can_read(tmp_path: Path) -> None:
+def test_test_file_can_be_read_by_other_nodes(tmp_path: Path) -> None:
     folder = tmp_path / ".muster-preflight-x"
 
-    seen = look(str(tmp_path), str(folder), "node-a", str(tmp_path))
+    facts = gather_facts(str(tmp_path), str(folder), "node-a", str(tmp_path))
 
-    assert seen["shared_problem"] == ""
-    assert seen["shared_free_bytes"] > 0
+    assert facts["shared_problem"] == ""
+    assert facts["shared_free_bytes"] > 0
     assert find_unreadable_files(str(folder), ["node-a"]) == {"unseen": []}
-    forget(str(folder))
+    remove_test_files(str(folder))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_missing_directory_is_reported_and_not_created(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
 
-    seen = look(str(missing), str(missing / "x"), "node-a", str(tmp_path))
+    facts = gather_facts(str(missing), str(missing / "x"), "node-a", str(tmp_path))
 
-    assert seen["shared_problem"] == f"there is no directory {missing}"
+    assert facts["shared_problem"] == f"there is no directory {missing}"
     assert not missing.exists()
 
 
 def test_run_process_is_a_leftover_unless_its_guardian_lives(tmp_path: Path) -> None:
-    run_id = f"seen-{uuid.uuid4().hex[:8]}"
+    run_id = f"run-{uuid.uuid4().hex[:8]}"
     env = {**os.environ, "MUSTER_RUN_ID": run_id, "MUSTER_ATTEMPT": "1"}
     alone = subprocess.Popen(["sleep", "600"], env=env)
     guardian = subprocess.Popen(
@@ -78,7 +84,7 @@ def test_run_process_is_a_leftover_unless_its_guardian_lives(tmp_path: Path) -> 
         stdin=subprocess.PIPE,
     )
     try:
-        seen = look(str(tmp_path), str(tmp_path / "x"), "node-a", str(tmp_path))
+        facts = gather_facts(str(tmp_path), str(tmp_path / "x"), "node-a", str(tmp_path))
     finally:
         alone.kill()
         alone.wait()
@@ -86,7 +92,7 @@ def test_run_process_is_a_leftover_unless_its_guardian_lives(tmp_path: Path) -> 
         guardian.stdin.close()
         guardian.wait(10)
 
-    assert [c["pid"] for c in seen["carriers"] if c["run_id"] == run_id] == [alone.pid]
+    assert [c["pid"] for c in facts["carriers"] if c["run_id"] == run_id] == [alone.pid]
 
 
 def test_code_has_a_digest() -> None:
