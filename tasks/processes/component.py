@@ -363,12 +363,13 @@ class Member(ABC):
         self.hangs_in = ""
         #: Exit of the component; None if it has not ended.
         self.exit: Exit | None = None
-        #: Descriptions of machines that could not be checked for leftovers after the component's
-        #: end.
+        #: Descriptions of machines that could not be checked for leftover processes after the
+        #: component's end.
         self.unseen: tuple[str, ...] = ()
         self._context = context
         self._emit = context.emit
-        #: Identity of each file that a probe checks, from before the component's start.
+        #: Identity of each file that a probe checks, before the component's start. The probe
+        #: compares it with the identity after the start.
         self._files: dict[Path, object] = {}
         self._launched_monotonic_s = 0.0
         #: Size of the log in bytes before the launch. An earlier process wrote that part.
@@ -379,7 +380,7 @@ class Member(ABC):
         return self.plan.name
 
     def _note_start(self) -> None:
-        """Record the start time, and the identity of the files that probes check."""
+        """Record the start time, and the identity of each file that a probe will check."""
         for spec in (self.plan.ready, self.plan.live):
             if spec is not None and spec.file is not None:
                 path = self.plan.command.cwd / spec.file

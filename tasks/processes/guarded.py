@@ -174,7 +174,7 @@ class GuardianTemplate:
 
         Args:
             name: Name of the component.
-            mark: Mark of the guardian and its descendants, see `tree.mark_own`.
+            mark: Number that identifies the guardian and its descendants, see `tree.mark_own`.
             is_inside: True if the guardian enters a PID namespace.
             fds: File descriptors for the guardian.
 
@@ -234,7 +234,7 @@ class GuardedProcess:
         #: Pid of the command in the PID namespace of this process; None before the guardian has
         #: forked the command.
         self.pid: int | None = None
-        #: Mark of the guardian and its descendants, see `tree.mark_own`.
+        #: Number that identifies the guardian and its descendants, see `tree.mark_own`.
         self.mark = mark
         #: The command's cgroup v2 directory; None if it has no cgroup.
         self.cgroup: str | None = None

@@ -291,7 +291,8 @@ def main() -> None:
     The arguments are in `sys.argv`, see the module docstring. Never returns, except after an error.
     """
     for signum in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-        with contextlib.suppress(OSError, ValueError):  # 32 and 33 belong to the C library.
+        # Skip the signals 32 and 33, which the C library uses itself.
+        with contextlib.suppress(OSError, ValueError):
             signal.signal(signum, signal.SIG_IGN if signum in _IGNORED_SIGNALS else signal.SIG_DFL)
     fd, supervisor, mark, *inside = map(int, [*sys.argv[1:4], *sys.argv[5:]])
     if sys.argv[4] == TEMPLATE:

@@ -30,7 +30,7 @@ _CREDENTIALS = struct.Struct("3i")
 _GLANCE_S = 0.01
 #: Interval between two readiness checks, as a share of the time waited so far.
 _SHARE_OF_WAIT = 0.1
-#: Largest interval between two readiness checks that grows with the time waited, in seconds.
+#: Largest interval in seconds between two readiness checks. It grows with the time waited so far.
 _EVERY_S_AT_MOST = 1.0
 #: Time limit in seconds of one readiness check.
 _ANSWERS_WITHIN_S = 5.0
@@ -213,7 +213,8 @@ class LogProbe(ComponentProbe):
                 self._offset += len(data)
                 if self._matches(data):
                     return ""
-                await asyncio.sleep(0)  # Let other tasks run, even if the log grows fast.
+                # Let other tasks run, even if the log grows fast.
+                await asyncio.sleep(0)
         return "no such line yet"
 
     def _matches(self, data: bytes) -> bool:

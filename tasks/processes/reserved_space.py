@@ -13,9 +13,9 @@ from pathlib import Path
 
 from tasks.record.run_json import AttemptRecord, RunJson
 
-#: Name of the file in the run's registry directory that reserves the space.
+#: Name of the file in the run's registry directory that reserves the disk space.
 _FILE_NAME = "end"
-#: Size of that file in bytes.
+#: Number of bytes of disk space that are reserved for each run.
 _SIZE_BYTES = 16384
 
 

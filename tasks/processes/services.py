@@ -149,7 +149,7 @@ MakeMember = Callable[[ComponentPlan, AttemptContext], ServiceMember]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Death:
-    """An end of a service's process. The service must be started again."""
+    """End of a service's process that was not expected, so that the service must be restarted."""
 
     #: Failure of the process. None if Muster has ended the process, because another service that it
     #: needs has died.
@@ -317,7 +317,7 @@ class _Service:
     ) -> _Death:
         # An unknown exit status means that the guardian was killed, and the process with it.
         killed = exit is not None and (exit.signal == signal.SIGKILL or exit.exit_code is None)
-        # If the process was killed from outside, do not search its log for the reason.
+        # The log of a process that was killed from outside does not contain the reason for its end.
         words = member.last_words() if member is not None and not killed else ""
         pid = f" (pid {member.pid})" if member is not None and member.pid is not None else ""
         failure = failure_of(
@@ -497,8 +497,8 @@ class Services:
 
     async def _teardown(self) -> dict[str, tuple[int | str, ...]]:
         self._stop("the services are ending")
-        # Cancel all restarts before the first service is ended. Otherwise a service that needs it
-        # would be started again.
+        # Cancel all restarts before the first service is ended. Otherwise the end of one service
+        # would restart the services that need it.
         services = self._services.values()
         keepers = [service.keeper for service in services if service.keeper is not None]
         for keeper in keepers:

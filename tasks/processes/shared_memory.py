@@ -111,7 +111,7 @@ class SharedMemoryWatch:
         os.eventfd_write(self._wake, _CHECK_LAST if is_last else _CHECK_NOW)
 
     def close(self) -> None:
-        """Make a last check and stop watching. Blocks for at most 5 seconds."""
+        """Check for new segments a last time, and stop the watch. Blocks for at most 5 seconds."""
         self.hurry(is_last=True)
         if self._thread.is_alive():
             self._thread.join(_LAST_CHECK_WITHIN_S)

@@ -59,7 +59,7 @@ class _Program:
         self.has_run_ended = False
         #: Signals that were ignored when the program started.
         self.ignored: frozenset[int] = frozenset()
-        #: Recognises a second Ctrl-C before and after the run.
+        #: Distinguishes a second press of Ctrl-C from a repeated SIGINT, before and after the run.
         self.ctrl_c = CtrlC()
 
     def on_signal(self, signum: int, frame: FrameType | None) -> None:

@@ -107,7 +107,8 @@ def spawn(
             die_with_parent(parent)
             os.setsid()
             for signum in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-                with suppress(OSError, ValueError):  # 32 and 33 belong to the C library.
+                # Skip the signals 32 and 33, which the C library uses itself.
+                with suppress(OSError, ValueError):
                     signal.signal(signum, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_SETMASK, [])
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
