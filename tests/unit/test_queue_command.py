@@ -27,7 +27,7 @@ from tasks.ray.usage import ClusterNode
 from tasks.show.arguments import run
 
 NOW = datetime(2026, 1, 2, 13, 5, 30, tzinfo=UTC)
-WAITING, RUNNING, NOBODY = (UUID(int=number) for number in (1, 2, 3))
+WAITING, RUNNING, UNKNOWN = (UUID(int=number) for number in (1, 2, 3))
 
 VIEW = QueueView(
     at=NOW.timestamp(),
@@ -70,12 +70,12 @@ TEMPLATE = {
 }
 
 
-def gone() -> ObjectNotFound:
+def make_not_found() -> ObjectNotFound:
     return ObjectNotFound(http_exc=Exception("404"))
 
 
 class Server:
-    """A Prefect server with one work pool, as far as the command needs it."""
+    """A fake client of a Prefect server with one work pool."""
 
     def __init__(self) -> None:
         self.pool = WorkPool(
@@ -84,25 +84,25 @@ class Server:
         self.flow_runs: dict[UUID, FlowRun] = {}
         self.view = VIEW
         #: `(event, node, pool, user)` of each event.
-        self.told: list[tuple[str, str, str, str]] = []
+        self.events: list[tuple[str, str, str, str]] = []
         self.takes_events = True
 
     @property
     def settings(self) -> PoolSettings:
         return settings_of(self.pool.base_job_template)
 
-    def has(self, id: UUID, name: str, kind: StateType, **more: Any) -> FlowRun:
+    def add_flow_run(self, id: UUID, name: str, kind: StateType, **more: Any) -> FlowRun:
         state = State(type=kind, timestamp=NOW - timedelta(minutes=5), message=more.pop("says", ""))
-        given = {"flow_id": uuid4(), "work_pool_name": "gang", **more}
-        self.flow_runs[id] = FlowRun(id=id, name=name, state=state, **given)
+        fields = {"flow_id": uuid4(), "work_pool_name": "gang", **more}
+        self.flow_runs[id] = FlowRun(id=id, name=name, state=state, **fields)
         return self.flow_runs[id]
 
-    async def look(self, pool: str) -> QueueView:
+    async def read_view(self, pool: str) -> QueueView:
         return replace(self.view, pool=pool)
 
     async def read_work_pool(self, name: str) -> WorkPool:
         if name != self.pool.name:
-            raise gone()
+            raise make_not_found()
         return self.pool
 
     async def read_work_pools(self) -> list[WorkPool]:
@@ -117,12 +117,12 @@ class Server:
         if not self.takes_events:
             raise httpx.ReadTimeout("no answer")
         for event in json:
-            said = event["payload"]
-            self.told.append((event["event"], said["node"], said["pool"], said["by"]))
+            output = event["payload"]
+            self.events.append((event["event"], output["node"], output["pool"], output["by"]))
 
     async def read_flow_run(self, id: UUID) -> FlowRun:
         if id not in self.flow_runs:
-            raise gone()
+            raise make_not_found()
         return self.flow_runs[id]
 
 
@@ -143,13 +143,15 @@ def command(
         yield server
 
     monkeypatch.setattr(queue_command, "connected", connect)
-    monkeypatch.setattr(queue_command, "read_queue_view", lambda _client, pool: server.look(pool))
+    monkeypatch.setattr(
+        queue_command, "read_queue_view", lambda _client, pool: server.read_view(pool)
+    )
 
     def command(*arguments: str) -> tuple[int, str]:
         is_why = arguments[:1] == ("why",)
         code = run(why, arguments[1:]) if is_why else run(queue_command.app, arguments)
-        said = capsys.readouterr()
-        return code, said.out + said.err
+        output = capsys.readouterr()
+        return code, output.out + output.err
 
     return command
 
@@ -159,30 +161,30 @@ Command = Callable[..., tuple[int, str]]
 
 @pytest.mark.parametrize("arguments", [(), ("--pool", "gang"), ("--pool=gang",)])
 def test_output_is_plain_without_a_terminal(command: Command, arguments: tuple[str, ...]) -> None:
-    code, said = command(*arguments)
+    code, output = command(*arguments)
 
     assert code == 0
-    assert "work pool gang, fifo: 1 of at most 8 running, 1 waiting; 8 of 16 GPUs" in said
-    assert "waits for running-run to end" in said
-    assert "running-run: 8" in said
-    assert "\x1b" not in said
+    assert "work pool gang, fifo: 1 of at most 8 running, 1 waiting; 8 of 16 GPUs" in output
+    assert "waits for running-run to end" in output
+    assert "running-run: 8" in output
+    assert "\x1b" not in output
 
 
 @pytest.mark.parametrize("arguments", [("--json",), ("--json", "--pool", "gang")])
 def test_programs_get_json(command: Command, arguments: tuple[str, ...]) -> None:
-    code, said = command(*arguments)
+    code, output = command(*arguments)
 
     assert code == 0
-    assert json.loads(said)["line"][0]["name"] == "waiting-run"
+    assert json.loads(output)["line"][0]["name"] == "waiting-run"
 
 
 def test_why_a_run_waits(command: Command, server: Server) -> None:
-    server.has(WAITING, "any", StateType.SCHEDULED)
+    server.add_flow_run(WAITING, "any", StateType.SCHEDULED)
 
-    code, said = command("why", str(WAITING))
+    code, output = command("why", str(WAITING))
 
     assert code == 0
-    assert said.splitlines() == [
+    assert output.splitlines() == [
         "waiting-run waits at position 1 of 1.",
         "  needs          2 nodes with 8 GPUs each",
         "  reason         waits for running-run to end",
@@ -194,7 +196,7 @@ def test_why_a_run_waits(command: Command, server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "more", "said"),
+    ("kind", "more", "expected"),
     [
         (StateType.RUNNING, {}, "running-run is Running since 2026-01-02 13:00 UTC."),
         (StateType.COMPLETED, {}, "running-run is Completed since 2026-01-02 13:00 UTC."),
@@ -204,7 +206,7 @@ def test_why_a_run_waits(command: Command, server: Server) -> None:
             {"next_scheduled_start_time": NOW + timedelta(hours=2)},
             "running-run is scheduled to start at 2026-01-02 15:05 UTC.",
         ),
-        # the gate has not seen the run yet
+        # no scheduler has read the run yet
         (
             StateType.SCHEDULED,
             {"next_scheduled_start_time": NOW},
@@ -213,21 +215,23 @@ def test_why_a_run_waits(command: Command, server: Server) -> None:
     ],
 )
 def test_why_describes_a_run_that_does_not_wait(
-    command: Command, server: Server, kind: StateType, more: dict[str, Any], said: str
+    command: Command, server: Server, kind: StateType, more: dict[str, Any], expected: str
 ) -> None:
-    server.has(RUNNING, "running-run", kind, **more)
+    server.add_flow_run(RUNNING, "running-run", kind, **more)
 
     _, lines = command("why", str(RUNNING))
 
-    assert lines.splitlines()[0] == said
+    assert lines.splitlines()[0] == expected
 
 
 def test_why_names_held_gpus_and_state(command: Command, server: Server) -> None:
-    server.has(RUNNING, "running-run", StateType.RUNNING, says="running: trainer\nand more")
+    server.add_flow_run(
+        RUNNING, "running-run", StateType.RUNNING, says="running: trainer\nand more"
+    )
 
-    _, said = command("why", str(RUNNING))
+    _, output = command("why", str(RUNNING))
 
-    assert said.splitlines()[1:] == [
+    assert output.splitlines()[1:] == [
         "  holds          gpu-1 (8 GPUs)",
         "  message        running: trainer",
         "                 and more",
@@ -235,23 +239,23 @@ def test_why_names_held_gpus_and_state(command: Command, server: Server) -> None
 
 
 def test_unknown_run_is_reported(command: Command) -> None:
-    code, said = command("why", str(NOBODY))
+    code, output = command("why", str(UNKNOWN))
 
     assert code == 1
-    assert f"no flow run with the id {NOBODY}" in said
+    assert f"no flow run with the id {UNKNOWN}" in output
 
 
 def test_drain_keeps_other_settings_and_names_running_runs(
     command: Command, server: Server
 ) -> None:
-    code, said = command("drain", "gpu-1", "gpu-2", "gpu-1")
+    code, output = command("drain", "gpu-1", "gpu-2", "gpu-1")
 
     assert code == 0
     assert server.settings == SET.model_copy(update={"drained": ("gpu-9", "gpu-1", "gpu-2")})
     kept = server.pool.base_job_template
     assert kept["job_configuration"] == TEMPLATE["job_configuration"]
     assert "env" in kept["variables"]["properties"]
-    assert said.splitlines()[1:3] == [
+    assert output.splitlines()[1:3] == [
         "gpu-1 gets no new runs. Still running there: running-run.",
         "gpu-2 gets no new runs.",
     ]
@@ -262,9 +266,9 @@ def test_drain_names_running_runs_of_each_cluster(command: Command, server: Serv
     idle = ClusterNode(cluster="http://ray-2", name="gpu-1", gpus=8)
     server.view = replace(VIEW, nodes=(*VIEW.nodes, others, idle))
 
-    _code, said = command("drain", "gpu-1")
+    _code, output = command("drain", "gpu-1")
 
-    assert "\ngpu-1 gets no new runs. Still running there: another-run, running-run.\n" in said
+    assert "\ngpu-1 gets no new runs. Still running there: another-run, running-run.\n" in output
 
 
 def test_changes_of_an_operator_are_emitted_as_events(command: Command, server: Server) -> None:
@@ -275,41 +279,41 @@ def test_changes_of_an_operator_are_emitted_as_events(command: Command, server: 
     ):
         command(*arguments)
 
-    assert [(event, what, pool) for event, what, pool, _who in server.told] == [
+    assert [(event, what, pool) for event, what, pool, _who in server.events] == [
         # gpu-9 was drained before
         ("muster.node.drained", "gpu-1", "gang"),
         ("muster.node.undrained", "gpu-1", "gang"),
     ]
-    assert all("@" in who for *_, who in server.told)
+    assert all("@" in who for *_, who in server.events)
 
 
 def test_rejected_event_does_not_prevent_a_drain(command: Command, server: Server) -> None:
     server.takes_events = False
 
-    code, _said = command("drain", "gpu-1")
+    code, _output = command("drain", "gpu-1")
 
     assert code == 0
     assert server.settings.drained == ("gpu-9", "gpu-1")
 
 
 def test_undrain_removes_a_node_that_no_longer_exists(command: Command, server: Server) -> None:
-    code, said = command("undrain", "gpu-9")
+    code, output = command("undrain", "gpu-9")
 
     assert code == 0
     assert server.settings.drained == ()
-    assert said.endswith("}\ngpu-9 may get new runs.\n")
+    assert output.endswith("}\ngpu-9 may get new runs.\n")
 
 
 @pytest.mark.parametrize("verb", ["drain", "undrain"])
 def test_unknown_node_is_refused_with_the_known_names(
     command: Command, server: Server, verb: str
 ) -> None:
-    code, said = command(verb, "gpu-1", "gpu-7")
+    code, output = command(verb, "gpu-1", "gpu-7")
 
     assert code == 1
     assert server.settings == SET
-    assert "there is no node gpu-7; the nodes are: gpu-1, gpu-2, gpu-9." in said
-    assert "in the UI" in said
+    assert "there is no node gpu-7; the nodes are: gpu-1, gpu-2, gpu-9." in output
+    assert "in the UI" in output
 
 
 @pytest.mark.parametrize(
@@ -336,17 +340,17 @@ def test_unknown_node_is_refused_with_the_known_names(
 def test_settings_are_changed_and_printed(
     command: Command, server: Server, arguments: tuple[str, ...], after: dict[str, Any]
 ) -> None:
-    code, said = command(*arguments)
+    code, output = command(*arguments)
 
     assert code == 0
     assert server.settings == SET.model_copy(update=after)
-    assert said.startswith("Settings of the work pool gang: {")
-    assert json.loads(said.partition(": ")[2]).get("limits", {}) == server.settings.limits
-    assert "KEY" not in said
+    assert output.startswith("Settings of the work pool gang: {")
+    assert json.loads(output.partition(": ")[2]).get("limits", {}) == server.settings.limits
+    assert "KEY" not in output
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         (("set", "policy=lifo"), "policy: Input should be 'fifo' or 'backfill'"),
         (("set", "limit.team-a=many"), "the value must be a whole number"),
@@ -364,54 +368,54 @@ def test_settings_are_changed_and_printed(
     ],
 )
 def test_invalid_setting_is_refused(
-    command: Command, server: Server, arguments: tuple[str, ...], said: str
+    command: Command, server: Server, arguments: tuple[str, ...], expected: str
 ) -> None:
     code, lines = command(*arguments)
 
     assert code == 2
     assert server.settings == SET
-    assert said in lines
+    assert expected in lines
     assert lines.endswith("Nothing was done.\n")
 
 
 def test_pool_without_a_job_template_is_explained(command: Command, server: Server) -> None:
     server.pool = server.pool.model_copy(update={"base_job_template": {}})
 
-    code, said = command("set", "policy=backfill")
+    code, output = command("set", "policy=backfill")
 
     assert code == 1
     assert server.pool.base_job_template == {}
-    assert "no job template yet" in said
-    assert "prefect worker start --pool gang" in said
+    assert "no job template yet" in output
+    assert "prefect worker start --pool gang" in output
 
 
 def test_pool_of_another_type_is_pointed_out(command: Command, server: Server) -> None:
     server.pool = server.pool.model_copy(update={"type": "process"})
 
-    _, said = command("set", "policy=backfill")
+    _, output = command("set", "policy=backfill")
 
-    assert "the pool is of type process" in said
+    assert "the pool is of type process" in output
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "expected"),
     [
         ({"policy": "lifo"}, "policy:"),
         ({"ray": RAY}, "ray: Extra inputs are not permitted"),
     ],
 )
 def test_invalid_settings_are_not_overwritten(
-    command: Command, server: Server, settings: dict[str, Any], said: str
+    command: Command, server: Server, settings: dict[str, Any], expected: str
 ) -> None:
-    spoilt = {"variables": {"properties": {"gang": {"default": settings}}}}
-    server.pool = server.pool.model_copy(update={"base_job_template": spoilt})
+    invalid_template = {"variables": {"properties": {"gang": {"default": settings}}}}
+    server.pool = server.pool.model_copy(update={"base_job_template": invalid_template})
 
     code, lines = command("drain", "gpu-1")
 
     assert code == 1
-    assert server.pool.base_job_template == spoilt
+    assert server.pool.base_job_template == invalid_template
     assert "settings of the work pool gang can't be read: " in lines
-    assert said in " ".join(lines.split())
+    assert expected in " ".join(lines.split())
 
 
 @pytest.mark.parametrize(
@@ -427,15 +431,15 @@ def test_invalid_settings_are_not_overwritten(
 def test_unknown_pool_is_reported_with_the_remedy(
     command: Command, arguments: tuple[str, ...]
 ) -> None:
-    code, said = command(*arguments)
+    code, output = command(*arguments)
 
     assert code == 1
-    assert "no work pool other; it has: gang" in said
-    assert "prefect work-pool create other --type gang" in said
+    assert "no work pool other; it has: gang" in output
+    assert "prefect work-pool create other --type gang" in output
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("url", "expected"),
     [
         (None, "no Prefect server is set"),
         ("http://127.0.0.1:9/api", "no Prefect server answers at http://127.0.0.1"),
@@ -444,16 +448,16 @@ def test_unknown_pool_is_reported_with_the_remedy(
 )
 @pytest.mark.parametrize("arguments", [[], ["drain", "gpu-1"], ["set", "policy=fifo"]])
 def test_missing_server_is_reported(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], url: str | None, said: str
+    capsys: pytest.CaptureFixture[str], arguments: list[str], url: str | None, expected: str
 ) -> None:
     with temporary_settings({PREFECT_API_URL: url}):
         code = run(queue_command.app, arguments)
 
-    told = capsys.readouterr().err
+    error_output = capsys.readouterr().err
     assert code == 1
-    assert said in told
-    assert "muster up" in told
-    assert len(told.splitlines()) == 1
+    assert expected in error_output
+    assert "muster up" in error_output
+    assert len(error_output.splitlines()) == 1
 
 
 def test_server_error_is_reported_in_one_line(
@@ -464,14 +468,14 @@ def test_server_error_is_reported_in_one_line(
 
     monkeypatch.setattr(server, "update_work_pool", refuse)
 
-    code, said = command("set", "policy=backfill")
+    code, output = command("set", "policy=backfill")
 
     assert code == 1
-    assert said == "the request to the Prefect server failed: the pool is being deleted\n"
+    assert output == "the request to the Prefect server failed: the pool is being deleted\n"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         (("drain",), "NODE requires an argument"),
         (("undrain",), "NODE requires an argument"),
@@ -482,10 +486,10 @@ def test_server_error_is_reported_in_one_line(
     ],
 )
 def test_wrong_arguments_are_refused(
-    command: Command, server: Server, arguments: tuple[str, ...], said: str
+    command: Command, server: Server, arguments: tuple[str, ...], expected: str
 ) -> None:
-    code, told = command(*arguments)
+    code, output = command(*arguments)
 
     assert code == 2
-    assert said in told
+    assert expected in output
     assert server.settings == SET
