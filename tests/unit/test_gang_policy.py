@@ -119,7 +119,7 @@ def check(case: Case, policy: Policy) -> None:
         Case([waits(1, 3)], [], {"w1": "b"}, nodes=cluster(8, 4, 4)),
         # a node that is too small is not used
         Case([waits(1, 3)], [], {"w1": "b"}, nodes=cluster(2, 8, 1)),
-        # several nodes; they are named in the order of the cluster
+        # the nodes of a gang are named in the order of the cluster
         Case([waits(1, 3, 2)], [], {"w1": "bd"}, nodes=cluster(8, 4, 2, 4)),
         Case([waits(1, 3, 2)], [], {"w1": "ac"}, nodes=cluster(8, 8, 4, 1)),
         # all GPUs of the cluster
@@ -142,7 +142,7 @@ def check(case: Case, policy: Policy) -> None:
                 ClusterNode(name="c", gpus=8),
             ),
         ),
-        # CPUs are counted while gangs start
+        # a gang that starts uses CPUs of its node
         Case(
             [waits(1, 2, cpus=3), waits(2, 2, cpus=3)],
             [],
@@ -150,7 +150,7 @@ def check(case: Case, policy: Policy) -> None:
             {"w2": GPUS},
             nodes=cluster(8, cpus=11),
         ),
-        # fractions of CPUs that add up suffice
+        # free fractions of a CPU are added up
         Case(
             [waits(1, 1, cpus=0.7)],
             [held(f"h{i}", a=1, cpus=0.1) for i in range(3)],
@@ -176,9 +176,9 @@ def check(case: Case, policy: Policy) -> None:
         Case(
             [waits(1, 8, 2)], [held("outrun", -50, a=1)], {}, {"w1": reason(GPUS, "outrun", in_s=0)}
         ),
-        # a requeued gang starts when its time has come
+        # a requeued gang starts after its delay
         Case([waits(1, 1, in_s=0)], [], {"w1": "a"}),
-        # it may wait longer for its GPUs
+        # a requeued gang may wait longer for its GPUs than for its delay
         Case(
             [waits(1, 8, 2, in_s=30)],
             [held("h", 100, a=8)],
@@ -289,14 +289,14 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {"w2": "b", "w3": "b"},
             {"w1": GPUS, "w4": BEHIND},
         ),
-        # gangs that pass the head are counted together
+        # the GPUs of all gangs that start before the head are added up
         Case(
             [waits(1, 6, 2), waits(2, 2), waits(3, 2), waits(4, 1)],
             [held("h1", 100, a=8), held("h2", 100, b=4)],
             {"w2": "b"},
             {"w1": GPUS, "w3": WOULD_DELAY, "w4": WOULD_DELAY},
         ),
-        # a gang that ends in time takes nothing from gangs that do not
+        # the GPUs of a gang that ends before the start of the head are not counted
         Case(
             [waits(1, 6, 2), waits(2, 2, for_s=50), waits(3, 2)],
             [held("h1", 100, a=8), held("h2", 100, b=4)],
@@ -311,11 +311,11 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {"w3": "a", "w4": "b"},
             {"w1": GPUS, "w2": WOULD_DELAY},
         ),
-        # a gang that does not fit now is behind the head
+        # the reason of a gang that does not fit now is BEHIND
         Case(
             [HEAD, waits(2, 8, 2, for_s=1)], [OTHER], {}, {"w1": GPUS, "w2": reason(BEHIND, "w1")}
         ),
-        # gangs that start in the same pass make room for the head when they end
+        # the end of a gang that starts in the same pass can free the GPUs for the head
         Case(
             [waits(1, 8, for_s=300), waits(2, 8, 2), waits(3, 8, for_s=300)],
             [],
@@ -344,7 +344,7 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {"w1": GPUS, "w2": WOULD_DELAY},
             nodes=cluster(8, cpus=8),
         ),
-        # all gangs pass a head that can never fit
+        # later gangs may start if the head can never fit
         Case(
             [waits(1, 8, 3), waits(2, 8, for_s=9000), waits(3, 8)],
             [OTHER],

@@ -1,6 +1,6 @@
 """The internals of Prefect's worker that the gang worker overrides still exist.
 
-A minor release of Prefect may change them without notice. Runs would then start without the gate.
+A minor release of Prefect may change them without notice. Runs would then start without the scheduler.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tasks.queue.worker import GangWorker
 #: Method of Prefect's worker that the gang worker overrides to decide which runs start.
 METHOD = "_get_scheduled_flow_runs"
 REQUEST = httpx.Request("GET", "http://a/api")
-#: Internals of Prefect's worker that the gate relies on, with a check of each.
+#: Internals of Prefect's worker that the scheduler relies on, with a check of each.
 KINDS: dict[str, type | tuple[type, ...]] = {
     "_submitting_flow_run_ids": set,
     "_exit_stack": AsyncExitStack,
@@ -180,8 +180,8 @@ def test_worker_type_is_found_by_name() -> None:
     assert BaseWorker.get_worker_class_from_type("gang") is GangWorker
 
 
-class GateOfAnotherLeader:
-    """A gate whose passes find that worker `a` is the leader, and some runs to start."""
+class SchedulerOfAnotherLeader:
+    """A fake scheduler. Its passes find that worker `a` is the leader, and some runs to start."""
 
     def __init__(self, *granted: int) -> None:
         """
@@ -204,7 +204,7 @@ def test_worker_runs_a_pass_only_if_it_is_offered_a_run_or_the_leader_is_silent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     worker = GangWorker(work_pool_name="gang", name="b")
-    gate = GateOfAnotherLeader(0, 0, 1, 0)
+    gate = SchedulerOfAnotherLeader(0, 0, 1, 0)
     worker._gate = gate  # type: ignore[assignment]
     worker._granted = deque()
     worker._offered_at = {}

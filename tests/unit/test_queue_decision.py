@@ -186,7 +186,7 @@ def test_limit_of_a_pools_queue_is_kept() -> None:
 
 
 def test_full_pool_does_not_block_a_run_with_a_process() -> None:
-    """Otherwise they would deadlock: runs that wait in a process use the slots of the pool."""
+    """A run that waits in its process counts for the limit, so it must not wait for the limit."""
     in_process = flow_run(8, number=2, type=StateType.RUNNING, name="PendingResources")
     waiting = [entry(flow_run(8, number=1)), entry(in_process)]
 
