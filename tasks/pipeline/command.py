@@ -71,8 +71,8 @@ def run_pipeline(
             with talking_to(api_url) as client:
                 if path:
                     spec = add_code(client, spec, Path.cwd())
-                # The result is not used. This raises if a stage's spec is invalid, before anything
-                # starts.
+                # The call raises an exception if the spec of a stage is invalid. Its result is not
+                # used here. The check happens before anything starts.
                 add_deployment_specs(spec, read_specs_of_deployments(client, spec))
 
             if flow_run is not None:

@@ -190,8 +190,8 @@ class PipelineSession:
                 return True
             if self.cancel_reason:
                 return False
-            # A run that is being cancelled also ends the pipeline. There is nothing to hand over
-            # then, so wait for the end of the run. Example: a stack that stops cancels all runs of
+            # The cancellation of a stage's run also ends the pipeline. So wait for the end of such
+            # a run and do not hand over the pipeline. Example: `muster down` cancels all runs of
             # this machine.
             is_cancelling = run.state in ("Cancelling", flow_runs.CANCELLING_NOW)
             if self.hand_over_reason and not is_cancelling:

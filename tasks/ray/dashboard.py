@@ -312,11 +312,12 @@ class Dashboard:
     """
 
     def __init__(self, address: str, *, credentials: Credentials | None = None) -> None:
-        """
+        """Create a client. It opens its first connection with the first request.
+
         Args:
             address: URL of the dashboard.
-            credentials: Credentials for the cluster. None treats the cluster as the cluster of
-                this process's run and uses the credentials for that.
+            credentials: Credentials for the cluster. Default: the credentials for the cluster that
+                the run of this process uses.
         """
         self.address = address.rstrip("/")
         self._credentials = credentials or Credentials.own(address)
@@ -520,7 +521,7 @@ class Dashboard:
         if follow:
             query["interval"] = "0.5"
         else:
-            # Seconds within which the node must send the whole log to the dashboard.
+            # The dashboard waits this number of seconds for the node, which sends the whole log.
             query["timeout"] = "600"
         timeout = httpx.Timeout(ASK_WITHIN_S, read=None if follow else 60.0)
         try:

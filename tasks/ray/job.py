@@ -483,7 +483,7 @@ class RayJob(Member):
         return f"node {self._state.driver_ip}"
 
     async def _report_exit(self, state: JobState) -> None:
-        """Set the result of `exited`, record it, and emit an event about the final state.
+        """Set the job's exit as result of the future `exited`, record it, and emit an event.
 
         Args:
             state: The final state of the job.

@@ -186,7 +186,8 @@ class NodeAgent:
     """
 
     def __init__(self, node_id: str, host: str, modulus: int, name: str) -> None:
-        """
+        """Create the agent in its actor process on the node, and begin to listen for clients.
+
         Args:
             node_id: Ray's id of the agent's node, in hex.
             host: IP address of the node. The agent listens there.

@@ -88,7 +88,8 @@ class SubmissionFile:
     def __init__(
         self, path: Path, content: SubmissionJson, mask: Callable[[str], str] = str
     ) -> None:
-        """
+        """Create the object for a submission file that exists already.
+
         Args:
             path: Path of the submission file.
             content: The present content of the submission file.

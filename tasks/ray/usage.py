@@ -100,10 +100,10 @@ class ClusterNode:
     gpus: int
     #: Number of CPUs of the node, or None if unknown.
     cpus: float | None = None
-    #: Number of GPUs in use that Muster's runs do not hold.
+    #: Number of GPUs in use by other programs than Muster's runs.
     others_gpus: float = 0.0
-    #: Number of CPUs in use that no actor or bundle with GPUs of Muster's runs holds. CPUs of an
-    #: actor without a GPU are included, even if the actor belongs to a run.
+    #: Number of CPUs in use by other programs. The number includes CPUs that an actor or bundle of a
+    #: run holds without a GPU.
     others_cpus: float = 0.0
     #: Total `amount[resource]` of other Ray resources, such as `{"worker_node": 100}`.
     resources: Mapping[str, float] = field(default_factory=dict)

@@ -173,7 +173,8 @@ class Keeper:
         ray: int,
         ray_pid: int,
     ) -> None:
-        """
+        """Create the keeper, and start the command as its child process.
+
         Args:
             options: Parsed arguments of this program.
             argv: The command.
