@@ -1,4 +1,7 @@
-"""Who uses which resources of a Ray cluster, also if it is slow, gone, moved or no cluster."""
+"""Snapshots of a Ray cluster name the users of its resources.
+
+The last tests use clusters that are slow, gone or moved, and a server that is no cluster.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +35,12 @@ from tasks.ray.usage import (
 
 RUN = "trial-sft-20260102-030405-0a1b91c2"
 ONE, TWO = "0a1b2c3d" * 7, "4e5f6071" * 7
-#: Name of the metadata in which Ray sends its token.
+#: Name of the gRPC metadata entry that contains Ray's token.
 TOKEN = "authorization"
 JOB, FOREIGN_JOB = "01000000", "02000000"
 SUBMISSIONS = {JOB: f"{RUN}--a01", FOREIGN_JOB: ""}
-#: Long enough for a loaded machine. Reading a silent cluster takes SHORT_S.
+#: Deadline in seconds for clusters that answer, even on a busy machine. Clusters that do not answer
+#: are read with the deadline SHORT_S.
 LONG_S, SHORT_S = 30.0, 0.5
 
 
@@ -82,7 +86,7 @@ def test_placement_groups_belong_to_the_run_of_their_job() -> None:
 
     assert use.taken == {RUN: {"n1": 4}}
     assert use.nodes[0].others_gpus == 1
-    # The CPU of a bundle without GPUs belongs to no gang.
+    # A CPU of a bundle without GPUs counts as used by others.
     assert use.nodes[0].others_cpus == 2
 
 
@@ -92,16 +96,16 @@ def test_actors_outside_placement_groups_belong_to_their_driver() -> None:
         actor(GPU=2, CPU=3),
         actor(GPU=0.5),
         actor(FOREIGN_JOB, GPU=1),
-        # in a placement group, which already counts
+        # an actor in a placement group, whose resources are counted for the group
         actor(**{f"GPU_group_0_{'0f' * 14}{JOB}": 1}),
-        # its driver is unknown
+        # an actor whose driver is unknown
         actor("03000000", GPU=1),
     ]
 
     use = compute_usage([busy], actors, SUBMISSIONS)
 
     assert use.taken == {RUN: {"n1": 2.5}}
-    # This includes a plain task, whose owner is unknown.
+    # This includes the GPU of a plain Ray task, because the owner of a task is unknown.
     assert use.nodes[0].others_gpus == 3
     assert use.nodes[0].others_cpus == 7
 
@@ -141,7 +145,7 @@ def test_nodes_with_equal_names_get_a_suffix() -> None:
     ("has", "accelerator"),
     [
         (({"NPU": 8.0},), "NPU"),
-        # one node with GPUs decides
+        # one node with GPUs decides for the whole cluster
         (({"NPU": 8.0}, {"GPU": 1.0}), "GPU"),
         (({"HPU": 8.0}, {"TPU": 4.0}), "HPU"),
         (({"TPU": 4.0},), "TPU"),
@@ -165,7 +169,7 @@ def test_accelerator_is_that_of_the_nodes(
         (f"{RUN}--a01", RUN),
         (f"{RUN}--a123", RUN),
         (f"{RUN}--a01-trainer", RUN),
-        # names may look like attempts
+        # a run's name may look like the end of a submission id
         (f"x--a01-{RUN}--a02-reward--a03", f"x--a01-{RUN}"),
         ("raysubmit_AbCdEfGh12345678", ""),
         (RUN, ""),
@@ -186,15 +190,16 @@ class Store(
     services.InternalKVGcsServiceServicer,
     autoscaler_services.AutoscalerStateServiceServicer,
 ):
-    """A control store with one node, on which a job of Muster has an actor with 2 GPUs."""
+    """Fake control store with one node, on which a Muster job has an actor with 2 GPUs."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
-        #: Requests to autoscalers of version 1, and of version 2 with the number of each bundle.
+        #: Entries that were written for version 1 of the autoscaler.
         self.keys: dict[bytes, Any] = {}
+        #: Bundles that were requested from version 2 of the autoscaler, with their counts.
         self.constraints: list[tuple[dict[str, float], int]] = []
-        #: Tokens that were received.
-        self.told: list[str] = []
+        #: Ray tokens that were received.
+        self.received_tokens: list[str] = []
         #: Set while the control store answers.
         self.answers = threading.Event()
         self.answers.set()
@@ -243,7 +248,7 @@ class Store(
             entry.address.node_id = bytes.fromhex(self.head)
             entry.required_resources.update({"GPU": 2})
         elif request.filters.state == 1:
-            # A pending actor, which has no node.
+            # This actor is pending, so it has no node.
             reply.actor_table_data.add().required_resources.update({"GPU": 1})
         return reply
 
@@ -268,14 +273,16 @@ class Store(
 
     def _note(self, what: str, context: grpc.ServicerContext) -> None:
         self.asked.append(what)
-        self.told += [str(value) for key, value in context.invocation_metadata() if key == TOKEN]
+        self.received_tokens += [
+            str(value) for key, value in context.invocation_metadata() if key == TOKEN
+        ]
         self.answers.wait()
         if self.refuses is not None:
             context.abort(self.refuses, "no")
 
 
 class FakeDashboard:
-    """A dashboard that names the control store."""
+    """Fake dashboard that reports the address of the control store."""
 
     def __init__(self, gcs_address: str) -> None:
         self.now = gcs_address
@@ -323,19 +330,19 @@ async def look(dashboard: FakeDashboard) -> AsyncIterator[ClusterReader]:
 
 def expect_two_taken(use: Cluster, run_id: str = RUN) -> None:
     assert use.taken == {run_id: {"n1": 2}}
-    assert [(one.gpus, one.others_gpus) for one in use.nodes] == [(8, 0)]
+    assert [(node.gpus, node.others_gpus) for node in use.nodes] == [(8, 0)]
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
-    ("is_listed", "told"), [(True, {"Bearer the-token-of-ours"}), (False, set())]
+    ("is_listed", "expected_tokens"), [(True, {"Bearer the-token-of-ours"}), (False, set())]
 )
 async def test_control_store_gets_the_token_only_if_allowed(
     dashboard: FakeDashboard,
     store: Store,
     monkeypatch: pytest.MonkeyPatch,
     is_listed: bool,
-    told: set[str],
+    expected_tokens: set[str],
 ) -> None:
     monkeypatch.setattr(authentication_utils, "is_token_auth_enabled", lambda: True)
     monkeypatch.setattr(
@@ -349,7 +356,7 @@ async def test_control_store_gets_the_token_only_if_allowed(
     await look.close()
 
     expect_two_taken(use)
-    assert set(store.told) == told
+    assert set(store.received_tokens) == expected_tokens
 
 
 @pytest.mark.asyncio
@@ -433,7 +440,7 @@ async def test_missing_control_store_raises_no_answer(look: ClusterReader, store
     ("code", "error"),
     [
         (grpc.StatusCode.UNAUTHENTICATED, Denied),
-        # another release of Ray
+        # a control store of another Ray release lacks the method
         (grpc.StatusCode.UNIMPLEMENTED, Denied),
         (grpc.StatusCode.INTERNAL, NoAnswer),
     ],

@@ -41,7 +41,7 @@ print(json.dumps(examine(**given)))
 
 @pytest.fixture
 def hanging() -> Iterator[subprocess.Popen[str]]:
-    """A program with the environment of a job, and a second one of another job."""
+    """A program with the environment of a job, and a second program of another job."""
     with (
         subprocess.Popen(
             [sys.executable, "-c", HANGS],
@@ -70,8 +70,8 @@ def test_stacks_are_read_on_nodes_without_muster(
     done = subprocess.run([sys.executable, "-I", "-c", ON_A_NODE], input=sent, capture_output=True)
 
     assert done.returncode == 0, done.stderr.decode()
-    found = json.loads(done.stdout)
-    text, [seen] = found["text"], found["processes"]
+    result = json.loads(done.stdout)
+    text, [seen] = result["text"], result["processes"]
     assert "waits_for_its_peers" in text
     assert (seen["pid"], seen["rank"]) == (hanging.pid, "5")
     assert seen["frame"].startswith("waits_for_its_peers (<string>:5), in ")
@@ -95,7 +95,7 @@ NODE = HangEvidence(
 
 
 class Clusters:
-    """A dashboard that names its control store, or does not answer."""
+    """Fake dashboard that reports the address of its control store, or does not answer."""
 
     def __init__(self, *, answers: bool = True) -> None:
         self._answers = answers
@@ -164,8 +164,8 @@ async def test_unreachable_cluster_does_not_prevent_the_end_of_a_job(tmp_path: P
     assert events == [] and not (tmp_path / "trainer.hang.txt").exists()
 
 
-#: Answers like NCCL's RAS service. The first client waits without end, as if the process were
-#: stopped.
+#: Program that answers like NCCL's RAS service. Like a stopped process, it never answers the first
+#: client.
 RAS = """
 import socket
 listening = socket.create_server(("127.0.0.1", 0))
@@ -191,10 +191,10 @@ def test_nccl_is_asked_only_at_processes_of_the_job() -> None:
             # The kernel shows the variables of a new program only some moments after its start.
             until(lambda: "NCCL_RAS_ADDR" in read_environment(rank.pid), "the rank's variables")
             foreign = nccl_status([rank.pid, other.pid])
-            said = nccl_status([rank.pid, ras.pid])
+            status = nccl_status([rank.pid, ras.pid])
             rank.kill()
         other.kill()
         ras.kill()
 
     assert foreign == ""
-    assert said == "rank 2 is behind, asked VERBOSE STATUS\n"
+    assert status == "rank 2 is behind, asked VERBOSE STATUS\n"

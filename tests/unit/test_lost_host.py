@@ -1,4 +1,4 @@
-"""Giving up a host: only a silent and known host, and never this one."""
+"""Only a known and silent other host can be given up."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ API = "http://127.0.0.1:9/api"
 
 
 class Server:
-    """A Prefect server that knows hosts."""
+    """Fake Prefect server with workers, upkeep deployments and runs of some hosts."""
 
     def __init__(self) -> None:
         self.workers: dict[str, list[tuple[str, float]]] = {}
@@ -51,22 +51,22 @@ class Server:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch, muster_home: object) -> Iterator[Server]:
-    there = Server()
+    server = Server()
 
     @contextmanager
     def talking_to(_api_url: str) -> Iterator[Server]:
-        yield there
+        yield server
 
-    def held(_client: Server) -> list[FlowRun]:
-        labels = [{"prefect.worker.name": name} for name in there.hosts_of_runs]
-        return [FlowRun(flow_id=uuid4(), labels=one) for one in labels]
+    def list_runs(_client: Server) -> list[FlowRun]:
+        labels = [{"prefect.worker.name": name} for name in server.hosts_of_runs]
+        return [FlowRun(flow_id=uuid4(), labels=run_labels) for run_labels in labels]
 
     monkeypatch.setattr(reconcile, "talking_to", talking_to)
-    monkeypatch.setattr(reconcile, "held_flow_runs", held)
+    monkeypatch.setattr(reconcile, "held_flow_runs", list_runs)
     monkeypatch.setattr(reconcile, "server_now", lambda _client: NOW)
     monkeypatch.setattr(reconcile, "reconcile_host", lambda lost: Report(host=lost))
     with temporary_settings({PREFECT_API_URL: API}):
-        yield there
+        yield server
 
 
 def test_silent_host_is_given_up(server: Server) -> None:
@@ -83,11 +83,11 @@ def test_host_known_only_by_a_run_is_given_up(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "upkeeps", "said"),
+    ("workers", "upkeeps", "message"),
     [
         ({"gang": [("there", 12.0)]}, {}, "its worker of the pool gang last reported 12 s ago"),
         ({"pipelines": [("there", 119.0)]}, {}, "its worker of the pool pipelines last reported"),
-        # clocks that differ
+        # the worker's clock is ahead of the server's clock
         ({"gang": [("there", -3.0)]}, {}, "its worker of the pool gang last reported 0 s ago"),
         (
             {"gang": [("there", 500.0)]},
@@ -96,18 +96,18 @@ def test_host_known_only_by_a_run_is_given_up(server: Server) -> None:
         ),
     ],
 )
-def test_recently_heard_host_is_refused(
+def test_host_that_has_reported_recently_is_refused(
     server: Server,
     workers: dict[str, list[tuple[str, float]]],
     upkeeps: dict[str, float],
-    said: str,
+    message: str,
 ) -> None:
     server.workers, server.upkeeps = workers, upkeeps
 
     with pytest.raises(BadArgument) as refused:
         give_up_host("there")
 
-    assert said in str(refused.value)
+    assert message in str(refused.value)
     assert "run this command again after 120 s" in str(refused.value)
 
 
@@ -131,10 +131,12 @@ def test_giving_up_a_host_needs_a_server() -> None:
         give_up_host("there")
 
 
-def test_the_command_says_why_with_2(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_reports_an_unknown_host_with_exit_code_2(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
     code = run(App(default_command=reconcile.reconcile), ["--lost-host", "their"])
 
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     assert code == 2
-    assert "no worker and no run names a host 'their'" in said
-    assert said.endswith("Nothing was done.\n")
+    assert "no worker and no run names a host 'their'" in output
+    assert output.endswith("Nothing was done.\n")

@@ -1,4 +1,4 @@
-"""Jobs of a run whose flow process is gone: who takes them over."""
+"""Ray jobs of a run whose flow process was killed are report for the run's next process."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ def lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LostRun:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A Prefect server with one flow run, and the states that were proposed."""
-    there = SimpleNamespace(run=None, told=[])
+    """Fake Prefect server with one flow run. It records the changes of this flow run."""
+    server = SimpleNamespace(run=None, changes=[])
 
     @contextmanager
     def talking_to(_api_url: str) -> Iterator[None]:
         yield None
 
     def propose(_client: None, _id: str, _before: State[Any], after: State[Any]) -> bool:
-        there.told.append(after.name)
+        server.changes.append(after.name)
         return True
 
     monkeypatch.setattr(lost_run, "talking_to", talking_to)
-    monkeypatch.setattr(lost_run, "find_flow_run", lambda _client, _id: there.run)
-    monkeypatch.setattr(lost_run, "clear_process", lambda *_: there.told.append("no process"))
+    monkeypatch.setattr(lost_run, "find_flow_run", lambda _client, _id: server.run)
+    monkeypatch.setattr(lost_run, "clear_process", lambda *_: server.changes.append("no process"))
     monkeypatch.setattr(lost_run, "propose", propose)
-    return there
+    return server
 
 
 def flow_run(state: State[Any], worker: str) -> FlowRun:
@@ -68,19 +68,19 @@ def flow_run(state: State[Any], worker: str) -> FlowRun:
 def test_run_of_this_host_is_scheduled_again(lost: LostRun, server: SimpleNamespace) -> None:
     server.run = flow_run(Running(), worker=host_name())
 
-    kept = keep_jobs(lost, FlowLoss(pid=7))
+    report = keep_jobs(lost, FlowLoss(pid=7))
 
-    assert kept is not None and (kept.server, kept.open) == ("AwaitingRetry", "")
-    assert server.told == ["no process", "AwaitingRetry"]
+    assert report is not None and (report.server, report.open) == ("AwaitingRetry", "")
+    assert server.changes == ["no process", "AwaitingRetry"]
 
 
-def test_run_on_another_host_is_left_alone(lost: LostRun, server: SimpleNamespace) -> None:
+def test_run_on_another_host_is_not_changed(lost: LostRun, server: SimpleNamespace) -> None:
     server.run = flow_run(Running(), worker="another-host")
 
-    kept = keep_jobs(lost, FlowLoss(pid=7))
+    report = keep_jobs(lost, FlowLoss(pid=7))
 
-    assert kept is not None and (kept.server, kept.open) == ("", "")
-    assert server.told == []
+    assert report is not None and (report.server, report.open) == ("", "")
+    assert server.changes == []
 
 
 def test_jobs_are_ended_if_the_run_ended_on_another_host(
@@ -88,7 +88,7 @@ def test_jobs_are_ended_if_the_run_ended_on_another_host(
 ) -> None:
     server.run = flow_run(Completed(), worker="another-host")
 
-    kept = keep_jobs(lost, FlowLoss(pid=7))
+    report = keep_jobs(lost, FlowLoss(pid=7))
 
-    assert kept is None
-    assert server.told == []
+    assert report is None
+    assert server.changes == []

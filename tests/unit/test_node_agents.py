@@ -1,6 +1,6 @@
-"""Orders to the agents of nodes, and lost nodes.
+"""Orders to the agents on Ray nodes, and nodes that do not answer.
 
-Ray is replaced by a fake; sockets, signatures and processes are real.
+Ray is replaced by a fake. Sockets, signatures and processes are real.
 """
 
 from __future__ import annotations
@@ -104,15 +104,16 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-async def ordered(address: str, key: AgentKey, what: str, **given: Any) -> dict[str, Any]:
-    line = await AgentConnection.open(NODE, address)
-    assert line is not None
-    answer: dict[str, Any] = await line.order(key, what, given, 30.0)
+async def send_order(address: str, key: AgentKey, what: str, **arguments: Any) -> dict[str, Any]:
+    """Send a signed order to the agent at an address, and return its reply."""
+    connection = await AgentConnection.open(NODE, address)
+    assert connection is not None
+    answer: dict[str, Any] = await connection.order(key, what, arguments, 30.0)
     return answer
 
 
-async def said_to(address: str, make: Callable[[str], tuple[bytes, str]]) -> dict[str, Any]:
-    """Send lines that are built from the agent's nonce, and return the answer."""
+async def send_lines(address: str, make: Callable[[str], tuple[bytes, str]]) -> dict[str, Any]:
+    """Send an order and a signature, both made from the agent's nonce, and return the reply."""
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
@@ -131,7 +132,7 @@ def test_leftovers_of_an_ended_job_are_killed(
     cluster.job(f"{RUN}--a02", "RUNNING")
     cluster.job(f"{RUN}--a01-judge", "RUNNING")
 
-    answer = asyncio.run(ordered(address, key, "sweep", wanted=WANTED))
+    answer = asyncio.run(send_order(address, key, "sweep", wanted=WANTED))
 
     assert [one["pid"] for one in answer["answer"]["killed"]] == [process.pid]
     assert abs(answer["clock"][0]) <= answer["clock"][1] + 0.001
@@ -142,7 +143,7 @@ def test_leftovers_of_an_ended_job_are_killed(
     [
         (WANTED, f"{RUN}--a01"),
         (WANTED, f"{RUN}--a01-trainer"),
-        # any attempt of the run
+        # an order for all attempts of the run
         ({"MUSTER_RUN_ID": RUN}, f"{RUN}--a07-judge"),
     ],
 )
@@ -158,7 +159,7 @@ def test_sweep_of_an_active_job_is_refused(
 ) -> None:
     cluster.job(submission, status)
 
-    answer = asyncio.run(ordered(address, key, "sweep", wanted=wanted))
+    answer = asyncio.run(send_order(address, key, "sweep", wanted=wanted))
 
     assert answer["why"] == f"refused: job {submission} is {status}"
     assert process.poll() is None
@@ -177,18 +178,19 @@ def test_look_counts_only_leftovers_of_ended_runs(
     cluster.job(f"{RUN}--a01", status)
     place = str(tmp_path)
 
-    said = asyncio.run(
-        ordered(address, key, "look", shared=place, folder=place, name="node", ray_dir=place)
+    reply = asyncio.run(
+        send_order(address, key, "look", shared=place, folder=place, name="node", ray_dir=place)
     )
 
-    pids = [one["pid"] for one in said["answer"]["carriers"] if one["run_id"] == RUN]
+    carriers = reply["answer"]["carriers"]
+    pids = [carrier["pid"] for carrier in carriers if carrier["run_id"] == RUN]
     assert pids == ([process.pid] if is_left_over else [])
 
 
 def test_sweep_is_refused_while_a_guardian_works(address: str, key: AgentKey) -> None:
-    held = {**os.environ, **WANTED, "MUSTER_ROLE": "guardian"}
-    with subprocess.Popen(["sleep", "600"], env=held) as guardian:
-        answer = asyncio.run(ordered(address, key, "sweep", wanted=WANTED))
+    env = {**os.environ, **WANTED, "MUSTER_ROLE": "guardian"}
+    with subprocess.Popen(["sleep", "600"], env=env) as guardian:
+        answer = asyncio.run(send_order(address, key, "sweep", wanted=WANTED))
         alive = guardian.poll() is None
         guardian.kill()
 
@@ -214,7 +216,7 @@ def test_forged_and_replayed_orders_are_refused(
         lambda nonce: (order, key.sign(signed_text(NODE, nonce, order.replace(b"1", b"2")))),
     ]
 
-    answers = [asyncio.run(said_to(address, make)) for make in forged]
+    answers = [asyncio.run(send_lines(address, make)) for make in forged]
 
     assert {answer["why"] for answer in answers} == {
         "refused: the order is not signed with the key of this agent"
@@ -251,7 +253,7 @@ def test_node_without_remaining_time_counts_as_unreached(
 
     report = asyncio.run(sweep("127.0.0.1:6379", run_id=RUN, within_s=0.0))
 
-    # On a busy machine, the first node may not answer within its second either.
+    # On a busy machine, the first node may also not answer within its second.
     assert (OTHER, "no answer within 0 s") in [
         (node.node_id, node.why) for node in report.unreached
     ]

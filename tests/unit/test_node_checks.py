@@ -1,4 +1,7 @@
-"""Nodes that could not be checked after a job's end. The cluster is a fake."""
+"""Ray nodes that could not be checked for leftover processes when a job ended.
+
+The Ray cluster is a fake.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +32,14 @@ FOUND = LeftoverProcess(node="10.0.0.5", pid=812, command="train --token s3cret"
 
 
 class Cluster:
-    """A fake cluster, and the sweeps of its nodes."""
+    """Fake Ray cluster. It records its requests and returns a fixed result for each sweep."""
 
     def __init__(self) -> None:
         self.living = ["aa", "bb"]
         self.lost: list[tuple[str, float]] = []
         self.is_away = False
         self.report = SweepReport()
-        #: The nodes of each sweep; empty for all nodes.
+        #: Ids of the nodes of each sweep. An empty set means all nodes.
         self.swept: list[set[str]] = []
         self.asked: list[str] = []
 
@@ -64,15 +67,19 @@ class Cluster:
 
     async def nodes(self) -> list[LiveNode]:
         return [
-            LiveNode(node_id=one, ip="10.0.0.5", name=one, is_head=False, resources_total={})
-            for one in self.living
+            LiveNode(
+                node_id=node_id, ip="10.0.0.5", name=node_id, is_head=False, resources_total={}
+            )
+            for node_id in self.living
         ]
 
     async def lost_nodes(self, since: float) -> dict[str, str]:
-        return {one: f"node {one} has left" for one, at in self.lost if at >= since}
+        return {
+            node_id: f"node {node_id} left" for node_id, lost_at in self.lost if lost_at >= since
+        }
 
-    async def sweep(self, gcs_address: str, **how: Any) -> SweepReport:
-        self.swept.append(set(how.get("only", ())))
+    async def sweep(self, gcs_address: str, **arguments: Any) -> SweepReport:
+        self.swept.append(set(arguments.get("only", ())))
         return self.report
 
 
@@ -91,7 +98,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 @pytest.fixture
 def end(cluster: Cluster, tmp_path: Path, muster_home: Path) -> Callable[..., JobEnd]:
-    """Ends a job whose sweep returns a report."""
+    """Function that ends a job. Its arguments are the nodes that the sweep cannot reach."""
     content = SubmissionJson(
         address=ADDRESS,
         submission_id="r--a01",
@@ -119,14 +126,15 @@ def end(cluster: Cluster, tmp_path: Path, muster_home: Path) -> Callable[..., Jo
     return ended
 
 
-def noted() -> dict[str, dict[str, str]]:
+def read_noted_nodes() -> dict[str, dict[str, str]]:
+    """Return `name[submission id][node id]` from the note files of this host."""
     return {note.job.submission_id: dict(note.nodes) for note in read_notes(host_name())}
 
 
 def test_no_note_if_all_nodes_were_checked(end: Callable[..., JobEnd]) -> None:
     ended = end()
 
-    assert (ended.left, ended.unseen, noted()) == ((), (), {})
+    assert (ended.left, ended.unseen, read_noted_nodes()) == ((), (), {})
 
 
 def test_unreached_node_is_named_with_reason_and_command(
@@ -134,16 +142,16 @@ def test_unreached_node_is_named_with_reason_and_command(
 ) -> None:
     ended = end(SILENT)
 
-    said = (
+    message = (
         "node 10.0.0.5 could not be checked (no answer within 60 s); "
         "`muster reconcile` checks again"
     )
-    assert (ended.left, ended.unseen) == ((), (said,))
-    assert noted() == {"r--a01": {"bb": "10.0.0.5"}}
-    assert json.loads((tmp_path / "submission.json").read_text())["unseen"] == [said]
+    assert (ended.left, ended.unseen) == ((), (message,))
+    assert read_noted_nodes() == {"r--a01": {"bb": "10.0.0.5"}}
+    assert json.loads((tmp_path / "submission.json").read_text())["unseen"] == [message]
 
 
-def test_sweep_that_reached_no_node_says_so(
+def test_sweep_without_any_reached_node_is_reported(
     end: Callable[..., JobEnd],
 ) -> None:
     ended = end(NO_NODE)
@@ -152,7 +160,7 @@ def test_sweep_that_reached_no_node_says_so(
         "no node of the cluster could be checked (the driver has ended); "
         "`muster reconcile` checks again",
     )
-    assert noted() == {"r--a01": {}}
+    assert read_noted_nodes() == {"r--a01": {}}
 
 
 def test_node_that_left_the_cluster_is_not_checked_again(
@@ -163,8 +171,8 @@ def test_node_that_left_the_cluster_is_not_checked_again(
 
     ended = end(SILENT)
 
-    assert ended.unseen == ("node cc has left and node 10.0.0.5 left the cluster",)
-    assert noted() == {}
+    assert ended.unseen == ("node cc left and node 10.0.0.5 left the cluster",)
+    assert read_noted_nodes() == {}
 
 
 def test_complete_check_deletes_the_note(end: Callable[..., JobEnd]) -> None:
@@ -172,7 +180,7 @@ def test_complete_check_deletes_the_note(end: Callable[..., JobEnd]) -> None:
 
     end()
 
-    assert noted() == {}
+    assert read_noted_nodes() == {}
 
 
 def test_only_the_first_of_many_nodes_are_named(
@@ -181,17 +189,17 @@ def test_only_the_first_of_many_nodes_are_named(
     silent = [UncheckedNode(node_id=f"n{n}", name=f"n{n}", why="gone") for n in range(100)]
     cluster.living = [node.node_id for node in silent]
 
-    [said] = end(*silent).unseen
+    [message] = end(*silent).unseen
 
-    assert "n0 could not be checked (gone)" in said and "and 96 more" in said
-    assert len(noted()["r--a01"]) == 100
+    assert "n0 could not be checked (gone)" in message and "and 96 more" in message
+    assert len(read_noted_nodes()["r--a01"]) == 100
 
 
 @pytest.mark.parametrize(
-    ("report", "found"),
+    ("report", "results"),
     [
         (SweepReport(), ("checked node 10.0.0.5",)),
-        # without the command line, which may contain a secret
+        # the command line is omitted, because it may contain a secret
         (
             SweepReport(killed=(FOUND,)),
             ("checked node 10.0.0.5", "ended node 10.0.0.5: pid 812"),
@@ -199,17 +207,17 @@ def test_only_the_first_of_many_nodes_are_named(
     ],
 )
 def test_node_that_answers_later_is_reported_and_removed(
-    end: Callable[..., JobEnd], cluster: Cluster, report: SweepReport, found: tuple[str, ...]
+    end: Callable[..., JobEnd], cluster: Cluster, report: SweepReport, results: tuple[str, ...]
 ) -> None:
     end(SILENT)
     cluster.report = report
 
     [run] = reconcile.reconcile_host().runs
 
-    assert (run.name, run.nodes, run.open) == ("r", found, "")
+    assert (run.name, run.nodes, run.open) == ("r", results, "")
     assert run.has_changes
     assert cluster.swept[-1] == {"bb"}
-    assert noted() == {}
+    assert read_noted_nodes() == {}
 
 
 def test_silent_node_stays_noted_and_open(end: Callable[..., JobEnd], cluster: Cluster) -> None:
@@ -219,10 +227,10 @@ def test_silent_node_stays_noted_and_open(end: Callable[..., JobEnd], cluster: C
 
     assert run.open == "node 10.0.0.5 could not be checked (no answer within 60 s)"
     assert not run.has_changes
-    assert noted() == {"r--a01": {"bb": "10.0.0.5"}}
+    assert read_noted_nodes() == {"r--a01": {"bb": "10.0.0.5"}}
 
 
-def test_node_that_has_left_meanwhile_is_reported(
+def test_node_that_left_after_the_sweep_is_reported(
     end: Callable[..., JobEnd], cluster: Cluster
 ) -> None:
     end(SILENT)
@@ -231,7 +239,7 @@ def test_node_that_has_left_meanwhile_is_reported(
     [run] = reconcile.reconcile_host().runs
 
     assert (run.nodes, run.open) == (("node 10.0.0.5 left the cluster",), "")
-    assert noted() == {}
+    assert read_noted_nodes() == {}
 
 
 def test_survivors_of_sigkill_are_checked_again(
@@ -243,7 +251,7 @@ def test_survivors_of_sigkill_are_checked_again(
     [run] = reconcile.reconcile_host().runs
 
     assert run.open == "outlived SIGKILL: node 10.0.0.5: pid 812"
-    assert noted() == {"r--a01": {"bb": "10.0.0.5"}}
+    assert read_noted_nodes() == {"r--a01": {"bb": "10.0.0.5"}}
 
 
 def test_all_nodes_are_checked_if_none_was_reached_before(
@@ -255,7 +263,7 @@ def test_all_nodes_are_checked_if_none_was_reached_before(
     reconcile.reconcile_host()
 
     assert cluster.swept[-1] == set()
-    assert noted() == {"r--a01": {"bb": "10.0.0.5"}}
+    assert read_noted_nodes() == {"r--a01": {"bb": "10.0.0.5"}}
 
 
 def test_unreachable_cluster_is_asked_once_for_all_jobs(
@@ -275,7 +283,7 @@ def test_unreachable_cluster_is_asked_once_for_all_jobs(
         "no node of the cluster could be checked (no answer from" in run.open for run in runs
     )
     assert len(cluster.asked) == 1
-    assert noted().keys() == {"r--a01", "s--a01"}
+    assert read_noted_nodes().keys() == {"r--a01", "s--a01"}
 
 
 def test_cluster_is_given_up_after_a_day_with_the_manual_command(
@@ -288,7 +296,7 @@ def test_cluster_is_given_up_after_a_day_with_the_manual_command(
     [run] = reconcile.reconcile_host().runs
 
     assert f"run `muster sweep --address {ADDRESS} --run-id r`" in run.nodes[0]
-    assert (run.open, noted()) == ("", {})
+    assert (run.open, read_noted_nodes()) == ("", {})
 
 
 def test_notes_of_other_hosts_are_left_alone(
@@ -321,7 +329,7 @@ def test_planned_removals_are_not_reported_as_lost(
             entry("cc", 10, "Terminated due to idle (no Ray activity)"),
             entry("dd", 10, "Terminated due to preemption"),
             entry("ee", 10, None),
-            # left before the job was submitted
+            # this node left before the job was submitted
             entry("ff", 9, None),
         ]
 

@@ -28,8 +28,8 @@ def test_missing_server_is_reported_with_the_remedy(capsys: pytest.CaptureFixtur
     code = run(PIPELINE, [QUICKSTART])
 
     assert code == 1
-    said = capsys.readouterr().err
-    assert "muster up" in said and "PREFECT_API_URL" in said and "muster train" in said
+    output = capsys.readouterr().err
+    assert "muster up" in output and "PREFECT_API_URL" in output and "muster train" in output
 
 
 def test_an_invalid_pipeline_exits_2_with_every_fault(capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,14 +38,14 @@ def test_an_invalid_pipeline_exits_2_with_every_fault(capsys: pytest.CaptureFixt
     code = run(PIPELINE, [QUICKSTART, *faults])
 
     assert code == 2
-    said = capsys.readouterr().err
-    assert "stages.1.spec.workload: must be ppo, grpo or sft" in said
-    assert "no stage 'sfd' (did you mean `sft`?)" in said
-    assert said.endswith("Nothing was started.\n")
+    output = capsys.readouterr().err
+    assert "stages.1.spec.workload: must be ppo, grpo or sft" in output
+    assert "no stage 'sfd' (did you mean `sft`?)" in output
+    assert output.endswith("Nothing was started.\n")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         (["--help"], 0, "--resume"),
         ([], 2, "give a PIPELINE.yaml, or a flow run with --resume\nNothing was done.\n"),
@@ -53,12 +53,12 @@ def test_an_invalid_pipeline_exits_2_with_every_fault(capsys: pytest.CaptureFixt
     ],
 )
 def test_arguments_are_checked(
-    arguments: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(PIPELINE, arguments) == code
 
     out, err = capsys.readouterr()
-    assert said in out + err
+    assert message in out + err
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a machine reports about itself: GPUs (with a fake driver), shared directory, and code."""
+"""Facts that a machine reports about itself: GPUs (with a fake driver), shared directory, code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pruning a MUSTER_HOME: what is deleted, what is kept, and what is never touched."""
+"""Pruning deletes old files of ended runs, and keeps records, specs and files in use."""
 
 from __future__ import annotations
 
@@ -102,10 +102,10 @@ def test_link_is_deleted_but_not_its_target(muster_home: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("variable", "days_ago", "is_removed"),
     [
-        # the default
+        # the default number of days
         ("", 59.9, False),
         ("", 60.1, True),
-        # as set by an operator
+        # a number of days that an operator has set
         ("7", 7.1, True),
         ("inf", 1000.0, False),
     ],
@@ -255,7 +255,9 @@ def test_undeletable_files_are_reported(muster_home: Path, monkeypatch: pytest.M
     assert "Permission denied" in pruned.open and pruned.open in pruned.summary
 
 
-def test_large_stack_log_is_cut(muster_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_stack_log_is_archived_and_emptied(
+    muster_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pruning, "_STACK_LOG_BYTES", 1000)
     log = muster_home / "stack" / "logs" / "worker.log"
     log.parent.mkdir(parents=True)
@@ -306,7 +308,7 @@ def test_served_flow_keeps_its_parameters() -> None:
         "print(flow.validate_parameters({'keep': {'days': 3}})['keep'].days)"
     )
 
-    # Prefect's runner serializes a flow that it serves in this way.
+    # Prefect's runner serializes the parameters of a served flow in this way.
     done = subprocess.run(
         (sys.executable, "-c", code), input=cloudpickle.dumps(prune), capture_output=True, cwd=ROOT
     )

@@ -1,4 +1,4 @@
-"""Which credentials are sent to a Ray cluster, and which are not sent to others."""
+"""Credentials are sent only to listed Ray clusters and to the cluster of the own run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LISTED = ListedCluster(address=f"{ADDRESS}/", headers={"X-Key": "Basic ${env.OUR
 
 @pytest.fixture(autouse=True)
 def with_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turn on Ray's authentication, in a process that knows no listed cluster."""
+    """Turn on Ray's authentication, and clear the list of clusters of this process."""
 
     def token(headers: dict[str, str]) -> dict[str, str]:
         return {} if "authorization" in map(str.lower, headers) else TOKEN
@@ -81,7 +81,7 @@ def test_header_placeholders_are_read_from_the_environment(value: str, sent: str
         assert credentials.make_headers()["X-Key"] == sent
 
 
-def test_new_clusters_are_added_to_the_known_ones() -> None:
+def test_new_clusters_are_added_to_the_listed_clusters() -> None:
     first = {"address": "http://a:8265", "headers": {"X": "1"}}
 
     add_listed_clusters([first, {"address": "no url"}, "nothing"])
@@ -89,8 +89,8 @@ def test_new_clusters_are_added_to_the_known_ones() -> None:
     add_listed_clusters([])
 
     assert Credentials.own("http://a:8265/").make_headers() == {"X": "2", **TOKEN}
-    told = {one["address"] for one in json.loads(os.environ[CLUSTERS_VARIABLE])}
-    assert told == {"http://a:8265", "http://b:8265"}
+    addresses = {cluster["address"] for cluster in json.loads(os.environ[CLUSTERS_VARIABLE])}
+    assert addresses == {"http://a:8265", "http://b:8265"}
 
 
 def test_components_do_not_inherit_listed_clusters() -> None:

@@ -1,4 +1,4 @@
-"""How the end of a Ray job is derived from the state that Ray reports."""
+"""The exit and the end time of a Ray job follow from the state that Ray reports."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tasks.ray.end import RAY_POLLS_EACH_S, earliest_end, job_exit
     ("status", "driver_exit_code", "exit_code", "signal"),
     [
         ("SUCCEEDED", 0, 0, None),
-        # an older Ray reports no exit code for a success
+        # an older Ray release reports no exit code for a success
         ("SUCCEEDED", None, 0, None),
         ("FAILED", 3, 3, None),
         ("FAILED", -9, None, 9),
-        # 128+n: the program itself returned this code
+        # 128+n is the exit code of the program itself, not of a signal
         ("FAILED", 137, 137, None),
         ("FAILED", None, None, None),
         ("STOPPED", None, None, None),
@@ -63,20 +63,20 @@ def test_lost_node_is_named_first() -> None:
 @pytest.mark.parametrize(
     ("ended_at", "seen_running_s", "expected"),
     [
-        # it ended two seconds ago by the node's clock, less the delays of Ray and the wrapper
+        # the job ended two seconds ago by the node's clock; subtract the delays of Ray and wrapper
         (998.0, 90.0, 98.0 - 0.301 - RAY_POLLS_EACH_S),
-        # the node's clock is behind: the job was seen running later
+        # the node's clock is slow: a later request found the job running
         (900.0, 99.0, 99.0 - 0.301 - RAY_POLLS_EACH_S),
-        # the node's clock is ahead: the job has ended by now
+        # the node's clock is fast: the end cannot be later than now
         (2000.0, 99.0, 100.0),
-        # nobody saw the job running
+        # no request found the job running
         (998.0, None, 98.0 - 0.301 - RAY_POLLS_EACH_S),
         # Ray reports no end time
         (None, 99.0, 99.0 - 0.301 - RAY_POLLS_EACH_S),
         (None, None, 100.0),
     ],
 )
-def test_end_is_between_last_sighting_and_now(
+def test_end_is_between_the_last_running_state_and_now(
     ended_at: float | None, seen_running_s: float | None, expected: float
 ) -> None:
     state = JobState(status="FAILED", driver_exit_code=1, ended_at=ended_at)

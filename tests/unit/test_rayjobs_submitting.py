@@ -1,4 +1,4 @@
-"""The parts of submitting a Ray job that need no cluster."""
+"""Tests of submitting a Ray job that need no Ray cluster."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ HEAD = node("head", is_head=True, CPU=4)
     [
         # the cluster marks its worker nodes
         ([HEAD, node("a", worker_node=100)], {"worker_node": 0.001}, {}),
-        # the cluster marks no nodes: any node but the head
+        # the cluster marks no worker nodes, so any node but the head fits
         ([HEAD, node("a", CPU=1)], {}, {"ray.io/node-id": "!head-id"}),
-        # there is only a head, marked or not
+        # the cluster has only a head node, which may be marked as a worker
         ([HEAD], {}, {}),
         ([node("head", is_head=True, worker_node=1)], {}, {}),
     ],
@@ -137,7 +137,7 @@ def test_muster_home_inside_the_working_directory_is_not_shipped(
         (b"", [b"abc"], b"abc"),
         (b"ab", [b"abc"], b"abc"),
         (b"abc", [b"abc"], b"abc"),
-        # the known part ends within the second chunk
+        # the local copy ends within the second chunk
         (b"abcde", [b"abc", b"", b"def"], b"abcdef"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Reports of a reconcile."""
+"""Reports of `muster reconcile`: their line, summary, artifact and event payload."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ WAITING = RunReport(
         (LOST, True),
         # nothing was changed yet, so no event is emitted every minute
         (WAITING, False),
-        # any single change counts
+        # a change in any field counts
         (RunReport(name="a", found="x", killed=(1,)), True),
         (RunReport(name="a", found="x", nodes=("checked node b",)), True),
         (RunReport(name="a", found="x", removed=(Path("/tmp/a"),)), True),
         (RunReport(name="a", found="x", record="failed"), True),
         (RunReport(name="a", found="x", server="Crashed"), True),
-        # the registry entry of a run that had already ended
+        # only the registry entry of an ended run was removed
         (RunReport(name="a", found="x"), False),
     ],
 )

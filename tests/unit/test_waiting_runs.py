@@ -1,4 +1,4 @@
-"""Runs that wait without a process, and end on another host."""
+"""Runs that wait without a process, and are cancelled or end on another host."""
 
 from __future__ import annotations
 
@@ -23,30 +23,33 @@ RUN, FLOW_RUN = "a-run", "1b4e28ba-2fa1-4d3b-a3f5-ef19b5a7633b"
 
 
 @pytest.fixture
-def kept(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A server on which the run is Cancelled, with a copy of its record."""
+def server(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Fake Prefect server on which the run is Cancelled.
+
+    The attribute `record` is the server's copy of the run's record.
+    """
 
     @contextmanager
     def talking_to(_api_url: str) -> Iterator[None]:
         yield None
 
-    there = SimpleNamespace(record=None)
+    server = SimpleNamespace(record=None)
     monkeypatch.setattr(waiting_runs, "talking_to", talking_to)
     monkeypatch.setattr(waiting_runs, "state_of", lambda _client, _id: Cancelled())
-    monkeypatch.setattr(waiting_runs, "read_page_record", lambda _client, _id: there.record)
+    monkeypatch.setattr(waiting_runs, "read_page_record", lambda _client, _id: server.record)
     monkeypatch.setattr(waiting_runs, "update_page_of_closed_run", lambda *_what: None)
-    return there
+    return server
 
 
-def record_at(path: Path, **more: Any) -> RunRecord:
+def make_record(path: Path, **arguments: Any) -> RunRecord:
     path.parent.mkdir(parents=True, exist_ok=True)
-    return RunRecord(path, run_id=RUN, flow_run_id=FLOW_RUN, **more)
+    return RunRecord(path, run_id=RUN, flow_run_id=FLOW_RUN, **arguments)
 
 
-def parked_here() -> Path:
-    """A run that waits for its second attempt."""
+def make_waiting_run() -> Path:
+    """Create a run that waits for its second attempt, and return the path of its record."""
     path = RunPlace.of(RUN).record
-    record = record_at(path)
+    record = make_record(path)
     record.begin_attempt(1, host="here")
     for state in (RunState.ADMITTED, RunState.STARTING, RunState.STOPPING):
         record.move(state)
@@ -58,43 +61,45 @@ def parked_here() -> Path:
 
 
 def test_attempts_on_a_lost_host_stay_in_the_record(
-    muster_home: Path, tmp_path: Path, kept: SimpleNamespace
+    muster_home: Path, tmp_path: Path, server: SimpleNamespace
 ) -> None:
-    here = parked_here()
-    there = record_at(tmp_path / "there" / "run.json", earlier=RunJson.read(here))
-    there.begin_attempt(2, host="there")
-    there.move(RunState.ADMITTED)
-    kept.record = there.content
+    local_path = make_waiting_run()
+    other_record = make_record(tmp_path / "there" / "run.json", earlier=RunJson.read(local_path))
+    other_record.begin_attempt(2, host="there")
+    other_record.move(RunState.ADMITTED)
+    server.record = other_record.content
 
     [closed] = waiting_runs.close_ended_waiting_runs()
 
-    content = json.loads(here.read_text())
+    content = json.loads(local_path.read_text())
     assert closed.record == content["state"] == "cancelled"
     assert [attempt["host"] for attempt in content["attempts"]] == ["here", "there"]
     assert content["attempts"][1]["failure"]["rule"] == "host-lost"
     assert waiting_runs.list_waiting_runs() == []
 
 
-def test_run_is_closed_by_its_own_record_if_no_other_host_knows_more(
-    muster_home: Path, kept: SimpleNamespace
+def test_local_record_is_closed_if_no_other_host_had_a_later_attempt(
+    muster_home: Path, server: SimpleNamespace
 ) -> None:
-    here = parked_here()
-    kept.record = RunJson.read(here)
+    local_path = make_waiting_run()
+    server.record = RunJson.read(local_path)
 
     list(waiting_runs.close_ended_waiting_runs())
 
-    content = json.loads(here.read_text())
+    content = json.loads(local_path.read_text())
     assert content["state"] == "cancelled" and len(content["attempts"]) == 1
 
 
-def test_end_of_an_attempt_that_moved_is_taken_from_the_other_host(
-    muster_home: Path, kept: SimpleNamespace
+def test_final_record_of_another_host_replaces_the_local_record(
+    muster_home: Path, server: SimpleNamespace
 ) -> None:
-    here = parked_here()
-    there = RunJson.read(here).with_changes(state=RunState.COMPLETED, message="done there")
-    kept.record = there
+    local_path = make_waiting_run()
+    other_record = RunJson.read(local_path).with_changes(
+        state=RunState.COMPLETED, message="done there"
+    )
+    server.record = other_record
 
     list(waiting_runs.close_ended_waiting_runs())
 
-    assert json.loads(here.read_text()) == there.as_json()
+    assert json.loads(local_path.read_text()) == other_record.as_json()
     assert waiting_runs.list_waiting_runs() == []
