@@ -1,14 +1,14 @@
 """Find the cause of a failure in the log of a component.
 
-The rules in `cause_rules.toml` recognise error messages. If several rules match, the role of a rule
-decides first: a cause wins over its consequences. The position in the log is only the second
-criterion, because the lines of several processes interleave.
+The rules in `cause_rules.toml` recognise error messages. If several rules match, the role of each
+rule decides: an error with the role CAUSE is preferred to its consequences. The position in the log
+decides only between rules with the same role, because several processes write into one log.
 
 Errors that the training survived are ignored: warnings, retried operations, errors followed by
 further training steps, and errors followed by a later traceback of the same process.
 
-If the process of a fleet died without an error message, the events of the fleet show its last
-activity.
+If the process of the inference fleet died without an error message, the events of the fleet show
+its last activity.
 """
 
 from __future__ import annotations
@@ -38,19 +38,22 @@ from tasks.spec.formatting import join_commas
 
 
 class Role(IntEnum):
-    """Place of an error message in a chain of failures. If several rules match, the lowest wins."""
+    """Place of an error message in a chain of failures.
 
-    #: First link of the chain: memory or a disk is full, a device is broken, GPUs are missing.
+    If several rules match in a log, the rule with the lowest role names the cause.
+    """
+
+    #: Start of the chain: memory or a disk is full, a device is broken, GPUs are missing.
     CAUSE = 0
-    #: A specific error, which may be the consequence of another error.
+    #: Specific error message. The error may be the consequence of another error.
     ERROR = 1
     #: Any exception at the end of a traceback.
     EXCEPTION = 2
-    #: Consequence of another process that died or does not respond.
+    #: Message about another process that died or does not respond.
     CASCADE = 3
-    #: Message that only reports the failure of something else.
+    #: General message that another program or another part of the program has failed.
     WRAPPER = 4
-    #: Fallback if no other rule matches.
+    #: Rule that is used only if no other rule matches.
     LAST = 5
 
 
@@ -61,7 +64,7 @@ def _compile_alternatives(patterns: object) -> object:
 
 
 class Rule(BaseModel):
-    """Rule that recognises an error message and assigns a kind of failure to it."""
+    """Rule that recognises an error message in a log and assigns a kind of failure to it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -69,8 +72,9 @@ class Rule(BaseModel):
     id: str
     kind: FailureKind
     role: Annotated[Role, BeforeValidator(Role.__members__.get)]
-    #: Searched in each line without its prefix of time, level and process. The pattern must not
-    #: match across lines, and its running time must be proportional to the length of the line.
+    #: Pattern that is searched in each log line, without the time, log level and process name at
+    #: the beginning of the line. It must not match across lines, and its running time must be
+    #: proportional to the length of the line.
     pattern: Annotated[re.Pattern[str], BeforeValidator(_compile_alternatives)] = Field(
         alias="patterns"
     )
@@ -80,8 +84,8 @@ class Rule(BaseModel):
     source: str
     #: Version of the program that prints the message, or "any" if it has not changed for years.
     seen_in: str
-    #: True if the rule also applies to lines marked as warnings, because Ray and the kernel report
-    #: deaths as warnings.
+    #: True if the rule also applies to lines with the log level of a warning. Ray and the kernel
+    #: report dead processes and nodes as warnings.
     at_any_level: bool = False
 
 
@@ -103,15 +107,16 @@ def read_rules(text: str) -> tuple[Rule, ...]:
 #: All rules. If two rules with the same role match in the same line, the earlier rule wins.
 RULES = read_rules(Path(__file__).with_name("cause_rules.toml").read_text(encoding="utf-8"))
 
-#: Shortest line that can contain an error message ("Killed"). Shorter lines are dots and remains of
-#: progress bars.
+#: Length of the shortest error message, "Killed". Shorter lines are dots and parts of progress
+#: bars, and are skipped.
 _SHORTEST_LINE = 6
-#: An error counts as survived if the step advances this many times after it. A few steps prove
-#: nothing: other processes and queued batches continue for a few steps after a fatal error.
+#: If the training step advances this many times after an error, the training has survived the
+#: error. Fewer steps prove nothing, because other processes and queued batches continue for a few
+#: steps after a fatal error.
 STEPS_OF_SURVIVAL = 5
 
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-#: Prefix of a line: times, log levels, and names of processes.
+#: Matches the times, log levels and process names at the beginning of a log line.
 _PREFIX = re.compile(
     r"""(?:
       \((?=[^()\n]{0,80}(?:pid=|ip=|raylet|autoscaler))[^()\n]{1,160}\)\ ?  # Ray's, vLLM's
@@ -128,8 +133,8 @@ _PREFIX = re.compile(
 )
 _QUIET = re.compile(r"\b(?:DEBUG|INFO|NOTICE|SUCCESS|WARNING|WARN)\b|\[[IW]\d{0,4} |[\[,] ?[IW] \d")
 _LOUD = re.compile(r"\b(?:ERROR|CRITICAL|FATAL)\b")
-#: Matches lines that report no failure: a log level within the line, a Python warning, an operation
-#: that is being retried. "Max retries exceeded" and "after 5 retries" do report a failure.
+#: Matches lines that report no failure: NCCL information, a Python warning, an operation that is
+#: being retried. "Max retries exceeded" and "after 5 retries" do report a failure.
 _HARMLESS = re.compile(
     r"NCCL INFO|\b\w{0,40}Warning: |^wandb: WARNING|^\+ "
     r"|(?i:\bretrying\b|\bwill (?:be )?retr|\bretry loop\b|\breconnecting\b|\bfalling back\b"
@@ -138,7 +143,7 @@ _HARMLESS = re.compile(
 _PROCESS = re.compile(r"pid=\d+|\[rank\d+\]|\bTP\d+\b")
 _TRACEBACK = "Traceback (most recent call last)"
 _CHAINED = re.compile(r"^(?:During handling of the above|The above) exception")
-#: Lines that precede the traceback of an exception which did not end its process.
+#: Matches a line before the traceback of a caught exception, which did not end its process.
 _CAUGHT = re.compile(
     r"^Exception ignored in|exception was never retrieved|^--- Logging error ---"
     r"|^Exception in (?:ASGI application|callback|thread)"
@@ -148,8 +153,8 @@ _STEP = re.compile(
     r"\s{0,3}[:= ]\s{0,9}(\d{1,9})\b",
     re.IGNORECASE,
 )
-#: Progress bar of the training, or without a name. Bars of loading or generation are no evidence
-#: that the training continues.
+#: Matches a progress bar of the training, or one without a name. Progress bars for loading or
+#: generation do not show that the training continues.
 _BAR = re.compile(
     r"^\s{0,9}(?:\S{0,20}(?:train|epoch|step|progress)[^|\n]{0,40})?\d{1,3}%\|[^|\n]{0,300}\|\s{0,5}(\d+)/\d",
     re.IGNORECASE,
@@ -162,26 +167,27 @@ class LogLine:
 
     #: The line as it was printed, without colour codes.
     raw: str
-    #: The line without its prefix of times, levels and process names. Empty for the code lines of a
-    #: traceback.
+    #: The line without the times, log levels and process names at its beginning. Empty if the line
+    #: is source code in a traceback.
     text: str
-    #: Process that printed the line, taken from the prefix; empty if unknown.
+    #: Process that printed the line, such as `pid=812` or `[rank3]`, or an empty string.
     process: str
-    #: True if the line reports no failure: information, a warning, a retried operation.
+    #: True if the line reports no failure, but information, a warning or a retried operation.
     is_mention: bool
-    #: Number of the traceback that contains the line, or 0. Chained tracebacks share a number.
+    #: Number of the traceback whose first line or exception this line is, or 0. The tracebacks of a
+    #: chain of exceptions have the same number.
     traceback: int = 0
-    #: True if the exception of the traceback was caught, so that the process continued.
+    #: True if the exception of the traceback was caught and the process continued.
     is_caught: bool = False
 
 
 def read_lines(text: str) -> list[LogLine]:
-    """Return the lines that may contain an error message.
+    """Return the lines of a log that are long enough to contain an error message.
 
     Each state of a progress bar counts as a line.
     """
     parsers: defaultdict[str, _TracebackParser] = defaultdict(partial(_TracebackParser, count(1)))
-    #: Index of the last line of each process.
+    #: Index of the last line of each process in `lines`.
     last_index: dict[str, int] = {}
     lines: list[LogLine] = []
     for raw in _COLOURS.sub("", text).splitlines():
@@ -193,7 +199,7 @@ def read_lines(text: str) -> list[LogLine]:
         parser = parsers[process]
         traceback, message = parser.parse_line(message)
 
-        # "Retrying ..." shows that the error in the previous line of the process was survived.
+        # If a process prints "Retrying ...", it has survived the error in its previous line.
         previous = lines[last_index[process]] if process in last_index else None
         is_retry = message.startswith(("Retrying", "retrying"))
         if is_retry and previous and not previous.traceback:
@@ -215,26 +221,26 @@ def read_lines(text: str) -> list[LogLine]:
 
 
 def _split_prefix(raw: str) -> tuple[str, str]:
-    """Return the prefix of times, levels and process names of a line, and the rest of the line."""
+    """Return the times, log levels and process names at the beginning of a line, and the rest."""
     match = _PREFIX.match(raw)
     end = match.end() if match else 0
     return raw[:end], raw[end:]
 
 
 class _TracebackParser:
-    """Finds the tracebacks in the lines of one process."""
+    """Finds the tracebacks in the log lines of a process. It gets one line after the other."""
 
     def __init__(self, numbers: Iterator[int]) -> None:
         """
         Args:
-            numbers: Numbers for new tracebacks, shared by all processes of the log.
+            numbers: Yields the numbers for new tracebacks. All processes of a log share it.
         """
         #: True if the exception of the last traceback was caught.
         self.is_caught = False
         self._numbers = numbers
         self._number = 0
         self._is_inside = False
-        #: True if the next traceback belongs to the same chain.
+        #: True if the next traceback belongs to the same chain of exceptions.
         self._is_chained = False
         #: True if the exception of the next traceback was caught.
         self._is_next_caught = False
@@ -242,9 +248,13 @@ class _TracebackParser:
     def parse_line(self, message: str) -> tuple[int, str]:
         """Read the next line of the process.
 
+        Args:
+            message: The line without the times, log levels and process names at its beginning.
+
         Returns:
-            The number of the traceback whose head or exception the line is, or 0; and the message,
-            which is empty for code lines of a traceback.
+            Two values. The first is the number of the traceback if the line is its first line or
+            its exception, otherwise 0. The second is the message, or an empty string if the line
+            is source code in a traceback.
         """
         if _TRACEBACK in message:
             if not self._is_chained:
@@ -254,7 +264,7 @@ class _TracebackParser:
             self._is_chained = False
             self._is_next_caught = False
             return self._number, message
-        if message[:1] in ("│", "╭", "╰", "❱"):  # the frame that `rich` draws around code
+        if message[:1] in ("│", "╭", "╰", "❱"):  # Rich draws a frame around source code.
             return 0, ""
         if self._is_inside:
             if message.startswith(("  ", "\t", "File ", "^")):
@@ -269,17 +279,17 @@ class _TracebackParser:
 
 
 def _end_of_survived_part(steps: Iterable[tuple[int, int | None]]) -> int:
-    """Return the end of the part of a log whose errors were certainly survived.
+    """Return the end of the first part of a log, whose errors the training has survived.
 
-    An error was survived if enough training steps follow it.
+    An error was survived if the training step advances at least STEPS_OF_SURVIVAL times after it.
 
     Args:
-        steps: Position and step of each line, from the last line backwards. The step is None for a
-            line without a step.
+        steps: Position in the log and training step of each line, from the last line backwards.
+            The step is None if the line reports no step.
 
     Returns:
-        The position of the step that was followed by exactly STEPS_OF_SURVIVAL - 1 further
-        advances; 0 if the step advanced less often.
+        The position of the line after which the step advances STEPS_OF_SURVIVAL - 1 times, or 0 if
+        the step advances less often.
     """
     advances = 0
     later_position = 0
@@ -297,7 +307,11 @@ def _end_of_survived_part(steps: Iterable[tuple[int, int | None]]) -> int:
 
 
 def _step_in(message: str) -> int | None:
-    """Return the training step that a line reports, or None. The line must have no prefix."""
+    """Return the training step that a log line reports, or None.
+
+    Args:
+        message: The line without the times, log levels and process names at its beginning.
+    """
     match = _BAR.match(message) if "%|" in message else _STEP.search(message, 0, 300)
     return int(match.group(1)) if match is not None else None
 
@@ -306,14 +320,15 @@ def _step_in(message: str) -> int | None:
 LOOKBACK_BYTES = 200_000
 #: Number of bytes at the end of a log that are searched for the last training steps.
 _STEPS_WITHIN_BYTES = 32 << 20
-#: Largest number of step reports that are read.
+#: Largest number of lines with a training step that are read.
 _MAX_STEPS = 50_000
 _CHUNK_BYTES = 1 << 20
-#: Largest number of bytes that are kept from the part between the last steps and the end.
+#: Largest number of bytes that are kept from the part of a log between the last training steps and
+#: the end, which is `LOOKBACK_BYTES` long.
 _MIDDLE_BYTES = 600_000
-#: Largest number of lines to keep that are equal except for numbers.
+#: Of lines that are equal except for numbers, at most this many are kept.
 _MAX_SIMILAR_LINES = 100
-#: Largest number of characters that are kept of a line.
+#: Log lines are cut after this many characters.
 _LINE_LENGTH = 500
 
 
@@ -333,7 +348,7 @@ class Cause:
 
     @property
     def line(self) -> str:
-        """The line as it was printed. If it is long, only the part around the match."""
+        """The log line as it was printed. Of a long line, the part around the match."""
         raw = self.log_line.raw
         match_position = len(raw) - len(self.log_line.text) + self.position
         begin = 0
@@ -343,7 +358,7 @@ class Cause:
 
     @property
     def weight(self) -> tuple[bool, bool, int, int, int]:
-        """Sort key: of several matches, the match with the lowest weight is the cause."""
+        """Sort key. Of several matches in a log, the match with the lowest key is the cause."""
         role = self.rule.role
         return (role >= Role.CASCADE, self.log_line.is_caught, role, self.index, self.order)
 
@@ -360,9 +375,12 @@ def find_cause(text: str, rules: Sequence[Rule] = RULES) -> Cause | None:
 
 
 def _find_matches(lines: list[LogLine], rules: Sequence[Rule]) -> Iterator[Cause]:
-    """Yield the matches of all rules, one for each line, except those in survived parts."""
-    # Each rule searches the whole text once. Searching each line separately takes seconds for a log
-    # of many short lines.
+    """Yield the matches of all rules, at most one per rule and line.
+
+    The first part of the log is skipped if the training has survived its errors.
+    """
+    # Each rule searches the whole text once. For a log with many short lines, a separate search in
+    # each line would take seconds.
     text = "\n".join(line.text for line in lines)
     starts = [0]
     for line in lines:
@@ -382,12 +400,12 @@ def _find_matches(lines: list[LogLine], rules: Sequence[Rule]) -> Iterator[Cause
 
 
 def _drop_survived_errors(matches: list[Cause]) -> Iterator[Cause]:
-    """Yield the matches, leaving out errors followed by a later traceback of the same process.
+    """Yield the matches without errors that are followed by a later traceback of their process.
 
     A worker often logs an error that it survives, and later fails with another error. Matches with
     the role CAUSE are always kept.
     """
-    #: Number of the last uncaught traceback, by process and role.
+    #: Number of the last traceback with an uncaught exception, by process and role.
     last_tracebacks: dict[tuple[str, Role], int] = {}
     for match in matches:
         line = match.log_line
@@ -410,7 +428,11 @@ def _drop_survived_errors(matches: list[Cause]) -> Iterator[Cause]:
 
 
 def _drop_wrappers(matches: list[Cause]) -> Iterator[Cause]:
-    """Yield the matches, leaving out generic exceptions that only report another failure."""
+    """Yield the matches without general exceptions that only report another failure.
+
+    These are exceptions in a line or traceback in which a rule with the role CASCADE or WRAPPER
+    also matches.
+    """
     consequences = [match for match in matches if match.rule.role in (Role.CASCADE, Role.WRAPPER)]
     lines = {match.index for match in consequences}
     tracebacks = {match.log_line.traceback for match in consequences} - {0}
@@ -421,7 +443,7 @@ def _drop_wrappers(matches: list[Cause]) -> Iterator[Cause]:
 
 
 def read_tail(log: Path, limit_bytes: int = LOOKBACK_BYTES) -> str:
-    """Return the end of a log, or an empty string if it cannot be read.
+    """Return the last bytes of a log as text, or an empty string if the log cannot be read.
 
     Bytes that are not valid UTF-8 are replaced.
     """
@@ -437,16 +459,17 @@ def read_tail(log: Path, limit_bytes: int = LOOKBACK_BYTES) -> str:
 def read_since_step(log: Path, *, since: int = 0, until: int | None = None) -> str:
     """Return the part of a log in which the cause of a failure can be.
 
-    This part begins at the last training steps and ends at the end of the log. The tracebacks of
-    many ranks may separate the cause from the end; of similar lines, only some are returned.
+    This part begins at the last training steps and ends at the end of the log. It can be long,
+    because many ranks may write a traceback after the cause. Of many similar lines, only some are
+    therefore returned.
 
-    If the log shows no steps, only its end is returned, with one exception: if the end shows only
-    consequences of another failure, earlier lines are returned as well.
+    If the log shows no training steps, only its end is returned, with one exception: if the end
+    shows only consequences of another failure, earlier lines are returned as well.
 
     Args:
         log: The log file.
-        since: Size of the log in bytes at one of the last training steps, or 0 if unknown.
-        until: Number of bytes of the log to read, or None for the whole log.
+        since: Size that the log had at one of the last training steps, in bytes, or 0 if unknown.
+        until: Position in bytes at which reading ends, or None for the end of the log.
 
     Returns:
         At least the end of the log, or an empty string if it cannot be read. Bytes that are not
@@ -477,23 +500,29 @@ def read_since_step(log: Path, *, since: int = 0, until: int | None = None) -> s
         return ""
 
 
-#: Rest of a line from a word that may precede a step.
+#: Matches the rest of a line after a word such as `step`, which may be followed by a step number.
 _STEP_MARK = re.compile(rb"(?:(?i:step|iter)|%\|)[^\r\n]*")
 _LINE_OF_TEXT = re.compile(rb"[^\r\n]{%d,}" % _SHORTEST_LINE)
 _NUMBER = re.compile(rb"0x[0-9a-fA-F]+|\d+")
 
 
 def _steps_backwards(f: BinaryIO, end: int, begin: int) -> Iterator[tuple[int, int | None]]:
-    """Yield the offset and the step of lines that may report a step, from the last line backwards.
+    """Yield lines of a log that may report a training step, from the last line backwards.
 
-    The step is None if the line reports no step.
+    Args:
+        f: The log file.
+        end: Offset in bytes at which the search starts.
+        begin: Offset in bytes at which the search ends.
+
+    Yields:
+        The offset of the line, and its step or None if it reports no step.
     """
     while end > begin:
         chunk_start = max(begin, end - _CHUNK_BYTES)
         f.seek(chunk_start)
         chunk = f.read(end - chunk_start)
-        # The first line of the chunk may be incomplete; it then belongs to the next chunk. A line
-        # that fills the whole chunk is skipped.
+        # The first line of the chunk may be incomplete. It is then read with the next chunk. A line
+        # that is longer than a chunk is skipped.
         first_line = chunk.find(b"\n", 0, -1) + 1 if chunk_start > begin else 0
 
         lines: dict[int, bytes] = {}
@@ -513,7 +542,7 @@ def _steps_backwards(f: BinaryIO, end: int, begin: int) -> Iterator[tuple[int, i
 
 
 def _read_dissimilar_lines(f: BinaryIO, begin: int, end: int) -> bytes:
-    """Return the last lines of a part of a log, with a limited number of similar lines.
+    """Return the last lines of a part of a log, with at most 100 similar lines of each kind.
 
     Lines are similar if they are equal except for numbers.
     """
@@ -528,7 +557,7 @@ def _read_dissimilar_lines(f: BinaryIO, begin: int, end: int) -> bytes:
         if b"\n" in chunk:
             complete, _, incomplete_line = data.rpartition(b"\n")
         else:
-            # A line without an end is cut after each chunk.
+            # A line that is longer than a chunk is cut into several lines.
             complete = data
             incomplete_line = b""
 
@@ -541,39 +570,46 @@ def _read_dissimilar_lines(f: BinaryIO, begin: int, end: int) -> bytes:
                 kept_bytes += len(line) + 1
             while kept_bytes > _MIDDLE_BYTES:
                 kept_bytes -= len(kept.popleft())
-    # The part of the log after `end` continues the incomplete line.
+    # The line that contains the offset `end` is continued in the rest of the log.
     return b"".join(kept) + incomplete_line
 
 
 def last_lines(text: str, count: int = 20, line_length: int = 400) -> str:
-    """Return the last lines that are not blank, each cut to a number of characters."""
+    """Return the last lines of a text that are not blank.
+
+    Args:
+        text: The text.
+        count: Largest number of lines.
+        line_length: Each line is cut after this many characters.
+    """
     lines = [line.rstrip()[:line_length] for line in text.splitlines() if line.strip()]
     return "\n".join(lines[-count:])
 
 
-#: Last message of a fleet that ends because of an error that it noticed itself.
+#: Matches the last message of a fleet process that ends because of an error that it found itself.
 #: Source: tasks/rollout/process.py, _say_last.
 _OWN_REASON = re.compile(r"^FleetError: ", re.MULTILINE)
-#: End of the reason in events of engines and syncs that end because the whole fleet is stopped.
-#: Source: tasks/rollout/{fleet,sync}.py.
+#: Last words of the reason in events about engines and weight syncs that end because the whole
+#: fleet is being stopped. Source: tasks/rollout/{fleet,sync}.py.
 _STOPPED = "the fleet is stopped"
 
 
 def recognize_fleet_loss(verdict: Verdict, place: AttemptPlace, engines: int) -> Verdict:
-    """Return the verdict, changed to FLEET_LOST if the fleet's process was killed or crashed.
+    """Return the result of an attempt, with the kind FLEET_LOST if the fleet process died.
 
-    The verdict stays unchanged if another component failed first, if the fleet itself reported a
-    reason, or if the host ran out of memory.
+    The result is returned unchanged if another component failed first, if the fleet process itself
+    reported a reason, or if the host ran out of memory.
 
     Args:
-        verdict: Verdict of an attempt whose processes have all ended.
-        place: Directory of the attempt.
-        engines: Number of engines of the fleet.
+        verdict: Result of an attempt whose processes have all ended.
+        place: Paths of the attempt's files.
+        engines: Number of engines of the inference fleet.
     """
     failure = verdict.failure
     if failure is None or failure.component != FLEET or failure.kind is FailureKind.HOST_OOM:
         return verdict
-    # If the fleet died together with its guardian, its exit status is unknown.
+    # If the fleet process died together with its guardian process, its exit code is unknown. The
+    # rule `exit` then shows that it ended.
     has_ended = failure.has_ended or failure.rule == "exit"
     if not has_ended or _OWN_REASON.search(read_tail(place.log(FLEET))):
         return verdict
@@ -588,15 +624,19 @@ def recognize_fleet_loss(verdict: Verdict, place: AttemptPlace, engines: int) ->
 
 
 def describe_fleet_activity(events: Iterable[Event], engines: int) -> str:
-    """Return the last activity of a fleet according to its events, as a part of a sentence.
+    """Return a part of a sentence about the last activity of an inference fleet.
 
     Example: `2 of 3 engines served, recovering: 2, weights were being synced`.
+
+    Args:
+        events: Events of the fleet, oldest first.
+        engines: Number of engines of the fleet.
     """
     states = dict.fromkeys(range(engines), GroupState.STARTING)
     is_syncing = False
     for event in events:
         if (event.cause or event.message).endswith(_STOPPED):
-            # Later events only describe the stop of the fleet.
+            # The fleet is being stopped. Later events do not show why it failed.
             break
         match event.name:
             case "rollout.group.state":
@@ -620,7 +660,7 @@ def describe_fleet_activity(events: Iterable[Event], engines: int) -> str:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """Yield the events in an event log of an attempt; none if the file does not exist."""
+    """Yield the events in an event log, or nothing if the file does not exist."""
     with suppress(OSError), path.open("rb") as f:
         for line in f:
             # The last line may be incomplete.

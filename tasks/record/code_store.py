@@ -1,11 +1,12 @@
-"""Store of the code of submitted runs, in `$MUSTER_HOME/code`, and the software versions of a run.
+"""Store of the code of submitted runs in `$MUSTER_HOME/code`, and the software versions of a run.
 
-The name of each entry is the SHA-256 of its content. An entry never changes. There are two kinds:
+The store has entries. The name of an entry is the SHA-256 of its content, so an entry never
+changes. There are two kinds of entries:
 
-- A tree is a tar archive of a project's files. It contains no times, paths of the host or user
-  names, so equal files always give the same name.
-- A code is a line of JSON. It names the tree, the project folder, the last commit, and the changes
-  since that commit.
+- A *tree* is a tar archive of a project's files. It contains no times, no paths of the host and no
+  user names. Equal files therefore always give a tree with the same name.
+- A *code* is a line of JSON. It has the name of a tree, the path of the project folder, the last
+  commit, and the changes since that commit.
 """
 
 from __future__ import annotations
@@ -34,26 +35,29 @@ from tasks.spec.errors import Fault, InvalidSpec, MusterError
 from tasks.spec.formatting import join_commas
 from tasks.spec.programs import find_trusted_environment
 
-#: Environment variable that gives a run's processes the project folder that their code came from.
+#: Environment variable of a run's processes. Its value is the project folder from which the code of
+#: the run was copied.
 PROJECT = "MUSTER_PROJECT"
 #: Default limit on the total size of a project's files, in MiB. MUSTER_CODE_MIB overrides it.
 _LIMIT_MIB = 50.0
 #: Names to ignore in a project without a git repository, in addition to its .gitignore.
 _IGNORED = (".git", ".venv", "venv", "node_modules", "wandb", ".env")
-#: Caches of Python and of tools. A project's compiled files could be loaded in place of the run's
-#: own source files.
+#: Matches the caches of Python and of other tools. They are not copied, because Python could load a
+#: compiled file of the project in place of the run's source file.
 _CACHES = re.compile(r"(^|/)(__pycache__|\.[\w-]+_cache)(/|$)|\.py[co]$")
-#: Modification time of every file that is checked out, in UTC epoch seconds. It marks the file as
-#: unchanged. It is later than 1980 because zip files cannot store earlier times.
+#: Modification time of each file that Muster writes into a run's code folder, in UTC epoch seconds.
+#: A file with this time was not changed since. The time is after 1980, because zip files cannot
+#: store earlier times.
 _MADE_AT = 946684800
-#: Maximum length of the stored difference from the last commit, in characters.
+#: Largest length of the patch with the changes since the last commit, in characters.
 _DIFF_BYTES = 16_384
-#: Entries younger than this many seconds are kept, because a run may be about to refer to them.
+#: Entries that were stored less than this many seconds ago are never deleted, because a new run may
+#: need them.
 _SPARED_S = 24 * 3600.0
 _NAME = re.compile(r"\b[0-9a-f]{64}\b")
 
-#: Function that returns the gzip-compressed entry of a name from another store, or None if that
-#: store has no such entry.
+#: Function that gets the name of an entry, and returns its gzip-compressed content from another
+#: store, or None if that store has no such entry.
 Fetch = Callable[[str], bytes | None]
 
 
@@ -63,29 +67,35 @@ class NoCode(MusterError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Code:
-    """A snapshot of a project."""
+    """Snapshot of a project's files, as the store keeps it for a run."""
 
-    #: Name of the tree in the store.
+    #: Name of the entry with the project's files.
     tree: str
     #: Absolute path of the project folder.
     project: str
     #: Hash of the last git commit, or an empty string if there is none.
     commit: str = ""
-    #: Patch from the commit to the version-controlled files, cut after 16 Ki characters.
+    #: Patch from the last commit to the project's files, cut after 16,384 characters.
     diff: str = ""
 
 
 def put(root: Path) -> str:
-    """Store a snapshot of a project, without the files that git ignores.
+    """Store a snapshot of a project without the files that git ignores.
 
-    Returns: the name of the code.
+    Args:
+        root: The project folder.
 
-    Raises: InvalidSpec, if git cannot list the project or the project is too large; OSError.
+    Returns:
+        The name of the code in the store.
+
+    Raises:
+        InvalidSpec: git could not list the files of the project, or the project is too large.
+        OSError: A file could not be read or written.
     """
     root = root.absolute()
     sizes: dict[str, int] = {}
     for name in sorted(_files(root)[0]):
-        # The file may have been removed since git listed it.
+        # A file may have been deleted after git listed it.
         with suppress(FileNotFoundError):
             sizes[name] = (root / name).lstat().st_size
     asked = os.environ.get("MUSTER_CODE_MIB") or str(_LIMIT_MIB)
@@ -108,9 +118,15 @@ def put(root: Path) -> str:
 
 
 def code_of(name: str, fetch: Fetch = lambda _: None) -> Code:
-    """Return the code of a name.
+    """Return the code with a name.
 
-    Raises: NoCode, if it is not available or the name is not the name of a code; OSError.
+    Args:
+        name: Name of the entry.
+        fetch: Returns the entry if it is not in this store.
+
+    Raises:
+        NoCode: The entry is not available, or it is a tree.
+        OSError: The entry could not be read.
     """
     try:
         return Code(**json.loads(read(name, fetch)))
@@ -123,12 +139,20 @@ def code_of(name: str, fetch: Fetch = lambda _: None) -> Code:
 
 
 def check_out(code: Code, place: Path, fetch: Fetch = lambda _: None) -> None:
-    """Write the files of a code's tree into a folder.
+    """Write the project files of a code into a folder.
 
     Missing and changed files are written again. Other files in the folder are kept. If the project
-    folder exists on this machine, the files that it ignores, for example data, are linked from it.
+    folder exists on this machine, symbolic links lead to the files there that git ignores, such as
+    data.
 
-    Raises: NoCode; OSError.
+    Args:
+        code: Snapshot of the project.
+        place: The folder, which is created if it is missing.
+        fetch: Returns the tree if it is not in this store.
+
+    Raises:
+        NoCode: The tree is not available.
+        OSError: A file could not be read or written.
     """
     data = read(code.tree, fetch)
     project = Path(code.project)
@@ -145,7 +169,8 @@ def check_out(code: Code, place: Path, fetch: Fetch = lambda _: None) -> None:
                 links[member.name] = member.linkname
             elif (file := tar.extractfile(member)) is not None:
                 _write(_path_in(folders, member.name), file.read(), member.mode)
-    # Links are made after all files, so that no file is written through a link.
+    # Symbolic links are created after all files. Otherwise a file could be written through a link
+    # to a place outside of the folder.
     for name, target in links.items():
         at = os.path.dirname(name)
         full = os.path.join(project, at, target)
@@ -162,7 +187,12 @@ def check_out(code: Code, place: Path, fetch: Fetch = lambda _: None) -> None:
 
 
 def contents_of(tree: str) -> dict[str, str]:
-    """Return the mode and content hash of each file of a tree, by path. Raises: NoCode, OSError."""
+    """Return the mode and the content hash of each file in a tree, by relative path.
+
+    Raises:
+        NoCode: The tree is not in this store.
+        OSError: The tree could not be read.
+    """
     contents = {}
     with tarfile.open(fileobj=io.BytesIO(read(tree))) as tar:
         for member in tar:
@@ -173,13 +203,17 @@ def contents_of(tree: str) -> dict[str, str]:
 
 
 def links_in(place: Path) -> list[str]:
-    """Return the relative paths of the links in a folder whose target is an absolute path."""
+    """Return the relative paths of the symbolic links in a folder that have an absolute target."""
     links = (path for path in place.rglob("*") if path.is_symlink())
     return [str(link.relative_to(place)) for link in links if os.readlink(link).startswith("/")]
 
 
 def own_files(place: Path) -> dict[str, int]:
-    """Return the size in bytes of each unchanged file that was checked out, by relative path."""
+    """Return the sizes of the files that `check_out` wrote and that are unchanged since.
+
+    Returns:
+        Sizes in bytes by relative path.
+    """
     files = ((path, path.lstat()) for path in place.rglob("*"))
     return {
         str(path.relative_to(place)): at.st_size
@@ -189,13 +223,14 @@ def own_files(place: Path) -> dict[str, int]:
 
 
 def import_path(project: Path, place: Path) -> list[str]:
-    """Return the folders in which Python finds first the packages of the project itself.
+    """Return the folders from which a run's programs must import the packages of the project.
 
-    These are the packages that the project's environment would import from the project, since they
-    are installed as editable there.
+    The virtual environment of the project imports its editable packages from the project folder.
+    With the returned folders on PYTHONPATH, Python imports them from the run's copy of the project.
 
     Args:
-        place: where the project's tree was checked out.
+        project: The project folder.
+        place: Folder with the run's copy of the project.
     """
     found: dict[str, None] = {}
     roots = "|".join(map(re.escape, {str(project), os.path.realpath(project)}))
@@ -206,7 +241,8 @@ def import_path(project: Path, place: Path) -> list[str]:
     for file in (*environment.glob(f"{site}/*.pth"), *environment.glob(f"{site}/__editable__*.py")):
         with suppress(OSError, UnicodeError):
             for below in inside.findall(file.read_text("utf-8")):
-                # A finder's own table names packages; a .pth file, where they lie.
+                # A .pth file names the folder that contains packages. An editable finder names the
+                # folder of each package, so its parent folder is returned.
                 path = Path(below.lstrip("/"))
                 if (file.suffix == ".pth" or path.parts) and ".venv" not in path.parts:
                     found[str(place / (path if file.suffix == ".pth" else path.parent))] = None
@@ -214,7 +250,7 @@ def import_path(project: Path, place: Path) -> list[str]:
 
 
 def keep(data: bytes) -> str:
-    """Store some content, and return its name. Raises: OSError."""
+    """Store content as an entry, and return the name of the entry. Raises: OSError."""
     name = sha256(data).hexdigest()
     if _here(name) is None:
         _replace(name, gzip.compress(data, 3, mtime=0))
@@ -223,7 +259,16 @@ def keep(data: bytes) -> str:
 
 
 def read(name: str, fetch: Fetch = lambda _: None) -> bytes:
-    """Return the content of a name. Fetched content is stored here. Raises: NoCode; OSError."""
+    """Return the content of an entry.
+
+    Args:
+        name: Name of the entry.
+        fetch: Returns the entry if it is not in this store. The entry is then stored here.
+
+    Raises:
+        NoCode: The entry is not available, or its content is damaged.
+        OSError: The entry could not be read or written.
+    """
     if (data := _here(name)) is not None:
         return data
     packed = fetch(name)
@@ -243,12 +288,15 @@ def read(name: str, fetch: Fetch = lambda _: None) -> bytes:
 
 
 def packed(name: str) -> bytes:
-    """Return the gzip-compressed content of a name. Raises: OSError."""
+    """Return the gzip-compressed content of an entry in this store. Raises: OSError."""
     return read_own_file(_path(name))
 
 
 def names_in(text: str, fetch: Fetch = lambda _: None) -> set[str]:
-    """Return every possible entry name in a text, with the tree of each name that is a code."""
+    """Return all names of entries in a text, such as `spec.yaml`.
+
+    If a name belongs to a code, the name of its tree is added.
+    """
     names = set(_NAME.findall(text))
     for name in tuple(names):
         with suppress(OSError, NoCode):
@@ -257,12 +305,14 @@ def names_in(text: str, fetch: Fetch = lambda _: None) -> set[str]:
 
 
 def forget(named: Collection[str], *, is_dry: bool = False) -> dict[str, int]:
-    """Delete the entries that are not named and that were last stored more than a day ago.
+    """Delete the entries that no run needs and that were last stored more than a day ago.
 
     Args:
-        is_dry: delete nothing, only return the result.
+        named: Names of the entries that runs need.
+        is_dry: True if nothing is deleted, and only the result is returned.
 
-    Returns: the size in bytes of each deleted entry, by its file name.
+    Returns:
+        The size in bytes of each deleted entry, by its file name.
     """
     deleted_sizes = {}
     for path in sorted((muster_home() / "code").glob("*")):
@@ -280,8 +330,9 @@ def made_of(code: Code | None, root: Path, python: Path) -> dict[str, object]:
     """Return the code and the software versions of a run on this machine, for the run's record.
 
     Args:
-        code: snapshot of the project. None if the run uses the files in `root` directly.
-        python: the interpreter of its programs.
+        code: Snapshot of the project, or None if the run uses the files in `root` directly.
+        root: The project folder.
+        python: Path of the Python interpreter that runs the run's programs.
     """
     source = asdict(code) if code else {"tree": None, "project": str(root), **_changes(root)}
     images = ("MUSTER_IMAGE", "APPTAINER_CONTAINER", "SINGULARITY_CONTAINER")
@@ -326,7 +377,7 @@ def _path(name: str) -> Path:
 
 
 def _here(name: str) -> bytes | None:
-    """Return the local content of a name, or None if it is missing or damaged."""
+    """Return the content of an entry in this store, or None if it is missing or damaged."""
     with suppress(FileNotFoundError, EOFError, gzip.BadGzipFile, ValueError, zlib.error):
         data = gzip.decompress(packed(name))
         return data if sha256(data).hexdigest() == name else None
@@ -345,10 +396,13 @@ def _unfit(problem: str, remedy: str) -> InvalidSpec:
 def _files(root: Path) -> tuple[set[str], set[str]]:
     """List the files of a project with git.
 
-    Returns: the paths of the project's files and links, including nested repositories; and the
-    ignored paths. A fully ignored folder is listed as one path.
+    Returns:
+        Two sets of relative paths. The first has the files and symbolic links of the project,
+        including those in nested repositories. The second has the paths that git ignores. If git
+        ignores a whole folder, the set has only the path of the folder.
 
-    Raises: InvalidSpec, if git is missing, is too slow, or fails.
+    Raises:
+        InvalidSpec: git is missing, is too slow, or fails.
     """
     try:
         names, ignored = _listed(root)
@@ -361,7 +415,8 @@ def _files(root: Path) -> tuple[set[str], set[str]]:
         path = root / name
         is_linked = path.parent.resolve() != (real / name).parent
         if is_linked or not os.path.lexists(path) or (real / name).is_relative_to(home):
-            # The file was removed, is behind a link that git does not follow, or belongs to Muster.
+            # The file was deleted, is in a linked folder that git does not follow, or belongs to
+            # Muster's home.
             names.discard(name)
         elif not stat.S_ISREG(mode := path.lstat().st_mode) and not stat.S_ISLNK(mode):
             names.discard(name)
@@ -381,14 +436,16 @@ def _files(root: Path) -> tuple[set[str], set[str]]:
 
 
 def _listed(root: Path) -> tuple[set[str], set[str]]:
-    """Return the paths that git lists in a folder, and those that it ignores there.
+    """Return the paths in a folder that git does not ignore, and the paths that git ignores.
 
-    Raises: GitFailed, OSError.
+    Raises:
+        GitFailed: git is missing, is too slow, or fails.
+        OSError: A temporary file could not be written.
     """
     if (repository := find_repository(root)) is not None:
         with git_view(root, repository) as git:
-            # If a repository around the folder ignores all of it, the folder is treated as a
-            # project without a repository.
+            # If a repository in a parent folder ignores the whole folder, the folder is listed
+            # below as a project without a repository.
             if git.list("-c", "-o", "--directory", "--", "."):
                 names, ignored = git.list("-c", "-o"), git.list("-o", "-i", "--directory")
                 return _without_slash(names), _without_slash(ignored)
@@ -404,9 +461,11 @@ def _without_slash(names: Collection[str]) -> set[str]:
 
 
 def _changes(root: Path) -> dict[str, str]:
-    """Return the last commit of a project and how its files differ from it, as fields of `Code`.
+    """Return the last commit of a project, and the patch from this commit to its files.
 
-    The result is empty if the project is in no repository that may be used, or has no commit.
+    Returns:
+        The fields `commit` and `diff` of `Code`. Empty if the project has no commit, or no trusted
+        repository.
     """
     if (repository := find_repository(root)) is None:
         return {}
@@ -438,12 +497,14 @@ def _packed(root: Path, names: Collection[str]) -> bytes:
 
 
 def _path_in(folders: dict[str, str], name: str) -> str:
-    """Return the path at which to write a file of a tree, and create its parent folders.
+    """Create the parent folders for a file of a tree, and return the path of the file.
 
-    A link or file that stands in place of a parent folder is deleted: it is not from the tree.
+    If a symbolic link or a file is in the place of a parent folder, it is deleted.
 
     Args:
-        folders: the folders created so far, by their path in the tree. New folders are added.
+        folders: Absolute paths of the folders that were created before, by relative path. New
+            folders are added.
+        name: Relative path of the file.
     """
     above, _, last = name.rpartition("/")
     if above not in folders:
@@ -478,7 +539,10 @@ def _link(path: str, target: str) -> None:
 
 
 def _make_way(path: str) -> None:
-    """Delete the entry that stands in place of a file. A folder is renamed instead of deleted."""
+    """Remove what is at a path, so that a file can be written there.
+
+    A file or link is deleted. A folder is renamed, because it may contain files that are needed.
+    """
     try:
         os.unlink(path)
     except IsADirectoryError:

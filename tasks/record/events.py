@@ -1,8 +1,8 @@
-"""Events of an attempt, in `events.jsonl` and for listeners, and events for the Prefect server.
+"""Events of an attempt, which are written to `events.jsonl`, and events for the Prefect server.
 
-`docs/events.md` lists all events with their fields; a test checks that code which emits or reads
-events agrees with it. `Event` has a typed property for each field. Fields that another version of
-Muster has added are kept. Fields that it has not written have their default value.
+`docs/events.md` lists all events with their fields. A test checks that the code agrees with this
+list. `Event` has a typed property for each field that Muster reads. If an event comes from another
+version of Muster, unknown fields are kept, and missing fields have their default value.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class _Field(Generic[T]):
-    """Property that reads a field of an event."""
+    """Property of `Event` that reads a field of the event and converts its value."""
 
     def __init__(
         self, default: T, convert: Callable[[Any], T] = lambda value: value, key: str = ""
@@ -38,7 +38,7 @@ class _Field(Generic[T]):
         Args:
             default: Value if the field is missing, null, or cannot be converted.
             convert: Converts the JSON value to the type of the property.
-            key: Name of the field, if it differs from the name of the property.
+            key: Name of the field, or an empty string if the property has the same name.
         """
         self._default = default
         self._convert = convert
@@ -66,9 +66,9 @@ class Event:
     at: float
     #: Name of the event, such as `component.ready` or `run.state`.
     name: str
-    #: Component that the event is about, or None for the run as a whole.
+    #: Name of the component to which the event belongs, or None if it belongs to the whole run.
     component: str | None = None
-    #: Further fields of the event.
+    #: Further fields of the event, by name.
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     address = _Field("")
@@ -87,7 +87,7 @@ class Event:
     id = _Field("", str)
     is_adopted = _Field(False, bool)
     killed = _Field[tuple[str, ...]]((), tuple)
-    #: Leftovers that could not be ended.
+    #: Leftover processes that could not be ended.
     left = _Field[Collection[object]](())
     message = _Field("", str)
     misses = _Field(0, int)
@@ -106,29 +106,33 @@ class Event:
     #: Durations of a fleet's requests since the last such event: `p50`, `p99` and `max` in seconds.
     requests = _Field[Mapping[str, float]]({}, dict)
     resume_from = _Field[str | None](None)
-    #: Choice of the checkpoint for an attempt: `from`, `rule`, `refused`, `notes`.
+    #: How the checkpoint of an attempt was chosen: `from`, `rule`, `refused`, `notes`.
     resume = _Field[Mapping[str, Any]]({}, dict)
     run_id = _Field("", str)
     #: Name of a signal, such as `SIGTERM`.
     signal = _Field[str | None](None)
     #: State of the run.
     state = _Field("", str)
-    #: Status of a job in the words of its Ray cluster.
+    #: Status of a Ray job as Ray reports it, such as `RUNNING`.
     status = _Field("", str)
     step = _Field(0.0, float)
     submission_id = _Field("", str)
     text = _Field("", str)
     took_s = _Field(0.0, float)
-    #: Number of the try, starting at 1.
+    #: Number of the try, from 1.
     tried = _Field(1, int, "try")
-    #: Machines that could not be checked for leftovers of a component.
+    #: Texts about machines that could not be checked for leftover processes of a component.
     unseen = _Field[tuple[str, ...]]((), tuple)
     url = _Field("", str)
     why = _Field("", str)
 
     @staticmethod
     def from_line(line: str | bytes) -> Event:
-        """Read an event from a line of `events.jsonl`. Raises: ValueError, if it is no event."""
+        """Return the event in a line of `events.jsonl`.
+
+        Raises:
+            ValueError: The line does not contain an event.
+        """
         try:
             content = json.loads(line)
             at = float(content.pop("at"))
@@ -154,8 +158,8 @@ Emit = Callable[..., None]
 class EventLog:
     """Writes events to a file and passes each event to the listeners, in order.
 
-    Its methods can be called from any thread. If the disk is full or a listener fails, it logs a
-    warning and continues, because supervision must not depend on bookkeeping.
+    Its methods can be called from any thread. If the file cannot be written or a listener fails, an
+    error is logged and the run continues. Supervision must not depend on its own record.
     """
 
     def __init__(
@@ -190,9 +194,8 @@ class EventLog:
 
         Args:
             name: Name of the event.
-            component: Component that the event is about, or None for the run.
-            at: Time of the event in UTC epoch seconds, if another process observed it. None means
-                the current time.
+            component: Name of the component to which the event belongs, or None for the whole run.
+            at: Time of the event in UTC epoch seconds, or None for the current time.
             fields: Further fields of the event. Secrets in them are masked.
         """
         with self._lock:
@@ -223,13 +226,13 @@ class EventLog:
             )
 
 
-#: Functions that receive all events of the runs in this context.
+#: Functions that are called with each event of the runs in the current context.
 event_listeners: ContextVar[tuple[Listener, ...]] = ContextVar("event_listeners", default=())
 
 
 @contextmanager
 def listen_to_events(listener: Listener) -> Iterator[None]:
-    """Pass all events of the runs in this context to the listener while the context is open."""
+    """Call a function with each event of the runs in this context, inside the `with` block."""
     token = event_listeners.set((*event_listeners.get(), listener))
     try:
         yield
@@ -237,9 +240,9 @@ def listen_to_events(listener: Listener) -> Iterator[None]:
         event_listeners.reset(token)
 
 
-#: Keys for a run that has a flow process.
+#: Keys in the payload of each event about a run with a flow process.
 _RUN = ("run_id", "workload", "attempt", "host")
-#: Keys for a run in the queue.
+#: Keys in the payload of each event about a run in the queue.
 _QUEUED = ("run_id", "pool", "queue")
 _COMPONENT = (*_RUN, "component", "pid", "submission_id", "log")
 _ENGINE = (*_RUN, "component", "engine", "ranks")

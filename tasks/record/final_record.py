@@ -1,6 +1,6 @@
 """Write the final state of a run whose flow process was killed.
 
-Call `write_final_record` only after all processes and jobs of the run were ended.
+`write_final_record` may be called only after all processes and Ray jobs of the run have ended.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from tasks.spec.failure_kinds import FailureKind
 
 _log = logging.getLogger(__name__)
 
-#: Name of the rule that appears in a failure caused only by the loss of the flow process.
+#: Rule in the failure of an attempt that failed only because its flow process was killed.
 FLOW_LOST = "flow-lost"
 _WAITING = (RunState.QUEUED, RunState.PENDING_RESOURCES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowLoss:
-    """Facts that `reconcile` found about a run whose flow process was killed, and its clean-up."""
+    """Facts about a run whose flow process was killed, and what `reconcile` has cleaned up."""
 
     #: Process id of the flow process that was killed.
     pid: int
     #: True if the flow run is cancelling or cancelled on the Prefect server.
     is_cancelled: bool = False
-    #: True if the flow run is scheduled again on the Prefect server. None if this is unknown; a run
-    #: that waits according to its own record then keeps waiting.
+    #: True if the flow run is scheduled again on the Prefect server. None if the server could not
+    #: be asked. If the run's own record says that it waits, it then continues to wait.
     is_waiting: bool | None = False
     #: Name of the worker on another host that has taken over the run, or an empty string. The run
-    #: may also have ended there.
+    #: may already have ended there.
     elsewhere: str = ""
     #: Process ids of leftover processes that were ended.
     killed: tuple[int, ...] = ()
@@ -46,18 +46,19 @@ class FlowLoss:
     removed: tuple[Path, ...] = ()
     #: Submission ids of leftover Ray jobs that were ended.
     jobs: tuple[str, ...] = ()
-    #: Part of a sentence that names the Ray jobs that still run or whose state is unknown, or an
-    #: empty string.
+    #: Part of a sentence with the Ray jobs that still run or whose state is unknown, or an empty
+    #: string.
     jobs_left: str = ""
-    #: Names of nodes that could not be checked after the jobs ended, joined to a text.
+    #: Text with the nodes that could not be checked for leftover processes after the Ray jobs
+    #: ended, or an empty string.
     unseen: str = ""
-    #: Final record that the flow process could not write, or None. It contains only the last
-    #: attempt, without its components.
+    #: Final record of the run that the flow process knew but could not write, or None. It contains
+    #: only the last attempt, without its components.
     end: RunJson | None = None
 
     @property
     def cause(self) -> str:
-        """Sentence for the user about the loss and the clean-up."""
+        """Text for the user about the killed flow process and what was cleaned up."""
         ended = [f"pids {', '.join(map(str, self.killed))}"] if self.killed else []
         ended += [f"job {job}" for job in self.jobs]
         if ended:
@@ -72,14 +73,14 @@ class FlowLoss:
 
     @property
     def failure(self) -> Failure:
-        """Failure of the attempt that ran when the flow process was killed."""
+        """Failure for the attempt that ran when the flow process was killed."""
         return Failure(kind=FailureKind.UNKNOWN, message=self.cause, rule=FLOW_LOST)
 
 
 def has_failed_by_loss(record: RunJson) -> bool:
     """Return True if a run failed only because its flow process was killed."""
     failure = record.attempt.failure if record.attempt else None
-    # A record without attempts has no place for a failure, so the loss is the only possible cause.
+    # Failures are recorded in attempts. A failed run without attempts can have only this cause.
     is_lost = record.attempt is None or (failure is not None and failure.rule == FLOW_LOST)
     return record.state is RunState.FAILED and is_lost
 
@@ -87,12 +88,17 @@ def has_failed_by_loss(record: RunJson) -> bool:
 def write_final_record(
     directory: Path, loss: FlowLoss, clock: Callable[[], float] = time.time
 ) -> tuple[RunJson | None, bool]:
-    """Write the final state of a lost run into its record, and add events to its event log.
+    """Write the final state of a run into its `run.json`, and add events to its event log.
 
-    If the recorded state is already final, no file is touched, so a second call does nothing.
+    If the recorded state is already final, no file is changed.
+
+    Args:
+        directory: Directory of the run.
+        loss: Facts about the run, whose flow process was killed.
+        clock: Returns the current time in UTC epoch seconds.
 
     Returns:
-        The record, or None if it cannot be read; and True if the record was changed.
+        Two values: the record, or None if it cannot be read; and True if the record was changed.
 
     Raises:
         OSError: The record or the event log cannot be accessed.
@@ -122,7 +128,7 @@ def finalize_record(record: RunJson, loss: FlowLoss, now: float) -> RunJson:
 
     Args:
         record: The record as it was found. It is returned unchanged if its state is final.
-        loss: Facts that `reconcile` found about the run.
+        loss: Facts about the run, whose flow process was killed.
         now: End time to write, in UTC epoch seconds.
 
     Raises:
@@ -150,7 +156,13 @@ def finalize_record(record: RunJson, loss: FlowLoss, now: float) -> RunJson:
 
 
 def _merge_unwritten_end(record: RunJson, end: RunJson, now: float) -> RunJson:
-    """Return the record with the final state that the flow process could not write."""
+    """Return the record with the final state that the flow process knew but could not write.
+
+    Args:
+        record: The record in `run.json`.
+        end: Record with the final state. It contains only the last attempt.
+        now: Current time in UTC epoch seconds.
+    """
     if (last := end.attempt) is not None:
         attempts = [attempt for attempt in record.attempts if attempt.number < last.number]
         recorded = record.attempt
@@ -161,7 +173,7 @@ def _merge_unwritten_end(record: RunJson, end: RunJson, now: float) -> RunJson:
 
 
 def _end_components(attempt: AttemptRecord, at: float) -> dict[str, ComponentRecord]:
-    """Return the components of an attempt, with missing end times added.
+    """Return the components of an attempt by name, with missing end times set to `at`.
 
     Their exit code and signal stay unknown, because no process observed their end.
     """
@@ -181,7 +193,8 @@ def _decide_state(record: RunJson, loss: FlowLoss) -> tuple[RunState, str]:
     if attempt is not None and attempt.state is RunState.COMPLETED:
         return RunState.COMPLETED, f"completed; {loss.cause}"
 
-    # A cancelled run fails if its attempt has failed, unless the run was waiting for a retry.
+    # A run that was cancelled during its retry wait is CANCELLED, although its last attempt failed.
+    # A run whose attempt failed for another reason is FAILED, even if it was cancelled as well.
     was_waiting = attempt is None or record.state in _WAITING
     is_attempt_cancelled = attempt is not None and attempt.state is RunState.CANCELLED
     if (loss.is_cancelled and was_waiting) or is_attempt_cancelled:
@@ -194,7 +207,7 @@ def _decide_state(record: RunJson, loss: FlowLoss) -> tuple[RunState, str]:
 def _log_events(
     place: RunPlace, before: RunJson, after: RunJson, loss: FlowLoss, clock: Callable[[], float]
 ) -> None:
-    """Add the clean-up and the state changes to the event log of the last attempt."""
+    """Write events about the clean-up and the new states to the last attempt's event log."""
     if after.attempt is None:
         return
     events = EventLog(place.attempt(after.attempt.number).events, clock=clock)

@@ -1,4 +1,4 @@
-"""Run ids, the paths of a run's files, and the access rights of Muster's home."""
+"""Run ids, paths of a run's files, and access rights of Muster's home directory (`MUSTER_HOME`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tasks.spec.ownership import (
 
 _log = logging.getLogger(__name__)
 
-#: The folders that Muster keeps in its home.
+#: Names of the folders that Muster keeps in its home.
 _OWN = (
     "cache",
     "claims",
@@ -39,30 +39,33 @@ _OWN = (
     "temp",
     "unseen",
 )
-#: Folders that no other user may read, regardless of MUSTER_UMASK.
+#: Names of the folders in the home that no other user may read, regardless of MUSTER_UMASK.
 _OF_SERVERS = ("cache", "prefect", "stack", "temp")
 #: Names of all files and folders that Muster keeps directly in its home.
 _ENTRIES = (*_OWN, "agents.key", "password", "ray-token", "zygote")
-#: Mode bits that let the group or all users write.
+#: Mode bits of a file that let its group or all users write.
 _WRITE_BITS = 0o022
-#: Environment variable that names the owner of the home, for a user who only reads in it.
+#: Environment variable with the name or id of the user who owns the home. It is for another user
+#: who wants to read files in this home.
 _OWNER_VARIABLE = "MUSTER_HOME_OWNER"
-#: Advice to the user if the home is not trusted.
+#: Advice to the user if another user could change files in the home.
 _REMEDY = (
     "The home, the folders above it and Muster's files in it must belong to you or to root, and "
     "no other user may write there. Correct their owners and modes, or set MUSTER_HOME to your own "
     f"folder. To read the home of another user that you trust, set {_OWNER_VARIABLE} to that user."
 )
-#: Homes already checked and trusted: path, id of this user, ids of the trusted users.
+#: Homes that this process has checked and found trusted. Each entry has the path of the home, the
+#: id of this user, and the ids of the trusted users.
 _trusted_homes: set[tuple[Path, int, frozenset[int]]] = set()
 
 
 def muster_home() -> Path:
-    """Return `$MUSTER_HOME`, by default `~/.muster`; absolute.
+    """Return the absolute path of Muster's home: `$MUSTER_HOME`, or `~/.muster` if it is not set.
 
-    Raises: UntrustedPath, if another user could change the home's content. The check covers the
-        home, the folders above it, and the entries that Muster keeps in it. Each must belong to a
-        trusted user, and no other user may write to it.
+    Raises:
+        UntrustedPath: Another user could change the content of the home. The home, the folders
+            above it, and the files and folders that Muster keeps in it must belong to a trusted
+            user, and no other user may write to them.
     """
     home = Path(os.environ.get("MUSTER_HOME") or "~/.muster").expanduser().absolute()
     owners = home_owners()
@@ -75,7 +78,7 @@ def muster_home() -> Path:
         fault = f"{error.filename or home} cannot be checked: {error.strerror}"
     if fault:
         raise UntrustedPath(f"MUSTER_HOME {home} cannot be used: {fault}\n{_REMEDY}")
-    # If the home does not exist yet, another user may still create it. Check it again then.
+    # If the home does not exist yet, another user could create it later. It is then checked again.
     if home.exists():
         _trusted_homes.add(checked_home)
     return home
@@ -84,9 +87,10 @@ def muster_home() -> Path:
 def home_owners() -> frozenset[int]:
     """Return the ids of the users whose files in the home are trusted.
 
-    These are this user, root, and the user that MUSTER_HOME_OWNER names.
+    These are this user, root, and the user in the environment variable MUSTER_HOME_OWNER.
 
-    Raises: UntrustedPath, if there is no such user.
+    Raises:
+        UntrustedPath: The user in MUSTER_HOME_OWNER does not exist.
     """
     owner = os.environ.get(_OWNER_VARIABLE)
     if not owner:
@@ -99,7 +103,15 @@ def home_owners() -> frozenset[int]:
 
 
 def _home_fault(home: Path, owners: frozenset[int]) -> str:
-    """Return why a home is not trusted, or an empty string. Raises: OSError."""
+    """Return the reason why a home is not trusted, or an empty string if it is trusted.
+
+    Args:
+        home: Absolute path of the home.
+        owners: Ids of the trusted users.
+
+    Raises:
+        OSError: The owner or the mode of a file could not be read.
+    """
     if fault := find_path_fault(home, owners):
         return fault
     entries = (home / name for name in _ENTRIES)
@@ -112,8 +124,10 @@ def _home_fault(home: Path, owners: frozenset[int]) -> str:
 def read_own_file(path: Path) -> bytes:
     """Return the content of a file that Muster wrote.
 
-    Raises: PermissionError, if the file is a link or no regular file, belongs to another user, or
-        if other users may write to it; OSError.
+    Raises:
+        PermissionError: The file is a symbolic link or not a regular file, belongs to another user,
+            or other users may write to it.
+        OSError: The file could not be read.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
@@ -132,9 +146,14 @@ def read_own_file(path: Path) -> bytes:
 
 
 def is_at(fd: int, path: Path) -> bool:
-    """Return True if a path still leads to an open file.
+    """Return True if an open file is still the file at a path.
 
-    A lock on a file that was removed or replaced since it was opened excludes no other process.
+    It is used for lock files. If a lock file was deleted or replaced after this process opened it,
+    other processes lock a different file.
+
+    Args:
+        fd: Descriptor of the open file.
+        path: Path under which the file was opened.
     """
     try:
         return os.path.samestat(os.fstat(fd), path.stat())
@@ -143,19 +162,22 @@ def is_at(fd: int, path: Path) -> bool:
 
 
 def keep_private() -> None:
-    """Set the umask of this process, and take other users' access to Muster's home away.
+    """Set the umask of this process, and remove other users' access to Muster's home.
 
-    The umask also holds for child processes. MUSTER_UMASK=027 lets the group read, 022 lets all
-    users read; by default only this user reads. If the home was readable by more users, the rights
-    of all files in Muster's folders are corrected once. Files of other users, and files in the home
-    that Muster did not write, are not changed.
+    Child processes inherit the umask. By default, only this user can read new files. With
+    MUSTER_UMASK=027 the group can read them, with 022 all users can.
 
-    Raises: UntrustedPath, if the home is not trusted, or MUSTER_UMASK lets other users write.
+    If more users could read the home until now, the modes of all files in Muster's folders are
+    corrected. Files of other users, and files in other folders of the home, are not changed.
+
+    Raises:
+        UntrustedPath: The home is not trusted, or MUSTER_UMASK would let other users write.
     """
     mask = _umask()
     os.umask(mask)
     home = muster_home()
-    # The home is closed first, so that no other user can reach its files during the next steps.
+    # The mode of the home is changed first. Other users then cannot reach files in it while the
+    # modes of these files are changed.
     was_open = not _is_more_than_a_home(home) and _restrict(home, mask)
     for name in _OWN:
         hidden = 0o077 if name in _OF_SERVERS else mask
@@ -165,9 +187,10 @@ def keep_private() -> None:
 
 
 def _umask() -> int:
-    """Return the umask that MUSTER_UMASK asks for.
+    """Return the umask in the environment variable MUSTER_UMASK, or 077 if it is not valid.
 
-    Raises: UntrustedPath, if MUSTER_UMASK lets other users write.
+    Raises:
+        UntrustedPath: MUSTER_UMASK would let other users write.
     """
     asked = os.environ.get("MUSTER_UMASK") or "077"
     try:
@@ -182,12 +205,15 @@ def _umask() -> int:
             f"MUSTER_UMASK={asked} would let other users write to the files of runs. "
             "Set it to 077 (only you can read), 027 (the group can read) or 022 (all can read)."
         )
-    # The rights of this user stay: without them, a process could not read its own files.
+    # The mask must not remove the rights of this user, who could not read new files otherwise.
     return mask & 0o077
 
 
 def _is_more_than_a_home(path: Path) -> bool:
-    """Return True for a folder that holds more than Muster's files: a person's home, `/`."""
+    """Return True if the folder is `/` or the home directory of this user.
+
+    Such a folder contains other files than those of Muster, so its mode must not be changed.
+    """
     with suppress(RuntimeError):
         return path in (Path("/"), Path.home())
     return False
@@ -197,9 +223,12 @@ def _restrict(path: Path, mask: int, *, only: bool = False) -> bool:
     """Set the mode of a file or folder of this user as if it had been created with a umask.
 
     Args:
-        only: take rights away, but add none.
+        path: The file or folder.
+        mask: The umask.
+        only: True if rights may be removed but not added.
 
-    Returns: True if the mode was changed.
+    Returns:
+        True if the mode was changed.
     """
     with suppress(OSError):
         status = path.lstat()
@@ -218,14 +247,18 @@ def _below(directory: Path) -> Iterator[Path]:
 
 
 def password_file() -> Path:
-    """Return the path of the Prefect password file of this home. Only its owner may read it."""
+    """Return the path of the file with the Prefect password of this home.
+
+    Only the owner of the home may read this file.
+    """
     return muster_home() / "password"
 
 
 def server_password() -> str:
-    """Return `user:password` of the Prefect servers that are started in this home.
+    """Return `user:password` for the Prefect servers that use this home.
 
-    The result is empty if the home has no password yet, or if the file belongs to another user.
+    The result is an empty string if the home has no password yet, or if the password file cannot be
+    read or is not trusted.
     """
     with suppress(OSError):
         return read_own_file(password_file()).decode().strip()
@@ -233,17 +266,20 @@ def server_password() -> str:
 
 
 def make_server_password() -> str:
-    """Return the Prefect password of this home, and create it if missing.
+    """Return `user:password` for the Prefect servers of this home, and create it if it is missing.
 
-    Raises: the same errors as `kept_secret`.
+    Raises:
+        PermissionError: The password file is not trusted.
+        OSError: The password file could not be read or written.
     """
     return kept_secret(password_file(), _new_password)
 
 
 def renew_server_password() -> str:
-    """Replace the password of this home's Prefect servers by a new one, and return it.
+    """Replace the password of this home's Prefect servers, and return the new `user:password`.
 
-    Raises: OSError.
+    Raises:
+        OSError: The password file could not be written.
     """
     password = _new_password()
     path = password_file()
@@ -265,19 +301,23 @@ def kept_secret(path: Path, make: Callable[[], str]) -> str:
     Only this user may read the file.
 
     Args:
-        make: returns the content of a new file.
+        path: The secret file.
+        make: Returns the content of a new file.
 
-    Raises: PermissionError, if the file is not trusted, see `read_own_file`; OSError.
+    Raises:
+        PermissionError: The file is not trusted; see `read_own_file`.
+        OSError: The file could not be read or written.
     """
     if not is_present(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Check the home again: another user may have created the folder at the same moment.
+        # Check the home again, because another user may have created it at the same moment.
         muster_home()
         draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(f"{make()}\n")
         try:
-            # If two processes create the file at the same time, the first file is used.
+            # If two processes create the file at the same time, both use the file that was linked
+            # first.
             with suppress(FileExistsError):
                 os.link(draft, path)
         finally:
@@ -291,7 +331,7 @@ def kept_secret(path: Path, make: Callable[[], str]) -> str:
 def make_run_id(name: str, workload: str, flow_run_id: UUID, created: datetime) -> str:
     """Return the run id of a flow run: `<name>-<workload>-<YYYYMMDD>-<HHMMSS>-<8 hex>`.
 
-    A flow run always gets the same id. Date and time are the creation time in UTC.
+    The id of a flow run never changes. It contains the creation time of the flow run in UTC.
     """
     return f"{name}-{workload}-{created.astimezone(UTC):%Y%m%d-%H%M%S}-{flow_run_id.hex[-8:]}"
 

@@ -1,11 +1,12 @@
-"""Queries to git about a project. git runs no program that the repository names.
+"""Ask git about the files, the last commit and the changes of a project.
 
-The settings of a repository can name programs: filters, hooks, file monitors, diff viewers and
-transports. Therefore git does not read these settings. It works in an empty git directory that
-Muster creates, with a copy of the repository's index and access to its objects. git gets only the
-settings and attributes that this module lists.
+The settings of a git repository can name programs: filters, hooks, file monitors, diff viewers and
+transports. git would run them, even if another person wrote the settings. Therefore git does not
+read these settings here. It works in a git directory that Muster creates, with a copy of the
+repository's index and access to its objects. git gets only the settings and attributes that this
+module lists.
 
-A repository is used only if all its files belong to this user or to root, see `find_repository`.
+A repository is used only if all its files belong to this user or to root; see `find_repository`.
 Source: CVE-2022-24765, gitrepository-layout(5), git-config(1), gitattributes(5).
 """
 
@@ -27,21 +28,24 @@ from tasks.spec.errors import MusterError
 from tasks.spec.formatting import format_count
 from tasks.spec.ownership import find_folder_fault, find_marker_fault, is_present, warn_ignored
 
-#: Timeout of a git command, in seconds.
+#: Time limit for a git command, in seconds.
 _ANSWERS_WITHIN_S = 60.0
-#: Maximum length of a chain of alternate object stores. Source: the same limit in git.
+#: Largest length of a chain of object stores, each of which names the next as its alternate.
+#: Source: git has the same limit.
 _ALTERNATES_DEPTH = 5
-#: Maximum number of files in a patch. The patch is cut later, so more files would not fit.
+#: Largest number of files in a patch. The patch is cut after 16,384 characters anyway.
 _PATCHED_FILES = 300
-#: Maximum number of files with a filter that are compared with the commit.
+#: Largest number of files with a git filter that are compared with the commit.
 _COMPARED_FILES = 100
 
-#: Settings of a repository that are passed to git. No setting in this list names a program.
+#: Names of the repository's settings that are passed to git. None of these settings can name a
+#: program.
 _SETTINGS = (
     *("core.autocrlf", "core.eol", "core.excludesfile", "core.filemode", "core.ignorecase"),
     *("core.symlinks", "core.sparsecheckout", "core.sparsecheckoutcone"),
 )
-#: Settings that override those of the user and of the machine.
+#: Settings that are passed to each git command. They override the settings of the user and of the
+#: machine, so that git runs no other program.
 _SWITCHED_OFF = (
     *("core.fsmonitor=false", "core.untrackedCache=false", "core.hooksPath=/dev/null"),
     *("core.pager=cat", "core.askPass=", "core.sshCommand=false", "credential.helper="),
@@ -49,10 +53,11 @@ _SWITCHED_OFF = (
     *("diff.ignoreSubmodules=dirty", "submodule.recurse=false", "protocol.allow=never"),
     *("gpg.program=false", "gc.auto=0", "maintenance.auto=false", "advice.detachedHead=false"),
 )
-#: Attributes file that unsets `filter`, which names a program, for all files. The repository's own
-#: attributes files cannot override it. Their conversions within git still apply.
+#: Content of the file `info/attributes` in the git directory that Muster creates. It removes the
+#: attribute `filter`, which names a program, from all files. The attributes files of the repository
+#: cannot override this. Their other attributes, such as line endings, still apply.
 _ATTRIBUTES = "* -filter\n"
-#: Pointer that git-lfs commits in place of a file's content. Source: git-lfs, docs/spec.md.
+#: Matches the text that git-lfs commits in place of a large file. Source: git-lfs, docs/spec.md.
 _LFS_POINTER = re.compile(
     rb"version https://git-lfs\.github\.com/spec/v1\n(?:ext-[^\n]*\n)*"
     rb"oid sha256:([0-9a-f]{64})\nsize (\d+)\n"
@@ -60,26 +65,28 @@ _LFS_POINTER = re.compile(
 
 
 class GitFailed(MusterError):
-    """git is missing, is too slow, or refuses the repository."""
+    """A git command failed: git is missing, is too slow, or rejects the repository."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repository:
-    """A repository that belongs to this user or to root, and its work tree."""
+    """A git repository whose files belong to this user or to root."""
 
-    #: The folder that holds `.git`; absolute, without symbolic links.
+    #: Absolute path of the folder that contains `.git`, with symbolic links resolved.
     work_tree: Path
-    #: Git directory of this work tree, with HEAD and the index.
+    #: Path of the git directory of this work tree. It contains HEAD and the index.
     git_dir: Path
-    #: Git directory that all work trees share, with objects, branches and settings.
+    #: Path of the git directory that all work trees of the repository share. It contains the
+    #: objects, the branches and the settings. It differs from `git_dir` if `git worktree` was used.
     common_dir: Path
 
 
 def find_repository(folder: Path) -> Repository | None:
-    """Return the repository that contains a folder, or None.
+    """Return the git repository that contains a folder, or None if there is no trusted repository.
 
-    The search goes up through the parent folders. It ends at a folder that belongs to another user
-    or that all users may write to. If a repository is not used, the reason is logged in one line.
+    The folder and its parent folders are searched. The search ends at a folder that belongs to
+    another user or that other users may write to. If a repository is found but not trusted, the
+    reason is logged.
     """
     place = folder.resolve()
     for above in (place, *place.parents):
@@ -97,7 +104,10 @@ def find_repository(folder: Path) -> Repository | None:
 
 
 def repository_at(work_tree: Path) -> Repository | None:
-    """Return the repository with its `.git` in a folder, or None if none can be used."""
+    """Return the git repository whose `.git` is in a folder.
+
+    Return None if the repository is incomplete or not trusted. The reason is logged.
+    """
     mark = work_tree / ".git"
     try:
         if fault := find_marker_fault(mark):
@@ -119,7 +129,16 @@ def repository_at(work_tree: Path) -> Repository | None:
 
 
 def _named_in(file: Path, prefix: str) -> Path:
-    """Return the folder that a file of git names. Raises: OSError, ValueError."""
+    """Return the path of the folder that a file of a repository contains, such as the file `.git`.
+
+    Args:
+        file: The file.
+        prefix: Text before the path in the file, such as `gitdir: `.
+
+    Raises:
+        OSError: The file could not be read, or belongs to another user.
+        ValueError: The file does not contain the path of a folder.
+    """
     if fault := find_marker_fault(file):
         raise PermissionError(fault)
     text = os.fsdecode(file.read_bytes()).rstrip("\n")
@@ -129,7 +148,11 @@ def _named_in(file: Path, prefix: str) -> Path:
 
 
 def _fault_of(git_dir: Path, common_dir: Path) -> str:
-    """Return why a part of a repository is not trusted. Raises: OSError."""
+    """Return the reason why a repository is not trusted, or an empty string if it is trusted.
+
+    Raises:
+        OSError: A file of the repository could not be checked.
+    """
     own = ("HEAD", "index", "config.worktree")
     shared = ("config", "objects", "refs", "packed-refs", "info", "info/exclude")
     parts = [git_dir, common_dir]
@@ -142,7 +165,17 @@ def _fault_of(git_dir: Path, common_dir: Path) -> str:
 
 
 def _alternates_fault(objects: Path, depth: int) -> str:
-    """Return why one of the further object stores of a store is not trusted. Raises: OSError."""
+    """Return the reason why an alternate object store is not trusted, or an empty string.
+
+    Alternate object stores are folders of other repositories in which git also looks for objects.
+
+    Args:
+        objects: The object store that may name alternate stores.
+        depth: Number of stores that led to this store, 0 for the repository's own store.
+
+    Raises:
+        OSError: A file could not be checked.
+    """
     listed = objects / "info" / "alternates"
     if not is_present(listed):
         return ""
@@ -162,13 +195,15 @@ def _alternates_fault(objects: Path, depth: int) -> str:
 
 
 class GitView:
-    """Queries to git about a folder. Created by `git_view`."""
+    """Asks git about a folder. `git_view` creates an instance."""
 
     def __init__(self, folder: Path, repository: Repository | None, place: Path) -> None:
         """
         Args:
-            repository: repository that contains the folder. If None, all files count as new.
-            place: an empty folder, which becomes the git directory.
+            folder: The folder.
+            repository: Git repository that contains the folder, or None. Without a repository, git
+                treats all files as new.
+            place: Empty folder, which becomes the git directory.
         """
         self._folder = folder
         self._repository = repository
@@ -178,29 +213,31 @@ class GitView:
         self._lend()
 
     def list(self, *options: str) -> set[str]:
-        """Return the paths of `ls-files`, relative to the folder. Raises: GitFailed."""
+        """Return the paths that `git ls-files` lists, relative to the folder. Raises: GitFailed."""
         words = ("ls-files", "-z", "--exclude-standard", *options)
         return {name for name in self._ask(self._folder, *words).split("\0") if name}
 
     def commit(self) -> str:
-        """Return the hash of the last commit; empty if there is none."""
+        """Return the hash of the last commit, or an empty string if there is no commit."""
         if self._repository is None:
             return ""
         with suppress(GitFailed):
-            # Branches can be stored in several formats, so git reads them in the real directory.
-            # This command runs no other program.
+            # git stores branches in several formats. Therefore this command works in the real git
+            # directory of the repository. It runs no other program.
             git_dir = self._repository.git_dir
             words = ("rev-parse", "--verify", "--quiet", "HEAD^{commit}")
             return self._run(self._work_tree, (f"--git-dir={git_dir}",), *words).strip()
         return ""
 
     def diff(self, commit: str) -> str:
-        """Return the patch from a commit to the current version-controlled files.
+        """Return the patch from a commit to the current files that git tracks.
 
-        Files with a filter (git-lfs) are not in the patch. Lines after the patch name those that
-        differ, or that cannot be compared without running the filter.
+        Files with a git filter, for example of git-lfs, are not part of the patch. The lines after
+        the patch name the files with a filter that differ from the commit, or that cannot be
+        compared without running the filter.
 
-        Raises: GitFailed.
+        Raises:
+            GitFailed: A git command failed.
         """
         folder = os.path.relpath(self._folder.resolve(), self._work_tree)
         options = (
@@ -223,10 +260,11 @@ class GitView:
         return patch + "".join(lines)
 
     def _filters_of(self, names: Sequence[str]) -> dict[str, str]:
-        """Return the filters of the files that have a filter, by file path."""
+        """Return the name of the git filter of each file that has one, by path of the file."""
         if not names:
             return {}
-        # Remove Muster's override for this command, to read the attribute that the repository sets.
+        # Delete the file that removes the attribute `filter`, so that git shows the attribute of
+        # the repository. The file is written again below.
         attributes = self._git_dir / "info" / "attributes"
         attributes.unlink()
         try:
@@ -239,7 +277,13 @@ class GitView:
         return {name: value for name, value in values if value not in ("unspecified", "unset")}
 
     def _filtered_line(self, commit: str, name: str, position: int) -> str:
-        """Return the line about a file with a filter, or an empty string if it is unchanged."""
+        """Return a line about a file with a git filter, or nothing if the file is unchanged.
+
+        Args:
+            commit: Hash of the commit with which the file is compared.
+            name: Path of the file in the work tree.
+            position: Number of files with a filter before this file.
+        """
         if position >= _COMPARED_FILES:
             return f"{name}: not compared, because a filter creates its content\n"
         path = self._work_tree / name
@@ -256,7 +300,8 @@ class GitView:
                 return f"{name}: not a regular file any more (git-lfs)\n"
             with path.open("rb") as file:
                 if file.read(len(pointer) + 1) == os.fsencode(pointer):
-                    # git-lfs has not fetched the content.
+                    # The file is still the pointer text, because git-lfs has not fetched the
+                    # content.
                     return ""
                 file.seek(0)
                 is_same = status.st_size == int(match[2])
@@ -268,7 +313,12 @@ class GitView:
         return "" if is_same else f"{name}: its content differs from the commit (git-lfs)\n"
 
     def _lend(self) -> None:
-        """Create the git directory from the repository's index. Raises: OSError, GitFailed."""
+        """Write the files of the git directory: a copy of the repository's index, and settings.
+
+        Raises:
+            OSError: A file could not be read or written.
+            GitFailed: The settings of the repository could not be read.
+        """
         for name in ("objects", "refs", "info"):
             (self._git_dir / name).mkdir()
         (self._git_dir / "HEAD").write_text("ref: refs/heads/none\n")
@@ -285,8 +335,8 @@ class GitView:
         git_dir = self._repository.git_dir
         common_dir = self._repository.common_dir
         with suppress(FileNotFoundError):
-            # copy2 keeps the modification time. git compares it with the times of the files to find
-            # files that changed after the index was written.
+            # copy2 keeps the modification time of the index. git needs it to find files that were
+            # changed after the index was written.
             shutil.copy2(git_dir / "index", self._git_dir / "index")
         for part in git_dir.glob("sharedindex.*"):
             shutil.copy2(part, self._git_dir / part.name)
@@ -294,26 +344,48 @@ class GitView:
             shutil.copyfile(common_dir / "info" / "exclude", self._git_dir / "info" / "exclude")
 
     def _settings_of(self, repository: Repository) -> tuple[str, ...]:
-        """Return the listed settings of a repository as `name=value`, without included files."""
+        """Return those settings of a repository that may be passed to git, each as `name=value`.
+
+        Settings in included files are ignored.
+        """
         pattern = "|".join(map(re.escape, (*_SETTINGS, "extensions.objectformat")))
         words = ("config", "--file", str(repository.common_dir / "config"), "--no-includes")
         try:
             output = self._ask(self._work_tree, *words, "-z", "--get-regexp", f"^({pattern})$")
         except GitFailed:
-            # git fails if no listed setting is present.
+            # This git command fails if the repository has none of the settings.
             return ()
         pairs = (item.partition("\n") for item in output.split("\0") if item)
         return tuple(f"{name}={value if newline else 'true'}" for name, newline, value in pairs)
 
     def _ask(self, cwd: Path, *words: str, input: str = "") -> str:
-        """Run git in the directory that Muster created; return the output. Raises: GitFailed."""
+        """Run git with the git directory that Muster created, and return its output.
+
+        Args:
+            cwd: Working directory of the command.
+            words: The git command and its arguments.
+            input: Standard input of the command.
+
+        Raises:
+            GitFailed: The command failed.
+        """
         settings = (part for setting in self._settings for part in ("-c", setting))
         options = (f"--git-dir={self._git_dir}", f"--work-tree={self._work_tree}", *settings)
         return self._run(cwd, options, *words, input=input)
 
     def _run(self, cwd: Path, options: Sequence[str], *words: str, input: str = "") -> str:
-        """Return the output of a git command. Raises: GitFailed."""
-        # Inside a git hook, these variables refer to the repository of the hook.
+        """Run a git command and return its output.
+
+        Args:
+            cwd: Working directory of the command.
+            options: Options before the git command, such as `--git-dir`.
+            words: The git command and its arguments.
+            input: Standard input of the command.
+
+        Raises:
+            GitFailed: The command failed or did not end in time.
+        """
+        # If Muster runs inside a git hook, the variables GIT_* refer to the repository of the hook.
         env = {name: text for name, text in os.environ.items() if not name.startswith("GIT_")}
         env |= {
             "GIT_ATTR_NOSYSTEM": "1",
@@ -345,7 +417,16 @@ class GitView:
 
 @contextmanager
 def git_view(folder: Path, repository: Repository | None) -> Iterator[GitView]:
-    """Yield a view of a folder, see `GitView`. Raises: OSError, GitFailed."""
+    """Yield a `GitView` of a folder. Its git directory is deleted at the end of the `with` block.
+
+    Args:
+        folder: The folder.
+        repository: Git repository that contains the folder, or None.
+
+    Raises:
+        OSError: The git directory could not be created.
+        GitFailed: A git command failed.
+    """
     with tempfile.TemporaryDirectory(prefix="muster-git-") as place:
         yield GitView(folder, repository, Path(place))
 
