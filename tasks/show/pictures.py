@@ -479,7 +479,7 @@ class Figures:
         """Pairs of step and value, sorted by step. The last value of each step is used."""
         return sorted(self._points.items())
 
-    def look(self) -> bool:
+    def read_new(self) -> bool:
         """Read the lines that were added to the file since the last call.
 
         Returns:

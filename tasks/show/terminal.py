@@ -217,7 +217,7 @@ def _read_figures(path: Path, *names: str) -> Figures | None:
         names: Names of metrics, best first. The first metric that the file has is read.
     """
     figures = Figures(path, "step", names)
-    while figures.look():
+    while figures.read_new():
         pass
     return figures if figures.points else None
 
@@ -309,7 +309,7 @@ def _build_progress_line(pace: Pace, total: float | None, now: float) -> Table:
     """Return the line with the step, a progress bar, the speed and the remaining time."""
     step = pace.step or 0.0
     rate = pace.per_second(now)
-    remaining_s = pace.left_s(now)
+    remaining_s = pace.remaining_s(now)
 
     estimates = []
     if rate:

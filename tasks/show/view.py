@@ -120,7 +120,7 @@ class Pace:
         """The step that the training reported last, or None if it reported no step."""
         return self._steps[-1][1] if self._steps else None
 
-    def see(self, at: float, step: float) -> None:
+    def add_step(self, at: float, step: float) -> None:
         """Add a step that the training has reported.
 
         Args:
@@ -153,7 +153,7 @@ class Pace:
         is_overdue = last != self._total and (now - last_at) * rate > 1
         return (last - first + 1) / (now - first_at) if is_overdue else rate
 
-    def left_s(self, now: float) -> float | None:
+    def remaining_s(self, now: float) -> float | None:
         """Return the estimated seconds until the end of the training, or None if unknown.
 
         Args:
@@ -249,7 +249,7 @@ class RunSeen:
                 self.why = event.message
                 self.doing = f"waiting: {event.message}"
             case "run.progress":
-                self.pace.see(event.at, event.step)
+                self.pace.add_step(event.at, event.step)
                 if self._is_slow:
                     self._is_slow = False
                     self.doing = self.running

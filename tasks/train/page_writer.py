@@ -227,7 +227,7 @@ class RunPage:
         if self._figures is None and run.attempt is not None:
             self._figures = self._open_metrics(run.attempt)
         if self._figures is not None:
-            self._figures.look()
+            self._figures.read_new()
         with self._lock:
             return RunView(
                 at=time.time(),

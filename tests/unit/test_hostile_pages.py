@@ -158,7 +158,7 @@ def curve_of(view: RunView) -> Shown | None:
     """Return the curve of the run's metrics."""
     assert view.spec.progress is not None and view.spec.progress.jsonl is not None
     figures = Figures(Path(view.spec.progress.jsonl), "step")
-    figures.look()
+    figures.read_new()
     return page.show_curve(view, figures)
 
 

@@ -224,7 +224,7 @@ def pace() -> Iterator[Callable[..., Pace]]:
     def make_pace(*steps: tuple[float, float], total: float | None = 100) -> Pace:
         pace = Pace(total)
         for at, step in steps:
-            pace.see(at, step)
+            pace.add_step(at, step)
         return pace
 
     yield make_pace

@@ -190,7 +190,7 @@ def test_reward_or_loss_is_found_under_the_names_of_common_trainers(
     (tmp_path / "m.jsonl").write_text(json.dumps(line) + "\n")
     figures = Figures(tmp_path / "m.jsonl", "step")
 
-    figures.look()
+    figures.read_new()
 
     assert figures.name == name
     assert figures.points == ([(1.0, 0.5)] if name else [])
@@ -199,14 +199,14 @@ def test_reward_or_loss_is_found_under_the_names_of_common_trainers(
 def test_second_read_returns_only_complete_new_lines(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     figures = Figures(path, "at.step")
-    figures.look()
+    figures.read_new()
     path.write_text('{"at": {"step": 1}, "reward": 1}\n{"at": {"step": 2}, "rew')
-    figures.look()
+    figures.read_new()
     first = figures.points
     with path.open("a") as f:
         f.write('ard": NaN}\nnonsense\n[1]\n{"at": {"step": 3}, "reward": 3}\n')
 
-    figures.look()
+    figures.read_new()
 
     assert first == [(1.0, 1.0)]
     assert figures.points == [(1.0, 1.0), (3.0, 3.0)]
@@ -216,10 +216,10 @@ def test_truncated_file_is_read_from_the_beginning(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1, "reward": 1}\n{"step": 2, "reward": 2}\n')
     figures = Figures(path, "step")
-    figures.look()
+    figures.read_new()
     path.write_text('{"step": 1, "reward": 7}\n')
 
-    figures.look()
+    figures.read_new()
 
     assert figures.points == [(1.0, 7.0)]
 
@@ -229,7 +229,7 @@ def test_headline_of_a_curve_gives_its_first_and_last_value(tmp_path: Path) -> N
     lines = [json.dumps({"step": step, "reward": step / 100}) for step in range(1, 101)]
     path.write_text("\n".join(lines) + "\n")
     figures = Figures(path, "step")
-    figures.look()
+    figures.read_new()
 
     shown = show_curve(view(attempt()), figures)
 
@@ -244,7 +244,7 @@ def test_values_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
     path.write_text('{"step": 1, "reward": NaN}\n{"step": 2, "reward": 2}\n{"step": 3}\n')
 
     figures = Figures(path, "step")
-    figures.look()
+    figures.read_new()
 
     assert figures.points == [(2.0, 2.0)]
 
