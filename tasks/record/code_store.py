@@ -79,7 +79,7 @@ class Code:
     diff: str = ""
 
 
-def put(root: Path) -> str:
+def store_project(root: Path) -> str:
     """Store a snapshot of a project without the files that git ignores.
 
     Args:
@@ -113,12 +113,12 @@ def put(root: Path) -> str:
             f"for a project's code is {limit / 2**20:g} MiB. The largest files: {listed}",
             "list data files in .gitignore, raise MUSTER_CODE_MIB, or write code: live",
         )
-    code = Code(tree=keep(_packed(root, sizes)), project=str(root), **_changes(root))
-    return keep(json.dumps(asdict(code)).encode())
+    code = Code(tree=store_content(_packed(root, sizes)), project=str(root), **_changes(root))
+    return store_content(json.dumps(asdict(code)).encode())
 
 
-def code_of(name: str, fetch: Fetch = lambda _: None) -> Code:
-    """Return the code with a name.
+def read_code(name: str, fetch: Fetch = lambda _: None) -> Code:
+    """Return a code of the code store.
 
     Args:
         name: Name of the entry.
@@ -129,7 +129,7 @@ def code_of(name: str, fetch: Fetch = lambda _: None) -> Code:
         OSError: The entry could not be read.
     """
     try:
-        return Code(**json.loads(read(name, fetch)))
+        return Code(**json.loads(read_content(name, fetch)))
     except (ValueError, TypeError):
         message = (
             f"{name[:12]} is not the name of a code, but of its tree. The file spec.yaml of a run "
@@ -154,7 +154,7 @@ def check_out(code: Code, place: Path, fetch: Fetch = lambda _: None) -> None:
         NoCode: The tree is not available.
         OSError: A file could not be read or written.
     """
-    data = read(code.tree, fetch)
+    data = read_content(code.tree, fetch)
     project = Path(code.project)
     place.mkdir(exist_ok=True)
     links: dict[str, str] = {}
@@ -186,15 +186,17 @@ def check_out(code: Code, place: Path, fetch: Fetch = lambda _: None) -> None:
                 _link(_path_in(folders, name), str(project / name))
 
 
-def contents_of(tree: str) -> dict[str, str]:
-    """Return the mode and the content hash of each file in a tree, by relative path.
+def hash_files(tree: str) -> dict[str, str]:
+    """Return the mode and the content hash of each file in a tree of the code store.
+
+    The keys of the result are relative paths.
 
     Raises:
         NoCode: The tree is not in this store.
         OSError: The tree could not be read.
     """
     contents = {}
-    with tarfile.open(fileobj=io.BytesIO(read(tree))) as tar:
+    with tarfile.open(fileobj=io.BytesIO(read_content(tree))) as tar:
         for member in tar:
             data = tar.extractfile(member) if member.isreg() else None
             content = data.read() if data else os.fsencode(member.linkname)
@@ -202,13 +204,13 @@ def contents_of(tree: str) -> dict[str, str]:
     return contents
 
 
-def links_in(place: Path) -> list[str]:
+def find_absolute_links(place: Path) -> list[str]:
     """Return the relative paths of the symbolic links in a folder that have an absolute target."""
     links = (path for path in place.rglob("*") if path.is_symlink())
     return [str(link.relative_to(place)) for link in links if os.readlink(link).startswith("/")]
 
 
-def own_files(place: Path) -> dict[str, int]:
+def measure_unchanged_files(place: Path) -> dict[str, int]:
     """Return the sizes of the files that `check_out` wrote and that are unchanged since.
 
     Returns:
@@ -222,7 +224,7 @@ def own_files(place: Path) -> dict[str, int]:
     }
 
 
-def import_path(project: Path, place: Path) -> list[str]:
+def list_import_folders(project: Path, place: Path) -> list[str]:
     """Return the folders from which a run's programs must import the packages of the project.
 
     The virtual environment of the project imports its editable packages from the project folder.
@@ -249,8 +251,8 @@ def import_path(project: Path, place: Path) -> list[str]:
     return list(found)
 
 
-def keep(data: bytes) -> str:
-    """Store content as an entry, and return the name of the entry. Raises: OSError."""
+def store_content(data: bytes) -> str:
+    """Write content to the code store, and return the name of the new entry. Raises: OSError."""
     name = sha256(data).hexdigest()
     if _here(name) is None:
         _replace(name, gzip.compress(data, 3, mtime=0))
@@ -258,8 +260,8 @@ def keep(data: bytes) -> str:
     return name
 
 
-def read(name: str, fetch: Fetch = lambda _: None) -> bytes:
-    """Return the content of an entry.
+def read_content(name: str, fetch: Fetch = lambda _: None) -> bytes:
+    """Return the content of an entry of the code store.
 
     Args:
         name: Name of the entry.
@@ -287,25 +289,27 @@ def read(name: str, fetch: Fetch = lambda _: None) -> bytes:
     return data
 
 
-def packed(name: str) -> bytes:
-    """Return the gzip-compressed content of an entry in this store. Raises: OSError."""
+def read_compressed(name: str) -> bytes:
+    """Return the gzip-compressed content of an entry of the code store. Raises: OSError."""
     return read_own_file(_path(name))
 
 
-def names_in(text: str, fetch: Fetch = lambda _: None) -> set[str]:
-    """Return all names of entries in a text, such as `spec.yaml`.
+def find_entry_names(text: str, fetch: Fetch = lambda _: None) -> set[str]:
+    """Return all names of code store entries in a text, for example in the text of a `spec.yaml`.
 
-    If a name belongs to a code, the name of its tree is added.
+    If an entry is a code, the result also has the name of its tree.
     """
     names = set(_NAME.findall(text))
     for name in tuple(names):
         with suppress(OSError, NoCode):
-            names.add(code_of(name, fetch).tree)
+            names.add(read_code(name, fetch).tree)
     return names
 
 
-def forget(named: Collection[str], *, is_dry: bool = False) -> dict[str, int]:
-    """Delete the entries that no run needs and that were last stored more than a day ago.
+def delete_unused(named: Collection[str], *, is_dry: bool = False) -> dict[str, int]:
+    """Delete the entries of the code store that no run needs.
+
+    Entries that were stored within the last day are kept, because a new run may need them.
 
     Args:
         named: Names of the entries that runs need.
@@ -326,7 +330,7 @@ def forget(named: Collection[str], *, is_dry: bool = False) -> dict[str, int]:
     return deleted_sizes
 
 
-def made_of(code: Code | None, root: Path, python: Path) -> dict[str, object]:
+def describe_versions(code: Code | None, root: Path, python: Path) -> dict[str, object]:
     """Return the code and the software versions of a run on this machine, for the run's record.
 
     Args:
@@ -377,9 +381,9 @@ def _path(name: str) -> Path:
 
 
 def _here(name: str) -> bytes | None:
-    """Return the content of an entry in this store, or None if it is missing or damaged."""
+    """Return the content of an entry of the code store, or None if it is missing or damaged."""
     with suppress(FileNotFoundError, EOFError, gzip.BadGzipFile, ValueError, zlib.error):
-        data = gzip.decompress(packed(name))
+        data = gzip.decompress(read_compressed(name))
         return data if sha256(data).hexdigest() == name else None
     return None
 

@@ -87,7 +87,7 @@ class Event:
     id = _Field("", str)
     is_adopted = _Field(False, bool)
     killed = _Field[tuple[str, ...]]((), tuple)
-    #: Leftover processes that could not be ended.
+    #: Leftover processes of a component that could not be ended.
     left = _Field[Collection[object]](())
     message = _Field("", str)
     misses = _Field(0, int)

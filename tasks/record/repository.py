@@ -195,7 +195,7 @@ def _alternates_fault(objects: Path, depth: int) -> str:
 
 
 class GitView:
-    """Asks git about a folder. `git_view` creates an instance."""
+    """Runs git commands that read a folder. `git_view` creates an instance."""
 
     def __init__(self, folder: Path, repository: Repository | None, place: Path) -> None:
         """

@@ -187,8 +187,8 @@ def submitted_code(client: SyncPrefectClient | None, code: str | None, root: Pat
     if code == LIVE_CODE:
         return LIVE_CODE
     fetch = partial(shared_code, client) if client is not None else lambda _name: None
-    name = code or code_store.put(root)
-    code_store.read(code_store.code_of(name, fetch).tree, fetch)
+    name = code or code_store.store_project(root)
+    code_store.read_content(code_store.read_code(name, fetch).tree, fetch)
     if client is not None:
         share_code(client, name)
     return name
@@ -205,7 +205,7 @@ def code_label(code: str | None) -> dict[str, str | int | float | bool] | None:
     """
     if code in (None, LIVE_CODE):
         return None
-    return {"muster.code": code_store.code_of(code).tree}
+    return {"muster.code": code_store.read_code(code).tree}
 
 
 def share_code(client: SyncPrefectClient, name: str) -> None:
@@ -216,7 +216,7 @@ def share_code(client: SyncPrefectClient, name: str) -> None:
         name: Name of the stored code.
     """
     entry_ids = {entry_name: entry_id for entry_id, entry_name, _parts in _read_entries(client)}
-    for object_name in (code_store.code_of(name).tree, name):
+    for object_name in (code_store.read_code(name).tree, name):
         # The entry may be deleted at the same time. The content is then uploaded again.
         with suppress(ObjectNotFound):
             if object_name in entry_ids:
@@ -227,7 +227,7 @@ def share_code(client: SyncPrefectClient, name: str) -> None:
                     "PATCH", "/artifacts/{id}", path_params=path_params, json={"description": None}
                 )
                 continue
-        content = code_store.packed(object_name)
+        content = code_store.read_compressed(object_name)
         parts = []
         for start in range(0, len(content), _PART_BYTES):
             data = base64.b64encode(content[start : start + _PART_BYTES]).decode()

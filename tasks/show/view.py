@@ -77,7 +77,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSeen:
-    """A server of an inference fleet."""
+    """State of a server of the inference fleet, as the user sees it."""
 
     #: Number of the server in the fleet, from 0.
     rank: int

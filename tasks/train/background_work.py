@@ -70,7 +70,7 @@ def record_provenance(
     path = select_literals(spec.env).get("PATH") or component_search_path()
     python = Path(shutil.which("python", path=path) or sys.executable)
     try:
-        provenance = code_store.made_of(code, root, python)
+        provenance = code_store.describe_versions(code, root, python)
         diff = secrets.mask(str(provenance.get("diff") or ""))
         provenance["diff"] = mask_text(diff, find_code_secrets(diff))
         record.describe({**provenance, "host": host_name()})

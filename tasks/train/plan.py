@@ -18,7 +18,7 @@ from tasks.ray.dashboard import CLUSTERS_VARIABLE, Dashboard
 from tasks.ray.job import RayJob
 from tasks.ray.submission import JobPlan, submission_file, submission_id
 from tasks.record.checkpoints import CheckpointGrowth, find_newest_step, is_writing_checkpoint
-from tasks.record.code_store import PROJECT, import_path, links_in
+from tasks.record.code_store import PROJECT, find_absolute_links, list_import_folders
 from tasks.record.metrics_file import FileFingerprint
 from tasks.record.places import AttemptPlace
 from tasks.record.run_json import AttemptRecord, ResumeRecord
@@ -194,7 +194,7 @@ class Planned:
         takes_all_gpus = is_only_job and self.spec.fleet is None
         gpus = gang.nodes * gang.gpus_per_node if gang and takes_all_gpus else 0
         # Links of a checked-out project lead to data outside of the code. Do not upload the data.
-        links = links_in(command.cwd) if PROJECT in os.environ else ()
+        links = find_absolute_links(command.cwd) if PROJECT in os.environ else ()
         return JobPlan(
             address=ray.address,
             submission_id=submission_id(self.run_id, self.place.number, name, is_only=is_only_job),
@@ -294,7 +294,7 @@ def component_env(
         inherited.setdefault("UV_NO_SYNC", "1")
         # Import the submitted code. Otherwise a package that is installed as editable would be
         # imported from the project's folder, whose files may have been changed since then.
-        paths = import_path(Path(project), Path.cwd())
+        paths = list_import_folders(Path(project), Path.cwd())
         if paths:
             spec_env = select_literals({**spec.env, **component.env})
             present = spec_env.get("PYTHONPATH", inherited.get("PYTHONPATH"))

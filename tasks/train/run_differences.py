@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
 from tasks.record.checkpoints import read_attempt_spec
-from tasks.record.code_store import NoCode, contents_of
+from tasks.record.code_store import NoCode, hash_files
 from tasks.record.places import RunPlace
 from tasks.record.run_json import AttemptRecord
 from tasks.spec.errors import BadArgument
@@ -62,7 +62,7 @@ def _read_properties(name: str) -> dict[str, object]:
     provenance = {**(record.provenance or {}), **attempt.provenance}
     files: dict[str, str] = {}
     with suppress(NoCode, OSError):
-        files = contents_of(str(provenance.get("tree")))
+        files = hash_files(str(provenance.get("tree")))
     if files:
         # The hashes of all files are more exact than the recorded diff of the project.
         provenance.pop("diff", None)

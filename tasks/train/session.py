@@ -224,7 +224,7 @@ class RunSession:
         os.environ.pop(code_store.PROJECT, None)
         if self.spec.code in (None, LIVE_CODE):
             return
-        self.code = code_store.code_of(self.spec.code, fetch)
+        self.code = code_store.read_code(self.spec.code, fetch)
         directory = self.place.directory / "code"
         code_store.check_out(self.code, directory, fetch)
         # A relative MUSTER_HOME would mean another directory after the change of directory.

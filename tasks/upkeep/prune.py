@@ -40,7 +40,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rich.filesize import decimal
 
 from tasks.processes.registry import registered_runs
-from tasks.record.code_store import forget, names_in, own_files
+from tasks.record.code_store import delete_unused, find_entry_names, measure_unchanged_files
 from tasks.record.places import RunPlace, muster_home
 from tasks.record.run_json import RunJson
 from tasks.server.artifacts import forget_code, run_log, shared_code
@@ -242,7 +242,7 @@ def survey(keep: Retention, wanted: set[str]) -> list[PrunableRun]:
     for path, sizes in directories.items():
         removable = {name for name in sizes if not _KEPT_FILES.fullmatch(name)}
         if not keep.outputs:
-            code_files = {f"code/{name}" for name in own_files(path / "code")}
+            code_files = {f"code/{name}" for name in measure_unchanged_files(path / "code")}
             removable = {
                 name for name in removable if name in code_files or _OWN_FILES.fullmatch(name)
             }
@@ -379,8 +379,8 @@ def _forget_code(
     """
     specs = [spec for path in kept_directories for spec in path.glob("attempt-*/spec.yaml")]
     spec_text = "\n".join(spec.read_text(encoding="utf-8", errors="replace") for spec in specs)
-    used_on_server = names_in(server_text, partial(shared_code, client))
-    deleted = forget(used_on_server | names_in(spec_text), is_dry=dry_run)
+    used_on_server = find_entry_names(server_text, partial(shared_code, client))
+    deleted = delete_unused(used_on_server | find_entry_names(spec_text), is_dry=dry_run)
     if dry_run:
         return len(deleted)
     return len(deleted) + forget_code(client, used_on_server)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tasks.record import code_store
-from tasks.record.code_store import PROJECT, NoCode, check_out, code_of, put
+from tasks.record.code_store import PROJECT, NoCode, check_out, read_code, store_project
 from tasks.server.artifacts import forget_code, share_code, shared_code, submitted_code
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import parse_spec
@@ -70,7 +70,7 @@ def files_in(place: Path) -> dict[str, str]:
 def test_checkout_restores_the_work_tree_and_links_ignored_files(
     project: Path, tmp_path: Path
 ) -> None:
-    code = code_of(put(project))
+    code = read_code(store_project(project))
     write(project, train_py="newer", src__pkg__b_py="later")
 
     check_out(code, tmp_path / "out")
@@ -90,7 +90,7 @@ def test_checkout_restores_the_work_tree_and_links_ignored_files(
 
 
 def test_name_of_the_code_depends_only_on_the_files(project: Path, tmp_path: Path) -> None:
-    tree = code_of(put(project)).tree
+    tree = read_code(store_project(project)).tree
     git(tmp_path, "clone", "-q", str(project), "other")
     other = tmp_path / "other"
     (other / "gone.py").unlink()
@@ -98,9 +98,9 @@ def test_name_of_the_code_depends_only_on_the_files(project: Path, tmp_path: Pat
     (other / "here").symlink_to("src/pkg")
     (other / "x" / "y_log").rename(other / "x" / "y.log")
 
-    assert code_of(put(other)).tree == tree
+    assert read_code(store_project(other)).tree == tree
     git(other, "commit", "-qam", "second")
-    assert code_of(put(other)).tree == tree
+    assert read_code(store_project(other)).tree == tree
     for change in ("train.py", "run mode", "here"):
         match change:
             case "train.py":
@@ -110,7 +110,7 @@ def test_name_of_the_code_depends_only_on_the_files(project: Path, tmp_path: Pat
             case "here":
                 (other / "here").unlink()
         previous_tree = tree
-        tree = code_of(put(other)).tree
+        tree = read_code(store_project(other)).tree
         assert tree != previous_tree, change
 
 
@@ -126,7 +126,7 @@ def test_nested_repositories_are_included(project: Path, tmp_path: Path) -> None
     write(project, sub__b_py="changed", sub__d_log="d")
     (project / "sub" / "d_log").rename(project / "sub" / "d.log")
 
-    check_out(code_of(put(project)), tmp_path / "out")
+    check_out(read_code(store_project(project)), tmp_path / "out")
 
     contents = files_in(tmp_path / "out")
     assert (contents["sub/b.py"], contents["cloned/b.py"]) == ("changed", "b")
@@ -145,7 +145,7 @@ def test_folder_without_git_is_copied_without_environments_and_outputs(
         git(root.parent, "init", "-q")
         (root.parent / ".gitignore").write_text("*\n")
 
-    code = code_of(put(root))
+    code = read_code(store_project(root))
     check_out(code, tmp_path / "out")
 
     linked = {name: f"-> {root}/{name}" for name in (".venv", "wandb", "out")}
@@ -168,7 +168,7 @@ def test_links_out_of_the_project_keep_their_targets(project: Path, tmp_path: Pa
     (project / "src" / "pkg").symlink_to(tmp_path / "secret")
     write(tmp_path, **{"secret__a_py": "not of the project"})
 
-    check_out(code_of(put(project)), tmp_path / "co")
+    check_out(read_code(store_project(project)), tmp_path / "co")
 
     contents = files_in(tmp_path / "co")
     assert "src/pkg/a.py" not in contents and "src/pkg/key" not in contents
@@ -181,7 +181,7 @@ def test_links_out_of_the_project_keep_their_targets(project: Path, tmp_path: Pa
 def test_next_attempt_gets_the_original_code_and_keeps_files_of_the_run(
     project: Path, tmp_path: Path
 ) -> None:
-    code = code_of(put(project))
+    code = read_code(store_project(project))
     place = tmp_path / "out"
     outside = tmp_path / "outside"
     check_out(code, place)
@@ -207,7 +207,7 @@ def test_next_attempt_gets_the_original_code_and_keeps_files_of_the_run(
     [moved] = place.glob("untracked.py.*")
     assert (contents["untracked.py"], (moved / "own").read_text()) == ("u", "kept")
     assert files_in(outside) == {}
-    assert set(code_store.own_files(place)) == {
+    assert set(code_store.measure_unchanged_files(place)) == {
         ".gitignore",
         "train.py",
         "untracked.py",
@@ -226,10 +226,10 @@ def test_muster_home_within_the_project_is_not_copied(
     write(project, home__password="muster:secret", home__runs__a="a", gitignore="runs/\n")
     (project / "gitignore").rename(project / ".gitignore")
 
-    names = {put(places["project"]) for _ in range(2)}
+    names = {store_project(places["project"]) for _ in range(2)}
 
     assert len(names) == 1
-    check_out(code_of(*names), tmp_path / "out")
+    check_out(read_code(*names), tmp_path / "out")
     assert not [name for name in files_in(tmp_path / "out") if name.startswith("home")]
 
 
@@ -241,48 +241,48 @@ def test_files_deleted_during_the_copy_are_left_out(
         code_store, "_files", lambda root: (list_files(root)[0] | {"was/here.tmp"}, set())
     )
 
-    name = put(project)
+    name = store_project(project)
 
-    assert "was/here.tmp" not in code_store.contents_of(code_of(name).tree)
+    assert "was/here.tmp" not in code_store.hash_files(read_code(name).tree)
 
 
 def test_too_large_project_is_rejected_with_its_largest_files(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MUSTER_CODE_MIB", "1")
-    put(project)
+    store_project(project)
     (project / "model.bin").write_bytes(bytes(2 << 20))
 
     with pytest.raises(InvalidSpec) as error_info:
-        put(project)
+        store_project(project)
 
     assert "The largest files: model.bin 2.0 MiB" in str(error_info.value)
     assert "code: live" in str(error_info.value)
 
 
 def test_damaged_code_is_rejected_and_replaced(project: Path, muster_home: Path) -> None:
-    name = put(project)
-    path = muster_home / "code" / f"{code_of(name).tree}.gz"
+    name = store_project(project)
+    path = muster_home / "code" / f"{read_code(name).tree}.gz"
     whole = path.read_bytes()
     for damaged in (whole[:-20], b"", gzip.compress(b"other")):
         path.write_bytes(damaged)
         with pytest.raises(NoCode, match="Submit or deploy the run again"):
-            check_out(code_of(name), muster_home / "out")
+            check_out(read_code(name), muster_home / "out")
 
-    assert put(project) == name
-    check_out(code_of(name), muster_home / "out")
+    assert store_project(project) == name
+    check_out(read_code(name), muster_home / "out")
 
 
 #: Program that stores the code of a project and is killed after half of its first file.
 KILLED = """
 import os, pathlib, signal, sys
-from tasks.record.code_store import put
+from tasks.record.code_store import store_project
 whole = pathlib.Path.write_bytes
 def half(path, data):
     whole(path, data[: len(data) // 2])
     os.kill(os.getpid(), signal.SIGKILL)
 pathlib.Path.write_bytes = half
-put(pathlib.Path(sys.argv[1]))
+store_project(pathlib.Path(sys.argv[1]))
 """
 
 
@@ -293,11 +293,11 @@ def test_concurrent_and_killed_writers_leave_one_complete_code(
     leftover = [path.name for path in (muster_home / "code").iterdir()]
 
     with ThreadPoolExecutor(4) as pool:
-        [name] = set(pool.map(put, [project] * 4))
+        [name] = set(pool.map(store_project, [project] * 4))
 
     assert killed.returncode == -signal.SIGKILL
     assert len(leftover) == 1 and leftover[0].startswith(".")
-    check_out(code_of(name), muster_home / "out")
+    check_out(read_code(name), muster_home / "out")
     assert files_in(muster_home / "out")["train.py"] == "new"
 
 
@@ -314,8 +314,8 @@ def test_host_with_another_home_gets_the_code_from_the_server(
 
     monkeypatch.setenv("MUSTER_HOME", str(tmp_path / "there"))
     with pytest.raises(NoCode, match="Submit or deploy the run again"):
-        code_of(name)
-    code = code_of(name, lambda key: shared_code(server, key))  # type: ignore[arg-type]
+        read_code(name)
+    code = read_code(name, lambda key: shared_code(server, key))  # type: ignore[arg-type]
     check_out(code, tmp_path / "out", lambda key: shared_code(server, key))  # type: ignore[arg-type]
 
     assert files_in(tmp_path / "out")["train.py"] == "new"
@@ -330,8 +330,8 @@ def test_unreferenced_code_is_deleted_after_one_day(
     submitted_again = submitted_code(server, None, project)  # type: ignore[arg-type]
     write(project, train_py="newest")
     new = submitted_code(server, None, project)  # type: ignore[arg-type]
-    named = code_store.names_in(f"spec: {{code: {new}}}")
-    assert code_store.forget(named) == {}
+    named = code_store.find_entry_names(f"spec: {{code: {new}}}")
+    assert code_store.delete_unused(named) == {}
 
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 2 * 24 * 3600)
@@ -343,10 +343,10 @@ def test_unreferenced_code_is_deleted_after_one_day(
     forget_code(server, named)  # type: ignore[arg-type]
 
     assert len(deleted) == 4
-    code_of(new)
+    read_code(new)
     assert shared_code(server, submitted_again)  # type: ignore[arg-type]
     with pytest.raises(NoCode):
-        code_of(old)
+        read_code(old)
     assert shared_code(server, new) and not shared_code(server, old)  # type: ignore[arg-type]
 
 
@@ -372,7 +372,7 @@ def test_python_of_the_project_imports_editable_installs_from_the_copy(
     (site / "_mine.pth").write_text(f"{project}/src\n")
     (project / ".gitignore").write_text(".venv/\n")
     write(project, src__mine_py="WORD = 'submitted'", src__other_py="")
-    check_out(code_of(put(project)), tmp_path / "out")
+    check_out(read_code(store_project(project)), tmp_path / "out")
     write(project, src__mine_py="WORD = 'edited'")
     component = {"command": ["python", "-c", "pass"], "env": {"PYTHONPATH": f"{project}/src"}}
     spec = parse_spec({"name": "a", "workload": "sft", "components": {"trainer": component}})

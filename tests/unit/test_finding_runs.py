@@ -18,7 +18,7 @@ from prefect.states import Running
 
 from tasks.pipeline.stage_specs import CannotBegin, require_deployment
 from tasks.processes.identity import host_name
-from tasks.record.code_store import code_of, put
+from tasks.record.code_store import read_code, store_project
 from tasks.record.places import RunPlace
 from tasks.record.run_json import RunJson
 from tasks.show.arguments import run as run_verb
@@ -213,7 +213,7 @@ def test_diff_shows_differences_in_spec_code_packages_and_host(
     for word in ("old", "new"):
         (tmp_path / "project").mkdir(exist_ok=True)
         (tmp_path / "project" / "train.py").write_text(word)
-        trees.append(code_of(put(tmp_path / "project")).tree)
+        trees.append(read_code(store_project(tmp_path / "project")).tree)
     same: dict[str, Any] = {"project": "/p", "host": "a", "packages": {"torch": "2.7", "trl": "1"}}
     second = {"number": 2, "state": "failed", "provenance": {"host": "b"}, "ports": {"x.port": 41}}
     attempts = [{"number": 1, "state": "failed", "ports": {"x.port": 40}}, second]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tasks.record.code_store import code_of
+from tasks.record.code_store import read_code
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import parse_spec
 from tasks.spec.pipeline import add_deployment_specs, load_pipeline, parse_pipeline
@@ -230,7 +230,7 @@ def test_pipeline_survives_a_round_trip() -> None:
     deployed = load_pipeline_spec(QUICKSTART)
     # The stored copy of the project, shared by all stages.
     [code] = {stage["spec"].pop("code") for stage in deployed["spec"]["stages"]}
-    assert code_of(code).project == str(Path.cwd())
+    assert read_code(code).project == str(Path.cwd())
     assert deployed == {"spec": loaded.written()}
 
 

@@ -17,7 +17,7 @@ from cyclopts import App
 
 from flows.prune import prune
 from tasks.processes.registry import RunRegister
-from tasks.record.code_store import check_out, code_of, put
+from tasks.record.code_store import check_out, read_code, store_project
 from tasks.server.flow_runs import ServerAway
 from tasks.show.arguments import run as run_verb
 from tasks.upkeep import prune as pruning
@@ -211,7 +211,7 @@ def test_code_copy_is_deleted_but_not_files_written_into_it(
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "train.py").write_text("code")
     run = make(muster_home, OLD)
-    check_out(code_of(put(tmp_path / "project")), run / "code")
+    check_out(read_code(store_project(tmp_path / "project")), run / "code")
     (run / "code" / "weights.bin").write_bytes(b"w")
 
     prune_host()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tasks.command import main
-from tasks.record.code_store import check_out, code_of, made_of, put
+from tasks.record.code_store import check_out, describe_versions, read_code, store_project
 from tasks.record.repository import find_repository
 from tasks.spec.loading import find_project_root
 from tasks.spec.ownership import UntrustedPath, refuse_foreign_settings
@@ -116,8 +116,8 @@ def test_planted_git_above_a_project_runs_no_program_and_is_not_the_root(
     (project / "train.py").write_text("print(2)\n")
 
     root = find_project_root(project / "muster.yaml")
-    code = code_of(put(root))
-    described = made_of(None, root, Path("python"))
+    code = read_code(store_project(root))
+    described = describe_versions(None, root, Path("python"))
 
     assert not proof.exists()
     assert root == project
@@ -209,7 +209,7 @@ def test_repository_with_a_part_of_another_user_is_not_used(
         case _:
             os.chown(project / ".git" / part, ATTACKER, ATTACKER)
 
-    code = code_of(put(project))
+    code = read_code(store_project(project))
     check_out(code, shared / "out")
 
     assert code.commit == ""
@@ -231,7 +231,7 @@ def test_project_with_a_broken_repository_is_copied_without_git(
         case "leads nowhere":
             (project / ".git").write_text("gitdir: ../gone\n")
 
-    code = code_of(put(project))
+    code = read_code(store_project(project))
     check_out(code, tmp_path / "out")
 
     assert (code.commit, code.diff) == ("", "")
@@ -284,7 +284,7 @@ def test_programs_named_by_the_user_s_repository_do_not_run(
     (project / "muster.yaml").write_text("name: b\n")
     proof.unlink(missing_ok=True)
 
-    code = code_of(put(project))
+    code = read_code(store_project(project))
 
     assert not proof.exists()
     assert len(code.commit) == 40
@@ -317,7 +317,7 @@ def test_hooks_and_settings_of_nested_repositories_do_not_run(tmp_path: Path) ->
     (inner / "a.txt").write_text("c")
     proof.unlink(missing_ok=True)
 
-    code = code_of(put(project))
+    code = read_code(store_project(project))
     check_out(code, tmp_path / "out")
 
     assert not proof.exists()
@@ -343,7 +343,7 @@ def test_environment_variables_of_git_are_ignored(
     monkeypatch.setenv("GIT_INDEX_FILE", str(other / ".git" / "index"))
     monkeypatch.setenv("GIT_OBJECT_DIRECTORY", str(other / ".git" / "objects"))
 
-    code = code_of(put(project))
+    code = read_code(store_project(project))
 
     assert (code.commit, code.diff) == (commit, "")
 
@@ -358,7 +358,7 @@ def test_work_tree_in_the_settings_of_git_is_ignored(tmp_path: Path) -> None:
     git(project, "commit", "-qm", "first")
     git(project, "config", "core.worktree", str(other))
 
-    code = code_of(put(project))
+    code = read_code(store_project(project))
     check_out(code, tmp_path / "out")
 
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"train.py", "muster.yaml"}
@@ -390,11 +390,11 @@ def test_files_of_git_lfs_are_compared_by_hash(tmp_path: Path) -> None:
     project, weights = lfs_project(tmp_path)
     (project / "train.py").write_text("print(2)\n")
 
-    unchanged = code_of(put(project)).diff
+    unchanged = read_code(store_project(project)).diff
     weights.write_bytes(b"other")
-    changed = code_of(put(project)).diff
+    changed = read_code(store_project(project)).diff
     weights.unlink()
-    removed = code_of(put(project)).diff
+    removed = read_code(store_project(project)).diff
 
     assert "+print(2)\n" in unchanged and "weights" not in unchanged
     assert changed.endswith("weights.bin: its content differs from the commit (git-lfs)\n")
@@ -414,7 +414,7 @@ def test_linked_work_tree_has_its_own_commit_and_index(tmp_path: Path) -> None:
     (tmp_path / "side" / "muster.yaml").write_text("name: c\n")
     (tmp_path / "side" / "key.secret").write_text("secret")
 
-    code = code_of(put(tmp_path / "side"))
+    code = read_code(store_project(tmp_path / "side"))
     check_out(code, tmp_path / "out")
 
     assert code.commit == git(tmp_path / "side", "rev-parse", "HEAD").strip()
@@ -445,7 +445,7 @@ def test_formats_and_settings_of_a_repository_do_not_change_the_diff(
             (project / "a.key").write_text("secret")
     (project / "train.py").write_text("print(2)\n")
 
-    code = code_of(put(project))
+    code = read_code(store_project(project))
     check_out(code, tmp_path / "out")
 
     assert code.commit == git(project, "rev-parse", "HEAD").strip()
@@ -464,7 +464,7 @@ def test_diff_of_a_project_in_a_subfolder_excludes_the_other_files(tmp_path: Pat
     (project / "train.py").write_text("print(2)\n")
     (tmp_path / "link").symlink_to(project)
 
-    codes = [code_of(put(place)) for place in (project, tmp_path / "link")]
+    codes = [read_code(store_project(place)) for place in (project, tmp_path / "link")]
 
     assert all("+print(2)\n" in code.diff and "other.txt" not in code.diff for code in codes)
     assert codes[0].tree == codes[1].tree
@@ -480,7 +480,7 @@ def test_too_long_diff_is_cut_and_the_rest_is_counted(tmp_path: Path) -> None:
     for number in range(310):
         (project / f"f{number:03}.txt").write_text("b\n")
 
-    diff = code_of(put(project)).diff
+    diff = read_code(store_project(project)).diff
 
     assert diff.startswith("diff --git a/f000.txt")
     assert "characters more" in diff

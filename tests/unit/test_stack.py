@@ -27,7 +27,7 @@ from deployments.stack.nodes import Fleet
 from deployments.stack.plan import build_blueprint
 from deployments.stack.state import Stack, StackError, StackPart, StackPlace, processes_of
 from tasks.processes.identity import ProcessId
-from tasks.record.code_store import code_of
+from tasks.record.code_store import read_code
 from tasks.show.arguments import run
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import load_spec
@@ -150,7 +150,7 @@ def test_deployment_contains_its_run_spec_and_the_code_of_its_project() -> None:
     written = load_spec(ROOT / "deployments/runs/quickstart.yaml").written()
     code = output["spec"].pop("code")
     assert output["spec"] == {**written, "start_order": order}
-    assert code_of(code).project == str(ROOT)
+    assert read_code(code).project == str(ROOT)
     assert list(output["spec"]["components"]) == order
 
 

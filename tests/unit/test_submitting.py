@@ -18,7 +18,7 @@ from prefect.client.schemas.schedules import CronSchedule, IntervalSchedule, RRu
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelled, Completed, Failed, Running, Scheduled
 
-from tasks.record.code_store import code_of, put
+from tasks.record.code_store import read_code, store_project
 from tasks.server.deployments import find_next_start
 from tasks.server.server import secrets_here
 from tasks.show.arguments import run
@@ -101,7 +101,7 @@ def test_live_code_is_not_stored_and_starts_in_the_project_folder(
 def test_unknown_code_is_rejected(
     server: SubmitServer, spec: Path, muster_home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    known, unknown = put(spec.parents[1]), "a" * 64
+    known, unknown = store_project(spec.parents[1]), "a" * 64
     spec.with_name("later.py").touch()
 
     codes = [run(MUSTER, ["submit", str(spec), "--set", f"code={x}"]) for x in (known, unknown)]
@@ -127,7 +127,7 @@ def test_submitted_run_has_the_complete_spec_and_a_snapshot_of_the_project(
         "work_queue_name": "urgent",
         "job_variables": {},
     }
-    code = code_of(kept)
+    code = read_code(kept)
     assert (code.project, server.labels) == (str(spec.parents[1]), {"muster.code": code.tree})
     assert "is queued" in out and "muster logs trial-sft-" in out and "muster cancel trial" in out
     assert f"project {spec.parents[1]}, kept as {kept[:12]}, python " in err
@@ -207,7 +207,7 @@ def test_deployment_has_the_spec_and_requires_no_parameter(
     assert deployed["name"] == "nightly"
     kept = deployed["parameters"]["spec"]["code"]
     assert deployed["parameters"] == {"spec": load_spec(spec, [f"code={kept}"]).to_server_data()}
-    assert code_of(kept).project == str(spec.parents[1])
+    assert read_code(kept).project == str(spec.parents[1])
     assert deployed["parameter_openapi_schema"]["required"] == []
     assert deployed["job_variables"] == {}
     assert (schedule.schedule.cron, schedule.schedule.timezone) == ("0 3 * * *", "Europe/Berlin")
