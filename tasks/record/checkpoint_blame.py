@@ -47,6 +47,11 @@ _OTHER_CAUSE = re.compile(
     r"|Temporary failure in name resolution|timed out|Too many open files|No space left",
     re.IGNORECASE,
 )
+#: Functions in which the ranks of a training wait for each other.
+_COLLECTIVE = re.compile(
+    r"nccl|all_?reduce|all_?gather|reduce_?scatter|barrier|init_process_group|rendezvous",
+    re.IGNORECASE,
+)
 _FRAME = re.compile(r'^\s*File "[^"]*"')
 
 
@@ -55,8 +60,8 @@ class Blame(Enum):
 
     #: The checkpoint is not to blame: the attempt made a step, or had another cause.
     NONE = "none"
-    #: The attempt died before its first step, for an unknown reason. If another attempt does, too,
-    #: the checkpoint is given up.
+    #: The attempt failed before its first step, and its checkpoint may be the cause. If another
+    #: attempt does, too, the checkpoint is given up.
     SUSPECTED = "suspected"
     #: The attempt died or hung while it loaded the checkpoint.
     GIVEN_UP = "given up"
@@ -98,10 +103,10 @@ def blame_attempts(spec: RunSpec, attempts: Sequence[AttemptRecord]) -> list[Bla
             row = [] if has_started else row
             blames.append(Blame.NONE)
             continue
-        if blame is Blame.SUSPECTED and key in suspected and not _names_other_cause(attempt):
-            blame = Blame.GIVEN_UP
-        elif blame is Blame.SUSPECTED and key in suspected:
-            blame = Blame.NONE
+        if blame is Blame.SUSPECTED and key in suspected:
+            is_hung = attempt.failure is not None and attempt.failure.kind in _HUNG
+            is_to_blame = is_hung or not _names_other_cause(attempt)
+            blame = Blame.GIVEN_UP if is_to_blame else Blame.NONE
         suspected.add(key)
         if blame is Blame.GIVEN_UP:
             given_up.add(key)
@@ -161,7 +166,11 @@ def _judge(spec: RunSpec, attempt: AttemptRecord) -> Blame:
         return Blame.NONE
     if failure.kind in _HUNG:
         is_silent = spec.progress is not None or failure.kind is FailureKind.STALLED
-        return Blame.GIVEN_UP if is_silent else Blame.NONE
+        if not is_silent:
+            return Blame.NONE
+        # The ranks may wait for each other because of the network.
+        is_collective = _COLLECTIVE.search(failure.message) is not None
+        return Blame.SUSPECTED if is_collective else Blame.GIVEN_UP
     if failure.kind not in _DIED or failure.signal in _OUTSIDE_SIGNALS:
         return Blame.NONE
     if _shows_loading(attempt) and not _names_other_cause(attempt):

@@ -82,7 +82,7 @@ class Content:
             found = {part.name: _facts_of(part) for part in (parts or (path,))}
             return Content(path=path, files=found, root=path.parent, is_folder=False)
         files: dict[str, FileFacts | None] = {}
-        for folder, _, names in os.walk(path, onerror=_raise, followlinks=True):
+        for folder, _, names in os.walk(path, onerror=_raise):
             for name in sorted(names):
                 file = Path(folder, name)
                 if file.is_file() or not file.exists():  # No socket, pipe or device.

@@ -321,3 +321,18 @@ def test_checkpoint_that_was_partly_overwritten_is_not_complete(tmp_path: Path) 
 
     assert listing.complete[-1].path == older
     assert "is newer than .metadata" in listing.checkpoints[-1].reason
+
+
+def test_link_that_leads_back_to_its_own_folder_is_not_followed(tmp_path: Path) -> None:
+    checkpoint = files.distributed(tmp_path, 10)
+    (checkpoint / "self").symlink_to(checkpoint)
+
+    assert newest_of(tmp_path) == checkpoint
+
+
+def test_checkpoint_that_is_a_link_to_a_folder_is_examined(tmp_path: Path) -> None:
+    elsewhere = files.distributed(tmp_path / "fast", 20)
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "step-20").symlink_to(elsewhere)
+
+    assert newest_of(tmp_path / "c") == tmp_path / "c" / "step-20"
