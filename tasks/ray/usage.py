@@ -102,7 +102,7 @@ class ClusterNode:
     cpus: float | None = None
     #: Number of GPUs in use by other programs than Muster's runs.
     others_gpus: float = 0.0
-    #: Number of CPUs in use by other programs. The number includes CPUs that an actor or bundle of a
+    #: Number of CPUs in use by other programs. This includes CPUs that an actor or a bundle of a
     #: run holds without a GPU.
     others_cpus: float = 0.0
     #: Total `amount[resource]` of other Ray resources, such as `{"worker_node": 100}`.

@@ -548,7 +548,7 @@ class RunRecord:
         entries that differ from it.
 
         Args:
-            provenance: Description of code, interpreter and host from `code_store.made_of`.
+            provenance: Description of code, interpreter and host from `code_store.describe_versions`.
         """
         with self._lock:
             if (attempt := self.content.under_way) is None:

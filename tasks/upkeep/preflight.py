@@ -88,9 +88,9 @@ class NodeResult:
     gpus: float = 0.0
     #: Reason why the node could not be checked, or an empty string.
     unreached: str = ""
-    #: Facts that the node reported about itself, as `machine.gather_facts` returns them. Empty if the node
-    #: was not reached. For the machine that runs the preflight, it holds only two entries: the
-    #: problem with its own file in the shared directory, and the problem with its devices.
+    #: Facts that the node reported about itself, as `machine.gather_facts` returns them. Empty if
+    #: the node was not reached. For the machine that runs the preflight, it holds only two entries:
+    #: the problem with its own file in the shared directory, and the problem with its devices.
     facts: Mapping[str, Any]
     #: True if this node and the machine that runs the preflight do not find each other's files in
     #: the shared directory, so that they see two different directories.

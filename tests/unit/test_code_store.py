@@ -339,7 +339,7 @@ def test_unreferenced_code_is_deleted_after_one_day(
         assert artifact.updated is not None
         artifact.updated = artifact.updated.replace(year=2020)
     share_code(server, submitted_again)  # type: ignore[arg-type]
-    deleted = code_store.forget(named)
+    deleted = code_store.delete_unused(named)
     forget_code(server, named)  # type: ignore[arg-type]
 
     assert len(deleted) == 4
@@ -357,10 +357,10 @@ def test_import_path_replaces_editable_installs_by_the_copy(project: Path, tmp_p
     (tmp_path / "link").symlink_to(project)
     (site / "__editable___b_finder.py").write_text(f"MAPPING = {{'b': '{project}/lib/b'}}\n")
 
-    import_path = code_store.import_path(project, tmp_path / "out")
+    import_path = code_store.list_import_folders(project, tmp_path / "out")
 
     assert sorted(import_path) == [f"{tmp_path}/out/lib", f"{tmp_path}/out/src"]
-    assert code_store.import_path(tmp_path / "link", tmp_path / "out")
+    assert code_store.list_import_folders(tmp_path / "link", tmp_path / "out")
 
 
 def test_python_of_the_project_imports_editable_installs_from_the_copy(

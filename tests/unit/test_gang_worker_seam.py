@@ -1,6 +1,7 @@
 """The internals of Prefect's worker that the gang worker overrides still exist.
 
-A minor release of Prefect may change them without notice. Runs would then start without the scheduler.
+A minor release of Prefect may change them without notice. Runs would then start without the
+scheduler.
 """
 
 from __future__ import annotations
