@@ -548,7 +548,8 @@ class RunRecord:
         entries that differ from it.
 
         Args:
-            provenance: Description of code, interpreter and host from `code_store.describe_versions`.
+            provenance: Code, interpreter and host of the attempt, as `code_store.describe_versions`
+                returns them.
         """
         with self._lock:
             if (attempt := self.content.under_way) is None:
