@@ -14,7 +14,7 @@ import pytest
 
 from deployments.stack.state import processes_of
 from tasks.processes.ending import end_carriers, end_marked, find_holders
-from tasks.processes.machine import look
+from tasks.processes.machine import gather_facts
 from tasks.processes.tree import new_mark
 from tests.support.another_user import (
     NOBODY,
@@ -79,7 +79,7 @@ def test_process_with_copied_variables_is_no_leftover(impostor: Impostor, tmp_pa
 
     swept = end_carriers({"MUSTER_RUN_ID": run_id})
     holders = find_holders("PREFECT__FLOW_RUN_ID")
-    carriers = look(str(tmp_path), str(tmp_path), "name", str(tmp_path))["carriers"]
+    carriers = gather_facts(str(tmp_path), str(tmp_path), "name", str(tmp_path))["carriers"]
 
     assert (swept["killed"], swept["left"]) == ([], [])
     assert run_id not in holders.pids
