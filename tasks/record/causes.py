@@ -279,7 +279,7 @@ class _TracebackParser:
 
 
 def _end_of_survived_part(steps: Iterable[tuple[int, int | None]]) -> int:
-    """Return the end of the first part of a log, whose errors the training has survived.
+    """Return the end of that first part of a log whose errors the training has survived.
 
     An error was survived if the training step advances at least STEPS_OF_SURVIVAL times after it.
 
@@ -326,7 +326,7 @@ _CHUNK_BYTES = 1 << 20
 #: Largest number of bytes that are kept from the part of a log between the last training steps and
 #: the end, which is `LOOKBACK_BYTES` long.
 _MIDDLE_BYTES = 600_000
-#: Of lines that are equal except for numbers, at most this many are kept.
+#: Largest number of lines that are kept although they are equal except for numbers.
 _MAX_SIMILAR_LINES = 100
 #: Log lines are cut after this many characters.
 _LINE_LENGTH = 500
@@ -348,7 +348,7 @@ class Cause:
 
     @property
     def line(self) -> str:
-        """The log line as it was printed. Of a long line, the part around the match."""
+        """The log line as it was printed. If it is long, only the part around the match."""
         raw = self.log_line.raw
         match_position = len(raw) - len(self.log_line.text) + self.position
         begin = 0

@@ -69,7 +69,7 @@ class NoCode(MusterError):
 class Code:
     """Snapshot of a project's files, as the store keeps it for a run."""
 
-    #: Name of the entry with the project's files.
+    #: Name of the tree, which is the entry of the code store with the project's files.
     tree: str
     #: Absolute path of the project folder.
     project: str
@@ -485,19 +485,29 @@ def _changes(root: Path) -> dict[str, str]:
 
 
 def _packed(root: Path, names: Collection[str]) -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w", format=tarfile.GNU_FORMAT) as tar:
+    """Return a tar archive of some files of a project. Files that were deleted are omitted.
+
+    Args:
+        root: The project folder.
+        names: Relative paths of the files and symbolic links, in the order of the archive.
+    """
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w", format=tarfile.GNU_FORMAT) as tar:
         for name in names:
-            path, info = root / name, tarfile.TarInfo(name)
-            info.mtime, data = _MADE_AT, b""
+            path = root / name
+            info = tarfile.TarInfo(name)
+            info.mtime = _MADE_AT
+            data = b""
             with suppress(FileNotFoundError):
                 if path.is_symlink():
-                    info.type, info.linkname = tarfile.SYMTYPE, os.readlink(path)
+                    info.type = tarfile.SYMTYPE
+                    info.linkname = os.readlink(path)
                 else:
                     data = path.read_bytes()
-                    info.size, info.mode = len(data), 0o755 if os.access(path, os.X_OK) else 0o644
+                    info.size = len(data)
+                    info.mode = 0o755 if os.access(path, os.X_OK) else 0o644
                 tar.addfile(info, io.BytesIO(data))
-    return out.getvalue()
+    return archive.getvalue()
 
 
 def _path_in(folders: dict[str, str], name: str) -> str:
@@ -543,7 +553,7 @@ def _link(path: str, target: str) -> None:
 
 
 def _make_way(path: str) -> None:
-    """Remove what is at a path, so that a file can be written there.
+    """Remove the file, link or folder at a path, so that a new file can be written there.
 
     A file or link is deleted. A folder is renamed, because it may contain files that are needed.
     """

@@ -66,7 +66,7 @@ class Event:
     at: float
     #: Name of the event, such as `component.ready` or `run.state`.
     name: str
-    #: Name of the component to which the event belongs, or None if it belongs to the whole run.
+    #: Name of the component, or None if the event belongs to the whole run.
     component: str | None = None
     #: Further fields of the event, by name.
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class Event:
     #: Durations of a fleet's requests since the last such event: `p50`, `p99` and `max` in seconds.
     requests = _Field[Mapping[str, float]]({}, dict)
     resume_from = _Field[str | None](None)
-    #: How the checkpoint of an attempt was chosen: `from`, `rule`, `refused`, `notes`.
+    #: Choice of the checkpoint for an attempt, with the keys `from`, `rule`, `refused`, `notes`.
     resume = _Field[Mapping[str, Any]]({}, dict)
     run_id = _Field("", str)
     #: Name of a signal, such as `SIGTERM`.
@@ -194,7 +194,7 @@ class EventLog:
 
         Args:
             name: Name of the event.
-            component: Name of the component to which the event belongs, or None for the whole run.
+            component: Name of the component, or None if the event belongs to the whole run.
             at: Time of the event in UTC epoch seconds, or None for the current time.
             fields: Further fields of the event. Secrets in them are masked.
         """

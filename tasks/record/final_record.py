@@ -28,7 +28,7 @@ _WAITING = (RunState.QUEUED, RunState.PENDING_RESOURCES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowLoss:
-    """Facts about a run whose flow process was killed, and what `reconcile` has cleaned up."""
+    """Facts about a run whose flow process was killed, and about the clean-up by `reconcile`."""
 
     #: Process id of the flow process that was killed.
     pid: int
@@ -58,7 +58,7 @@ class FlowLoss:
 
     @property
     def cause(self) -> str:
-        """Text for the user about the killed flow process and what was cleaned up."""
+        """Text for the user about the killed flow process and the clean-up."""
         ended = [f"pids {', '.join(map(str, self.killed))}"] if self.killed else []
         ended += [f"job {job}" for job in self.jobs]
         if ended:
@@ -184,7 +184,12 @@ def _end_components(attempt: AttemptRecord, at: float) -> dict[str, ComponentRec
 
 
 def _decide_state(record: RunJson, loss: FlowLoss) -> tuple[RunState, str]:
-    """Return the new state of the run, and its message."""
+    """Return the new state of a run whose flow process was killed, and a message for the user.
+
+    Args:
+        record: Record of the run, in which the last attempt already has its final state.
+        loss: Facts about the run.
+    """
     attempt = record.attempt
     if loss.elsewhere:
         return RunState.PENDING_RESOURCES, f"taken over by {loss.elsewhere}: {loss.cause}"

@@ -22,7 +22,7 @@ from tasks.spec.formatting import join_commas
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exit:
-    """How a process ended."""
+    """The end of a process: its exit code or its signal, and the time."""
 
     #: Exit code, or None if a signal ended the process or the status is unknown.
     exit_code: int | None
@@ -117,8 +117,7 @@ class Failure(Recorded):
     #: Name of the component that failed first. None if no component failed, for example because the
     #: cluster can never provide enough GPUs for the run.
     component: str | None = None
-    #: Exit code of the component. None if it has none, because a signal ended the component or it
-    #: did not end.
+    #: Exit code of the component. None if a signal ended the component, or if it did not end.
     exit_code: int | None = None
     #: Name of the signal that ended the component, such as `SIGSEGV`, or None.
     signal: str | None = None
@@ -226,7 +225,7 @@ class GiveUpReason:
     rule: str
     #: Message for the user.
     message: str
-    #: How a child process of the component ended, if that is the reason, otherwise None.
+    #: End of a child process of the component if that is the reason, otherwise None.
     exit: Exit | None = None
 
 

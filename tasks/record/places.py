@@ -25,7 +25,7 @@ from tasks.spec.ownership import (
 
 _log = logging.getLogger(__name__)
 
-#: Names of the folders that Muster keeps in its home.
+#: Names of the folders that Muster keeps in its home directory (`MUSTER_HOME`).
 _OWN = (
     "cache",
     "claims",
@@ -39,14 +39,15 @@ _OWN = (
     "temp",
     "unseen",
 )
-#: Names of the folders in the home that no other user may read, regardless of MUSTER_UMASK.
+#: Names of the folders in Muster's home that other users may never read, whatever MUSTER_UMASK
+#: allows.
 _OF_SERVERS = ("cache", "prefect", "stack", "temp")
-#: Names of all files and folders that Muster keeps directly in its home.
+#: Names of all files and folders that Muster keeps directly in its home directory.
 _ENTRIES = (*_OWN, "agents.key", "password", "ray-token", "zygote")
 #: Mode bits of a file that let its group or all users write.
 _WRITE_BITS = 0o022
-#: Environment variable with the name or id of the user who owns the home. It is for another user
-#: who wants to read files in this home.
+#: Environment variable with the name or id of the user who owns Muster's home directory. Another
+#: user sets it to read files in this home.
 _OWNER_VARIABLE = "MUSTER_HOME_OWNER"
 #: Advice to the user if another user could change files in the home.
 _REMEDY = (
@@ -153,7 +154,7 @@ def is_at(fd: int, path: Path) -> bool:
 
     Args:
         fd: Descriptor of the open file.
-        path: Path under which the file was opened.
+        path: Path that was used to open the file.
     """
     try:
         return os.path.samestat(os.fstat(fd), path.stat())

@@ -38,8 +38,8 @@ _PATCHED_FILES = 300
 #: Largest number of files with a git filter that are compared with the commit.
 _COMPARED_FILES = 100
 
-#: Names of the repository's settings that are passed to git. None of these settings can name a
-#: program.
+#: Names of the repository's settings that are passed to git. These settings cannot name
+#: programs.
 _SETTINGS = (
     *("core.autocrlf", "core.eol", "core.excludesfile", "core.filemode", "core.ignorecase"),
     *("core.symlinks", "core.sparsecheckout", "core.sparsecheckoutcone"),
@@ -260,7 +260,7 @@ class GitView:
         return patch + "".join(lines)
 
     def _filters_of(self, names: Sequence[str]) -> dict[str, str]:
-        """Return the name of the git filter of each file that has one, by path of the file."""
+        """Return the names of the git filters of files, by file path. Other files are omitted."""
         if not names:
             return {}
         # Delete the file that removes the attribute `filter`, so that git shows the attribute of

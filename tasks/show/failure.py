@@ -1,4 +1,4 @@
-"""Describe a failed attempt of a run: the component that failed first, the cause, what follows."""
+"""Describe a failed attempt of a run: the first failed component, the cause, the next step."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def last_log_lines(failure: Failure) -> list[str]:
 
 
 def summarize_failure(message: str, place: RunPlace, attempt: AttemptRecord | None) -> str:
-    """Return a message that also names the log of the failed component and says what follows.
+    """Return a message that also names the log of the failed component and the next step.
 
     Args:
         message: Message of the failed run. It is returned unchanged if no component failed.

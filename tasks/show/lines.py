@@ -58,7 +58,7 @@ _TEXTS: Mapping[str, tuple[str, str]] = {
 def lines_of(event: Event) -> Iterator[Text]:
     """Yield the lines that describe an event of a run. Most events have no lines.
 
-    The event at the end of a run has none, because `end_block` describes the end.
+    The event at the end of a run has no lines, because `end_block` describes the end.
     """
     name = event.component or ""
     if event.name in _TEXTS:
@@ -102,7 +102,7 @@ def lines_of(event: Event) -> Iterator[Text]:
 
 
 def format_failed_attempt(seen: RunSeen, decision: str) -> Iterator[Text]:
-    """Yield the lines about a failed attempt after which the run is retried.
+    """Yield the lines about a failed attempt, if Muster retries the run.
 
     Yield nothing if the attempt did not fail.
 
@@ -205,7 +205,7 @@ def _format_field(label: str, text: str) -> Text:
     return line_of(f"  {label:<{_LABEL_COLUMNS}}{text}")
 
 
-#: A summary of a run describes at most this many attempts: the last ones.
+#: A summary of a run describes at most this many of the last attempts.
 _STORY_ATTEMPTS = 8
 #: A summary of a run shows at most this many metrics. The same limit holds for the components, the
 #: alarms and the remarks of each attempt.

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from tasks.show.output import one_line
 
-#: The message is printed beside the other cells only if at least this many columns remain for it.
+#: The message is printed next to the other cells only if at least this many columns remain for it.
 #: Otherwise it is printed on the next line.
 _MESSAGE_COLUMNS = 20
 _GAP = "  "

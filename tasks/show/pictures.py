@@ -244,7 +244,7 @@ def _draw_curve(points: Sequence[Point]) -> Iterator[str]:
     yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{_CURVE_COLOR}"/>'
 
 
-#: The timeline of a run shows at most this many attempts: the last ones.
+#: The timeline of a run shows at most this many of the last attempts.
 ATTEMPTS_AT_MOST = 5
 #: Left and right edge of the bars of the timeline, in pixels.
 _BARS_LEFT = 104.0
@@ -446,7 +446,7 @@ NAMES = (
 
 
 class Figures:
-    """Collects the values of one metric from a metrics file to which the training appends."""
+    """Collects the values of one metric while the training appends to its metrics file."""
 
     def __init__(
         self,

@@ -31,8 +31,8 @@ from tasks.spec.run import RunSpec
 
 _log = logging.getLogger(__name__)
 
-#: Longest time in seconds until the live region is redrawn. It shows ages, which change without an
-#: event.
+#: Longest time in seconds until the live region is redrawn. It contains the ages of components,
+#: which change even if no event arrives.
 _REDRAW_AFTER_S = 1.0
 #: Shortest time between two updates of the live region, in seconds.
 _FRAME_S = 0.05
@@ -59,8 +59,8 @@ class Terminal:
     def __init__(self, spec: RunSpec, screen: Screen | None = None) -> None:
         """
         Args:
-            spec: The run spec.
-            screen: Screen that shows the run. None means standard output.
+            spec: Spec of the run that is shown.
+            screen: Screen to which the run is written. None means standard output.
         """
         self._screen = screen or Screen.of_stdout()
         self._began = time.monotonic()

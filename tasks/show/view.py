@@ -103,7 +103,7 @@ class Pace:
     def __init__(self, total: float | None) -> None:
         """
         Args:
-            total: Number of the last step of the training, or None if it is unknown.
+            total: Step at which the training is complete, or None if it is unknown.
         """
         self._total = total
         #: The last steps as pairs of time in UTC epoch seconds and step, oldest first.
@@ -178,7 +178,7 @@ class RunSeen:
     def __init__(self, spec: RunSpec) -> None:
         #: Names of the components in start order.
         self.names = tuple(spec.components)
-        #: Number of the last step of the training, or None if it is unknown.
+        #: Step at which the training is complete, or None if it is unknown.
         self.total = spec.progress.total if spec.progress else None
         #: Number of engines of the inference fleet, or 0 if the run has no fleet.
         self.engines = spec.fleet.engines if spec.fleet is not None else 0
@@ -218,7 +218,7 @@ class RunSeen:
         self.pace = Pace(self.total)
         #: State of each lifecycle group of the inference fleet. Each group is one engine.
         self.groups: dict[int, GroupState] = {}
-        #: The servers of the fleet by rank.
+        #: Servers of the inference fleet, by rank.
         self._servers: dict[int, ServerSeen] = {}
         #: Reason why the run waits or is being stopped, or an empty string.
         self.why = ""
