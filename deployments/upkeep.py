@@ -34,7 +34,7 @@ from tasks.ray.dashboard import add_listed_clusters
 from tasks.ray.nodes import make_nodes_ready
 from tasks.record.places import keep_private
 from tasks.server.deployments import find_deployment
-from tasks.server.flow_runs import listed_clusters, thread_here
+from tasks.server.flow_runs import make_context_thread, read_listed_clusters
 from tasks.spec.ownership import UntrustedPath
 from tasks.upkeep.reconcile import publish, reconcile_every_minute, reconcile_host
 
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Reconcile before the first scheduled run. If the previous upkeep process was killed, a flow
     # run of `reconcile` may itself be among the lost runs.
     publish(reconcile_host())
-    thread_here("agents", make_ready).start()
+    make_context_thread("agents", make_ready).start()
     with reconcile_every_minute():
         while True:
             try:
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def make_ready() -> None:
     """Prepare the nodes of the listed Ray clusters, so that they can answer when a job ends."""
-    clusters = listed_clusters(PREFECT_API_URL.value())
+    clusters = read_listed_clusters(PREFECT_API_URL.value())
     add_listed_clusters(clusters)
     addresses = {
         cluster["address"]

@@ -16,7 +16,7 @@ import sys
 from prefect.settings import PREFECT_API_URL
 
 from tasks.record.places import keep_private
-from tasks.server.flow_runs import ServerAway, ServerRefuses, talking_to
+from tasks.server.flow_runs import ServerAway, ServerRefuses, connect_to_server
 from tasks.server.trusted_clients import GUARDED_PREFECT
 from tasks.spec.ownership import UntrustedPath
 from tasks.upkeep.reconcile import publish, reconcile_host
@@ -58,7 +58,7 @@ def _refuse_wrong_password() -> None:
     if not api_url:
         return
     try:
-        with talking_to(api_url) as client:
+        with connect_to_server(api_url) as client:
             client.hello().raise_for_status()
     except ServerRefuses as error:
         raise SystemExit(str(error)) from None

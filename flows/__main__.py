@@ -16,11 +16,11 @@ import flows.train  # noqa: F401
 from tasks import command
 from tasks.processes.signals import expect_one_run
 from tasks.queue.zygote import TEMPLATE, serve
-from tasks.server.flow_process import outlast_server_starts, trust_once
+from tasks.server.flow_process import retry_while_server_starts, share_ssl_contexts
 
 if __name__ == "__main__":
-    outlast_server_starts()
-    trust_once()
+    retry_while_server_starts()
+    share_ssl_contexts()
     if sys.argv[1:2] == [TEMPLATE] and (caller := serve(int(sys.argv[3]), sys.argv[2])):
         raise SystemExit(caller.send_exit_code(command.do(caller.order["words"])))
     expect_one_run()

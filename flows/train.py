@@ -13,9 +13,9 @@ from tasks.train.session import RunSession
 from tasks.train.tasks import (
     admit,
     conclude,
+    make_run_id_of_flow_run,
     monitor,
     open_run,
-    run_id_of_flow_run,
     start,
     teardown,
 )
@@ -24,7 +24,7 @@ from tasks.train.waiting import next_attempt
 
 @flow(
     name="train",
-    flow_run_name=run_id_of_flow_run,
+    flow_run_name=make_run_id_of_flow_run,
     persist_result=False,
     result_storage=NO_RESULTS,
 )

@@ -22,7 +22,7 @@ from tasks.queue.ledger import parse_request  # noqa: E402
 from tasks.record.log_file import LogFile  # noqa: E402
 from tasks.spec.loading import find_project_root, load_spec, parse_spec  # noqa: E402
 from tasks.spec.pipeline import STAGE_DEPLOYMENT  # noqa: E402
-from tasks.train.deploying import queued, to_server, until_ended  # noqa: E402
+from tasks.train.deploying import connect_to_configured_server, queue_run, wait_until_ended  # noqa: E402
 from tasks.train.finding_runs import ENDED_STATES, Run, find_run  # noqa: E402
 from tasks.train.run_cancellation import cancel_run  # noqa: E402
 from tasks.train.run_logs import find_last_attempt, select_logs  # noqa: E402
@@ -45,7 +45,7 @@ class RunHandle:
 
     @property
     def state(self) -> str:
-        """The current state, as in `muster ls --json`: `queued`, `running`, `completed`, ..."""
+        """The current state, as in `muster ls --json`: `queue_run`, `running`, `completed`, ..."""
         return self.seen.state
 
     def wait(self, within_s: float | None = None) -> str:
@@ -62,8 +62,8 @@ class RunHandle:
         """
         run = self.seen
         if run.state not in ENDED_STATES:
-            with to_server() as client:
-                until_ended(client, UUID(run.flow_run_id), within_s=within_s)
+            with connect_to_configured_server() as client:
+                wait_until_ended(client, UUID(run.flow_run_id), within_s=within_s)
         return self.state
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -155,6 +155,6 @@ def submit(
     else:
         run_spec = load_spec(Path(spec), overrides)
         project = find_project_root(Path(spec))
-    with to_server() as client:
-        flow_run = queued(client, run_spec, project, queue=queue, deployment=deployment)
+    with connect_to_configured_server() as client:
+        flow_run = queue_run(client, run_spec, project, queue=queue, deployment=deployment)
     return RunHandle(parse_request(flow_run).name)

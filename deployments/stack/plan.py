@@ -37,7 +37,7 @@ from tasks.processes.guarded import Command
 from tasks.processes.identity import ProcessId, host_name
 from tasks.processes.ports import PortsReserved, has_listener
 from tasks.record.places import server_password
-from tasks.server.server import server_command
+from tasks.server.server import make_server_command
 from tasks.spec.probes import ReadyProbe
 
 #: Default port of the Ray dashboard in run specs. A stack uses this port if it is free.
@@ -191,7 +191,7 @@ def build_blueprint(
 def _plan_server(place: StackPlace, stack: Stack) -> ComponentPlan:
     """Return the plan of the Prefect server."""
     settings = {SERVER_AUTH: auth_string()}
-    command = server_command(place.server_home, stack.port, settings=settings)
+    command = make_server_command(place.server_home, stack.port, settings=settings)
     server_variables = {
         key: value for key, value in command.env.items() if key.startswith("PREFECT_")
     }

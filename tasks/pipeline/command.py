@@ -18,8 +18,8 @@ from tasks.pipeline.session import on_message
 from tasks.pipeline.stage_specs import add_code, read_specs_of_deployments
 from tasks.processes.signals import expect_one_run, ignore_until_exit, interrupt_on_signals
 from tasks.server import flow_process, flow_runs
-from tasks.server.flow_runs import flow_runs_of, talking_to
-from tasks.server.server import NoServer, prefect_server, quieten_prefect
+from tasks.server.flow_runs import connect_to_server, read_flow_runs
+from tasks.server.server import NoServer, hide_prefect_logs, prefect_server
 from tasks.spec.errors import BadArgument, MusterError
 from tasks.spec.pipeline import PipelineSpec, add_deployment_specs, load_pipeline, parse_pipeline
 
@@ -41,7 +41,7 @@ def run_pipeline(
         resume: Id or name of the flow run to resume. An empty string starts a new flow run.
 
     Returns:
-        The exit code of the command, as `exit_code_of` derives it from the final state.
+        The exit code of the command, as `get_exit_code` derives it from the final state.
 
     Raises:
         MusterError: The arguments or the spec are invalid, or the flow run cannot be resumed.
@@ -53,8 +53,8 @@ def run_pipeline(
     if not api_url:
         raise NoServer(_NO_QUEUE)
     if path:
-        flow_process.enter_project_of(path)
-    quieten_prefect()
+        flow_process.enter_project(path)
+    hide_prefect_logs()
     expect_one_run()
     interrupt_on_signals()
 
@@ -68,7 +68,7 @@ def run_pipeline(
                 spec = parse_pipeline(flow_run.parameters.get("spec"), overrides)
             assert spec is not None
 
-            with talking_to(api_url) as client:
+            with connect_to_server(api_url) as client:
                 if path:
                     spec = add_code(client, spec, Path.cwd())
                 # The call raises an exception if the spec of a stage is invalid. Its result is not
@@ -78,7 +78,7 @@ def run_pipeline(
             if flow_run is not None:
                 state = _resume(pipeline, api_url, flow_run, spec)
             else:
-                with tags(*spec.tags, flow_runs.process_tag()):
+                with tags(*spec.tags, flow_runs.make_process_tag()):
                     state = pipeline(spec, return_state=True)
     except TerminationSignal as error:
         raise KeyboardInterrupt from error
@@ -86,7 +86,7 @@ def run_pipeline(
         on_message.reset(token)
     ignore_until_exit()
     print_message(f"{(state.name or '').lower()}: {state.message}")
-    return flow_process.exit_code_of(state)
+    return flow_process.get_exit_code(state)
 
 
 def _message_printer() -> Callable[[str], None]:
@@ -103,9 +103,9 @@ def _resume(
     pipeline: Flow[..., State[Any]], api_url: str, flow_run: FlowRun, spec: PipelineSpec
 ) -> State[Any]:
     """Run an existing flow run of a pipeline in this process, and return its final state."""
-    other_tags = set(flow_run.tags) - flow_runs.process_tags_of(flow_run.tags)
-    new_tags = other_tags | {flow_runs.process_tag()}
-    with talking_to(api_url) as client:
+    other_tags = set(flow_run.tags) - flow_runs.find_process_tags(flow_run.tags)
+    new_tags = other_tags | {flow_runs.make_process_tag()}
+    with connect_to_server(api_url) as client:
         flow_runs.clear_process(client, str(flow_run.id))
         client.update_flow_run(
             flow_run.id, parameters={"spec": spec.written()}, tags=sorted(new_tags)
@@ -126,14 +126,14 @@ def _find_resumable(api_url: str, id_or_name: str) -> FlowRun:
         flow_run_filter: Mapping[str, Any] = {"id": {"any_": [UUID(id_or_name)]}}
     except ValueError:
         flow_run_filter = {"name": {"any_": [id_or_name]}}
-    with talking_to(api_url) as client:
-        flow_run = next(flow_runs_of(client, flow_run_filter, ["pipeline"]), None)
+    with connect_to_server(api_url) as client:
+        flow_run = next(read_flow_runs(client, flow_run_filter, ["pipeline"]), None)
     if flow_run is None:
         raise MusterError(
             f"the Prefect server has no pipeline with the flow run id or name {id_or_name}"
         )
     state = flow_run.state
-    if state is None or state.is_final() or flow_runs.has_lost_its_process(flow_run):
+    if state is None or state.is_final() or flow_runs.has_lost_process(flow_run):
         return flow_run
     raise MusterError(
         f"{flow_run.name} is {state.name}, so its process may still run. Cancel it first: "

@@ -39,9 +39,9 @@ from tasks.record.checkpoints import find_stage_checkpoint
 from tasks.record.places import RunPlace
 from tasks.record.states import RunState
 from tasks.server import flow_process, flow_runs
-from tasks.server.flow_runs import ServerAway, talking_to
-from tasks.server.interruption import ended_from_outside
-from tasks.server.server import secrets_of
+from tasks.server.flow_runs import ServerAway, connect_to_server
+from tasks.server.interruption import end_on_request
+from tasks.server.server import read_secrets
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import parse_spec
 from tasks.spec.pipeline import PipelineSpec, add_deployment_specs, parse_pipeline
@@ -126,7 +126,7 @@ class PipelineSession:
             specs = self._ask(lambda client: read_specs_of_deployments(client, spec))
             self.spec = add_deployment_specs(spec, specs)
             for stage in self.spec.stages:
-                self._ask(partial(secrets_of, spec=RunSpec.model_validate(stage.spec)))
+                self._ask(partial(read_secrets, spec=RunSpec.model_validate(stage.spec)))
         except (InvalidSpec, CannotBegin) as error:
             self.failure = f"USER_ERROR: {error}"
 
@@ -260,8 +260,8 @@ class PipelineSession:
         """
         old_tags = set(client.read_flow_run(self.flow_run_id).tags)
         stale_tags: set[str] = set()
-        if flow_process.started_by_others() is not None:
-            stale_tags = flow_runs.process_tags_of(old_tags)
+        if flow_process.find_worker_flow_run() is not None:
+            stale_tags = flow_runs.find_process_tags(old_tags)
         new_tags = (old_tags - stale_tags) | {*self.spec.tags, f"pipeline:{self.spec.name}"}
         if new_tags != old_tags:
             client.update_flow_run(self.flow_run_id, tags=sorted(new_tags))
@@ -283,7 +283,9 @@ class PipelineSession:
             return
         on_message.get()(message)
         self._last_message = message
-        self._try(lambda _client: flow_runs.say_running(self.flow_run_id, message, self._ending))
+        self._try(
+            lambda _client: flow_runs.set_running_message(self.flow_run_id, message, self._ending)
+        )
 
     def _read_progress(self, client: SyncPrefectClient) -> tuple[list[StageRun], datetime]:
         """Return all stage runs so far, and the time at which a user last started the pipeline."""
@@ -342,7 +344,7 @@ class PipelineSession:
         ending_since_s: float | None = None
         while True:
             try:
-                with talking_to(self._api_url) as client:
+                with connect_to_server(self._api_url) as client:
                     return request(client)
             except ServerAway as error:
                 if self._ending.is_set():
@@ -356,7 +358,7 @@ class PipelineSession:
     def _try(self, request: Callable[[SyncPrefectClient], object]) -> None:
         """Send an optional request to the Prefect server once. A failure is only logged."""
         try:
-            with talking_to(self._api_url) as client:
+            with connect_to_server(self._api_url) as client:
                 request(client)
         except Exception as error:
             _log.warning("The Prefect server was not updated: %r", error)
@@ -383,10 +385,12 @@ class PipelineSession:
         Raises:
             Pause: Always. The exception tells Prefect that this process leaves the flow run.
         """
-        state = flow_runs.goes_on(f"{self.hand_over_reason}; {progress}", _DUE_AFTER_S)
+        state = flow_runs.make_handover_state(f"{self.hand_over_reason}; {progress}", _DUE_AFTER_S)
         self.say(str(state.message))
         try:
-            self._ask(lambda client: flow_process.hand_over(client, self.flow_run_id, state))
+            self._ask(
+                lambda client: flow_process.hand_over_flow_run(client, self.flow_run_id, state)
+            )
         except ServerAway as error:
             _log.warning("The state of the pipeline's flow run was not changed: %s", error)
         raise Pause(state=state)
@@ -397,7 +401,9 @@ def pipeline_id_of_flow_run() -> str:
 
     Every process of the same flow run gets the same name.
     """
-    return flow_process.id_here(flow_process.spec_here(PipelineSpec).name, "pipeline")
+    return flow_process.make_current_run_id(
+        flow_process.get_current_spec(PipelineSpec).name, "pipeline"
+    )
 
 
 @contextmanager
@@ -408,8 +414,8 @@ def open_pipeline(spec: PipelineSpec) -> Iterator[PipelineSession]:
     There is one exception: if a worker sends SIGTERM without a cancellation, the pipeline is handed
     over to a process of the next worker.
     """
-    flow_run_id = flow_process.flow_run_here().id
+    flow_run_id = flow_process.get_current_flow_run().id
     session = PipelineSession(spec, flow_run_id=flow_run_id, api_url=PREFECT_API_URL.value() or "")
-    with ended_from_outside(session, flow_run_id, may_be_left=True):
+    with end_on_request(session, flow_run_id, may_be_left=True):
         session.prepare()
         yield session

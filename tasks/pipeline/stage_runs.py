@@ -27,7 +27,7 @@ from tasks.pipeline.stage_specs import CannotBegin, require_deployment
 from tasks.pipeline.steps import StageRun
 from tasks.record.states import RunState
 from tasks.server import flow_runs
-from tasks.server.flow_runs import flow_runs_of, refusal_of
+from tasks.server.flow_runs import read_flow_runs, read_refusal
 from tasks.spec.pipeline import STAGE_DEPLOYMENT, Stage
 from tasks.spec.run import LIVE_CODE
 
@@ -73,7 +73,7 @@ def list_stage_runs(client: SyncPrefectClient, pipeline: UUID) -> list[StageRun]
         pipeline: Id of the pipeline's flow run.
     """
     runs = []
-    for flow_run in flow_runs_of(client, {"parent_flow_run_id": {"any_": [pipeline]}}):
+    for flow_run in read_flow_runs(client, {"parent_flow_run_id": {"any_": [pipeline]}}):
         place = parse_key(str(pipeline), flow_run.idempotency_key or "")
         if place is not None:
             stage, number = place
@@ -157,7 +157,9 @@ def create_stage_run(
     except httpx.HTTPStatusError as error:
         if error.response.is_server_error:
             raise
-        message = f"the deployment {deployment_name} rejected the run: {refusal_of(error.response)}"
+        message = (
+            f"the deployment {deployment_name} rejected the run: {read_refusal(error.response)}"
+        )
         client.set_task_run_state(task_run.id, Failed(message=message), force=True)
         raise CannotBegin(message) from error
     return describe_stage_run(stage.name, number, flow_run)

@@ -10,7 +10,7 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectNotFound
 
-from tasks.server.artifacts import submitted_code
+from tasks.server.artifacts import store_submitted_code
 from tasks.spec.errors import MusterError
 from tasks.spec.pipeline import PipelineSpec
 
@@ -81,8 +81,8 @@ def add_code(client: SyncPrefectClient | None, pipeline: PipelineSpec, root: Pat
     project_code: str | None = None
     for spec in filter(None, (stage.get("spec") for stage in written["stages"])):
         if spec.get("code") is None:
-            project_code = project_code or submitted_code(client, None, root)
+            project_code = project_code or store_submitted_code(client, None, root)
             spec["code"] = project_code
         else:
-            submitted_code(client, spec["code"], root)
+            store_submitted_code(client, spec["code"], root)
     return PipelineSpec.model_validate(written)

@@ -552,7 +552,7 @@ class SupervisedAttempt:
         If its log or files show that it was ready, its end counts as the end of a ready component.
         Otherwise the attempt fails.
         """
-        if await member.has_last_word():
+        if await member.says_it_was_ready():
             member.is_ready = True
             self._judge_exit_zero(member, exit)
         else:

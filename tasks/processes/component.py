@@ -437,7 +437,7 @@ class Member(ABC):
         self.is_ready = True
         self._emit("component.ready", self.name, pid=self.pid, after_s=self.seconds_alive())
 
-    async def has_last_word(self) -> bool:
+    async def says_it_was_ready(self) -> bool:
         """Return True if a component that has ended was ready before its end.
 
         A log, a file or a message to NOTIFY_SOCKET can still prove this after the end. Without a

@@ -43,7 +43,7 @@ from tasks.queue.settings import (
 )
 from tasks.record.outcome import Failure
 from tasks.record.retries import find_blamed_nodes
-from tasks.server.events import tell_here
+from tasks.server.events import announce_run_event
 
 _log = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ class _Admission:
             self._capacity = Capacity(
                 includes_this_machine=not flow_run.work_pool_name, own_cluster=own_cluster
             )
-        gate = Gate(client, capacity=self._capacity, announce=tell_here)
+        gate = Gate(client, capacity=self._capacity, announce=announce_run_event)
         if not self._is_queued:
             await self._send_beat(client)
             await self._set_state(client, PENDING_RESOURCES, "waits for its gang of GPUs")

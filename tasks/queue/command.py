@@ -21,9 +21,9 @@ from tasks.queue.reasons import one_line
 from tasks.queue.scheduling_pass import read_queue_view
 from tasks.queue.settings import PoolSettings
 from tasks.queue.tables import QueueTables, as_json, explain
-from tasks.server.events import client_settings
-from tasks.server.flow_runs import ServerAway, ServerRefuses, answered_by
-from tasks.server.server import NoServer, quieten_prefect
+from tasks.server.events import override_client_settings
+from tasks.server.flow_runs import ServerAway, ServerRefuses, convert_server_errors
+from tasks.server.server import NoServer, hide_prefect_logs
 from tasks.show.arguments import EXIT_DONE, AsJson, Pool
 from tasks.show.output import console_of, is_on_terminal
 from tasks.spec.formatting import join_commas
@@ -53,7 +53,7 @@ async def connected() -> AsyncIterator[PrefectClient]:
     if not url:
         raise NoServer(f"no Prefect server is set: {_REMEDY}")
     try:
-        with answered_by(url), client_settings(retries=1):
+        with convert_server_errors(url), override_client_settings(retries=1):
             async with get_client(httpx_settings={"timeout": _TIMEOUT_S}) as client:
                 yield client
     except ServerRefuses:
@@ -158,7 +158,7 @@ def _run_with_client(action: Callable[[PrefectClient], Awaitable[None]]) -> int:
         async with connected() as client:
             await action(client)
 
-    quieten_prefect()
+    hide_prefect_logs()
     try:
         asyncio.run(run())
     except PrefectException as error:

@@ -33,7 +33,7 @@ from tasks.queue.reasons import Message, steady_part
 from tasks.queue.scheduling_pass import QueueReader
 from tasks.ray.dashboard import Denied, NoAnswer
 from tasks.record.places import muster_home
-from tasks.server.events import Tell
+from tasks.server.events import SendRunEvent
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Gate:
         *,
         capacity: Capacity,
         home: Path | None = None,
-        announce: Tell = lambda *what, **fields: None,
+        announce: SendRunEvent = lambda *what, **fields: None,
         worker: tuple[str, str] = ("", ""),
     ) -> None:
         """

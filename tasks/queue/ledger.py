@@ -29,7 +29,7 @@ from tasks.queue.packing import Demand
 from tasks.queue.policy import duration_class_s
 from tasks.queue.settings import CLUSTER_OF_POOL
 from tasks.record.places import make_run_id
-from tasks.server.flow_runs import HELD, JOBS_GO_ON, host_of_worker
+from tasks.server.flow_runs import HELD, JOBS_GO_ON, parse_worker_host
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import parse_spec
 from tasks.spec.run import Gang
@@ -419,12 +419,12 @@ class LedgerReader:
         for work_pool in await self._client.read_work_pools(work_pool_filter=GANG_POOLS):
             queues = await self._client.read_work_queues(work_pool_name=work_pool.name)
             workers = await self._read_online_workers(work_pool.name)
-            hosts = {*map(host_of_worker, workers)}
+            hosts = {*map(parse_worker_host, workers)}
             own_pool, own_name = self._own_worker
             if work_pool.name == own_pool:
                 # This worker is online, even if the server has not received its heartbeat yet.
                 workers |= {own_name}
-                hosts |= {host_of_worker(own_name), host_name()}
+                hosts |= {parse_worker_host(own_name), host_name()}
             pools[work_pool.name] = Pool(
                 work_pool=work_pool,
                 queues={queue.id: queue for queue in queues},

@@ -21,8 +21,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tasks.processes.identity import host_name
 from tasks.queue.packing import Policy
 from tasks.ray.dashboard import ListedCluster
-from tasks.server.events import of_pool, told_at_once
-from tasks.server.flow_runs import POOL_VARIABLE, settings_data
+from tasks.server.events import make_pool_event, send_events
+from tasks.server.flow_runs import POOL_VARIABLE, read_pool_settings
 from tasks.spec.errors import MusterError
 from tasks.spec.formatting import join_commas
 
@@ -185,7 +185,7 @@ def settings_of(base_job_template: Mapping[str, Any]) -> PoolSettings:
     Raises:
         pydantic.ValidationError: The settings are invalid.
     """
-    return PoolSettings.model_validate(settings_data(base_job_template))
+    return PoolSettings.model_validate(read_pool_settings(base_job_template))
 
 
 def with_settings(base_job_template: Mapping[str, Any], settings: PoolSettings) -> dict[str, Any]:
@@ -273,15 +273,15 @@ async def write_settings(client: PrefectClient, pool: WorkPool, settings: PoolSe
     await client.update_work_pool(pool.name, WorkPoolUpdate(base_job_template=template))
 
     events = [
-        of_pool("muster.node.drained", pool, node=node, **fields)
+        make_pool_event("muster.node.drained", pool, node=node, **fields)
         for node, fields in new_drained.items()
         if node not in old_drained
     ]
     events += [
-        of_pool("muster.node.undrained", pool, node=node, by=_current_user())
+        make_pool_event("muster.node.undrained", pool, node=node, by=_current_user())
         for node in sorted(old_drained - new_drained.keys())
     ]
-    await told_at_once(client, *events)
+    await send_events(client, *events)
 
 
 def with_drained(

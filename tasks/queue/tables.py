@@ -27,7 +27,7 @@ from tasks.queue.scheduling_pass import QueuedRun, QueueView
 from tasks.queue.settings import NotThere
 from tasks.ray.usage import ClusterNode
 from tasks.server.artifacts import Artifacts
-from tasks.server.flow_runs import HELD, SILENT_AFTER_S, talking_to, worker_of
+from tasks.server.flow_runs import HELD, SILENT_AFTER_S, connect_to_server, find_worker
 from tasks.show.output import line_of, one_line
 from tasks.show.view import Shown
 from tasks.spec.formatting import (
@@ -307,7 +307,7 @@ class QueueArtifacts:
 
     def _write(self, artifacts: Artifacts, tables: Mapping[str, Shown], at: float) -> None:
         as_of = f"As of {format_datetime(at)}. Updated after each change and once a minute."
-        with talking_to(self._api_url) as client:
+        with connect_to_server(self._api_url) as client:
             for key, table in tables.items():
                 headline = f"{table.headline}\n\n{as_of}"
                 artifacts.show(client, key, replace(table, headline=headline))
@@ -393,7 +393,7 @@ async def _warn_of_silent_worker(client: PrefectClient, flow_run: FlowRun, now: 
         The warning. Empty if the worker is not silent, or if the run has no process.
     """
     pool = flow_run.work_pool_name
-    name = worker_of(flow_run)
+    name = find_worker(flow_run)
     if state_of(flow_run).type not in HELD or pool is None or name is None:
         return ""
     workers = await client.read_workers_for_work_pool(pool)

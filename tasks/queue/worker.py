@@ -57,7 +57,7 @@ from tasks.queue.settings import PoolSettings
 from tasks.queue.tables import QueueArtifacts
 from tasks.queue.zygote import ENGINE, ForkServer, find_own_flow
 from tasks.server.events import Announcer
-from tasks.server.flow_process import trust_once
+from tasks.server.flow_process import share_ssl_contexts
 from tasks.server.flow_runs import UPKEEP_FLOWS, ServerAway
 from tasks.server.trusted_clients import UNPLUGGED_PREFECT
 
@@ -530,7 +530,7 @@ class GangWorker(ProcessWorker):
         capacity = Capacity()
         self._exit_stack.push_async_callback(capacity.close)
         announcer = self._exit_stack.enter_context(Announcer(str(self.client.api_url)))
-        self._announce = announcer.tell_run
+        self._announce = announcer.announce_run
         #: `_offered_at[flow run id]` is the time at which this worker, as the leader, offered the
         #: run to other workers last. By the clock of the event loop.
         self._offered_at: dict[UUID, float] = {}
@@ -540,7 +540,7 @@ class GangWorker(ProcessWorker):
             announce=self._announce,
             worker=(self._work_pool_name, self.name),
         )
-        trust_once()
+        share_ssl_contexts()
         fork_server = ForkServer()
         # Prefect's class `EngineCommandStarter` has no parameter for the function that starts
         # processes. So this line replaces the function in Prefect's module.

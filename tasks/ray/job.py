@@ -249,9 +249,9 @@ class RayJob(Member):
         # a long time.
         self._launched_monotonic_s = time.monotonic()
 
-    async def has_last_word(self) -> bool:
+    async def says_it_was_ready(self) -> bool:
         deadline = time.monotonic() + _LOG_TIMEOUT_S
-        while not await super().has_last_word():
+        while not await super().says_it_was_ready():
             if time.monotonic() > deadline:
                 return False
             await asyncio.sleep(_LOG_INTERVAL_S)

@@ -36,7 +36,7 @@ from prefect.logging import get_run_logger
 from prefect.settings import PREFECT_API_URL
 
 from tasks.record import code_store
-from tasks.server.events import client_settings
+from tasks.server.events import override_client_settings
 from tasks.show.view import Shown
 from tasks.spec.formatting import escape_markdown, markdown_image
 from tasks.spec.run import LIVE_CODE
@@ -44,7 +44,7 @@ from tasks.spec.run import LIVE_CODE
 Log = logging.Logger | logging.LoggerAdapter[logging.Logger]
 
 
-def run_log(own: logging.Logger) -> Log:
+def find_run_logger(own: logging.Logger) -> Log:
     """Return the logger of the current flow run.
 
     Args:
@@ -55,7 +55,7 @@ def run_log(own: logging.Logger) -> Log:
     return own
 
 
-def leave_report(key: str, markdown: str, summary: str, log: Log) -> None:
+def create_report(key: str, markdown: str, summary: str, log: Log) -> None:
     """Create a new artifact for a report, and link it to the current flow run if there is one.
 
     If the server does not accept the artifact, a warning is logged and no error is raised. The work
@@ -71,13 +71,13 @@ def leave_report(key: str, markdown: str, summary: str, log: Log) -> None:
         return
     description = "\n\n".join(map(escape_markdown, summary.splitlines()))
     try:
-        with client_settings(retries=1):
+        with override_client_settings(retries=1):
             create_markdown_artifact(markdown, key=key, description=description)
     except Exception as error:
         log.warning("the artifact was not made: %r", error)
 
 
-def artifacts_of(
+def find_artifacts(
     client: SyncPrefectClient, flow_run_id: UUID | None, keys: Iterable[str]
 ) -> list[Artifact]:
     """Return the artifacts with these keys, last updated first.
@@ -126,7 +126,7 @@ class Artifacts:
         if self._ids is None:
             existing: list[Artifact] = []
             if self._keys:
-                existing = artifacts_of(client, self._flow_run_id, self._keys)
+                existing = find_artifacts(client, self._flow_run_id, self._keys)
             self._ids = {
                 artifact.key: artifact.id for artifact in reversed(existing) if artifact.key
             }
@@ -170,7 +170,7 @@ _PART_BYTES = 4 << 20
 _PAGE_SIZE = 200
 
 
-def submitted_code(client: SyncPrefectClient | None, code: str | None, root: Path) -> str:
+def store_submitted_code(client: SyncPrefectClient | None, code: str | None, root: Path) -> str:
     """Store the code of a submitted spec on this machine and on the server, and return its name.
 
     Args:
@@ -186,15 +186,15 @@ def submitted_code(client: SyncPrefectClient | None, code: str | None, root: Pat
     """
     if code == LIVE_CODE:
         return LIVE_CODE
-    fetch = partial(shared_code, client) if client is not None else lambda _name: None
+    fetch = partial(download_code, client) if client is not None else lambda _name: None
     name = code or code_store.store_project(root)
     code_store.read_content(code_store.read_code(name, fetch).tree, fetch)
     if client is not None:
-        share_code(client, name)
+        upload_code(client, name)
     return name
 
 
-def code_label(code: str | None) -> dict[str, str | int | float | bool] | None:
+def make_code_label(code: str | None) -> dict[str, str | int | float | bool] | None:
     """Return the flow run label that names the stored code of a run.
 
     Args:
@@ -208,7 +208,7 @@ def code_label(code: str | None) -> dict[str, str | int | float | bool] | None:
     return {"muster.code": code_store.read_code(code).tree}
 
 
-def share_code(client: SyncPrefectClient, name: str) -> None:
+def upload_code(client: SyncPrefectClient, name: str) -> None:
     """Upload stored code of this machine, with the file tree that it names. Idempotent.
 
     Args:
@@ -237,7 +237,7 @@ def share_code(client: SyncPrefectClient, name: str) -> None:
         _create_artifact(client, {"type": _CODE, "data": entry})
 
 
-def shared_code(client: SyncPrefectClient, name: str) -> bytes | None:
+def download_code(client: SyncPrefectClient, name: str) -> bytes | None:
     """Download stored code, or a file tree that stored code names.
 
     Args:
@@ -260,7 +260,7 @@ def _read_part(client: SyncPrefectClient, artifact_id: str) -> bytes:
     return base64.b64decode(str(part.data))
 
 
-def forget_code(client: SyncPrefectClient, named: Collection[str]) -> int:
+def delete_unused_code(client: SyncPrefectClient, named: Collection[str]) -> int:
     """Delete unused code from the server. Code that was uploaded within a day is kept.
 
     Args:

@@ -118,7 +118,7 @@ def _merge_job_variables(existing: DeploymentResponse, working_dir: str | None) 
     return variables
 
 
-def new_cron(cron: str, timezone: str | None) -> DeploymentScheduleCreate:
+def make_cron_schedule(cron: str, timezone: str | None) -> DeploymentScheduleCreate:
     """Return the schedule of a cron line, for a deployment without a schedule.
 
     Args:
@@ -148,7 +148,7 @@ def set_cron(
     """
     cron_schedules = [schedule for schedule in existing.schedules if schedule.slug == CRON_SLUG]
     if not cron_schedules:
-        client.create_deployment_schedules(existing.id, [new_cron(cron, timezone)])
+        client.create_deployment_schedules(existing.id, [make_cron_schedule(cron, timezone)])
         return
     present = cron_schedules[0]
     zone = timezone or _read_zone(present.schedule)

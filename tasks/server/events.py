@@ -53,7 +53,7 @@ _EVENTS_PATH: Final = "/events"
 
 
 @contextmanager
-def client_settings(*, retries: int, api_url: str | None = None) -> Iterator[None]:
+def override_client_settings(*, retries: int, api_url: str | None = None) -> Iterator[None]:
     """Set the number of retries, and optionally the server, of Prefect's clients in this context.
 
     Prefect's `temporary_settings` is not used, because it reads all settings, which needs the
@@ -67,7 +67,7 @@ def client_settings(*, retries: int, api_url: str | None = None) -> Iterator[Non
         yield
 
 
-def insist_on_the_end(retries: int) -> None:
+def set_client_retries(retries: int) -> None:
     """Set the number of retries of Prefect's clients for the rest of this context.
 
     Call this when a run has ended, because its server may be away when Prefect sends the final
@@ -89,8 +89,8 @@ def _settings_with(retries: int, api_url: str | None) -> SettingsContext:
     return SettingsContext(profile=present.profile, settings=settings.model_copy(update=changes))
 
 
-#: Function that sends an event of a flow run. Its arguments are those of `Announcer.tell_run`.
-Tell = Callable[..., None]
+#: Function that sends an event of a flow run. Its arguments are those of `Announcer.announce_run`.
+SendRunEvent = Callable[..., None]
 
 
 #: An event, and its flow run or None. The flow run's deployment, pool and tags are added to the
@@ -130,7 +130,7 @@ class Announcer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def tell(self, event: Event, flow_run: FlowRun | None = None) -> None:
+    def announce(self, event: Event, flow_run: FlowRun | None = None) -> None:
         """Add an event to the pending events. Return at once.
 
         Args:
@@ -145,7 +145,7 @@ class Announcer:
             self._pending.append((event, flow_run))
             self._changed.notify_all()
 
-    def tell_run(self, name: str, flow_run: FlowRun, run_id: str, **known: Any) -> None:
+    def announce_run(self, name: str, flow_run: FlowRun, run_id: str, **known: Any) -> None:
         """Send an event of a run whose own process does not send the event. Return at once.
 
         Args:
@@ -155,7 +155,7 @@ class Announcer:
             known: Values of the payload. The definition of the event selects the keys.
         """
         payload = build_payload(name, run_id=run_id, **known)
-        self.tell(of_run(name, flow_run, run_id, payload), flow_run)
+        self.announce(make_run_event(name, flow_run, run_id, payload), flow_run)
 
     def close(self, within_s: float = CLOSE_WITHIN_S) -> None:
         """Wait a limited time until the pending events are sent, and drop the others.
@@ -177,7 +177,7 @@ class Announcer:
         # which the flow closes.
         httpx_settings = {"timeout": _TIMEOUT_S}
         with (
-            client_settings(retries=0, api_url=self._api_url),
+            override_client_settings(retries=0, api_url=self._api_url),
             get_client(httpx_settings=httpx_settings, sync_client=True) as client,
         ):
             self._send_all(client, _Relations(client))
@@ -190,7 +190,7 @@ class Announcer:
                 content = [_as_json(pending, relations) for pending in batch]
                 client.request("POST", _EVENTS_PATH, json=content)
             except Exception as error:
-                if may_pass(error):
+                if is_retryable(error):
                     if self._is_closing:
                         return
                     _log.debug("%s is told later: %r", self._api_url, error)
@@ -254,7 +254,7 @@ class _Relations:
             return None
 
 
-def may_pass(error: Exception) -> bool:
+def is_retryable(error: Exception) -> bool:
     """Return True if the server may accept the same request later."""
     if isinstance(error, httpx.HTTPStatusError):
         status = error.response.status_code
@@ -284,7 +284,7 @@ def _make_tag(name: str) -> RelatedResource:
     return RelatedResource(labels)
 
 
-def of_run(
+def make_run_event(
     name: str,
     flow_run: FlowRun,
     run_id: str,
@@ -321,7 +321,7 @@ def of_run(
     )
 
 
-def of_pool(name: str, pool: WorkPool, *, node: str | None = None, **known: Any) -> Event:
+def make_pool_event(name: str, pool: WorkPool, *, node: str | None = None, **known: Any) -> Event:
     """Return an event about a work pool, or about a node of the pool's cluster.
 
     Args:
@@ -343,7 +343,7 @@ def of_pool(name: str, pool: WorkPool, *, node: str | None = None, **known: Any)
     return Event(event=name, resource=Resource(subject.root), related=related, payload=payload)
 
 
-async def told_at_once(client: PrefectClient, *events: Event) -> None:
+async def send_events(client: PrefectClient, *events: Event) -> None:
     """Send events in one request, without a retry. Log a warning if the server rejects them.
 
     Call this only if the server has just answered another request.
@@ -359,14 +359,14 @@ async def told_at_once(client: PrefectClient, *events: Event) -> None:
 
 
 #: Announcer of the run that the current context belongs to. None outside of a run.
-announcer_here: ContextVar[Announcer | None] = ContextVar("announcer", default=None)
+current_announcer: ContextVar[Announcer | None] = ContextVar("announcer", default=None)
 
 
-def tell_here(name: str, flow_run: FlowRun, run_id: str, **known: Any) -> None:
-    """Send an event of a run with the announcer of this context. See `Announcer.tell_run`.
+def announce_run_event(name: str, flow_run: FlowRun, run_id: str, **known: Any) -> None:
+    """Send an event of a run with the announcer of this context. See `Announcer.announce_run`.
 
     Do nothing if the context has no announcer.
     """
-    announcer = announcer_here.get()
+    announcer = current_announcer.get()
     if announcer is not None:
-        announcer.tell_run(name, flow_run, run_id, **known)
+        announcer.announce_run(name, flow_run, run_id, **known)

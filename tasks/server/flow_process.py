@@ -50,7 +50,7 @@ M = TypeVar("M", bound=BaseModel)
 _is_starting = contextvars.ContextVar("is_starting", default=False)
 
 
-def outlast_server_starts() -> None:
+def retry_while_server_starts() -> None:
     """Until the flow of this process begins, repeat requests if the server refuses the connection.
 
     Prefect repeats them only if a client has been connected before. A run whose process starts
@@ -70,7 +70,7 @@ def outlast_server_starts() -> None:
         client.__init__ = outlasting(client.__init__)  # type: ignore[method-assign]
 
 
-def trust_once() -> None:
+def share_ssl_contexts() -> None:
     """Share the loaded CA certificates between all clients instead of loading them for each."""
 
     @functools.cache
@@ -87,7 +87,7 @@ def trust_once() -> None:
     create(cafile=PREFECT_API_SSL_CERT_FILE.value() or certifi.where())
 
 
-def enter_project_of(file: Path) -> None:
+def enter_project(file: Path) -> None:
     """Change into the project folder that contains a file, as the process of a run does.
 
     Earlier relative paths are invalid after this call.
@@ -102,7 +102,7 @@ def enter_project_of(file: Path) -> None:
     os.chdir(project)
 
 
-def exit_code_of(state: State[Any]) -> int:
+def get_exit_code(state: State[Any]) -> int:
     """Return the exit code of a command for the final state of its flow run.
 
     0: completed, 1: failed, 3: the run or a stage can never fit, 130: interrupted.
@@ -114,7 +114,7 @@ def exit_code_of(state: State[Any]) -> int:
     return EXIT_INFEASIBLE if _INFEASIBLE.match(state.message or "") else EXIT_FAILED
 
 
-def flow_run_here() -> FlowRun:
+def get_current_flow_run() -> FlowRun:
     """Return the flow run of this context. Raises: RuntimeError, outside of a flow."""
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:
@@ -122,23 +122,23 @@ def flow_run_here() -> FlowRun:
     return context.flow_run
 
 
-def spec_here(model: type[M]) -> M:
+def get_current_spec(model: type[M]) -> M:
     """Return the parameter `spec` of the flow run of this context."""
     context = FlowRunContext.get()
     spec = ((context.parameters if context is not None else None) or {})["spec"]
     return spec if isinstance(spec, model) else model.model_validate(spec)
 
 
-def id_here(name: str, kind: str) -> str:
+def make_current_run_id(name: str, kind: str) -> str:
     """Return the run id of this flow run, which becomes the name of the flow run.
 
     It is the same in all processes and attempts of the flow run.
     """
-    flow_run = flow_run_here()
+    flow_run = get_current_flow_run()
     return make_run_id(name, kind, flow_run.id, flow_run.created or datetime.now(UTC))
 
 
-def started_by_others() -> FlowRun | None:
+def find_worker_flow_run() -> FlowRun | None:
     """Return the flow run if a worker or a deployment server started this process for it, or None.
 
     That worker or server also starts the next process of the flow run when it is due.
@@ -150,7 +150,7 @@ def started_by_others() -> FlowRun | None:
     return flow_run if os.environ.get(FLOW_RUN_VARIABLE) == str(flow_run.id) else None
 
 
-def hand_over(client: SyncPrefectClient, flow_run_id: UUID, state: State[Any]) -> bool:
+def hand_over_flow_run(client: SyncPrefectClient, flow_run_id: UUID, state: State[Any]) -> bool:
     """Set the state in which a flow run waits for its next process. Return True on success.
 
     The recorded process is deleted first. Otherwise, a cancel would wait endlessly for it.

@@ -35,7 +35,7 @@ from tasks.processes.identity import ProcessId, boot_id, host_name
 from tasks.record.final_record import has_failed_by_loss
 from tasks.record.run_json import RunJson
 from tasks.record.states import RunState
-from tasks.server.events import client_settings
+from tasks.server.events import override_client_settings
 from tasks.spec.errors import MusterError
 from tasks.spec.placeholders import mapping_or_empty
 
@@ -43,7 +43,7 @@ _REFUSALS = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 _REMEDY = "set PREFECT_API_AUTH_STRING to what its server has as PREFECT_SERVER_API_AUTH_STRING"
 
 
-def refusal_of(answer: httpx.Response) -> str:
+def read_refusal(answer: httpx.Response) -> str:
     """Return the reason that a server gave for an error response, or its HTTP status."""
     try:
         return str(answer.json()["detail"])
@@ -109,7 +109,7 @@ class ServerRefuses(ServerAway):
 
 
 @contextmanager
-def answered_by(api_url: str) -> Iterator[None]:
+def convert_server_errors(api_url: str) -> Iterator[None]:
     """Convert HTTP errors of the enclosed requests. Raises: ServerAway, ServerRefuses."""
     try:
         yield
@@ -125,7 +125,7 @@ def answered_by(api_url: str) -> Iterator[None]:
 
 
 @contextmanager
-def talking_to(api_url: str) -> Iterator[SyncPrefectClient]:
+def connect_to_server(api_url: str) -> Iterator[SyncPrefectClient]:
     """Yield a client of a Prefect server, even if this process uses another server.
 
     The client gives up after one retry, because its callers try again every minute.
@@ -135,8 +135,8 @@ def talking_to(api_url: str) -> Iterator[SyncPrefectClient]:
     # Without these settings, Prefect would return the client of the current flow's server.
     own = {"timeout": _TIMEOUT_S}
     with (
-        answered_by(api_url),
-        client_settings(retries=1, api_url=api_url),
+        convert_server_errors(api_url),
+        override_client_settings(retries=1, api_url=api_url),
         get_client(httpx_settings=own, sync_client=True) as client,
     ):
         yield client
@@ -146,14 +146,14 @@ def talking_to(api_url: str) -> Iterator[SyncPrefectClient]:
 POOL_VARIABLE = "gang"
 
 
-def settings_data(base_job_template: Mapping[str, Any]) -> Mapping[str, Any]:
+def read_pool_settings(base_job_template: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the queue settings in the base job template of a work pool."""
     properties = base_job_template.get("variables", {}).get("properties", {})
     found: Mapping[str, Any] = properties.get(POOL_VARIABLE, {}).get("default") or {}
     return found
 
 
-def listed_clusters(api_url: str | None) -> list[object]:
+def read_listed_clusters(api_url: str | None) -> list[object]:
     """Return the unparsed Ray clusters that the work pools of a server list.
 
     The result is empty if there is no server or if it does not answer.
@@ -161,16 +161,18 @@ def listed_clusters(api_url: str | None) -> list[object]:
     if api_url is None:
         return []
     try:
-        with talking_to(api_url) as client:
+        with connect_to_server(api_url) as client:
             pools = client.read_work_pools(limit=_PAGE)
     except ServerAway as error:
         _log.warning("what is listed of Ray clusters is not known: %s", error)
         return []
-    found = (settings_data(pool.base_job_template).get("clusters") for pool in pools)
+    found = (read_pool_settings(pool.base_job_template).get("clusters") for pool in pools)
     return [one for listed in found if isinstance(listed, list) for one in listed]
 
 
-def thread_here(name: str, target: Callable[..., object], *given: object) -> threading.Thread:
+def make_context_thread(
+    name: str, target: Callable[..., object], *given: object
+) -> threading.Thread:
     """Return a new daemon thread with a copy of the current context. It is not started yet.
 
     The thread needs the context for the server's address and credentials, and for the flow run.
@@ -187,23 +189,23 @@ def find_flow_run(client: SyncPrefectClient, flow_run_id: str) -> FlowRun | None
         return None
 
 
-def state_of(client: SyncPrefectClient, flow_run_id: str) -> State[Any] | None:
+def read_state(client: SyncPrefectClient, flow_run_id: str) -> State[Any] | None:
     """Return the state of a flow run, or None if the server does not know its id."""
     flow_run = find_flow_run(client, flow_run_id)
     return flow_run.state if flow_run is not None else None
 
 
-def held_flow_runs(client: SyncPrefectClient) -> list[FlowRun]:
+def read_held_flow_runs(client: SyncPrefectClient) -> list[FlowRun]:
     """Return Muster's flow runs that should have a process, or will soon get a process."""
-    return list(flow_runs_of(client, {"state": {"type": {"any_": HELD}}}, OUR_FLOWS))
+    return list(read_flow_runs(client, {"state": {"type": {"any_": HELD}}}, OUR_FLOWS))
 
 
-def open_flow_runs(client: SyncPrefectClient) -> list[FlowRun]:
+def read_open_flow_runs(client: SyncPrefectClient) -> list[FlowRun]:
     """Return the unfinished flow runs of trainings and pipelines."""
-    return list(flow_runs_of(client, {"state": {"type": {"any_": _OPEN}}}, ("train", "pipeline")))
+    return list(read_flow_runs(client, {"state": {"type": {"any_": _OPEN}}}, ("train", "pipeline")))
 
 
-def flow_runs_of(
+def read_flow_runs(
     client: SyncPrefectClient,
     which: Mapping[str, Any] | None = None,
     flows: Sequence[str] = (),
@@ -226,7 +228,9 @@ def flow_runs_of(
             return
 
 
-def upkeep_of(client: SyncPrefectClient, host: str) -> Iterator[tuple[str, DeploymentResponse]]:
+def read_upkeep_deployments(
+    client: SyncPrefectClient, host: str
+) -> Iterator[tuple[str, DeploymentResponse]]:
     """Yield name and deployment of each maintenance flow of a host that the server has."""
     for flow in UPKEEP_FLOWS:
         name = f"{flow}/{host}"
@@ -234,13 +238,13 @@ def upkeep_of(client: SyncPrefectClient, host: str) -> Iterator[tuple[str, Deplo
             yield name, client.read_deployment_by_name(name)
 
 
-def worker_of(run: FlowRun) -> str | None:
+def find_worker(run: FlowRun) -> str | None:
     """Return the last worker of a flow run, or None if no worker of a host has taken it."""
     name = run.labels.get(_WORKER_LABEL)
     return str(name) if name and _is_local(run) else None
 
 
-def host_of_worker(name: str) -> str:
+def parse_worker_host(name: str) -> str:
     """Return the host in the name of a worker, which is `HOST` or `NAME@HOST`."""
     return name.rpartition("@")[2]
 
@@ -249,25 +253,27 @@ def _is_local(run: FlowRun) -> bool:
     return run.labels.get(TYPE_LABEL, _LOCAL_TYPES[0]) in _LOCAL_TYPES
 
 
-def host_of(run: FlowRun) -> str | None:
+def find_host(run: FlowRun) -> str | None:
     """Return the host of a flow run according to the server, or None if unknown."""
-    tagged = (tag.removeprefix(_PROCESS_TAG).partition(":")[0] for tag in process_tags_of(run.tags))
-    worker = worker_of(run)
-    return host_of_worker(worker) if worker else next(tagged, None)
+    tagged = (
+        tag.removeprefix(_PROCESS_TAG).partition(":")[0] for tag in find_process_tags(run.tags)
+    )
+    worker = find_worker(run)
+    return parse_worker_host(worker) if worker else next(tagged, None)
 
 
-def has_gone_to(run: FlowRun, host: str, worker: str | None) -> str:
+def find_new_worker(run: FlowRun, host: str, worker: str | None) -> str:
     """Return the worker on another host that has taken over a flow run, or an empty string.
 
     Args:
         host: previous host of the flow run.
         worker: previous worker, or None if unknown.
     """
-    now = worker_of(run)
-    return now if now and now != worker and host_of_worker(now) != host else ""
+    now = find_worker(run)
+    return now if now and now != worker and parse_worker_host(now) != host else ""
 
 
-def server_now(client: SyncPrefectClient) -> datetime | None:
+def read_server_time(client: SyncPrefectClient) -> datetime | None:
     """Return the server's time to the second, or None if its response has no date.
 
     The server's clock dates the states. Some proxies remove the date.
@@ -316,7 +322,7 @@ class Host:
         return _is_local(run) and self.name == run.labels.get(_WORKER_LABEL)
 
 
-def state_of_lost(run: FlowRun, host: Host, now: datetime) -> State[Any] | None:
+def decide_lost_state(run: FlowRun, host: Host, now: datetime) -> State[Any] | None:
     """Return the new state of a flow run that is not in the registry and has lost its process.
 
     Args:
@@ -367,7 +373,9 @@ def _state_of_lost_pipeline(run: FlowRun, host: Host, cause: str) -> State[Any]:
     return Scheduled(name=JOBS_GO_ON, message=f"{cause}; its next process goes on where it was")
 
 
-def state_of_closed(state: State[Any] | None, run: RunJson | None, cause: str) -> State[Any] | None:
+def decide_closed_state(
+    state: State[Any] | None, run: RunJson | None, cause: str
+) -> State[Any] | None:
     """Return the Prefect state that fits the closed record of a run.
 
     Args:
@@ -398,7 +406,7 @@ def cancel(
     """
     # First for the worker as well: Prefect's own listens for a state of this name only.
     client.set_flow_run_state(flow_run_id, Cancelling(message=message))
-    state = state_of(client, str(flow_run_id)) if is_now else None
+    state = read_state(client, str(flow_run_id)) if is_now else None
     if state is not None and state.is_cancelling():
         now = State(type=StateType.CANCELLING, name=CANCELLING_NOW, message=message)
         # Forced: by the server's rules a flow run may leave Cancelling for Cancelled only. If it
@@ -406,7 +414,7 @@ def cancel(
         client.set_flow_run_state(flow_run_id, now, force=True)
 
 
-def propose(
+def propose_state(
     client: SyncPrefectClient, flow_run_id: str, before: State[Any], after: State[Any]
 ) -> bool:
     """Set the state of a flow run unless its state has changed. Return True if it was set.
@@ -415,14 +423,14 @@ def propose(
         before: expected present state.
         after: new state.
     """
-    now = state_of(client, flow_run_id)
+    now = read_state(client, flow_run_id)
     if now is None or now.id != before.id:
         return False
     answer = client.set_flow_run_state(UUID(flow_run_id), after)
     return answer.status == SetStateStatus.ACCEPT
 
 
-def say_running(flow_run_id: UUID, message: str, over: threading.Event) -> None:
+def set_running_message(flow_run_id: UUID, message: str, over: threading.Event) -> None:
     """Have a flow run that runs say what it does; in any other state it keeps that.
 
     Each try looks at its state first. A client that asks again by itself, once an outage is over,
@@ -433,8 +441,8 @@ def say_running(flow_run_id: UUID, message: str, over: threading.Event) -> None:
     """
     for delay_s in (*_SAID_AGAIN_AFTER_S, None):
         try:
-            with client_settings(retries=0), get_client(sync_client=True) as client:
-                state = state_of(client, str(flow_run_id))
+            with override_client_settings(retries=0), get_client(sync_client=True) as client:
+                state = read_state(client, str(flow_run_id))
                 if state is not None and state.is_running() and not over.is_set():
                     client.set_flow_run_state(flow_run_id, Running(message=message))
                 return
@@ -445,7 +453,7 @@ def say_running(flow_run_id: UUID, message: str, over: threading.Event) -> None:
                 return
 
 
-def goes_on(message: str, due_after_s: float) -> State[Any]:
+def make_handover_state(message: str, due_after_s: float) -> State[Any]:
     """The state of a flow run that waits for its next process, which goes on with its jobs, once
     the one before has surely left."""
     due = datetime.now(UTC) + timedelta(seconds=due_after_s)
@@ -459,7 +467,7 @@ def clear_process(client: SyncPrefectClient, flow_run_id: str) -> None:
     client.request("PATCH", "/flow_runs/{id}", path_params={"id": flow_run_id}, json=nothing)
 
 
-def process_tag() -> str:
+def make_process_tag() -> str:
     """Return the tag that names this process, for a flow run that it creates for itself.
 
     Such a flow run has no worker label to show its host.
@@ -468,12 +476,12 @@ def process_tag() -> str:
     return f"{_PROCESS_TAG}{host_name()}:{me.pid}:{me.start_ticks}"
 
 
-def process_tags_of(tags: Iterable[str]) -> set[str]:
+def find_process_tags(tags: Iterable[str]) -> set[str]:
     """Return the tags that name a process."""
     return {tag for tag in tags if tag.startswith(_PROCESS_TAG)}
 
 
-def has_lost_its_process(run: FlowRun) -> bool:
+def has_lost_process(run: FlowRun) -> bool:
     """Return True if the process of a directly started flow run on this host has ended."""
     process = _process_of(run, host_name())
     return process is not None and not process.is_alive()

@@ -23,9 +23,9 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 
 from tasks.processes.signals import CtrlC, receive_signals
-from tasks.server.events import client_settings
-from tasks.server.flow_process import started_by_others
-from tasks.server.flow_runs import CANCELLING_NOW, thread_here
+from tasks.server.events import override_client_settings
+from tasks.server.flow_process import find_worker_flow_run
+from tasks.server.flow_runs import CANCELLING_NOW, make_context_thread
 
 _log = logging.getLogger(__name__)
 _POLL_EVERY_S = 2.0
@@ -84,7 +84,7 @@ class Interruptible(Protocol):
         """End this process, and leave the run or pipeline to its next process."""
 
 
-class Wishes:
+class ForwardedRequests:
     """Passes the requests of signals and of the server on to a session."""
 
     def __init__(self, session: Interruptible, flow_run_id: UUID, *, may_be_left: bool) -> None:
@@ -95,7 +95,7 @@ class Wishes:
         """
         self._session = session
         self._flow_run_id = flow_run_id
-        self._is_direct = started_by_others() is None
+        self._is_direct = find_worker_flow_run() is None
         self._may_be_left = may_be_left and not self._is_direct
         self._ctrl_c = CtrlC()
 
@@ -106,7 +106,7 @@ class Wishes:
         """
         if signum == signal.SIGTERM and self._may_be_left:
             # Ask the server in another thread, because it may take long to answer.
-            thread_here("on-term", self._leave_unless_cancelled).start()
+            make_context_thread("on-term", self._leave_unless_cancelled).start()
             return
         if signum == signal.SIGHUP and self._is_direct:
             self._session.interrupt(_AFTER_HANGUP)
@@ -130,7 +130,7 @@ class Wishes:
 
 
 @contextmanager
-def ended_from_outside(
+def end_on_request(
     session: Interruptible, flow_run_id: UUID, *, may_be_left: bool
 ) -> Iterator[None]:
     """While open, a cancel, SIGINT, SIGTERM and SIGHUP end the session instead of this process.
@@ -144,17 +144,17 @@ def ended_from_outside(
             worker. A worker sends its flow runs SIGTERM both when one is cancelled and when it is
             itself stopped, for an upgrade for example; only the server knows which.
     """
-    wishes = Wishes(session, flow_run_id, may_be_left=may_be_left)
+    wishes = ForwardedRequests(session, flow_run_id, may_be_left=may_be_left)
     is_over = threading.Event()
 
     def watch_server() -> None:
         # This continues after a cancel, because `muster cancel --now` may follow. The client does
         # not retry: while the server is away, it would sleep for a minute and delay the run's end.
-        with client_settings(retries=0):
+        with override_client_settings(retries=0):
             while not is_over.wait(_POLL_EVERY_S):
                 wishes.take_cancel(read_cancel(flow_run_id))
 
-    watcher = thread_here("cancel-watch", watch_server)
+    watcher = make_context_thread("cancel-watch", watch_server)
     watcher.start()
     try:
         with receive_signals(wishes.take_signal):

@@ -33,7 +33,7 @@ from tasks.processes.registry import RunRegister
 from tasks.processes.services import Services
 from tasks.record.causes import read_tail
 from tasks.record.places import make_server_password, muster_home, read_own_file
-from tasks.server.flow_runs import ServerAway, ServerRefuses, talking_to
+from tasks.server.flow_runs import ServerAway, ServerRefuses, connect_to_server
 from tasks.spec.errors import Fault, InvalidSpec, MusterError, RunEnded
 from tasks.spec.probes import ReadyProbe
 from tasks.spec.run import RunSpec
@@ -121,7 +121,7 @@ def prefect_server(password: str | None = None) -> Iterator[str]:
                     EventsWorker.drain_all(timeout=_FLUSH_TIMEOUT_S)
 
 
-def lasting_api_url() -> str | None:
+def find_lasting_api_url() -> str | None:
     """Return the API address of this context's Prefect server.
 
     Returns:
@@ -131,7 +131,7 @@ def lasting_api_url() -> str | None:
     return None if _is_temporary.get() else PREFECT_API_URL.value()
 
 
-def secrets_here(spec: RunSpec) -> dict[str, str]:
+def read_configured_secrets(spec: RunSpec) -> dict[str, str]:
     """Return the values of the Prefect Secret blocks that a run spec names.
 
     The blocks are read from the Prefect server of this context.
@@ -146,17 +146,17 @@ def secrets_here(spec: RunSpec) -> dict[str, str]:
     """
     if not spec.secret_blocks:
         return {}
-    api_url = lasting_api_url()
+    api_url = find_lasting_api_url()
     if api_url is None:
         problem = "the Prefect Secret block {!r} can't be read: no Prefect server is set"
         problems = {name: problem.format(name) for name in spec.secret_blocks.values()}
         remedy = "set PREFECT_API_URL, or start a server (muster up)"
         raise _make_block_error(spec, problems, remedy)
-    with talking_to(api_url) as client:
-        return secrets_of(client, spec)
+    with connect_to_server(api_url) as client:
+        return read_secrets(client, spec)
 
 
-def secrets_of(client: SyncPrefectClient, spec: RunSpec) -> dict[str, str]:
+def read_secrets(client: SyncPrefectClient, spec: RunSpec) -> dict[str, str]:
     """Return the values of the Prefect Secret blocks that a run spec names.
 
     Args:
@@ -205,7 +205,7 @@ def _make_block_error(spec: RunSpec, problems: Mapping[str, str], remedy: str) -
     return InvalidSpec(tuple(faults), f"the spec of run {spec.name!r}")
 
 
-def server_command(
+def make_server_command(
     home: Path, port: int, address: str = "127.0.0.1", settings: Mapping[str, str] | None = None
 ) -> Command:
     """Return the command that starts a Prefect server.
@@ -268,7 +268,7 @@ def _make_plan(home: Path, port: int, url: str, password: str) -> AttemptPlan:
     settings = {"PREFECT_SERVER_API_AUTH_STRING": password} if password else {}
     server = ComponentPlan(
         name=_NAME,
-        command=server_command(home, port, settings=settings),
+        command=make_server_command(home, port, settings=settings),
         ready=ReadyProbe(http=f"{url}/health", within_s=_START_TIMEOUT_S),
         live=None,
         on_exit_zero="fail",
@@ -302,7 +302,7 @@ def _require_answer(url: str) -> None:
         NoServer: The server does not answer, or refuses the password.
     """
     try:
-        with talking_to(url) as client:
+        with connect_to_server(url) as client:
             client.hello().raise_for_status()
     except ServerRefuses as error:
         raise NoServer(str(error)) from None
@@ -316,7 +316,7 @@ def _is_critical(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.CRITICAL
 
 
-def await_no_events() -> None:
+def skip_event_retries() -> None:
     """Make Prefect give up at once if the server does not accept an event.
 
     Call this in a process with a temporary server. Otherwise Prefect would try for some seconds to
@@ -325,7 +325,7 @@ def await_no_events() -> None:
     EventsWorker.set_client_override(PrefectEventsClient, reconnection_attempts=2)
 
 
-def quieten_prefect() -> None:
+def hide_prefect_logs() -> None:
     """Keep Prefect's log lines out of the terminal. Prefect still sends them to its server.
 
     Prefect also prints no error if the server does not accept a log line. The files of the run

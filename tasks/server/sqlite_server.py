@@ -43,13 +43,13 @@ _holds_write_lock: ContextVar[bool] = ContextVar("holds_write_lock", default=Fal
 
 def main() -> None:
     """Run the server with the command line options of this process, until it is stopped."""
-    write_in_turn()
+    serialize_writes()
     gc.disable()
     threading.Thread(target=_collect_garbage, name="garbage", daemon=True).start()
     runpy.run_module("uvicorn", run_name="__main__", alter_sys=True)
 
 
-def write_in_turn() -> None:
+def serialize_writes() -> None:
     """Make each SQLite transaction of Prefect take the write lock at its start.
 
     Transactions get the lock in the order of arrival. SQLite's own lock keeps no order: waiting

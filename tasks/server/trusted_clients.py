@@ -92,18 +92,18 @@ class RenewedPassword(httpx.Auth):
             password: Password at the start of this process. Only a request with this password is
                 repeated. Any other password was configured by the operator, and is not replaced.
         """
-        self._old_header = as_header(password)
+        self._old_header = make_auth_header(password)
 
     def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
         """Yield the request, and after a refusal once more with the present password."""
         response = yield request
         is_refused = response.status_code == httpx.codes.UNAUTHORIZED
         if is_refused and request.headers.get("Authorization") == self._old_header:
-            request.headers["Authorization"] = as_header(server_password())
+            request.headers["Authorization"] = make_auth_header(server_password())
             yield request
 
 
-def as_header(password: str) -> str:
+def make_auth_header(password: str) -> str:
     """Return the value of the HTTP header Authorization.
 
     Args:

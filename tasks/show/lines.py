@@ -23,7 +23,7 @@ from tasks.record.states import RunState
 from tasks.show.failure import find_remedy, last_log_lines, list_facts
 from tasks.show.output import line_of
 from tasks.show.resume import describe_attempt, describe_resume
-from tasks.show.view import RunSeen, describe_component_state, describe_job, format_ending
+from tasks.show.view import ObservedRun, describe_component_state, describe_job, format_ending
 from tasks.spec.formatting import (
     format_count,
     format_datetime,
@@ -101,7 +101,7 @@ def lines_of(event: Event) -> Iterator[Text]:
             yield line_of(f"waiting: {event.message}", "yellow")
 
 
-def format_failed_attempt(seen: RunSeen, decision: str) -> Iterator[Text]:
+def format_failed_attempt(seen: ObservedRun, decision: str) -> Iterator[Text]:
     """Yield the lines about a failed attempt, if Muster retries the run.
 
     Yield nothing if the attempt did not fail.

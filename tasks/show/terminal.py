@@ -25,7 +25,7 @@ from tasks.show.lines import end_block, format_failed_attempt, lines_of
 from tasks.show.output import line_of, one_line
 from tasks.show.pictures import NAMES, Figures, Point
 from tasks.show.screen import ForeignLines, Screen
-from tasks.show.view import Pace, Row, RunSeen, Standing
+from tasks.show.view import ObservedRun, Pace, Row, Standing
 from tasks.spec.formatting import format_duration
 from tasks.spec.run import RunSpec
 
@@ -64,7 +64,7 @@ class Terminal:
         """
         self._screen = screen or Screen.of_stdout()
         self._began = time.monotonic()
-        self._seen = RunSeen(spec)
+        self._seen = ObservedRun(spec)
         #: Last step that was printed as a line.
         self._shown_step = 0.0
         #: Protects the attributes `_seen`, `_lines` and `_dropped_count`.
@@ -249,7 +249,7 @@ _BAR_COLUMNS = 40
 _MAX_ROWS = 50
 
 
-def build_region(seen: RunSeen, now: float) -> Group:
+def build_region(seen: ObservedRun, now: float) -> Group:
     """Return the content of the live region: components, progress, and the reason for a wait.
 
     The region is empty if the run has not begun.
@@ -269,7 +269,7 @@ def build_region(seen: RunSeen, now: float) -> Group:
     return Group(*parts)
 
 
-def _build_component_table(seen: RunSeen, now: float) -> Table:
+def _build_component_table(seen: ObservedRun, now: float) -> Table:
     """Return the table of the components, in the order in which they are started.
 
     While the run waits for its next attempt, all components are shown as waiting.

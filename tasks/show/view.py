@@ -1,7 +1,7 @@
 """The current state of a run, for the terminal, the Prefect UI and the messages of the flow run.
 
-`RunSeen` derives the state from the events of the run. `RunView` combines this state with the run
-record. The module also has texts that several places show.
+`ObservedRun` derives the state from the events of the run. `RunView` combines this state with the
+run record. The module also has texts that several places show.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class Pace:
 _LOST = frozenset({GroupState.INACTIVE, GroupState.RECOVERING, GroupState.RETIRED})
 
 
-class RunSeen:
+class ObservedRun:
     """The current state of a run, derived from its events. Only one thread may use it at a time.
 
     When an attempt begins, the state of the attempt before it is discarded.
@@ -191,7 +191,7 @@ class RunSeen:
         self.has_begun = False
         self._reset(0, None)
 
-    def snapshot(self) -> RunSeen:
+    def snapshot(self) -> ObservedRun:
         """Return a copy. Later events do not change it.
 
         The copy is shallow, because other threads must wait until it is complete.
@@ -373,7 +373,7 @@ class RunView:
     record: RunJson
     place: RunPlace
     #: State of the run according to its events, as a snapshot.
-    seen: RunSeen
+    seen: ObservedRun
     #: Name of the host of the flow process, or an empty string.
     host: str = ""
     #: Reason why the run ended before its first attempt, or an empty string.

@@ -26,24 +26,24 @@ from tasks.processes.signals import expect_one_run, ignore_until_exit, interrupt
 from tasks.record.run_json import RunJson
 from tasks.server.flow_process import (
     EXIT_INTERRUPTED,
-    enter_project_of,
-    exit_code_of,
-    trust_once,
+    enter_project,
+    get_exit_code,
+    share_ssl_contexts,
 )
-from tasks.server.flow_runs import STATE_OF, process_tag
+from tasks.server.flow_runs import STATE_OF, make_process_tag
 from tasks.server.server import (
-    await_no_events,
-    lasting_api_url,
+    find_lasting_api_url,
+    hide_prefect_logs,
     prefect_server,
-    quieten_prefect,
-    secrets_here,
+    read_configured_secrets,
+    skip_event_retries,
 )
 from tasks.show.terminal import Terminal
 from tasks.spec.formatting import join_commas
 from tasks.spec.loading import load_spec
 from tasks.spec.programs import find_python
 from tasks.spec.run import LIVE_CODE, RunSpec
-from tasks.train.reporter import await_last_pages
+from tasks.train.reporter import await_last_artifacts
 from tasks.train.spec_check import check_spec
 
 _log = logging.getLogger(__name__)
@@ -58,40 +58,40 @@ def run_here(train: Callable[..., State[Any]], path: Path, overrides: Sequence[s
         overrides: Changes of the spec, such as `progress.total=20`, as for `--set`.
 
     Returns:
-        The exit code, see `exit_code_of`.
+        The exit code, see `get_exit_code`.
 
     Raises:
         MusterError: The spec is invalid or the Prefect server cannot be used. No component was
             started.
     """
     spec = load_spec(path, overrides)
-    enter_project_of(path)
+    enter_project(path)
     if spec.code in (None, LIVE_CODE):
         # Submitted code is checked out later. The task `admit` then checks the spec there.
         check_spec(spec)
     _check_devices(spec)
-    quieten_prefect()
-    trust_once()
-    secrets_here(spec)
+    hide_prefect_logs()
+    share_ssl_contexts()
+    read_configured_secrets(spec)
     expect_one_run()
     interrupt_on_signals()
     try:
         with Terminal(spec) as terminal:
             terminal.say("connecting to Prefect")
             with prefect_server() as url:
-                is_lasting = lasting_api_url() is not None
+                is_lasting = find_lasting_api_url() is not None
                 if not is_lasting:
-                    await_no_events()
+                    skip_event_retries()
                 terminal.say(f"Prefect server {url}")
                 root = Path.cwd()
                 terminal.say(f"project {root}, python {find_python(root)}")
                 try:
-                    with tags(*spec.tags, process_tag()):
+                    with tags(*spec.tags, make_process_tag()):
                         state = _run_to_end(partial(train, spec, return_state=True), terminal)
                 finally:
                     # A temporary server ends with this context, so send the last artifacts now.
                     if not is_lasting:
-                        await_last_pages()
+                        await_last_artifacts()
                 # Show no link to a temporary server, because the server ends now.
                 flow_run_id = state.state_details.flow_run_id
                 link = None
@@ -102,7 +102,7 @@ def run_here(train: Callable[..., State[Any]], path: Path, overrides: Sequence[s
     except (KeyboardInterrupt, TerminationSignal):
         print(f"Interrupted; {_describe_leftovers()}.", file=sys.stderr)
         return EXIT_INTERRUPTED
-    return exit_code_of(state)
+    return get_exit_code(state)
 
 
 def _run_to_end(run_flow: Callable[[], State[Any]], terminal: Terminal) -> State[Any]:

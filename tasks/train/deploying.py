@@ -26,19 +26,19 @@ from pydantic import ValidationError
 
 from tasks.pipeline.stage_specs import add_code, require_deployment
 from tasks.queue.ledger import parse_request
-from tasks.server.artifacts import code_label, submitted_code
+from tasks.server.artifacts import make_code_label, store_submitted_code
 from tasks.server.deployments import (
     WORKING_DIR,
     describe_schedules,
     find_deployment,
-    new_cron,
+    make_cron_schedule,
     remove_cron,
     renew_deployment,
     set_cron,
 )
-from tasks.server.flow_process import EXIT_INTERRUPTED, exit_code_of
-from tasks.server.flow_runs import refusal_of, talking_to
-from tasks.server.server import NoServer, quieten_prefect, secrets_of
+from tasks.server.flow_process import EXIT_INTERRUPTED, get_exit_code
+from tasks.server.flow_runs import connect_to_server, read_refusal
+from tasks.server.server import NoServer, hide_prefect_logs, read_secrets
 from tasks.show.arguments import EXIT_DONE, AsJson, Overrides, SpecFile
 from tasks.spec.draft import draft_spec
 from tasks.spec.errors import BadArgument, MusterError
@@ -105,13 +105,13 @@ def _store_code(spec: S, add_code: Callable[[SyncPrefectClient | None, S, Path],
     root = Path.cwd()
     if not is_project_root(root):
         return spec
-    with talking_to(api_url) if api_url else nullcontext() as client:
+    with connect_to_server(api_url) if api_url else nullcontext() as client:
         return add_code(client, spec, root)
 
 
 def _add_run_code(client: SyncPrefectClient | None, spec: RunSpec, root: Path) -> RunSpec:
     """Store the code of the project, and return the run spec with the name of the code."""
-    return spec.model_copy(update={"code": submitted_code(client, spec.code, root)})
+    return spec.model_copy(update={"code": store_submitted_code(client, spec.code, root)})
 
 
 def _make_job_variables(spec: RunSpec, root: Path) -> dict[str, str]:
@@ -144,8 +144,8 @@ def submit(
     """
     run_spec = load_spec(spec, set)
     root = find_project_root(spec)
-    with to_server() as client:
-        flow_run = queued(client, run_spec, root, queue=queue)
+    with connect_to_configured_server() as client:
+        flow_run = queue_run(client, run_spec, root, queue=queue)
         run_id = parse_request(flow_run).name
         page = url_for("flow-run", obj_id=flow_run.id)
         if json:
@@ -163,13 +163,13 @@ def submit(
             print(f"{now} {text}", file=sys.stderr if json else sys.stdout, flush=True)
 
         try:
-            return exit_code_of(until_ended(client, flow_run.id, print_state))
+            return get_exit_code(wait_until_ended(client, flow_run.id, print_state))
         except KeyboardInterrupt:
             print(f"It goes on without you; to end it: muster cancel {run_id}", file=sys.stderr)
             return EXIT_INTERRUPTED
 
 
-def queued(
+def queue_run(
     client: SyncPrefectClient,
     spec: RunSpec,
     root: Path,
@@ -191,7 +191,7 @@ def queued(
         MusterError: The run could not be queued.
     """
     found_deployment = require_deployment(client, deployment)
-    secrets_of(client, spec)
+    read_secrets(client, spec)
     spec = _add_run_code(client, spec, root)
     _print_project(spec, root)
     flow_run = client.create_flow_run_from_deployment(
@@ -202,13 +202,13 @@ def queued(
         work_queue_name=queue,
         job_variables=_make_job_variables(spec, root),
     )
-    labels = code_label(spec.code)
+    labels = make_code_label(spec.code)
     if labels is not None:
         client.update_flow_run_labels(flow_run.id, labels)
     return flow_run
 
 
-def until_ended(
+def wait_until_ended(
     client: SyncPrefectClient,
     flow_run_id: UUID,
     say: Callable[[State[Any]], None] = lambda state: None,
@@ -266,9 +266,9 @@ def deploy(
     _check_schedule_options(cron, timezone, no_cron)
     run_spec = load_spec(spec, set)
     root = find_project_root(spec)
-    with to_server() as client:
+    with connect_to_configured_server() as client:
         model = require_deployment(client, STAGE_DEPLOYMENT)
-        secrets_of(client, run_spec)
+        read_secrets(client, run_spec)
         run_spec = _add_run_code(client, run_spec, root)
         _print_project(run_spec, root)
         deployment_name = name or run_spec.name
@@ -293,7 +293,7 @@ def deploy(
                 description=description,
                 pull_steps=[],
                 job_variables=job_variables,
-                schedules=[new_cron(cron, timezone)] if cron is not None else None,
+                schedules=[make_cron_schedule(cron, timezone)] if cron is not None else None,
             )
         else:
             renew_deployment(
@@ -327,7 +327,7 @@ def _check_schedule_options(cron: str | None, timezone: str | None, no_cron: boo
             raise BadArgument(f"--timezone {timezone} is that of a cron line: add --cron LINE")
         return
     try:
-        new_cron(cron, timezone)
+        make_cron_schedule(cron, timezone)
     except ValidationError as error:
         reason = error.errors()[0]["msg"].removeprefix("Value error, ")
         raise BadArgument(f'--cron "{cron}" --timezone {timezone or "UTC"}: {reason}') from error
@@ -345,7 +345,7 @@ def _print_deployment(deployment: DeploymentResponse, *, is_new: bool) -> None:
 
 
 @contextmanager
-def to_server() -> Iterator[SyncPrefectClient]:
+def connect_to_configured_server() -> Iterator[SyncPrefectClient]:
     """Connect to the configured Prefect server while the context is open.
 
     Raises:
@@ -355,14 +355,14 @@ def to_server() -> Iterator[SyncPrefectClient]:
     api_url = PREFECT_API_URL.value()
     if not api_url:
         raise NoServer("no Prefect server is set: start one (muster up), or set PREFECT_API_URL")
-    quieten_prefect()
-    with talking_to(api_url) as client:
+    hide_prefect_logs()
+    with connect_to_server(api_url) as client:
         try:
             yield client
         except httpx.HTTPStatusError as error:
             if error.response.is_server_error:
                 raise
-            reason = refusal_of(error.response)
+            reason = read_refusal(error.response)
             raise MusterError(f"the Prefect server does not take it: {reason}") from error
 
 

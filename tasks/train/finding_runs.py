@@ -19,8 +19,8 @@ from tasks.processes.identity import host_name
 from tasks.queue.ledger import parse_request
 from tasks.record.places import RunPlace, muster_home
 from tasks.record.run_json import RunJson
-from tasks.server.flow_runs import ServerAway, flow_runs_of, host_of, talking_to
-from tasks.server.server import quieten_prefect
+from tasks.server.flow_runs import ServerAway, connect_to_server, find_host, read_flow_runs
+from tasks.server.server import hide_prefect_logs
 from tasks.spec.errors import BadArgument
 from tasks.spec.formatting import join_commas
 
@@ -112,7 +112,7 @@ class Run:
             started_at=flow_run.start_time.timestamp() if flow_run.start_time else None,
             ended_at=ended.timestamp() if ended else None,
             attempts=len(record.attempts) if record else None,
-            host=host_of(flow_run) or "",
+            host=find_host(flow_run) or "",
         )
 
     @staticmethod
@@ -135,7 +135,7 @@ class Run:
 def _is_outdated(record: RunJson, flow_run: FlowRun) -> bool:
     """Return True if another host resumed the run after this machine wrote `run.json`."""
     hosts = {attempt.host for attempt in record.attempts[-1:]}
-    hosts.add(host_of(flow_run))
+    hosts.add(find_host(flow_run))
     return len(hosts - {None}) > 1
 
 
@@ -201,9 +201,11 @@ def _read_flow_runs(at_most: int) -> Iterator[FlowRun]:
     api_url = PREFECT_API_URL.value()
     if not api_url:
         return
-    quieten_prefect()
-    with talking_to(api_url) as client:
-        flow_runs = flow_runs_of(client, flows=["train"], sort=FlowRunSort.EXPECTED_START_TIME_DESC)
+    hide_prefect_logs()
+    with connect_to_server(api_url) as client:
+        flow_runs = read_flow_runs(
+            client, flows=["train"], sort=FlowRunSort.EXPECTED_START_TIME_DESC
+        )
         # Omit flow runs that a schedule will start in the future.
         begun = (run for run in flow_runs if run.start_time or not run.auto_scheduled)
         yield from islice(begun, at_most)

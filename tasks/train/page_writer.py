@@ -23,7 +23,7 @@ from tasks.server.artifacts import Artifacts
 from tasks.show import page as pages
 from tasks.show.pictures import Figures, show_timeline
 from tasks.show.slow import TimeSpent
-from tasks.show.view import RunSeen, RunView, Shown
+from tasks.show.view import ObservedRun, RunView, Shown
 from tasks.train.session import RunSession
 
 #: Least interval between two updates in seconds, and the function that makes the content, by
@@ -104,7 +104,7 @@ class RunPage:
         self._sent_at_s: dict[str, float] = {}
         #: No artifact is sent before this time.
         self._not_before_s = self._began_s + _FIRST_UPDATE_AFTER_S
-        self._seen = RunSeen(run.resolved_spec)
+        self._seen = ObservedRun(run.resolved_spec)
         #: Metrics of the current attempt. None until an attempt has begun.
         self._figures: Figures | None = None
         self._time_spent = TimeSpent()

@@ -56,7 +56,7 @@ def component_search_path(root: Path | None = None) -> str:
     return build_component_path(find_python(root), os.environ.get("PATH", os.defpath))
 
 
-def containment_of(spec: RunSpec) -> Containment:
+def find_containment(spec: RunSpec) -> Containment:
     """Return the kernel features that this machine uses to end all processes of a run."""
     return probe(namespace=spec.containment == "namespace")
 

@@ -26,9 +26,9 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.states import Cancelled, Completed, Failed, Running
 
 from tasks.record.events import Event, event_listeners
-from tasks.server.events import client_settings, may_pass
-from tasks.server.flow_runs import say_running, thread_here
-from tasks.server.server import lasting_api_url
+from tasks.server.events import is_retryable, override_client_settings
+from tasks.server.flow_runs import make_context_thread, set_running_message
+from tasks.server.server import find_lasting_api_url
 from tasks.show.failure import format_failure
 from tasks.show.lines import lines_of
 from tasks.spec.formatting import join_commas
@@ -75,10 +75,10 @@ def _drop_empty_traceback(record: logging.LogRecord) -> bool:
 _closing_reporters: set[Reporter] = set()
 
 
-def await_last_pages() -> None:
+def await_last_artifacts() -> None:
     """Wait a limited time until the final artifacts of all runs of this process are sent."""
     for reporter in [*_closing_reporters]:
-        reporter.await_last_page()
+        reporter.await_last_artifacts()
 
 
 class Reporter:
@@ -106,7 +106,7 @@ class Reporter:
         self._page = RunPage(run, flow_run)
         #: `(task run, description)` of each current recovery, by the id of the recovery.
         self._recoveries: dict[str, tuple[UUID, str]] = {}
-        self._thread = thread_here("reporter", self._work)
+        self._thread = make_context_thread("reporter", self._work)
 
     def __enter__(self) -> Reporter:
         self._token = event_listeners.set((*event_listeners.get(), self.observe))
@@ -124,16 +124,16 @@ class Reporter:
             self._is_closed.set()
         # Exit functions run in reverse order, so this runs before the run leaves the registry. If
         # this process is killed while it waits, `muster reconcile` still finds the run.
-        atexit.register(self.await_last_page)
+        atexit.register(self.await_last_artifacts)
         _closing_reporters.add(self)
         self._reports.put(self._send_last_page)
         self._reports.put(None)
         if self._flow_run.run_count > 1:
             # The run may also have waited on another host. That host reads the record from an
             # artifact as soon as the flow run has its final state.
-            self.await_last_page()
+            self.await_last_artifacts()
 
-    def await_last_page(self) -> None:
+    def await_last_artifacts(self) -> None:
         """Wait a limited time until the final artifacts are sent. No report is sent after that.
 
         Call it after the context is closed.
@@ -159,7 +159,7 @@ class Reporter:
 
         Reports to such a server have no reader, even if the server starts again.
         """
-        return self._is_server_away and lasting_api_url() is None
+        return self._is_server_away and find_lasting_api_url() is None
 
     def observe(self, event: Event) -> None:
         """Take in an event of the run. Return at once; the thread sends the reports."""
@@ -184,7 +184,7 @@ class Reporter:
         """Send reports until the context is closed and the final artifacts are sent."""
         # Use an own client: the flow closes its client before the final artifacts are sent. Its
         # requests are not retried by Prefect, whose pauses would outlast the server's absence.
-        with client_settings(retries=0), get_client(sync_client=True):
+        with override_client_settings(retries=0), get_client(sync_client=True):
             self._send_all()
         _closing_reporters.discard(self)
 
@@ -214,7 +214,7 @@ class Reporter:
             except Exception as error:
                 tries += 1
                 self._is_server_away = isinstance(error, httpx.TransportError)
-                is_retried = self._is_server_away or (may_pass(error) and tries < _MAX_TRIES)
+                is_retried = self._is_server_away or (is_retryable(error) and tries < _MAX_TRIES)
                 # Artifacts are not retried here, because they become due again by themselves.
                 if not is_retried or report == self._send_page:
                     _log.warning("not told to the Prefect server: %r", error)
@@ -258,7 +258,7 @@ class Reporter:
         """Set the current activity as the message of the flow run's Running state."""
         message = self._run.mask(self._pending_activity)
         self._pending_activity = ""
-        say_running(self._flow_run.id, message, self._is_closed)
+        set_running_message(self._flow_run.id, message, self._is_closed)
 
     def _drop_activity(self) -> None:
         """Drop the activity that was noted and is not sent yet."""

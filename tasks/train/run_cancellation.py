@@ -10,7 +10,7 @@ from prefect.settings import PREFECT_API_URL
 
 from tasks.processes.identity import host_name
 from tasks.server.flow_runs import cancel as cancel_flow_run
-from tasks.server.flow_runs import talking_to
+from tasks.server.flow_runs import connect_to_server
 from tasks.spec.errors import BadArgument, MusterError
 from tasks.train.finding_runs import ENDED_STATES, Run
 
@@ -29,7 +29,7 @@ def cancel_run(run: Run, *, is_now: bool = False) -> None:
         raise BadArgument(f"{run.run_id} has ended: it is {run.state}")
     api_url = PREFECT_API_URL.value()
     if api_url and run.flow_run_id:
-        with suppress(ObjectNotFound), talking_to(api_url) as client:
+        with suppress(ObjectNotFound), connect_to_server(api_url) as client:
             how = "cancelled now" if is_now else "cancelled"
             message = f"{how} by muster on {host_name()}"
             cancel_flow_run(client, UUID(run.flow_run_id), message, is_now=is_now)

@@ -14,9 +14,9 @@ from prefect.client.schemas.objects import FlowRun
 from tasks.processes.identity import host_name
 from tasks.record.events import PAYLOADS, SERVER_EVENT_NAMES, Event, listen_to_events
 from tasks.record.states import RUNNING_STATES, GroupState, RunState
-from tasks.server.events import Announcer, announcer_here, of_run
-from tasks.server.server import lasting_api_url
-from tasks.show.view import RunSeen
+from tasks.server.events import Announcer, current_announcer, make_run_event
+from tasks.server.server import find_lasting_api_url
+from tasks.show.view import ObservedRun
 from tasks.spec.secrets import mask_nested
 from tasks.train.session import RunSession
 
@@ -34,7 +34,7 @@ class RunAnnouncements:
         fleet = run.spec.fleet
         #: Least number of active engines that the spec demands. None if the run has no servers.
         self._min_active = fleet.recovery.min_active if fleet is not None else None
-        self._seen = RunSeen(run.spec)
+        self._seen = ObservedRun(run.spec)
         self._seen.attempt = run.record.attempts
 
     def observe(self, event: Event) -> Iterator[Event]:
@@ -130,12 +130,12 @@ class RunAnnouncements:
 
 
 @contextmanager
-def announced(run: RunSession, flow_run: FlowRun) -> Iterator[None]:
+def announce_events(run: RunSession, flow_run: FlowRun) -> Iterator[None]:
     """Send the events of a run to its Prefect server while the context is open.
 
     A temporary Prefect server gets no events, because it ends with the run.
     """
-    api_url = lasting_api_url()
+    api_url = find_lasting_api_url()
     if not api_url:
         yield
         return
@@ -145,7 +145,7 @@ def announced(run: RunSession, flow_run: FlowRun) -> Iterator[None]:
         def announce(event: Event) -> None:
             for server_event in announcements.observe(event):
                 payload = mask_nested(server_event.fields, run.mask)
-                prefect_event = of_run(
+                prefect_event = make_run_event(
                     server_event.name,
                     flow_run,
                     run.run_id,
@@ -153,11 +153,11 @@ def announced(run: RunSession, flow_run: FlowRun) -> Iterator[None]:
                     at=server_event.at,
                     tags=run.spec.tags,
                 )
-                announcer.tell(prefect_event, flow_run)
+                announcer.announce(prefect_event, flow_run)
 
-        token = announcer_here.set(announcer)
+        token = current_announcer.set(announcer)
         try:
             with listen_to_events(announce):
                 yield
         finally:
-            announcer_here.reset(token)
+            current_announcer.reset(token)

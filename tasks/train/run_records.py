@@ -9,8 +9,8 @@ from prefect.settings import PREFECT_API_URL
 
 from tasks.record.places import RunPlace
 from tasks.record.run_json import RunJson
-from tasks.server.artifacts import artifacts_of
-from tasks.server.flow_runs import ServerAway, talking_to
+from tasks.server.artifacts import find_artifacts
+from tasks.server.flow_runs import ServerAway, connect_to_server
 from tasks.show.page import RECORD, parse_record
 from tasks.spec.errors import BadArgument
 from tasks.train.finding_runs import Run, read_local_record
@@ -51,8 +51,8 @@ def read_artifacts(run: Run, *keys: str) -> list[str]:
     api_url = PREFECT_API_URL.value()
     if not api_url or not run.flow_run_id:
         return []
-    with suppress(ServerAway), talking_to(api_url) as client:
-        artifacts = artifacts_of(client, UUID(run.flow_run_id), keys)
+    with suppress(ServerAway), connect_to_server(api_url) as client:
+        artifacts = find_artifacts(client, UUID(run.flow_run_id), keys)
         # The artifacts are sorted newest first. If a key occurs twice, the newest must win.
         content = {artifact.key: str(artifact.data) for artifact in reversed(artifacts)}
         return [content[key] for key in keys if key in content]

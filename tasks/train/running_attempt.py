@@ -18,7 +18,7 @@ from tasks.rollout.component import FleetTail
 from tasks.spec.run import RunSpec
 from tasks.train.attempt_spec import AttemptSpec
 from tasks.train.background_work import BackgroundWork
-from tasks.train.plan import Planned, containment_of
+from tasks.train.plan import Planned, find_containment
 
 
 def start_guardian_template(spec: RunSpec, run_id: str, number: int) -> GuardianTemplate | None:
@@ -36,7 +36,7 @@ def start_guardian_template(spec: RunSpec, run_id: str, number: int) -> Guardian
         None if the attempt needs no template, because it has only one component or because this
         machine supports no guardians. None also if the process could not be started.
     """
-    if len(spec.processes) < 2 or containment_of(spec).level is Level.L1:
+    if len(spec.processes) < 2 or find_containment(spec).level is Level.L1:
         return None
     with suppress(OSError):
         return GuardianTemplate(tag_of(run_id, number))

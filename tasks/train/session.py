@@ -37,7 +37,7 @@ from tasks.spec.run import LIVE_CODE, RunSpec
 from tasks.train.attempt_spec import AttemptSpec, reserve_ports
 from tasks.train.background_work import record_provenance, remove_superfluous_checkpoints
 from tasks.train.end_request import EndRequest
-from tasks.train.plan import GpuGrant, Planned, containment_of
+from tasks.train.plan import GpuGrant, Planned, find_containment
 from tasks.train.run_secrets import RunSecrets
 from tasks.train.running_attempt import RunningAttempt, start_guardian_template
 from tasks.upkeep.lost_run import finish_predecessor
@@ -363,7 +363,7 @@ class RunSession:
         )
         # This spec contains secret values. It is passed to the components, and never written.
         spec = attempt_spec.with_block_values()
-        containment = containment_of(spec)
+        containment = find_containment(spec)
         metrics = adopted.metrics if adopted is not None else None
         if adopted is None and spec.progress is not None and spec.progress.jsonl is not None:
             metrics = FileFingerprint.of(Path(spec.cwd) / spec.progress.jsonl)

@@ -12,7 +12,7 @@ from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.placeholders import find_placeholder_faults
 from tasks.spec.programs import find_missing_programs
 from tasks.spec.run import RunSpec
-from tasks.train.plan import component_search_path, containment_of
+from tasks.train.plan import component_search_path, find_containment
 
 
 def check_spec(spec: RunSpec) -> None:
@@ -38,7 +38,7 @@ def _find_containment_faults(spec: RunSpec) -> Iterator[Fault]:
     """
     if spec.containment != "namespace":
         return
-    reason = containment_of(spec).missing.get(Level.L4)
+    reason = find_containment(spec).missing.get(Level.L4)
     if reason is not None:
         yield Fault(
             path="containment",

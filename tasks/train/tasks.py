@@ -24,17 +24,23 @@ from tasks.processes.registry import RunHeld
 from tasks.ray.dashboard import add_listed_clusters
 from tasks.record.code_store import NoCode
 from tasks.record.states import RunState
-from tasks.server.artifacts import code_label, shared_code
-from tasks.server.events import insist_on_the_end
+from tasks.server.artifacts import download_code, make_code_label
+from tasks.server.events import set_client_retries
 from tasks.server.flow_process import (
-    flow_run_here,
-    id_here,
-    spec_here,
-    started_by_others,
+    find_worker_flow_run,
+    get_current_flow_run,
+    get_current_spec,
+    make_current_run_id,
 )
-from tasks.server.flow_runs import STATE_OF, ServerAway, listed_clusters, talking_to, worker_of
-from tasks.server.interruption import ended_from_outside
-from tasks.server.server import lasting_api_url, secrets_here
+from tasks.server.flow_runs import (
+    STATE_OF,
+    ServerAway,
+    connect_to_server,
+    find_worker,
+    read_listed_clusters,
+)
+from tasks.server.interruption import end_on_request
+from tasks.server.server import find_lasting_api_url, read_configured_secrets
 from tasks.show.failure import summarize_failure
 from tasks.show.terminal import outlive_readers
 from tasks.spec.errors import InvalidSpec, MusterError, RunEnded
@@ -42,7 +48,7 @@ from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.run import RunSpec
 from tasks.spec.secrets import mask_logs
 from tasks.train.reporter import Reporter
-from tasks.train.run_events import announced
+from tasks.train.run_events import announce_events
 from tasks.train.session import RunSession
 from tasks.train.spec_check import check_spec
 from tasks.upkeep.waiting_runs import forget_waiting_run, read_earlier_record
@@ -109,7 +115,9 @@ def admit(run: RunSession) -> State[None]:
         _repeat_until_answered(run, partial(run.enter_code, _download_code))
         _label_flow_run(run)
         check_spec(run.spec)
-        run.set_secret_blocks(_repeat_until_answered(run, partial(secrets_here, run.spec)))
+        run.set_secret_blocks(
+            _repeat_until_answered(run, partial(read_configured_secrets, run.spec))
+        )
     except (InvalidSpec, NoCode) as error:
         return Failed(message=run.fail(FailureKind.USER_ERROR, str(error)).message)
     except ServerAway as error:
@@ -157,16 +165,16 @@ def _label_flow_run(run: RunSession) -> None:
 
     Flow runs of a schedule or of the Prefect UI do not have the label yet.
     """
-    labels = code_label(run.spec.code) or {}
-    if labels.keys() - flow_run_here().labels.keys():
-        with suppress(ServerAway), talking_to(PREFECT_API_URL.value() or "") as client:
+    labels = make_code_label(run.spec.code) or {}
+    if labels.keys() - get_current_flow_run().labels.keys():
+        with suppress(ServerAway), connect_to_server(PREFECT_API_URL.value() or "") as client:
             client.update_flow_run_labels(run.flow_run_id, labels)
 
 
 def _download_code(name: str) -> bytes | None:
     """Return submitted code from the Prefect server, or None if the server does not have it."""
-    with talking_to(PREFECT_API_URL.value() or "") as client:
-        return shared_code(client, name)
+    with connect_to_server(PREFECT_API_URL.value() or "") as client:
+        return download_code(client, name)
 
 
 def _repeat_until_answered(run: RunSession, request: Callable[[], T]) -> T:
@@ -256,10 +264,10 @@ def _describe_end(run: RunSession) -> State[None]:
 outlive_readers()
 
 
-def run_id_of_flow_run() -> str:
+def make_run_id_of_flow_run() -> str:
     """Return the run id of the current flow run. Prefect uses it as the flow run's name."""
-    spec = spec_here(RunSpec)
-    return id_here(spec.name, spec.workload)
+    spec = get_current_spec(RunSpec)
+    return make_current_run_id(spec.name, spec.workload)
 
 
 @contextmanager
@@ -272,12 +280,12 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
     Raises:
         Abort: Another process of this machine already owns the run.
     """
-    flow_run = flow_run_here()
-    api_url = lasting_api_url()
+    flow_run = get_current_flow_run()
+    api_url = find_lasting_api_url()
     flow_run_id = flow_run.id
     if spec.ray is not None:
-        add_listed_clusters(listed_clusters(api_url))
-    starter = started_by_others()
+        add_listed_clusters(read_listed_clusters(api_url))
+    starter = find_worker_flow_run()
     earlier_record = None
     # A run that a person started here was never on another host.
     if api_url and starter and starter.run_count > 1:
@@ -285,10 +293,10 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
     try:
         run = RunSession(
             spec,
-            run_id=run_id_of_flow_run(),
+            run_id=make_run_id_of_flow_run(),
             flow_run_id=flow_run_id,
             api_url=api_url,
-            worker=worker_of(starter) if starter else None,
+            worker=find_worker(starter) if starter else None,
             earlier=earlier_record,
         )
     except RunHeld as error:
@@ -297,9 +305,9 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
         raise Abort(f"{error.strerror}: this one leaves") from error
     forget_waiting_run(run.run_id)
     with (
-        ended_from_outside(run, flow_run_id, may_be_left=run.adopts_jobs),
+        end_on_request(run, flow_run_id, may_be_left=run.adopts_jobs),
         mask_logs(run.mask),
-        announced(run, flow_run),
+        announce_events(run, flow_run),
         Reporter(run, flow_run),
     ):
         run.open()
@@ -317,12 +325,12 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
             raise MusterError(run.mask(repr(error))) from None
         finally:
             run.close()
-            insist_on_the_end(_count_final_state_retries(run, by_worker=starter is not None))
+            set_client_retries(_count_final_state_retries(run, by_worker=starter is not None))
 
 
 def _count_final_state_retries(run: RunSession, *, by_worker: bool) -> int:
     """Return how often the final state is sent again to a Prefect server that does not answer."""
-    if lasting_api_url() is None:
+    if find_lasting_api_url() is None:
         # A temporary server ends with the run. A server that is away is not started again.
         return 1
     if run.interrupt_reason:

@@ -35,14 +35,14 @@ from tasks.record.retries import (
     list_counted_failures,
 )
 from tasks.record.states import RunState
-from tasks.server.flow_process import hand_over, started_by_others
+from tasks.server.flow_process import find_worker_flow_run, hand_over_flow_run
 from tasks.server.flow_runs import (
     TYPE_LABEL,
     ServerAway,
+    connect_to_server,
     find_flow_run,
-    goes_on,
-    state_of,
-    talking_to,
+    make_handover_state,
+    read_state,
 )
 from tasks.train.session import RunSession
 from tasks.upkeep.waiting_runs import forget_waiting_run, note_waiting_run
@@ -80,7 +80,7 @@ def next_attempt(run: RunSession) -> bool:
     if decision.delay_s is None or run.interrupt_reason:
         return False
 
-    starter = started_by_others()
+    starter = find_worker_flow_run()
     delay_s = decision.delay_s
     if starter is not None:
         delay_s = max(delay_s, _min_absence_s())
@@ -135,9 +135,9 @@ def _leave_jobs(run: RunSession) -> NoReturn:
     Raises:
         Pause: Always. This process must exit.
     """
-    starter = started_by_others()
+    starter = find_worker_flow_run()
     message = f"{run.handover_reason}; its jobs go on, and its next process attaches to them"
-    state = goes_on(message, _min_absence_s())
+    state = make_handover_state(message, _min_absence_s())
     labels: dict[str, Any] = {}
     if starter is not None:
         with suppress(ServerAway), _connect() as client:
@@ -248,7 +248,7 @@ def _hand_over_run(
             # A cancellation that arrived before the state is handled by this process.
             if run.interrupt_reason:
                 return False
-            if hand_over(client, flow_run_id, state):
+            if hand_over_flow_run(client, flow_run_id, state):
                 # If a signal arrived during the request, the flow ends the run as cancelled.
                 return not run.interrupt_reason
     except ServerAway as error:
@@ -256,7 +256,7 @@ def _hand_over_run(
 
     # The server refused the state, or its response was lost. Read the present state.
     with suppress(ServerAway), _connect() as client:
-        present = state_of(client, str(flow_run_id))
+        present = read_state(client, str(flow_run_id))
         if present is not None and (present.is_cancelling() or present.is_cancelled()):
             run.interrupt("cancelled from Prefect")
         elif present and (present.name, present.message) == (state.name, state.message):
@@ -268,4 +268,4 @@ def _hand_over_run(
 
 def _connect() -> AbstractContextManager[SyncPrefectClient]:
     """Return a client of the configured Prefect server, as a context manager."""
-    return talking_to(PREFECT_API_URL.value() or "")
+    return connect_to_server(PREFECT_API_URL.value() or "")

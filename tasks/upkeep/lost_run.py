@@ -37,13 +37,13 @@ from tasks.server.flow_runs import (
     JOBS_GO_ON,
     ServerAway,
     clear_process,
+    connect_to_server,
+    decide_closed_state,
     find_flow_run,
-    goes_on,
-    has_gone_to,
-    listed_clusters,
-    propose,
-    state_of_closed,
-    talking_to,
+    find_new_worker,
+    make_handover_state,
+    propose_state,
+    read_listed_clusters,
 )
 from tasks.spec.formatting import join_commas
 from tasks.upkeep.report import RunReport
@@ -83,7 +83,7 @@ def stop_jobs(lost: LostRun, loss: FlowLoss, *, unknown_after_s: float) -> FlowL
     leftovers: list[str] = []
     unseen_nodes: list[str] = []
     if lost.jobs:
-        add_listed_clusters(listed_clusters(lost.owner.api_url))
+        add_listed_clusters(read_listed_clusters(lost.owner.api_url))
     for entry in reversed(lost.jobs):
         ended = _stop_job(entry, unknown_after_s)
         leftovers += ended.left
@@ -156,23 +156,23 @@ def keep_jobs(lost: LostRun, loss: FlowLoss) -> RunReport | None:
     if find_holders(FLOW_RUN_VARIABLE).pids.get(owner.flow_run_id):
         return report
     try:
-        with talking_to(owner.api_url) as client:
+        with connect_to_server(owner.api_url) as client:
             flow_run = find_flow_run(client, owner.flow_run_id)
             if flow_run is None or flow_run.deployment_id is None or flow_run.state is None:
                 return None
             before = flow_run.state
-            if has_gone_to(flow_run, owner.host, owner.worker):
+            if find_new_worker(flow_run, owner.host, owner.worker):
                 # A flow process on another host now runs the attempt and its jobs.
                 return None if before.is_final() else report
             if not _needs_next_process(before):
                 return report if before.is_scheduled() or before.is_pending() else None
             clear_process(client, owner.flow_run_id)
-            after = goes_on(
+            after = make_handover_state(
                 f"its flow process (pid {owner.process.pid}) was killed or lost; its jobs "
                 "continue, and its next process attaches to them",
                 _DUE_AFTER_S,
             )
-            if propose(client, owner.flow_run_id, before, after):
+            if propose_state(client, owner.flow_run_id, before, after):
                 return replace(report, server=JOBS_GO_ON)
             return replace(report, open=CHANGED)
     except ServerAway as error:
@@ -295,16 +295,16 @@ def finish_run(lost: LostRun, loss: FlowLoss, *, goes_on_here: bool = False) -> 
         record, is_changed = write_final_record(directory, loss)
     else:
         try:
-            with talking_to(owner.api_url) as client:
+            with connect_to_server(owner.api_url) as client:
                 loss, state = _on_server(lost, loss, find_flow_run(client, flow_run_id))
                 if loss.elsewhere:
                     # The other host sets the run's state on the server. With this note, a later
                     # reconcile closes the record on this host after the run has ended there.
                     note_waiting_run(owner.run_id, flow_run_id, owner.api_url)
                 record, is_changed = write_final_record(directory, loss)
-                after = state_of_closed(state, record, loss.cause)
+                after = decide_closed_state(state, record, loss.cause)
                 if state is not None and after is not None:
-                    if propose(client, flow_run_id, state, after):
+                    if propose_state(client, flow_run_id, state, after):
                         server = after.name or ""
                     else:
                         open = CHANGED
@@ -340,7 +340,7 @@ def _on_server(
     """
     if flow_run is None:
         return loss, None
-    worker = has_gone_to(flow_run, lost.owner.host, lost.owner.worker)
+    worker = find_new_worker(flow_run, lost.owner.host, lost.owner.worker)
     if worker:
         return replace(loss, is_waiting=True, elsewhere=worker), None
     state = flow_run.state

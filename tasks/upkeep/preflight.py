@@ -30,9 +30,9 @@ from tasks.processes.registry import read_owner
 from tasks.ray.dashboard import add_listed_clusters
 from tasks.ray.nodes import NodeClient, connect_to_nodes, find_gcs_address
 from tasks.record.places import muster_home
-from tasks.server.artifacts import leave_report
-from tasks.server.flow_runs import listed_clusters
-from tasks.server.server import prefect_server, quieten_prefect
+from tasks.server.artifacts import create_report
+from tasks.server.flow_runs import read_listed_clusters
+from tasks.server.server import hide_prefect_logs, prefect_server
 from tasks.show.arguments import EXIT_DONE, EXIT_FAILED
 from tasks.spec.errors import BadArgument
 from tasks.spec.formatting import escape_markdown, join_commas, markdown_table
@@ -366,7 +366,7 @@ def survey_cluster(address: str, shared: str | None, within_s: float) -> Survey:
     Raises:
         NoAnswer, Denied, OSError, ValueError: No node of the cluster could be checked.
     """
-    add_listed_clusters(listed_clusters(PREFECT_API_URL.value()))
+    add_listed_clusters(read_listed_clusters(PREFECT_API_URL.value()))
     directory = Path(shared) if shared else muster_home()
     if not shared:
         # The first run would create MUSTER_HOME. Its absence is therefore no problem.
@@ -380,7 +380,7 @@ def publish_verdict(verdict: PreflightVerdict) -> None:
     log = get_run_logger()
     for finding in verdict.findings:
         log.error("%s", finding)
-    leave_report("preflight", verdict.as_markdown(), verdict.summary[:500], log)
+    create_report("preflight", verdict.as_markdown(), verdict.summary[:500], log)
 
 
 def conclude_preflight(verdict: PreflightVerdict) -> State[PreflightVerdict]:
@@ -513,7 +513,7 @@ def run_preflight(
         )
     if within_s <= 0:
         raise BadArgument(f"--within-s {within_s:g} must be more than 0")
-    quieten_prefect()
+    hide_prefect_logs()
     with prefect_server():
         state = flow(address, shared, limits, within_s, return_state=True)
     verdict = state.result(raise_on_failure=False)

@@ -43,13 +43,13 @@ from tasks.processes.registry import registered_runs
 from tasks.record.code_store import delete_unused, find_entry_names, measure_unchanged_files
 from tasks.record.places import RunPlace, muster_home
 from tasks.record.run_json import RunJson
-from tasks.server.artifacts import forget_code, run_log, shared_code
+from tasks.server.artifacts import delete_unused_code, download_code, find_run_logger
 from tasks.server.flow_runs import (
     UPKEEP_FLOWS,
     ServerAway,
     ServerRefuses,
-    open_flow_runs,
-    talking_to,
+    connect_to_server,
+    read_open_flow_runs,
 )
 from tasks.show.arguments import EXIT_DONE, EXIT_FAILED
 from tasks.spec.formatting import format_count, join_commas
@@ -212,7 +212,7 @@ def prune_host(keep: Retention | None = None, *, dry_run: bool = False) -> Prune
 def publish(pruned: PruneResult) -> None:
     """Write the result of a prune to the log of the active flow run, line by line."""
     for line in pruned.lines():
-        run_log(_log).info("%s", line)
+        find_run_logger(_log).info("%s", line)
 
 
 def survey(keep: Retention, wanted: set[str]) -> list[PrunableRun]:
@@ -343,7 +343,7 @@ def _on_server(ask: Callable[[SyncPrefectClient], _T]) -> _T | None:
     """
     if not (api_url := PREFECT_API_URL.value()):
         return None
-    with talking_to(api_url) as client:
+    with connect_to_server(api_url) as client:
         return ask(client)
 
 
@@ -352,7 +352,7 @@ def _names_and_parameters(client: SyncPrefectClient) -> str:
 
     Ids of runs and code versions can be found in this text.
     """
-    items: list[FlowRun | DeploymentResponse] = [*open_flow_runs(client)]
+    items: list[FlowRun | DeploymentResponse] = [*read_open_flow_runs(client)]
     offset = 0
     while page := client.read_deployments(limit=_PAGE_SIZE, offset=offset):
         items += page
@@ -379,11 +379,11 @@ def _forget_code(
     """
     specs = [spec for path in kept_directories for spec in path.glob("attempt-*/spec.yaml")]
     spec_text = "\n".join(spec.read_text(encoding="utf-8", errors="replace") for spec in specs)
-    used_on_server = find_entry_names(server_text, partial(shared_code, client))
+    used_on_server = find_entry_names(server_text, partial(download_code, client))
     deleted = delete_unused(used_on_server | find_entry_names(spec_text), is_dry=dry_run)
     if dry_run:
         return len(deleted)
-    return len(deleted) + forget_code(client, used_on_server)
+    return len(deleted) + delete_unused_code(client, used_on_server)
 
 
 def _delete_upkeep(client: SyncPrefectClient) -> int:

@@ -32,7 +32,7 @@ from tasks.processes.registry import LostRun, claim_lost_run, read_owner, regist
 from tasks.record.final_record import has_failed_by_loss
 from tasks.record.places import RunPlace
 from tasks.record.run_json import RunJson
-from tasks.server.artifacts import leave_report, run_log
+from tasks.server.artifacts import create_report, find_run_logger
 from tasks.server.flow_runs import (
     FLOW_RUN_VARIABLE,
     SILENT_AFTER_S,
@@ -40,15 +40,15 @@ from tasks.server.flow_runs import (
     ServerAway,
     ServerRefuses,
     clear_process,
-    held_flow_runs,
-    host_of,
-    propose,
-    server_now,
-    state_of_closed,
-    state_of_lost,
-    talking_to,
-    thread_here,
-    upkeep_of,
+    connect_to_server,
+    decide_closed_state,
+    decide_lost_state,
+    find_host,
+    make_context_thread,
+    propose_state,
+    read_held_flow_runs,
+    read_server_time,
+    read_upkeep_deployments,
 )
 from tasks.show.arguments import EXIT_DONE, EXIT_FAILED
 from tasks.spec.errors import BadArgument
@@ -103,12 +103,12 @@ def reconcile_host(lost: str | None = None) -> Report:
 
 def publish(report: Report) -> None:
     """Log the reports. If a run was changed, also create a Prefect artifact and emit events."""
-    log = run_log(_log)
+    log = find_run_logger(_log)
     for run in report.runs:
         log.warning("%s", run)
     if not report.changed_runs or not PREFECT_API_URL.value():
         return
-    leave_report("reconcile", report.as_markdown(), report.summary, log)
+    create_report("reconcile", report.as_markdown(), report.summary, log)
     for run in report.changed_runs:
         if run.flow_run_id:
             resource_id = f"prefect.flow-run.{run.flow_run_id}"
@@ -171,7 +171,7 @@ def _close_lost_flow_runs(host: str) -> list[RunReport]:
     if not api_url:
         return []
     try:
-        with talking_to(api_url) as client:
+        with connect_to_server(api_url) as client:
             return list(_close_flow_runs(client, _describe_host(client, host)))
     except ServerRefuses as error:
         # Another try does not help: an operator must set the password.
@@ -193,13 +193,13 @@ def _close_flow_runs(client: SyncPrefectClient, host: Host) -> Iterator[RunRepor
         client: Client of the Prefect server.
         host: The host of the flow runs, with its processes.
     """
-    flow_runs = held_flow_runs(client)
+    flow_runs = read_held_flow_runs(client)
     # Read the server's clock after the states, so that no state looks newer than the clock.
-    now = server_now(client) if flow_runs else None
+    now = read_server_time(client) if flow_runs else None
     if now is None:
         return
     for run in flow_runs:
-        after = state_of_lost(run, host, now)
+        after = decide_lost_state(run, host, now)
         if after is None or run.state is None:
             continue
         after = _recorded_end(run) or after
@@ -207,7 +207,7 @@ def _close_flow_runs(client: SyncPrefectClient, host: Host) -> Iterator[RunRepor
             # Delete the recorded process, which has ended. Otherwise, a cancellation of the
             # scheduled flow run would wait for this process forever.
             clear_process(client, str(run.id))
-        is_accepted = propose(client, str(run.id), run.state, after)
+        is_accepted = propose_state(client, str(run.id), run.state, after)
         yield RunReport(
             name=run.name,
             flow_run_id=str(run.id),
@@ -228,7 +228,7 @@ def _recorded_end(run: FlowRun) -> State[Any] | None:
     with suppress(OSError, ValueError):
         record = RunJson.read_for_flow_run(RunPlace.of(run.name).record, str(run.id))
         if record is not None and record.state.is_final and not has_failed_by_loss(record):
-            return state_of_closed(run.state, record, record.message)
+            return decide_closed_state(run.state, record, record.message)
     return None
 
 
@@ -242,7 +242,9 @@ def _describe_host(client: SyncPrefectClient, name: str) -> Host:
     return Host(
         name=name,
         is_lost=name != host_name(),
-        upkeep_deployments=frozenset(deployment.id for _, deployment in upkeep_of(client, name)),
+        upkeep_deployments=frozenset(
+            deployment.id for _, deployment in read_upkeep_deployments(client, name)
+        ),
         processes=find_holders(FLOW_RUN_VARIABLE),
         registered=frozenset(registered),
         pipeline_flow=pipeline_flows[0].id if pipeline_flows else None,
@@ -274,7 +276,7 @@ def reconcile_every_minute() -> Iterator[None]:
                     "The reconcile of this host failed. It is repeated in %g s.", _EVERY_S
                 )
 
-    thread = thread_here("reconcile", reconcile_repeatedly)
+    thread = make_context_thread("reconcile", reconcile_repeatedly)
     thread.start()
     try:
         yield
@@ -305,7 +307,7 @@ def give_up_host(name: str) -> Report:
         raise BadArgument(
             "PREFECT_API_URL is not set: only a Prefect server knows the runs of another host"
         )
-    with talking_to(api_url) as client:
+    with connect_to_server(api_url) as client:
         _check_is_silent(client, name)
     return reconcile_host(lost=name)
 
@@ -317,7 +319,7 @@ def _check_is_silent(client: SyncPrefectClient, name: str) -> None:
         BadArgument: The host has contacted the server recently, or no worker and no run names it.
     """
     last_contacts = dict(_last_contacts(client, name))
-    now = server_now(client) or datetime.now(UTC)
+    now = read_server_time(client) or datetime.now(UTC)
     for source, contact_at in last_contacts.items():
         if (age_s := (now - contact_at).total_seconds()) < SILENT_AFTER_S:
             raise BadArgument(
@@ -327,7 +329,7 @@ def _check_is_silent(client: SyncPrefectClient, name: str) -> None:
             )
     owners = filter(None, map(read_owner, registered_runs()))
     known_hosts = {owner.host for owner in owners} | {
-        host_of(run) for run in held_flow_runs(client)
+        find_host(run) for run in read_held_flow_runs(client)
     }
     if not last_contacts and name not in known_hosts:
         other_hosts = sorted(filter(None, known_hosts - {host_name()}))
@@ -344,7 +346,7 @@ def _last_contacts(client: SyncPrefectClient, name: str) -> Iterator[tuple[str, 
         for worker in client.read_workers_for_work_pool(pool.name):
             if worker.name == name and worker.last_heartbeat_time is not None:
                 yield f"its worker of the pool {pool.name}", worker.last_heartbeat_time
-    for deployment_name, deployment in upkeep_of(client, name):
+    for deployment_name, deployment in read_upkeep_deployments(client, name):
         if deployment.last_polled is not None:
             yield f"its upkeep (`{deployment_name}`)", deployment.last_polled
 

@@ -29,11 +29,11 @@ from tasks.record.events import EventLog
 from tasks.record.places import RunPlace, muster_home, read_own_file
 from tasks.record.run_json import RunJson, RunRecord
 from tasks.record.states import RunState
-from tasks.server.artifacts import Artifacts, artifacts_of
-from tasks.server.flow_runs import ServerAway, state_of, talking_to
+from tasks.server.artifacts import Artifacts, find_artifacts
+from tasks.server.flow_runs import ServerAway, connect_to_server, read_state
 from tasks.show import page
 from tasks.show.pictures import show_timeline
-from tasks.show.view import RunSeen, RunView
+from tasks.show.view import ObservedRun, RunView
 from tasks.spec.loading import load_resolved
 from tasks.upkeep.report import RunReport
 
@@ -57,7 +57,7 @@ def update_page_of_closed_run(client: SyncPrefectClient, flow_run_id: str, direc
             # No attempt began, so the run has no artifacts.
             return
         spec = load_resolved(place.attempt(record.attempt.number).spec)
-        seen = RunSeen(spec)
+        seen = ObservedRun(spec)
         seen.doing = record.message
         view = RunView(
             at=time.time(),
@@ -88,7 +88,7 @@ def read_page_record(client: SyncPrefectClient, flow_run_id: UUID) -> RunJson | 
     Returns:
         None if the server has no such copy.
     """
-    artifacts = artifacts_of(client, flow_run_id, [page.RECORD])
+    artifacts = find_artifacts(client, flow_run_id, [page.RECORD])
     return page.parse_record(str(artifacts[0].data)) if artifacts else None
 
 
@@ -100,7 +100,7 @@ def read_earlier_record(api_url: str, flow_run_id: UUID) -> RunJson | None:
         for the records of its earlier attempts.
     """
     try:
-        with talking_to(api_url) as client:
+        with connect_to_server(api_url) as client:
             return read_page_record(client, flow_run_id)
     except ServerAway as error:
         _log.warning("The records of this run on other hosts are unknown: %s", error)
@@ -182,8 +182,8 @@ def _close_if_ended(note: WaitingRunNote) -> RunReport | None:
         # The next process of the run has started. If it was killed, the reconcile of lost runs
         # closes the record.
         return None
-    with talking_to(note.api_url) as client:
-        state = state_of(client, note.flow_run_id)
+    with connect_to_server(note.api_url) as client:
+        state = read_state(client, note.flow_run_id)
         if state is not None and not state.is_final():
             return None
         page_record = None
@@ -194,7 +194,7 @@ def _close_if_ended(note: WaitingRunNote) -> RunReport | None:
     if record_state is None:
         return None
     if state is not None:
-        with suppress(ServerAway), talking_to(note.api_url) as client:
+        with suppress(ServerAway), connect_to_server(note.api_url) as client:
             update_page_of_closed_run(client, note.flow_run_id, RunPlace.of(note.run_id).directory)
     flow_run_text = f"is {state.name}" if state else "was deleted from the Prefect server"
     return RunReport(

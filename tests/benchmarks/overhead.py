@@ -19,7 +19,7 @@ from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settin
 from flows.train import train
 from tasks.server.server import prefect_server
 from tasks.spec.run import RunSpec
-from tasks.train.reporter import await_last_pages
+from tasks.train.reporter import await_last_artifacts
 from tests.benchmarks.footprint import cpu_percent, tree_of
 from tests.benchmarks.report import Result, Row, Sample, interleaved
 from tests.benchmarks.stage import NAMES
@@ -116,7 +116,7 @@ def _train() -> float:
     state = train(spec, return_state=True)
     took_ms = (time.monotonic() - began) * 1000
     # Reports that are still being written would slow down the next sample.
-    await_last_pages()
+    await_last_artifacts()
     if not state.is_completed():
         raise RuntimeError(f"the flow `train` did not complete: {state.message}")
     return took_ms

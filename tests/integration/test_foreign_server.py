@@ -36,7 +36,7 @@ from tasks.processes.trusted_server import (
 from tasks.ray.control_store import open_channel
 from tasks.ray.dashboard import Dashboard, NoAnswer
 from tasks.ray.submit import _client
-from tasks.server.flow_runs import ServerAway, talking_to
+from tasks.server.flow_runs import ServerAway, connect_to_server
 from tests.support.another_user import NOBODY, foreign_server, needs_another_user
 from tests.support.ground import until
 
@@ -47,7 +47,7 @@ GUARDED = {"PREFECT_PLUGINS_ENABLED": "true", "PREFECT_PLUGINS_ALLOW": "muster"}
 
 
 def ask_by_muster(url: str) -> None:
-    with talking_to(url) as client:
+    with connect_to_server(url) as client:
         client.hello()
 
 

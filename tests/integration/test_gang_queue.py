@@ -19,7 +19,7 @@ from tasks.pipeline.stage_runs import cancel_stage_run, create_stage_run, list_s
 from tasks.processes.identity import ProcessId
 from tasks.queue.grants import Grant, SchedulerProcess
 from tasks.record.states import RunState
-from tasks.server.flow_runs import talking_to
+from tasks.server.flow_runs import connect_to_server
 from tasks.spec.pipeline import Stage
 from tests.support.gang_pool import POOL, GangPool, host
 from tests.support.ground import ROOT, Run, Server, until
@@ -261,7 +261,7 @@ def test_repeated_creation_of_a_pipeline_stage_makes_one_run(pool: GangPool) -> 
     pipeline = UUID(pool.ground.post("/flow_runs/", flow_id=flow)["id"])
     stage = Stage.model_validate({"name": "sft", "deployment": f"train/{POOL}"})
 
-    with talking_to(pool.ground.api) as client:
+    with connect_to_server(pool.ground.api) as client:
         created_runs = [
             create_stage_run(client, pipeline, stage, number, spec=pool.spec(), tags=["mine"])
             for number in (1, 1, 2, 1)

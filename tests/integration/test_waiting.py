@@ -69,7 +69,7 @@ def make_failed_run(
         with get_client(sync_client=True) as client:
             client.update_flow_run(UUID(flow_run), infrastructure_pid=pid)
         monkeypatch.setattr(
-            waiting, "started_by_others", lambda: SimpleNamespace(id=UUID(flow_run))
+            waiting, "find_worker_flow_run", lambda: SimpleNamespace(id=UUID(flow_run))
         )
         spec = RunSpec.model_validate({**SPEC, **changes})
         session = RunSession(
@@ -190,13 +190,13 @@ def test_handover_succeeds_if_the_response_of_the_server_is_lost(
             self._client.set_flow_run_state(*arguments)
             raise waiting.ServerAway("the answer was lost")
 
-    talking_to = waiting.talking_to
+    talking_to = waiting.connect_to_server
 
     def open_losing_client(api_url: str) -> Any:
-        monkeypatch.setattr(waiting, "talking_to", talking_to)
+        monkeypatch.setattr(waiting, "connect_to_server", talking_to)
         return Wrapped(talking_to(api_url), LosingClient)
 
-    monkeypatch.setattr(waiting, "talking_to", open_losing_client)
+    monkeypatch.setattr(waiting, "connect_to_server", open_losing_client)
     monkeypatch.setattr(
         flow_process,
         "clear_process",

@@ -23,7 +23,7 @@ import yaml
 
 from tasks.processes.identity import host_name
 from tasks.processes.ports import PortsReserved
-from tasks.server.server import server_command
+from tasks.server.server import make_server_command
 from tests.support.prefect_api import ask
 from tests.support.stage import processes_with
 
@@ -102,7 +102,7 @@ class Server:
     def start(self) -> None:
         """Start the server, and wait until it answers."""
         self._home.mkdir(parents=True, exist_ok=True)
-        command = server_command(self._home, self._port, self._address, self._settings)
+        command = make_server_command(self._home, self._port, self._address, self._settings)
         with command.log.open("ab") as log:
             self._process = subprocess.Popen(
                 command.argv,

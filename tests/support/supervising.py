@@ -76,7 +76,7 @@ class Part:
     def containment(self, spec: RunSpec) -> Containment:
         """Return the containment of the level `level`, or of a lower level if it is not available.
 
-        This replaces `tasks.train.session.containment_of`.
+        This replaces `tasks.train.session.find_containment`.
         """
         allowed = min(self.level, os.environ.get("MUSTER_MAX_CONTAINMENT") or "L4")
         with mock.patch.dict(os.environ, MUSTER_MAX_CONTAINMENT=allowed):
@@ -134,7 +134,7 @@ def supervise(part: Part) -> int:
     session.RunRecord = partial(RunRecord, padding="x" * part.record_bytes)  # type: ignore
     if part.level:
         for module in (session, running_attempt):
-            module.containment_of = part.containment  # type: ignore[attr-defined]
+            module.find_containment = part.containment  # type: ignore[attr-defined]
     spec = {
         "name": "fault",
         "workload": "sft",

@@ -13,7 +13,7 @@ from prefect.client.schemas.objects import FlowRun, WorkPool
 from prefect.events.schemas.events import Event
 
 from tasks.record.events import build_payload
-from tasks.server.events import Announcer, of_pool, of_run
+from tasks.server.events import Announcer, make_pool_event, make_run_event
 from tests.support.stage import wait_until
 from tests.support.web import serving
 
@@ -86,19 +86,19 @@ def ready(run: FlowRun) -> Event:
     """Return the event that the trainer of a run is ready."""
     name = "muster.component.ready"
     payload = build_payload(name, run_id="a-run", component="trainer", after_s=1.5)
-    return of_run(name, run, "a-run", payload, at=1_700_000_000.0, tags=("demo",))
+    return make_run_event(name, run, "a-run", payload, at=1_700_000_000.0, tags=("demo",))
 
 
 def named(name: str) -> Event:
     """Return an event of a work pool with this name."""
-    return of_pool(name, WorkPool(id=uuid4(), name="gang", type="gang"), by="me@here")
+    return make_pool_event(name, WorkPool(id=uuid4(), name="gang", type="gang"), by="me@here")
 
 
 def test_event_has_its_flow_run_and_related_resources(server: PrefectServer) -> None:
     run = flow_run(deployment_id=DEPLOYMENT)
 
     with Announcer(server.api) as announcer:
-        announcer.tell(ready(run), run)
+        announcer.announce(ready(run), run)
 
     (event,) = server.received
     assert event["resource"]["prefect.resource.id"] == f"prefect.flow-run.{run.id}"
@@ -122,7 +122,7 @@ def test_related_resources_are_read_once(server: PrefectServer) -> None:
 
     with Announcer(server.api) as announcer:
         for _ in range(3):
-            announcer.tell(ready(run), run)
+            announcer.announce(ready(run), run)
 
     assert len(server.received) == 3
     assert server.requested_paths.count(f"/api/deployments/{DEPLOYMENT}") == 1
@@ -134,7 +134,7 @@ def test_event_of_a_deleted_deployment_is_sent_without_the_deployment(
     run = flow_run(deployment_id=uuid4())
 
     with Announcer(server.api) as announcer:
-        announcer.tell(ready(run), run)
+        announcer.announce(ready(run), run)
 
     assert server.names() == ["muster.component.ready"]
 
@@ -143,8 +143,8 @@ def test_events_are_sent_when_the_server_accepts_requests_again(server: PrefectS
     server.answers = [503, 500, 429]
 
     with Announcer(server.api, again_s=0.01) as announcer:
-        announcer.tell(named("muster.node.drained"))
-        announcer.tell(named("muster.node.undrained"))
+        announcer.announce(named("muster.node.drained"))
+        announcer.announce(named("muster.node.undrained"))
         wait_for_events(server, 2)
 
     assert server.names() == ["muster.node.drained", "muster.node.undrained"]
@@ -156,9 +156,9 @@ def test_rejected_event_does_not_block_later_events(
     server.answers = [422]
 
     with Announcer(server.api) as announcer:
-        announcer.tell(named("muster.node.drained"))
+        announcer.announce(named("muster.node.drained"))
         wait_until(lambda: "1 events are lost" in caplog.text, "the event is rejected")
-        announcer.tell(named("muster.node.undrained"))
+        announcer.announce(named("muster.node.undrained"))
 
     assert server.names() == ["muster.node.undrained"]
 
@@ -167,7 +167,7 @@ def test_close_does_not_wait_for_a_server_that_is_away(caplog: pytest.LogCapture
     announcer = Announcer("http://127.0.0.1:9/api")
 
     with announcer:
-        announcer.tell(named("muster.node.drained"))
+        announcer.announce(named("muster.node.drained"))
     announcer._thread.join(WITHIN_S)
 
     assert not announcer._thread.is_alive()
@@ -181,7 +181,7 @@ def test_close_waits_for_a_slow_server_only_until_the_timeout(
     announcer = Announcer(server.api)
     announcer.__enter__()
 
-    announcer.tell(named("muster.node.drained"))
+    announcer.announce(named("muster.node.drained"))
     announcer.close(within_s=0.1)
 
     assert announcer._thread.is_alive()
@@ -196,7 +196,7 @@ def test_oldest_events_are_dropped_first_while_the_server_is_away(
     announcer = Announcer(server.api, again_s=0.05)
 
     for name in ("muster.node.drained", "muster.node.undrained", "muster.node.drained"):
-        announcer.tell(named(name))
+        announcer.announce(named(name))
     with announcer:
         wait_for_events(server, 2)
 
@@ -206,7 +206,7 @@ def test_oldest_events_are_dropped_first_while_the_server_is_away(
 def test_event_of_a_node_has_the_pool_as_related_resource() -> None:
     pool = WorkPool(id=UUID(int=1), name="gang", type="gang")
 
-    event = of_pool("muster.node.drained", pool, node="gpu-1", by="me@here")
+    event = make_pool_event("muster.node.drained", pool, node="gpu-1", by="me@here")
 
     assert event.resource.id == "muster.node.gpu-1"
     assert [resource.id for resource in event.related] == [f"prefect.work-pool.{pool.id}"]

@@ -15,7 +15,12 @@ import pytest
 
 from tasks.record import code_store
 from tasks.record.code_store import PROJECT, NoCode, check_out, read_code, store_project
-from tasks.server.artifacts import forget_code, share_code, shared_code, submitted_code
+from tasks.server.artifacts import (
+    delete_unused_code,
+    download_code,
+    store_submitted_code,
+    upload_code,
+)
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import parse_spec
 from tasks.train.plan import component_env
@@ -306,17 +311,17 @@ def test_host_with_another_home_gets_the_code_from_the_server(
 ) -> None:
     server = SubmitServer()
     monkeypatch.setattr("tasks.server.artifacts._PART_BYTES", 100)
-    name = submitted_code(server, None, project)  # type: ignore[arg-type]
+    name = store_submitted_code(server, None, project)  # type: ignore[arg-type]
     count = len(server.artifacts)
-    share_code(server, name)  # type: ignore[arg-type]
+    upload_code(server, name)  # type: ignore[arg-type]
     assert len(server.artifacts) == count > 4
     assert {artifact.key for artifact in server.artifacts} == {None}
 
     monkeypatch.setenv("MUSTER_HOME", str(tmp_path / "there"))
     with pytest.raises(NoCode, match="Submit or deploy the run again"):
         read_code(name)
-    code = read_code(name, lambda key: shared_code(server, key))  # type: ignore[arg-type]
-    check_out(code, tmp_path / "out", lambda key: shared_code(server, key))  # type: ignore[arg-type]
+    code = read_code(name, lambda key: download_code(server, key))  # type: ignore[arg-type]
+    check_out(code, tmp_path / "out", lambda key: download_code(server, key))  # type: ignore[arg-type]
 
     assert files_in(tmp_path / "out")["train.py"] == "new"
 
@@ -325,11 +330,11 @@ def test_unreferenced_code_is_deleted_after_one_day(
     project: Path, muster_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = SubmitServer()
-    old = submitted_code(server, None, project)  # type: ignore[arg-type]
+    old = store_submitted_code(server, None, project)  # type: ignore[arg-type]
     write(project, train_py="submitted again")
-    submitted_again = submitted_code(server, None, project)  # type: ignore[arg-type]
+    submitted_again = store_submitted_code(server, None, project)  # type: ignore[arg-type]
     write(project, train_py="newest")
-    new = submitted_code(server, None, project)  # type: ignore[arg-type]
+    new = store_submitted_code(server, None, project)  # type: ignore[arg-type]
     named = code_store.find_entry_names(f"spec: {{code: {new}}}")
     assert code_store.delete_unused(named) == {}
 
@@ -338,16 +343,16 @@ def test_unreferenced_code_is_deleted_after_one_day(
     for artifact in server.artifacts:
         assert artifact.updated is not None
         artifact.updated = artifact.updated.replace(year=2020)
-    share_code(server, submitted_again)  # type: ignore[arg-type]
+    upload_code(server, submitted_again)  # type: ignore[arg-type]
     deleted = code_store.delete_unused(named)
-    forget_code(server, named)  # type: ignore[arg-type]
+    delete_unused_code(server, named)  # type: ignore[arg-type]
 
     assert len(deleted) == 4
     read_code(new)
-    assert shared_code(server, submitted_again)  # type: ignore[arg-type]
+    assert download_code(server, submitted_again)  # type: ignore[arg-type]
     with pytest.raises(NoCode):
         read_code(old)
-    assert shared_code(server, new) and not shared_code(server, old)  # type: ignore[arg-type]
+    assert download_code(server, new) and not download_code(server, old)  # type: ignore[arg-type]
 
 
 def test_import_path_replaces_editable_installs_by_the_copy(project: Path, tmp_path: Path) -> None:

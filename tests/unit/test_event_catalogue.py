@@ -11,7 +11,7 @@ import pytest
 
 from tasks.record.events import Event
 from tasks.record.states import GroupState
-from tasks.show.view import RunSeen, Standing
+from tasks.show.view import ObservedRun, Standing
 from tasks.spec.run import RunSpec
 from tests.support.events_page import CATALOGUE
 
@@ -108,7 +108,7 @@ def spec_of(*names: str) -> RunSpec:
 
 
 def test_event_log_of_an_earlier_version_can_be_shown() -> None:
-    run_seen = RunSeen(spec_of("api", "trainer", "environment"))
+    run_seen = ObservedRun(spec_of("api", "trainer", "environment"))
 
     for line in WRITTEN.read_text(encoding="utf-8").splitlines():
         run_seen.observe(Event.from_line(line))
@@ -127,7 +127,7 @@ def test_event_log_of_an_earlier_version_can_be_shown() -> None:
 
 
 def test_slow_step_is_shown_until_the_next_step() -> None:
-    run_seen = RunSeen(spec_of("trainer"))
+    run_seen = ObservedRun(spec_of("trainer"))
     earlier_events = [("attempt.ready", {}), ("run.slow", {"message": "no step for 90 s"})]
     doing = []
 

@@ -14,7 +14,7 @@ from prefect.states import Completed, Crashed, Failed
 
 from tasks.record.run_json import RunJson
 from tasks.record.states import RunState
-from tasks.server.flow_process import exit_code_of
+from tasks.server.flow_process import get_exit_code
 from tasks.train.command import _run_to_end
 
 
@@ -60,7 +60,7 @@ def test_final_state_of_the_record_is_returned(
 ) -> None:
     final_state = _run_to_end(flow, terminal_with_record(tmp_path, state, message))
 
-    assert (exit_code_of(final_state), final_state.message) == (code, message)
+    assert (get_exit_code(final_state), final_state.message) == (code, message)
 
 
 def test_state_of_the_flow_is_returned_if_the_record_has_no_final_state(tmp_path: Path) -> None:

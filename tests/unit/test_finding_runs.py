@@ -268,7 +268,7 @@ def test_cancellation_of_a_run_unknown_to_the_server_says_where_to_end_it(
         def set_flow_run_state(self, *_: object) -> None:
             raise ObjectNotFound(http_exc=Exception("404"))
 
-    monkeypatch.setattr(run_cancellation, "talking_to", lambda _: nullcontext(Server()))
+    monkeypatch.setattr(run_cancellation, "connect_to_server", lambda _: nullcontext(Server()))
     record = RunJson.read(RunPlace.of(LIVE).record)
 
     with (
@@ -298,7 +298,7 @@ def test_name_of_the_cancelling_state_says_whether_grace_periods_are_skipped(
         def read_flow_run(self, id: UUID) -> FlowRun:
             return FlowRun(id=id, flow_id=uuid4(), name="a-run", state=sent_states[-1])
 
-    monkeypatch.setattr(run_cancellation, "talking_to", lambda _: nullcontext(Server()))
+    monkeypatch.setattr(run_cancellation, "connect_to_server", lambda _: nullcontext(Server()))
     record = RunJson.read(RunPlace.of(LIVE).record)
 
     with temporary_settings({PREFECT_API_URL: "http://a/api"}):

@@ -26,7 +26,7 @@ from tasks.rollout.component import (
 from tasks.rollout.process import read_allowed_devices
 from tasks.rollout.topology import is_loopback
 from tasks.rollout.topology import planned as topology
-from tasks.show.view import RunSeen
+from tasks.show.view import ObservedRun
 from tasks.spec.errors import Fault
 from tasks.spec.loading import list_required_ports
 from tasks.spec.run import RunSpec
@@ -141,7 +141,7 @@ def test_forwarded_event_keeps_its_original_time(tmp_path: Path) -> None:
     ],
 )
 def test_run_status_says_how_many_engines_serve(states: dict[int, str], note: str) -> None:
-    fleet = RunSeen(
+    fleet = ObservedRun(
         RunSpec.model_validate(
             {
                 "name": "x",

@@ -21,13 +21,13 @@ from tasks.record.run_json import AttemptRecord, RunJson
 from tasks.record.states import RunState
 from tasks.server.flow_runs import (
     Host,
-    has_gone_to,
-    held_flow_runs,
-    host_of,
-    propose,
-    server_now,
-    state_of_closed,
-    state_of_lost,
+    decide_closed_state,
+    decide_lost_state,
+    find_host,
+    find_new_worker,
+    propose_state,
+    read_held_flow_runs,
+    read_server_time,
 )
 from tasks.spec.failure_kinds import FailureKind
 
@@ -161,7 +161,7 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
     ],
 )
 def test_lost_flow_run_gets_its_true_state(run: FlowRun, here: Host, state: str | None) -> None:
-    proposed = state_of_lost(run, here, NOW)
+    proposed = decide_lost_state(run, here, NOW)
 
     assert (proposed and proposed.name) == state
 
@@ -171,7 +171,7 @@ def test_lost_flow_run_gets_its_true_state(run: FlowRun, here: Host, state: str 
 def test_message_mentions_ray_jobs_left_by_a_lost_host(ray: dict[str, str]) -> None:
     run = flow_run(RUNNING, 60, parameters={"spec": {"ray": ray}})
 
-    proposed = state_of_lost(run, GONE, NOW)
+    proposed = decide_lost_state(run, GONE, NOW)
 
     assert proposed is not None and proposed.name == "Crashed"
     assert (proposed.message or "").endswith("may go on: `ray job list`")
@@ -193,7 +193,7 @@ def test_message_mentions_ray_jobs_left_by_a_lost_host(ray: dict[str, str]) -> N
 def test_worker_on_another_host_that_took_over_is_named(
     run: FlowRun, worker: str | None, elsewhere: str
 ) -> None:
-    assert has_gone_to(run, "here", worker) == elsewhere
+    assert find_new_worker(run, "here", worker) == elsewhere
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_worker_on_another_host_that_took_over_is_named(
     ],
 )
 def test_host_of_a_flow_run_is_read_from_labels_or_tags(run: FlowRun, name: str | None) -> None:
-    assert host_of(run) == name
+    assert find_host(run) == name
 
 
 def closed(state: RunState, by_loss: bool = False) -> RunJson:
@@ -241,7 +241,9 @@ def closed(state: RunState, by_loss: bool = False) -> RunJson:
 def test_closed_record_decides_the_state_on_the_server(
     judged_state: StateType | None, record: RunJson | None, name: str | None, message: str | None
 ) -> None:
-    state = state_of_closed(State(type=judged_state) if judged_state else None, record, "the cause")
+    state = decide_closed_state(
+        State(type=judged_state) if judged_state else None, record, "the cause"
+    )
 
     assert (state and state.name, state and state.message) == (name, message)
 
@@ -276,7 +278,7 @@ def test_state_is_proposed_if_the_server_still_has_the_judged_state() -> None:
     judged_state = Running()
     server = FakeServer(states=[judged_state])
 
-    is_accepted = propose(server, str(FLOW_RUN), judged_state, Crashed())  # type: ignore[arg-type]
+    is_accepted = propose_state(server, str(FLOW_RUN), judged_state, Crashed())  # type: ignore[arg-type]
 
     assert is_accepted
     assert [state.name for state in server.proposed_states] == ["Crashed"]
@@ -286,7 +288,7 @@ def test_state_is_proposed_if_the_server_still_has_the_judged_state() -> None:
 def test_flow_run_with_a_new_state_is_not_changed(current_state: State[Any]) -> None:
     server = FakeServer(states=[current_state])
 
-    is_accepted = propose(server, str(FLOW_RUN), Running(), Crashed())  # type: ignore[arg-type]
+    is_accepted = propose_state(server, str(FLOW_RUN), Running(), Crashed())  # type: ignore[arg-type]
 
     assert not is_accepted
     assert server.proposed_states == []
@@ -296,7 +298,7 @@ def test_state_rejected_by_the_server_counts_as_not_set() -> None:
     judged_state = Running()
     server = FakeServer(states=[judged_state], accepts=False)
 
-    is_accepted = propose(server, str(FLOW_RUN), judged_state, Crashed())  # type: ignore[arg-type]
+    is_accepted = propose_state(server, str(FLOW_RUN), judged_state, Crashed())  # type: ignore[arg-type]
 
     assert not is_accepted
 
@@ -305,9 +307,9 @@ def test_state_rejected_by_the_server_counts_as_not_set() -> None:
     ("date", "now"), [("Thu, 01 Jan 2026 00:00:00 GMT", NOW), ("soon", None), (None, None)]
 )
 def test_server_time_is_read_from_the_date_header(date: str | None, now: datetime | None) -> None:
-    assert server_now(FakeServer(date=date)) == now  # type: ignore[arg-type]
+    assert read_server_time(FakeServer(date=date)) == now  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("held", [0, 1, 199, 200, 201, 400])
 def test_every_page_of_flow_runs_is_read(held: int) -> None:
-    assert len(held_flow_runs(FakeServer(held=held))) == held  # type: ignore[arg-type]
+    assert len(read_held_flow_runs(FakeServer(held=held))) == held  # type: ignore[arg-type]

@@ -28,7 +28,7 @@ from tasks.server import artifacts as artifacts_module
 from tasks.show import page
 from tasks.show.pictures import Figures, show_timeline
 from tasks.show.slow import Measured, Slow
-from tasks.show.view import RunSeen, RunView, Shown
+from tasks.show.view import ObservedRun, RunView, Shown
 from tasks.spec.formatting import escape_cell, escape_markdown
 from tasks.spec.run import RunSpec
 from tasks.upkeep.preflight import Finding, NodeResult, PreflightVerdict
@@ -134,7 +134,7 @@ def view(hostile: str, tmp_path: Path) -> RunView:
         "alarms": [{"rule": "nan", "message": hostile}],
     }
     record = {"run_id": hostile, "state": "failed", "message": hostile, "attempts": [attempt]}
-    run_seen = RunSeen(spec)
+    run_seen = ObservedRun(spec)
     run_seen.doing = hostile
     fields = {"reason": hostile}
     run_seen.observe(Event(at=0.0, name="probe.failed", component="trainer", fields=fields))
@@ -248,8 +248,8 @@ def test_reports_of_the_upkeep_contain_no_foreign_markup(
 
     log: Any = None
 
-    artifacts_module.leave_report("key", report.as_markdown(), report.summary, log)
-    artifacts_module.leave_report("key", verdict.as_markdown(), verdict.summary, log)
+    artifacts_module.create_report("key", report.as_markdown(), report.summary, log)
+    artifacts_module.create_report("key", verdict.as_markdown(), verdict.summary, log)
 
     assert len(artifacts) == 2
     for artifact in artifacts:

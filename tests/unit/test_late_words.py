@@ -1,4 +1,4 @@
-"""Tests of `say_running`: a delayed progress message never replaces the final state of a run."""
+"""A delayed progress message never replaces the final state of a run (`set_running_message`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from uuid import UUID, uuid4
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from tasks.server.flow_runs import say_running
+from tasks.server.flow_runs import set_running_message
 
 FLOW_RUN = UUID("1b4e28ba-2fa1-4d3b-a3f5-ef19b5a7633b")
 
@@ -88,7 +88,7 @@ def states_of(server: Server) -> list[tuple[str, str]]:
 def test_message_is_set_after_a_short_outage(server: Server) -> None:
     server.remaining_refusals = 1
 
-    say_running(FLOW_RUN, "step 2", threading.Event())
+    set_running_message(FLOW_RUN, "step 2", threading.Event())
 
     assert states_of(server) == [("RUNNING", "step 1"), ("RUNNING", "step 2")]
 
@@ -100,7 +100,7 @@ def test_message_delayed_by_an_outage_does_not_replace_a_later_state(
     server.remaining_refusals = 1
     server.state_after_refusals = end
 
-    say_running(FLOW_RUN, "step 2", threading.Event())
+    set_running_message(FLOW_RUN, "step 2", threading.Event())
 
     assert states_of(server) == [("RUNNING", "step 1"), (end, "how it ended")]
 
@@ -110,7 +110,7 @@ def test_no_message_is_set_after_the_end_of_the_flow(server: Server) -> None:
     is_over.set()
     server.remaining_refusals = 1
 
-    say_running(FLOW_RUN, "step 2", is_over)
+    set_running_message(FLOW_RUN, "step 2", is_over)
 
     assert states_of(server) == [("RUNNING", "step 1")]
 
@@ -118,7 +118,7 @@ def test_no_message_is_set_after_the_end_of_the_flow(server: Server) -> None:
 def test_requests_are_not_repeated_after_the_end_of_the_flow(server: Server) -> None:
     server.remaining_refusals = 1000
 
-    say_running(FLOW_RUN, "step 2", server.has_refused)
+    set_running_message(FLOW_RUN, "step 2", server.has_refused)
 
     assert states_of(server) == [("RUNNING", "step 1")]
     assert server.remaining_refusals == 999

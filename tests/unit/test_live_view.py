@@ -10,7 +10,7 @@ from rich.console import Console
 
 from tasks.record.events import Event
 from tasks.show.terminal import build_region
-from tasks.show.view import Pace, Row, RunSeen, Standing
+from tasks.show.view import ObservedRun, Pace, Row, Standing
 from tasks.spec.run import RunSpec
 
 #: Time of the events, in seconds.
@@ -24,9 +24,9 @@ def spec(**fields: Any) -> RunSpec:
     return RunSpec.model_validate(content | fields)
 
 
-def viewed(*events: Event, of: RunSpec | None = None) -> RunSeen:
+def viewed(*events: Event, of: RunSpec | None = None) -> ObservedRun:
     """Return the view of a run after the begin of its attempt and these events."""
-    seen = RunSeen(of or spec())
+    seen = ObservedRun(of or spec())
     for event in (BEGUN, *events):
         seen.observe(event)
     return seen
@@ -39,12 +39,12 @@ def event(name: str, component: str | None = None, at: float = T, **fields: Any)
 BEGUN = event("attempt.begun", attempt=1, run_id="x", directory="/x/attempt-01")
 
 
-def rows(view: RunSeen) -> dict[str, tuple[Standing, str]]:
+def rows(view: ObservedRun) -> dict[str, tuple[Standing, str]]:
     """Return the stage and the note of each component."""
     return {row.name: (row.stage, row.note) for row in view.rows.values()}
 
 
-def lines(view: RunSeen, columns: int = 80, at: float = T) -> list[str]:
+def lines(view: ObservedRun, columns: int = 80, at: float = T) -> list[str]:
     """Return the lines of the live region, without colours and trailing spaces."""
     console = Console(width=columns, color_system="truecolor", force_terminal=True)
     rows = console.render_lines(build_region(view, at), pad=False)
@@ -52,7 +52,7 @@ def lines(view: RunSeen, columns: int = 80, at: float = T) -> list[str]:
 
 
 def test_region_is_empty_before_the_first_event() -> None:
-    assert "".join(lines(RunSeen(spec()))) == ""
+    assert "".join(lines(ObservedRun(spec()))) == ""
 
 
 def test_starting_component_shows_the_reason_of_its_failed_probe() -> None:
@@ -150,7 +150,7 @@ def test_fleet_shows_the_number_of_serving_engines() -> None:
 
 
 def test_queued_run_shows_its_position_and_the_reason() -> None:
-    seen = RunSeen(spec())
+    seen = ObservedRun(spec())
     message = (
         "position 2 of 5 in the queue; needs 2 nodes with 8 GPUs each; waits for a-grpo to end"
     )

@@ -61,9 +61,9 @@ def server(monkeypatch: pytest.MonkeyPatch, muster_home: object) -> Iterator[Ser
         labels = [{"prefect.worker.name": name} for name in server.hosts_of_runs]
         return [FlowRun(flow_id=uuid4(), labels=run_labels) for run_labels in labels]
 
-    monkeypatch.setattr(reconcile, "talking_to", talking_to)
-    monkeypatch.setattr(reconcile, "held_flow_runs", list_runs)
-    monkeypatch.setattr(reconcile, "server_now", lambda _client: NOW)
+    monkeypatch.setattr(reconcile, "connect_to_server", talking_to)
+    monkeypatch.setattr(reconcile, "read_held_flow_runs", list_runs)
+    monkeypatch.setattr(reconcile, "read_server_time", lambda _client: NOW)
     monkeypatch.setattr(reconcile, "reconcile_host", lambda lost: Report(host=lost))
     with temporary_settings({PREFECT_API_URL: API}):
         yield server

@@ -53,10 +53,10 @@ def server(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         server.changes.append(after.name)
         return True
 
-    monkeypatch.setattr(lost_run, "talking_to", talking_to)
+    monkeypatch.setattr(lost_run, "connect_to_server", talking_to)
     monkeypatch.setattr(lost_run, "find_flow_run", lambda _client, _id: server.run)
     monkeypatch.setattr(lost_run, "clear_process", lambda *_: server.changes.append("no process"))
-    monkeypatch.setattr(lost_run, "propose", propose)
+    monkeypatch.setattr(lost_run, "propose_state", propose)
     return server
 
 

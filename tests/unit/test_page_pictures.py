@@ -15,7 +15,7 @@ from tasks.record.run_json import RunJson
 from tasks.show import pictures
 from tasks.show.page import show_curve
 from tasks.show.pictures import Figures, draw_curve, draw_timeline, list_phases, show_timeline
-from tasks.show.view import RunSeen, RunView
+from tasks.show.view import ObservedRun, RunView
 from tasks.spec.formatting import markdown_image
 from tasks.spec.run import RunSpec
 
@@ -36,7 +36,7 @@ def view(*attempts: dict[str, Any], components: tuple[str, ...] = ("api", "train
         spec=valid,
         record=RunJson.model_validate(record),
         place=RunPlace(directory=Path("/runs/x-1")),
-        seen=RunSeen(valid),
+        seen=ObservedRun(valid),
     )
 
 

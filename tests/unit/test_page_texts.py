@@ -21,7 +21,7 @@ from tasks.show.page import (
     show_progress,
     show_summary,
 )
-from tasks.show.view import RunSeen, RunView
+from tasks.show.view import ObservedRun, RunView
 from tasks.spec.formatting import (
     code_block,
     escape_markdown,
@@ -118,7 +118,7 @@ def view(
         servers: Events to observe, such as those of the rollout servers.
     """
     spec = RunSpec.model_validate({**SPEC, **more.pop("spec", {})})
-    seen = RunSeen(spec)
+    seen = ObservedRun(spec)
     seen.doing = doing
     if step is not None:
         seen.observe(Event(at=0.0, name="run.progress", fields={"step": step}))
@@ -277,7 +277,7 @@ def test_servers_of_a_fleet_are_shown_with_their_restarts() -> None:
 
 
 def test_new_attempt_starts_without_the_servers_of_the_previous_attempt() -> None:
-    fleet = RunSeen(RunSpec.model_validate(SPEC))
+    fleet = ObservedRun(RunSpec.model_validate(SPEC))
     started = {"rank": 0, "epoch": 1, "url": ""}
     fleet.observe(Event(at=0.0, name="rollout.server.started", fields=started))
 

@@ -39,7 +39,7 @@ class FakeServer:
 def session(monkeypatch: pytest.MonkeyPatch) -> PipelineSession:
     monkeypatch.setattr(session_module, "_POLL_INTERVAL_S", 0.001)
     monkeypatch.setattr(PipelineSession, "say", lambda *_: None)
-    monkeypatch.setattr(session_module.flow_runs, "say_running", lambda *_: None)
+    monkeypatch.setattr(session_module.flow_runs, "set_running_message", lambda *_: None)
     spec = {"name": "x", "workload": "sft", "components": {"trainer": {"command": ["true"]}}}
     stages = [{"name": "only", "spec": spec}]
     pipeline = parse_pipeline({"name": "line", "stages": stages})
@@ -63,7 +63,7 @@ def cancel_stage(
     def talking_to(_api_url: str) -> Iterator[FakeServer]:
         yield server
 
-    monkeypatch.setattr(session_module, "talking_to", talking_to)
+    monkeypatch.setattr(session_module, "connect_to_server", talking_to)
     run = StageRun(
         stage="only",
         number=1,

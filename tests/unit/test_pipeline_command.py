@@ -15,7 +15,7 @@ from flows.pipeline import command
 from tasks.pipeline.session import PipelineSession
 from tasks.pipeline.steps import StageRun
 from tasks.record.states import RunState
-from tasks.server.flow_process import exit_code_of
+from tasks.server.flow_process import get_exit_code
 from tasks.show.arguments import run
 from tasks.spec.pipeline import parse_pipeline
 
@@ -72,7 +72,7 @@ def test_arguments_are_checked(
     ],
 )
 def test_exit_codes_equal_those_of_a_run(state: State[Any], code: int) -> None:
-    assert exit_code_of(state) == code
+    assert get_exit_code(state) == code
 
 
 def ended(state: str, ending: RunState, message: str) -> StageRun:

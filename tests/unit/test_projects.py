@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tasks.record.places import muster_home
-from tasks.server.flow_process import enter_project_of
+from tasks.server.flow_process import enter_project
 from tasks.spec.loading import find_project_root, resolve
 from tasks.spec.programs import find_python
 from tasks.spec.run import RunSpec
@@ -61,7 +61,7 @@ def test_relative_muster_home_is_kept_when_a_project_is_entered(
     monkeypatch.setenv("MUSTER_HOME", "home")
     monkeypatch.chdir(tmp_path)
 
-    enter_project_of(Path("project/runs/spec.yaml"))
+    enter_project(Path("project/runs/spec.yaml"))
 
     assert Path.cwd() == tmp_path / "project"
     assert muster_home() == tmp_path / "home"

@@ -19,9 +19,9 @@ from deployments.stack import plugin
 from deployments.stack.env import auth_string, client_env, renew_password
 from tasks.queue.command import app as queue
 from tasks.record.places import server_password
-from tasks.server.flow_runs import ServerAway, ServerRefuses, talking_to
+from tasks.server.flow_runs import ServerAway, ServerRefuses, connect_to_server
 from tasks.server.server import NoServer, prefect_server
-from tasks.server.trusted_clients import GUARDED_PREFECT, RenewedPassword, as_header
+from tasks.server.trusted_clients import GUARDED_PREFECT, RenewedPassword, make_auth_header
 from tasks.show.arguments import run
 from tasks.spec.run import RunSpec
 from tasks.train.plan import component_env
@@ -105,7 +105,7 @@ def test_other_errors_of_a_server_are_not_refusals() -> None:
     with (
         serving(lambda *_: (500, None)) as url,
         pytest.raises(ServerAway) as error_info,
-        talking_to(f"{url}/api") as client,
+        connect_to_server(f"{url}/api") as client,
     ):
         client.hello().raise_for_status()
 
@@ -166,14 +166,16 @@ def test_password_that_the_operator_sets_is_not_renewed(
 
 def test_training_that_outlives_a_stack_uses_the_next_stack_s_password(muster_home: Path) -> None:
     flow = RenewedPassword(auth_string()).auth_flow(
-        httpx.Request("GET", "http://here", headers={"Authorization": as_header(auth_string())})
+        httpx.Request(
+            "GET", "http://here", headers={"Authorization": make_auth_header(auth_string())}
+        )
     )
     next(flow)
     renew_password()
 
     second_request = flow.send(httpx.Response(401))
 
-    assert second_request.headers["Authorization"] == as_header(server_password())
+    assert second_request.headers["Authorization"] == make_auth_header(server_password())
 
 
 def test_prefect_commands_get_the_password_of_the_stack(

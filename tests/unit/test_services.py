@@ -108,7 +108,7 @@ class Member:
         if self._script in ("exits", "is killed"):
             await asyncio.Event().wait()
 
-    async def has_last_word(self) -> bool:
+    async def says_it_was_ready(self) -> bool:
         return False
 
     def last_words(self) -> str:

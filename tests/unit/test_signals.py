@@ -25,7 +25,7 @@ from tasks.processes.signals import (
 )
 from tasks.server import interruption
 from tasks.server.flow_runs import CANCELLING_NOW
-from tasks.server.interruption import Cancel, Wishes, ended_from_outside
+from tasks.server.interruption import Cancel, ForwardedRequests, end_on_request
 
 TERM = signal.SIGTERM
 INT = signal.SIGINT
@@ -70,11 +70,11 @@ def wishes_of(
     *,
     has_worker: bool,
     may_be_left: bool = False,
-) -> Wishes:
+) -> ForwardedRequests:
     """Return the object that turns signals and cancellations into calls of a session."""
     started_by = SimpleNamespace() if has_worker else None
-    monkeypatch.setattr(interruption, "started_by_others", lambda: started_by)
-    return Wishes(session, uuid4(), may_be_left=may_be_left)
+    monkeypatch.setattr(interruption, "find_worker_flow_run", lambda: started_by)
+    return ForwardedRequests(session, uuid4(), may_be_left=may_be_left)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_signal_during_a_held_lock_is_handled_afterwards(dispositions: None) -> 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     session = RecordingSession()
 
-    with ended_from_outside(session, uuid4(), may_be_left=False):
+    with end_on_request(session, uuid4(), may_be_left=False):
         with session.lock:
             # Python handles the signals here, while the lock is held.
             os.kill(os.getpid(), signal.SIGTERM)
@@ -224,7 +224,7 @@ def test_signal_during_a_held_lock_is_handled_afterwards(dispositions: None) -> 
 def test_handlers_are_restored_after_the_context() -> None:
     original_handler = signal.getsignal(signal.SIGTERM)
 
-    with ended_from_outside(RecordingSession(), uuid4(), may_be_left=False):
+    with end_on_request(RecordingSession(), uuid4(), may_be_left=False):
         assert signal.getsignal(signal.SIGTERM) is not original_handler
 
     assert signal.getsignal(signal.SIGTERM) is original_handler
@@ -240,7 +240,7 @@ def test_ignored_signal_stays_ignored_during_a_run(
     signal.signal(signum, signal.SIG_IGN)
     other = TERM if signum == HUP else HUP
 
-    with ended_from_outside(session, uuid4(), may_be_left=False):
+    with end_on_request(session, uuid4(), may_be_left=False):
         os.kill(os.getpid(), signum)
         os.kill(os.getpid(), other)
         first = session.calls.get(timeout=10)

@@ -11,7 +11,7 @@ from prefect.settings import Settings
 
 from deployments.stack.env import NODES_PAGE, POOL, QUEUE_PAGE
 from tasks.queue.tables import artifact_keys
-from tasks.server.server import server_command
+from tasks.server.server import make_server_command
 
 
 def test_pages_of_the_queue_and_the_nodes_show_their_artifacts() -> None:
@@ -31,7 +31,7 @@ def test_server_sends_no_usage_data_and_shows_no_advertisements(
 ) -> None:
     for name in (name for name in os.environ if name.startswith("PREFECT_")):
         monkeypatch.delenv(name)
-    for name, value in server_command(tmp_path, 4200).env.items():
+    for name, value in make_server_command(tmp_path, 4200).env.items():
         monkeypatch.setenv(name, value)
 
     server = Settings().server

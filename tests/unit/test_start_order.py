@@ -70,7 +70,7 @@ def test_submitted_run_starts_in_the_order_of_its_file(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = SubmitServer()
-    monkeypatch.setattr(deploying, "to_server", lambda: nullcontext(server))
+    monkeypatch.setattr(deploying, "connect_to_configured_server", lambda: nullcontext(server))
 
     deploying.submit(file, set=("components.api.command=[run-api]",))
 

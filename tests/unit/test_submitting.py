@@ -20,7 +20,7 @@ from prefect.states import Cancelled, Completed, Failed, Running, Scheduled
 
 from tasks.record.code_store import read_code, store_project
 from tasks.server.deployments import find_next_start
-from tasks.server.server import secrets_here
+from tasks.server.server import read_configured_secrets
 from tasks.show.arguments import run
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import load_spec, parse_spec
@@ -45,7 +45,7 @@ SPEC = {
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> SubmitServer:
     server = SubmitServer()
-    monkeypatch.setattr(deploying, "to_server", lambda: nullcontext(server))
+    monkeypatch.setattr(deploying, "connect_to_configured_server", lambda: nullcontext(server))
     monkeypatch.setattr(deploying, "_POLL_EVERY_S", 0)
     return server
 
@@ -81,7 +81,7 @@ def test_each_variable_of_a_secret_block_is_a_fault_without_a_server() -> None:
     data = {**SPEC, "env": {"A": {"secret": "a"}}, "components": parts}
 
     with pytest.raises(InvalidSpec) as refused:
-        secrets_here(parse_spec(data))
+        read_configured_secrets(parse_spec(data))
 
     assert [fault.path for fault in refused.value.faults] == ["env.A", "components.trainer.env.B"]
     assert "'a' can't be read: no Prefect server is set" in str(refused.value)
@@ -185,7 +185,7 @@ def test_missing_deployment_is_rejected_with_the_command_that_creates_it(
     spec: Path, verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server = SubmitServer(has_any=False)
-    monkeypatch.setattr(deploying, "to_server", lambda: nullcontext(server))
+    monkeypatch.setattr(deploying, "connect_to_configured_server", lambda: nullcontext(server))
 
     code = run(MUSTER, [verb, str(spec)])
 

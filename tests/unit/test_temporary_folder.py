@@ -14,7 +14,7 @@ import pytest
 from prefect.runner import Runner
 
 from tasks.processes.identity import host_name
-from tasks.server.server import server_command
+from tasks.server.server import make_server_command
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Program that prints its temporary folder and that of a child process, and then waits for a line.
@@ -105,7 +105,7 @@ def test_prefect_keeps_the_files_of_its_runner_in_the_temporary_folder(
 
 
 def test_prefect_server_has_its_ui_files_in_the_home(muster_home: Path, tmp_path: Path) -> None:
-    command = server_command(tmp_path, 4200)
+    command = make_server_command(tmp_path, 4200)
 
     place = Path(command.env["PREFECT_SERVER_UI_STATIC_DIRECTORY"])
     assert place.parent == muster_home / "cache"

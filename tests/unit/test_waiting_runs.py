@@ -34,8 +34,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         yield None
 
     server = SimpleNamespace(record=None)
-    monkeypatch.setattr(waiting_runs, "talking_to", talking_to)
-    monkeypatch.setattr(waiting_runs, "state_of", lambda _client, _id: Cancelled())
+    monkeypatch.setattr(waiting_runs, "connect_to_server", talking_to)
+    monkeypatch.setattr(waiting_runs, "read_state", lambda _client, _id: Cancelled())
     monkeypatch.setattr(waiting_runs, "read_page_record", lambda _client, _id: server.record)
     monkeypatch.setattr(waiting_runs, "update_page_of_closed_run", lambda *_what: None)
     return server
