@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from tasks.processes import cgroup, registry, tree
+from tasks.processes import cgroup, shared_memory, tree
 from tasks.processes.containment import Containment, Level, probe
 from tasks.processes.registry import RunRegister, claim_lost_run
 from tasks.processes.shared_memory import remove_unused
@@ -226,7 +226,7 @@ def test_shared_memory_is_registered_before_processes_are_stopped(
     stage: Stage, register: RunRegister, segment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Muster searches for shared memory before it stops processes, not only at intervals."""
-    monkeypatch.setattr(registry, "_CPU_SHARE", 1e-6)
+    monkeypatch.setattr(shared_memory, "_CPU_SHARE", 1e-6)
     second = segment.with_name(f"{segment.name}-2")
     stage.running(
         stage.component(
