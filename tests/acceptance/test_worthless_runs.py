@@ -55,7 +55,7 @@ def build_spec_with_constant_reward(folder: Path) -> dict[str, Any]:
     programs = folder / "programs"
     shutil.copytree(ROOT / "deployments" / "quickstart", programs)
     task = programs / "copy_task.py"
-    task.write_text(task.read_text().replace("return right / len(wanted)", "return 0.4"))
+    task.write_text(task.read_text().replace("return correct / len(expected)", "return 0.4"))
     return load_quickstart(programs)
 
 

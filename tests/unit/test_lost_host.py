@@ -54,14 +54,14 @@ def server(monkeypatch: pytest.MonkeyPatch, muster_home: object) -> Iterator[Ser
     server = Server()
 
     @contextmanager
-    def talking_to(_api_url: str) -> Iterator[Server]:
+    def connect_to_server(_api_url: str) -> Iterator[Server]:
         yield server
 
     def list_runs(_client: Server) -> list[FlowRun]:
         labels = [{"prefect.worker.name": name} for name in server.hosts_of_runs]
         return [FlowRun(flow_id=uuid4(), labels=run_labels) for run_labels in labels]
 
-    monkeypatch.setattr(reconcile, "connect_to_server", talking_to)
+    monkeypatch.setattr(reconcile, "connect_to_server", connect_to_server)
     monkeypatch.setattr(reconcile, "read_held_flow_runs", list_runs)
     monkeypatch.setattr(reconcile, "read_server_time", lambda _client: NOW)
     monkeypatch.setattr(reconcile, "reconcile_host", lambda lost: Report(host=lost))

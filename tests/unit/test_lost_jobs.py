@@ -46,14 +46,14 @@ def server(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     server = SimpleNamespace(run=None, changes=[])
 
     @contextmanager
-    def talking_to(_api_url: str) -> Iterator[None]:
+    def connect_to_server(_api_url: str) -> Iterator[None]:
         yield None
 
     def propose(_client: None, _id: str, _before: State[Any], after: State[Any]) -> bool:
         server.changes.append(after.name)
         return True
 
-    monkeypatch.setattr(lost_run, "connect_to_server", talking_to)
+    monkeypatch.setattr(lost_run, "connect_to_server", connect_to_server)
     monkeypatch.setattr(lost_run, "find_flow_run", lambda _client, _id: server.run)
     monkeypatch.setattr(lost_run, "clear_process", lambda *_: server.changes.append("no process"))
     monkeypatch.setattr(lost_run, "propose_state", propose)

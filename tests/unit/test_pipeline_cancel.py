@@ -60,10 +60,10 @@ def cancel_stage(
     server = FakeServer(reads)
 
     @contextmanager
-    def talking_to(_api_url: str) -> Iterator[FakeServer]:
+    def connect_to_server(_api_url: str) -> Iterator[FakeServer]:
         yield server
 
-    monkeypatch.setattr(session_module, "connect_to_server", talking_to)
+    monkeypatch.setattr(session_module, "connect_to_server", connect_to_server)
     run = StageRun(
         stage="only",
         number=1,

@@ -30,11 +30,11 @@ def server(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """
 
     @contextmanager
-    def talking_to(_api_url: str) -> Iterator[None]:
+    def connect_to_server(_api_url: str) -> Iterator[None]:
         yield None
 
     server = SimpleNamespace(record=None)
-    monkeypatch.setattr(waiting_runs, "connect_to_server", talking_to)
+    monkeypatch.setattr(waiting_runs, "connect_to_server", connect_to_server)
     monkeypatch.setattr(waiting_runs, "read_state", lambda _client, _id: Cancelled())
     monkeypatch.setattr(waiting_runs, "read_page_record", lambda _client, _id: server.record)
     monkeypatch.setattr(waiting_runs, "update_page_of_closed_run", lambda *_what: None)
