@@ -312,6 +312,6 @@ def test_invalid_deployment_name_is_reported_as_a_missing_deployment() -> None:
     with (
         temporary_settings({PREFECT_API_URL: "http://127.0.0.1:1/api"}),
         get_client(sync_client=True) as client,
-        pytest.raises(CannotBegin, match=r"no deployment nope: .*muster deploy SPEC"),
+        pytest.raises(CannotBegin, match=r"no deployment nope\. .*muster deploy SPEC"),
     ):
         require_deployment(client, "nope")

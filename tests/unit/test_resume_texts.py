@@ -19,7 +19,7 @@ def test_choice_and_refused_checkpoints_are_named() -> None:
 
     assert [*describe_resume(resume, attempt=2)] == [
         "starts from /c/step_10: the rule",
-        "refused /c/step_20: .metadata, which is written last, is missing",
+        "refused checkpoint /c/step_20: .metadata, which is written last, is missing",
         "the pointer is newer",
     ]
 
@@ -30,7 +30,7 @@ def test_start_from_nothing_is_said_with_its_reasons() -> None:
     first, second = describe_resume(resume, attempt=2)
 
     assert first == "starts from the beginning, although checkpoints exist: the rule"
-    assert second.startswith("refused /c/step_20")
+    assert second.startswith("refused checkpoint /c/step_20")
 
 
 def test_checkpoint_that_is_not_passed_is_not_claimed() -> None:
@@ -50,7 +50,7 @@ def test_long_list_of_refused_checkpoints_is_cut() -> None:
 
     sentences = [*describe_resume(record_of(None, refused=refused), attempt=2)]
 
-    assert sentences[-1] == "refused 4 more, see run.json"
+    assert sentences[-1] == "run.json lists 4 more refused checkpoints"
 
 
 def test_terminal_shows_the_choice_at_the_start_of_an_attempt() -> None:
@@ -60,7 +60,7 @@ def test_terminal_shows_the_choice_at_the_start_of_an_attempt() -> None:
     lines = [line.plain for line in lines_of(Event(at=0.0, name="attempt.begun", fields=fields))]
 
     assert "starts from /c/step_10: the rule" in lines
-    assert "refused /c/step_20: .metadata, which is written last, is missing" in lines
+    assert "refused checkpoint /c/step_20: .metadata, which is written last, is missing" in lines
 
 
 def test_warnings_follow_the_choice() -> None:
