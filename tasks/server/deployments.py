@@ -167,10 +167,10 @@ def remove_cron(client: SyncPrefectClient, existing: DeploymentResponse) -> None
 def describe_schedules(deployment: DeploymentResponse, now: datetime) -> Iterator[str]:
     """Yield one line for each schedule of a deployment, with the time of the next start."""
     if not deployment.schedules:
-        yield "none: a run starts only when somebody starts it"
+        yield "none: runs start only by hand"
     for schedule in deployment.schedules:
         rule = _describe_rule(schedule.schedule)
-        parameters = ", with parameters of its own" if schedule.parameters else ""
+        parameters = ", with its own parameters" if schedule.parameters else ""
         yield f"{rule}{parameters}; {_describe_start(deployment, schedule, now)}"
 
 
@@ -197,9 +197,9 @@ def _describe_start(
 ) -> str:
     """Return the time of a schedule's next start, or the reason why it starts no run."""
     if not schedule.active:
-        return "paused, so it starts no run; resume it on the deployment's page"
+        return "paused, so it starts no run; resume the schedule in the Prefect UI"
     if deployment.paused:
-        return "the deployment is paused, so it starts no run; resume it on its page"
+        return "the deployment is paused, so it starts no run; resume it in the Prefect UI"
     try:
         start = find_next_start(schedule.schedule, now)
     except ValueError as error:

@@ -169,7 +169,7 @@ class Announcer:
         self._thread.join(within_s)
         unsent_count = len(self._pending) + self._dropped_count
         if unsent_count:
-            _log.warning("%d events were not told to %s", unsent_count, self._api_url)
+            _log.warning("%d events were not sent to %s", unsent_count, self._api_url)
 
     def _work(self) -> None:
         """Send events until the announcer is closed. The announcer's thread runs this method."""
@@ -193,7 +193,7 @@ class Announcer:
                 if is_retryable(error):
                     if self._is_closing:
                         return
-                    _log.debug("%s is told later: %r", self._api_url, error)
+                    _log.debug("%s took no events; a retry follows: %r", self._api_url, error)
                     with self._changed:
                         self._changed.wait_for(lambda: self._is_closing, timeout=pause_s)
                     pause_s = min(2 * pause_s, _MAX_RETRY_AFTER_S)
@@ -355,7 +355,7 @@ async def send_events(client: PrefectClient, *events: Event) -> None:
         await client.request("POST", _EVENTS_PATH, json=batch)
     except (httpx.HTTPError, PrefectException) as error:
         names = ", ".join(event.event for event in events)
-        _log.warning("not told: %s: %r", names, error)
+        _log.warning("The Prefect server did not take the events %s: %r", names, error)
 
 
 #: Announcer of the run that the current context belongs to. None outside of a run.

@@ -1,7 +1,7 @@
-"""The process of a flow run, for runs and for pipelines.
+"""Functions for the process that executes a flow run, for runs and for pipelines.
 
-The functions return its flow run, hand the flow run over to the next process, and choose the exit
-code of the command.
+They prepare the process, return its flow run, hand the flow run over to the next process, and
+choose the exit code of the command.
 """
 
 from __future__ import annotations
@@ -34,27 +34,28 @@ from tasks.server.flow_runs import FLOW_RUN_VARIABLE, clear_process
 from tasks.spec.loading import find_project_root
 from tasks.spec.ownership import refuse_foreign_settings
 
-#: Start of the message of an infeasible run, or of a pipeline with an infeasible stage.
+#: Matches the start of the state message of an infeasible run, or of a pipeline with such a stage.
 _INFEASIBLE = re.compile(r"(stage [\w-]+: )?INFEASIBLE:")
 
-#: Exit codes of the commands that run a flow. An interrupted command exits after its teardown.
+#: Exit codes of the commands that run a flow. An interrupted command first ends its processes.
 EXIT_COMPLETED, EXIT_FAILED, EXIT_INVALID, EXIT_INFEASIBLE, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 
-#: Result storage of a flow that keeps no results. Left out, Prefect asks the server twice, before
-#: the flow begins, where they would go.
+#: Value of `result_storage` for a flow that stores no results. Without a value, Prefect requests
+#: the default storage from the server twice before the flow begins.
 NO_RESULTS = Path(os.devnull)
 
 M = TypeVar("M", bound=BaseModel)
 
-#: True in the context that starts a flow, and False in new threads.
+#: True in the context of `retry_while_server_starts`, and False in new threads.
 _is_starting = contextvars.ContextVar("is_starting", default=False)
 
 
 def retry_while_server_starts() -> None:
-    """Until the flow of this process begins, repeat requests if the server refuses the connection.
+    """Make Prefect's clients retry refused connections until the flow of this process begins.
 
-    Prefect repeats them only if a client has been connected before. A run whose process starts
-    together with the server would be CRASHED. After the flow begins, Prefect's own rules apply.
+    Prefect retries them only with a client that was connected before. Without this call, a run
+    whose process starts at the same time as the server would become CRASHED. After the flow begins,
+    Prefect's own rules apply.
     """
     _is_starting.set(True)
 
@@ -71,7 +72,10 @@ def retry_while_server_starts() -> None:
 
 
 def share_ssl_contexts() -> None:
-    """Share the loaded CA certificates between all clients instead of loading them for each."""
+    """Make all Prefect clients of this process share one SSL context.
+
+    Otherwise, each client would load the CA certificates again, which takes time.
+    """
 
     @functools.cache
     def made(_changed_at: int, **options: Any) -> ssl.SSLContext:
@@ -88,16 +92,16 @@ def share_ssl_contexts() -> None:
 
 
 def enter_project(file: Path) -> None:
-    """Change into the project folder that contains a file, as the process of a run does.
+    """Make the project folder of a file the current folder, as in the process of a run.
 
-    Earlier relative paths are invalid after this call.
+    Relative paths from before this call are invalid afterwards.
 
-    Raises: UntrustedPath, if another user has put settings of Prefect there.
+    Raises: UntrustedPath, if another user owns Prefect's settings in the project folder.
     """
     project = find_project_root(file)
     refuse_foreign_settings(project)
     os.environ["MUSTER_HOME"] = str(muster_home())
-    # The variable may come from a run that started this process.
+    # If a run has started this process, the variable names the project of that run.
     os.environ.pop(PROJECT, None)
     os.chdir(project)
 
@@ -105,7 +109,7 @@ def enter_project(file: Path) -> None:
 def get_exit_code(state: State[Any]) -> int:
     """Return the exit code of a command for the final state of its flow run.
 
-    0: completed, 1: failed, 3: the run or a stage can never fit, 130: interrupted.
+    0: completed. 1: failed. 3: the cluster can never fit the run or a stage. 130: cancelled.
     """
     if state.is_completed():
         return EXIT_COMPLETED
@@ -115,33 +119,39 @@ def get_exit_code(state: State[Any]) -> int:
 
 
 def get_current_flow_run() -> FlowRun:
-    """Return the flow run of this context. Raises: RuntimeError, outside of a flow."""
+    """Return the flow run that executes this code. Raises: RuntimeError, outside of a flow."""
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:
-        raise RuntimeError("there is no flow run here: this is for the body of a flow only")
+        raise RuntimeError("no flow run in this context: call this function in a flow only")
     return context.flow_run
 
 
 def get_current_spec(model: type[M]) -> M:
-    """Return the parameter `spec` of the flow run of this context."""
+    """Return the parameter `spec` of the flow run that executes the calling code."""
     context = FlowRunContext.get()
     spec = ((context.parameters if context is not None else None) or {})["spec"]
     return spec if isinstance(spec, model) else model.model_validate(spec)
 
 
 def make_current_run_id(name: str, kind: str) -> str:
-    """Return the run id of this flow run, which becomes the name of the flow run.
+    """Return the run id of the current flow run. The flow run gets this id as its name.
 
-    It is the same in all processes and attempts of the flow run.
+    All processes and attempts of the flow run have the same run id.
+
+    Args:
+        name: name in the spec.
+        kind: workload of the run, or `pipeline`.
     """
     flow_run = get_current_flow_run()
     return make_run_id(name, kind, flow_run.id, flow_run.created or datetime.now(UTC))
 
 
 def find_worker_flow_run() -> FlowRun | None:
-    """Return the flow run if a worker or a deployment server started this process for it, or None.
+    """Return the current flow run, if a worker or a deployment server started this process for it.
 
     That worker or server also starts the next process of the flow run when it is due.
+
+    Returns: None if the process was started in another way, such as by a user.
     """
     context = FlowRunContext.get()
     flow_run = context.flow_run if context is not None else None
@@ -153,7 +163,8 @@ def find_worker_flow_run() -> FlowRun | None:
 def hand_over_flow_run(client: SyncPrefectClient, flow_run_id: UUID, state: State[Any]) -> bool:
     """Set the state in which a flow run waits for its next process. Return True on success.
 
-    The recorded process is deleted first. Otherwise, a cancel would wait endlessly for it.
+    The pid of the present process is first deleted on the server. Otherwise, a cancel of the flow
+    run would wait endlessly for that process.
     """
     clear_process(client, str(flow_run_id))
     return client.set_flow_run_state(flow_run_id, state).status == SetStateStatus.ACCEPT

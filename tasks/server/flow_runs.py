@@ -40,7 +40,9 @@ from tasks.spec.errors import MusterError
 from tasks.spec.placeholders import mapping_or_empty
 
 _REFUSALS = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
-_REMEDY = "set PREFECT_API_AUTH_STRING to what its server has as PREFECT_SERVER_API_AUTH_STRING"
+_NEXT_ATTACHES = "its next process attaches to its jobs"
+_NEXT_RESUMES = "its next process resumes at the present stage"
+_REMEDY = "set PREFECT_API_AUTH_STRING to the PREFECT_SERVER_API_AUTH_STRING of the server"
 
 
 def read_refusal(answer: httpx.Response) -> str:
@@ -54,44 +56,48 @@ def read_refusal(answer: httpx.Response) -> str:
 #: Environment variable with the flow run id of a process.
 #: Source: prefect/runner/_starter_engine.py.
 FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
-#: Name of the state of a flow run that waits for its next process while its jobs continue. Prefect
-#: uses this name for retries, and lets a flow run leave a final state only for this name.
+#: Name of the Prefect state of a flow run that waits for its next process while its jobs continue.
+#: Prefect uses this name for retries. A flow run may leave a final state only for this state.
 JOBS_GO_ON = "AwaitingRetry"
-#: Name of the state that `muster cancel --now` sets, so that the grace periods are skipped. This is
-#: a state name and not a label, because every user who may cancel may also set a state.
+#: Name of the Prefect state that `muster cancel --now` sets. The run then skips its grace periods.
+#: The request is a state and not a label: Prefect lets every user set states of flow runs.
 CANCELLING_NOW = "CancellingNow"
-#: Flows whose flow runs Muster closes after a loss of their process.
+#: Names of the flows whose flow runs Muster ends or reschedules after their process was lost.
 OUR_FLOWS = ("train", "pipeline", "reconcile", "prune")
-#: Maintenance flows that each host serves itself. Their finished flow runs are not needed.
+#: Names of the maintenance flows, which each host runs for itself. Their finished flow runs can be
+#: deleted.
 UPKEEP_FLOWS = ("reconcile", "prune")
 
-#: States in which a flow run should have a process, or will soon get a process.
+#: Types of the Prefect states in which a flow run has a process or will soon get a process.
 HELD = (StateType.PENDING, StateType.RUNNING, StateType.CANCELLING)
-#: Seconds without contact after which a worker counts as offline. Workers send a heartbeat every
-#: 30 s; the maintenance process asks for work every 10 s.
+#: Seconds without contact, until a worker counts as offline. Workers send a heartbeat every 30 s.
+#: The maintenance process of a host polls the server for flow runs every 10 s.
 SILENT_AFTER_S = 120.0
 
-#: Labels with the name and type of the worker of a flow run. Source: prefect/workers/base.py,
-#: _give_worker_labels_to_flow_run.
+#: Keys of the labels with the name and type of a flow run's worker. Source:
+#: prefect/workers/base.py, _give_worker_labels_to_flow_run.
 _WORKER_LABEL, TYPE_LABEL = "prefect.worker.name", "prefect.worker.type"
-#: Prefix of the tag of a directly started flow run. The tag has host, pid and start time in ticks.
+#: Prefix of the tag of a flow run that a command such as `muster train` started without a worker.
+#: The tag holds the host, the pid and the start time of its process, in kernel clock ticks.
 _PROCESS_TAG = "process:"
 #: Types of workers that run flow runs as processes on the worker's host.
 _LOCAL_TYPES = ("process", "gang")
-#: Work pools of Muster's runs and pipelines.
+#: Names of the Prefect work pools of Muster's runs and pipelines.
 _POOLS = ("gang", "pipelines")
-#: Parts of the command lines of flow run processes. Source: prefect/runner/_workspace_starter.py.
+#: Texts in the command line of a flow run's process, at least one of them. Source:
+#: prefect/runner/_workspace_starter.py.
 _ENGINES = ("prefect.engine", "prefect.flow_engine", "_workspace_", "-m flows")
-#: Prefect state of each final run state other than failures.
+#: Function that makes the Prefect state for a run state. States without an entry become Failed.
 STATE_OF = {RunState.COMPLETED: Completed, RunState.CANCELLED: Cancelled}
 _OPEN = (*HELD, StateType.SCHEDULED, StateType.PAUSED)
-#: The process of a flow run that was just submitted needs some seconds to appear.
+#: Time after a state change in which a flow run without a process does not count as lost. The
+#: process of a submitted flow run needs some seconds to appear.
 _SETTLED_AFTER = timedelta(seconds=30)
-#: A flow run without a worker label counts as abandoned after this time. A living worker sets its
-#: label within a second.
+#: A taken flow run without a worker label counts as lost after this time. A living worker sets its
+#: label on the flow run within a second.
 _UNLABELLED_AFTER = timedelta(seconds=60)
 _TIMEOUT_S = 10.0
-_SAID_AGAIN_AFTER_S = (0.5, 1.0, 2.0, 4.0)
+_RETRY_DELAYS_S = (0.5, 1.0, 2.0, 4.0)
 _PAGE = 200
 
 _log = logging.getLogger(__name__)
@@ -102,15 +108,21 @@ class ServerAway(MusterError):
 
 
 class ServerRefuses(ServerAway):
-    """A Prefect server rejects the password of this process. The message says which setting to fix.
+    """A Prefect server rejects the password of this process, or requests without a password.
 
-    Changes for the server wait until then.
+    The message names the setting to fix. Callers retry their requests until the setting is right.
     """
 
 
 @contextmanager
 def convert_server_errors(api_url: str) -> Iterator[None]:
-    """Convert HTTP errors of the enclosed requests. Raises: ServerAway, ServerRefuses."""
+    """Turn HTTP errors of the requests in the `with` block into ServerAway or ServerRefuses.
+
+    Args:
+        api_url: address of the Prefect server's API, for the error message.
+
+    Raises: ServerAway, if the server does not answer. ServerRefuses, if it rejects the password.
+    """
     try:
         yield
     except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -119,44 +131,49 @@ def convert_server_errors(api_url: str) -> Iterator[None]:
             why = str(error) or type(error).__name__
             raise ServerAway(f"no Prefect server answers at {api_url} ({why})") from error
         is_set = bool(PREFECT_API_AUTH_STRING.value())
-        who = "the PREFECT_API_AUTH_STRING of this process" if is_set else "who has no password"
-        said = f"the Prefect server at {api_url} does not let in {who} (HTTP {status}): {_REMEDY}"
-        raise ServerRefuses(said) from error
+        password = "with the PREFECT_API_AUTH_STRING of this process"
+        credential = password if is_set else "without a password"
+        problem = f"the Prefect server at {api_url} rejects requests {credential}"
+        raise ServerRefuses(f"{problem} (HTTP {status}): {_REMEDY}") from error
 
 
 @contextmanager
 def connect_to_server(api_url: str) -> Iterator[SyncPrefectClient]:
-    """Yield a client of a Prefect server, even if this process uses another server.
+    """Yield a client of the Prefect server at `api_url`, even if this process uses another server.
 
-    The client gives up after one retry, because its callers try again every minute.
+    The client retries a failed request only once, because its callers run again every minute.
 
     Raises: ServerAway or ServerRefuses, if a request fails within the context.
     """
-    # Without these settings, Prefect would return the client of the current flow's server.
-    own = {"timeout": _TIMEOUT_S}
+    # With HTTP settings, `get_client` makes a new client. Without them, it would return the client
+    # of the flow that runs in this process, which may use another server.
+    httpx_settings = {"timeout": _TIMEOUT_S}
     with (
         convert_server_errors(api_url),
         override_client_settings(retries=1, api_url=api_url),
-        get_client(httpx_settings=own, sync_client=True) as client,
+        get_client(httpx_settings=httpx_settings, sync_client=True) as client,
     ):
         yield client
 
 
-#: Variable of a work pool's base job template that holds the queue settings of the operator.
+#: Name of the variable in a work pool's base job template that holds the operator's queue settings.
 POOL_VARIABLE = "gang"
 
 
 def read_pool_settings(base_job_template: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the queue settings in the base job template of a work pool."""
+    """Return the queue settings from the base job template of a work pool, or an empty mapping."""
     properties = base_job_template.get("variables", {}).get("properties", {})
     found: Mapping[str, Any] = properties.get(POOL_VARIABLE, {}).get("default") or {}
     return found
 
 
 def read_listed_clusters(api_url: str | None) -> list[object]:
-    """Return the unparsed Ray clusters that the work pools of a server list.
+    """Return the entries of the setting `clusters` of all work pools, unparsed.
 
-    The result is empty if there is no server or if it does not answer.
+    Args:
+        api_url: address of the Prefect server's API. None: no server is set.
+
+    Returns: an empty list if no server is set or the server does not answer.
     """
     if api_url is None:
         return []
@@ -164,18 +181,19 @@ def read_listed_clusters(api_url: str | None) -> list[object]:
         with connect_to_server(api_url) as client:
             pools = client.read_work_pools(limit=_PAGE)
     except ServerAway as error:
-        _log.warning("what is listed of Ray clusters is not known: %s", error)
+        _log.warning("The Ray clusters of the work pools could not be read: %s", error)
         return []
-    found = (read_pool_settings(pool.base_job_template).get("clusters") for pool in pools)
-    return [one for listed in found if isinstance(listed, list) for one in listed]
+    settings = (read_pool_settings(pool.base_job_template).get("clusters") for pool in pools)
+    return [cluster for listed in settings if isinstance(listed, list) for cluster in listed]
 
 
 def make_context_thread(
     name: str, target: Callable[..., object], *given: object
 ) -> threading.Thread:
-    """Return a new daemon thread with a copy of the current context. It is not started yet.
+    """Return a new daemon thread that calls `target(*given)`. The caller starts the thread.
 
-    The thread needs the context for the server's address and credentials, and for the flow run.
+    The thread has a copy of the current context variables. Prefect keeps the server's address, the
+    credentials and the current flow run in them.
     """
     run = contextvars.copy_context().run
     return threading.Thread(target=run, args=(target, *given), name=name, daemon=True)
@@ -196,12 +214,12 @@ def read_state(client: SyncPrefectClient, flow_run_id: str) -> State[Any] | None
 
 
 def read_held_flow_runs(client: SyncPrefectClient) -> list[FlowRun]:
-    """Return Muster's flow runs that should have a process, or will soon get a process."""
+    """Return the flow runs of Muster's flows that are pending, running or being cancelled."""
     return list(read_flow_runs(client, {"state": {"type": {"any_": HELD}}}, OUR_FLOWS))
 
 
 def read_open_flow_runs(client: SyncPrefectClient) -> list[FlowRun]:
-    """Return the unfinished flow runs of trainings and pipelines."""
+    """Return the flow runs of `train` and `pipeline` that have not ended."""
     return list(read_flow_runs(client, {"state": {"type": {"any_": _OPEN}}}, ("train", "pipeline")))
 
 
@@ -211,11 +229,13 @@ def read_flow_runs(
     flows: Sequence[str] = (),
     sort: FlowRunSort | None = None,
 ) -> Iterator[FlowRun]:
-    """Yield the matching flow runs, and read them page by page.
+    """Yield the flow runs that match the filters. The server returns them page by page.
 
     Args:
-        which: a `FlowRunFilter` in its JSON form. None: all flow runs.
+        client: client of the Prefect server.
+        which: a Prefect `FlowRunFilter` in its JSON form. None: no filter.
         flows: names of the flows. Empty: all flows.
+        sort: order of the flow runs. None: the server's default order.
     """
     flow = FlowFilter.model_validate({"name": {"any_": flows}}) if flows else None
     run = FlowRunFilter.model_validate(which) if which else None
@@ -231,7 +251,10 @@ def read_flow_runs(
 def read_upkeep_deployments(
     client: SyncPrefectClient, host: str
 ) -> Iterator[tuple[str, DeploymentResponse]]:
-    """Yield name and deployment of each maintenance flow of a host that the server has."""
+    """Yield the name and the deployment of each maintenance flow of a host.
+
+    A flow without a deployment on the server is left out.
+    """
     for flow in UPKEEP_FLOWS:
         name = f"{flow}/{host}"
         with suppress(ObjectNotFound):
@@ -239,7 +262,10 @@ def read_upkeep_deployments(
 
 
 def find_worker(run: FlowRun) -> str | None:
-    """Return the last worker of a flow run, or None if no worker of a host has taken it."""
+    """Return the name of the last worker of a flow run.
+
+    Returns: None if no worker took the flow run, or if the worker runs no processes on its host.
+    """
     name = run.labels.get(_WORKER_LABEL)
     return str(name) if name and _is_local(run) else None
 
@@ -250,6 +276,7 @@ def parse_worker_host(name: str) -> str:
 
 
 def _is_local(run: FlowRun) -> bool:
+    """Return True if the flow run's worker runs processes on its host, or has no type label."""
     return run.labels.get(TYPE_LABEL, _LOCAL_TYPES[0]) in _LOCAL_TYPES
 
 
@@ -263,20 +290,25 @@ def find_host(run: FlowRun) -> str | None:
 
 
 def find_new_worker(run: FlowRun, host: str, worker: str | None) -> str:
-    """Return the worker on another host that has taken over a flow run, or an empty string.
+    """Return the name of a worker on another host that has taken over a flow run.
 
     Args:
+        run: the flow run.
         host: previous host of the flow run.
-        worker: previous worker, or None if unknown.
+        worker: name of the previous worker. None if unknown.
+
+    Returns: an empty string if no worker on another host has the flow run.
     """
     now = find_worker(run)
     return now if now and now != worker and parse_worker_host(now) != host else ""
 
 
 def read_server_time(client: SyncPrefectClient) -> datetime | None:
-    """Return the server's time to the second, or None if its response has no date.
+    """Return the present time by the server's clock, to the second.
 
-    The server's clock dates the states. Some proxies remove the date.
+    Times of states are also by this clock. The time is read from the header `date` of a response.
+
+    Returns: None if the header is missing, because some proxies remove it.
     """
     try:
         return parsedate_to_datetime(client.hello().headers["date"])
@@ -286,19 +318,23 @@ def read_server_time(client: SyncPrefectClient) -> datetime | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """Knowledge about the flow runs of a host: this machine, or another one if `is_lost`."""
+    """State of a host that is needed to find its lost flow runs.
+
+    The host is this machine. If `is_lost` is set, it is another, permanently lost host.
+    """
 
     #: Name of the host, which is also the name of its worker.
     name: str
-    #: True if this is another host that is permanently gone.
+    #: True if this is another host that is permanently lost.
     is_lost: bool = False
-    #: Ids of the host's maintenance deployments. No worker labels their flow runs.
+    #: Ids of the host's maintenance deployments. Their flow runs have no worker label.
     upkeep_deployments: frozenset[UUID]
     #: Living processes of the host, by flow run id.
     processes: Holders
-    #: Ids and names of the flow runs in the registry on disk. The registry decides on these.
+    #: Ids and names of the flow runs in the host's registry on disk. Other code finds the lost ones
+    #: among these flow runs.
     registered: frozenset[str]
-    #: Id of the flow `pipeline`. Its flow runs can continue in another process.
+    #: Id of the flow `pipeline`, whose flow runs can continue in another process. None if unknown.
     pipeline_flow: UUID | None = None
 
     def has_process(self, run: FlowRun) -> bool:
@@ -312,7 +348,7 @@ class Host:
         hidden = self.processes.hidden.items()
         suspects = {pid for pid, line in hidden if any(part in line for part in _ENGINES)}
         pid = run.infrastructure_pid or ""
-        # If the pid is unknown, it can be any engine process that this user may not inspect.
+        # If the flow run's pid is unknown, each flow process of another user may belong to it.
         return bool(suspects) and (not pid.isdecimal() or int(pid) in suspects)
 
     def has_been_given(self, run: FlowRun) -> bool:
@@ -323,13 +359,15 @@ class Host:
 
 
 def decide_lost_state(run: FlowRun, host: Host, now: datetime) -> State[Any] | None:
-    """Return the new state of a flow run that is not in the registry and has lost its process.
+    """Return the new state of a flow run that has lost its process and is not in the registry.
 
     Args:
-        now: by the server's clock.
+        run: the flow run.
+        host: host whose lost flow runs are searched.
+        now: present time by the server's clock.
 
-    Returns: None for every flow run that is alive, may be alive, may be about to start, or is not
-        for this machine to judge.
+    Returns: None if the flow run may have a process, may soon get a process, is in the registry, or
+        belongs to another host.
     """
     state = run.state
     if state is None or {str(run.id), run.name} & host.registered or host.has_process(run):
@@ -346,18 +384,18 @@ def decide_lost_state(run: FlowRun, host: Host, now: datetime) -> State[Any] | N
             return Crashed(message=f"{gone}: it was killed before it began")
         case StateType.PENDING:
             # The flow run never started, so it can safely be scheduled again.
-            return Scheduled(message=f"submitted, but {gone}: scheduled again")
+            return Scheduled(message=f"submitted, but {gone}; the flow run is scheduled again")
         case StateType.CANCELLING:
             return Cancelled(message=f"cancelled; {gone}")
         case StateType.RUNNING if run.flow_id == host.pipeline_flow:
             return _state_of_lost_pipeline(run, host, f"{gone}: it was killed or lost")
-        # The jobs survive the loss of the process, and a new process can attach to them.
+        # The Ray jobs of the run survive the loss of the host. A new process can attach to them.
         case StateType.RUNNING if (
             host.is_lost and spec.get("on_lost_flow") == "adopt" and run.deployment_id is not None
         ):
-            return Scheduled(name=JOBS_GO_ON, message=f"{gone}; its next one attaches to its jobs")
+            return Scheduled(name=JOBS_GO_ON, message=f"{gone}; {_NEXT_ATTACHES}")
         case StateType.RUNNING if host.is_lost and spec.get("ray") is not None:
-            jobs = "its jobs on the Ray cluster, if any, may go on: `ray job list`"
+            jobs = "its jobs on the Ray cluster may still run; check with `ray job list`"
             return Crashed(message=f"{gone}; {jobs}")
         case StateType.RUNNING:
             return Crashed(message=f"{gone}: it was killed or lost")
@@ -366,28 +404,38 @@ def decide_lost_state(run: FlowRun, host: Host, now: datetime) -> State[Any] | N
 
 
 def _state_of_lost_pipeline(run: FlowRun, host: Host, cause: str) -> State[Any]:
-    """Return the new state of a lost pipeline. Its stage continues; a new process can resume."""
+    """Return the new state of a pipeline's flow run whose process is lost.
+
+    The run of the pipeline's stage continues. If a worker can start a new process, the new state
+    schedules that process.
+
+    Args:
+        run: flow run of the pipeline.
+        host: host of the lost process.
+        cause: start of the state message.
+    """
     if run.deployment_id is None or _process_of(run, host.name) is not None:
-        remedy = f"muster pipeline --resume {run.id}"
-        return Crashed(message=f"{cause}; the run of its stage goes on: {remedy}")
-    return Scheduled(name=JOBS_GO_ON, message=f"{cause}; its next process goes on where it was")
+        remedy = f"resume the pipeline with `muster pipeline --resume {run.id}`"
+        return Crashed(message=f"{cause}; the run of its stage continues; {remedy}")
+    return Scheduled(name=JOBS_GO_ON, message=f"{cause}; {_NEXT_RESUMES}")
 
 
 def decide_closed_state(
     state: State[Any] | None, run: RunJson | None, cause: str
 ) -> State[Any] | None:
-    """Return the Prefect state that fits the closed record of a run.
+    """Return the Prefect state for a run whose record on disk is final.
 
     Args:
-        run: None where there is no record.
+        state: present state of the flow run on the server. None if the server does not know it.
+        run: record of the run. None if there is no record.
+        cause: reason why the process of the run has ended.
 
-    Returns: None where the server's state is true as it is: final, or that of a flow run which
-        waits for its next process.
+    Returns: None if the state on the server stays, because it is neither running nor cancelling.
     """
     if state is None or state.type not in (StateType.RUNNING, StateType.CANCELLING):
         return None
     if state.is_cancelling():
-        # From Cancelling, the server's rules allow only Cancelled.
+        # The server's rules allow only the state Cancelled after Cancelling.
         return Cancelled(message=f"cancelled; {cause}")
     if run is None or has_failed_by_loss(run) or not run.state.is_final:
         return Crashed(message=cause)
@@ -400,27 +448,33 @@ def cancel(
     """Request the cancellation of a flow run. A finished flow run is not changed. Idempotent.
 
     Args:
-        is_now: without grace periods, also if the flow run is being cancelled already.
+        client: client of the Prefect server.
+        flow_run_id: id of the flow run.
+        message: message of the new state.
+        is_now: True to skip the grace periods, also for a flow run that is being cancelled already.
 
     Raises: ObjectNotFound, if the server does not know the flow run.
     """
-    # First for the worker as well: Prefect's own listens for a state of this name only.
+    # The state Cancelling comes first, also with `is_now`: Prefect's workers react only to it.
     client.set_flow_run_state(flow_run_id, Cancelling(message=message))
     state = read_state(client, str(flow_run_id)) if is_now else None
     if state is not None and state.is_cancelling():
         now = State(type=StateType.CANCELLING, name=CANCELLING_NOW, message=message)
-        # Forced: by the server's rules a flow run may leave Cancelling for Cancelled only. If it
-        # has just done so, `reconcile` finds it without a process and makes it Cancelled again.
+        # The change is forced, because the server's rules allow only Cancelled after Cancelling. If
+        # the flow run became Cancelled since the query, the maintenance flow `reconcile` finds that
+        # it has no process, and makes it Cancelled again.
         client.set_flow_run_state(flow_run_id, now, force=True)
 
 
 def propose_state(
     client: SyncPrefectClient, flow_run_id: str, before: State[Any], after: State[Any]
 ) -> bool:
-    """Set the state of a flow run unless its state has changed. Return True if it was set.
+    """Set the state of a flow run, unless its state has changed. Return True on success.
 
     Args:
-        before: expected present state.
+        client: client of the Prefect server.
+        flow_run_id: id of the flow run.
+        before: state that the flow run had when the caller decided on the change.
         after: new state.
     """
     now = read_state(client, flow_run_id)
@@ -431,15 +485,19 @@ def propose_state(
 
 
 def set_running_message(flow_run_id: UUID, message: str, over: threading.Event) -> None:
-    """Have a flow run that runs say what it does; in any other state it keeps that.
+    """Set the message of a flow run's state, if the state is Running.
 
-    Each try looks at its state first. A client that asks again by itself, once an outage is over,
-    would bring a flow run that has ended meanwhile back to Running, which the server allows. Once
-    it is over nothing more is said.
+    Each attempt reads the state first, and the client does not retry by itself. Otherwise, a retry
+    after a server outage could set an ended flow run back to Running, which the server allows.
 
-    Raises: what the client does, after some tries.
+    Args:
+        flow_run_id: id of the flow run.
+        message: new message of the state.
+        over: event that is set when the run has ended. No attempt follows after that.
+
+    Raises: httpx.HTTPError, if the last attempt failed.
     """
-    for delay_s in (*_SAID_AGAIN_AFTER_S, None):
+    for delay_s in (*_RETRY_DELAYS_S, None):
         try:
             with override_client_settings(retries=0), get_client(sync_client=True) as client:
                 state = read_state(client, str(flow_run_id))
@@ -454,35 +512,42 @@ def set_running_message(flow_run_id: UUID, message: str, over: threading.Event) 
 
 
 def make_handover_state(message: str, due_after_s: float) -> State[Any]:
-    """The state of a flow run that waits for its next process, which goes on with its jobs, once
-    the one before has surely left."""
+    """Return the state of a flow run that waits for its next process while its jobs continue.
+
+    Args:
+        message: message of the state.
+        due_after_s: seconds until the next process may start. The present process has ended then.
+    """
     due = datetime.now(UTC) + timedelta(seconds=due_after_s)
     return Scheduled(name=JOBS_GO_ON, scheduled_time=due, message=message)
 
 
 def clear_process(client: SyncPrefectClient, flow_run_id: str) -> None:
-    """Delete the recorded process of a flow run. A cancel would wait endlessly for that process."""
-    # `update_flow_run` does not send None values, so the request is sent directly.
-    nothing = {"infrastructure_pid": None}
-    client.request("PATCH", "/flow_runs/{id}", path_params={"id": flow_run_id}, json=nothing)
+    """Delete the pid in a flow run's record on the server.
+
+    If the process has ended, a cancel of the flow run would wait for it endlessly.
+    """
+    # Prefect's `update_flow_run` does not send None values, so the request is sent directly.
+    content = {"infrastructure_pid": None}
+    client.request("PATCH", "/flow_runs/{id}", path_params={"id": flow_run_id}, json=content)
 
 
 def make_process_tag() -> str:
-    """Return the tag that names this process, for a flow run that it creates for itself.
+    """Return a flow run tag with the host, pid and start time of this process.
 
-    Such a flow run has no worker label to show its host.
+    A flow run that was started without a worker gets this tag, because it has no worker label.
     """
     me = ProcessId.of(os.getpid())
     return f"{_PROCESS_TAG}{host_name()}:{me.pid}:{me.start_ticks}"
 
 
 def find_process_tags(tags: Iterable[str]) -> set[str]:
-    """Return the tags that name a process."""
+    """Return those tags of a flow run that name a process, as `make_process_tag` makes them."""
     return {tag for tag in tags if tag.startswith(_PROCESS_TAG)}
 
 
 def has_lost_process(run: FlowRun) -> bool:
-    """Return True if the process of a directly started flow run on this host has ended."""
+    """Return True if a flow run was started without a worker on this host and its process ended."""
     process = _process_of(run, host_name())
     return process is not None and not process.is_alive()
 
@@ -498,9 +563,13 @@ def _process_of(run: FlowRun, host: str) -> ProcessId | None:
 
 
 def _is_unlabelled(run: FlowRun, age: timedelta) -> bool:
-    """Return True if a worker took the flow run and was probably killed before it set its label.
+    """Return True if a worker took the flow run, but has not set its worker label in time.
 
-    Any host may then schedule the flow run again.
+    The worker was probably killed. Each host may then schedule the flow run again.
+
+    Args:
+        run: the flow run.
+        age: time since the last change of its state.
     """
     is_pending = run.state is not None and run.state.is_pending()
     is_taken = run.work_pool_name in _POOLS and is_pending

@@ -1,11 +1,12 @@
-"""End of a run or pipeline from outside its process: by signals, or by a cancel on the server.
+"""Requests to end a run or pipeline: signals to its process, or a cancel on the Prefect server.
 
-One cancel may arrive in several ways. For a run under a worker, Cancel in the UI sets a state on
-the server, which this process reads, and makes the worker send SIGTERM. A stack that stops may send
-SIGTERM once more. All of these count as the same request: end the run, with every grace period.
+One cancel may arrive several times. If a user cancels a run in the Prefect UI, the run's process
+reads the new state from the server, and the worker sends it SIGTERM. A stack that stops may send
+SIGTERM again. All of these mean the same: end the run, with every grace period.
 
-Only two things shorten the grace periods: a second Ctrl-C in the terminal of a run that was started
-directly, and `muster cancel --now`, which gives the flow run the state CANCELLING_NOW.
+Only two requests shorten the grace periods. The first is a second Ctrl-C in the terminal of a run
+that was started without a worker. The second is `muster cancel --now`, which gives the flow run the
+state CANCELLING_NOW.
 """
 
 from __future__ import annotations
@@ -38,60 +39,71 @@ _AFTER_HANGUP = (
 
 
 class Cancel(Enum):
-    """Kind of cancellation that the state of a flow run requests."""
+    """Cancellation that a user has requested, according to the state of the flow run."""
 
-    #: The flow run continues.
+    #: No cancellation is requested.
     NONE = "none"
-    #: The flow run must end, with every grace period.
+    #: The run must end. Its processes have their grace periods.
     GRACEFUL = "graceful"
-    #: The flow run must end without grace periods.
+    #: The run must end. Its processes are killed without grace periods.
     NOW = "now"
 
     @staticmethod
     def of_state(state: State[object] | None) -> Cancel:
+        """Return the cancellation that a flow run's state requests. None: the state is unknown."""
         if state is None or not (state.is_cancelling() or state.is_cancelled()):
             return Cancel.NONE
         return Cancel.NOW if state.name == CANCELLING_NOW else Cancel.GRACEFUL
 
 
 def read_cancel(flow_run_id: UUID) -> Cancel:
-    """Read the requested cancellation from the server. Return NONE if the server does not answer.
+    """Return the cancellation that is requested for a flow run on the Prefect server.
 
-    NONE is also the result if the server does not know the flow run. Its record is then lost, but
-    the training should continue.
+    Returns: Cancel.NONE if the server does not answer. Also Cancel.NONE if the server does not know
+        the flow run: its record there was deleted, but the training should continue.
     """
     try:
         with get_client(sync_client=True) as client:
             return Cancel.of_state(client.read_flow_run(flow_run_id).state)
     except Exception as error:
-        _log.debug("state of flow run %s not known: %r", flow_run_id, error)
+        _log.debug("The state of flow run %s could not be read: %r", flow_run_id, error)
         return Cancel.NONE
 
 
 class Interruptible(Protocol):
-    """A run, or a pipeline of runs. Every method returns at once, and is safe in any thread.
+    """A run, or a pipeline of runs, that can be ended from another thread.
 
-    Calling a method again changes nothing.
+    Every method returns at once and may be called in any thread. A repeated call has no effect.
     """
 
     def interrupt(self, why: str) -> None:
-        """End the run or pipeline as cancelled, with every grace period."""
+        """Start to end the run or pipeline as cancelled, with every grace period.
+
+        Args:
+            why: reason of the cancellation, for the run's record.
+        """
 
     def hurry(self) -> None:
-        """Cut the grace periods short. Called after `interrupt`."""
+        """Skip the remaining grace periods. `interrupt` must have been called before."""
 
     def let_go(self, why: str) -> None:
-        """End this process, and leave the run or pipeline to its next process."""
+        """Start to end this process, and hand the run or pipeline over to its next process.
+
+        Args:
+            why: reason of the handover, for the run's record.
+        """
 
 
 class ForwardedRequests:
-    """Passes the requests of signals and of the server on to a session."""
+    """Translates signals and cancels on the server into calls of a run or pipeline."""
 
     def __init__(self, session: Interruptible, flow_run_id: UUID, *, may_be_left: bool) -> None:
         """
         Args:
-            may_be_left: SIGTERM of a worker that was not asked to cancel leaves the session to the
-                next worker.
+            session: the run or pipeline that this process executes.
+            flow_run_id: id of its flow run.
+            may_be_left: True if a SIGTERM without a cancel hands the session over to the next
+                worker. False if every SIGTERM ends the session.
         """
         self._session = session
         self._flow_run_id = flow_run_id
@@ -100,12 +112,14 @@ class ForwardedRequests:
         self._ctrl_c = CtrlC()
 
     def take_signal(self, signum: int, at_s: float) -> None:
-        """
+        """End the session, skip its grace periods, or hand it over, as the signal requests.
+
         Args:
-            at_s: when the signal arrived, in CLOCK_MONOTONIC seconds.
+            signum: number of the signal.
+            at_s: time at which the signal arrived, in CLOCK_MONOTONIC seconds.
         """
         if signum == signal.SIGTERM and self._may_be_left:
-            # Ask the server in another thread, because it may take long to answer.
+            # Read the state in another thread, because the server may take long to answer.
             make_context_thread("on-term", self._leave_unless_cancelled).start()
             return
         if signum == signal.SIGHUP and self._is_direct:
@@ -116,13 +130,14 @@ class ForwardedRequests:
             self._session.hurry()
 
     def take_cancel(self, cancel: Cancel) -> None:
+        """End the session if a cancel is requested on the server."""
         if cancel is not Cancel.NONE:
             self._session.interrupt(_CANCELLED)
         if cancel is Cancel.NOW:
             self._session.hurry()
 
     def _leave_unless_cancelled(self) -> None:
-        """Leave the session to the next worker, unless the server says that it is cancelled."""
+        """Hand the session over to the next worker, or end it if its flow run is cancelled."""
         cancel = read_cancel(self._flow_run_id)
         if cancel is Cancel.NONE:
             self._session.let_go("its flow process was ended by SIGTERM")
@@ -133,23 +148,27 @@ class ForwardedRequests:
 def end_on_request(
     session: Interruptible, flow_run_id: UUID, *, may_be_left: bool
 ) -> Iterator[None]:
-    """While open, a cancel, SIGINT, SIGTERM and SIGHUP end the session instead of this process.
+    """In the `with` block, a cancel, SIGINT, SIGTERM and SIGHUP end the session, not this process.
 
-    A signal raises nothing in the main thread, which may hold any lock at that moment. A thread
-    receives the signal and ends the session. The caller waits for that end and continues with the
-    teardown. Outside the main thread, Python cannot handle signals, so only cancels have an effect.
+    Signals raise no exception in the main thread, because it may hold a lock. Another thread
+    receives the signal and starts to end the session. The caller waits until the session has ended.
+    If the caller is not in the main thread, Python cannot handle signals, and only cancels have an
+    effect.
 
     Args:
-        may_be_left: SIGTERM of a worker that was not asked to cancel leaves the session to the next
-            worker. A worker sends its flow runs SIGTERM both when one is cancelled and when it is
-            itself stopped, for an upgrade for example; only the server knows which.
+        session: the run or pipeline that this process executes.
+        flow_run_id: id of its flow run.
+        may_be_left: True if a SIGTERM without a cancel hands the session over to the next worker. A
+            worker sends SIGTERM when the flow run is cancelled, and also when the worker itself is
+            stopped. The state of the flow run on the server shows which of the two it is.
     """
     wishes = ForwardedRequests(session, flow_run_id, may_be_left=may_be_left)
     is_over = threading.Event()
 
     def watch_server() -> None:
-        # This continues after a cancel, because `muster cancel --now` may follow. The client does
-        # not retry: while the server is away, it would sleep for a minute and delay the run's end.
+        # The loop continues after a cancel, because `muster cancel --now` may follow. The client
+        # must not retry: during a server outage, it would sleep for a minute and delay the run's
+        # end.
         with override_client_settings(retries=0):
             while not is_over.wait(_POLL_EVERY_S):
                 wishes.take_cancel(read_cancel(flow_run_id))
@@ -161,5 +180,5 @@ def end_on_request(
             yield
     finally:
         is_over.set()
-        # A hung server may keep a request for long. Its answer does not matter any more.
+        # The wait has a limit, because a request to a hung server may take long.
         watcher.join(_JOIN_TIMEOUT_S)

@@ -184,7 +184,7 @@ def read_secrets(client: SyncPrefectClient, spec: RunSpec) -> dict[str, str]:
             case _:
                 problems[name] = f"the Prefect Secret block {name!r} holds no text"
     if problems:
-        remedy = "make it in the UI (Blocks, Secret), or write another name"
+        remedy = "create the block in the UI (Blocks, Secret), or write another name"
         raise _make_block_error(spec, problems, remedy)
     return values
 
@@ -286,7 +286,7 @@ def _save_template(database: Path, template: Path) -> None:
             source.backup(copy)
         draft.replace(template)
     except (OSError, sqlite3.Error) as error:
-        _log.warning("no template of Prefect's database kept in %s: %s", template, error)
+        _log.warning("Could not save a template of Prefect's database in %s: %s", template, error)
         draft.unlink(missing_ok=True)
 
 
@@ -307,7 +307,7 @@ def _require_answer(url: str) -> None:
     except ServerRefuses as error:
         raise NoServer(str(error)) from None
     except ServerAway as error:
-        remedy = "start it (`muster up`), or unset PREFECT_API_URL to run on a temporary one"
+        remedy = "start it (`muster up`), or unset PREFECT_API_URL to use a temporary server"
         raise NoServer(f"{error}: {remedy}") from None
 
 

@@ -52,7 +52,7 @@ def guard_prefect_clients() -> None:
     if websockets_names["connect"] is _CheckedConnect:
         return
     if websockets_names["connect"] is not connect or version_names["httpx"] is not httpx:
-        raise ImportError("Prefect's clients were replaced: their listeners cannot be checked")
+        raise ImportError("another program replaced Prefect's clients: remove that program")
     password = server_password()
     for client in (PrefectHttpxAsyncClient, PrefectHttpxSyncClient):
         client.__init__ = _add_check(client.__init__, password)  # type: ignore[method-assign]

@@ -434,6 +434,6 @@ def test_pipeline_continues_after_its_process_was_killed(
     pipelines.start_worker()
     pipelines.let_go()
 
-    assert state_type == "SCHEDULED" and "its next process goes on where it was" in message
+    assert state_type == "SCHEDULED" and "its next process resumes at the present stage" in message
     pipelines.until_state(flow_run_id, "COMPLETED")
     assert len(pipelines.runs(flow_run_id, "first")) == 1

@@ -171,7 +171,7 @@ def test_close_does_not_wait_for_a_server_that_is_away(caplog: pytest.LogCapture
     announcer._thread.join(WITHIN_S)
 
     assert not announcer._thread.is_alive()
-    assert "1 events were not told" in caplog.text
+    assert "1 events were not sent" in caplog.text
 
 
 def test_close_waits_for_a_slow_server_only_until_the_timeout(
@@ -185,7 +185,7 @@ def test_close_waits_for_a_slow_server_only_until_the_timeout(
     announcer.close(within_s=0.1)
 
     assert announcer._thread.is_alive()
-    assert "1 events were not told" in caplog.text
+    assert "1 events were not sent" in caplog.text
 
 
 def test_oldest_events_are_dropped_first_while_the_server_is_away(

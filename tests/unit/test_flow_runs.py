@@ -174,7 +174,7 @@ def test_message_mentions_ray_jobs_left_by_a_lost_host(ray: dict[str, str]) -> N
     proposed = decide_lost_state(run, GONE, NOW)
 
     assert proposed is not None and proposed.name == "Crashed"
-    assert (proposed.message or "").endswith("may go on: `ray job list`")
+    assert (proposed.message or "").endswith("may still run; check with `ray job list`")
 
 
 @pytest.mark.parametrize(

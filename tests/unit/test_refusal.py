@@ -31,7 +31,7 @@ from tests.support.house import ROOT, files, imports
 from tests.support.web import serving
 
 PASSWORD = "operator:correct-horse"
-REMEDY = "set PREFECT_API_AUTH_STRING to what its server has as PREFECT_SERVER_API_AUTH_STRING"
+REMEDY = "set PREFECT_API_AUTH_STRING to the PREFECT_SERVER_API_AUTH_STRING of the server"
 SPEC = RunSpec.model_validate(
     {
         "name": "trial",
@@ -54,8 +54,8 @@ def refusing() -> Iterator[str]:
 @pytest.mark.parametrize(
     ("password", "refusal"),
     [
-        (None, "does not let in who has no password (HTTP 401)"),
-        ("wrong", "does not let in the PREFECT_API_AUTH_STRING of this process (HTTP 401)"),
+        (None, "rejects requests without a password (HTTP 401)"),
+        ("wrong", "rejects requests with the PREFECT_API_AUTH_STRING of this process (HTTP 401)"),
     ],
 )
 def test_run_names_the_setting_for_the_password(

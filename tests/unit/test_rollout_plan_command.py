@@ -108,7 +108,10 @@ def test_plan_as_text_names_nodes_and_ranks(spec: Path, capsys: pytest.CaptureFi
         (
             {"backend": "vllm", "args": ["-tp", "2"]},
             None,
-            ["components.rollout.model: missing", "components.rollout.args.0: Muster itself sets -tp"],
+            [
+                "components.rollout.model: missing",
+                "components.rollout.args.0: Muster itself sets -tp",
+            ],
         ),
         # no fleet
         (None, None, ["components: has no `rollout`, so there is no fleet to plan (write"]),

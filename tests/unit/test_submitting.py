@@ -303,7 +303,7 @@ def test_deploy_prints_each_schedule_with_its_next_start(
     deploy(spec)
     with_paused_cron = capsys.readouterr().out
 
-    assert "  schedule  none: a run starts only when somebody starts it\n" in first
+    assert "  schedule  none: runs start only by hand\n" in first
     # Tokyo has no summer time.
     told = r'  schedule  cron "0 3 \* \* \*" in Asia/Tokyo; next start \d{4}-\d\d-\d\d 03:00 JST, '
     assert re.search(told + r"which is \d{4}-\d\d-\d\d 18:00 UTC\n", with_cron)
