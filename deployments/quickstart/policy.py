@@ -24,7 +24,7 @@ HIDDEN_UNITS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """The weights of the policy, or a gradient or a moment of each weight."""
+    """One number for each weight of the policy: the weights, their gradients, or Adam's moments."""
 
     #: Weights of the hidden layer, [CONTEXT_TOKENS * len(VOCABULARY), HIDDEN_UNITS].
     hidden_weight: Floats

@@ -69,8 +69,8 @@ _RAY_PORTS = {
 }
 #: Ray's environment variables for the Ray head and every Ray node.
 #:
-#: The health checks find a crashed or stopped node after about 8 seconds instead of 65. The queue
-#: then requests the GPUs of its job again soon.
+#: The health checks find a crashed or stopped node after about 8 seconds instead of 65. The
+#: queue then soon grants other GPUs to the run that used the node.
 #:
 #: When a worker process of Ray ends, Ray kills the other processes of its process group. Ray's
 #: subreaper would kill more, but it is deprecated. It also makes worker processes ignore SIGCHLD,

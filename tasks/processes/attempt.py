@@ -128,7 +128,10 @@ def failure_of(
 
 
 def _signal_of_shell(exit: Exit) -> str | None:
-    """Return the signal that ended a program below a shell, which exits with 128 more; or None."""
+    """Return the signal that ended the program of a shell, or None if no signal did.
+
+    The shell then exits with 128 plus the number of the signal.
+    """
     code = exit.exit_code or 0
     return signal_name(code - 128) if 128 < code < 128 + 65 else None
 
@@ -354,8 +357,8 @@ class SupervisedAttempt:
                 await self.members[component.name].end()
         if self.decided.is_set():
             return
-        # Do not await anything from here on. A teardown must find either all old members or all new
-        # ones.
+        # Do not await anything from here on. A teardown that begins now must find either all
+        # members with the old port or all members with the new port.
         self._launched.remove(member)
         try:
             for component in changed:

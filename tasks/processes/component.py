@@ -82,8 +82,8 @@ class AttemptPlan:
     #: The components in the order of their start.
     components: tuple[ComponentPlan, ...]
     progress: Progress | None = None
-    #: Fingerprint of the `progress.jsonl` file at the start of the attempt. None: the attempt
-    #: starts now.
+    #: Fingerprint of the `progress.jsonl` file at the start of the attempt. None if the attempt has
+    #: not started yet: the supervisor then takes the fingerprint.
     metrics: FileFingerprint | None = None
     #: Alarm rules on the metrics, by their name.
     alarms: Mapping[str, WatchRule] = field(default_factory=dict)

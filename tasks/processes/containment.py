@@ -53,7 +53,7 @@ class Level(Enum):
     L4 = "L4"
 
 
-#: Mechanisms and promise of each level, for people.
+#: Text for users about each containment level: its mechanisms, and which processes it ends.
 _PROMISES = {
     Level.L1: "process groups only: processes that leave their session may remain",
     Level.L2: "guardians: no single SIGKILL leaves a process behind",
@@ -227,7 +227,10 @@ class PidNamespace:
         return self._init, self._alive.fileno()
 
     def settle(self) -> None:
-        """Close this process's write end of the pipe, so that only guardians keep the namespace.
+        """Let the PID namespace end with the last guardian, the processes that own the components.
+
+        The namespace exists while a process holds the write end of a pipe. This process closes its
+        copy, so that only the guardians still hold one.
 
         Call it after the last guardian was started.
         """

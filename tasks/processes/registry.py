@@ -487,8 +487,8 @@ class Remains:
     killed: tuple[int, ...]
     #: `left[component]`: pids of the processes that survived SIGKILL.
     left: Mapping[str, tuple[int, ...]]
-    #: `waiting[component]`: pid of a guardian that is still ending its component within the grace
-    #: period.
+    #: `waiting[component]`: pid of the guardian, the process that owns the component, if the
+    #: guardian still waits for the grace period of the component.
     waiting: Mapping[str, int]
     #: Files, directories and cgroups that were removed.
     removed: tuple[Path, ...]

@@ -240,8 +240,8 @@ def _read_table(family: int) -> list[list[str]]:
 def _list_local_addresses(host: str) -> frozenset[bytes]:
     """Return the local addresses with which a socket receives connections to `host`.
 
-    They are the address itself, its IPv6 form, and the address 0 for all addresses. Each has 16
-    bytes.
+    The result has the address itself, its IPv6 form, and the addresses `0.0.0.0` and `::` of
+    sockets that listen on all addresses. Each address has 16 bytes.
     """
     is_v6 = ":" in host
     packed = socket.inet_pton(socket.AF_INET6 if is_v6 else socket.AF_INET, host)

@@ -516,8 +516,8 @@ def kill_below_once(
 
     Args:
         reap: Reads the exit status of children that have ended. Returns True if no child remains.
-        is_meant: Returns True for each child of this process that is wanted. Only wanted children
-            and their descendants are killed.
+        is_meant: Returns True for each child of this process that must be killed. Only these
+            children and their descendants are killed.
     """
     adopter = os.getpid()
     ours: set[int] = set()

@@ -230,7 +230,10 @@ def check_listeners(client: httpx.Client | httpx.AsyncClient) -> None:
 
 
 class _Backend(httpcore.NetworkBackend):
-    """Network backend that checks the server of each connection which another backend opens."""
+    """Network backend that sends nothing to servers of untrusted users on this machine.
+
+    Another backend opens each connection. This backend then checks which user's process listens.
+    """
 
     def __init__(self, inner: httpcore.NetworkBackend) -> None:
         self._inner = inner

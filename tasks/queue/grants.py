@@ -46,11 +46,11 @@ _NOT_BEFORE = "muster.gang.not_before"
 _FAILED_ON = "muster.gang.failed_on"
 #: Parser of the content of the label _FAILED_ON.
 _FAILURES = TypeAdapter(dict[str, int])
-#: Name of the label that marks a flow run whose process has exited while its Ray jobs continue. It
-#: contains the number of processes that the flow run has had until then.
+#: Name of the label that marks a flow run whose process has exited while its Ray jobs continue. The
+#: value of the label is the number of processes that the flow run has had so far.
 _HANDED_OVER = "muster.gang.goes_on"
 
-#: Time, in seconds, between two changes of the BEAT label.
+#: Seconds between two changes of the label `BEAT`, by which a waiting run shows that it is alive.
 BEAT_EVERY_S = 10.0
 
 #: Name of the Prefect state of a run that waits for its GPUs.

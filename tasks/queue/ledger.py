@@ -45,8 +45,8 @@ _PAGE = 200
 #: Number of waiting runs that are normally read from each queue of a work pool. This group of runs
 #: is called a window. Further windows are read if too few of the runs can start.
 WINDOW = _PAGE
-#: Runs that will be due within this time are read in advance. Otherwise the ledger would need
-#: another request for each run when it becomes due.
+#: Runs that will be due within this time are read in advance. Otherwise each run would cost another
+#: request to the server when it becomes due.
 _AHEAD = timedelta(seconds=90)
 #: Fields of a flow run that have different values in every answer of the server. They are ignored
 #: in the comparison of a flow run with its earlier content.
@@ -493,8 +493,8 @@ class LedgerReader:
         # simultaneous requests would block other clients.
         of_flow = await self.pages(flow_runs=holding, flows=train_flow)
         of_pools = await self.pages(flow_runs=holding, work_pools={"type": {"any_": [TYPE]}})
-        # The Ray jobs of these runs continue and keep their GPUs, although the flow runs have no
-        # process and are only scheduled for their next process.
+        # Runs that were handed over have no process, and are scheduled for their next process.
+        # Their Ray jobs continue and keep their GPUs.
         resumable = await self.pages(flow_runs=handed_over, flows=train_flow)
         return [*of_flow, *of_pools, *(run for run in resumable if is_handed_over(run))]
 

@@ -171,7 +171,8 @@ class Capacity:
             # all GPUs of this machine are shown as in use.
             _log.warning("no GPU of %s is granted: %s", node.name, error)
             return replace(listed_node, others_gpus=float(node.gpus))
-        # On a machine without visible GPUs, the device numbers of the table are used.
+        # On a machine without visible GPUs, the device numbers in the pool's table of nodes are
+        # used.
         devices = (machine.devices or listed_node.devices)[: node.gpus]
         return replace(listed_node, gpus=len(devices), devices=devices, leased=machine.leased)
 

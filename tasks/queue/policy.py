@@ -145,7 +145,7 @@ class Reason:
     waits_for: tuple[str, ...] = ()
     #: Expected start in seconds, on the clock of the argument `now` of `plan`. None if unknown.
     starts_at: float | None = None
-    #: Tag whose limit the gang would exceed. Empty if the reason is no limit.
+    #: Tag whose GPU limit the gang would exceed. Empty if the gang waits for another reason.
     tag: str = ""
     #: True if later gangs may start before this gang.
     is_passed: bool = False

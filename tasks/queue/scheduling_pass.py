@@ -80,9 +80,9 @@ class QueueReader:
     #: `_largest_clusters[address]` is the snapshot of that cluster with the largest number of GPUs.
     _largest_clusters: dict[str, Cluster] = field(default_factory=dict)
     #: `_not_cancelled[flow run id]` is the id of the state in which that flow run was last checked.
-    #: The check found no overwritten cancel.
+    #: The check found no cancel that a later state has replaced.
     _not_cancelled: dict[UUID, UUID] = field(default_factory=dict)
-    #: The ledger of the last pass, or None before the first pass.
+    #: The flow runs that the last scheduling pass read from the server. None before the first pass.
     _ledger: Ledger | None = None
 
     async def run_pass(

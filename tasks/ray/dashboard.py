@@ -556,7 +556,8 @@ class Dashboard:
 
         Args:
             resource: Kind of the entries, such as "nodes".
-            filters: `value[field]` that the returned entries must have.
+            filters: Required values of fields, by the name of the field. Only entries with these
+                values are returned.
         """
         query: list[tuple[str, str | int]] = [("detail", 1), ("limit", _MAX_ENTRIES)]
         for key, value in filters.items():

@@ -271,8 +271,8 @@ class TakeDown:
     on_state: Callable[[JobState], None]
     #: Longest wait for a cluster that does not answer, in seconds.
     unknown_after_s: float = 60.0
-    #: Function that starts Muster's agents on the nodes, so that the sweep is fast. Its argument is
-    #: the dashboard's URL.
+    #: Function that starts Muster's agents on the nodes, because `sweep` is fast with agents. Its
+    #: argument is the URL of Ray's dashboard.
     make_ready: Callable[[str], Coroutine[Any, Any, None]] = make_nodes_ready
     #: Function that kills leftover processes on the nodes, as `tasks.ray.nodes.sweep` does.
     sweep: Callable[..., Awaitable[SweepReport]] = sweep

@@ -63,8 +63,8 @@ class NodeReport:
     own: Mapping[str, float]
     #: Free `amount[resource]` of the node itself.
     available: Mapping[str, float]
-    #: Total `amount[resource]` of the resources that placement groups have created on the node,
-    #: such as `GPU_group_0_<group id>`.
+    #: Total amounts of the resources that Ray has set aside for placement groups on the node, by
+    #: the name of the resource, such as `GPU_group_0_<group id>`.
     grouped: Mapping[str, float] = field(default_factory=dict)
     #: True if Ray is about to remove the node and starts no new work on it.
     is_draining: bool = False

@@ -121,10 +121,11 @@ def write_final_record(
 def finalize_record(record: RunJson, loss: FlowLoss, now: float) -> RunJson:
     """Return the record with the final state that the lost run should have.
 
-    - If the last attempt already has a final state, the run takes that state.
-    - Otherwise, if the Prefect server says that the run was cancelled, the attempt is CANCELLED.
-    - Otherwise the attempt is FAILED, and the failure names the lost flow process.
-    - If the run is scheduled again or was taken over, the run waits for its next attempt.
+    The attempt keeps its final state if it has one. Otherwise it is CANCELLED if the Prefect server
+    says that the run was cancelled, and FAILED because of the lost flow process in all other cases.
+
+    The run takes the state of its last attempt. There is one exception: if the Prefect server has
+    scheduled the run again, or another host has taken it over, the run waits for its next attempt.
 
     Args:
         record: The record as it was found. It is returned unchanged if its state is final.

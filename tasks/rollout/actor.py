@@ -294,7 +294,7 @@ def _send_request(method: str, url: str, body: Mapping[str, Any] | None, timeout
     """Send a request and return an empty string, or a description of the failure.
 
     Raises:
-        OSError: This machine lacks an open file, a port or memory for the request.
+        OSError: This machine has no free file descriptor, port or memory for the request.
     """
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, method=method)

@@ -48,9 +48,9 @@ class Evidence:
 
     #: Number of consecutive failures of probes and requests.
     misses: int = 0
-    #: Number of failed requests among `misses`.
+    #: Number of failed requests that are counted in `misses`.
     requests: int = 0
-    #: Number of probes among `misses` that the server answered with something else than 200.
+    #: Number of health checks counted in `misses` whose answer was another status than 200.
     refusals: int = 0
     #: Description of the last failure, or an empty string if there is none. A `NoReply` if the
     #: server did not answer at all.

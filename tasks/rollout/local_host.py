@@ -48,7 +48,7 @@ class _LocalServer:
 
     @property
     def is_gone(self) -> bool:
-        """True if the server, all its descendants and its guardian have ended."""
+        """True if the server, its descendants and the guardian process above them have ended."""
         return self.process.empty.done()
 
 

@@ -40,8 +40,8 @@ class Entrypoint:
     engine: int = 0
     #: Version of the server's weights, or None if it is unknown.
     version: int | None = None
-    #: False if the server's last answers were missing. It is then chosen only if no preferred
-    #: entrypoint is available.
+    #: False if the server did not answer its last health checks. The server is then chosen only if
+    #: no preferred server is available.
     is_preferred: bool = True
 
     @property
@@ -142,8 +142,8 @@ class Router:
         self._limit = limit
         self._queue_size = queue_size
         self._queue_timeout_s = queue_timeout_s
-        #: The waiting requests in the order of their arrival. The future of a request resolves with
-        #: its entrypoint, or with NoEntrypoint. The function chooses the entrypoint.
+        #: The waiting requests in the order of their arrival: the future that resolves with the
+        #: server for the request, or with NoEntrypoint; and the function that chooses this server.
         self._queue: OrderedDict[asyncio.Future[Entrypoint], _Pick] = OrderedDict()
         #: The entrypoints that may be chosen.
         self._active: dict[_Key, _Slot] = {}
@@ -221,10 +221,10 @@ class Router:
             await asyncio.shield(self._idle)
 
     def listen(self, listener: Callable[[tuple[Entrypoint, ...]], None]) -> None:
-        """Add a function that is called after each `set`, `open` and `abort`.
+        """Add a function that is called after the methods `set`, `open` and `abort` of this router.
 
         Args:
-            listener: Function that receives the entrypoints whose outstanding requests must end.
+            listener: Function that receives the servers whose unanswered requests must be cut off.
         """
         self._listeners.append(listener)
 

@@ -106,7 +106,8 @@ def merge_tags(
 def _merge_job_variables(existing: DeploymentResponse, working_dir: str | None) -> dict[str, Any]:
     """Return the job variables of a deployment after its spec was replaced.
 
-    Only the working directory changes, if Muster set it for the previous spec.
+    All variables are kept, except the working directory. The working directory is replaced if
+    Muster, and not a person, set it for the previous spec.
     """
     variables = dict(existing.job_variables or {})
     previous_spec = existing.parameters.get("spec")

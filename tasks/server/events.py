@@ -146,13 +146,13 @@ class Announcer:
             self._changed.notify_all()
 
     def announce_run(self, name: str, flow_run: FlowRun, run_id: str, **known: Any) -> None:
-        """Send an event of a run whose own process does not send the event. Return at once.
+        """Send an event about a run of another process. Return at once.
 
         Args:
             name: Name of the event.
             flow_run: The flow run.
             run_id: Id of the run.
-            known: Values of the payload. The definition of the event selects the keys.
+            known: Known values of the payload. Keys that the event does not have are ignored.
         """
         payload = build_payload(name, run_id=run_id, **known)
         self.announce(make_run_event(name, flow_run, run_id, payload), flow_run)

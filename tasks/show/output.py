@@ -133,8 +133,8 @@ class GuardedStream:
 
     def write(self, text: str) -> int:
         encoding = self.raw_stream.encoding or "utf-8"
-        # If the encoding of the stream lacks a character, the verb must not fail. The character is
-        # written as an escape such as \u2713.
+        # If the encoding of the stream lacks a character, the command must not fail. The character
+        # is written as an escape such as \u2713.
         shown = strip_controls(text).encode(encoding, "backslashreplace").decode(encoding)
         self.raw_stream.write(shown)
         return len(text)
@@ -217,8 +217,9 @@ def is_on_terminal() -> bool:
 def console_of(stream: TextIO | None) -> SafeConsole:
     """Return a safe Rich console that writes to standard output or standard error.
 
-    The console writes to the stream behind a `GuardedStream`, because a `GuardedStream` would
-    remove the colours that Rich adds. The console itself removes control characters from its text.
+    If the stream is a `GuardedStream`, the console writes directly to the stream that it wraps: a
+    `GuardedStream` would remove the colours that Rich adds. The console itself removes control
+    characters from its text.
 
     Args:
         stream: `sys.stdout` or `sys.stderr`, or None if it is closed.

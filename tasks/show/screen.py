@@ -26,7 +26,8 @@ from tasks.show.output import SafeConsole, replace_stream
 
 _ERASE_BELOW = "\x1b[J"
 _UNKNOWN_SIZE = os.terminal_size((80, 24))
-#: A terminal with fewer lines than this shows no live region.
+#: Smallest number of lines of a terminal that shows the live region: the lines at the bottom that
+#: are drawn again and again.
 _MIN_LINES = 5
 #: Longest wait for a terminal that cannot take more output, in seconds, before the next write.
 _RETRY_AFTER_S = 1.0

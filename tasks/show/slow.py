@@ -170,7 +170,7 @@ class TimeSpent:
         self._last_progress: tuple[float, float] | None = None
         #: GPU utilisation by node, from 0 to 1.
         self._gpus: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_KEPT_COUNT))
-        #: Response times in seconds, by statistic.
+        #: Response times of the fleet in seconds, by the statistic `p50`, `p99` or `max`.
         self._requests: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_KEPT_COUNT))
 
     def take(self, step: float, entry: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from tasks.spec.loading import find_project_root
 
 #: YAML file with the training frameworks that Muster recognises, and with the parts of a spec.
 _TEMPLATES = Path(__file__).with_suffix(".yaml")
-#: Number of bytes that are read from the beginning of a candidate file.
+#: Number of bytes that are read from the beginning of each file that may be the training script.
 _READ_BYTES = 65_536
 #: Paths that are ignored: hidden files, installed packages and outputs of trainings.
 _IGNORED = re.compile(r"(^|/)(\.|__pycache__|node_modules|site-packages|wandb/|outputs/)")

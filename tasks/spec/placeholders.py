@@ -92,7 +92,7 @@ ROLLOUT_URL = "rollout.url"
 #: Placeholder name for the addresses of the fleet's engines, which are separated by commas.
 ROLLOUT_ENGINES = "rollout.engines"
 
-#: Beginning of the placeholder names that the fleet replaces for each of its servers.
+#: Beginning of the placeholder names whose values differ for each inference server of the fleet.
 SERVER = "server."
 #: Beginning of the placeholder names that a pipeline replaces.
 STAGE = "stage."

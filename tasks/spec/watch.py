@@ -141,7 +141,8 @@ class Watch(Model):
         In each returned rule, the key `then` has a value.
 
         Args:
-            workload: Workload of the run. It is the name of the preset if the user chose none.
+            workload: Workload of the run. If the user chose no preset, the preset with the name
+                of the workload applies.
         """
         preset = _load_presets().get(self.preset or workload, {})
         own_rules = {

@@ -93,7 +93,7 @@ def load_pipeline_spec(path: str) -> dict[str, Any]:
 
 
 def _store_code(spec: S, add_code: Callable[[SyncPrefectClient | None, S, Path], S]) -> S:
-    """Store the code of the project in the working directory, and return the spec with its name.
+    """Store the project's code, and return the spec with the name of the stored code.
 
     The code is stored on this machine, and on the Prefect server if a server is configured.
 

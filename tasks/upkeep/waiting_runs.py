@@ -179,8 +179,8 @@ def _close_if_ended(note: WaitingRunNote) -> RunReport | None:
         None if the record was not closed.
     """
     if read_owner(note.run_id) is not None:
-        # The next process of the run has started. If it was killed, the reconcile of lost runs
-        # closes the record.
+        # The next process of the run has started. If that process was killed, `muster reconcile`
+        # closes the record of the run as that of a lost run.
         return None
     with connect_to_server(note.api_url) as client:
         state = read_state(client, note.flow_run_id)
