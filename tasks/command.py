@@ -94,7 +94,7 @@ VERBS = {
         Verb(
             name="show",
             function="tasks.train.run_verbs:show",
-            summary="show what a run does, or why it failed",
+            summary="show the state of a run, or why it failed",
             example="muster show latest",
             guide="failed-runs.md",
         ),
@@ -115,7 +115,7 @@ VERBS = {
         Verb(
             name="metrics",
             function="tasks.train.run_verbs:metrics",
-            summary="print the figures of a run's training",
+            summary="print the metrics of a run's training",
             example="muster metrics latest",
             guide="queue-runs.md",
         ),

@@ -90,7 +90,7 @@ class AttemptSpec:
         resolved = self._resolve(self._fill_names())
         has_moved_fleet = fleet_port is not None and fleet_port not in self.ports.numbers.values()
         if has_moved_fleet or resolved.fleet != self.resolved.fleet:
-            raise OSError("the fleet was given the old port already")
+            raise OSError("the rollout servers already use the old port of the gateway")
         self.resolved = resolved
         self.write()
 

@@ -75,7 +75,7 @@ def record_provenance(
         provenance["diff"] = mask_text(diff, find_code_secrets(diff))
         record.describe({**provenance, "host": host_name()})
     except (OSError, ValueError) as error:
-        _log.warning("what run %s is made of is not known: %r", record.content.run_id, error)
+        _log.warning("could not record the code of run %s: %r", record.content.run_id, error)
 
 
 def remove_superfluous_checkpoints(
@@ -100,4 +100,4 @@ def remove_superfluous_checkpoints(
             for checkpoint in checkpoints:
                 remove_checkpoint(checkpoint)
         except OSError as error:
-            _log.warning("run %s keeps more checkpoints: %s", place.run_id, error)
+            _log.warning("could not delete old checkpoints of run %s: %s", place.run_id, error)

@@ -124,7 +124,7 @@ def _run_to_end(run_flow: Callable[[], State[Any]], terminal: Terminal) -> State
         recorded_state = _read_final_state(terminal.record)
         if recorded_state is None:
             raise
-        _log.debug("the server did not take the final state: %r", error)
+        _log.debug("the server did not accept the final state: %r", error)
         return recorded_state
     return _read_final_state(terminal.record) or flow_state
 
@@ -165,5 +165,5 @@ def _describe_leftovers() -> str:
     owners = [read_owner(run) for run in registered_runs()]
     run_ids = [owner.run_id for owner in owners if owner and owner.process == this_process]
     if not run_ids:
-        return "nothing is left running"
-    return f"`muster reconcile` ends what {join_commas(run_ids)} may have left running"
+        return "all processes of the run have ended"
+    return f"processes of {join_commas(run_ids)} may still run: end them with `muster reconcile`"

@@ -37,8 +37,8 @@ from tasks.server.deployments import (
     set_cron,
 )
 from tasks.server.flow_process import EXIT_INTERRUPTED, get_exit_code
-from tasks.server.flow_runs import connect_to_server, read_refusal
-from tasks.server.server import NoServer, hide_prefect_logs, read_secrets
+from tasks.server.flow_runs import connect_to_server
+from tasks.server.server import NoServer, read_secrets
 from tasks.show.arguments import EXIT_DONE, AsJson, Overrides, SpecFile
 from tasks.spec.draft import draft_spec
 from tasks.spec.errors import BadArgument, MusterError
@@ -165,7 +165,7 @@ def submit(
         try:
             return get_exit_code(wait_until_ended(client, flow_run.id, print_state))
         except KeyboardInterrupt:
-            print(f"It goes on without you; to end it: muster cancel {run_id}", file=sys.stderr)
+            print(f"The run continues. To end it: muster cancel {run_id}", file=sys.stderr)
             return EXIT_INTERRUPTED
 
 
@@ -235,7 +235,9 @@ def wait_until_ended(
         if state.is_final():
             return state
         if within_s is not None and time.monotonic() >= deadline:
-            raise TimeoutError(f"the run is {state.name} after {within_s:g} s: {state.message}")
+            raise TimeoutError(
+                f"the run is still {state.name} after {within_s:g} s: {state.message}"
+            )
         time.sleep(_POLL_EVERY_S)
 
 
@@ -321,10 +323,12 @@ def _check_schedule_options(cron: str | None, timezone: str | None, no_cron: boo
         BadArgument: Options contradict each other, or the cron line or time zone is invalid.
     """
     if no_cron and cron is not None:
-        raise BadArgument("--no-cron removes the cron line that --cron sets: give one of them")
+        raise BadArgument(
+            "--no-cron removes the schedule that --cron sets: use only one of the two"
+        )
     if cron is None:
         if timezone is not None:
-            raise BadArgument(f"--timezone {timezone} is that of a cron line: add --cron LINE")
+            raise BadArgument(f"--timezone {timezone} needs a cron line: add --cron LINE")
         return
     try:
         make_cron_schedule(cron, timezone)
@@ -336,7 +340,7 @@ def _check_schedule_options(cron: str | None, timezone: str | None, no_cron: boo
 def _print_deployment(deployment: DeploymentResponse, *, is_new: bool) -> None:
     """Print the page of a deployment, its schedules, and the command that starts a run of it."""
     full_name = f"{TRAIN_FLOW}/{deployment.name}"
-    print(f"The deployment {full_name} is {'made' if is_new else 'renewed'}.")
+    print(f"The deployment {full_name} was {'created' if is_new else 'updated'}.")
     print(f"  page      {url_for('deployment', obj_id=deployment.id)}")
     for line in describe_schedules(deployment, datetime.now(UTC)):
         print(f"  schedule  {line}")
@@ -354,25 +358,28 @@ def connect_to_configured_server() -> Iterator[SyncPrefectClient]:
     """
     api_url = PREFECT_API_URL.value()
     if not api_url:
-        raise NoServer("no Prefect server is set: start one (muster up), or set PREFECT_API_URL")
-    hide_prefect_logs()
-    with connect_to_server(api_url) as client:
+        raise NoServer("no Prefect server is set: run `muster up`, or set PREFECT_API_URL")
+    quieten_prefect()
+    with talking_to(api_url) as client:
         try:
             yield client
         except httpx.HTTPStatusError as error:
             if error.response.is_server_error:
                 raise
-            reason = read_refusal(error.response)
-            raise MusterError(f"the Prefect server does not take it: {reason}") from error
+            reason = refusal_of(error.response)
+            raise MusterError(f"the Prefect server rejected the request: {reason}") from error
 
 
 def _print_project(spec: RunSpec, root: Path) -> None:
     """Print the project and code of a run on stderr, and the programs that this machine lacks."""
-    code = "as it lies there" if spec.code == LIVE_CODE else f"kept as {str(spec.code)[:12]}"
+    code = "files used in place" if spec.code == LIVE_CODE else f"copied as {str(spec.code)[:12]}"
     print(f"  project {root}, {code}, python {find_python(root)}", file=sys.stderr)
     # A missing program is no fault: the run may start on another host, which has the program.
     for fault in find_missing_programs(spec, root=root, path=component_search_path(root)):
-        print(f"  not here, so it must be on the worker's host: {fault}", file=sys.stderr)
+        print(
+            f"  missing on this machine, so the worker's host must have it: {fault}",
+            file=sys.stderr,
+        )
 
 
 def init(directory: Path = Path(), /, *, force: bool = False) -> None:
@@ -389,7 +396,7 @@ def init(directory: Path = Path(), /, *, force: bool = False) -> None:
     framework, text = draft_spec(directory)
     path = directory / "muster.yaml"
     if path.exists() and not force:
-        raise MusterError(f"{path} is there already: --force replaces it")
+        raise MusterError(f"{path} exists already: add --force to replace it")
     path.write_text(text, encoding="utf-8")
     load_spec(path)
-    print(f"Found {framework}. Wrote {path}: look through it, then try it:\n  muster train {path}")
+    print(f"Found {framework}. Wrote {path}. Check this file, then run it:\n  muster train {path}")

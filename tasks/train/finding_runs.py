@@ -173,7 +173,7 @@ def list_runs(at_most: int = _SEARCHED_RUNS) -> list[Run]:
             run = Run.of_flow_run(flow_run, records.get(parse_request(flow_run).name))
             runs[run.run_id] = run
     except ServerAway as error:
-        print(f"{error}\nThese are the records of this machine.", file=sys.stderr)
+        print(f"{error}\nOnly runs with a record on this machine are shown.", file=sys.stderr)
 
     for run_id, record in records.items():
         runs.setdefault(run_id, Run.of_record(record))
@@ -229,7 +229,7 @@ def find_run(name: str) -> Run:
     """
     runs = list_runs()
     if not runs:
-        raise BadArgument("there is no run yet: muster train SPEC starts one")
+        raise BadArgument("there is no run yet: muster train SPEC starts a run")
     if name == "latest":
         return runs[0]
     candidates = [run for run in runs if name in (run.run_id, run.flow_run_id)]
@@ -240,7 +240,6 @@ def find_run(name: str) -> Run:
     if len(candidates) == 1:
         return candidates[0]
     if not candidates:
-        raise BadArgument(f"there is no run {name}: muster ls shows those that are there")
-    raise BadArgument(
-        f"{name} can be {join_commas(run.run_id for run in candidates[:5])}: write more of it"
-    )
+        raise BadArgument(f"there is no run {name}: list the runs with `muster ls`")
+    run_ids = join_commas(run.run_id for run in candidates[:5])
+    raise BadArgument(f"{name} matches several runs: write more of the id. Runs: {run_ids}")

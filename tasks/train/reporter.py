@@ -217,7 +217,7 @@ class Reporter:
                 is_retried = self._is_server_away or (is_retryable(error) and tries < _MAX_TRIES)
                 # Artifacts are not retried here, because they become due again by themselves.
                 if not is_retried or report == self._send_page:
-                    _log.warning("not told to the Prefect server: %r", error)
+                    _log.warning("the Prefect server did not accept a report: %r", error)
                     return
             self._is_closed.wait(_RETRY_EVERY_S)
 
@@ -290,7 +290,7 @@ class Reporter:
     def _abandon_recoveries(self) -> None:
         """Give the task runs of unfinished recoveries the state Cancelled, because the run ends."""
         for recovery_id in [*self._recoveries]:
-            self._close_recovery(recovery_id, Cancelled, "abandoned with the end of the run")
+            self._close_recovery(recovery_id, Cancelled, "abandoned because the run ended")
 
     def _close_recovery(
         self,

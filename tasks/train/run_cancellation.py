@@ -35,6 +35,6 @@ def cancel_run(run: Run, *, is_now: bool = False) -> None:
             cancel_flow_run(client, UUID(run.flow_run_id), message, is_now=is_now)
             return
     raise MusterError(
-        f"{run.run_id} has a Prefect server of its own: end it where it was started, by Ctrl-C, "
-        "or end its process by SIGTERM"
+        f"{run.run_id} has its own Prefect server: press Ctrl-C in the terminal of the run, "
+        "or send SIGTERM to its process"
     )

@@ -51,7 +51,9 @@ def _read_properties(name: str) -> dict[str, object]:
     if match:
         attempts = tuple(attempt for attempt in attempts if attempt.number == int(match[2]))
     if not attempts:
-        raise BadArgument(f"{name} has no such attempt on record here")
+        raise BadArgument(
+            f"{name} has no such attempt in the record: see `muster explain {run.run_id}`"
+        )
     attempt = attempts[-1]
 
     spec = {

@@ -69,7 +69,8 @@ def select_logs(run: Run, number: int, component: str) -> list[str]:
         of_component = f" of {component}" if component else ""
         existing = join_commas(names) or "none"
         raise BadArgument(
-            f"attempt {number} of {run.run_id} has no log{of_component} here: {existing}"
+            f"attempt {number} of {run.run_id} has no log{of_component} on this machine; "
+            f"existing logs: {existing}"
         )
     return [component] if component else names
 
@@ -91,7 +92,7 @@ def find_last_attempt(run: Run, *, wait: bool = False) -> int:
         if run.is_on_another_host or not wait or run.state in ENDED_STATES:
             raise BadArgument(explain_missing_files(run))
         if run.state != last_shown_state:
-            print(f"{run.run_id} has not begun: {run.state} {run.message}", file=sys.stderr)
+            print(f"{run.run_id} has not started: {run.state} {run.message}", file=sys.stderr)
             last_shown_state = run.state
         time.sleep(_ASK_EVERY_S)
         run = find_run(run.run_id)

@@ -41,7 +41,7 @@ def read_metrics(run: Run) -> list[dict[str, Any]]:
         progress = mapping_or_empty(spec.get("progress"))
         name = progress.get("jsonl")
         if not name:
-            raise BadArgument(f"{run.run_id} writes no file of figures: progress has no jsonl")
+            raise BadArgument(f"{run.run_id} has no metrics file: set progress.jsonl in its spec")
         path = Path(str(spec.get("cwd", "."))) / name
         for row in _read_all(MetricsFile(path, since=files_at_start.get(number))):
             step = get_number(row, str(progress["step"]))

@@ -24,7 +24,7 @@ def require_record(run: Run) -> RunJson:
     """
     record = find_record(run)
     if record is None:
-        raise BadArgument(f"{run.run_id} has no record yet: it has not begun")
+        raise BadArgument(f"{run.run_id} has no record yet, because it has not started")
     return record
 
 
@@ -68,9 +68,9 @@ def list_attempts(place: RunPlace) -> list[int]:
 def explain_missing_files(run: Run) -> str:
     """Return a message that says why this machine has no attempt directory of a run."""
     if not run.is_on_another_host:
-        return f"{run.run_id} has no logs: it is {run.state}, {run.message or 'no more'}"
+        return f"{run.run_id} has no logs: it is {run.state}, {run.message or 'without a message'}"
     directory = run.place.directory
     return (
-        f"the logs of {run.run_id} are on {run.host}: {directory}/attempt-*/*.log there, if its "
-        f"MUSTER_HOME is {directory.parents[1]}"
+        f"the logs of {run.run_id} are on {run.host}, in {directory}/attempt-*/*.log, if "
+        f"MUSTER_HOME is {directory.parents[1]} there, too"
     )

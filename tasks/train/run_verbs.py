@@ -70,7 +70,7 @@ def ls(
         print(dumps([asdict(run) for run in runs], indent=2))
         return
     if not runs:
-        print("There is no run yet: muster train SPEC starts one.", file=sys.stderr)
+        print("There is no run yet: muster train SPEC starts a run.", file=sys.stderr)
         return
     now = time.time()
     rows = [
@@ -132,7 +132,7 @@ def _print_differences(first_name: str, second_name: str, *, json: bool) -> None
         print(dumps(differences, indent=2))
         return
     lines = [f"{key}: {first} -> {second}" for key, (first, second) in differences.items()]
-    print("\n".join(lines) or "Nothing on record differs.")
+    print("\n".join(lines) or "The records do not differ.")
 
 
 def _print_artifacts(artifacts: Sequence[str]) -> None:
@@ -228,7 +228,7 @@ def cancel(run: RunName, /, *, now: bool = False, json: AsJson = False) -> None:
         return
     how = "cancelled without grace periods" if now else "cancelled"
     run_id = found_run.run_id
-    print(f"{run_id} is being {how}. To see its end: muster show {run_id}")
+    print(f"{run_id} is being {how}. To see the result: muster show {run_id}")
 
 
 def logs(
@@ -264,10 +264,10 @@ def overview() -> None:
     _print_group("Waits:", waiting)
     _print_group("Failed last:", failed)
     print(
-        "\nmuster train SPEC     run a spec here (muster init writes one)\n"
-        "muster show RUN       what a run does, or what it died of\n"
-        "muster logs RUN -f    what its components write\n"
-        "muster --help         everything else"
+        "\nmuster train SPEC     run a spec here (muster init writes a spec)\n"
+        "muster show RUN       show the state of a run, or why it failed\n"
+        "muster logs RUN -f    follow the logs of its components\n"
+        "muster --help         list all commands"
     )
 
 

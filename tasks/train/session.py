@@ -264,7 +264,7 @@ class RunSession:
             except OSError as error:
                 if pause_s is None or not self.wait(pause_s):
                     problem = (
-                        f"the checkpoints of the run cannot be read, so it does not go on: {error}"
+                        f"the checkpoints of the run cannot be read, so no attempt starts: {error}"
                     )
                     raise OSError(error.errno, problem) from error
         raise AssertionError
@@ -435,7 +435,7 @@ class RunSession:
         """Requeue the run if this machine no longer has a device that was granted to it."""
         reason = self._device_lease.why_unfit() if self._device_lease is not None else None
         if reason:
-            message = f"{reason}: the run goes back to its place"
+            message = f"{reason}: the run returns to its place in the queue"
             kind = FailureKind.INSUFFICIENT_RESOURCES
             self.supervisor.fail(Failure(kind=kind, message=message, rule=PREFLIGHT))
 
@@ -492,7 +492,7 @@ class RunSession:
         """
         if self._running is None:
             _log.error("run %s could not be admitted", self.run_id, exc_info=error)
-            self.fail(FailureKind.UNKNOWN, f"could not be admitted: {error!r}")
+            self.fail(FailureKind.UNKNOWN, f"the run could not be admitted: {error!r}")
         else:
             self._running.supervisor.crash(error)
 

@@ -42,6 +42,6 @@ def _find_containment_faults(spec: RunSpec) -> Iterator[Fault]:
     if reason is not None:
         yield Fault(
             path="containment",
-            problem=f"no PID namespace can be had on {host_name()}: {reason}",
-            remedy="write auto, or run it elsewhere",
+            problem=f"{host_name()} offers no PID namespace: {reason}",
+            remedy="write auto, or use a host with PID namespaces",
         )

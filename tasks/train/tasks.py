@@ -121,12 +121,12 @@ def admit(run: RunSession) -> State[None]:
     except (InvalidSpec, NoCode) as error:
         return Failed(message=run.fail(FailureKind.USER_ERROR, str(error)).message)
     except ServerAway as error:
-        message = f"its code or its Prefect Secret blocks can't be read: {error}"
+        message = f"the code or the Prefect Secret blocks of the run can't be read: {error}"
         return Failed(message=run.fail(FailureKind.NETWORK, message).message)
 
-    reason = "no GPUs are asked for" if run.spec.gang is None else ""
+    reason = "the spec requests no GPUs" if run.spec.gang is None else ""
     if run.adopts_jobs and run.record.content.adoptable(run.place) is not None:
-        reason = "its jobs go on, on the GPUs that they have"
+        reason = "its jobs continue on their GPUs"
     needs_cluster = run.spec.ray is not None and run.spec.ray.address is None
     if reason and not needs_cluster:
         return Completed(message=f"admitted: {reason}")
@@ -211,7 +211,7 @@ def start(run: RunSession, component: str) -> State[None]:
         decision = run.supervisor.decision
         if decision is not None and decision.component not in (None, component):
             # Another component caused the end. The state Failed would blame this component.
-            message = f"{component} is not waited for any more: {decision.reason}"
+            message = f"{component} is no longer needed, because the run ends: {decision.reason}"
             return Cancelled(message=run.mask(message))
         return _describe_end(run)
     duration_s = time.monotonic() - began_s
@@ -241,10 +241,11 @@ def teardown(run: RunSession) -> State[None]:
     if verdict.left:
         return Failed(message=verdict.message)
     if not verdict.state.is_final:
-        return Completed(message="its jobs go on, for its next process")
+        return Completed(message="its jobs continue for its next process")
     if verdict.unseen:
-        return Completed(message=f"nothing is left where it was seen: {verdict.message}")
-    return Completed(message="nothing is left of the run's processes")
+        message = f"no processes were found, but not all could be checked: {verdict.message}"
+        return Completed(message=message)
+    return Completed(message="all processes of the run have ended")
 
 
 def _describe_end(run: RunSession) -> State[None]:
@@ -302,7 +303,7 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
     except RunHeld as error:
         # Two workers may have started the same flow run. The first process sets the states of the
         # flow run, so this process must leave without setting a state.
-        raise Abort(f"{error.strerror}: this one leaves") from error
+        raise Abort(f"{error.strerror}. This process exits and changes nothing") from error
     forget_waiting_run(run.run_id)
     with (
         end_on_request(run, flow_run_id, may_be_left=run.adopts_jobs),
@@ -316,7 +317,7 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
         except Exception as error:
             # Muster has a fault, or the machine has no free ports, disk or processes. Without a
             # verdict, the record would never get a final state.
-            run.fail(FailureKind.UNKNOWN, f"could not go on: {error!r}")
+            run.fail(FailureKind.UNKNOWN, f"the run cannot continue: {error!r}")
             traceback_text = "".join(traceback.format_exception(error))
             if run.mask(traceback_text) == traceback_text:
                 raise

@@ -41,7 +41,6 @@ from tasks.server.flow_runs import (
     ServerAway,
     connect_to_server,
     find_flow_run,
-    make_handover_state,
     read_state,
 )
 from tasks.train.session import RunSession
@@ -108,14 +107,14 @@ def next_attempt(run: RunSession) -> bool:
                 raise Pause(state=state)
             forget_waiting_run(run.run_id)
         except OSError as error:
-            _log.warning("%s waits with its process: %s", run.run_id, error)
+            _log.warning("%s waits in this process: %s", run.run_id, error)
 
     if run.spec.gang is not None:
         try:
             with _connect() as client:
                 client.update_flow_run_labels(run.flow_run_id, labels)
         except ServerAway as error:
-            _log.warning("%s is tried again without a delay: %s", run.run_id, error)
+            _log.warning("%s may be retried without a delay: %s", run.run_id, error)
         if decision.is_requeue:
             # The next task, `admit`, waits in the queue. The scheduler enforces the delay.
             return not (run.interrupt_reason or run.handover_reason)
@@ -135,9 +134,9 @@ def _leave_jobs(run: RunSession) -> NoReturn:
     Raises:
         Pause: Always. This process must exit.
     """
-    starter = find_worker_flow_run()
-    message = f"{run.handover_reason}; its jobs go on, and its next process attaches to them"
-    state = make_handover_state(message, _min_absence_s())
+    starter = started_by_others()
+    message = f"{run.handover_reason}; its jobs continue, and its next process attaches to them"
+    state = goes_on(message, _min_absence_s())
     labels: dict[str, Any] = {}
     if starter is not None:
         with suppress(ServerAway), _connect() as client:
@@ -180,7 +179,11 @@ def _report_bad_nodes(run: RunSession, failure: Failure) -> None:
     try:
         asyncio.run(note_failure(run.flow_run_id, run.run_id, failure))
     except (httpx.HTTPError, PrefectException, NotThere) as error:
-        _log.warning("%s may get the same nodes again: %r", run.run_id, error)
+        _log.warning(
+            "%s may get the same nodes again, because the scheduler was not notified: %r",
+            run.run_id,
+            error,
+        )
 
 
 def _describe_retry(run: RunSession, decision: RetryDecision, delay_s: float, due: datetime) -> str:
@@ -262,7 +265,9 @@ def _hand_over_run(
         elif present and (present.name, present.message) == (state.name, state.message):
             # The server accepted the state, and only its response was lost.
             return not run.interrupt_reason
-    _log.warning("%s waits with its process: its state was not accepted", run.run_id)
+    _log.warning(
+        "%s waits in this process, because the server did not accept its state", run.run_id
+    )
     return False
 
 

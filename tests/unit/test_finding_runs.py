@@ -105,7 +105,7 @@ def test_complete_id_wins_over_longer_ids_with_the_same_beginning(muster_home: P
 
 @pytest.mark.parametrize("name", ["trial", "trial-grpo-20260102-000000-bb", "22"])
 def test_ambiguous_beginning_is_rejected_with_all_candidates(records: Path, name: str) -> None:
-    with pytest.raises(BadArgument, match=f"^{name} can be ") as error_info:
+    with pytest.raises(BadArgument, match=f"^{name} matches several runs") as error_info:
         find_run(name)
 
     assert FAILED in str(error_info.value) and LIVE in str(error_info.value)
@@ -115,7 +115,9 @@ def test_ambiguous_beginning_is_rejected_with_all_candidates(records: Path, name
 
 @pytest.mark.parametrize("name", ["nobody", "bbbb", "last", OLD + "x", "no-record", "torn"])
 def test_unknown_name_is_rejected_with_a_hint_to_the_list(records: Path, name: str) -> None:
-    with pytest.raises(BadArgument, match=f"there is no run {name}: muster ls"):
+    with pytest.raises(
+        BadArgument, match=f"there is no run {name}: list the runs with `muster ls`"
+    ):
         find_run(name)
 
 
@@ -190,12 +192,12 @@ def test_empty_list_exits_with_zero(muster_home: Path, capsys: pytest.CaptureFix
     out, err = capsys.readouterr()
     assert codes == [0, 0]
     assert out == "[]\n"
-    assert "muster train SPEC starts one" in err
+    assert "muster train SPEC starts a run" in err
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [(OLD, "has ended: it is completed"), ("trial", "can be"), (LIVE, "Ctrl-C")],
+    [(OLD, "has ended: it is completed"), ("trial", "matches several runs"), (LIVE, "Ctrl-C")],
 )
 def test_impossible_cancellation_is_rejected_with_a_reason(
     records: Path, name: str, message: str, capsys: pytest.CaptureFixture[str]
@@ -239,7 +241,7 @@ def test_diff_shows_differences_in_spec_code_packages_and_host(
     [attempts_differ, same_attempt, *runs_differ] = out.splitlines()
     differences = json.loads("\n".join(runs_differ))
     assert codes == [0, 0, 0, 2, 2]
-    assert (attempts_differ, same_attempt) == ("host: a -> b", "Nothing on record differs.")
+    assert (attempts_differ, same_attempt) == ("host: a -> b", "The records do not differ.")
     assert differences.keys() == {"spec.c.1", "spec.c.2", "tree", "packages.torch", "code.train.py"}
     assert (differences["packages.torch"], differences["spec.c.1"]) == (["2.7", "2.8"], [1, 2])
     assert "muster show --diff RUN RUN" in err and "--a03 has no such attempt" in err
@@ -273,7 +275,7 @@ def test_cancellation_of_a_run_unknown_to_the_server_says_where_to_end_it(
 
     with (
         temporary_settings({PREFECT_API_URL: "http://a/api"}),
-        pytest.raises(MusterError, match="has a Prefect server of its own: end it where"),
+        pytest.raises(MusterError, match="has its own Prefect server: press Ctrl-C"),
     ):
         run_cancellation.cancel_run(Run.of_record(record))
 

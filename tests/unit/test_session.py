@@ -92,7 +92,7 @@ def test_different_secrets_with_the_same_name_are_masked_in_every_file(
     verdict = run.close()
 
     written = {path: path.read_text() for path in muster_home.rglob("*") if path.is_file()}
-    assert "could not go on" not in verdict.message and "ValueError" in verdict.message
+    assert "the run cannot continue" not in verdict.message and "ValueError" in verdict.message
     for secret in secrets:
         assert secret not in verdict.message
         assert not [path for path, text in written.items() if secret in text]

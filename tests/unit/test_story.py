@@ -106,9 +106,11 @@ def test_infinite_and_nan_metrics_are_printed_as_null(
 def test_missing_log_is_rejected_with_the_existing_logs(place: RunPlace) -> None:
     (place.attempt(2).directory / "trainer.log").write_text("hello\n")
 
-    with pytest.raises(BadArgument, match=r"attempt 2 of .* has no log of api here: trainer"):
+    with pytest.raises(BadArgument, match=r"attempt 2 of .* has no log of api .*: trainer"):
         logs("latest", "api")
-    with pytest.raises(BadArgument, match=r"attempt 9 of .* has no log here: none"):
+    with pytest.raises(
+        BadArgument, match=r"attempt 9 of .* has no log on this machine; existing logs: none"
+    ):
         logs("latest", attempt=9)
 
 
@@ -130,7 +132,7 @@ def test_attempt_without_a_spec_file_is_skipped(place: RunPlace) -> None:
 def test_run_without_a_metrics_file_is_rejected(place: RunPlace) -> None:
     place.attempt(1).spec.write_text("progress: {http: 'http://127.0.0.1', step: step}")
 
-    with pytest.raises(BadArgument, match="no file of figures"):
+    with pytest.raises(BadArgument, match=r"has no metrics file: set progress\.jsonl"):
         read_metrics(find_run("latest"))
 
 

@@ -130,9 +130,9 @@ def test_submitted_run_has_the_complete_spec_and_a_snapshot_of_the_project(
     code = read_code(kept)
     assert (code.project, server.labels) == (str(spec.parents[1]), {"muster.code": code.tree})
     assert "is queued" in out and "muster logs trial-sft-" in out and "muster cancel trial" in out
-    assert f"project {spec.parents[1]}, kept as {kept[:12]}, python " in err
+    assert f"project {spec.parents[1]}, copied as {kept[:12]}, python " in err
     # A missing program is only a hint, because the worker's host may have the program.
-    assert "must be on the worker's host: components.trainer.command.1: there is no such" in err
+    assert "the worker's host must have it: components.trainer.command.1: there is no such" in err
 
 
 @pytest.mark.parametrize(
@@ -344,7 +344,7 @@ def test_next_start_of_each_kind_of_schedule(rule: Any, now: str, start: str) ->
             'Invalid timezone: "Mars/Olympus"',
         ),
         (["--cron", ""], 'Invalid cron string: ""'),
-        (["--cron", "0 3 * * *", "--no-cron"], "give one of them"),
+        (["--cron", "0 3 * * *", "--no-cron"], "use only one of the two"),
         (["--timezone", "Europe/Berlin"], "add --cron LINE"),
     ],
 )
@@ -385,4 +385,4 @@ def test_rejection_by_the_server_is_printed_with_its_reason(
         code = run(MUSTER, ["submit", str(spec), "--queue", "urgentt"])
 
     assert code == 1
-    assert "does not take it: no such queue: urgentt" in capsys.readouterr().err
+    assert "rejected the request: no such queue: urgentt" in capsys.readouterr().err
