@@ -37,8 +37,8 @@ from tasks.server.deployments import (
     set_cron,
 )
 from tasks.server.flow_process import EXIT_INTERRUPTED, get_exit_code
-from tasks.server.flow_runs import connect_to_server
-from tasks.server.server import NoServer, read_secrets
+from tasks.server.flow_runs import connect_to_server, read_refusal
+from tasks.server.server import NoServer, hide_prefect_logs, read_secrets
 from tasks.show.arguments import EXIT_DONE, AsJson, Overrides, SpecFile
 from tasks.spec.draft import draft_spec
 from tasks.spec.errors import BadArgument, MusterError
@@ -359,14 +359,14 @@ def connect_to_configured_server() -> Iterator[SyncPrefectClient]:
     api_url = PREFECT_API_URL.value()
     if not api_url:
         raise NoServer("no Prefect server is set: run `muster up`, or set PREFECT_API_URL")
-    quieten_prefect()
-    with talking_to(api_url) as client:
+    hide_prefect_logs()
+    with connect_to_server(api_url) as client:
         try:
             yield client
         except httpx.HTTPStatusError as error:
             if error.response.is_server_error:
                 raise
-            reason = refusal_of(error.response)
+            reason = read_refusal(error.response)
             raise MusterError(f"the Prefect server rejected the request: {reason}") from error
 
 

@@ -41,6 +41,7 @@ from tasks.server.flow_runs import (
     ServerAway,
     connect_to_server,
     find_flow_run,
+    make_handover_state,
     read_state,
 )
 from tasks.train.session import RunSession
@@ -134,9 +135,9 @@ def _leave_jobs(run: RunSession) -> NoReturn:
     Raises:
         Pause: Always. This process must exit.
     """
-    starter = started_by_others()
+    starter = find_worker_flow_run()
     message = f"{run.handover_reason}; its jobs continue, and its next process attaches to them"
-    state = goes_on(message, _min_absence_s())
+    state = make_handover_state(message, _min_absence_s())
     labels: dict[str, Any] = {}
     if starter is not None:
         with suppress(ServerAway), _connect() as client:
