@@ -99,7 +99,7 @@ class ServerActor:
             OSError: The server is running already, or the wrapper cannot be started.
         """
         if self._process is not None and self._process.poll() is None:
-            raise OSError(f"rank {self._rank} runs already (pid {self._process.pid})")
+            raise OSError(f"rank {self._rank} is running already (pid {self._process.pid})")
         options = ("--grace", grace_s, "--signal", stop_signal, "--stragglers", _STRAGGLERS_S)
         with open(self._log, "ab") as log:
             self._process = subprocess.Popen(
@@ -315,7 +315,9 @@ def _send_request(method: str, url: str, body: Mapping[str, Any] | None, timeout
         reason = getattr(error, "reason", None) or error
         number = getattr(reason, "errno", None)
         if number in OWN_SHORTAGES:
-            raise OSError(number, f"{question}: this machine cannot ask: {reason}") from error
+            raise OSError(
+                number, f"{question}: this machine could not send the request: {reason}"
+            ) from error
         return f"{question}: {reason}"
     return ""
 

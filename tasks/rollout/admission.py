@@ -122,7 +122,9 @@ class Admission:
         try:
             self._table.open()
         except OSError as error:
-            _log.warning("sock_diag is not allowed here, /proc/net/tcp is read: %s", error)
+            _log.warning(
+                "this machine does not allow sock_diag, so /proc/net/tcp is read instead: %s", error
+            )
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         limit = _OPEN_FILES if soft == resource.RLIM_INFINITY else min(soft, _OPEN_FILES)
         in_use = len(os.listdir("/proc/self/fd"))
@@ -155,7 +157,9 @@ class Admission:
             self._strangers[connection.client] > bounds.strangers_each
             or self._strangers_in_all > bounds.strangers
         ):
-            self._note_closed(f"too many of {connection.client}, who was not let in yet")
+            self._note_closed(
+                f"too many connections without a valid token from {connection.client}"
+            )
             return False
         return True
 
@@ -176,7 +180,7 @@ class Admission:
         peer = transport.get_extra_info("peername")
         own = transport.get_extra_info("sockname")
         if not peer or not own:
-            connection.client = "nobody: the connection is closed already"
+            connection.client = "unknown: the connection is closed already"
             return
         connection.client = _network_of(peer[0])
         try:
@@ -201,7 +205,7 @@ class Admission:
         self._closed += 1
         now_s = asyncio.get_running_loop().time()
         if now_s - self._logged_s >= _LOG_EVERY_S:
-            _log.warning("%d connections of clients were closed: %s", self._closed, why)
+            _log.warning("%d client connections were closed: %s", self._closed, why)
             self._closed = 0
             self._logged_s = now_s
 

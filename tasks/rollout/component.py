@@ -158,7 +158,7 @@ def fleet_faults(spec: RunSpec, fleet: Rollout) -> list[Fault]:
     try:
         plan = planned(fleet, node_gpus(spec))
     except ValueError as error:
-        remedy = "change its sizes, or gang.gpus_per_node"
+        remedy = "change the sizes of the engines, or gang.gpus_per_node"
         return [Fault(path=f"components.{FLEET}", problem=str(error), remedy=remedy)]
     return [
         *_placement_faults(plan),
@@ -178,15 +178,15 @@ def _placement_faults(plan: TopologyPlan) -> Iterator[Fault]:
     has_one_server = len(first_engine.servers) == 1
     path = f"components.{FLEET}.nodes_per_engine"
     if node_count > 1 and plan.placement == "local":
-        problem = f"a local fleet is on this machine alone, and an engine spans {node_count}"
+        problem = f"a local fleet runs only on this machine, but an engine spans {node_count} nodes"
         remedy = "write 1" if has_one_server else "write 1, or placement: ray"
         yield Fault(path=path, problem=problem, remedy=remedy)
     elif node_count > 1 and has_one_server:
         problem = (
-            "the one server of an engine over several nodes asks Ray for the GPUs of the others by "
-            "itself, and the fleet's placement group holds them"
+            "the only server of an engine over several nodes requests the GPUs of the other nodes "
+            "from Ray, but the fleet's placement group holds these GPUs"
         )
-        remedy = "write 1, or expert_parallel, which has a server for each rank"
+        remedy = "write 1, or set expert_parallel, which starts a server for each rank"
         yield Fault(path=path, problem=problem, remedy=remedy)
 
 
@@ -199,12 +199,12 @@ def _address_faults(spec: RunSpec, fleet: Rollout) -> Iterator[Fault]:
     host = f"components.{FLEET}.host"
     for path, name in _remote_uses(spec, ROLLOUT_URL):
         if is_loopback(fleet.host):
-            problem = f"{name} runs on the cluster, and the gateway listens on {fleet.host} only"
+            problem = f"{name} runs on the cluster, but the gateway listens only on {fleet.host}"
             remedy = f'write {host}: "0.0.0.0", or an address of this machine'
             yield Fault(path=path, problem=problem, remedy=remedy)
         elif fleet.host in EVERY_ADDRESS and _find_reachable_address(spec, fleet.host) is None:
-            problem = f"{name} runs on the cluster, and this machine has no address but loopback"
-            remedy = f"write the address by which it reaches this machine as {host}"
+            problem = f"{name} runs on the cluster, but this machine has only loopback addresses"
+            remedy = f"set {host} to an address of this machine that the cluster can reach"
             yield Fault(path=path, problem=problem, remedy=remedy)
 
     remote_components = dict(_remote_uses(spec, ROLLOUT_ENGINES))
@@ -212,12 +212,14 @@ def _address_faults(spec: RunSpec, fleet: Rollout) -> Iterator[Fault]:
         if use.name != ROLLOUT_ENGINES:
             continue
         if fleet.placement == "ray":
-            problem = f"{use}: where the engines of a fleet on Ray are is known once they run"
-            remedy = f"have the program ask GET ${{{ROLLOUT_URL}}}/muster/rollout for them"
+            problem = f"{use}: the addresses of engines on Ray are unknown before they run"
+            remedy = (
+                f"let the program read the addresses from GET ${{{ROLLOUT_URL}}}/muster/rollout"
+            )
             yield Fault(path=use.path, problem=problem, remedy=remedy)
         elif use.path in remote_components:
             name = remote_components[use.path]
-            problem = f"{name} runs on the cluster, and local engines listen on this machine alone"
+            problem = f"{name} runs on the cluster, but local engines listen only on this machine"
             remedy = f"write ${{{ROLLOUT_URL}}}, or launcher: process"
             yield Fault(path=use.path, problem=problem, remedy=remedy)
 
@@ -265,14 +267,14 @@ def _gang_faults(spec: RunSpec, plan: TopologyPlan) -> Iterator[Fault]:
     engines_on_first_node = sum(engine.nodes[0] == 0 for engine in plan.engines)
     if needed_gpus > gang_gpus:
         problem = (
-            f"its {engine_count} engines take {needed_gpus} GPUs, and the gang has {gang_gpus}"
+            f"its {engine_count} engines need {needed_gpus} GPUs, but the gang has {gang_gpus}"
         )
-        remedy = "ask for fewer engines, or for a larger gang"
+        remedy = "request fewer engines, or a larger gang"
         yield Fault(path=path, problem=problem, remedy=remedy)
     elif plan.placement == "local" and engines_on_first_node < engine_count:
         problem = (
-            "a local fleet is on this machine alone, and one node of the gang holds "
-            f"{engines_on_first_node} of its {engine_count} engines"
+            f"a local fleet runs only on this machine, but {engines_on_first_node} of its "
+            f"{engine_count} engines fit on one node of the gang"
         )
         remedy = f"write {engines_on_first_node}, or placement: ray"
         yield Fault(path=path, problem=problem, remedy=remedy)
@@ -507,7 +509,7 @@ class FleetTail:
             try:
                 event = Event.from_line(line)
             except ValueError as error:
-                _log.warning("%s: not an event: %r: %r", self._path, line[:200], error)
+                _log.warning("%s printed an invalid event: %r: %r", self._path, line[:200], error)
                 continue
             fields = {key: value for key, value in event.fields.items() if key != "name"}
             self._emit(event.name, FLEET, at=event.at, **fields)

@@ -169,7 +169,7 @@ class Fleet:
             IllegalTransition: The fleet is not stopped.
         """
         if self._phase is not FleetPhase.STOPPED:
-            raise IllegalTransition(f"a fleet that is {self._phase.value} cannot be started")
+            raise IllegalTransition(f"the fleet is {self._phase.value}, so it cannot be started")
         self._phase = FleetPhase.STARTING
         self._failed_starts.clear()
         if self.fatal.done():
@@ -243,7 +243,9 @@ class Fleet:
         """
         async with self._start_or_check:
             if self.syncs.id is not None:
-                raise FleetRefused("a sync is open, and engines need not answer: check before it")
+                raise FleetRefused(
+                    "a sync is open, so engines may not answer: check before or after the sync"
+                )
             running = {group.index for group in self.registry.view.groups if group.is_running}
             await self._health.rest()
             try:
@@ -288,7 +290,7 @@ class Fleet:
         """
         group = self.registry.group(engine)
         if not self.registry.fail(group.ranks[0], group.epoch, "restarted by order"):
-            raise FleetRefused(f"engine {engine} is {group.state.value}: there is nothing to end")
+            raise FleetRefused(f"engine {engine} is {group.state.value}: it has no running server")
         return {"engine": engine, "state": self.registry.group(engine).state.value}
 
     async def retire(self, rank: int) -> dict[str, Any]:
@@ -306,7 +308,7 @@ class Fleet:
         kept = sum(other.state is not GroupState.RETIRED for other in groups)
         if group.state is not GroupState.RETIRED:
             if kept <= max(1, self.settings.recovery.min_active or 0):
-                raise FleetRefused(f"{kept} engines are left, and so many are needed (min_active)")
+                raise FleetRefused(f"{kept} engines remain, and min_active requires all of them")
             self.registry.retire(group.index, "retired by order")
             await self._recovery.end(group.ranks)
         return {"status": "accepted", "worker_id": str(rank), "engine": group.index}
@@ -352,14 +354,14 @@ class Fleet:
         matching = [slot for slot in slots if slot.is_entrypoint and slot.url == url.rstrip("/")]
         if not matching:
             raise FleetRefused(
-                f"{url} is no server of this fleet: ask for more engines in the spec"
+                f"{url} is no server of this fleet: set a larger number of engines in the spec"
             )
         slot = matching[0]
         engine = slot.engine
         if self.registry.group(engine).state is GroupState.RETIRED:
             if not self.has_started or self._recovery.has_case(engine):
-                raise FleetRefused(f"engine {engine} is being ended: try again when it is")
-            self.registry.bring_back(engine, "brought back by order")
+                raise FleetRefused(f"engine {engine} is being ended: try again after its end")
+            self.registry.bring_back(engine, "restarted by order")
             group = self.registry.group(engine)
             if group.state is GroupState.RETIRED:
                 raise FleetRefused(f"engine {engine} stays retired: {group.cause}")
@@ -554,9 +556,9 @@ class Fleet:
         serving = len(view.up)
         is_time_to_serve = self.has_started and self.syncs.id is None
         if kept < needed:
-            reason = f"{kept} of {total} engines are left, {needed} are needed"
+            reason = f"{kept} of {total} engines remain, {needed} are needed"
         elif checks_min_active and is_time_to_serve and serving < min_active:
-            reason = f"{serving} of {total} engines serve, min_active is {min_active}"
+            reason = f"{serving} of {total} engines serve requests, min_active is {min_active}"
         else:
             return
         log_lines = next(filter(None, map(self._quote_log, view.groups)), "")

@@ -236,10 +236,10 @@ ANY_PATH = "*"
 #: Header that asks a client to send the request again after one second.
 _RETRY_SOON = {"Retry-After": "1"}
 _NOT_PASSED_ON = (
-    "is not passed on: it would reach one server of many. Requests that generate are, and those "
-    "for /v1/models; others where the spec's components.rollout.paths names them. To send "
-    "something to every engine, such as new weights, begin a sync: POST /muster/rollout/sync, and "
-    "then POST /muster/rollout/sync/ID/broadcast"
+    "is not forwarded, because it would reach only one of the servers. The gateway forwards "
+    "requests that generate, /v1/models, and the paths in components.rollout.paths of the spec. To "
+    "send new weights to every engine, begin a sync with POST /muster/rollout/sync, then "
+    "POST /muster/rollout/sync/ID/broadcast"
 )
 #: Largest size in bytes of a response that is received completely before it is sent to the client.
 _WHOLE_BYTES = 64 * 1024
@@ -411,7 +411,7 @@ class _ForwardedRequest:
             if now_s() > give_up_at_s:
                 break
             self._tried_ranks.add(entrypoint.rank)
-        message = f"no answer, tries: {tries} of {_TRIES}, the last one: {failure}"
+        message = f"no answer after {tries} of {_TRIES} tries, last failure: {failure}"
         return request.send(make_server_lost_error(message))
 
     async def _take_entrypoint(self, session: str | None) -> Entrypoint:
@@ -470,12 +470,14 @@ class _ForwardedRequest:
             if not is_aborted or task.cancelling():
                 # The client has closed its connection.
                 raise
-            failure = f"rank {entrypoint.rank} has left the routing"
+            failure = f"rank {entrypoint.rank} was removed from the routing"
         except Unconnected as error:
             if error.is_own_fault:
                 remedy = "try again"
                 if error.is_shortage:
-                    remedy = "send fewer at once, or raise its limit of open files (ulimit -n)"
+                    remedy = (
+                        "send fewer requests at once, or raise the limit of open files (ulimit -n)"
+                    )
                 answer = make_unavailable_error(f"{error}: {remedy}", "overloaded")
                 return self._request.send(answer)
             reason = f"no connection: {error}"
@@ -518,7 +520,7 @@ class _ForwardedRequest:
             # front of it answers 500 to every request until it ends, too.
             may_be_dying = server.status == 500 and self._may_ask_another(entrypoint)
             if may_be_dying and not await self._shared.fleet.stays_ready(entrypoint.url):
-                raise _NotBegun("it answered 500, and is not ready any more")
+                raise _NotBegun("it answered 500 and is no longer ready")
             self._has_head = True
             self._error_status = server.status if server.status >= 500 else 0
             return await self._send_response(server, entrypoint)

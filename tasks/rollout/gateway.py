@@ -70,7 +70,7 @@ class Access:
 
     def __init__(self, host: str, token: str | None, order_token: str | None = None) -> None:
         if token is None and not is_loopback(host):
-            raise ValueError(f"a gateway on {host} can be reached from elsewhere: it needs a token")
+            raise ValueError(f"other machines can reach a gateway on {host}: it needs a token")
         self._token = None if token is None else token.encode()
         self._order_token = self._token if order_token is None else order_token.encode()
         #: Port that the gateway listens on. None before the gateway has started: every port in a
@@ -154,16 +154,18 @@ class Access:
         if is_bearer and hmac.compare_digest(sent_token, token):
             if not is_order:
                 return None
-            message = "this token is for requests: the trainer's MUSTER_ROLLOUT_TOKEN orders"
+            message = (
+                "this token allows only requests: use the trainer's MUSTER_ROLLOUT_TOKEN for orders"
+            )
             return make_error(403, "forbidden", message)
-        message = "send the token: `Authorization: Bearer TOKEN`, api_key of OpenAI's client"
+        message = "send the token: `Authorization: Bearer TOKEN`, or api_key of OpenAI's client"
         return make_error(401, "unauthorized", message, headers={"WWW-Authenticate": "Bearer"})
 
     def _make_page_refusal(self, header: str, value: str) -> Answer:
         port = "" if self.port is None else f":{self.port}"
         message = (
-            f"the header {header} is {value[:100]!r}: without a token, only programs that ask "
-            f"127.0.0.1{port} are answered, and no pages of a browser"
+            f"the header {header} is {value[:100]!r}: without a token, the gateway answers only "
+            f"programs that connect to 127.0.0.1{port}, and no pages of a browser"
         )
         return make_error(403, "forbidden", message)
 
@@ -260,7 +262,7 @@ def _parse_number(id: str, kind: str) -> int:
         KeyError: The text is not a number.
     """
     if not id.isdecimal():
-        raise KeyError(f"the fleet has no {kind} {id!r}: they are numbers, from 0")
+        raise KeyError(f"the fleet has no {kind} {id!r}: use a number, from 0")
     return int(id)
 
 
@@ -514,10 +516,10 @@ class Gateway:
         methods = {f"{PREFIX}/health": "GET", _ROLLOUT: "GET"}
         methods.update({path: order[0] for path, order in _ORDERS.items()})
         if path not in methods:
-            message = f"there is no {path}; there are {join_commas(methods)}"
+            message = f"there is no path {path}; the paths are {join_commas(methods)}"
             return make_error(404, "not_found", message)
         if request.method != methods[path] or not is_order:
-            return make_error(405, "bad_request", f"{path} takes {methods[path]} only")
+            return make_error(405, "bad_request", f"{path} accepts only {methods[path]}")
         return await self._carry_out_order(path, request, id)
 
     async def _carry_out_order(self, path: str, request: HttpRequest, id: str) -> Answer:
@@ -552,7 +554,9 @@ class Gateway:
             return make_error(409, "refused", str(error))
         except asyncio.CancelledError:
             if not task.done():
-                _log.warning("the client of %s has left; the order goes on", request.target)
+                _log.warning(
+                    "the client of %s closed its connection; the order continues", request.target
+                )
             elif task.cancelled():
                 return make_error(503, "stopping", "the fleet is being stopped")
             raise

@@ -37,8 +37,8 @@ _HOST_EXTRA_S = 15.0
 #: Smallest number of seconds between two warnings that this machine could not send a probe.
 _WARN_EVERY_S = 60.0
 _NO_TOKEN = (
-    "this backend has no question that generates a token: an engine that is dead behind a live "
-    "HTTP server is not seen"
+    "this backend has no probe that generates a token, so a dead engine behind a working HTTP "
+    "server is not detected"
 )
 
 
@@ -401,7 +401,7 @@ class Health:
                     self._judge_silence(watch, reason, local_result)
         except Exception:
             # An error in Muster itself must not count as a failure of the server.
-            _log.exception("rank %d, epoch %d: not asked", rank, epoch)
+            _log.exception("rank %d, epoch %d: the probe could not be sent", rank, epoch)
         finally:
             for task in (probe, local_probe):
                 if task is not None:
@@ -417,9 +417,9 @@ class Health:
             watch.yes_after_failures += 1
             watch.token_or_yes_s = now_s()
         if watch.yes_after_failures > settings.misses > 0:
-            what = "it answers probes, and its requests fail one after the other, with no token out"
+            what = "it answers probes, but its requests fail and generate no token"
             reason = watch.failed_request_reason
-            self._report_failed(watch, f"rank {rank}: {what}; the last one: {reason}")
+            self._report_failed(watch, f"rank {rank}: {what}; last failure: {reason}")
             return
         watch.evidence = Evidence()
         watch.is_cut = False
@@ -463,10 +463,10 @@ class Health:
 
     def _warn_unasked(self, rank: int, reason: Unasked) -> None:
         """Warn that this machine could not send a probe. The server's evidence does not change."""
-        _log.warning("rank %d was not asked: %s", rank, reason)
+        _log.warning("rank %d was not probed: %s", rank, reason)
         if now_s() - self._warned_s >= _WARN_EVERY_S:
             self._warned_s = now_s()
-            message = f"rank {rank} was not asked, which is no failure of it: {reason}"
+            message = f"rank {rank} was not probed, because this machine lacks resources: {reason}"
             self._fleet.emit("rollout.warning", message=message)
 
     async def _probe_locally(self, watch: _Watch, timeout_s: float) -> bool | Unasked | None:
@@ -486,7 +486,7 @@ class Health:
         except (LostContact, TimeoutError):
             return None
         except Exception:
-            _log.exception("rank %d: not asked from its own machine", watch.slot.rank)
+            _log.exception("rank %d: its own machine could not send the probe", watch.slot.rank)
             return None
         return answer if isinstance(answer, Unasked) else answer is None
 
@@ -503,7 +503,7 @@ class Health:
         if not self._is_watched(watch):
             return
         if succeeds_locally:
-            warning = f"rank {rank} works and cannot be reached: {reason}"
+            warning = f"rank {rank} works, but cannot be reached from here: {reason}"
         elif succeeds_locally is None and self._are_most_silent():
             warning = f"rank {rank} and most others cannot be reached, nor their machines: {reason}"
         else:

@@ -666,17 +666,17 @@ class ServerConnection(Wire):
         version = parser.get_http_version()
         method = parser.get_method().decode()
         if version not in ("1.0", "1.1"):
-            raise Malformed(f"HTTP/{version} is not spoken here", 505)
+            raise Malformed(f"HTTP/{version} is not supported: use HTTP/1.1", 505)
         if parser.should_upgrade():
-            raise Malformed("no other protocol is spoken here", 501)
+            raise Malformed("protocol upgrades are not supported", 501)
         if not target.startswith("/") or "#" in target:
-            raise Malformed(f"the target {target!r} is no path")
+            raise Malformed(f"the target {target!r} is not a path")
         host_count = len(headers.getall("Host", ()))
         is_http_1_0 = version == "1.0"
         if host_count > 1 or not (host_count or is_http_1_0):
-            raise Malformed("it has to have one header Host")
+            raise Malformed("it must have exactly one header Host")
         if is_http_1_0 and "Transfer-Encoding" in headers:
-            raise Malformed("HTTP/1.0 has no Transfer-Encoding")
+            raise Malformed("HTTP/1.0 does not allow the header Transfer-Encoding")
         self._incoming_request = HttpRequest(
             wire=self,
             content=Body(self),

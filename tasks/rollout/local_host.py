@@ -113,7 +113,9 @@ class LocalHost:
         earlier = self._servers.get(rank)
         if earlier is not None and not earlier.is_gone:
             pid = earlier.process.pid
-            raise StartFailed(f"{name} can't be started: what it was (pid {pid}) has not ended")
+            raise StartFailed(
+                f"{name} can't be started: its earlier process (pid {pid}) has not ended"
+            )
         log = self._plan.log_of(rank)
         stop = self._plan.fleet.stop
         tag = {
@@ -124,7 +126,7 @@ class LocalHost:
         try:
             process = GuardedProcess.prepare(name, tag=tag)
         except OSError as error:
-            message = f"{name}: no guardian: {error.strerror or error}"
+            message = f"{name}: its guardian can't be started: {error.strerror or error}"
             raise _start_error(message, error) from error
         server = _LocalServer(
             slot=slot, epoch=epoch, process=process, log=log, log_began_at=_size_of(log)
@@ -185,7 +187,7 @@ class LocalHost:
         """
         server = self._servers.get(rank)
         if server is None or server.slot.url is None:
-            return f"rank {rank} has no address to be asked at"
+            return f"rank {rank} has no address for probes"
         return await self._prober.ask(server.slot.url, question, timeout_s)
 
     async def ports_taken(self, slots: Collection[ServerSlot]) -> frozenset[int]:

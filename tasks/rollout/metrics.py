@@ -98,7 +98,7 @@ class Metrics:
         engines = snapshot.get("engines", ())
         requests = CounterMetricFamily(
             f"{_PREFIX}_requests",
-            "Requests that have ended, by the status that the client got; 499: it left before.",
+            "Completed requests, by HTTP status. 499: the client closed its connection before.",
             labels=["code"],
         )
         for status, count in self._ended.items():
@@ -106,23 +106,29 @@ class Metrics:
         yield requests
         yield HistogramMetricFamily(
             f"{_PREFIX}_request_seconds",
-            "From a request to the end of its answer, the wait in line included.",
+            "Seconds from a request to the end of its response, with the wait in the queue.",
             buckets=list(zip(_BUCKET_LABELS, accumulate(self._buckets), strict=True)),
             sum_value=self._total_s,
         )
         router = self._fleet.router
-        yield _gauge("waiting", "Requests that wait in line.", router.waiting)
-        yield _gauge("outstanding", "Requests that are with a server.", router.outstanding)
-        yield _gauge("version", "Of the fleet's weights.", snapshot.get("version", 0))
-        states = GaugeMetricFamily(f"{_PREFIX}_engines", "By state.", labels=["state"])
+        yield _gauge("waiting", "Requests that wait in the queue.", router.waiting)
+        yield _gauge("outstanding", "Requests that a server is working on.", router.outstanding)
+        yield _gauge("version", "Version of the fleet's weights.", snapshot.get("version", 0))
+        states = GaugeMetricFamily(
+            f"{_PREFIX}_engines", "Number of engines in each state.", labels=["state"]
+        )
         for state, count in Counts(engine["state"] for engine in engines).items():
             states.add_metric([state], count)
         yield states
         version = GaugeMetricFamily(
-            f"{_PREFIX}_engine_version", "Of its weights, where it is known.", labels=["engine"]
+            f"{_PREFIX}_engine_version",
+            "Version of an engine's weights, if known.",
+            labels=["engine"],
         )
         restarts = CounterMetricFamily(
-            f"{_PREFIX}_restarts", "Of an engine, since the fleet began.", labels=["engine"]
+            f"{_PREFIX}_restarts",
+            "Restarts of an engine since the start of the fleet.",
+            labels=["engine"],
         )
         for engine in engines:
             index = str(engine["engine"])
@@ -133,7 +139,7 @@ class Metrics:
         yield restarts
         tokens = CounterMetricFamily(
             f"{_PREFIX}_tokens",
-            "Pieces of generated answers, by the server's rank: of a stream about a token each.",
+            "Pieces of generated responses by server rank. A streamed piece is about one token.",
             labels=["rank"],
         )
         pieces_of_rank: Counts[int] = Counts()

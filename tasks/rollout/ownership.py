@@ -109,7 +109,9 @@ class LocalListeners:
                 verified_listeners, host, port, server.tree
             )
         except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started.
-            raise UnknownListener(f"who listens at {url} is unknown: {error}") from error
+            raise UnknownListener(
+                f"the process that listens at {url} is unknown: {error}"
+            ) from error
         if foreign_listener:
             raise Impostor(foreign_listener)
         return server.known

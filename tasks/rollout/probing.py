@@ -182,7 +182,11 @@ def _describe_unconnected(error: Unconnected) -> str:
     """Return why there was no connection: a `Foreign`, an `Unasked` or a `NoReply`."""
     if error.is_impostor:
         return Foreign(error)
-    return Unasked(f"this machine cannot ask: {error}") if error.is_own_fault else NoReply(error)
+    return (
+        Unasked(f"this machine could not send the request: {error}")
+        if error.is_own_fault
+        else NoReply(error)
+    )
 
 
 def _quote(text: str) -> str:

@@ -96,7 +96,7 @@ async def _open_host(plan: FleetPlan, disk: DiskThread) -> tuple[ServerHost, Pla
             await host.close()
             raise
     except (KeyError, ValueError) as error:
-        raise NoHost(f"the fleet has no place: {error}") from error
+        raise NoHost(f"the fleet could not be placed: {error}") from error
 
 
 class Places:
@@ -274,7 +274,7 @@ async def _serve(plan: FleetPlan) -> int:
         try:
             await host.close()
         except Exception:
-            _log.exception("the host of the servers could not be closed")
+            _log.exception("the connection to the host of the servers could not be closed")
         await asyncio.to_thread(disk.flush, _WRITTEN_WITHIN_S)
 
 
@@ -305,7 +305,7 @@ async def _run_until_failure(fleet: Fleet, gateway: Gateway, emit: Emit) -> str:
         load_reports.cancel()
         emit_load()
         if remaining:
-            _log.warning("could not be ended: %s", remaining)
+            _log.warning("processes could not be ended: %s", remaining)
 
 
 def _log_event(event: Event) -> None:

@@ -144,7 +144,7 @@ class ActorListeners:
             answer = _as_future(server.actor.list_listeners.remote(host, port))
             inodes, foreign_listener = await asyncio.wait_for(answer, _ANSWER_WITHIN_S)
         except (RayError, OSError, TimeoutError) as error:
-            message = f"who listens at {url} is unknown: {_first_line(error)}"
+            message = f"the process that listens at {url} is unknown: {_first_line(error)}"
             raise UnknownListener(message) from error
         server.listeners = frozenset(inodes)
         if foreign_listener:
@@ -322,9 +322,9 @@ class RayHost:
         """
         server = self._servers.get(rank)
         if server is None or not server.is_alive:
-            return f"rank {rank} does not run"
+            return f"rank {rank} is not running"
         if server.slot.url is None:
-            return f"rank {rank} has no address to be asked at"
+            return f"rank {rank} has no address for probes"
         url = f"{server.slot.url}{question.path}"
         result = server.actor.ask.remote(question.method, url, question.body, timeout_s)
         try:

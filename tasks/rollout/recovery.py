@@ -250,7 +250,7 @@ class Recovery:
         if self._incidents.pay(case.incident, case.tries):
             return
         budget = count_allowed_recoveries(self._fleet.settings)
-        reason = f"the budget of {budget} recoveries is spent"
+        reason = f"the budget of {budget} recoveries is used up"
         self._fleet.states.retire(case.group, f"{reason}; its last failure: {case.cause}")
 
     def _has_state(self, case: _Case, state: GroupState) -> bool:
@@ -268,7 +268,7 @@ class Recovery:
                 case.leftover = await self.end(case.ranks)
                 case.processes_ended.set()
                 if case.leftover:
-                    message = f"could not be ended: {case.leftover}"
+                    message = f"processes could not be ended: {case.leftover}"
                     self._fleet.emit("rollout.warning", message=message)
                 if self._has_state(case, GroupState.RETIRED):
                     break
@@ -279,9 +279,9 @@ class Recovery:
                     break
                 self._pay_or_retire(case)
         except Exception as error:
-            _log.exception("group %d is given up", case.group)
+            _log.exception("group %d is retired after an error in its recovery", case.group)
             if not self._has_state(case, GroupState.RETIRED):
-                self._fleet.states.retire(case.group, f"its recovery broke: {error!r}")
+                self._fleet.states.retire(case.group, f"its recovery failed: {error!r}")
         case.processes_ended.set()
         self._case_ended_s[case.group] = now_s()
         if self._cases.get(case.group) is case:
@@ -355,7 +355,7 @@ class Recovery:
             StartFailed: Old processes of the group still run, or the group does not work.
         """
         if case.leftover:
-            raise StartFailed(f"what ran there could not be ended: {case.leftover}")
+            raise StartFailed(f"its old processes could not be ended: {case.leftover}")
         slots = await self._find_new_slots(case.group)
         await self._released.wait()
         await self.start(case.group, slots)
@@ -379,7 +379,7 @@ class Recovery:
                 except OSError as error:
                     if error.errno not in OWN_SHORTAGES:
                         raise
-                    _log.warning("group %d waits for its ports: %s", group, error)
+                    _log.warning("group %d: its ports could not be checked yet: %s", group, error)
                 await asyncio.sleep(_LAST_POLL_S)
 
     async def start(self, group: int, slots: tuple[ServerSlot, ...] | None = None) -> None:
@@ -409,7 +409,7 @@ class Recovery:
                     for slot in servers
                     if slot.rank in self._last_answers
                 ]
-                why = f"did not serve within {within_s:g} s (start_within_s){''.join(answers)}"
+                why = f"was not ready within {within_s:g} s (start_within_s){''.join(answers)}"
                 states.fail(servers[0].rank, epoch, why)
             if not states.view.groups[group].is_current(epoch):
                 raise StartFailed(states.view.groups[group].cause)
@@ -460,7 +460,7 @@ class Recovery:
                 await self._wait_for_yes(slot, self._fleet.questions.token)
         except Exception as error:
             if not isinstance(error, StartFailed):
-                _log.exception("rank %d, epoch %d: not started", slot.rank, epoch)
+                _log.exception("rank %d, epoch %d: could not be started", slot.rank, epoch)
             self._fleet.states.fail(slot.rank, epoch, str(error) or type(error).__name__)
 
     async def _start_server(self, slot: ServerSlot, epoch: int) -> None:
@@ -477,7 +477,9 @@ class Recovery:
                 self._last_answers[slot.rank] = str(error)
                 if not has_warned:
                     has_warned = True
-                    message = f"the start of rank {slot.rank} waits, which costs nothing: {error}"
+                    message = (
+                        f"the start of rank {slot.rank} waits, without cost to the budget: {error}"
+                    )
                     self._fleet.emit("rollout.warning", message=message)
             await asyncio.sleep(_LAST_POLL_S)
 

@@ -227,7 +227,7 @@ class Registry:
             KeyError: The fleet has no engine with this index.
         """
         if not 0 <= index < len(self._groups):
-            raise KeyError(f"the fleet has no engine {index}: it has {len(self._groups)}")
+            raise KeyError(f"the fleet has no engine {index}: it has {len(self._groups)} engines")
         return self._groups[index]
 
     def group_of(self, rank: int) -> int:
@@ -238,7 +238,7 @@ class Registry:
         """
         if rank not in self._servers:
             known = join_commas(sorted(self._servers))
-            raise KeyError(f"rank {rank} has no server; those that have: {known}")
+            raise KeyError(f"rank {rank} has no server; ranks with a server: {known}")
         return self._servers[rank].engine
 
     def begin(self, group: int, *, slots: Sequence[ServerSlot] | None = None) -> int:
@@ -259,7 +259,7 @@ class Registry:
         view = self.group(group)
         if view.is_begun or view.state not in (GroupState.STARTING, GroupState.RECOVERING):
             raise IllegalTransition(
-                f"{_describe(view)} is {view.state.value}: nothing can begin there"
+                f"{_describe(view)} is {view.state.value}: its servers cannot be started"
             )
         if slots is not None:
             moved = {slot.rank: slot for slot in slots}
@@ -287,7 +287,7 @@ class Registry:
             return
         if view.state not in (GroupState.STARTING, GroupState.RECOVERING):
             raise IllegalTransition(
-                f"{_describe(view)} is {view.state.value}: it has started before"
+                f"{_describe(view)} is {view.state.value}: its servers have been started before"
             )
         state = GroupState.ACTIVE if self._serves_as_loaded else GroupState.STALE
         self._move(view, state, cause="", version=_LOADED_VERSION)
@@ -355,7 +355,9 @@ class Registry:
         """
         view = self.group(group)
         if view.state is not GroupState.RECOVERING:
-            raise IllegalTransition(f"{_describe(view)} is {view.state.value}: no recovery has it")
+            raise IllegalTransition(
+                f"{_describe(view)} is {view.state.value}: no recovery handles it"
+            )
         self._move(view, GroupState.INACTIVE, cause=cause)
 
     def retire(self, group: int, why: str) -> None:
@@ -391,8 +393,8 @@ class Registry:
             self.group(index)
         if version < self._version and not force:
             raise IllegalTransition(
-                f"version {version} is older than the fleet's, {self._version}; to go back all the "
-                "same, say force"
+                f"version {version} is older than the fleet's version {self._version}; to go back "
+                "to it, set `force`"
             )
         self._version = version
         self._serves_as_loaded = False
@@ -468,7 +470,11 @@ class Registry:
                         listener(before, after)
                     except Exception:
                         # The state has changed in any case, so the other listeners must learn it.
-                        _log.exception("group %d: not told: %s", after.index, after.state.value)
+                        _log.exception(
+                            "group %d: a listener failed for the state %s",
+                            after.index,
+                            after.state.value,
+                        )
         finally:
             self._is_notifying = False
 

@@ -249,7 +249,7 @@ class Router:
             return pick()
         except MustWait as must_wait:
             if len(self._queue) >= self._queue_size:
-                why = f"{self._queue_size} requests wait already: send fewer at once"
+                why = f"{self._queue_size} requests are waiting already: send fewer at once"
                 raise LineFull(why) from must_wait
         turn: asyncio.Future[Entrypoint] = asyncio.get_running_loop().create_future()
         self._queue[turn] = pick
@@ -262,7 +262,7 @@ class Router:
             if turn.done() and not turn.cancelled() and turn.exception() is None:
                 self.done(turn.result())
             if isinstance(error, TimeoutError):
-                why = f"no server had room for it within {self._queue_timeout_s:g} s"
+                why = f"no server was free within {self._queue_timeout_s:g} s"
                 raise LineFull(why) from error
             raise
         finally:
@@ -307,7 +307,7 @@ class Router:
         """
         slot = self._active.get(entrypoint.key) or self._leaving.get(entrypoint.key)
         if slot is None or not slot.outstanding:
-            raise ValueError(f"nothing is outstanding on rank {entrypoint.rank}")
+            raise ValueError(f"no request is outstanding on rank {entrypoint.rank}")
         self._change_load(slot, -1)
         self._serve_queue()
 
@@ -361,7 +361,7 @@ class Router:
         if not self._active:
             raise NoEntrypoint(f"no active rollout worker: {self._why_none}")
         ranks = ", ".join(map(str, sorted(exclude)))
-        raise NoEntrypoint(f"no active rollout worker: none is left besides rank {ranks}")
+        raise NoEntrypoint(f"no active rollout worker: all were tried: rank {ranks}")
 
     def _may_keep(self, slot: _Slot) -> bool:
         """Return True if a session may keep this entrypoint.

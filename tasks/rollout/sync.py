@@ -155,11 +155,13 @@ class WeightSyncs:
         """
         if self._open is not None:
             left_s = self._open.until_s - now_s()
-            open_sync = f"the sync {self._open.id} is open, for {left_s:.0f} s at most"
+            open_sync = f"the sync {self._open.id} is open, for at most {left_s:.0f} s"
             raise FleetRefused(f"{open_sync}: commit it, or DELETE it")
         pause = self._fleet.questions.pause if in_flight is InFlight.INTERRUPT else None
         if in_flight is InFlight.INTERRUPT and pause is None:
-            raise FleetRefused("this backend can't interrupt requests: say wait, or abort")
+            raise FleetRefused(
+                "this backend can't interrupt requests: set in_flight to wait or abort"
+            )
 
         began_s = now_s()
         sync = _OpenSync(id=secrets.token_hex(8), began_s=began_s, until_s=began_s + timeout_s)
@@ -186,9 +188,9 @@ class WeightSyncs:
                 await self._pause_targets(sync, pause)
         except TimeoutError:
             outstanding = self._router.outstanding
-            await self._end(sync, "given up: requests were under way for too long")
-            problem = f"{outstanding} requests were still under way after {timeout_s:g} s"
-            raise FleetRefused(f"{problem}: give it more time, or say in_flight: abort") from None
+            await self._end(sync, "given up: requests did not end in time")
+            problem = f"{outstanding} requests were still outstanding after {timeout_s:g} s"
+            raise FleetRefused(f"{problem}: set a longer timeout_s, or in_flight: abort") from None
         except BaseException:
             await self._end(sync, "given up: it could not begin")
             raise
@@ -217,7 +219,7 @@ class WeightSyncs:
             *(self._pause_or_resume(target, pause) for target in sync.targets)
         )
         if any(reasons):
-            raise FleetRefused(f"{next(filter(None, reasons))}: begin it again")
+            raise FleetRefused(f"{next(filter(None, reasons))}: begin the sync again")
 
     def _describe_group(self, group: GroupView) -> dict[str, Any]:
         """Return the description of a target engine in the answer of `begin`."""
@@ -319,7 +321,9 @@ class WeightSyncs:
         """
         sync = self._find_open(id)
         if sync.sending:
-            raise FleetRefused("a broadcast is under way: commit what all have answered to")
+            raise FleetRefused(
+                "a broadcast is not complete: commit after all engines have answered"
+            )
         states = self._fleet.states
         for engine in epochs:
             states.group(engine)
@@ -419,7 +423,7 @@ class WeightSyncs:
                 if target.fault:
                     self._fail(target, target.fault)
                 elif target.is_touched and not is_committed:
-                    why = f"it may have a part of new weights: the sync was {outcome}"
+                    why = f"it may have parts of new weights: the sync was {outcome}"
                     states.mark_stale(target.engine, target.epoch, why)
             if sync.is_paused and not is_fleet_stopped:
                 await self._resume_targets(sync)
@@ -515,7 +519,7 @@ class WeightSyncs:
     def _fail(self, target: _Target, why: str) -> None:
         """Mark a target engine as failed, so that the recovery restarts it."""
         rank = self._fleet.states.view.groups[target.engine].ranks[0]
-        self._fleet.states.fail(rank, target.epoch, f"rank {rank}, in a sync of weights: {why}")
+        self._fleet.states.fail(rank, target.epoch, f"rank {rank}, in a weight sync: {why}")
 
 
 def _is_success(reply: Reply) -> bool:
@@ -543,7 +547,7 @@ def _fill_placeholders(ask: Ask, slot: ServerSlot, rank_offset: int) -> Ask:
     def value_of(name: str) -> str:
         if name not in values:
             known = ", ".join(f"${{{known_name}}}" for known_name in values)
-            raise KeyError(f"unknown name `${{{name}}}`: known are {known}")
+            raise KeyError(f"unknown name `${{{name}}}`: known names are {known}")
         return str(values[name])
 
     def fill(value: Any) -> Any:

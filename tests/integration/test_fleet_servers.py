@@ -202,7 +202,7 @@ def test_deaths_beyond_the_recovery_budget_are_fatal(play: Callable[..., None]) 
             real_fleet.kill(rank)
         async with asyncio.timeout(DEADLINE_S):
             reason = await real_fleet.fleet.fatal
-        assert "the budget of 1 recoveries is spent" in reason
+        assert "the budget of 1 recoveries is used up" in reason
         assert "killed by SIGKILL" in reason
 
     # Two simultaneous deaths count as one incident only within a time window. So the test waits for

@@ -99,7 +99,7 @@ async def test_all_groups_down_without_budget_is_fatal_at_once() -> None:
     reason = await stage.fleet.fatal
 
     assert took_s == 0
-    assert reason.startswith("0 of 2 engines are left, 1 are needed: ranks 0: the budget of 1")
+    assert reason.startswith("0 of 2 engines remain, 1 are needed: ranks 0: the budget of 1")
     assert "rank 0 died: killed by SIGKILL" in reason
     assert reason.endswith("last lines of rank 0:\nCUDA error")
 
@@ -163,7 +163,7 @@ async def test_many_hung_probes_take_one_timeout(at_home: str) -> None:
 @in_virtual_time
 async def test_unknown_rank_or_group_is_an_error() -> None:
     registry = Stage(plan_of(2)).fleet.registry
-    with pytest.raises(KeyError, match="rank 7 has no server; those that have: 0, 1"):
+    with pytest.raises(KeyError, match="rank 7 has no server; ranks with a server: 0, 1"):
         registry.fail(7, 1, "gone")
     with pytest.raises(KeyError, match="the fleet has no engine 2: it has 2"):
         registry.begin(2)
@@ -188,7 +188,7 @@ async def test_backend_without_a_token_question_is_asked_for_readiness() -> None
 
     assert {path for _, _, path in stage.prober.asked} == {"/health"}
     [warning] = stage.told("rollout.warning")
-    assert "no question that generates a token" in warning["message"]
+    assert "no probe that generates a token" in warning["message"]
 
 
 @in_virtual_time

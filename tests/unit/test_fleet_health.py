@@ -369,8 +369,8 @@ async def test_server_without_successful_requests_fails_despite_good_probes(
         await asyncio.sleep(1.0)
 
     assert stage.cause_of(0) == (
-        "rank 0: it answers probes, and its requests fail one after the other, with no token out; "
-        "the last one: it answered 500"
+        "rank 0: it answers probes, but its requests fail and generate no token; "
+        "last failure: it answered 500"
     )
     assert 90.0 <= now_s() - began_s <= 93.0
     stopped_ranks = {rank for rank in range(3) if len(stage.host.times("stop", rank))}
@@ -587,7 +587,7 @@ async def test_exception_in_a_probe_does_not_end_the_health_checks(
     monkeypatch.setattr(stage.prober, "ask", _raise_bug)
     assert (await stage.fleet.check())["failed"] == []
 
-    assert "rank 0, epoch 1: not asked" in caplog.text
+    assert "rank 0, epoch 1: the probe could not be sent" in caplog.text
 
 
 async def _raise_bug(*_: object) -> str:

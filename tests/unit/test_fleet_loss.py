@@ -97,8 +97,8 @@ def test_killed_or_crashed_fleet_is_lost(
     ("end", "log", "kind"),
     [
         ({"code": 1}, GAVE_UP, "CUDA_OOM"),
-        ({"code": 1}, "FleetError: 1 of 2 engines are left, 2 are needed\n", "RUNTIME_ERROR"),
-        ({"code": 2}, "FleetError: the fleet has no place: no GPUs\n", "RUNTIME_ERROR"),
+        ({"code": 1}, "FleetError: 1 of 2 engines remain, 2 are needed\n", "RUNTIME_ERROR"),
+        ({"code": 2}, "FleetError: the fleet could not be placed: no GPUs\n", "RUNTIME_ERROR"),
         # killed while it was ending
         ({"signal": 9}, GAVE_UP, "CUDA_OOM"),
         # out of memory, which would happen again

@@ -94,7 +94,7 @@ async def test_group_is_retired_when_recoveries_have_spent_the_budget() -> None:
     assert not stage.fleet.fatal.done()
     [group, _] = stage.fleet.registry.view.groups
     assert group.cause == (
-        "the budget of 3 recoveries is spent; its last failure: rank 0 died: killed by SIGKILL"
+        "the budget of 3 recoveries is used up; its last failure: rank 0 died: killed by SIGKILL"
     )
 
 
@@ -174,7 +174,7 @@ async def test_run_fails_if_fewer_engines_than_min_active_serve() -> None:
 async def test_start_fails_if_a_retired_engine_is_needed_for_min_active() -> None:
     stage = Stage(plan_of(3), min_active=3, budget=1)
     stage.host[1].start_errors = ["no GPU"] * 9
-    with pytest.raises(FleetFailed, match="2 of 3 engines are left, 3 are needed"):
+    with pytest.raises(FleetFailed, match="2 of 3 engines remain, 3 are needed"):
         await stage.fleet.start()
 
 
@@ -250,7 +250,7 @@ async def test_group_does_not_restart_before_its_old_processes_have_ended() -> N
     assert stage.host.faults == []
     assert stage.told("rollout.warning")[0] == {"message": "could not be ended: pid 1"}
     [first, *_] = stage.told("rollout.recovery.ended")
-    assert first["message"] == "what ran there could not be ended: pid 1"
+    assert first["message"] == "its old processes could not be ended: pid 1"
 
 
 @in_virtual_time

@@ -116,7 +116,7 @@ async def test_sync_stays_open_after_a_rejected_commit() -> None:
     sending = asyncio.create_task(stage.fleet.syncs.broadcast(sync, LOAD, 5.0))
     await asyncio.sleep(0)
 
-    with pytest.raises(FleetRefused, match="a broadcast is under way"):
+    with pytest.raises(FleetRefused, match="a broadcast is not complete"):
         await stage.fleet.syncs.commit(sync, 6, {0: 1})
     await sending
     with pytest.raises(IllegalTransition, match="version 4 is older than the fleet's, 5"):
@@ -169,7 +169,9 @@ async def test_outstanding_requests_at_the_time_limit_end_only_the_sync() -> Non
     stage = await serving(2)
     stage.fleet.router.pick(None)
 
-    with pytest.raises(FleetRefused, match=r"1 requests were still under way after 5 s: .* abort"):
+    with pytest.raises(
+        FleetRefused, match=r"1 requests were still outstanding after 5 s: .* abort"
+    ):
         await begin(stage, timeout_s=5.0)
 
     assert (stage.fleet.state, stage.states(), stage.routed()) == ("serving", [A, A], [0, 1])
@@ -234,7 +236,9 @@ async def test_sync_with_interrupt_pauses_and_resumes_requests() -> None:
 async def test_interrupt_is_rejected_if_the_backend_cannot_pause() -> None:
     stage = await serving(1)
 
-    with pytest.raises(FleetRefused, match="can't interrupt requests: say wait, or abort"):
+    with pytest.raises(
+        FleetRefused, match="can't interrupt requests: set in_flight to wait or abort"
+    ):
         await begin(stage, in_flight=INTERRUPT)
 
     assert stage.fleet.state == "serving"
@@ -531,7 +535,7 @@ async def test_engine_is_restarted_by_order() -> None:
     stage = await serving(2)
 
     assert await stage.fleet.restart(1) == {"engine": 1, "state": "inactive"}
-    with pytest.raises(FleetRefused, match="engine 1 is inactive: there is nothing to end"):
+    with pytest.raises(FleetRefused, match="engine 1 is inactive: it has no running server"):
         await stage.fleet.restart(1)
     with pytest.raises(KeyError, match="the fleet has no engine 2: it has 2"):
         await stage.fleet.restart(2)
@@ -546,7 +550,7 @@ async def test_worker_is_retired_with_its_engine_unless_the_fleet_needs_it() -> 
 
     assert (await stage.fleet.retire(2))["engine"] == 1
     assert not stage.host[2].is_alive and not stage.host[3].is_alive
-    with pytest.raises(FleetRefused, match="2 engines are left, and so many are needed"):
+    with pytest.raises(FleetRefused, match="2 engines remain, and min_active requires all of them"):
         await stage.fleet.retire(0)
     await asyncio.sleep(1000.0)
 

@@ -587,14 +587,14 @@ def test_fleet_that_fits_its_gang_has_no_faults(placement: str, engines: int, no
 
 LMDEPLOY_TP16 = {"backend": "lmdeploy", "tensor_parallel": 16, "nodes_per_engine": 2}
 SGLANG_TP16 = {"backend": "sglang", "tensor_parallel": 16, "nodes_per_engine": 2}
-ONE_MACHINE = "a local fleet is on this machine alone, and an engine spans 2"
+ONE_MACHINE = "a local fleet runs only on this machine, but an engine spans 2"
 
 
 @pytest.mark.parametrize(
     ("fleet", "placement", "problem", "remedy"),
     [
         # A single server spans several nodes.
-        (LMDEPLOY_TP16, "ray", "asks Ray for the GPUs of the others by itself", "expert_parallel"),
+        (LMDEPLOY_TP16, "ray", "requests the GPUs of the other nodes from Ray", "expert_parallel"),
         (LMDEPLOY_TP16, "local", ONE_MACHINE, "write 1"),
         # The nodes of an engine cannot be on a single machine.
         (SGLANG_TP16, "local", ONE_MACHINE, "write 1, or placement: ray"),
