@@ -181,7 +181,7 @@ async def test_stop_ends_all_processes_after_the_grace_period(jobs: Jobs) -> Non
     third.kill()
     ends = [await asyncio.wait_for(job.exited, WITHIN_S) for job in (first, second, third)]
 
-    assert "as asked" in ends[0].note and "as asked" in ends[1].note
+    assert "stopped by Muster" in ends[0].note and "stopped by Muster" in ends[1].note
     assert [await job.end() for job in (first, second, third)] == [(), (), ()]
     assert jobs.marked() == []
     assert saving_plan.command.log.read_text().splitlines().count("saved") == 1
