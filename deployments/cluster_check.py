@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     selected_nodes = [node for node in nodes if not options.node or node.ip in options.node]
     if not selected_nodes:
         addresses = ", ".join(sorted({node.ip for node in nodes}))
-        print(f"no such node; there are {addresses}", file=sys.stderr)
+        print(f"the cluster has no such node; its nodes are {addresses}", file=sys.stderr)
         return EXIT_INVALID
     prepare_driver(gcs_address)
     for package in (tasks, node_shapes):
@@ -114,18 +114,18 @@ def advice(endings: Sequence[ShapeEnding], codes: Sequence[int]) -> list[str]:
         )
     if leaks - {*_HELD_BY_GROUPS}:
         lines.append(
-            "What leaves its process group leaks, as it does without the subreaper. Leave that "
-            "off, since it is deprecated: Muster sweeps every node when a job has ended."
+            "Processes that leave their process group leak. Ray's subreaper would end them, but "
+            "leave it off, because it is deprecated. Muster sweeps every node after each job."
         )
     if any(code != _EXIT_CODE for code in codes):
         lines.append(
-            "Exit codes are lost, so that crashes look like success: take "
-            "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper out of the environment "
-            "of `ray start`, or set SIGCHLD back in what runs there: "
-            "signal.signal(signal.SIGCHLD, signal.SIG_DFL). Muster does, for a job's driver."
+            "Exit codes are lost, so crashes look like success. Remove "
+            "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper from the environment of "
+            "`ray start`, or call signal.signal(signal.SIGCHLD, signal.SIG_DFL) in your programs. "
+            "Muster resets SIGCHLD for the driver of a job."
         )
     if not lines:
-        lines.append("Nothing to set: everything was ended, and exit codes are seen.")
+        lines.append("No setting is needed: all processes ended, and exit codes are correct.")
     return lines
 
 
@@ -184,22 +184,24 @@ async def _read_cluster(address: str) -> tuple[list[LiveNode], str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m deployments.cluster_check",
-        description="Say what a Ray cluster does with processes whose owner was killed, and what "
-        "to set on it. Starts a few sleeps on each node and ends what leaks.",
-        epilog="Exit: 0 what Ray can hold is held and exit codes are seen, 1 not so, 2 the cluster "
-        "can't be asked, or the arguments are wrong.",
+        description="Check whether a Ray cluster ends the children of killed processes, and print "
+        "the settings to change. The check starts a few `sleep` processes on each node, and ends "
+        "leaking processes.",
+        epilog="Exit: 0 Ray ends all processes that it can end, and exit codes are correct; 1 "
+        "processes leak or exit codes are lost; 2 the cluster does not answer, or the arguments "
+        "are wrong.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--address", required=True, metavar="URL", help="of the Ray dashboard")
+    parser.add_argument("--address", required=True, metavar="URL", help="URL of the Ray dashboard")
     parser.add_argument(
-        "--node", action="append", default=[], metavar="IP", help="only this one; repeatable"
+        "--node", action="append", default=[], metavar="IP", help="Check only this node; repeatable"
     )
     parser.add_argument(
         "--within-s",
         type=float,
         default=_LEAKED_AFTER_S,
         metavar="S",
-        help="what lives so long after its actor is a leak",
+        help="Seconds after the end of its actor, until a living process counts as a leak",
     )
     return parser
 

@@ -58,15 +58,15 @@ class Served:
 SERVED = (
     Served(
         flow=reconcile,
-        description="Finishes the runs of this host whose process is gone; the upkeep does so each "
-        "minute by itself, without a flow run.",
+        description="Finishes the runs of this host whose process has ended; the upkeep also does "
+        "this every minute, without a flow run.",
         # The flow runs show that the host is maintained. They also work if the reconciliation of
         # this process fails.
         interval_s=3600,
     ),
     Served(
         flow=prune,
-        description="Removes what ended runs of this host have left; MUSTER_PRUNE_DAYS says when.",
+        description="Removes files of ended runs of this host, after MUSTER_PRUNE_DAYS days.",
         interval_s=6 * 3600,
     ),
 )
@@ -92,7 +92,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return 0
             except Exception as error:
                 # Prefect's runner gives up if its server fails to answer a few times.
-                _log.warning("served no more, and again soon: %r", error)
+                _log.warning(
+                    "The flows are not served at present; they are served again soon: %r", error
+                )
                 time.sleep(_RETRY_AFTER_S)
 
 
@@ -166,11 +168,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     return argparse.ArgumentParser(
         prog="python -m deployments.upkeep",
-        description="Keep this host true until this process is ended: each minute it finishes the "
-        "runs whose process is gone. It serves flows on the Prefect server of PREFECT_API_URL: "
-        f"{flows}. One for each host on which runs are started; it waits for a server that is "
-        "away.",
-        epilog="Exit: 0 ended by SIGINT or SIGTERM; 2 it takes no arguments, or another user may "
+        description="Maintain this host: finish the runs whose process has ended, every minute. "
+        f"This program also serves flows on the Prefect server of PREFECT_API_URL: {flows}. Start "
+        "it once on each host that starts runs. It waits if the server does not answer.",
+        epilog="Exit: 0 ended by SIGINT or SIGTERM; 2 an argument was passed, or another user may "
         "write in MUSTER_HOME.",
     )
 

@@ -58,7 +58,7 @@ class Applied:
     what: str
 
     def __str__(self) -> str:
-        reasons = {"kept": ": it was changed on the server (--replace: as in its file again)"}
+        reasons = {"kept": ": it was changed on the server; --replace overwrites it"}
         return f"automation {self.name!r}: {self.what}{reasons.get(self.what, '')}"
 
 
@@ -184,22 +184,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="python -m deployments.automations.apply",
-        description="Brings the automations of deployments/automations/ to the Prefect server of "
-        f"PREFECT_API_URL. Where it has a notification block named {BLOCK}, they notify through "
-        "it.",
-        epilog="Exit: 0 done; 1 the server does not answer, or refuses; 2 a file is no "
+        description="Create or update the automations of deployments/automations/ on the Prefect "
+        "server of PREFECT_API_URL. If the server has a notification block named "
+        f"{BLOCK}, the automations send notifications through this block.",
+        epilog="Exit: 0 done; 1 the server does not answer, or refuses; 2 a file is not an "
         "automation, or the arguments are wrong.",
     )
     parser.add_argument(
         "--replace",
         action="store_true",
-        help="also those that were changed on the server; what is switched off stays so",
+        help="Also overwrite automations that were changed on the server. A disabled automation "
+        "stays disabled.",
     )
     options = parser.parse_args(arguments)
     if not (url := PREFECT_API_URL.value()):
         print(
-            "no Prefect server is set: start one (`muster up`, which says its address), and set "
-            "PREFECT_API_URL to that",
+            "no Prefect server is set: run `muster up`, and set PREFECT_API_URL to the address "
+            "that it prints",
             file=sys.stderr,
         )
         return 1
@@ -212,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except httpx.HTTPError as error:
         print(
-            f"the Prefect server at PREFECT_API_URL={url} did not take them: {error!r}",
+            f"the Prefect server at PREFECT_API_URL={url} rejected the automations: {error!r}",
             file=sys.stderr,
         )
         return 1

@@ -91,8 +91,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Create the model, and return the exit status."""
     parser = argparse.ArgumentParser(description="Make the model of the quickstart.")
     add = parser.add_argument
-    add("--out", type=Path, required=True, help="folder for it; a complete one is left as it is")
-    add("--seed", type=int, default=0, help="of the weights")
+    add(
+        "--out",
+        type=Path,
+        required=True,
+        help="Folder of the model. A complete model is not changed",
+    )
+    add("--seed", type=int, default=0, help="Seed of the weights")
     options = parser.parse_args(argv)
     transformers.logging.disable_progress_bar()
     make_model(options.out, seed=options.seed)

@@ -205,13 +205,13 @@ class Training:
                     broadcast_s=options.broadcast_s,
                 )
             except SyncLost as error:
-                _say(f"version {version} is not in step: {error}")
+                _say(f"version {version} could not be synced yet: {error}")
                 if time.monotonic() >= deadline:
                     raise FleetError(str(error)) from error
                 time.sleep(RETRY_EVERY_S)
                 continue
             for engine, reason in synced.left_out.items():
-                _say(f"version {version}: engine {engine} is left out: {reason}")
+                _say(f"version {version}: engine {engine} did not take the weights: {reason}")
             return synced
 
     def _write_metrics(
@@ -288,25 +288,38 @@ def _say(line: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Train the quickstart's model on a fleet of vLLM.")
     add = parser.add_argument
-    add("--model", type=Path, required=True, help="folder of the model to begin with")
-    add("--fleet", required=True, metavar="URL", help="of the gateway")
-    add("--served-as", default="policy", help="name under which the engines serve the model")
+    add("--model", type=Path, required=True, help="Folder of the initial model")
+    add("--fleet", required=True, metavar="URL", help="URL of the gateway")
+    add("--served-as", default="policy", help="Name of the model in requests to the engines")
     add("--out", type=Path, required=True, help="folder for metrics, weights and checkpoints")
-    add("--resume-from", default="", help="checkpoint, or a folder of them; empty: none")
-    add("--steps", type=int, default=40, help="the step to stop after")
-    add("--prompts", type=int, default=8, help="prompts of a step")
-    add("--group-size", type=int, default=8, help="answers to a prompt")
-    add("--learning-rate", type=float, default=0.006, help="of Adam")
-    add("--checkpoint-every", type=int, default=10, help="steps")
+    add("--resume-from", default="", help="Checkpoint, or folder of checkpoints. Empty: none")
+    add("--steps", type=int, default=40, help="Number of the last step")
+    add("--prompts", type=int, default=8, help="Number of prompts per step")
+    add("--group-size", type=int, default=8, help="Number of answers per prompt")
+    add("--learning-rate", type=float, default=0.006, help="Learning rate of Adam")
+    add("--checkpoint-every", type=int, default=10, help="Number of steps between checkpoints")
     # `interrupt` is no choice here: an answer that continues with other weights cannot be checked.
     actions = ("wait", "abort")
     add(
-        "--in-flight", default="wait", choices=actions, help="what a sync does to answers under way"
+        "--in-flight",
+        default="wait",
+        choices=actions,
+        help="Treatment of unfinished answers in a sync",
     )
-    add("--sync-s", type=float, default=60.0, help="for a whole sync")
-    add("--broadcast-s", type=float, default=10.0, help="for an engine to load the weights")
-    add("--log-prob-tolerance", type=float, default=1e-3, help="in nats")
-    add("--seed", type=int, default=0, help="of the prompts")
+    add("--sync-s", type=float, default=60.0, help="Time limit of a sync, in seconds")
+    add(
+        "--broadcast-s",
+        type=float,
+        default=10.0,
+        help="Time limit for an engine to load weights, in seconds",
+    )
+    add(
+        "--log-prob-tolerance",
+        type=float,
+        default=1e-3,
+        help="Largest difference of log-probabilities, in nats",
+    )
+    add("--seed", type=int, default=0, help="Seed of the prompts")
     return parser
 
 

@@ -47,10 +47,10 @@ class InferenceGone(Exception):
 class CopyConfig(BaseEnvConfig):
     """The settings of Atropos and of the task."""
 
-    seed: int = Field(default=0, description="Of the prompts' digits")
+    seed: int = Field(default=0, description="Seed of the digits in the prompts")
     gone_after_s: float = Field(
         default=6.0,
-        description="A server that refused its health check for so many seconds is gone, not busy",
+        description="Seconds of failed health checks, until a server counts as ended",
     )
 
 

@@ -106,9 +106,9 @@ def _is_done(result: ray.ObjectRef[object]) -> bool:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="The quickstart's trainer as a Ray job.")
     add = parser.add_argument
-    add("--gpus", type=int, default=1, help="GPUs that the trainer takes on one node")
-    add("--cpus-per-gpu", type=int, default=3, help="CPUs that it takes with each")
-    add("arguments", nargs="+", metavar="-- ARGUMENTS", help="the trainer's own; see trainer.py")
+    add("--gpus", type=int, default=1, help="Number of GPUs that the trainer uses on one node")
+    add("--cpus-per-gpu", type=int, default=3, help="Number of CPUs per GPU")
+    add("arguments", nargs="+", metavar="-- ARGUMENTS", help="Arguments of trainer.py")
     return parser
 
 

@@ -49,8 +49,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="An inference server of the quickstart's policy.")
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on")
-    add("--port", type=int, required=True, help="port to listen on; 0 takes a free one")
-    add("--seed", type=int, default=0, help="of the initial weights: the trainer's")
+    add("--port", type=int, required=True, help="Port to listen on. 0: a free port")
+    add(
+        "--seed", type=int, default=0, help="Seed of the initial weights, the same as the trainer's"
+    )
     return parser
 
 

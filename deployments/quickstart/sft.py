@@ -199,13 +199,15 @@ def _initial_rng_state(seed: int) -> dict[str, object]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="The quickstart's SFT, on a CPU.")
     add = parser.add_argument
-    add("--steps", type=_positive, required=True, help="the step to stop after")
+    add("--steps", type=_positive, required=True, help="Number of the last step")
     add("--out", type=Path, required=True, help="folder for metrics.jsonl and checkpoints/")
-    add("--seed", type=int, default=0, help="of the initial weights and of the examples")
-    add("--batch-size", type=_positive, default=32, help="examples in a batch")
+    add("--seed", type=int, default=0, help="Seed of the initial weights and of the examples")
+    add("--batch-size", type=_positive, default=32, help="Number of examples per batch")
     add("--learning-rate", type=_rate, default=DEFAULT_LEARNING_RATE)
-    add("--checkpoint-every", type=_positive, default=10, help="steps between checkpoints")
-    help_text = "a checkpoint, or the folder of an earlier training; empty for a new one"
+    add(
+        "--checkpoint-every", type=_positive, default=10, help="Number of steps between checkpoints"
+    )
+    help_text = "Checkpoint, or folder of an earlier training. Empty: start a new training"
     add("--resume-from", type=lambda text: Path(text) if text else None, help=help_text)
     return parser
 

@@ -210,20 +210,26 @@ def _load_checkpoint(path: Path, option: str) -> Checkpoint:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="The quickstart's trainer: GRPO on a CPU.")
     add = parser.add_argument
-    add("--api", type=_url, required=True, help="where the Atropos API listens, http://HOST:PORT")
-    add("--port", type=_port, required=True, help="port to serve inference on; 0 takes a free one")
-    add("--steps", type=_positive, required=True, help="the step to stop after")
+    add("--api", type=_url, required=True, help="URL of the Atropos API, http://HOST:PORT")
+    add("--port", type=_port, required=True, help="Port of the inference server. 0: a free port")
+    add("--steps", type=_positive, required=True, help="Number of the last step")
     add("--out", type=Path, required=True, help="folder for metrics.jsonl and checkpoints/")
-    add("--seed", type=_natural, default=0, help="of the initial weights and of sampling")
-    add("--batch-size", type=_positive, default=128, help="answers in a batch")
-    add("--group-size", type=_positive, default=8, help="answers to one prompt")
+    add("--seed", type=_natural, default=0, help="Seed of the initial weights and of sampling")
+    add("--batch-size", type=_positive, default=128, help="Number of answers per batch")
+    add("--group-size", type=_positive, default=8, help="Number of answers per prompt")
     add("--learning-rate", type=_rate, default=DEFAULT_LEARNING_RATE)
-    add("--checkpoint-every", type=_positive, default=10, help="steps between checkpoints")
-    help_text = "a checkpoint, or the folder of an earlier training; empty for a new one"
+    add(
+        "--checkpoint-every", type=_positive, default=10, help="Number of steps between checkpoints"
+    )
+    help_text = "Checkpoint, or folder of an earlier training. Empty: start a new training"
     add("--resume-from", type=_path_or_none, help=help_text)
-    help_text = "the same, for the weights that a new training begins with: INIT_FROM by default"
+    help_text = "Checkpoint with the first weights of a new training. Default: INIT_FROM"
     add("--init-from", type=_path_or_none, default=os.environ.get("INIT_FROM"), help=help_text)
-    add("--fleet", type=_url_or_none, help="a fleet's gateway, http://HOST:PORT; empty for none")
+    add(
+        "--fleet",
+        type=_url_or_none,
+        help="URL of a gateway, http://HOST:PORT. Empty: no rollout servers",
+    )
     return parser
 
 

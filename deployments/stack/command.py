@@ -51,7 +51,7 @@ Port = Annotated[
     Parameter(
         name="--port",
         validator=validators.Number(gte=1, lte=65535),
-        help=f"Of the Prefect server; else that of PREFECT_API_URL, or {_DEFAULT_PORT}.",
+        help=f"Port of the Prefect server. Default: port of PREFECT_API_URL, or {_DEFAULT_PORT}.",
     ),
 ]
 #: Type of the option `--gpus`.
@@ -62,8 +62,8 @@ Gpus = Annotated[
         accepts_keys=False,
         n_tokens=1,
         converter=lambda _type, tokens: Fleet.parsed(tokens[0].value),
-        help="NxG: N Ray nodes on this machine with G logical GPUs each; G alone is 1xG; else "
-        "Ray's head is alone.",
+        help="NxG starts N Ray nodes on this machine with G logical GPUs each; G means 1xG. "
+        "Default: only Ray's head.",
     ),
 ]
 #: Type of an option that takes a port, or 0 for any free port.
@@ -76,15 +76,16 @@ def up(
     gpus: Gpus = None,
     ray_dashboard: AnyPort = None,
 ) -> int:
-    """Start the lasting stack of this machine, and wait until all of it answers: a Prefect server
-    with its UI, a Ray head, a work pool, a worker, the deployments.
+    """Start the lasting stack of this machine, and wait until all parts answer.
 
-    All of it listens on 127.0.0.1 only. Where it is up already, the deployments are applied again.
+    The stack has a Prefect server with its UI, a Ray head, a work pool, a worker and the
+    deployments. All parts listen only on 127.0.0.1. If the stack is up already, the deployments are
+    applied again.
 
-    Exit: 0 done, 1 not, 2 wrong options, 130 interrupted.
+    Exit: 0 done, 1 failed, 2 wrong options, 130 interrupted.
 
     Args:
-        ray_dashboard: Port of Ray's dashboard; else 8265 where that is free; 0: any free one.
+        ray_dashboard: Port of Ray's dashboard. 0: any free port. Default: 8265 if it is free.
     """
     place = _open_place()
     with place.locked(_say_waiting, _OTHER_COMMAND_WITHIN_S):
@@ -92,7 +93,7 @@ def up(
         if stack is not None and stack.is_running and stack.state == "up":
             return _apply_deployments_again(place, stack, port, gpus)
         if stack is not None and stack.is_running:
-            _say("A stack is coming to its end here: waiting for that.")
+            _say("A stack is stopping here: waiting for its end.")
             stop(stack)
         with place.no_supervisor() as lock_fd:
             place.clear()
@@ -107,9 +108,9 @@ def up(
 
 
 def down(*, port: Port = None) -> int:
-    """Stop the stack and what runs in it, until nothing is left.
+    """Stop the stack and its runs, and wait until all their processes have ended.
 
-    Exit: 0 nothing is left, 1 something may be, 2 wrong options, 130 interrupted.
+    Exit: 0 all processes have ended, 1 some may still run, 2 wrong options, 130 interrupted.
     """
     place = _open_place()
     with place.locked(_say_waiting, _OTHER_COMMAND_WITHIN_S):
@@ -126,22 +127,22 @@ def down(*, port: Port = None) -> int:
             _say("Stopping the worker with its runs, Ray, and the Prefect server.")
             stop(stack)
         elif stack.state in ("starting", "up"):
-            _say("The stack's supervisor was killed: waiting until its parts have ended, too.")
+            _say("The stack's supervisor was killed: waiting for the end of its parts.")
         with place.no_supervisor():
             place.clear()
-        _say("The stack is stopped; nothing of it is left.")
+        _say("The stack is stopped, and all of its processes have ended.")
         return EXIT_DONE
 
 
 def status(*, port: Port = None) -> int:
-    """Say what of the stack runs where.
+    """Show the parts of the stack, with their addresses and problems.
 
-    Exit: 0 all of it answers, 1 not, 2 wrong options.
+    Exit: 0 all parts answer, 1 a part does not answer, 2 wrong options.
     """
     place = _open_place()
     stack = place.load()
     if stack is None:
-        _say(f"No stack of {place.directory.parent} is running; `muster up` starts one.")
+        _say(f"No stack of {place.directory.parent} is running; start a stack with `muster up`.")
         return EXIT_FAILED
     _refuse_other_port(stack, port)
     if not stack.is_running:
@@ -149,7 +150,7 @@ def status(*, port: Port = None) -> int:
         was_killed = stack.state in ("starting", "up", "stopping")
         message = "its supervisor was killed" if was_killed else stack.message
         reason = f": {message}" if message else ""
-        _say(f"The stack is not running any more{reason}.")
+        _say(f"The stack has ended{reason}.")
         for line in _describe_deaths(stack):
             _say(line)
         _say(f"Its logs: {place.logs}")
@@ -234,7 +235,7 @@ def _summarize(place: StackPlace, stack: Stack) -> str:
         password = f"cat {file}"
         export = f'export {AUTH}="$(cat {file})"'
     else:
-        password = f"what {AUTH} is set to here"
+        password = f"the value of {AUTH} in this shell"
         export = f"export {AUTH}"
     ray_variables = " ".join(f"{key}={shlex.quote(value)}" for key, value in stack.ray_auth.items())
     return f"""\
@@ -250,21 +251,21 @@ The stack is up.
   database        {place.server_home}
   logs            {place.logs}
 Next, from any directory:
-  muster submit SPEC.yaml --watch    a run of yours, through the queue (muster init writes a spec)
-  muster deploy SPEC.yaml            the same to be started from the UI, or by a schedule
-  muster ls                          what runs, waits and has ended
-  muster down                        stops it all
-Other programs find the server by
+  muster submit SPEC.yaml --watch    queue a run (muster init writes a spec)
+  muster deploy SPEC.yaml            let the UI or a schedule start a spec
+  muster ls                          list the runs
+  muster down                        stop the stack and its runs
+For other programs, set the address of the server with
   export PREFECT_API_URL={stack.api_url}
   {export}
-and its Ray cluster, as Ray's own commands do, by
+and the address of its Ray cluster with
   export RAY_ADDRESS={stack.ray_dashboard} {ray_variables}"""
 
 
 def _describe_nodes(stack: Stack) -> str:
     """Return the names and GPU counts of the Ray nodes as one line."""
     if not stack.nodes:
-        return "only the head, which runs no work (muster up --gpus 2x8: with logical GPUs)"
+        return "only the head, which runs no work (add logical GPUs: muster up --gpus 2x8)"
     names = ", ".join(f"{node.name} ({node.gpus})" for node in stack.nodes)
     return f"{names}: {sum(node.gpus for node in stack.nodes)} logical GPUs in all"
 
@@ -298,7 +299,7 @@ def _refuse_other_port(stack: Stack, port: int | None) -> None:
     """Raise StackError if a port is given and the stack's Prefect server has another port."""
     if port not in (None, stack.port):
         raise StackError(
-            f"the stack of this MUSTER_HOME has port {stack.port}, not {port}: leave --port out, "
+            f"the stack of this MUSTER_HOME has port {stack.port}, not {port}; omit --port, "
             "or set another MUSTER_HOME for a second stack"
         )
 
@@ -308,14 +309,14 @@ def _refuse_other_fleet(stack: Stack, fleet: Fleet | None) -> None:
     if fleet is not None and str(fleet) != stack.fleet:
         current_fleet = f"has --gpus {stack.fleet}" if stack.fleet else "has no nodes with GPUs"
         raise StackError(
-            f"the stack that is up {current_fleet}, not {fleet}, and its nodes can't be changed: "
-            f"`muster down` first, then `muster up --gpus {fleet}`"
+            f"the running stack {current_fleet}, not {fleet}, and its nodes can't be changed: "
+            f"run `muster down`, then `muster up --gpus {fleet}`"
         )
 
 
 def _say_waiting() -> None:
     """Tell the user that this command waits for the end of another command."""
-    _say("Another `up` or `down` of this stack is under way: waiting for it.")
+    _say("Another `up` or `down` of this stack is still running: waiting for its end.")
 
 
 def _say(text: str) -> None:

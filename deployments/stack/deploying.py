@@ -61,7 +61,7 @@ def deploy_project(client: SyncPrefectClient, project_file: Path) -> None:
             missing_names.append(entry["name"])
         else:
             client.update_deployment(existing.id, _build_update(entry, existing))
-            print(f"Renewed the deployment {full_name}.", flush=True)
+            print(f"Updated the deployment {full_name}.", flush=True)
     if missing_names:
         _create_deployments(missing_names, project_file)
 
@@ -106,7 +106,7 @@ def _create_deployments(names: list[str], project_file: Path) -> None:
     if code != 0:
         raise MusterError(
             f"`prefect deploy` exited {code} and did not create all of: {', '.join(names)}. "
-            "Its own lines above say why."
+            "The reason is in its output above."
         )
 
 

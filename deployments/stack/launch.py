@@ -86,7 +86,7 @@ def launch(
         supervisor.kill()
         supervisor.wait()
         place.clear()
-        say("The stack was not started; nothing of it is left.")
+        say("The stack was not started, and all of its processes have ended.")
         raise
     return stack
 
@@ -110,7 +110,7 @@ def _show_progress(place: StackPlace, report: Iterable[str], say: Callable[[str]
             case "component.ready":
                 say(f"  {event['component']}: ready after {event['after_s']:.1f} s")
             case "part.died":
-                say(f"  {event['message']}: it is started again")
+                say(f"  {event['message']}: restarting it")
             case "stack.up":
                 return
             case "stack.failed":

@@ -45,13 +45,13 @@ class Fleet:
         match = re.fullmatch(r"(?:([0-9]{1,4})x)?([0-9]{1,4})", text)
         if match is None:
             raise ValueError(
-                f"not nodes and GPUs: {text!r}; write 2x8 for two nodes with 8 GPUs each"
+                f"{text!r} is no number of nodes and GPUs: write 2x8 for two nodes with 8 GPUs each"
             )
         nodes = int(match[1] or 1)
         gpus = int(match[2])
         if not 1 <= nodes <= MOST_NODES or not 1 <= gpus <= MOST_GPUS:
             raise ValueError(
-                f"{text}: this machine can play 1 to {MOST_NODES} nodes, with 1 to {MOST_GPUS} "
+                f"{text}: this machine can simulate 1 to {MOST_NODES} nodes with 1 to {MOST_GPUS} "
                 "GPUs each"
             )
         return cls(nodes=nodes, gpus=gpus)

@@ -107,7 +107,7 @@ def _check_worker(client: httpx.Client, stack: Stack) -> PartCheck:
     received a heartbeat of the worker since the start of the stack.
     """
     workers_url = f"{stack.api_url}/work_pools/{POOL}/workers/filter"
-    problem = "the server has not heard of it yet"
+    problem = "the server has received no heartbeat of the worker yet"
     try:
         _request_json(client, "GET", stack.worker_health)
         for worker in _request_json(client, "POST", workers_url, json={}):
@@ -137,7 +137,7 @@ def _send_request(client: httpx.Client, method: str, url: str, **options: Any) -
     except httpx.HTTPError as error:
         status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else 0
         if status == httpx.codes.UNAUTHORIZED:
-            raise _NoAnswer(f"{_REFUSED}: set {AUTH} as it was for `muster up`") from None
+            raise _NoAnswer(f"{_REFUSED}: set {AUTH} to the value that `muster up` had") from None
         raise _NoAnswer(_describe_silence(method, url, error)) from None
 
 

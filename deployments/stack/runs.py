@@ -48,16 +48,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code, which is 0 even if the worker has already ended."""
     parser = argparse.ArgumentParser(
         prog="python -m deployments.stack.runs",
-        description="Interrupt every run of a worker of this host, and wait until each has taken "
-        "itself down. The worker is held meanwhile and left so: send it SIGTERM, then SIGCONT.",
+        description="Interrupt every run of a worker on this host, and wait until all of them have "
+        "ended. The worker is stopped with SIGSTOP. Afterwards, send it SIGTERM, then SIGCONT.",
     )
-    parser.add_argument("pid", help="of the worker; empty: it has gone already")
+    parser.add_argument("pid", help="Process id of the worker. Empty: the worker has ended already")
     parser.add_argument(
         "--within-s",
         type=float,
         default=300.0,
         metavar="S",
-        help="after the grace periods of the runs; 300 if left out",
+        help="Seconds to wait after the grace periods of the runs. Default: 300",
     )
     options = parser.parse_args(arguments)
     if options.pid.strip():

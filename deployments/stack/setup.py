@@ -70,9 +70,9 @@ def ensure_pool(client: SyncPrefectClient) -> None:
         name=POOL,
         type=TYPE,
         # Plain text without links, because the Prefect UI renders no links here.
-        description="Runs of the flow train, each when its whole gang of GPUs is free, in order; "
-        "at most so many at once as the concurrency limit. Who waits for what is on the page "
-        f"{QUEUE_PAGE} of this server, the artifact gang-queue; the nodes are on {NODES_PAGE}.",
+        description="Runs of the flow train. Each starts in order when all GPUs of its gang are "
+        "free. The concurrency limit is the largest number of runs at once. The queue is on the "
+        f"page {QUEUE_PAGE} of this server (artifact gang-queue), the nodes on {NODES_PAGE}.",
         base_job_template=GangWorker.get_default_base_job_template(),
         concurrency_limit=POOL_LIMIT,
     )
@@ -85,12 +85,12 @@ def ensure_pool(client: SyncPrefectClient) -> None:
         if gpus:
             local_nodes = (TableNode(name=host_name(), gpus=gpus),)
     except ObjectAlreadyExists:
-        print(f"The work pool {POOL} is there already, and left as it is.", flush=True)
+        print(f"The work pool {POOL} exists already and was not changed.", flush=True)
         pool_type = client.read_work_pool(POOL).type
         if pool_type != TYPE:
             raise WrongPool(
-                f"The work pool {POOL} is of the type {pool_type}, whose workers start runs past "
-                f"the queue. Delete it, then try again: prefect work-pool delete {POOL}"
+                f"The work pool {POOL} is of the type {pool_type}, whose workers ignore the "
+                f"queue. Delete it, then try again: prefect work-pool delete {POOL}"
             ) from None
 
     _update_settings(client, local_nodes)
@@ -132,8 +132,8 @@ def ensure_pipelines_pool(client: SyncPrefectClient) -> None:
     pool = WorkPoolCreate(
         name=PIPELINES_POOL,
         type=ProcessWorker.type,
-        description="Pipelines of runs. Each waits here, in a process of its own, while its runs "
-        f"go through the pool {POOL}; so this one has no limit.",
+        description="Pipelines of runs. Each pipeline has its own process, and its runs go through "
+        f"the pool {POOL}. Therefore this pool has no limit.",
         base_job_template=ProcessWorker.get_default_base_job_template(),
     )
     with suppress(ObjectAlreadyExists):
@@ -186,11 +186,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         prog="python -m deployments.stack.setup",
-        description="Set the Prefect server of PREFECT_API_URL up for Muster: its work pools, the "
-        "automations, every deployment of prefect.yaml. Any number of times. Changes that somebody "
-        "made to pools, automations and deployments are kept; only code and specs are renewed.",
-        epilog="Exit: 0 done; 1 something is in the way, or the server does not take it; 2 it "
-        "takes no arguments.",
+        description="Create the work pools, the automations and the deployments of prefect.yaml on "
+        "the Prefect server of PREFECT_API_URL. The command can be repeated: it updates code and "
+        "specs, and keeps your changes of pools, automations and deployments.",
+        epilog="Exit: 0 done; 1 a file or the server prevented it; 2 an argument was passed.",
     )
 
 

@@ -201,8 +201,8 @@ class StackPlace:
             raise StackError(f"{self._state_file} can't be read: {error.strerror}") from None
         except (OSError, ValidationError) as error:
             raise StackError(
-                f"{self._state_file} can't be read ({str(error).splitlines()[0]}): if no process "
-                f"of the stack is left (`pgrep -af deployments.stack`), delete it"
+                f"{self._state_file} can't be read ({str(error).splitlines()[0]}): if `pgrep "
+                f"-af deployments.stack` shows no process of the stack, delete this file"
             ) from None
 
     def save(self, stack: Stack) -> None:
@@ -307,7 +307,7 @@ class StackPlace:
                     return
             if time.monotonic() > deadline:
                 raise StackError(
-                    f"{path} is held: another process has not ended in {limit_s:.0f} s"
+                    f"{path} is locked: another process has not ended within {limit_s:.0f} s"
                 )
             time.sleep(_POLL_EVERY_S)
 

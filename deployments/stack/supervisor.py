@@ -106,7 +106,7 @@ class Supervisor:
                 self._report.send("stack.up")
                 self._report.close()
             if self._report.is_broken:
-                services.stop("nobody waits for it any more")
+                services.stop("the command that started the stack has ended")
             services.wait_over()
             failure = services.failure
             message = failure.message if failure is not None else services.stopped_by
@@ -164,7 +164,7 @@ class Supervisor:
         except OSError as error:
             # The parts must keep running even if the file cannot be written, for example because
             # the disk is full.
-            print(f"The state of {report.name} was not written down: {error}", flush=True)
+            print(f"The state of {report.name} could not be saved: {error}", flush=True)
 
     def _record_end(
         self,
@@ -220,10 +220,17 @@ class Supervisor:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m deployments.stack.supervisor")
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--ray-dashboard", type=int, help="a port; 0: any free one")
-    parser.add_argument("--gpus", type=Fleet.parsed, help="nodes with GPUs, NxG")
+    parser.add_argument(
+        "--ray-dashboard", type=int, help="Port of Ray's dashboard. 0: any free port"
+    )
+    parser.add_argument("--gpus", type=Fleet.parsed, help="Nodes with logical GPUs, NxG")
     parser.add_argument("--report-fd", type=int, required=True)
-    parser.add_argument("--lock-fd", type=int, required=True, help="kept open, and that is all")
+    parser.add_argument(
+        "--lock-fd",
+        type=int,
+        required=True,
+        help="File descriptor of the lock, which must stay open",
+    )
     options = parser.parse_args()
     # All threads block the stop signals, and one thread receives them with `sigwait`. The kernel
     # keeps a signal that arrives before that thread waits.

@@ -64,7 +64,7 @@ def test_processes_start_although_another_user_took_a_name_in_tmp(
         # Prefect's runner makes its folder before the process reports its start, its end or a
         # retry.
         until(
-            lambda: re.search(f"{start_pattern}|Error|served no more", log.read_text()),
+            lambda: re.search(f"{start_pattern}|Error|are not served", log.read_text()),
             "the process reports its start or an error",
             within_s=120,
         )
@@ -74,7 +74,7 @@ def test_processes_start_although_another_user_took_a_name_in_tmp(
             within_s=30,
         )
 
-        assert "Error" not in log.read_text() and "served no more" not in log.read_text()
+        assert "Error" not in log.read_text() and "are not served" not in log.read_text()
         assert process.poll() is None
         assert len(storage) == 1
     finally:

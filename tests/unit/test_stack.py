@@ -192,10 +192,10 @@ def test_default_port_is_that_of_a_server_on_this_machine(
         (["up", "--gpus", "2x0"], "1 to 16 GPUs each"),
         (["up", "--gpus", "99x99"], "1 to 16 nodes"),
         (["up", "--gpus", "17"], "1 to 16 GPUs each"),
-        (["up", "--gpus", "ax8"], "not nodes and GPUs"),
+        (["up", "--gpus", "ax8"], "is no number of nodes and GPUs"),
         (["up", "--gpus", "2x"], "write 2x8"),
-        (["up", "--gpus=-1x8"], "not nodes and GPUs"),
-        (["up", "--gpus", "²x8"], "not nodes and GPUs"),
+        (["up", "--gpus=-1x8"], "is no number of nodes and GPUs"),
+        (["up", "--gpus", "²x8"], "is no number of nodes and GPUs"),
         (["up", "--port", "0"], "--port. Must be >= 1"),
         (["up", "--port", "65536"], "--port. Must be <= 65535"),
         (["down", "--port", "x"], "--port"),
@@ -314,7 +314,7 @@ def test_status_shows_the_reason_for_the_end_of_a_stack(
 
     output = capsys.readouterr().out
     assert code == 1
-    assert f"The stack is not running any more: {reason}." in output
+    assert f"The stack has ended: {reason}." in output
     assert "prefect-server  died 3 times" in output
 
 
