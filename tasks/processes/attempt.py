@@ -615,7 +615,7 @@ class SupervisedAttempt:
             return
         message = str(self._progress) or f"{member.name} is done"
         if is_finished and step is None and last is not None:
-            message = f"step {last:g} of {last:g}: nothing was left to do after the checkpoint"
+            message = f"step {last:g} of {last:g}: the checkpoint had the last step, so there was nothing to train"
         elif last is not None and is_short and (step is None or step < last - 1):
             # The last step may be one less, if a trainer counts from zero.
             warning = f"warning: {member.name} left with exit code 0{self._short_of_end()}"
@@ -826,7 +826,7 @@ class SupervisedAttempt:
             Decision(
                 at_monotonic_s=time.monotonic(),
                 state=RunState.COMPLETED,
-                reason=f"{why}; stopping what is left",
+                reason=f"{why}; stopping the remaining components",
                 make_verdict=make_verdict,
             )
         )

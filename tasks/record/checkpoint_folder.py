@@ -477,9 +477,9 @@ def _confirm(
         return Completeness.COMPLETE, f"{newer.name} was saved after it"
     has_known_layout = bool(candidate.verdict.layout) or is_pattern
     if not has_known_layout and drop_numbers(candidate.name) in _POINTED_AT:
-        return Completeness.UNKNOWN, "no pointer file names it, and no newer one confirms it"
+        return Completeness.UNKNOWN, "no pointer file names it, and no newer checkpoint confirms it"
     if not has_known_layout and "config.json" in candidate.content.names:
-        reason = "it has weights, but no state of a training yet, and no newer one confirms it"
+        reason = "it has weights but no training state, and no newer checkpoint confirms it"
         return Completeness.UNKNOWN, reason
     if is_running:
         return Completeness.UNKNOWN, "nothing newer confirms it yet, and its layout is unknown"

@@ -466,10 +466,10 @@ def judge_content(content: Content) -> ContentVerdict:
 def _prove_files(content: Content) -> str:
     """Return the proof for a checkpoint of one file, or of a known number of files."""
     if len(content.files) == 1 and drop_rank(content.path.name) == content.path.name:
-        return "the file is as long as its format says"
+        return "the file has the length that its format states"
     counts = {_count_in(name) for name in content.names}
     if counts == {len(content.files)}:
-        return "the files of all ranks are as long as their format says"
+        return "the files of all ranks have the length that their format states"
     return ""
 
 

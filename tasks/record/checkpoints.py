@@ -145,7 +145,7 @@ def plan_resume(
     if loadable:
         newest = loadable[0]
         others = [one for one in refused if one.path != str(newest.path)]
-        rule = f"{why_unfit(newest)}, and no other complete one is left: it is tried again"
+        rule = f"{why_unfit(newest)}, and there is no other complete checkpoint: it is loaded again"
         return _plan_from(spec, newest, rule, others, notes)
     rule = "no complete checkpoint was found" if refused else "no checkpoint was found"
     return ResumePlan(

@@ -91,10 +91,10 @@ def decide_retry(
         text = f"retried: {kind.value} before its first step, {next_start} in {delay_s:.0f} s"
         return RetryDecision(text=text, delay_s=delay_s, start=start)
     if policy is None:
-        return RetryDecision(text=f"final: {kind.value} is not retried")
+        return RetryDecision(text=f'final: "retry" in the spec does not list {kind.value}')
     if verdict.left:
         # A leftover process still holds GPUs, ports and files.
-        return RetryDecision(text=f"final: {kind.value}, and processes of it are left")
+        return RetryDecision(text=f"final: {kind.value}, and processes of the attempt are still running")
 
     is_requeue = kind in REQUEUED
     if is_requeue:

@@ -288,7 +288,7 @@ class RunJson(Recorded):
         if record.flow_run_id not in ("", flow_run_id):
             problem = (
                 f"{path.parent} has the record of flow run {record.flow_run_id}: flow run "
-                f"{flow_run_id} does not go on with it; move that directory away, and retry"
+                f"{flow_run_id} cannot use it. Move that folder away, and retry"
             )
             raise FileExistsError(errno.EEXIST, problem)
         return record

@@ -44,4 +44,4 @@ def _describe_retries(kind: FailureKind) -> tuple[str, str]:
         return "requeued, without limit", "`attempts` caps it"
     if kind is FailureKind.INFEASIBLE:
         return "the run has failed", "nothing: no attempt was made"
-    return "the run has failed", "tried again, `attempts` in all"
+    return "the run has failed", "retried, `attempts` in all"

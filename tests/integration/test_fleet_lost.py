@@ -183,7 +183,7 @@ def test_fleet_below_min_active_is_not_retried(ground: Ground) -> None:
     message = run.until_state("FAILED")
 
     assert not message.startswith("FLEET_LOST")
-    assert "FleetError: 1 of 2 engines serve, min_active is 2" in message
+    assert "FleetError: 1 of 2 engines serve requests, min_active is 2" in message
     assert len(run.record()["attempts"]) == 1
 
 

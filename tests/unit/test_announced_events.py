@@ -260,7 +260,9 @@ def test_floor_event_has_the_numbers_of_engines(tell: Tell) -> None:
     for index in (0, 1):
         group(tell, index, "active", "inactive")
 
-    (floor,) = tell("rollout.failed", "rollout", reason="1 of 3 engines serve, min_active is 2")
+    (floor,) = tell(
+        "rollout.failed", "rollout", reason="1 of 3 engines serve requests, min_active is 2"
+    )
 
     assert floor.name == "muster.rollout.floor"
     payload = floor.fields

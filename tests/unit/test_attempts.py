@@ -124,7 +124,9 @@ def test_decision_names_the_checkpoint() -> None:
 def test_unlisted_kind_is_final() -> None:
     sequel = decide_retry(failed(FailureKind.USER_ERROR), (), None)
 
-    assert sequel == RetryDecision(text="final: USER_ERROR is not retried")
+    assert sequel == RetryDecision(
+        text='final: "retry" in the spec does not list USER_ERROR'
+    )
 
 
 @pytest.mark.parametrize("state", [RunState.COMPLETED, RunState.CANCELLED])
@@ -136,7 +138,9 @@ def test_run_is_not_retried_while_processes_remain() -> None:
     sequel = decide_retry(failed(FULL, left={"trainer": (812,)}), (), Retry(**EACH))
 
     assert sequel.delay_s is None
-    assert sequel.text == "final: INSUFFICIENT_RESOURCES, and processes of it are left"
+    assert sequel.text == (
+        "final: INSUFFICIENT_RESOURCES, and processes of the attempt are still running"
+    )
 
 
 def test_table_has_a_row_for_each_attempt() -> None:

@@ -185,6 +185,6 @@ def test_existing_spec_is_replaced_only_with_force(
 
     printed = capsys.readouterr()
     assert (refused, kept, forced) == (1, "mine", 0)
-    assert "--force replaces it" in printed.err
+    assert "add --force to replace it" in printed.err
     assert f"muster train {folder / 'muster.yaml'}" in printed.out
     assert load_spec(folder / "muster.yaml").name == "my-run"

@@ -505,7 +505,7 @@ async def test_server_behind_a_cut_network_is_not_restarted() -> None:
     assert len(stage.host.times("start", 0)) == 1
     assert stage.host.times("stop", 0) == []
     [warning] = stage.told("rollout.warning")
-    assert warning["message"].startswith("rank 0 works and cannot be reached")
+    assert warning["message"].startswith("rank 0 works, but cannot be reached")
 
 
 @in_virtual_time

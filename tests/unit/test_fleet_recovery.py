@@ -166,7 +166,9 @@ async def test_run_fails_if_fewer_engines_than_min_active_serve() -> None:
     reason = await stage.fleet.fatal
     assert stage.told("rollout.failed") == [{"reason": reason}]
 
-    assert reason.startswith("1 of 3 engines serve, min_active is 2: ranks 0: rank 0 died: ")
+    assert reason.startswith(
+        "1 of 3 engines serve requests, min_active is 2: ranks 0: rank 0 died: "
+    )
     assert reason.endswith("last lines of rank 1:\nCUDA out of memory")
 
 
@@ -234,7 +236,7 @@ async def test_start_without_a_token_fails_in_time_and_quotes_the_last_answer() 
     await stage.until(lambda: stage.told("rollout.recovery.ended"))
 
     assert str(stage.told("rollout.recovery.ended")[0]["message"]) == (
-        "did not serve within 50 s (start_within_s); rank 0: 503 Scheduler is dead"
+        "was not ready within 50 s (start_within_s); rank 0: 503 Scheduler is dead"
     )
 
 
@@ -248,7 +250,7 @@ async def test_group_does_not_restart_before_its_old_processes_have_ended() -> N
     await stage.until_active()
 
     assert stage.host.faults == []
-    assert stage.told("rollout.warning")[0] == {"message": "could not be ended: pid 1"}
+    assert stage.told("rollout.warning")[0] == {"message": "processes could not be ended: pid 1"}
     [first, *_] = stage.told("rollout.recovery.ended")
     assert first["message"] == "its old processes could not be ended: pid 1"
 
@@ -341,5 +343,5 @@ async def test_stop_during_the_start_ends_the_start() -> None:
 @in_virtual_time
 async def test_running_fleet_cannot_be_started() -> None:
     stage = await serving(1)
-    with pytest.raises(IllegalTransition, match="a fleet that is running"):
+    with pytest.raises(IllegalTransition, match="the fleet is running, so it cannot be started"):
         await stage.fleet.start()

@@ -96,7 +96,7 @@ async def test_only_one_sync_is_open_and_its_id_ends_with_it() -> None:
     stage = await serving(2)
     sync = await begin(stage)
 
-    with pytest.raises(FleetRefused, match=f"the sync {sync} is open, for 100 s at most"):
+    with pytest.raises(FleetRefused, match=f"the sync {sync} is open, for at most 100 s"):
         await stage.fleet.begin_sync(5.0, WAIT)
     with pytest.raises(NoSuchSync, match="no sync 0 is open"):
         await stage.fleet.syncs.broadcast("0", LOAD, 5.0)
@@ -228,7 +228,7 @@ async def test_sync_with_interrupt_pauses_and_resumes_requests() -> None:
     paths = [ask.path for url, ask in stage.prober.calls if url.endswith("8000")]
     assert paths == ["/pause", "/load", "/resume"]
     # An engine that does not resume must fail: its requests would stay paused without end.
-    assert stage.cause_of(2).endswith("in a sync of weights: POST /resume: 500 truncated file")
+    assert stage.cause_of(2).endswith("in a weight sync: POST /resume: 500 truncated file")
     assert stage.fleet.router.outstanding == 1
 
 
@@ -361,7 +361,7 @@ async def test_min_active_is_checked_after_each_sync() -> None:
     await stage.fleet.syncs.commit(sync, 1, {1: 1})
 
     reason = stage.fleet.fatal.result()
-    assert reason.startswith("1 of 2 engines serve, min_active is 2: ranks 0: rank 0 died")
+    assert reason.startswith("1 of 2 engines serve requests, min_active is 2: ranks 0: rank 0 died")
 
 
 @in_virtual_time

@@ -85,7 +85,7 @@ def test_line_that_is_no_event_is_skipped_with_a_warning(
     FleetTail(file, recorder.emit).forward_new_events()
 
     assert [name for name, *_ in recorder.events] == ["good"]
-    assert "not an event" in caplog.text
+    assert "printed an invalid event" in caplog.text
 
 
 def test_event_fields_cannot_replace_component_and_name(tmp_path: Path) -> None:
@@ -313,7 +313,7 @@ def test_ray_job_gets_a_reachable_address_of_the_gateway() -> None:
             JOB,
             {},
             "components.trainer.command.1",
-            "trainer runs on the cluster, and the gateway listens on 127.0.0.1 only",
+            "trainer runs on the cluster, but the gateway listens only on 127.0.0.1",
             'components.rollout.host: "0.0.0.0"',
         ),
         (
@@ -321,7 +321,7 @@ def test_ray_job_gets_a_reachable_address_of_the_gateway() -> None:
             {**JOB, "command": ["train"], "env": {"URL": "at ${rollout.url}/v1"}},
             {},
             "components.trainer.env.URL",
-            "listens on localhost only",
+            "listens only on localhost",
             "or an address of this machine",
         ),
         # Every component gets the variables of the section env.
@@ -348,7 +348,7 @@ def test_ray_job_gets_a_reachable_address_of_the_gateway() -> None:
             {"command": ["train", "${rollout.engines}"]},
             {},
             "components.trainer.command.1",
-            "${rollout.engines}: where the engines of a fleet on Ray are is known once they run",
+            "${rollout.engines}: the addresses of engines on Ray are unknown before they run",
             "GET ${rollout.url}/muster/rollout",
         ),
         (
@@ -356,7 +356,7 @@ def test_ray_job_gets_a_reachable_address_of_the_gateway() -> None:
             {**JOB, "command": ["train", "${rollout.engines}"]},
             {},
             "components.trainer.command.1",
-            "trainer runs on the cluster, and local engines listen on this machine alone",
+            "trainer runs on the cluster, but local engines listen only on this machine",
             "launcher: process",
         ),
     ],
@@ -401,7 +401,7 @@ def test_machine_with_only_loopback_addresses_is_a_fault(monkeypatch: pytest.Mon
     [fault] = faults_of(of_fleet({**FLEET, "host": "0.0.0.0"}, trainer=JOB))
 
     assert fault.path == "components.trainer.command.1"
-    assert "this machine has no address but loopback" in fault.problem
+    assert "this machine has only loopback addresses" in fault.problem
 
 
 def test_fleet_is_a_component_in_the_order_of_the_spec(place: AttemptPlace) -> None:
@@ -551,14 +551,14 @@ def test_engine_larger_than_a_node_is_a_fault_of_the_spec() -> None:
 @pytest.mark.parametrize(
     ("placement", "nodes", "problem", "remedy"),
     [
-        ("local", 1, "its 3 engines take 12 GPUs, and the gang has 8", "fewer engines"),
-        ("ray", 1, "its 3 engines take 12 GPUs, and the gang has 8", "a larger gang"),
+        ("local", 1, "its 3 engines need 12 GPUs, but the gang has 8", "fewer engines"),
+        ("ray", 1, "its 3 engines need 12 GPUs, but the gang has 8", "a larger gang"),
         # The third engine would be on the second node.
         (
             "local",
             2,
-            "a local fleet is on this machine alone, and one node of the gang holds 2 of its 3 "
-            "engines",
+            "a local fleet runs only on this machine, but 2 of its 3 engines fit on one node of the "
+            "gang",
             "write 2, or placement: ray",
         ),
     ],

@@ -20,7 +20,7 @@ from tests.support.fleet_clock import run
 from tests.support.fleet_fakes import Stage, plan_of
 from tests.support.open_files import full_table_of_files
 
-SHORTAGE = Unasked("this machine cannot ask: [Errno 24] Too many open files")
+SHORTAGE = Unasked("this machine could not send the request: [Errno 24] Too many open files")
 
 
 @pytest.mark.parametrize("kind", ["http", "tcp", "log"])

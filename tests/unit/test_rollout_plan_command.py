@@ -114,7 +114,14 @@ def test_plan_as_text_names_nodes_and_ranks(spec: Path, capsys: pytest.CaptureFi
             ],
         ),
         # no fleet
-        (None, None, ["components: has no `rollout`, so there is no fleet to plan (write"]),
+        (
+            None,
+            None,
+            [
+                "components: the spec has no component `rollout`, so "
+                "it has no inference servers to plan (write"
+            ],
+        ),
         # an engine that is too large for a node
         (
             {"backend": "sglang", "model": "m", "tensor_parallel": 8},
