@@ -393,8 +393,8 @@ class Registry:
             self.group(index)
         if version < self._version and not force:
             raise IllegalTransition(
-                f"version {version} is older than the fleet's version {self._version}; to go back "
-                "to it, set `force`"
+                f"version {version} is older than the fleet's version {self._version}; set `force` "
+                "to go back"
             )
         self._version = version
         self._serves_as_loaded = False

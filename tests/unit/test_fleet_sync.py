@@ -119,7 +119,7 @@ async def test_sync_stays_open_after_a_rejected_commit() -> None:
     with pytest.raises(FleetRefused, match="a broadcast is not complete"):
         await stage.fleet.syncs.commit(sync, 6, {0: 1})
     await sending
-    with pytest.raises(IllegalTransition, match="version 4 is older than the fleet's, 5"):
+    with pytest.raises(IllegalTransition, match="version 4 is older than the fleet's version 5"):
         await stage.fleet.syncs.commit(sync, 4, {0: 1})
     with pytest.raises(KeyError, match="the fleet has no engine 7: it has 2"):
         await stage.fleet.syncs.commit(sync, 6, {7: 1})
@@ -388,7 +388,7 @@ async def test_placeholders_of_a_broadcast_form_one_process_group() -> None:
             **{"offset": 3, "size": 2, "names": ["engine-2", "$${engine.index}", "${run.id}"]},
         },
     }
-    with pytest.raises(KeyError, match=r"unknown name `\$\{engine.rank\}`: known are"):
+    with pytest.raises(KeyError, match=r"unknown name `\$\{engine.rank\}`: known names are"):
         ask = Ask(method="POST", path="/init", body={"rank": "${engine.rank}"})
         await stage.fleet.syncs.broadcast(sync, ask, 5.0)
 

@@ -557,8 +557,8 @@ def test_engine_larger_than_a_node_is_a_fault_of_the_spec() -> None:
         (
             "local",
             2,
-            "a local fleet runs only on this machine, but 2 of its 3 engines fit on one node of the "
-            "gang",
+            "a local fleet runs only on this machine, but 2 of its 3 engines fit on one node of "
+            "the gang",
             "write 2, or placement: ray",
         ),
     ],

@@ -410,7 +410,7 @@ def test_second_command_waits_for_the_first(place: StackPlace) -> None:
 def test_wait_for_another_command_is_limited(place: StackPlace) -> None:
     with (
         place.locked(lambda: None, 1),
-        pytest.raises(StackError, match="lock is held"),
+        pytest.raises(StackError, match="lock is locked"),
         place.locked(lambda: None, 0.1),
     ):
         pass
@@ -487,7 +487,7 @@ def test_fleet_that_differs_from_the_running_stack_is_rejected(
     code = run(STACK, ["up", "--gpus", "4x8"])
 
     assert code == 1
-    assert "`muster down` first, then `muster up --gpus 4x8`" in capsys.readouterr().err
+    assert "run `muster down`, then `muster up --gpus 4x8`" in capsys.readouterr().err
 
 
 def test_all_parts_of_a_stack_are_set_to_listen_on_loopback(place: StackPlace) -> None:
