@@ -132,7 +132,7 @@ def test_plan_as_text_names_nodes_and_ranks(spec: Path, capsys: pytest.CaptureFi
         (
             {**FLEET, "placement": "local"},
             None,
-            ["components.rollout.nodes_per_engine: a local fleet is on this machine alone"],
+            ["components.rollout.nodes_per_engine: a local fleet runs only on this machine"],
         ),
     ],
 )
