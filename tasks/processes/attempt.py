@@ -615,7 +615,7 @@ class SupervisedAttempt:
             return
         message = str(self._progress) or f"{member.name} is done"
         if is_finished and step is None and last is not None:
-            message = f"step {last:g} of {last:g}: the checkpoint had the last step, so there was nothing to train"
+            message = f"step {last:g} of {last:g}: the checkpoint already had the last step"
         elif last is not None and is_short and (step is None or step < last - 1):
             # The last step may be one less, if a trainer counts from zero.
             warning = f"warning: {member.name} left with exit code 0{self._short_of_end()}"

@@ -94,7 +94,9 @@ def decide_retry(
         return RetryDecision(text=f'final: "retry" in the spec does not list {kind.value}')
     if verdict.left:
         # A leftover process still holds GPUs, ports and files.
-        return RetryDecision(text=f"final: {kind.value}, and processes of the attempt are still running")
+        return RetryDecision(
+            text=f"final: {kind.value}, and processes of the attempt are still running"
+        )
 
     is_requeue = kind in REQUEUED
     if is_requeue:

@@ -124,9 +124,7 @@ def test_decision_names_the_checkpoint() -> None:
 def test_unlisted_kind_is_final() -> None:
     sequel = decide_retry(failed(FailureKind.USER_ERROR), (), None)
 
-    assert sequel == RetryDecision(
-        text='final: "retry" in the spec does not list USER_ERROR'
-    )
+    assert sequel == RetryDecision(text='final: "retry" in the spec does not list USER_ERROR')
 
 
 @pytest.mark.parametrize("state", [RunState.COMPLETED, RunState.CANCELLED])
