@@ -79,7 +79,7 @@ def test_of_the_stack(tmp_path: Path, replaced: Callable[[Path], None]) -> None:
 
     with (
         place.locked(lambda: None, 5.0),
-        pytest.raises(StackError, match="is held"),
+        pytest.raises(StackError, match="is locked"),
         place.locked(lambda: None, 0.0),
     ):
         pass
