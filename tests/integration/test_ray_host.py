@@ -207,7 +207,7 @@ async def test_reported_death_has_the_last_output_of_the_server(
 
         assert (death.rank, death.epoch, death.why) == (0, 7, "killed by SIGKILL")
         assert "serving" in death.last_words
-        assert await fleet.host.ask(0, _HEALTH, 5.0) == "rank 0 does not run"
+        assert await fleet.host.ask(0, _HEALTH, 5.0) == "rank 0 is not running"
         assert find_processes(slot) == []
         # The next epoch of the server can start in the same slot.
         await fleet.start(slot, epoch=8)
