@@ -55,7 +55,7 @@ _PASS_INTERVAL_S = 1.0
 class Admitted:
     """The nodes and GPU devices that an admitted run may use."""
 
-    #: `nodes[node name]` is the number of GPUs that the run may use on that node.
+    #: Number of GPUs that the run may use on each node, by node name.
     nodes: dict[str, int]
     #: Address of the Ray cluster that contains the nodes. Empty if the run does not use Ray.
     cluster: str
@@ -102,22 +102,26 @@ def wait_for_gang(
 
 @dataclass(slots=True)
 class _Admission:
-    """The wait of a run for its admission. The first five fields are those of `wait_for_gang`."""
+    """State of a process that waits for the GPUs of its run.
+
+    The first five fields are the arguments of the function `wait_for_gang`.
+    """
 
     _id: UUID
     _is_first_attempt: bool
     _ignores_grant: bool
     _report: Callable[[str], None]
     _wait: Callable[[float], bool]
-    #: Reads the nodes, or None before the first scheduling pass.
+    #: Reads the nodes and their free GPUs. None before the first scheduling pass.
     _capacity: Capacity | None = None
     #: The last reported message, without details that change often.
     _last_message: str = ""
     #: Position of the run in the queue when the last message was reported, from 1.
     _last_position: int = 0
-    #: True after the flow run got the state PendingResources.
+    #: True after this process has set the state of the flow run to PendingResources.
     _is_queued: bool = False
-    #: Time of the last change of the flow run's BEAT label, by the monotonic clock.
+    #: Time, in seconds of the monotonic clock, at which this process last changed the label BEAT of
+    #: the flow run. The changes of the label show that the process is alive.
     _beat_at: float = 0.0
 
     async def wait(self) -> Admitted | Refused | None:
@@ -138,11 +142,11 @@ class _Admission:
                 await self._capacity.close()
 
     async def _wait_in_queue(self, client: PrefectClient) -> Admitted | Refused | None:
-        """Wait until the run is admitted. An error of the Prefect server ends the wait.
+        """Wait until the run gets its GPUs. An error of the Prefect server ends the wait.
 
         Raises:
             httpx.HTTPError, PrefectException: The server did not answer.
-            LeaseLost: A scheduling decision of this process took too long.
+            LeaseLost: This process took too long to write a scheduling decision to the server.
         """
         flow_run = await client.read_flow_run(self._id)
         if not self._ignores_grant and not self._is_queued:
@@ -187,7 +191,7 @@ class _Admission:
                 return None
 
     async def _send_beat(self, client: PrefectClient) -> None:
-        """Change the flow run's BEAT label, which shows the schedulers that this process lives."""
+        """Change the label BEAT of the flow run, to show that this process is alive."""
         await client.update_flow_run_labels(self._id, grants.beat_labels())
         self._beat_at = time.monotonic()
 
@@ -196,7 +200,8 @@ class _Admission:
 
         Returns:
             The nodes and devices. None if another program on this host has leased one of the
-            devices, for example a run of another Prefect server. Then the grant is deleted.
+            devices, for example a run of another Prefect server. In that case this method deletes
+            the grant.
         """
         indices = grant.devices.get(host_name(), ())
         lease = None
@@ -223,8 +228,8 @@ class _Admission:
             self._last_position = position
             self._report(f"position {position} of {len(queued_ids)} in the queue; {message.text}")
         if is_new_reason:
-            # A new state makes a grant of the earlier state void. So the state is set only after a
-            # pass that did not admit this run.
+            # A grant becomes void when the state of the flow run changes. So the state is changed
+            # only after a scheduling pass that gave no grant to this run.
             await self._set_state(client, PENDING_RESOURCES, message.text)
 
     async def _set_state(self, client: PrefectClient, name: str, message: str) -> None:
@@ -240,10 +245,11 @@ class _Admission:
 def find_cluster(flow_run_id: UUID) -> str:
     """Return the address of the Ray cluster for a run whose spec names no address.
 
-    It is the cluster of the run's grant, or else the only cluster of the run's work pool.
+    The function returns the cluster in the grant of the run. If the run has no grant, it returns
+    the only cluster in the settings of the run's work pool.
 
     Raises:
-        NotThere: The run has no grant, and its pool does not list exactly one cluster.
+        NotThere: The run has no grant, and its work pool does not list exactly one cluster.
     """
 
     async def find_address() -> str:
@@ -261,18 +267,20 @@ def find_cluster(flow_run_id: UUID) -> str:
     return asyncio.run(find_address())
 
 
-#: If two runs fail on a node within this many seconds, Muster drains the node for the same time.
+#: If two runs fail on a node within this number of seconds, Muster starts no new runs on the node
+#: for the same number of seconds.
 _DAY_S = 86_400.0
-#: Largest number of nodes that Muster drains at a time. If more nodes seem to be faulty, the cause
-#: probably affects all nodes, for example full storage.
+#: Largest number of nodes that Muster drains at the same time because runs failed on them. If more
+#: nodes seem to be faulty, the cause probably affects all nodes, for example full storage.
 _MAX_FAULTY = 2
 
 
 async def note_failure(flow_run_id: UUID, run_id: str, failure: Failure) -> None:
     """Record the nodes that may have caused the failure of a run's attempt.
 
-    The next attempts of the run avoid these nodes. If the only cause can be one node, and another
-    run has failed on this node within a day, the node is drained for a day.
+    The next attempts of the run avoid these nodes. If only one node can be the cause, and another
+    run has failed on that node within a day, Muster drains the node: no new runs start on it for a
+    day.
 
     Args:
         flow_run_id: Id of the flow run.
@@ -290,8 +298,8 @@ async def note_failure(flow_run_id: UUID, run_id: str, failure: Failure) -> None
         nodes = find_blamed_nodes(failure, grant.nodes if grant is not None else ())
         if not nodes:
             return
-        # This write must come before the other runs are read below. Otherwise two runs that fail at
-        # the same time could both miss the failure of the other run.
+        # This write must come before the other runs are read below. Otherwise, if two runs fail at
+        # the same time, each could miss the failure of the other run.
         await client.update_flow_run_labels(
             flow_run_id, grants.failure_labels(flow_run, nodes, now)
         )
@@ -344,7 +352,7 @@ async def _find_gang_pool(client: PrefectClient, flow_run: FlowRun) -> WorkPool 
 
     Returns:
         The pool of the flow run if it is of type `gang`, otherwise the pool named `gang`. None if
-        the server has neither.
+        the server has neither of these two pools.
     """
     pools = await client.read_work_pools(work_pool_filter=GANG_POOLS)
     pools_by_name = {pool.name: pool for pool in pools}

@@ -171,6 +171,8 @@ async def _drain(
 ) -> None:
     """Drain or undrain nodes of a work pool, and print the result for each node.
 
+    No new runs start on a drained node.
+
     Args:
         client: Client of the Prefect server.
         nodes: Names of the nodes.
@@ -178,8 +180,8 @@ async def _drain(
         is_drained: True to drain the nodes, False to undrain them.
     """
     await settings.read_pool(client, pool_name)
-    # `runs_on[node name]` are the runs on that node. Nodes of different clusters may have the same
-    # name, so their runs are combined.
+    # The runs on each node, by node name. Nodes of different clusters may have the same name, so
+    # their runs are combined.
     runs_on: dict[str, set[str]] = defaultdict(set)
     for node in (await read_queue_view(client, pool_name)).nodes:
         runs_on[node.name] |= node.held.keys()
@@ -204,7 +206,7 @@ async def _change(
     Args:
         client: Client of the Prefect server.
         pool_name: Name of the work pool.
-        edit: Returns the new settings for the old settings.
+        edit: Function that gets the old settings and returns the new settings.
     """
     pool = await settings.read_pool(client, pool_name)
     new_settings = edit(settings.settings_in(pool))

@@ -43,27 +43,28 @@ _SLACK = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """The numbers of GPUs that each run and each foreign program holds on the nodes of a cluster.
+    """The numbers of GPUs that runs and other programs hold on the nodes of a cluster.
 
     `tasks.queue.policy.plan` uses these numbers.
     """
 
-    #: The nodes of the cluster. The field `others_gpus` of a node includes all of its GPUs that no
-    #: run can get.
+    #: The nodes of the cluster. The field `others_gpus` of each node includes all GPUs of the node
+    #: that no run can get.
     nodes: tuple[ClusterNode, ...]
-    #: `held[flow run id][node name]` is the number of GPUs that the run holds on the node. Nodes
-    #: that have disappeared are included, because their GPUs count for the limits of tags.
+    #: Number of GPUs that each run holds on each node. The keys are the flow run id and the node
+    #: name. Nodes that have disappeared are included, because their GPUs still count for the GPU
+    #: limits of the runs' tags.
     held: Mapping[UUID, Mapping[str, int]]
-    #: `moved[flow run id][node name]` is the number of GPUs of a run that Ray placed on other nodes
-    #: than the granted nodes. The grant can be changed to these nodes, because no other run was
-    #: granted these GPUs.
+    #: For each run that Ray placed on other nodes than the granted nodes: the number of GPUs that
+    #: the run uses on each node. The keys are the flow run id and the node name. The grant of the
+    #: run can be changed to these nodes, because no other run was granted these GPUs.
     moved: Mapping[UUID, Mapping[str, int]]
 
 
 def compute_shares(cluster: Cluster, gangs: Sequence[QueueEntry]) -> Shares:
-    """Compute how many GPUs each run and each foreign program holds on the nodes of a cluster.
+    """Compute how many GPUs runs and other programs hold on the nodes of a cluster.
 
-    A run that is not in `gangs` counts as a foreign program: either it belongs to another Prefect
+    A run that is not in `gangs` counts as another program: either it belongs to another Prefect
     server, or it has ended and left processes behind.
 
     All granted GPUs of a node count as not free, even if Ray reports them as free. Example: run A
@@ -97,7 +98,8 @@ def compute_shares(cluster: Cluster, gangs: Sequence[QueueEntry]) -> Shares:
         if all(
             of_others.get(name, 0) + gpus <= total.get(name, 0) for name, gpus in held_now.items()
         ):
-            # This pass changes the grant. From now on, the nodes of the old grant are free.
+            # This scheduling pass changes the grant of the run to the nodes that the run uses. So
+            # the nodes of the old grant count as free for the next runs of this loop.
             promised[gang.id] = held_now
             moved[gang.id] = held_now
 
@@ -126,8 +128,8 @@ def _count_held_gpus(
 
     Args:
         demand: GPUs and CPUs that the run needs.
-        promised: `promised[node name]` is the number of GPUs that were granted to the run.
-        taken: `taken[node name]` is the number of GPUs that the run uses, according to Ray.
+        promised: Number of GPUs that were granted to the run on each node, by node name.
+        taken: Number of GPUs that the run uses on each node according to Ray, by node name.
     """
     taken_gpus = {name: math.ceil(gpus - _SLACK) for name, gpus in taken.items() if gpus > _SLACK}
     if _has_all(demand, taken):
@@ -142,13 +144,16 @@ def _has_all(demand: Demand, taken: Mapping[str, float]) -> bool:
 
     Args:
         demand: GPUs and CPUs that the run needs.
-        taken: `taken[node name]` is the number of GPUs that the run uses, according to Ray.
+        taken: Number of GPUs that the run uses on each node according to Ray, by node name.
     """
     return sum(taken.values()) >= demand.gpus - _SLACK
 
 
 def _sum_by_node(shares: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return the total number of GPUs on each node, for shares of the form `gpus[node name]`."""
+    """Add up numbers of GPUs by node.
+
+    Each item of `shares` contains numbers of GPUs by node name.
+    """
     total: dict[str, float] = {}
     for share in shares:
         for name, gpus in share.items():
@@ -159,13 +164,13 @@ def _sum_by_node(shares: Iterable[Mapping[str, float]]) -> dict[str, float]:
 def _current_names(promised: Mapping[str, int], node_names: Iterable[str]) -> dict[str, int]:
     """Return the granted GPUs of a run under the current names of the granted nodes.
 
-    A node's name has a suffix while another node has the same host name, for example after a
-    restart of Ray on that host. The suffix can appear or disappear after the grant. If several
-    nodes could be the granted node, the GPUs count on each of them.
+    Two nodes of a cluster can have the same host name, for example after a restart of Ray on that
+    host. The names of such nodes have a suffix, and the suffix can appear or disappear after the
+    grant. If several nodes could be the granted node, the GPUs count on each of these nodes.
 
     Args:
-        promised: `promised[node name]` is the number of granted GPUs, under the names at the time
-            of the grant.
+        promised: Number of granted GPUs on each node. The keys are the names that the nodes had at
+            the time of the grant.
         node_names: Current names of the nodes of the cluster.
     """
     existing = set(node_names)
@@ -200,62 +205,68 @@ class Refused:
 class SchedulingPass:
     """The facts and the decisions of one scheduling pass.
 
-    The reader of the queue fills in the facts, and then `refused`. The method `decide` fills in the
-    other decisions. The address of a cluster is the URL of its Ray dashboard, or "" for the nodes
-    of node tables, which need no Ray.
+    `QueueReader` fills in the facts and the field `refused`. The method `decide` fills in the other
+    decisions. The address of a cluster is the URL of its Ray dashboard. The address "" stands for
+    the nodes that the settings of work pools list for runs without Ray.
     """
 
     #: Time of the pass, in UTC epoch seconds.
     at: float
     #: Snapshot of the waiting runs and of the runs that hold GPUs.
     ledger: Ledger
-    #: `settings[pool name]` are the settings of that work pool.
+    #: Settings of the work pools, by pool name.
     settings: Mapping[str, PoolSettings]
-    #: `rules[cluster address]` are the merged settings of all work pools that use that cluster.
+    #: Merged settings of all work pools that use a cluster, by the address of the cluster.
     rules: Mapping[str, PoolSettings]
     #: All waiting runs of all work pools, in the order of the queue.
     queue: Sequence[QueueEntry]
-    #: `clusters[cluster address]` is the snapshot of a cluster that could be read.
+    #: Snapshots of the clusters that could be read, by the address of the cluster.
     clusters: Mapping[str, Cluster]
-    #: `cluster_errors[cluster address]` is the error of a cluster that could not be read.
+    #: Errors of the clusters that could not be read, by the address of the cluster.
     cluster_errors: Mapping[str, str] = field(default_factory=dict)
     #: Runs that can never start.
     refused: list[Refused] = field(default_factory=list, init=False)
     #: Waiting runs that a user has cancelled, each with its Cancelled state. A scheduler overwrote
-    #: that state and was killed before it could restore it.
+    #: the Cancelled state, and was killed before it could restore that state.
     cancelled: Sequence[tuple[QueueEntry, State[Any]]] = ()
-    #: Runs whose worker did not start them after the grant. They lose their grant.
+    #: Runs that got a grant, but were not started by their worker. Their grants are deleted, and
+    #: they wait again.
     stuck: Sequence[QueueEntry] = ()
-    #: Messages for people about problems of the pass, for example about a silent cluster.
+    #: Messages about problems of the pass, for example about a cluster that does not answer.
     troubles: Sequence[str] = ()
-    #: `held[flow run id][node name]` is the number of GPUs that the run holds on the node.
+    #: Number of GPUs that each run holds on each node. The keys are the flow run id and the node
+    #: name.
     held: dict[UUID, Mapping[str, int]] = field(default_factory=dict, init=False)
-    #: `nodes[cluster address]` are the nodes with GPUs. Their field `held` shows which runs hold
-    #: the GPUs, including runs that start in this pass.
+    #: The nodes with GPUs, by the address of their cluster. The field `held` of each node shows
+    #: which runs hold its GPUs, including runs that start in this pass.
     nodes: dict[str, Sequence[ClusterNode]] = field(default_factory=dict, init=False)
     #: Runs that start in this pass, in the order of their starts. Each run is paired with the
     #: number of GPUs that it gets on each node, by node name.
     admitted: list[tuple[QueueEntry, Mapping[str, int]]] = field(default_factory=list, init=False)
-    #: `devices[flow run id][node name]` are the device numbers of a run that starts in this pass
-    #: without Ray.
+    #: For each run that starts in this pass without Ray: the numbers of its GPU devices on each
+    #: node. The keys are the flow run id and the node name.
     devices: dict[UUID, Mapping[str, tuple[int, ...]]] = field(default_factory=dict, init=False)
     #: Runs that Ray placed on other nodes than the granted nodes. Each run is paired with the
     #: number of GPUs that it uses on each node, by node name.
     moved: list[tuple[QueueEntry, Mapping[str, int]]] = field(default_factory=list, init=False)
-    #: `heads[cluster address]` is the demand of the first run that waits for GPUs of that cluster.
+    #: The GPUs and CPUs that the first waiting run of each cluster needs, by the address of the
+    #: cluster. Only runs that wait for free GPUs count.
     heads: dict[str, Demand] = field(default_factory=dict, init=False)
-    #: `messages[flow run id]` explains why a run waits that this pass does not start.
+    #: For each run that this pass does not start, by flow run id: the reason for waiting.
     messages: dict[UUID, Message] = field(default_factory=dict, init=False)
 
     @property
     def waiting(self) -> list[QueueEntry]:
-        """The waiting runs without the refused runs, in the order of the queue."""
+        """The waiting runs in the order of the queue, without the runs that can never start."""
         refused_ids = {refused.entry.id for refused in self.refused}
         return [entry for entry in self.queue if entry.id not in refused_ids]
 
     @property
     def holding(self) -> list[QueueEntry]:
-        """The runs that hold GPUs or have a process, without stuck and refused runs."""
+        """The runs that hold GPUs or have a process.
+
+        Runs that this pass requeues, and runs that can never start, are not included.
+        """
         lost_ids = {refused.entry.id for refused in self.refused}
         lost_ids |= {entry.id for entry in self.stuck}
         return [entry for entry in self.ledger.holding if entry.id not in lost_ids]
@@ -322,8 +333,8 @@ class SchedulingPass:
                 if reason.why is Why.GPUS:
                     self.heads.setdefault(key, gangs[id].demand)
 
-        # A work pool may have a concurrency limit. If it allows only some of these runs, the first
-        # runs of the queue start, even if the runs use different clusters.
+        # A work pool may have a concurrency limit. If the limit allows only some of these runs, the
+        # first runs of the queue start, even if the runs use different clusters.
         starts.sort(key=lambda start: start[0].place)
         for entry, gpus in starts:
             if entry.is_scheduled:
@@ -357,7 +368,8 @@ class SchedulingPass:
         Args:
             tags: The tags.
             starts: Runs that start, each with its number of GPUs on each node.
-            except_on: Key of a cluster whose GPUs are not counted. None to count all clusters.
+            except_on: Address of a cluster whose GPUs are not counted. None to count the GPUs of
+                all clusters.
         """
         used = dict.fromkeys(tags, 0)
         holding = ((entry, self.held.get(entry.id, {})) for entry in self.holding)
@@ -370,15 +382,17 @@ class SchedulingPass:
     def list_needed_nodes(self, key: str, max_nodes: int) -> list[dict[str, float]]:
         """Return the nodes that the autoscaler of a Ray cluster should provide.
 
-        Without a run that waits for GPUs, these are the nodes on which runs hold GPUs. With such a
-        run, they are all present nodes and the nodes that the run lacks.
+        If no run waits for GPUs, only the nodes on which runs hold GPUs are returned. If a run
+        waits for GPUs, all present nodes and the nodes that the first waiting run lacks are
+        returned.
 
         Args:
-            key: Key of the cluster.
+            key: Address of the cluster.
             max_nodes: Largest number of nodes.
 
         Returns:
-            One bundle for each node. A bundle contains the amount of each resource.
+            One dictionary for each node. It contains the amount of each resource, by the name of
+            the resource.
         """
         nodes = self.nodes[key]
         head = self.heads.get(key)
@@ -393,7 +407,8 @@ class SchedulingPass:
     def _is_barred(self, entry: QueueEntry, active_runs: Counter[PoolOrQueue]) -> bool:
         """Return True if a run could not start now even if all GPUs were free.
 
-        The message of such a run is stored. The run does not block later runs of the queue.
+        This method stores the reason of such a run in `messages`. The run does not delay later runs
+        of the queue.
 
         Args:
             entry: The run.
@@ -437,7 +452,7 @@ class SchedulingPass:
                 of each of its queues.
 
         Returns:
-            The message, or None if neither has reached its limit.
+            The message, or None if neither the work pool nor the queue has reached its limit.
         """
         pool = self.ledger.pools.get(entry.pool)
         if pool is None:
@@ -473,9 +488,9 @@ class SchedulingPass:
             self.devices[entry.id] = chosen
 
     def _read_held_gangs(self, key: str) -> list[Held]:
-        """Return the runs that hold GPUs of a cluster, in the form that the policy needs.
+        """Return the runs that hold GPUs of a cluster, in the form that the function `plan` needs.
 
-        The fields `nodes`, `held` and `moved` are filled in for this cluster.
+        This method also fills in the fields `nodes`, `held` and `moved` for this cluster.
         """
         gangs = [
             entry
@@ -506,8 +521,9 @@ class SchedulingPass:
                 gpus=shares.held[entry.id],
                 cpus_per_gpu=entry.demand.cpus_per_gpu,
                 place=entry.place,
-                # A run that exceeds its estimate is expected to end now. Otherwise the first run
-                # of the queue would get a reservation for a time in the past.
+                # A run that already takes longer than its estimate is expected to end now.
+                # Otherwise the first run of the queue would get a reservation for a time in the
+                # past.
                 ends_at=max(self.at, find_start(entry) + entry.request.estimate_s),
                 tags=entry.request.tags,
             )
@@ -529,7 +545,7 @@ class SchedulingPass:
         ]
 
     def _make_waiting_gang(self, entry: QueueEntry) -> Waiting:
-        """Return a waiting run in the form that the policy needs."""
+        """Return a waiting run in the form that the function `plan` needs."""
         return Waiting(
             id=str(entry.id),
             demand=entry.demand,
@@ -556,11 +572,11 @@ class SchedulingPass:
         return table_names & pool.hosts if pool.hosts else table_names
 
     def _table_names(self, entry: QueueEntry) -> frozenset[str]:
-        """Return the node names in the node table of a run's work pool.
+        """Return the names of the nodes that the settings of a run's work pool list.
 
         Returns:
-            The names. Empty if the run does not use the table, because it uses Ray or because it
-            waits in a process on a certain node.
+            The names. Empty if the run uses Ray, or if the run can use only the node on which its
+            process waits.
         """
         if not entry.has_gang_without_ray or entry.only_node or entry.pool not in self.settings:
             return frozenset()
@@ -575,7 +591,7 @@ class SchedulingPass:
             entry: The run.
             number: Position of the run in the queue, from 1.
             plan: Decisions of the policy for the run's cluster.
-            names: `names[flow run id]` is the run id of that flow run.
+            names: The run ids, by flow run id.
         """
         reason = plan.reasons[str(entry.id)]
         key = entry.request.cluster
@@ -607,11 +623,11 @@ class SchedulingPass:
 def pool_of(entry: QueueEntry, settings: Mapping[str, PoolSettings]) -> str:
     """Return the name of the work pool whose settings apply to a run.
 
-    It is the run's own pool if that pool has settings, otherwise the pool `gang`.
+    The function returns the run's own pool if that pool has settings, otherwise the pool `gang`.
 
     Args:
         entry: The run.
-        settings: `settings[pool name]` are the settings of that work pool.
+        settings: Settings of the work pools, by pool name.
     """
     return entry.pool if entry.pool in settings else DEFAULT_POOL
 
@@ -621,7 +637,7 @@ def own_settings(entry: QueueEntry, settings: Mapping[str, PoolSettings]) -> Poo
 
     Args:
         entry: The run.
-        settings: `settings[pool name]` are the settings of that work pool.
+        settings: Settings of the work pools, by pool name.
     """
     return settings.get(pool_of(entry, settings), PoolSettings())
 
@@ -631,12 +647,13 @@ def find_overgranted(
 ) -> list[QueueEntry]:
     """Return the runs that were granted GPUs which another run already holds.
 
-    Only runs without a process are returned, because they can lose their grant. A GPU is granted
-    twice if a scheduler loses its lease, but its last write still reaches the Prefect server.
+    Only runs without a process are returned, because the grant of a run with a process must not be
+    deleted. A GPU can be granted twice if a scheduler writes its last grant too late: another
+    scheduler has then already taken the lock on the Prefect server.
 
     Args:
         holding: The runs that hold GPUs.
-        clusters: `clusters[cluster address]` is the snapshot of that cluster.
+        clusters: Snapshots of the clusters, by the address of the cluster.
     """
     free_gpus = {(key, node.name): node.gpus for key in clusters for node in clusters[key].nodes}
     used_devices: set[tuple[str, int]] = set()

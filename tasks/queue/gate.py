@@ -1,10 +1,10 @@
 """The scheduler: decides which runs of the queue start, and writes its decisions to the server.
 
-Each worker of type `gang` has a scheduler, and so has each process in which a run waits. Only one
-scheduler of a Prefect server may write decisions at a time: the holder of the scheduling lease, see
-`tasks.queue.lease`. A scheduling pass without the lease only reads. If the pass finds a decision to
-write, the scheduler takes the lease, repeats the pass, writes the decisions and gives the lease
-back.
+Each worker of type `gang` contains a scheduler. Each process in which a run waits for its GPUs also
+contains a scheduler. Only one scheduler of a Prefect server may write decisions at a time: the
+holder of the scheduling lease, a lock on the server, see `tasks.queue.lease`. A scheduler without
+the lease only reads. If its scheduling pass finds a decision to write, the scheduler takes the
+lease, repeats the pass, writes the decisions and gives the lease back.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from tasks.server.events import SendRunEvent
 
 _log = logging.getLogger(__name__)
 
-#: Longest time, in seconds, to wait for the scheduling lease. Other schedulers normally hold it for
-#: less time.
+#: Longest time, in seconds, to wait for the scheduling lease, the lock that lets one scheduler
+#: write decisions. Other schedulers normally hold the lease for less time.
 _LEASE_TIMEOUT_S = 5.0
 #: Time, in seconds, between two messages with the same demand to an autoscaler. The demand is sent
 #: again because a Ray head node forgets it when it restarts.
 _DEMAND_LIFETIME_S = 30.0
-#: Largest number of state messages that are written under one lease. Other schedulers can make
-#: decisions before the next lease.
+#: Largest number of state messages that a scheduler writes before it gives the scheduling lease
+#: back. Other schedulers can then write their decisions before the next messages are written.
 _WRITES_PER_LEASE = 10
 #: Largest number of state messages that are written after one scheduling pass. The limit exists
-#: because the writes take time, and the messages of the pass become outdated.
+#: because the writes take time, and the messages of the pass become outdated during that time.
 _WRITES_PER_PASS = 50
 
 
 #: Value of `Gate._last` if the next scheduling pass must read all waiting runs again.
 _NO_PASS: Final = None, None, -math.inf, -math.inf
-#: Returns True if this process should start a run. The mapping `gpus[node name]` is the number of
-#: GPUs that the run gets on each node.
+#: Type of a function that returns True if this process should start a run. Its arguments are the
+#: run, and the number of GPUs that the run gets on each node, by node name.
 MayStart = Callable[[QueueEntry, Mapping[str, int]], bool]
 
 
@@ -89,8 +89,8 @@ class Gate:
         self._reader = QueueReader(client, capacity, self.process, reader)
         self._lease = GateLease(client, home=home or muster_home())
         self._capacity = capacity
-        #: `_demands[address]` is the last demand that was sent to the autoscaler of that cluster,
-        #: and the time of sending in monotonic seconds.
+        #: For each Ray cluster, by its address: the nodes that were last requested from its
+        #: autoscaler, and the time of that request in monotonic seconds.
         self._demands: dict[str, tuple[list[dict[str, float]], float]] = {}
         #: Four values: the last scheduling pass; the id of the last decision that this pass has
         #: seen on the server; the time of the last complete reading of the queue; the time of the
@@ -110,8 +110,8 @@ class Gate:
     ) -> tuple[SchedulingPass, list[QueueEntry]]:
         """Run a scheduling pass, and write its decisions to the server.
 
-        Runs that can start get a grant. Runs that can never start fail. Runs that were not started
-        after their grant lose it and wait again.
+        Runs that can start get a grant. Runs that can never start fail. If a run was not started
+        after its grant, the grant is deleted, and the run waits again.
 
         Args:
             may_start: Returns True if this process should start a run on the given nodes.
@@ -124,11 +124,11 @@ class Gate:
 
         Returns:
             The last scheduling pass, and the runs that this process must start. Each of these runs
-            has its grant. They are in the order of their admission.
+            has its grant. The list is in the order in which the runs were admitted.
 
         Raises:
             httpx.HTTPError, PrefectException: The server did not answer.
-            LeaseLost: Writing the decisions took too long.
+            LeaseLost: Writing the decisions took longer than the scheduling lease allows.
         """
         run_pass = partial(
             self._reader.run_pass,
@@ -142,8 +142,9 @@ class Gate:
         rewritten = self._rewritten
         self._rewritten = set()
         changed_ids = {*(changed or ()), *rewritten}
-        # Runs that wait in their own process change their BEAT label without an event. So the queue
-        # must be read often enough to see these changes.
+        # A run that waits in its own process changes the label BEAT of its flow run every 10
+        # seconds. The server emits no event for this change. So the queue must be read often enough
+        # to see it.
         has_beats = last_pass is not None and any(
             entry.waits_in_process for entry in last_pass.queue
         )
@@ -170,8 +171,8 @@ class Gate:
         async with self._lease.acquire(within_s=_LEASE_TIMEOUT_S) as held_lease:
             if held_lease is None:
                 return scheduling_pass, []
-            # If no other scheduler has decided since the pass above, the waiting runs that were
-            # read there are still valid.
+            # If no other scheduler has written a decision since the scheduling pass above, the
+            # waiting runs of that pass are still valid.
             is_valid = (
                 decision_id is not None and decision_id == await self._lease.read_last_decision()
             )
@@ -205,8 +206,8 @@ class Gate:
                     old_devices = entry.grant.devices if entry.grant else {}
                     devices = scheduling_pass.devices.get(entry.id) or old_devices
                     runs_to_start.append(await self._grant(entry, gpus, devices, held_lease))
-        # The last value makes the next pass read the queue, so that it sees the writes of this
-        # call.
+        # The time -math.inf lets the next scheduling pass read the queue again. That pass then sees
+        # the changes that this call has written.
         self._last = scheduling_pass, decision_id, complete_read_at, -math.inf
         return scheduling_pass, runs_to_start
 
@@ -230,12 +231,12 @@ class Gate:
         may_start: MayStart,
         in_flight: Collection[UUID],
     ) -> list[QueueEntry]:
-        """Return the runs that this process granted earlier and has not started yet.
+        """Return the runs that got their grant from this process and that it has not started yet.
 
         Args:
             scheduling_pass: The last scheduling pass.
             may_start: Returns True if this process should start a run on the given nodes.
-            in_flight: Ids of runs that this process is submitting. They are left out.
+            in_flight: Ids of runs that this process is submitting. These runs are not returned.
         """
         return [
             entry
@@ -259,9 +260,10 @@ class Gate:
 
         Args:
             entry: The run.
-            gpus: `gpus[node name]` is the number of GPUs that the run gets on that node.
-            devices: `devices[node name]` are the GPU devices. Empty if Ray assigns the devices.
-            held_lease: The lease, which must be valid during the write.
+            gpus: Number of GPUs that the run gets on each node, by node name.
+            devices: Numbers of the GPU devices on each node, by node name. Empty if Ray assigns the
+                devices.
+            held_lease: The scheduling lease, which must be valid during the write.
 
         Raises:
             httpx.HTTPError, PrefectException: The server did not answer.
@@ -311,7 +313,7 @@ class Gate:
     async def _requeue(self, entry: QueueEntry) -> None:
         """Return a run to the queue because its worker did not start it.
 
-        If the run is being cancelled, it ends as cancelled instead.
+        If the run is being cancelled, its state is set to Cancelled instead.
         """
         if entry.state.is_cancelling():
             cancelled: State[Any] = Cancelled(message="cancelled before its start")
@@ -346,7 +348,7 @@ class Gate:
             )
 
     async def _rename(self, entry: QueueEntry, name: str) -> None:
-        """Set the name of a flow run on the server, if it has another name.
+        """Set the name of a flow run on the server, if the flow run has another name there.
 
         Call this method before the state of the flow run is set. Prefect's automations react to the
         state, and their messages show the name.
@@ -355,7 +357,9 @@ class Gate:
             await self._client.update_flow_run(entry.id, name=name)
 
     def _announce_run(self, entry: QueueEntry, name: str, **fields: Any) -> None:
-        """Emit an event about a run. The names of its work pool and queue are added to the fields.
+        """Emit an event about a run.
+
+        The names of the run's work pool and queue become event fields.
 
         Args:
             entry: The run.
@@ -368,8 +372,9 @@ class Gate:
     async def publish_reasons(self, scheduling_pass: SchedulingPass) -> bool:
         """Write the messages of a scheduling pass into the states of the waiting runs.
 
-        The demand of the waiting runs is sent to the autoscalers of Ray clusters, too. Runs that
-        wait in their own process are left out, because they write their state themselves.
+        This method also requests the nodes that the waiting runs need from the autoscalers of Ray
+        clusters. The states of runs that wait in their own process are not written, because these
+        processes write the states themselves.
 
         Args:
             scheduling_pass: The last scheduling pass.
@@ -379,7 +384,7 @@ class Gate:
 
         Raises:
             httpx.HTTPError, PrefectException: The server did not answer.
-            LeaseLost: Writing took too long.
+            LeaseLost: Writing the messages took longer than the scheduling lease allows.
         """
         await self._show_demands(scheduling_pass)
         outdated = [
@@ -401,7 +406,7 @@ class Gate:
     async def _show_demands(self, scheduling_pass: SchedulingPass) -> None:
         """Send each autoscaler the nodes that its Ray cluster needs.
 
-        An autoscaler cannot find the demand by itself, because a run submits its Ray job only when
+        An autoscaler cannot find the demand by itself, because a run submits its Ray job only after
         its GPUs exist.
         """
         now = time.monotonic()
@@ -421,7 +426,10 @@ class Gate:
                 _log.warning("the autoscaler of %s did not get the demand: %s", address, error)
 
     def _has_message(self, entry: QueueEntry, message: Message) -> bool:
-        """Return True if the state of a run has this message, except for details at its end."""
+        """Return True if the state of a run already contains a message.
+
+        Details at the end of the message, such as the numbers of free GPUs, are not compared.
+        """
         if entry.state.name != PENDING_RESOURCES:
             return False
         return steady_part(entry.state.message or "") == steady_part(message.text)

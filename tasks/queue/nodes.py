@@ -128,7 +128,7 @@ class Capacity:
         Args:
             key: Address of the cluster's dashboard. Empty for the nodes of the node tables, which
                 serve runs without a Ray cluster.
-            settings: `settings[pool name]` are the settings of that work pool.
+            settings: Settings of the work pools, by pool name.
 
         Raises:
             NoCapacity: The nodes cannot be read.

@@ -16,8 +16,8 @@ from typing import Literal
 
 from tasks.spec.formatting import format_count
 
-#: Scheduling policy. With `fifo`, gangs start strictly in the order of the queue. With `backfill`,
-#: a later gang may start earlier if that does not delay the first gang of the queue.
+#: Scheduling policy. With `fifo`, runs start strictly in the order of the queue. With `backfill`,
+#: a later run may start earlier if that does not delay the first run of the queue.
 Policy = Literal["fifo", "backfill"]
 
 #: Tolerance for comparing numbers of CPUs. Sums of fractions are not exact: 0.1 + 0.2 > 0.3.
@@ -86,14 +86,14 @@ class FreeNodes:
             self._count_at_least[free] = count
 
     def find(self, demand: Demand, among: Collection[int] | None = None) -> list[int] | None:
-        """Choose the nodes for a gang.
+        """Choose the nodes for a run.
 
         Nodes with fewer free GPUs are chosen first, so that nodes with many free GPUs remain for
-        large gangs. Among nodes with the same number of free GPUs, the lowest indexes are chosen.
+        large runs. Among nodes with the same number of free GPUs, the lowest indexes are chosen.
 
         Args:
-            demand: GPUs and CPUs that the gang needs.
-            among: Indexes of the nodes that the gang may use, or None for all nodes.
+            demand: GPUs and CPUs that the run needs.
+            among: Indexes of the nodes that the run may use, or None for all nodes.
 
         Returns:
             The indexes of the nodes, or None if too few nodes are sufficient.
@@ -118,11 +118,11 @@ class FreeNodes:
         return None
 
     def take(self, nodes: Iterable[int], demand: Demand) -> None:
-        """Subtract the GPUs and CPUs of a gang from the free resources of its nodes.
+        """Subtract the GPUs and CPUs of a run from the free resources of its nodes.
 
         Args:
-            nodes: Indexes of the nodes. Each of them must be sufficient for the gang.
-            demand: GPUs and CPUs that the gang needs.
+            nodes: Indexes of the nodes. Each of them must be sufficient for the run.
+            demand: GPUs and CPUs that the run needs.
         """
         gpus = demand.gpus_per_node
         cpus = demand.cpus_per_node
@@ -139,11 +139,11 @@ class FreeNodes:
 
 
 class NodesAhead:
-    """A forecast of the free resources at a later time, for one waiting gang.
+    """A forecast of the free resources at a later time, for one waiting run.
 
-    The caller adds the resources of running gangs that will have ended by that time, and subtracts
-    the resources of other waiting gangs that start earlier. The object then says whether the
-    waiting gang fits.
+    The caller adds the resources of active runs that will have ended by that time, and subtracts
+    the resources of other waiting runs that start earlier. The object then says whether the
+    waiting run fits.
     """
 
     def __init__(
@@ -152,10 +152,10 @@ class NodesAhead:
         """
         Args:
             nodes: The resources that are free now.
-            demand: GPUs and CPUs that the waiting gang needs.
-            among: Indexes of the nodes that the waiting gang may use, or None for all nodes.
+            demand: GPUs and CPUs that the waiting run needs.
+            among: Indexes of the nodes that the waiting run may use, or None for all nodes.
         """
-        # Minus infinity keeps a node insufficient that the gang may not use, even if GPUs become
+        # Minus infinity keeps a node insufficient that the run may not use, even if GPUs become
         # free on it.
         self._gpus = [
             gpus if among is None or index in among else -math.inf
@@ -164,21 +164,21 @@ class NodesAhead:
         self._cpus = list(nodes.cpus)
         self._min_gpus = demand.gpus_per_node
         self._min_cpus = demand.cpus_per_node
-        #: Number of sufficient nodes minus the number of nodes that the gang needs. It is negative
-        #: if the gang does not fit.
+        #: Number of sufficient nodes minus the number of nodes that the run needs. It is negative
+        #: if the run does not fit.
         self._spare = sum(map(self._is_enough, self._gpus, self._cpus)) - demand.nodes
 
     @property
     def fits(self) -> bool:
-        """True if enough nodes are sufficient for the waiting gang."""
+        """True if enough nodes are sufficient for the waiting run."""
         return self._spare >= 0
 
     def is_sufficient(self, node: int) -> bool:
-        """Return True if a node has enough free GPUs and CPUs for one node of the waiting gang."""
+        """Return True if a node has enough free GPUs and CPUs for one node of the waiting run."""
         return self._is_enough(self._gpus[node], self._cpus[node])
 
     def release(self, node: int, gpus: int, cpus: float) -> None:
-        """Add the resources that another gang frees on a node when it ends.
+        """Add the resources that another run frees on a node when it ends.
 
         Args:
             node: Index of the node.
@@ -191,11 +191,11 @@ class NodesAhead:
         self._spare += self.is_sufficient(node) - was_sufficient
 
     def allows(self, nodes: Sequence[int], demand: Demand) -> bool:
-        """Return True if the waiting gang still fits when another gang uses some nodes.
+        """Return True if the waiting run still fits when another run uses some nodes.
 
         Args:
-            nodes: Indexes of the nodes of the other gang.
-            demand: GPUs and CPUs that the other gang needs.
+            nodes: Indexes of the nodes of the other run.
+            demand: GPUs and CPUs that the other run needs.
         """
         if len(nodes) <= self._spare:
             return True
@@ -210,15 +210,15 @@ class NodesAhead:
         return lost_nodes <= self._spare
 
     def take(self, nodes: Iterable[int], demand: Demand) -> None:
-        """Subtract the resources that another gang uses on its nodes.
+        """Subtract the resources that another run uses on its nodes.
 
         Args:
-            nodes: Indexes of the nodes of the other gang.
-            demand: GPUs and CPUs that the other gang needs.
+            nodes: Indexes of the nodes of the other run.
+            demand: GPUs and CPUs that the other run needs.
         """
         for node in nodes:
             self.release(node, -demand.gpus_per_node, -demand.cpus_per_node)
 
     def _is_enough(self, gpus: float, cpus: float) -> bool:
-        """Return True if the numbers are enough for one node of the waiting gang."""
+        """Return True if the numbers are enough for one node of the waiting run."""
         return gpus >= self._min_gpus and cpus >= self._min_cpus

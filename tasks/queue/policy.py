@@ -44,8 +44,8 @@ class Quota:
     def __init__(self, limits: Mapping[str, int], used: Mapping[str, int] | None = None) -> None:
         """
         Args:
-            limits: `limits[tag]` is the largest number of GPUs for the gangs with that tag.
-            used: `used[tag]` is the number of GPUs that such gangs hold already. None for 0.
+            limits: `limits[tag]` is the largest number of GPUs for the runs with that tag.
+            used: `used[tag]` is the number of GPUs that such runs hold already. None for 0.
         """
         self._limits = dict(limits)
         self._used = dict.fromkeys(limits, 0) | dict(used or {})
@@ -54,11 +54,11 @@ class Quota:
         return Quota(self._limits, self._used)
 
     def find_exceeded_tag(self, tags: Iterable[str], gpus: int) -> str:
-        """Return the tag whose limit a gang would exceed if it started now.
+        """Return the tag whose limit a run would exceed if it started now.
 
         Args:
-            tags: Tags of the gang.
-            gpus: Number of GPUs of the gang.
+            tags: Tags of the run.
+            gpus: Number of GPUs of the run.
 
         Returns:
             The first of these tags in alphabetical order, or "" if no limit would be exceeded.
@@ -77,41 +77,41 @@ class Quota:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """A gang that waits for its GPUs."""
+    """A run that waits for its GPUs."""
 
-    #: Id of the gang.
+    #: Id of the run.
     id: str
-    #: GPUs and CPUs that the gang needs.
+    #: GPUs and CPUs that the run needs.
     demand: Demand
-    #: Sort key in the queue. The gang with the smallest key is first. All keys are different, also
-    #: those of gangs that hold GPUs.
+    #: Sort key in the queue. The run with the smallest key is first. All keys are different, also
+    #: those of runs that hold GPUs.
     place: tuple[float | int | str, ...]
-    #: Expected time, in seconds, from the start of the gang to its end. It is one of CLASSES_S.
+    #: Expected time, in seconds, from the start of the run to its end. It is one of CLASSES_S.
     estimate_s: float
-    #: Earliest start in seconds, on the clock of the argument `now` of `plan`. A requeued gang has
-    #: a short delay. During the delay it stays at its position in the queue, and later gangs do not
+    #: Earliest start in seconds, on the clock of the argument `now` of `plan`. A requeued run has
+    #: a short delay. During the delay it stays at its position in the queue, and later runs do not
     #: pass it.
     not_before: float = 0.0
     #: Tags of the run. A tag may have a limit of GPUs.
     tags: frozenset[str] = frozenset()
-    #: Names of the nodes that the gang may use, or None for all nodes.
+    #: Names of the nodes that the run may use, or None for all nodes.
     among: frozenset[str] | None = None
-    #: Names of nodes that the gang should avoid. It gets such nodes only if it does not fit on the
+    #: Names of nodes that the run should avoid. It gets such nodes only if it does not fit on the
     #: other nodes.
     avoid: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """A gang that holds its GPUs."""
+    """A run that holds its GPUs."""
 
-    #: Id of the gang.
+    #: Id of the run.
     id: str
-    #: `gpus[node name]` is the number of GPUs that the gang holds on that node.
+    #: `gpus[node name]` is the number of GPUs that the run holds on that node.
     gpus: Mapping[str, int]
-    #: Number of CPUs that the gang uses for each GPU.
+    #: Number of CPUs that the run uses for each GPU.
     cpus_per_gpu: float
-    #: Sort key that the gang had in the queue before its start.
+    #: Sort key that the run had in the queue before its start.
     place: tuple[float | int | str, ...]
     #: Expected end in seconds, on the clock of the argument `now` of `plan`.
     ends_at: float
@@ -120,34 +120,34 @@ class Held:
 
 
 class Why(Enum):
-    """The kind of reason why a waiting gang does not start now."""
+    """The kind of reason why a waiting run does not start now."""
 
-    #: The gang is the first of the queue, and too few GPUs or CPUs are free.
+    #: The run is the first of the queue, and too few GPUs or CPUs are free.
     GPUS = "gpus"
-    #: The gang waits behind the first gang of the queue.
+    #: The run waits behind the first run of the queue.
     BEHIND = "behind"
-    #: The gang would fit, but its start would delay the first gang of the queue.
+    #: The run would fit, but its start would delay the first run of the queue.
     WOULD_DELAY = "would-delay"
-    #: The gang would exceed the limit of GPUs for one of its tags.
+    #: The run would exceed the limit of GPUs for one of its tags.
     LIMIT = "limit"
-    #: The gang was requeued, and the delay before its next start is not over.
+    #: The run was requeued, and the delay before its next start is not over.
     RETRY = "retry"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
-    """The reason why a waiting gang does not start now, and its expected start."""
+    """The reason why a waiting run does not start now, and its expected start."""
 
     #: Kind of the reason.
     why: Why
-    #: Ids of the gangs that this gang waits for. They are either the first gang of the queue, or
-    #: running gangs whose end frees enough GPUs.
+    #: Ids of the runs that this run waits for. They are either the first run of the queue, or
+    #: active runs whose end frees enough GPUs.
     waits_for: tuple[str, ...] = ()
     #: Expected start in seconds, on the clock of the argument `now` of `plan`. None if unknown.
     starts_at: float | None = None
-    #: Tag whose GPU limit the gang would exceed. Empty if the gang waits for another reason.
+    #: Tag whose GPU limit the run would exceed. Empty if the run waits for another reason.
     tag: str = ""
-    #: True if later gangs may start before this gang.
+    #: True if later runs may start before this run.
     is_passed: bool = False
 
 
@@ -155,10 +155,10 @@ class Reason:
 class Plan:
     """The decisions of the policy in one scheduling pass."""
 
-    #: `admitted[gang id]` are the names of the nodes of a gang that starts. The gangs are in the
+    #: `admitted[run id]` are the names of the nodes of a run that starts. The runs are in the
     #: order of their starts.
     admitted: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    #: `reasons[gang id]` is the reason why a gang does not start. The gangs are in the order of the
+    #: `reasons[run id]` is the reason why a run does not start. The runs are in the order of the
     #: queue.
     reasons: Mapping[str, Reason] = field(default_factory=dict)
     #: `free[node name]` is the number of GPUs that are free after all starts of this pass.
@@ -175,32 +175,32 @@ def plan(
     limits: Mapping[str, int] | None = None,
     used: Mapping[str, int] | None = None,
 ) -> Plan:
-    """Decide which gangs start now and on which nodes, and why each other gang waits.
+    """Decide which runs start now and on which nodes, and why each other run waits.
 
-    Gangs are started from the front of the queue until a gang does not fit. This gang is called the
+    Runs are started from the front of the queue until a run does not fit. This run is called the
     head.
 
-    - `fifo`: No later gang starts before the head. The exception is a head that would not fit even
-      if all nodes were empty: then later gangs may start.
+    - `fifo`: No later run starts before the head. The exception is a head that would not fit even
+      if all nodes were empty: then later runs may start.
     - `backfill`: The head gets a reservation: the earliest time at which it will fit, according to
-      the estimates. A later gang that fits now may start in two cases. Either it ends before the
-      reservation, or the head will still fit while the later gang is running. If the head would not
-      fit even on empty nodes, every later gang that fits may start.
+      the estimates. A later run that fits now may start in two cases. Either it ends before the
+      reservation, or the head will still fit while the later run is running. If the head would not
+      fit even on empty nodes, every later run that fits may start.
 
-    A gang whose `not_before` is in the future counts as not fitting. A gang that would exceed the
-    limit of a tag is skipped, and later gangs may start.
+    A run whose `not_before` is in the future counts as not fitting. A run that would exceed the
+    limit of a tag is skipped, and later runs may start.
 
     Args:
-        waiting: The waiting gangs, in any order.
-        held: The gangs that hold GPUs, in any order. GPUs on nodes that are not in `nodes` count
+        waiting: The waiting runs, in any order.
+        held: The runs that hold GPUs, in any order. GPUs on nodes that are not in `nodes` count
             only for the limits of tags.
-        nodes: The nodes. If several nodes are equally good for a gang, the first of them are
+        nodes: The nodes. If several nodes are equally good for a run, the first of them are
             chosen. The field `held` of the nodes is ignored.
-        now: Current time in seconds. All times of gangs must come from the same clock.
+        now: Current time in seconds. All times of runs must come from the same clock.
         policy: The scheduling policy.
-        limits: `limits[tag]` is the largest number of GPUs for all gangs with that tag together. A
+        limits: `limits[tag]` is the largest number of GPUs for all runs with that tag together. A
             tag that is not in the mapping has no limit.
-        used: `used[tag]` is the number of GPUs that gangs with that tag hold on other clusters.
+        used: `used[tag]` is the number of GPUs that runs with that tag hold on other clusters.
 
     Source: EASY, D. Lifka, The ANL/IBM SP Scheduling System, JSSPP 1995.
     """
@@ -209,9 +209,9 @@ def plan(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reservation:
-    """The time and the resources that are reserved for the first gang that does not fit now."""
+    """The time and the resources that are reserved for the first run that does not fit now."""
 
-    #: The first gang of the queue that does not fit now.
+    #: The first run of the queue that does not fit now.
     head: Waiting
     #: Earliest time at which the head will fit, according to the estimates. Infinite if it never
     #: fits.
@@ -220,7 +220,7 @@ class _Reservation:
     nodes: NodesAhead
     #: GPUs in use for each tag at that time, including the GPUs of the head.
     quota: Quota
-    #: Ids of the running gangs whose ends free enough GPUs for the head.
+    #: Ids of the active runs whose ends free enough GPUs for the head.
     waits_for: tuple[str, ...]
 
 
@@ -228,7 +228,7 @@ _RETRY = Reason(why=Why.RETRY)
 
 
 class _Pass:
-    """Computes one `Plan`. Each gang that starts decreases the free GPUs and CPUs."""
+    """Computes one `Plan`. Each run that starts decreases the free GPUs and CPUs."""
 
     def __init__(
         self, held: Sequence[Held], nodes: Sequence[ClusterNode], now: float, quota: Quota
@@ -255,8 +255,8 @@ class _Pass:
         self._reasons: dict[str, Reason] = {}
 
     def run(self, waiting: Sequence[Waiting], policy: Policy) -> Plan:
-        """Return the plan for the waiting gangs under the given scheduling policy."""
-        # All steps below consume the same iterator, so each gang of the queue is examined once.
+        """Return the plan for the waiting runs under the given scheduling policy."""
+        # All steps below consume the same iterator, so each run of the queue is examined once.
         queue = self._skip_gangs_over_limit(sorted(waiting, key=attrgetter("place")))
         while (head := self._start_gangs_in_order(queue)) is not None:
             reservation = self._reserve(head)
@@ -269,7 +269,7 @@ class _Pass:
             if policy == "backfill":
                 self._backfill(queue, reservation)
             elif starts_at is None:
-                # The head would not fit even on empty nodes, so later gangs cannot delay it.
+                # The head would not fit even on empty nodes, so later runs cannot delay it.
                 self._reasons[head.id] = replace(self._reasons[head.id], is_passed=True)
             else:
                 behind = Reason(why=Why.BEHIND, waits_for=(head.id,))
@@ -281,10 +281,10 @@ class _Pass:
         return Plan(admitted=self._admitted, reasons=self._reasons, free=free)
 
     def _skip_gangs_over_limit(self, queue: Sequence[Waiting]) -> Iterator[Waiting]:
-        """Yield the gangs of the queue that would exceed no limit of a tag.
+        """Yield the runs of the queue that would exceed no limit of a tag.
 
-        Each gang is checked when it is requested, so gangs that have started before are counted.
-        The reason of a skipped gang is stored.
+        Each run is checked when it is requested, so runs that have started before are counted.
+        The reason of a skipped run is stored.
         """
         over_limit: dict[str, Reason] = {}
         for run in queue:
@@ -296,10 +296,10 @@ class _Pass:
                 yield run
 
     def _start_gangs_in_order(self, queue: Iterator[Waiting]) -> Waiting | None:
-        """Start the gangs of the queue in order, and return the first gang that does not fit.
+        """Start the runs of the queue in order, and return the first run that does not fit.
 
         Returns:
-            The gang, or None if all gangs have started.
+            The run, or None if all runs have started.
         """
         for run in queue:
             nodes = self._find(run) if run.not_before <= self._now else None
@@ -309,15 +309,15 @@ class _Pass:
         return None
 
     def _backfill(self, queue: Iterator[Waiting], reservation: _Reservation) -> None:
-        """Start the remaining gangs of the queue that do not delay the gang with the reservation.
+        """Start the remaining runs of the queue that do not delay the run with the reservation.
 
-        The reasons of the other gangs are stored.
+        The reasons of the other runs are stored.
         """
         behind = Reason(why=Why.BEHIND, waits_for=(reservation.head.id,))
         would_delay = Reason(why=Why.WOULD_DELAY, waits_for=(reservation.head.id,))
         # A long queue has few different demands, so the results are stored by demand. Free
         # resources only decrease during a pass, so a demand that did not fit will not fit later. A
-        # demand that would delay the head is checked again only after another gang has started.
+        # demand that would delay the head is checked again only after another run has started.
         too_large: set[object] = set()
         delaying: set[object] = set()
         for run in queue:
@@ -347,10 +347,10 @@ class _Pass:
                     reservation.quota.take(run.tags, demand.gpus)
 
     def _find(self, run: Waiting) -> list[int] | None:
-        """Choose the nodes for a gang, with the smallest possible number of nodes of `run.avoid`.
+        """Choose the nodes for a run, with the smallest possible number of nodes of `run.avoid`.
 
         Returns:
-            The indexes of the nodes, or None if the gang does not fit.
+            The indexes of the nodes, or None if the run does not fit.
         """
         among = self._find_usable_nodes(run)
         avoid = sorted(self._index[name] for name in run.avoid & self._index.keys())
@@ -362,13 +362,13 @@ class _Pass:
         return self._nodes.find(run.demand, among)
 
     def _find_usable_nodes(self, run: Waiting) -> set[int] | None:
-        """Return the indexes of the nodes that a gang may use, or None if it may use all nodes."""
+        """Return the indexes of the nodes that a run may use, or None if it may use all nodes."""
         if run.among is None:
             return None
         return {self._index[name] for name in run.among if name in self._index}
 
     def _start(self, run: Waiting, nodes: Sequence[int]) -> None:
-        """Start a gang on the nodes with the given indexes, and subtract its resources."""
+        """Start a run on the nodes with the given indexes, and subtract its resources."""
         self._nodes.take(nodes, run.demand)
         self._quota.take(run.tags, run.demand.gpus)
         names = tuple(self._names[index] for index in sorted(nodes))
@@ -385,13 +385,13 @@ class _Pass:
         )
 
     def _reserve(self, head: Waiting) -> _Reservation:
-        """Compute the earliest time at which a waiting gang will fit.
+        """Compute the earliest time at which a waiting run will fit.
 
-        The computation lets the running gangs end one after the other, in the order of their
-        expected ends, until the waiting gang fits and its `not_before` is reached.
+        The computation lets the active runs end one after the other, in the order of their
+        expected ends, until the waiting run fits and its `not_before` is reached.
 
         Args:
-            head: The waiting gang.
+            head: The waiting run.
         """
         ahead = NodesAhead(self._nodes, head.demand, self._find_usable_nodes(head))
         quota = self._quota.copy()
@@ -399,7 +399,7 @@ class _Pass:
         insufficient = {index for index in self._index.values() if not ahead.is_sufficient(index)}
         not_before = head.not_before if head.not_before > self._now else -math.inf
         at = not_before
-        # For each gang that ends before the head fits: its id, and the indexes of its nodes.
+        # For each run that ends before the head fits: its id, and the indexes of its nodes.
         ended: list[tuple[str, list[int]]] = []
         for gang in sorted(self._running, key=attrgetter("ends_at", "place")):
             if ahead.fits and gang.ends_at > not_before:
@@ -415,7 +415,7 @@ class _Pass:
             quota.take(gang.tags, -sum(gang.gpus.values()))
         if not ahead.fits:
             return _Reservation(head=head, at=math.inf, nodes=ahead, quota=quota, waits_for=())
-        # The head waits for the gangs whose ends make further nodes sufficient.
+        # The head waits for the runs whose ends make further nodes sufficient.
         became_sufficient = {index for index in insufficient if ahead.is_sufficient(index)}
         waits_for = tuple(id for id, nodes in ended if not became_sufficient.isdisjoint(nodes))
         return _Reservation(head=head, at=at, nodes=ahead, quota=quota, waits_for=waits_for)

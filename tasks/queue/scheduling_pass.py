@@ -290,7 +290,7 @@ class QueueReader:
 
         Args:
             entries: The runs.
-            settings: `settings[pool name]` are the settings of that work pool.
+            settings: Settings of the work pools, by pool name.
 
         Returns:
             The clusters that could be read, and the errors of the other clusters. The keys of both
@@ -449,7 +449,7 @@ def _merge_rules(
 
     Args:
         entries: The waiting runs and the runs that hold GPUs.
-        settings: `settings[pool name]` are the settings of that work pool.
+        settings: Settings of the work pools, by pool name.
         clusters: Keys of the clusters that could be read.
         names: `names[address]` is the kept address of a cluster with several addresses.
     """
