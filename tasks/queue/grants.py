@@ -50,7 +50,8 @@ _FAILURES = TypeAdapter(dict[str, int])
 #: value of the label is the number of processes that the flow run has had so far.
 _HANDED_OVER = "muster.gang.goes_on"
 
-#: Seconds between two changes of the label `BEAT`, by which a waiting run shows that it is alive.
+#: Time, in seconds, between two changes of the label `BEAT`. The changes show that the process of a
+#: waiting run is alive.
 BEAT_EVERY_S = 10.0
 
 #: Name of the Prefect state of a run that waits for its GPUs.
@@ -82,9 +83,9 @@ class Grant(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    #: `nodes[node name]` is the number of GPUs that the run may use on that node.
+    #: Number of GPUs that the run may use on each node, by node name.
     nodes: dict[str, int]
-    #: `devices[node name]` are the numbers of the GPU devices. Empty if Ray assigns the devices.
+    #: Numbers of the GPU devices on each node, by node name. Empty if Ray assigns the devices.
     devices: dict[str, tuple[int, ...]] = {}
     #: Address of the Ray cluster that contains the nodes. Empty if the run does not use Ray.
     cluster: str = ""
@@ -102,12 +103,12 @@ class Grant(BaseModel):
         """Return a copy of this grant for other nodes.
 
         Args:
-            nodes: `nodes[node name]` is the number of GPUs on that node.
+            nodes: Number of GPUs on each node, by node name.
         """
         return self.model_copy(update={"nodes": dict(nodes)})
 
     def label(self) -> dict[str, Any]:
-        """Return the label of a flow run, name and content, that stores this grant."""
+        """Return the label that stores this grant on a flow run, by the name of the label."""
         return {GRANT: self.model_dump_json()}
 
 
@@ -124,7 +125,7 @@ def failed_nodes(flow_run: FlowRun) -> dict[str, int]:
     """Return the nodes that may have caused failures of a run.
 
     Returns:
-        `failed[node name]` is the time of the last failure on that node, in UTC epoch seconds.
+        The time of the last failure on each node, by node name, in UTC epoch seconds.
     """
     # Users can set any labels when they submit a flow run, so the content may be invalid.
     with suppress(ValidationError):
@@ -133,7 +134,7 @@ def failed_nodes(flow_run: FlowRun) -> dict[str, int]:
 
 
 def failure_labels(flow_run: FlowRun, nodes: Iterable[str], at: float) -> dict[str, Any]:
-    """Return the label, name and new content, that records another failure of a run.
+    """Return the label that records another failure of a run, by the name of the label.
 
     Args:
         flow_run: The flow run, with the failures that were recorded before.
@@ -168,15 +169,16 @@ def no_grant_labels() -> dict[str, Any]:
 
 
 def beat_labels() -> dict[str, Any]:
-    """Return the labels which show that the process of a waiting run lives on this host now."""
+    """Return the labels which show that the process of a waiting run is alive on this host."""
     return {HOST: host_name(), BEAT: time.time()}
 
 
 def requeue_labels(*, not_before: float = 0.0) -> dict[str, Any]:
     """Return the labels to set on a flow run just before it is requeued.
 
-    The labels do not remove the grant. The grant becomes void when the state changes. Therefore
-    each snapshot of the flow run shows either that it holds GPUs or that it waits.
+    The labels do not remove the grant, because the grant becomes void when the state of the flow
+    run changes. Therefore a process that reads the flow run at any time sees either that the run
+    holds GPUs, or that the run waits.
 
     Args:
         not_before: Earliest next start, in UTC epoch seconds. 0 for a start at any time.
@@ -190,14 +192,14 @@ def not_before(flow_run: FlowRun) -> float:
 
 
 def handover_labels(flow_run: FlowRun) -> dict[str, Any]:
-    """Return the labels of a flow run whose process exits while its Ray jobs keep its GPUs."""
+    """Return the labels to set before a run's process exits while the Ray jobs keep the GPUs."""
     return {_HANDED_OVER: str(flow_run.run_count)}
 
 
 def is_handed_over(flow_run: FlowRun) -> bool:
     """Return True if a flow run waits for a new process while its Ray jobs keep its GPUs."""
-    # The label may be old: if the flow run was retried in the UI after its end, the number of its
-    # processes has changed.
+    # The label contains the number of processes that the flow run has had. If that number has
+    # changed since, for example after a retry in the UI, the label is outdated.
     is_scheduled = state_of(flow_run).is_scheduled()
     return is_scheduled and str(flow_run.labels.get(_HANDED_OVER) or "") == str(flow_run.run_count)
 
@@ -226,11 +228,13 @@ async def set_state(
         state: The new state.
 
     Returns:
-        The new state as the server stored it. None if the flow run does not have the new state.
+        The new state as the server stored it. None if the new state was not set, or if another
+        state has replaced it.
     """
     current_run = await client.read_flow_run(flow_run.id)
     current = state_of(current_run)
-    # A new state would make a new grant void, so a flow run with a new grant is not changed.
+    # If another scheduler has granted GPUs to the flow run, a new state would make that grant void.
+    # So the state is not changed in that case.
     if current.id != state_of(flow_run).id or grant_of(current_run) != grant_of(flow_run):
         return None
     answer = await client.set_flow_run_state(flow_run.id, state)
@@ -257,10 +261,10 @@ async def set_state(
 
 
 def may_have_been_cancelled(flow_run: FlowRun) -> bool:
-    """Return True if a waiting flow run shows signs of an overwritten cancel.
+    """Return True if a scheduler may have overwritten the Cancelled state of a waiting flow run.
 
-    A flow run that was retried after its end shows the same signs. `find_lost_cancel` decides which
-    of the two has happened.
+    A flow run that was retried after its end looks the same on the server. `find_lost_cancel` finds
+    out whether a Cancelled state was overwritten.
     """
     state = state_of(flow_run)
     is_waiting = state.is_scheduled() and state.name == PENDING_RESOURCES
@@ -271,7 +275,8 @@ async def find_lost_cancel(client: PrefectClient, flow_run: FlowRun) -> State[An
     """Return the Cancelled state that a scheduler has overwritten and not restored.
 
     Returns:
-        The Cancelled state, or None if no cancel of the flow run was overwritten.
+        The Cancelled state, or None if no scheduler has overwritten a Cancelled state of the flow
+        run.
     """
     history = await _read_history(client, flow_run)
     final_indexes = [index for index, state in enumerate(history) if state.is_final()]
@@ -301,7 +306,8 @@ async def restore_state(client: PrefectClient, flow_run: FlowRun, final_state: S
 async def forget_process(client: PrefectClient, flow_run: FlowRun) -> None:
     """Remove the process id that the server has recorded for a flow run without a process.
 
-    With the old process id, a cancel of the waiting flow run would wait for that process forever.
+    With the old process id, Prefect would wait forever for that process when the user cancels the
+    waiting flow run.
     """
     path_parameters = {"id": flow_run.id}
     content = {"infrastructure_pid": None}

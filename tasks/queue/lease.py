@@ -76,7 +76,8 @@ class Lease:
     id: UUID
     #: Random id that the holder chose for this lease. Empty if Muster did not write the variable.
     holder: str
-    #: Value of `HostLock.lock_id` of the holder. Empty if the holder had no file lock.
+    #: The attribute `HostLock.lock_id` of the holder. Empty if the holder did not hold the file
+    #: lock of its host.
     lock_id: str
     #: Description of the holder for log messages: process id and host.
     description: str
@@ -158,7 +159,8 @@ def _make_lock_id(fd: int) -> str:
 class LeaseLost(MusterError):
     """This process held the scheduling lease too long, and another scheduler may hold it now.
 
-    The caller must write nothing more. It must read the server again before its next decision.
+    The caller must write nothing more, and must read the queue from the server again before its
+    next decision.
     """
 
 
@@ -217,7 +219,7 @@ class GateLease:
     Several tasks of an asyncio loop may use one instance. They get the lease one after the other.
     """
 
-    #: An open client of this event loop.
+    #: Client of the Prefect server. It must be open in the event loop that uses this object.
     client: PrefectClient
     #: The MUSTER_HOME directory, which contains the lock file of this host.
     home: Path
@@ -231,8 +233,8 @@ class GateLease:
     clock: Callable[[], float] = _read_boot_clock
     #: Waits for the given number of seconds.
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
-    #: Time since when another process of this host holds the file lock, by `clock`. None if no
-    #: other process holds it.
+    #: Time, by `clock`, at which this object first found the file locked by another process of this
+    #: host. None if no other process holds the file lock.
     _locked_out_since: float | None = None
     #: Holder id of the lease that this object holds now. Empty if it holds no lease.
     _holder: str = ""
@@ -248,12 +250,13 @@ class GateLease:
         """Take the scheduling lease for the body of a `with` statement, and then give it back.
 
         The value of the `with` statement is the lease, or None if another scheduler held the lease
-        for `within_s` seconds. The lease is also given back after an error or a cancel of the body,
-        which takes at most 2 s. A body that takes longer than `hold_s` seconds is cancelled.
+        for `within_s` seconds. The lease is also given back if the body raises an error or is
+        cancelled. Giving it back takes at most 2 s. A body that takes longer than `hold_s` seconds
+        is cancelled.
 
         Args:
-            within_s: Longest time, in seconds, to wait for the lease. With 0, one try is made. A
-                slow answer of the server can add up to 10 s.
+            within_s: Longest time, in seconds, to wait for the lease. 0 to try only once. A slow
+                answer of the server can make the wait up to 10 s longer.
 
         Raises:
             httpx.HTTPError: The server did not answer. If the server does not answer while the
@@ -373,10 +376,10 @@ class GateLease:
                 await self.sleep(random.uniform(*_READ_INTERVAL_S))
 
     def _is_locked_out(self, lock: HostLock) -> bool:
-        """Return True if this object must wait because another process holds the file lock.
+        """Return True if this object must wait for the file lock of this host.
 
-        The result is False after a wait of two seconds, because a suspended process may hold the
-        file lock forever.
+        The result is False if this object holds the lock. It is also False after a wait of two
+        seconds, because a suspended process may hold the lock forever.
         """
         try:
             if lock.try_lock():
@@ -519,7 +522,8 @@ class GateLease:
     async def _with_timeout(self, request: Awaitable[T]) -> T:
         """Await a request to the server for at most `hold_s` seconds, and return its result.
 
-        A later answer would be useless, because this process may not write any more.
+        A later answer would be useless, because this process may write no decisions after that
+        time.
 
         Raises:
             httpx.ReadTimeout: The server did not answer in time.

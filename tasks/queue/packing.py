@@ -1,8 +1,8 @@
 """Find nodes with enough free GPUs and CPUs for a run.
 
-A gang is the set of all GPUs that a run gets at the same time: the same number of GPUs on each of
-its nodes. Nodes are identified by their index. A node is sufficient for a gang if it has enough
-free GPUs and CPUs for one node of the gang.
+A run gets all of its GPUs at the same time, and the same number of GPUs on each of its nodes. Nodes
+are identified by their index. A node is called sufficient for a run if the node has as many free
+GPUs and CPUs as the run needs on each node.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from tasks.spec.formatting import format_count
 #: a later run may start earlier if that does not delay the first run of the queue.
 Policy = Literal["fifo", "backfill"]
 
-#: Tolerance for comparing numbers of CPUs. Sums of fractions are not exact: 0.1 + 0.2 > 0.3.
+#: Tolerance for comparing numbers of CPUs, because sums of floating-point numbers are not exact:
+#: 0.1 + 0.2 > 0.3.
 _CPU_SLACK = 1e-6
 
 
@@ -58,15 +59,15 @@ class Demand:
 
 
 class FreeNodes:
-    """The free GPUs and CPUs of all nodes. The search for nodes is fast even with many nodes."""
+    """The free GPUs and CPUs of all nodes, stored so that the search for nodes is fast."""
 
     def __init__(self, gpus: Sequence[int], cpus: Sequence[float | None]) -> None:
         """
         Args:
-            gpus: `gpus[node]` is the number of free GPUs of that node. It is negative if runs hold
-                more GPUs than the node has.
-            cpus: `cpus[node]` is the number of free CPUs of that node, or None if unknown. An
-                unknown number counts as enough.
+            gpus: Number of free GPUs of each node. The number is negative if runs hold more GPUs
+                than the node has.
+            cpus: Number of free CPUs of each node, or None if unknown. An unknown number counts as
+                enough for every run.
         """
         self.gpus = list(gpus)
         self.cpus = [math.inf if free is None else free + _CPU_SLACK for free in cpus]
@@ -96,7 +97,7 @@ class FreeNodes:
             among: Indexes of the nodes that the run may use, or None for all nodes.
 
         Returns:
-            The indexes of the nodes, or None if too few nodes are sufficient.
+            The indexes of the nodes, or None if too few nodes have enough free GPUs and CPUs.
         """
         node_count = demand.nodes
         min_gpus = demand.gpus_per_node
@@ -121,7 +122,7 @@ class FreeNodes:
         """Subtract the GPUs and CPUs of a run from the free resources of its nodes.
 
         Args:
-            nodes: Indexes of the nodes. Each of them must be sufficient for the run.
+            nodes: Indexes of the nodes. Each node must have enough free GPUs and CPUs for the run.
             demand: GPUs and CPUs that the run needs.
         """
         gpus = demand.gpus_per_node
@@ -142,8 +143,8 @@ class NodesAhead:
     """A forecast of the free resources at a later time, for one waiting run.
 
     The caller adds the resources of active runs that will have ended by that time, and subtracts
-    the resources of other waiting runs that start earlier. The object then says whether the
-    waiting run fits.
+    the resources of other waiting runs that start earlier. The property `fits` then tells whether
+    the waiting run fits.
     """
 
     def __init__(
@@ -155,8 +156,8 @@ class NodesAhead:
             demand: GPUs and CPUs that the waiting run needs.
             among: Indexes of the nodes that the waiting run may use, or None for all nodes.
         """
-        # Minus infinity keeps a node insufficient that the run may not use, even if GPUs become
-        # free on it.
+        # If the run may not use a node, the number of free GPUs of the node is minus infinity here.
+        # So the node never counts as sufficient, even if GPUs become free on it.
         self._gpus = [
             gpus if among is None or index in among else -math.inf
             for index, gpus in enumerate(nodes.gpus)
@@ -164,13 +165,13 @@ class NodesAhead:
         self._cpus = list(nodes.cpus)
         self._min_gpus = demand.gpus_per_node
         self._min_cpus = demand.cpus_per_node
-        #: Number of sufficient nodes minus the number of nodes that the run needs. It is negative
-        #: if the run does not fit.
+        #: Number of nodes with enough free GPUs and CPUs, minus the number of nodes that the run
+        #: needs. The difference is negative if the run does not fit.
         self._spare = sum(map(self._is_enough, self._gpus, self._cpus)) - demand.nodes
 
     @property
     def fits(self) -> bool:
-        """True if enough nodes are sufficient for the waiting run."""
+        """True if enough nodes have enough free GPUs and CPUs for the waiting run."""
         return self._spare >= 0
 
     def is_sufficient(self, node: int) -> bool:
@@ -220,5 +221,5 @@ class NodesAhead:
             self.release(node, -demand.gpus_per_node, -demand.cpus_per_node)
 
     def _is_enough(self, gpus: float, cpus: float) -> bool:
-        """Return True if the numbers are enough for one node of the waiting run."""
+        """Return True if a node with these free GPUs and CPUs is sufficient for the waiting run."""
         return gpus >= self._min_gpus and cpus >= self._min_cpus

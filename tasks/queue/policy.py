@@ -1,11 +1,13 @@
-"""The scheduling policy: decides which waiting gangs start now, and explains why the others wait.
+"""The scheduling policy: decides which waiting runs start now, and explains why the others wait.
 
-A gang is the set of all GPUs that a run gets at the same time. `plan` has no side effects and reads
-no clock, so the scheduler and the simulation of the queue use the same function.
+A run starts only when it gets all of its GPUs at the same time. These GPUs are called its gang. The
+function `plan` has no side effects and reads no clock, so the scheduler and the simulation of the
+queue use the same function.
 
-Users estimate in their specs how many `hours` a gang holds its GPUs. The estimate is rounded up to
-one of a few durations, because estimates are never exact and exact values would hardly shorten the
-waits. Estimates decide whether a later run may start earlier. They never end a run.
+Users estimate in their specs how many `hours` a run holds its GPUs. The estimate is rounded up to
+one of a few durations, because estimates are never exact, and exact values would hardly shorten the
+waits. The estimates decide whether a later run may start earlier. A run that exceeds its estimate
+is not ended.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ _HOUR_S = 3600.0
 _DAY_S = 86400.0
 
 #: Durations in seconds, in ascending order. A user's estimate of the duration of a run is rounded
-#: up to one of them.
+#: up to one of these durations.
 CLASSES_S = (
     10 * _MINUTE_S,
     _HOUR_S,
@@ -44,8 +46,9 @@ class Quota:
     def __init__(self, limits: Mapping[str, int], used: Mapping[str, int] | None = None) -> None:
         """
         Args:
-            limits: `limits[tag]` is the largest number of GPUs for the runs with that tag.
-            used: `used[tag]` is the number of GPUs that such runs hold already. None for 0.
+            limits: Largest number of GPUs for all runs with a tag together, by tag.
+            used: Number of GPUs that runs with a tag already hold, by tag. None if runs hold no
+                GPUs yet.
         """
         self._limits = dict(limits)
         self._used = dict.fromkeys(limits, 0) | dict(used or {})
@@ -70,7 +73,7 @@ class Quota:
         return min(exceeded, default="")
 
     def take(self, tags: Iterable[str], gpus: int) -> None:
-        """Add GPUs to the numbers of GPUs in use of the given tags. A negative number subtracts."""
+        """Increase the number of GPUs in use of each given tag. A negative number decreases it."""
         for tag in self._limits.keys() & tags:
             self._used[tag] += gpus
 
@@ -83,16 +86,16 @@ class Waiting:
     id: str
     #: GPUs and CPUs that the run needs.
     demand: Demand
-    #: Sort key in the queue. The run with the smallest key is first. All keys are different, also
-    #: those of runs that hold GPUs.
+    #: Sort key of the run in the queue. The run with the smallest key is first. No two runs have
+    #: the same key, and this includes runs that already hold GPUs.
     place: tuple[float | int | str, ...]
     #: Expected time, in seconds, from the start of the run to its end. It is one of CLASSES_S.
     estimate_s: float
-    #: Earliest start in seconds, on the clock of the argument `now` of `plan`. A requeued run has
-    #: a short delay. During the delay it stays at its position in the queue, and later runs do not
-    #: pass it.
+    #: Earliest start in seconds, by the same clock as the argument `now` of the function `plan`. A
+    #: requeued run has a short delay. During the delay it stays at its position in the queue, and
+    #: later runs do not pass it.
     not_before: float = 0.0
-    #: Tags of the run. A tag may have a limit of GPUs.
+    #: Tags of the run. The runs with a tag may have a common limit of GPUs.
     tags: frozenset[str] = frozenset()
     #: Names of the nodes that the run may use, or None for all nodes.
     among: frozenset[str] | None = None
@@ -107,13 +110,13 @@ class Held:
 
     #: Id of the run.
     id: str
-    #: `gpus[node name]` is the number of GPUs that the run holds on that node.
+    #: Number of GPUs that the run holds on each node, by node name.
     gpus: Mapping[str, int]
     #: Number of CPUs that the run uses for each GPU.
     cpus_per_gpu: float
     #: Sort key that the run had in the queue before its start.
     place: tuple[float | int | str, ...]
-    #: Expected end in seconds, on the clock of the argument `now` of `plan`.
+    #: Expected end in seconds, by the same clock as the argument `now` of the function `plan`.
     ends_at: float
     #: Tags of the run. A tag may have a limit of GPUs.
     tags: frozenset[str] = frozenset()
@@ -140,10 +143,11 @@ class Reason:
 
     #: Kind of the reason.
     why: Why
-    #: Ids of the runs that this run waits for. They are either the first run of the queue, or
-    #: active runs whose end frees enough GPUs.
+    #: Ids of the runs that this run waits for: either the first run of the queue, or the active
+    #: runs whose ends free enough GPUs.
     waits_for: tuple[str, ...] = ()
-    #: Expected start in seconds, on the clock of the argument `now` of `plan`. None if unknown.
+    #: Expected start in seconds, by the same clock as the argument `now` of the function `plan`.
+    #: None if unknown.
     starts_at: float | None = None
     #: Tag whose GPU limit the run would exceed. Empty if the run waits for another reason.
     tag: str = ""
@@ -155,13 +159,13 @@ class Reason:
 class Plan:
     """The decisions of the policy in one scheduling pass."""
 
-    #: `admitted[run id]` are the names of the nodes of a run that starts. The runs are in the
-    #: order of their starts.
+    #: For each run that starts, by its id: the names of its nodes. The runs are in the order of
+    #: their starts.
     admitted: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    #: `reasons[run id]` is the reason why a run does not start. The runs are in the order of the
+    #: For each run that does not start, by its id: the reason. The runs are in the order of the
     #: queue.
     reasons: Mapping[str, Reason] = field(default_factory=dict)
-    #: `free[node name]` is the number of GPUs that are free after all starts of this pass.
+    #: Number of GPUs that are free on each node after all starts of this pass, by node name.
     free: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -177,8 +181,8 @@ def plan(
 ) -> Plan:
     """Decide which runs start now and on which nodes, and why each other run waits.
 
-    Runs are started from the front of the queue until a run does not fit. This run is called the
-    head.
+    Runs are started in the order of the queue until a run does not fit. The run that does not fit
+    is called the head.
 
     - `fifo`: No later run starts before the head. The exception is a head that would not fit even
       if all nodes were empty: then later runs may start.
@@ -198,9 +202,9 @@ def plan(
             chosen. The field `held` of the nodes is ignored.
         now: Current time in seconds. All times of runs must come from the same clock.
         policy: The scheduling policy.
-        limits: `limits[tag]` is the largest number of GPUs for all runs with that tag together. A
-            tag that is not in the mapping has no limit.
-        used: `used[tag]` is the number of GPUs that runs with that tag hold on other clusters.
+        limits: Largest number of GPUs for all runs with a tag together, by tag. A tag that is not
+            in the mapping has no limit.
+        used: Number of GPUs that runs with a tag hold on other clusters, by tag.
 
     Source: EASY, D. Lifka, The ANL/IBM SP Scheduling System, JSSPP 1995.
     """
@@ -213,14 +217,14 @@ class _Reservation:
 
     #: The first run of the queue that does not fit now.
     head: Waiting
-    #: Earliest time at which the head will fit, according to the estimates. Infinite if it never
-    #: fits.
+    #: Earliest time at which the first run will fit, according to the estimates. Infinite if the
+    #: run never fits.
     at: float
-    #: Forecast of the free resources at that time, before the start of the head.
+    #: Forecast of the free resources just before the reserved start of the first run.
     nodes: NodesAhead
-    #: GPUs in use for each tag at that time, including the GPUs of the head.
+    #: GPUs in use for each tag at the reserved start, including the GPUs of the first run.
     quota: Quota
-    #: Ids of the active runs whose ends free enough GPUs for the head.
+    #: Ids of the active runs whose ends free enough GPUs for the first run.
     waits_for: tuple[str, ...]
 
 
@@ -256,7 +260,8 @@ class _Pass:
 
     def run(self, waiting: Sequence[Waiting], policy: Policy) -> Plan:
         """Return the plan for the waiting runs under the given scheduling policy."""
-        # All steps below consume the same iterator, so each run of the queue is examined once.
+        # All steps below take runs from the same iterator, so each run of the queue is examined
+        # only once.
         queue = self._skip_gangs_over_limit(sorted(waiting, key=attrgetter("place")))
         while (head := self._start_gangs_in_order(queue)) is not None:
             reservation = self._reserve(head)
@@ -269,7 +274,8 @@ class _Pass:
             if policy == "backfill":
                 self._backfill(queue, reservation)
             elif starts_at is None:
-                # The head would not fit even on empty nodes, so later runs cannot delay it.
+                # The first run (`head`) would not fit even on empty nodes, so later runs cannot
+                # delay it.
                 self._reasons[head.id] = replace(self._reasons[head.id], is_passed=True)
             else:
                 behind = Reason(why=Why.BEHIND, waits_for=(head.id,))
@@ -281,10 +287,10 @@ class _Pass:
         return Plan(admitted=self._admitted, reasons=self._reasons, free=free)
 
     def _skip_gangs_over_limit(self, queue: Sequence[Waiting]) -> Iterator[Waiting]:
-        """Yield the runs of the queue that would exceed no limit of a tag.
+        """Yield the runs of the queue whose start would exceed no GPU limit of a tag.
 
-        Each run is checked when it is requested, so runs that have started before are counted.
-        The reason of a skipped run is stored.
+        Each run is checked when the caller asks for the next run. So the check counts the GPUs of
+        all runs that have started before. The reason of each skipped run is stored in `_reasons`.
         """
         over_limit: dict[str, Reason] = {}
         for run in queue:
@@ -309,15 +315,16 @@ class _Pass:
         return None
 
     def _backfill(self, queue: Iterator[Waiting], reservation: _Reservation) -> None:
-        """Start the remaining runs of the queue that do not delay the run with the reservation.
+        """Start the remaining runs of the queue that do not delay the run that has the reservation.
 
-        The reasons of the other runs are stored.
+        The reasons why the other runs wait are stored in `_reasons`.
         """
         behind = Reason(why=Why.BEHIND, waits_for=(reservation.head.id,))
         would_delay = Reason(why=Why.WOULD_DELAY, waits_for=(reservation.head.id,))
-        # A long queue has few different demands, so the results are stored by demand. Free
-        # resources only decrease during a pass, so a demand that did not fit will not fit later. A
-        # demand that would delay the head is checked again only after another run has started.
+        # Many runs of a long queue need the same resources, so these sets store the results of the
+        # checks. Free resources only decrease during a pass, so a demand that did not fit will not
+        # fit later. A demand that would delay the first run is checked again only after another run
+        # has started.
         too_large: set[object] = set()
         delaying: set[object] = set()
         for run in queue:
@@ -347,7 +354,7 @@ class _Pass:
                     reservation.quota.take(run.tags, demand.gpus)
 
     def _find(self, run: Waiting) -> list[int] | None:
-        """Choose the nodes for a run, with the smallest possible number of nodes of `run.avoid`.
+        """Choose the nodes for a run, with as few nodes of `run.avoid` as possible.
 
         Returns:
             The indexes of the nodes, or None if the run does not fit.
@@ -387,8 +394,9 @@ class _Pass:
     def _reserve(self, head: Waiting) -> _Reservation:
         """Compute the earliest time at which a waiting run will fit.
 
-        The computation lets the active runs end one after the other, in the order of their
-        expected ends, until the waiting run fits and its `not_before` is reached.
+        The computation assumes that the active runs end in the order of their expected ends. The
+        result is the time at which enough of them have ended for the waiting run to fit, but not
+        earlier than the `not_before` of the waiting run.
 
         Args:
             head: The waiting run.
@@ -399,7 +407,8 @@ class _Pass:
         insufficient = {index for index in self._index.values() if not ahead.is_sufficient(index)}
         not_before = head.not_before if head.not_before > self._now else -math.inf
         at = not_before
-        # For each run that ends before the head fits: its id, and the indexes of its nodes.
+        # For each run that ends before the waiting run fits: the id of the run that ends, and the
+        # indexes of its nodes.
         ended: list[tuple[str, list[int]]] = []
         for gang in sorted(self._running, key=attrgetter("ends_at", "place")):
             if ahead.fits and gang.ends_at > not_before:
@@ -415,7 +424,7 @@ class _Pass:
             quota.take(gang.tags, -sum(gang.gpus.values()))
         if not ahead.fits:
             return _Reservation(head=head, at=math.inf, nodes=ahead, quota=quota, waits_for=())
-        # The head waits for the runs whose ends make further nodes sufficient.
+        # The waiting run waits for the runs whose ends make further nodes sufficient.
         became_sufficient = {index for index in insufficient if ahead.is_sufficient(index)}
         waits_for = tuple(id for id, nodes in ended if not became_sufficient.isdisjoint(nodes))
         return _Reservation(head=head, at=at, nodes=ahead, quota=quota, waits_for=waits_for)
