@@ -2,8 +2,8 @@
 
 The ledger is read from the Prefect server with several requests, and runs change their state
 between these requests. The order of the requests makes sure that no run is missed: first the
-waiting runs are read, then the runs that hold GPUs, and then the runs of the previous ledger that
-are in neither answer.
+waiting runs are read, and then the runs that hold GPUs. At the end, runs of the previous snapshot
+are read again if neither answer contains them.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def find_spec_fault(flow_run: FlowRun) -> str:
     spec = _get_spec(flow_run)
     if spec is None:
         return ""
-    # The message names the spec by its key `name`. Its author does not know the random name that
-    # Prefect gave the flow run.
+    # The message contains the value of the key `name` of the spec. The author of the spec does not
+    # know the random name that Prefect gave the flow run.
     name = spec.get("name")
     source = f"the spec of {name}" if isinstance(name, str) else "the spec"
     try:
@@ -152,7 +152,7 @@ def _get_run_id(flow_run: FlowRun, spec: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueEntry:
-    """A run in the ledger. It waits, or it holds GPUs, or it has a process."""
+    """A run that waits, holds GPUs or has a process, as it was read from the server."""
 
     #: The flow run as it was read from the server.
     flow_run: FlowRun
@@ -176,8 +176,8 @@ class QueueEntry:
         """Return this entry with another address of its Ray cluster.
 
         Args:
-            kept_addresses: `kept_addresses[address]` is the address to use instead of that address.
-                An address that is not in the mapping is kept.
+            kept_addresses: The new addresses, by the addresses that they replace. An address that
+                is not a key of the mapping is kept.
         """
         address = kept_addresses.get(self.request.cluster)
         if address is None:
@@ -197,7 +197,7 @@ class QueueEntry:
 
     @property
     def promised(self) -> Mapping[str, int]:
-        """`promised[node name]` is the number of granted GPUs. Empty without a grant."""
+        """Number of granted GPUs on each node, by node name. Empty if the run has no grant."""
         return self.grant.nodes if self.grant is not None else {}
 
     @property
@@ -217,7 +217,7 @@ class QueueEntry:
 
     @property
     def waits_in_process(self) -> bool:
-        """True if a process of the run exists already, and waits there for the grant.
+        """True if the run already has a process, and this process waits for the grant.
 
         Such a run was started directly, or by a worker of another type than `gang`.
         """
@@ -242,7 +242,7 @@ class QueueEntry:
 
     @property
     def is_scheduled(self) -> bool:
-        """True if the flow run has a Prefect state of type Scheduled, and so no process."""
+        """True if the flow run has a Prefect state of type Scheduled, and therefore no process."""
         return self.state.is_scheduled()
 
     @property
@@ -271,11 +271,11 @@ class Pool:
 
     #: The work pool as it was read from the server.
     work_pool: WorkPool
-    #: `queues[queue id]` is a queue of the work pool.
+    #: The queues of the work pool, by queue id.
     queues: Mapping[UUID, WorkQueue]
     #: Names of the workers of the pool that are online.
     workers: Set[str] = frozenset()
-    #: Names of the hosts on which these workers start processes.
+    #: Names of the hosts on which the online workers of the pool start processes.
     hosts: Set[str] = frozenset()
 
     @property
@@ -284,7 +284,7 @@ class Pool:
         return self.work_pool.name
 
     def queue_of(self, flow_run: FlowRun) -> WorkQueue | None:
-        """Return the queue of this work pool in which a flow run is, or None if it is in none."""
+        """Return the queue of this work pool that contains a flow run, or None if no queue does."""
         id = flow_run.work_queue_id
         return self.queues.get(id) if id else None
 
@@ -295,7 +295,7 @@ class Ledger:
 
     #: Time of the reading.
     at: datetime
-    #: `pools[pool name]` are the work pools of type `gang`.
+    #: The work pools of type `gang`, by pool name.
     pools: Mapping[str, Pool]
     #: Runs that wait for GPUs or for a concurrency limit, in the order of the queue.
     #: Runs whose scheduled start is in the next 90 seconds are included.
@@ -303,25 +303,25 @@ class Ledger:
     #: Runs that have a grant or a process. They hold GPUs, or they count for the concurrency limit
     #: of their work pool.
     holding: tuple[QueueEntry, ...]
-    #: True if more runs wait than were read.
+    #: True if more runs wait than `waiting` contains.
     is_cut: bool
 
     @property
     def leader(self) -> tuple[str, str] | None:
         """Work pool and name of the worker that evaluates the queue for all workers.
 
-        It is the first online worker in the order of pool names and worker names. None if no
-        worker is online.
+        The leader is the first online worker in the order of pool names and worker names. None if
+        no worker is online.
         """
         online = ((pool.name, name) for pool in self.pools.values() for name in pool.workers)
         return min(online, default=None)
 
     def with_clusters(self, find_addresses: Callable[[QueueEntry], Mapping[str, str]]) -> Ledger:
-        """Return this ledger with other addresses of the runs' Ray clusters.
+        """Return a copy of this snapshot with other addresses of the runs' Ray clusters.
 
         Args:
-            find_addresses: Returns, for a run, the mapping from addresses to the addresses that
-                replace them. See `QueueEntry.with_cluster`.
+            find_addresses: Function that returns the argument of `QueueEntry.with_cluster` for a
+                run.
         """
         waiting = tuple(entry.with_cluster(find_addresses(entry)) for entry in self.waiting)
         holding = tuple(entry.with_cluster(find_addresses(entry)) for entry in self.holding)
@@ -330,7 +330,7 @@ class Ledger:
     def count_active_runs(self) -> Counter[PoolOrQueue]:
         """Return the number of runs that count for each concurrency limit.
 
-        There is a number for each work pool and for each queue of a work pool.
+        The result contains a number for each work pool and for each queue of a work pool.
         """
         waiting_in_process = [entry for entry in self.waiting if entry.waits_in_process]
         active_runs: Counter[PoolOrQueue] = Counter()
@@ -342,9 +342,10 @@ class Ledger:
 
 @dataclass(slots=True)
 class LedgerReader:
-    """Reads the ledger from the Prefect server, and caches unchanged flow runs.
+    """Reads the waiting runs and the runs that hold GPUs from the Prefect server.
 
-    The methods raise httpx.HTTPError or PrefectException if the server does not answer.
+    Flow runs that have not changed since the last call are taken from a cache. The methods raise
+    httpx.HTTPError or PrefectException if the server does not answer.
     """
 
     _client: PrefectClient
@@ -363,15 +364,15 @@ class LedgerReader:
     async def read(
         self, *, earlier: Ledger | None = None, changed: Collection[UUID] = ()
     ) -> Ledger:
-        """Read the ledger from the server.
+        """Read the waiting runs and the runs that hold GPUs from the server.
 
-        Every run of the previous ledger that still waits is found again. Therefore a run that is
-        requeued during this call cannot be passed by later runs.
+        Every run of the previous call that still waits is found again, even if the run is requeued
+        during this call. Therefore no later run can start before such a run.
 
         Args:
-            earlier: An earlier ledger if no other scheduler has decided since. In that case the
-                waiting runs of the earlier ledger are reused, except those in `changed`, and only
-                new waiting runs are read. None to read all waiting runs.
+            earlier: Result of an earlier call, if no other scheduler has written a decision since
+                that call. The waiting runs of the earlier result are then reused, except the runs
+                in `changed`, and only new waiting runs are read. None to read all waiting runs.
             changed: Ids of waiting runs that must be read again.
         """
         if earlier is None:
@@ -387,8 +388,9 @@ class LedgerReader:
             waiting += await self.pages(flow_runs=recently_due, work_pools=of_gang_pools)
         else:
             if not self._rows:
-                # Without a previous ledger, a run that is requeued between the two requests below
-                # would be in neither answer. So the runs that hold GPUs are read in advance.
+                # This is the first call. A run that is requeued between the two requests below
+                # would be in neither answer. So the runs that hold GPUs are also read before the
+                # waiting runs.
                 await self._read_holding()
             waiting, is_cut = await self._read_waiting(pools.values())
         holding = await self._read_holding()
@@ -477,8 +479,8 @@ class LedgerReader:
                 limit=WINDOW,
                 offset=window * WINDOW,
             )
-            # If a run starts between two requests, the following runs move up, and a run may be in
-            # two pages. The dictionary keeps it once.
+            # If the list of waiting runs changes between two requests, two pages may contain the
+            # same run. The dictionary keeps that run only once.
             flow_runs |= {flow_run.id: flow_run for flow_run in page}
             if len(page) < WINDOW:
                 return list(flow_runs.values()), False
@@ -493,8 +495,8 @@ class LedgerReader:
         # simultaneous requests would block other clients.
         of_flow = await self.pages(flow_runs=holding, flows=train_flow)
         of_pools = await self.pages(flow_runs=holding, work_pools={"type": {"any_": [TYPE]}})
-        # Runs that were handed over have no process, and are scheduled for their next process.
-        # Their Ray jobs continue and keep their GPUs.
+        # A run that was handed over has no process now, but its Ray jobs continue and keep its
+        # GPUs. The state of the flow run is Scheduled until a worker starts the next process.
         resumable = await self.pages(flow_runs=handed_over, flows=train_flow)
         return [*of_flow, *of_pools, *(run for run in resumable if is_handed_over(run))]
 
@@ -504,8 +506,8 @@ class LedgerReader:
         Args:
             filters: JSON content of the request, for example `flow_runs={"id": {"any_": [...]}}`.
         """
-        # The sort order is fixed by the id, so that a change of a run between two requests does not
-        # reorder the pages.
+        # The flow runs are sorted by their ids. So a change of a flow run between two requests does
+        # not move it to another page.
         filters |= {"sort": FlowRunSort.ID_DESC, "limit": _PAGE}
         flow_runs: list[FlowRun] = []
         while True:
@@ -536,7 +538,7 @@ class LedgerReader:
         return flow_runs
 
     def _make_entry(self, flow_run: FlowRun, pools: Mapping[str, Pool]) -> QueueEntry:
-        """Return the ledger's entry for a flow run that this reader has read before."""
+        """Return the `QueueEntry` of a flow run that this reader has read before."""
         pool = pools.get(flow_run.work_pool_name or "")
         queue = pool.queue_of(flow_run) if pool else None
         grant = grant_of(flow_run)
@@ -555,11 +557,11 @@ class LedgerReader:
 
 
 def _find_priority(queue: WorkQueue | None, pools: Iterable[Pool]) -> int:
-    """Return the priority of a run in the queue of all work pools; 1 is the highest priority.
+    """Return the priority of a run among the runs of all work pools. 1 is the highest priority.
 
     Args:
-        queue: The queue of the work pool in which the run is. For a run in no queue, the priority
-            of the first queue with the name `default` counts.
+        queue: The queue of a work pool that contains the run. None if no queue contains the run. In
+            that case the function returns the priority of the first queue with the name `default`.
         pools: All work pools of type `gang`.
     """
     if queue is not None:

@@ -1,4 +1,7 @@
-"""The nodes on which runs get GPUs: nodes of Ray clusters, of node tables, or this machine."""
+"""Read the nodes on which runs get GPUs.
+
+They are the nodes of Ray clusters, the nodes that the settings of work pools list, or this machine.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from tasks.spec.formatting import format_count, join_commas
 
 _log = logging.getLogger(__name__)
 
-#: Matches the suffix of a node's name if another node has the same host name: a slash and the first
+#: Matches the suffix in the names of nodes that have the same host name: a slash and the first
 #: eight characters of Ray's id of the node.
 _SUFFIX = re.compile(r"/[0-9a-f]{8}$")
 
@@ -76,10 +79,11 @@ def explain_infeasible(demand: Demand, cluster: Cluster, *, only_node: str = "")
     )
 
 
-#: Deadline, in seconds, of a background request to a cluster that did not answer in time. Such
-#: clusters are asked in the background, because otherwise they would delay all other clusters.
+#: Deadline, in seconds, of a background request for the nodes of a cluster. If a cluster did not
+#: answer in time, the next requests to it are sent in the background, so that they do not delay the
+#: reading of the other clusters.
 _BACKGROUND_TIMEOUT_S = 30.0
-#: Time, in seconds, between two background requests to a silent cluster.
+#: Time, in seconds, between two background requests to a cluster that does not answer.
 _BACKGROUND_INTERVAL_S = 1.0
 #: Longest age, in seconds, of the list of usable GPUs of this machine. An older list is read again,
 #: because a GPU may have failed.
@@ -98,12 +102,13 @@ class NoCapacity(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class Capacity:
-    """Reads the nodes of clusters and of node tables.
+    """Reads the nodes of Ray clusters, and the nodes that the settings of work pools list.
 
     Use an instance in one asyncio loop only, and call `close` at the end.
     """
 
-    #: True if runs without a Ray cluster may use this machine when the pool has no node table.
+    #: True if runs without a Ray cluster may use this machine when the settings of the work pool
+    #: `gang` list no nodes.
     includes_this_machine: bool = False
     #: Deadline for reading one cluster, in seconds.
     within_s: float = 5.0
@@ -113,21 +118,21 @@ class Capacity:
     make_reader: Callable[[str, Credentials], ClusterReader] = ClusterReader
     #: Returns the current time in seconds, by a monotonic clock.
     clock: Callable[[], float] = time.monotonic
-    #: `_readers[address]` is the reader of that cluster.
+    #: The readers of the clusters, by the address of the cluster.
     _readers: dict[str, ClusterReader] = field(default_factory=dict)
-    #: For the address of each cluster that did not answer in time: the error, and the task that
-    #: asks the cluster in the background until it answers.
+    #: For each cluster that did not answer in time, by its address: the error, and the task that
+    #: requests the nodes in the background until the cluster answers.
     _silent_clusters: dict[str, tuple[str, asyncio.Task[None]]] = field(default_factory=dict)
     #: GPU devices of this machine, or None before the first reading, and the time of the reading by
     #: `clock`.
     _local_devices: tuple[Devices | None, float] = None, 0.0
 
     async def read_cluster(self, key: str, settings: Mapping[str, PoolSettings]) -> Cluster:
-        """Read the current nodes of a cluster. Drained nodes are included and not marked.
+        """Read the current nodes of a cluster. Drained nodes are included, but not marked.
 
         Args:
-            key: Address of the cluster's dashboard. Empty for the nodes of the node tables, which
-                serve runs without a Ray cluster.
+            key: Address of the cluster's dashboard. Empty for the nodes that the settings of work
+                pools list for runs without a Ray cluster.
             settings: Settings of the work pools, by pool name.
 
         Raises:
@@ -151,8 +156,8 @@ class Capacity:
 
         Args:
             address: Address of the cluster.
-            bundles: The requested nodes. Each bundle contains the amount of each resource of one
-                node.
+            bundles: One item for each requested node: the amount of each resource on the node, by
+                the name of the resource.
 
         Raises:
             NoAnswer, Denied: The cluster did not answer, or rejected the request.
@@ -160,19 +165,22 @@ class Capacity:
         await self._readers[address].show_demand(bundles, within_s=self.within_s)
 
     async def _read_table_node(self, node: TableNode) -> ClusterNode:
-        """Return the state of a node of a node table. If it is this machine, its GPUs are read."""
+        """Return the present state of a node that the settings of a work pool list.
+
+        The GPUs of the node are read only if the node is this machine.
+        """
         listed_node = ClusterNode(**node.model_dump(), devices=tuple(range(node.gpus)))
         if node.name != host_name():
             return listed_node
         try:
             machine = await self._read_this_machine()
         except NoCapacity as error:
-            # If the error were raised, the other nodes of the table could not be used either. So
+            # If the error were raised, the other nodes in the settings could not be used either. So
             # all GPUs of this machine are shown as in use.
             _log.warning("no GPU of %s is granted: %s", node.name, error)
             return replace(listed_node, others_gpus=float(node.gpus))
-        # On a machine without visible GPUs, the device numbers in the pool's table of nodes are
-        # used.
+        # If this machine has no visible GPUs, the device numbers follow from the number of GPUs in
+        # the settings.
         devices = (machine.devices or listed_node.devices)[: node.gpus]
         return replace(listed_node, gpus=len(devices), devices=devices, leased=machine.leased)
 
@@ -243,7 +251,7 @@ class Capacity:
 
 
 async def _wait_for_answer(reader: ClusterReader) -> None:
-    """Ask a silent cluster again and again until it answers, even if the answer is an error."""
+    """Request the nodes of a cluster repeatedly until it answers. The answer may be an error."""
     while True:
         try:
             await reader.look(within_s=_BACKGROUND_TIMEOUT_S)

@@ -1,8 +1,9 @@
-"""Texts that explain why a run waits. A text has a single line: demand, reason and free GPUs.
+"""Texts that explain why a run waits.
 
-The functions have no side effects. Details that change often come last in the text. `steady_part`
-removes them. The scheduler rewrites the state of a waiting run only if the steady part has changed,
-because every rewrite adds a state to the history of the flow run.
+A text has a single line: demand, reason and free GPUs. The functions have no side effects. Details
+that change often come last in a text. The function `steady_part` removes these details. The
+scheduler rewrites the state of a waiting run only if the steady part has changed, because every
+rewrite adds a state to the history of the flow run.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MAX_POSITION_WITH_FIRST_RUN = 10
 
 #: Beginning of the text about free GPUs, which changes often.
 FREE_NOW = "; free now: "
-#: Text before the error of a silent cluster. The error changes often.
+#: Text before the error of a Ray cluster that does not answer. The error changes often.
 _SILENT = ", which does not answer"
 
 #: Largest number of run or node names in a text.
@@ -45,8 +46,8 @@ class Message:
     free: str = ""
     #: Expected start of the run in UTC epoch seconds, or None if unknown.
     starts_at: float | None = None
-    #: True if free GPUs alone would not start the run, for example because a limit is reached. The
-    #: ledger then reads further waiting runs behind this run.
+    #: True if free GPUs alone would not start the run, for example because a limit is reached. In
+    #: that case the scheduler reads further waiting runs from the server.
     is_held_back: bool = False
 
     @property
@@ -56,7 +57,7 @@ class Message:
 
 
 def steady_part(text: str) -> str:
-    """Return the message of a waiting run without the details at its end that change often.
+    """Return the message of a waiting run without the changing details at the end of the message.
 
     The scheduler rewrites the state of the run only if this part of the message has changed.
     """
@@ -83,20 +84,21 @@ def explain_wait(
     Args:
         demand: GPUs and CPUs that the run needs.
         reason: The policy's reason for not starting the run.
-        names: `names[id]` is the name of the run with that id. A run without an entry is named by
-            its id.
-        free: `free[node name]` is the number of free GPUs on each node of the run's cluster after
-            the scheduling pass. It is 0 for a drained node.
+        names: The names of the runs, by run id. A run that is not in the mapping is named by its
+            id.
+        free: Number of free GPUs on each node of the run's cluster after the scheduling pass, by
+            node name. The number is 0 for a drained node.
         now: Current time in UTC epoch seconds.
-        drained: `drained[node name]` is the number of GPUs on a drained node that would be free
-            without the drain.
-        unserved_free: `unserved_free[node name]` is the number of free GPUs on a node that has no
-            worker of the run's work pool.
+        drained: For each drained node, by node name: the number of GPUs that would be free without
+            the drain.
+        unserved_free: For each node without a worker of the run's work pool, by node name: the
+            number of free GPUs.
         pool: Name of the run's work pool.
-        others: Number of GPUs on all nodes that are used by anything but Muster's runs.
+        others: Number of GPUs on all nodes together that programs other than Muster's runs use.
         number: Position of the run in the queue, from 1.
         limit: Largest number of GPUs for the run's tag. Used only if the tag is the reason.
-        not_before: Earliest next start of a requeued run in UTC epoch seconds.
+        not_before: Earliest next start of a requeued run in UTC epoch seconds. None if the run was
+            not requeued.
     """
     is_held_back = False
     names_waited_for = [names.get(id, id) for id in reason.waits_for]
@@ -192,14 +194,14 @@ def paused_message(demand: Demand | None, pool: str, queue: str = "") -> Message
     Args:
         demand: GPUs and CPUs that the run needs.
         pool: Name of the work pool.
-        queue: Name of the pool's queue if only that queue is paused.
+        queue: Name of the queue of the pool that is paused. Empty if the whole pool is paused.
     """
     paused = f"the queue {queue} of the work pool {pool}" if queue else f"the work pool {pool}"
     return Message(demand=demand, reason=f"waits because {paused} is paused")
 
 
 def unserved_message(demand: Demand | None, pool: str, queue: str) -> Message:
-    """Return the message for a run in a queue of a work pool that no worker serves."""
+    """Return the message for a run if no worker serves the run's queue of the work pool."""
     unserved = f"the queue {queue} of the work pool {pool}"
     command = f"prefect worker start --pool {pool}"
     text = f"waits for a worker: no worker serves {unserved} (start a worker: {command})"
@@ -207,12 +209,12 @@ def unserved_message(demand: Demand | None, pool: str, queue: str) -> Message:
 
 
 def offered_message(demand: Demand | None, gpus: Mapping[str, int]) -> Message:
-    """Return the message for a run that fits, but that another worker must start.
+    """Return the message for a run that could start now, but that another worker must start.
 
     Args:
         demand: GPUs and CPUs that the run needs.
-        gpus: `gpus[node name]` is the number of GPUs of the run on that node. Empty if the run
-            needs no GPUs.
+        gpus: Number of GPUs that the run gets on each node, by node name. Empty if the run needs no
+            GPUs.
     """
     wait = (
         f"waits for the worker of {_join_names(gpus)}" if gpus else "waits for a worker of its pool"
@@ -222,18 +224,18 @@ def offered_message(demand: Demand | None, gpus: Mapping[str, int]) -> Message:
 
 
 def pool_limit_message(demand: Demand | None, pool: str, limit: int) -> Message:
-    """Return the message for a run whose work pool has reached its limit of running runs."""
+    """Return the message for a run whose work pool has reached its limit of simultaneous runs."""
     at_limit = f"the work pool {pool} is at its limit of {format_count(limit, 'run')}"
     return Message(demand=demand, reason=f"waits for a run to end: {at_limit}")
 
 
 def no_answer_message(demand: Demand | None, address: str, error: object) -> Message:
-    """Return the message for a run whose Ray cluster or table of nodes cannot be read.
+    """Return the message for a run if the nodes that the run could use cannot be read.
 
     Args:
         demand: GPUs and CPUs that the run needs.
-        address: Address of the run's Ray cluster. CLUSTER_OF_POOL if the work pool must choose the
-            cluster. Empty if the run uses the node table of its pool.
+        address: Address of the run's Ray cluster. CLUSTER_OF_POOL if the spec names no address.
+            Empty if the run uses the nodes that the settings of its work pool list.
         error: Cause of the failure.
     """
     cause = one_line(error)
@@ -258,7 +260,7 @@ def describe_free(free: Mapping[str, int]) -> str:
     """Return a text about the free GPUs of nodes, for example `8 on 2 nodes, 0 on 1 node`.
 
     Args:
-        free: `free[node name]` is the number of free GPUs on that node.
+        free: Number of free GPUs on each node, by node name.
     """
     sizes = sorted(Counter(max(0, gpus) for gpus in free.values()).items(), reverse=True)
     return (
@@ -268,7 +270,8 @@ def describe_free(free: Mapping[str, int]) -> str:
 
 def one_line(error: object) -> str:
     """Return an error as one line of at most 200 characters that the Prefect UI can show."""
-    # The UI would treat <urlopen error ...> as an HTML tag and hide it.
+    # The Prefect UI would treat a text such as `<urlopen error ...>` as an HTML tag and hide the
+    # text.
     line = " ".join(str(error).split()).translate(str.maketrans("<>", "[]"))
     if len(line) <= _MAX_ERROR_CHARACTERS:
         return line
@@ -276,7 +279,7 @@ def one_line(error: object) -> str:
 
 
 def _has_enough_gpus(demand: Demand, free: Mapping[str, int]) -> bool:
-    """Return True if enough nodes have enough free GPUs for a demand. CPUs are not checked."""
+    """Return True if enough nodes have enough free GPUs for a run. CPUs are not checked."""
     return sum(gpus >= demand.gpus_per_node for gpus in free.values()) >= demand.nodes
 
 

@@ -60,7 +60,7 @@ _CHECKS_PER_PASS = 20
 
 @dataclass(slots=True)
 class QueueReader:
-    """Runs scheduling passes over the queue of a Prefect server, for all of its work pools."""
+    """Runs scheduling passes over the waiting runs of all work pools of a Prefect server."""
 
     #: Client of the Prefect server.
     client: PrefectClient
@@ -70,17 +70,17 @@ class QueueReader:
     process: SchedulerProcess
     #: Reads the waiting runs and the runs that hold GPUs.
     reader: LedgerReader
-    #: `_settings[pool name]` are the last valid settings of that work pool.
+    #: The last valid settings of each work pool, by pool name.
     _settings: dict[str, PoolSettings] = field(default_factory=dict)
     #: Ids of the flow runs whose complete spec was checked and is valid.
     _valid_specs: set[UUID] = field(default_factory=set)
     #: For each run that waits in its own process: the last value of the BEAT label of its flow run,
     #: and the monotonic time at which this value was first read. That process changes the label.
     _beats: dict[UUID, tuple[object, float]] = field(default_factory=dict)
-    #: `_largest_clusters[address]` is the snapshot of that cluster with the largest number of GPUs.
+    #: For each cluster, by its address: the snapshot in which the cluster had the most GPUs.
     _largest_clusters: dict[str, Cluster] = field(default_factory=dict)
-    #: `_not_cancelled[flow run id]` is the id of the state in which that flow run was last checked.
-    #: The check found no cancel that a later state has replaced.
+    #: For each flow run that was checked for an overwritten Cancelled state, by flow run id: the id
+    #: of the state that the flow run had at the check. The check found no overwritten state.
     _not_cancelled: dict[UUID, UUID] = field(default_factory=dict)
     #: The flow runs that the last scheduling pass read from the server. None before the first pass.
     _ledger: Ledger | None = None
@@ -123,8 +123,8 @@ class QueueReader:
             self._ledger = await self.reader.read()
             scheduling_pass = await self._evaluate(self._ledger, in_flight, never_refused)
             if not scheduling_pass.ledger.is_cut:
-                # All waiting runs were read. The next pass reads only windows for this number of
-                # runs.
+                # All waiting runs were read. The next scheduling pass reads only as many windows of
+                # 200 runs as the present number of waiting runs requires.
                 self.reader.windows = 1 + len(scheduling_pass.queue) // WINDOW
                 return scheduling_pass
             has_enough_runs = scheduling_pass.count_startable_runs() >= _ENOUGH_RUNS
@@ -135,7 +135,7 @@ class QueueReader:
     async def _evaluate(
         self, ledger: Ledger, in_flight: frozenset[UUID], never_refused: frozenset[UUID]
     ) -> SchedulingPass:
-        """Read the clusters, and decide which runs of a ledger start.
+        """Read the clusters, and decide which of the waiting runs start.
 
         Args:
             ledger: The waiting runs and the runs that hold GPUs.
@@ -249,7 +249,7 @@ class QueueReader:
     def _is_stuck(
         self, entry: QueueEntry, ledger: Ledger, in_flight: frozenset[UUID], now: float
     ) -> bool:
-        """Return True if the worker that has the grant of a run will not start the run.
+        """Return True if a run has its grant, but its worker will not start the run.
 
         Args:
             entry: The run.
@@ -286,7 +286,7 @@ class QueueReader:
     async def _read_clusters(
         self, entries: Sequence[QueueEntry], settings: Mapping[str, PoolSettings]
     ) -> tuple[dict[str, Cluster], dict[str, str]]:
-        """Read all clusters that the given runs use or that work pools list.
+        """Read all clusters that the given runs use or that the settings of work pools list.
 
         Args:
             entries: The runs.
@@ -294,7 +294,8 @@ class QueueReader:
 
         Returns:
             The clusters that could be read, and the errors of the other clusters. The keys of both
-            are the addresses of the clusters, or "" for the nodes of node tables.
+            dictionaries are the addresses of the clusters. The address "" stands for the nodes that
+            the settings of work pools list for runs without Ray.
         """
         keys = {entry.request.cluster for entry in entries if entry.request.demand is not None}
         keys -= {CLUSTER_OF_POOL}
@@ -340,7 +341,8 @@ class QueueReader:
     ) -> tuple[FailureKind, str]:
         """Return the failure kind and the reason of a run that can never start.
 
-        The reason is empty if the run can start later, or if this cannot be decided now.
+        The reason is empty if the run can start later, or if it is unknown whether the run can
+        start.
         """
         request = entry.request
         settings = scheduling_pass.settings
@@ -384,11 +386,12 @@ class QueueReader:
     ) -> Cluster | None:
         """Return the snapshot of a run's cluster in which the cluster was largest.
 
-        For a Ray cluster, it is the snapshot with the most GPUs, because nodes that reboot return.
-        For a run without Ray, it is the node table of the run's work pool.
+        A Ray cluster can be smaller at present, for example because a node reboots. For a run
+        without Ray, the snapshot contains the nodes that the settings of the run's work pool list.
 
         Returns:
-            The snapshot. None if the cluster was not read, or has shown no GPUs yet.
+            The snapshot. None if the cluster could not be read, or if a Ray cluster has had no GPUs
+            so far.
         """
         key = entry.request.cluster
         cluster = scheduling_pass.clusters.get(key)
@@ -402,8 +405,8 @@ class QueueReader:
             table_names = {node.name for node in scheduling_pass.settings[entry.pool].nodes}
             nodes = tuple(node for node in cluster.nodes if node.name in table_names)
             cluster = replace(cluster, nodes=nodes)
-        # A Ray cluster without GPUs may still be starting, so its size counts as unknown. A node
-        # table never changes by itself.
+        # A Ray cluster without GPUs may still be starting, so its size counts as unknown. The list
+        # of nodes in the settings of a work pool never changes by itself.
         is_table = not key and bool(cluster.nodes)
         return cluster if _count_gpus(cluster) or is_table else None
 
@@ -411,14 +414,15 @@ class QueueReader:
 def _merge_addresses(clusters: dict[str, Cluster], listed_keys: Collection[str]) -> dict[str, str]:
     """Keep only one address of each cluster, and remove the other addresses from `clusters`.
 
-    If a work pool lists one of the addresses, that address is kept.
+    A Ray cluster can have several addresses. If the settings of a work pool list one of the
+    addresses, that address is kept.
 
     Args:
-        clusters: `clusters[address]` is the snapshot of the cluster at that address.
+        clusters: Snapshots of the clusters, by address.
         listed_keys: Addresses that work pools list.
 
     Returns:
-        `kept_addresses[removed address]` is the kept address of the same cluster.
+        The kept address of the same cluster for each removed address.
     """
     key_by_id: dict[str, str] = {}
     kept_addresses: dict[str, str] = {}
@@ -443,15 +447,17 @@ def _merge_rules(
     clusters: Iterable[str],
     names: Mapping[str, str],
 ) -> dict[str, PoolSettings]:
-    """Return the settings that apply to each cluster, by the key of the cluster.
+    """Return the settings that apply to each cluster, by the address of the cluster.
 
-    They are merged from the settings of the work pools that list the cluster or have a run for it.
+    The settings of a cluster are merged from the settings of all work pools that list the cluster
+    or have a run for the cluster.
 
     Args:
         entries: The waiting runs and the runs that hold GPUs.
         settings: Settings of the work pools, by pool name.
-        clusters: Keys of the clusters that could be read.
-        names: `names[address]` is the kept address of a cluster with several addresses.
+        clusters: Addresses of the clusters that could be read.
+        names: For clusters with several addresses: the kept address of the cluster, by each of its
+            other addresses.
     """
     users = {(entry.request.cluster, pool_of(entry, settings)) for entry in entries}
     for pool_name, pool in settings.items():
@@ -512,7 +518,7 @@ class QueueView:
     line: tuple[QueuedRun, ...]
     #: The nodes of all clusters.
     nodes: tuple[ClusterNode, ...]
-    #: `tags[tag]` contains the used GPUs and the limit of GPUs, for each tag with a limit.
+    #: For each tag with a limit of GPUs: the number of GPUs in use, and the limit.
     tags: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     #: Names of the queues of the work pool that are paused.
     paused_queues: tuple[str, ...] = ()
@@ -530,8 +536,8 @@ def make_queue_view(scheduling_pass: SchedulingPass, name: str) -> QueueView:
     waiting = [
         (number, entry)
         for number, entry in enumerate(scheduling_pass.waiting, start=1)
-        # Runs without a work pool of type `gang` belong to no pool that can be shown. So they are
-        # shown with every pool.
+        # A run without a work pool of type `gang` belongs to no pool that can be shown. So the run
+        # is shown with every pool.
         if entry.pool == name or entry.pool not in scheduling_pass.ledger.pools
     ]
     nodes = [node for _key, nodes in sorted(scheduling_pass.nodes.items()) for node in nodes]
@@ -585,7 +591,7 @@ def _make_queued_run(scheduling_pass: SchedulingPass, entry: QueueEntry, number:
 async def read_queue_view(client: PrefectClient, pool: str) -> QueueView:
     """Run a scheduling pass, and return the queue and the nodes of a work pool.
 
-    If the server has no such pool, only runs without a pool of type `gang` are returned.
+    If the server has no such pool, the result contains only runs without a pool of type `gang`.
 
     Args:
         client: Client of the Prefect server.

@@ -104,7 +104,7 @@ class PoolSettings(BaseModel):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Addresses of the Ray clusters of the pool, and "" if the pool has a node table."""
+        """Addresses of the pool's Ray clusters, and "" if the pool lists nodes for runs without Ray."""
         addresses = tuple(cluster.address for cluster in self.clusters)
         return (*addresses, "") if self.nodes else addresses
 
@@ -115,7 +115,8 @@ class PoolSettings(BaseModel):
             address: Address of the Ray cluster.
 
         Returns:
-            The number, or 0 if the pool does not list the cluster or sets no number.
+            The number, or 0 if the pool does not list the cluster or sets no number for the
+            cluster.
         """
         for cluster in self.clusters:
             if cluster.address == address:
@@ -126,7 +127,7 @@ class PoolSettings(BaseModel):
     def cluster_of_pool(self) -> dict[str, str]:
         """Mapping from CLUSTER_OF_POOL to the address of the pool's only Ray cluster.
 
-        It is empty if the pool lists no cluster or several clusters.
+        The mapping is empty if the pool lists no cluster or several clusters.
         """
         return {CLUSTER_OF_POOL: self.clusters[0].address} if len(self.clusters) == 1 else {}
 
@@ -143,8 +144,8 @@ class PoolSettings(BaseModel):
         )
 
 
-#: Placeholder for the address of a run's Ray cluster if the spec omits the address. It is replaced
-#: by the address of the only cluster of the run's work pool.
+#: Placeholder for the address of a run's Ray cluster if the spec omits the address. The placeholder
+#: is replaced by the address of the only cluster of the run's work pool.
 CLUSTER_OF_POOL = "the pool's cluster"
 #: Name of the work pool whose settings apply to runs without a pool of type `gang`.
 DEFAULT_POOL = "gang"
@@ -189,7 +190,7 @@ def settings_of(base_job_template: Mapping[str, Any]) -> PoolSettings:
 
 
 def with_settings(base_job_template: Mapping[str, Any], settings: PoolSettings) -> dict[str, Any]:
-    """Return a copy of the base job template of a work pool that contains new settings."""
+    """Return a copy of a work pool's base job template with new settings."""
     template = deepcopy(dict(base_job_template))
     properties = template.setdefault("variables", {}).setdefault("properties", {})
     variable = properties.setdefault(POOL_VARIABLE, {"type": "object", "title": "Gang queue"})

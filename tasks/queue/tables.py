@@ -49,7 +49,7 @@ _FIELD_INDENT = " " * (_NAME_WIDTH + 3)
 #: A scheduled start within this many seconds counts as now.
 _SOON_S = 60.0
 
-#: A row of a table. `row[column name]` is the content of a cell.
+#: A row of a table: the contents of the cells, by the name of the column.
 Row = dict[str, object]
 
 #: Names of the columns that are aligned to the right.
@@ -229,7 +229,7 @@ def _choose_columns(rows: Sequence[Row], width: int, *, until: str) -> list[str]
 
 
 def _print_other_columns(row: Row, columns: Sequence[str]) -> Iterator[RenderableType]:
-    """Yield a line with the cells of a row that have no column in the table.
+    """Yield a line with the cells of a row whose columns do not fit into the table.
 
     Args:
         row: The row.
@@ -279,14 +279,14 @@ class QueueArtifacts:
     renewed_every_s: float = 60.0
     #: Returns the current time in seconds, by a monotonic clock.
     clock: Callable[[], float] = time.monotonic
-    #: `_artifacts[pool name]` are the two artifacts of a work pool.
+    #: The two artifacts of each work pool, by pool name.
     _artifacts: dict[str, Artifacts] = field(default_factory=dict)
     #: For each artifact key: the content that was written last, without the time in its headline,
     #: and the time of the write by `clock`.
     _written: dict[str, tuple[Shown, float]] = field(default_factory=dict)
 
     async def show(self, view: QueueView) -> None:
-        """Write the artifacts of a work pool whose content has changed.
+        """Write those artifacts of a work pool whose content has changed.
 
         An artifact that was written less than `every_s` seconds ago is written by a later call.
 
@@ -450,8 +450,8 @@ def _describe_state(flow_run: FlowRun, now: float) -> str:
 
 def _describe_held_nodes(flow_run: FlowRun, view: QueueView) -> str:
     """Return a text with the nodes on which a flow run holds GPUs, or "" if it holds no GPUs."""
-    # The nodes name runs by their run ids. A new flow run may still have the random name that
-    # Prefect gave it, so the nodes are searched for both names.
+    # The field `held` of a node contains run ids. A new flow run may still have the random name
+    # that Prefect gave it, so the nodes are searched for both names.
     names = {flow_run.name, parse_request(flow_run).name}
     return join_commas(
         f"{node.name} ({node.held[name]} GPUs)"

@@ -55,7 +55,7 @@ _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 _F_SETSIG = 10
 
 
-# The functions of this part run in the `muster train` command.
+# The following functions run in the `muster train` command.
 
 
 def run_in_fork(words: Sequence[str]) -> int | None:
@@ -83,8 +83,8 @@ def run_in_fork(words: Sequence[str]) -> int | None:
         }
         try:
             zygote.connect(str(muster_home() / _SOCKET_NAME))
-            # The order contains all environment variables, which may be secret. This line makes
-            # sure that the process at the other end of the socket belongs to this user.
+            # The request (`order`) contains all environment variables, which may be secret. The
+            # next line checks that the process at the other end of the socket belongs to this user.
             require_own_peer(zygote)
             content = json.dumps(order).encode() + b"\n"
             socket.send_fds(zygote, [content[:1]], [0, 1, 2])
@@ -130,7 +130,7 @@ def _describe_code() -> list[str]:
     return [__file__, sys.prefix, sys.version]
 
 
-# The functions of this part run in the fork server and in the processes that are forked from it.
+# The following functions run in the fork server and in the processes that are forked from it.
 
 
 def open_listener() -> socket.socket | None:
@@ -164,11 +164,11 @@ def open_listener() -> socket.socket | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """The `muster train` command that let this process be forked. This process does its work."""
+    """The `muster train` command that requested this process and whose work this process does."""
 
     #: Connected socket to the `muster train` command.
     connection: socket.socket
-    #: Request of the command: its arguments, command line, environment, working directory and
+    #: Request of the command, with its arguments, command line, environment, working directory and
     #: ignored signals.
     order: dict[str, Any]
     #: File descriptors of the command's standard input, output and error.
@@ -214,7 +214,8 @@ class Caller:
             True if this process may begin. False if the command has ended.
 
         Raises:
-            OSError: The command did not answer in time, or its limits cannot be taken over.
+            OSError: The command did not answer in time, or this process cannot take over its
+                limits.
             ValueError: The command belongs to another user, namespace or cgroup.
         """
         self._take_limits()

@@ -2,8 +2,9 @@
 
 `prefect worker start --pool POOL` chooses this worker type by the type of the work pool.
 
-The worker runs a scheduling pass after certain events of the Prefect server. It also polls, so a
-lost event delays a pass but does not prevent it. Each pass reads the waiting runs from the server.
+The worker runs a scheduling pass after certain events of the Prefect server: it decides which of
+the waiting runs start. The worker also runs a pass at regular intervals, so a lost event delays a
+pass but does not prevent the pass.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ _log = logging.getLogger(__name__)
 
 #: Names of the states in which a flow run has ended.
 _END_STATES = ("Completed", "Failed", "Crashed", "Cancelled", "TimedOut")
-#: Names of the states in which a flow run waits for its start. The server emits an event with such
-#: a name also when only the message of the state is rewritten, which is rare.
+#: Names of the states in which a flow run waits for its start. The server also emits an event with
+#: such a name if only the message of the state is rewritten, which is rare.
 _WAITING_STATES = ("Scheduled", "Late", "PendingResources", "AwaitingRetry")
 #: Name of the event that notifies a worker that it can start a run now. The leader sends it. The
 #: leader is the worker that evaluates the queue for all workers of the server.
@@ -81,8 +82,8 @@ _WAKING = {
     *(f"prefect.work-pool.{change}" for change in _OPERATOR_CHANGES),
     *(f"prefect.work-queue.{change}" for change in _OPERATOR_CHANGES),
 }
-#: Names of the events that cause no scheduling pass. But the next pass must read the flow run that
-#: such an event names again.
+#: Names of the events that cause no scheduling pass. If such an event is about a flow run, the next
+#: pass must read that flow run again.
 _CHANGING = {
     "muster.run.admitted",
     "prefect.worker.started",
@@ -101,11 +102,11 @@ _RECONNECT_S = 1.0
 _RECONNECT_AT_MOST_S = 30.0
 
 #: Time, in seconds, between two scheduling passes while runs wait. Passes must be repeated, because
-#: some changes cause no event. Examples are a foreign Ray job that ends, the end of a requeued
-#: run's delay, and a lost worker.
+#: some changes cause no event. Examples are the end of a Ray job that Muster did not start, the end
+#: of the delay of a requeued run, and the loss of a worker.
 _PASS_AGAIN_S = 2.0
-#: Longest time, in seconds, that a submitted run stays in the state Scheduled. After that time the
-#: worker submits the next run.
+#: Longest time, in seconds, for which the worker waits until a submitted run leaves the state
+#: Scheduled. After that time the worker submits the next run.
 _SUBMITTED_WITHIN_S = 5.0
 #: Time, in seconds, between two reads of the state of a submitted run.
 _READ_STATE_EVERY_S = 0.02
@@ -117,7 +118,7 @@ _SERVED_EVERY_S = 25.0
 #: A time that is earlier than the scheduled start of every run.
 _NEVER = datetime.fromtimestamp(0, UTC)
 #: Time, in seconds, between two scheduling passes of a worker that is not the leader. Such a worker
-#: normally waits for offers of the leader. These passes find out whether the leader has been lost.
+#: normally waits for offers of the leader. Its own passes find out whether the leader still runs.
 _PASS_ANYWAY_S = 30.0
 #: Time, in seconds, between two complete reads of the queue by the leader. A complete read finds
 #: changes without an event, for example deleted flow runs.
@@ -295,7 +296,8 @@ class _NoHooks:
 async def _end_process(process: ProcessHandle) -> None:
     """Send SIGTERM to the process of a flow run, and wait for its end.
 
-    The process is killed if it has not ended 60 seconds after the grace periods of its run.
+    The process is killed if it is still running 60 seconds after the end of the grace periods of
+    the run's components.
     """
     assert process.pid is not None
     # The grace periods must be read before the signal is sent. The registry of components forgets
@@ -317,7 +319,7 @@ async def _end_process(process: ProcessHandle) -> None:
 
 
 def _keep_grace_periods(processes: ProcessManager) -> None:
-    """Let Prefect wait for the grace periods of a cancelled run before it kills the run's process.
+    """Make Prefect wait for the grace periods of a cancelled run before it kills the run's process.
 
     This function replaces the method `kill` of Prefect's process manager. The original method kills
     the process 30 seconds after SIGTERM, and no setting of Prefect can change that time.
@@ -345,7 +347,8 @@ async def _end_with_worker(process: ProcessHandle, done: asyncio.Future[Any]) ->
 
     Args:
         process: The process of the flow run.
-        done: Future that is done when the process has ended. In that case nothing is ended.
+        done: Future that is done when the process has ended. In that case this function sends no
+            signal.
     """
     try:
         await anyio.sleep_forever()
@@ -379,8 +382,8 @@ class GangWorker(ProcessWorker):
     _served_at = -math.inf
     #: True if this worker is the leader, which evaluates the queue for all workers of the server.
     _is_leader = True
-    #: Time before which this worker runs no scheduling pass unless it gets an offer, by the clock
-    #: of the event loop.
+    #: Earliest time of the next scheduling pass of this worker, by the clock of the event loop. An
+    #: offer of the leader starts a pass earlier.
     _next_pass_at = -math.inf
     #: True if the leader has offered a run since the last scheduling pass.
     _was_offered = False
@@ -455,7 +458,8 @@ class GangWorker(ProcessWorker):
             raise RuntimeError("the process of the flow run was not started")
 
         # If a flow run is cancelled before its process has a pid, Prefect's worker cannot end the
-        # process and leaves the flow run in the state Cancelling. Then the final state is set here.
+        # process and leaves the flow run in the state Cancelling. In that case the next lines set
+        # the final state.
         with contextlib.suppress(httpx.HTTPError, PrefectException):
             if state_of(await self.client.read_flow_run(flow_run.id)).is_cancelling():
                 final_state: State[Any] = Cancelled(message="cancelled; its process has ended")
@@ -531,8 +535,8 @@ class GangWorker(ProcessWorker):
         self._exit_stack.push_async_callback(capacity.close)
         announcer = self._exit_stack.enter_context(Announcer(str(self.client.api_url)))
         self._announce = announcer.announce_run
-        #: `_offered_at[flow run id]` is the time at which this worker, as the leader, offered the
-        #: run to other workers last. By the clock of the event loop.
+        #: For each run that this worker, as the leader, has offered to other workers, by flow run
+        #: id: the time of the last offer, by the clock of the event loop.
         self._offered_at: dict[UUID, float] = {}
         self._gate = Gate(
             self.client,
@@ -592,7 +596,7 @@ class GangWorker(ProcessWorker):
         return []
 
     async def _run_pass(self) -> None:
-        """Run a scheduling pass if it is due, and add the runs that must start to `_granted`.
+        """Run a scheduling pass if a pass is due, and add the runs that must start to `_granted`.
 
         One worker of a server is the leader and evaluates the queue for all workers. It offers a
         run to the worker that must start it. That worker knows the free GPU devices of its host,
@@ -672,7 +676,7 @@ class GangWorker(ProcessWorker):
 
         Args:
             entry: The run.
-            nodes: `nodes[node name]` is the number of GPUs that the run gets on that node.
+            nodes: Number of GPUs that the run gets on each node, by node name.
         """
         if entry.has_gang_without_ray and {*nodes} - {host_name()}:
             # Without Ray, the processes of a run start on the host of its worker. So only a worker

@@ -3,8 +3,8 @@
     worker --- request ----> fork server == fork ==> middle == fork ==> run
        ^----------------- "pid" / "go" ----------------------------------/
 
-A process that is forked from it starts faster, because it need not import Prefect and Muster again.
-These are the steps of a start:
+A process that is forked from the fork server starts faster, because it need not import Prefect and
+Muster again. These are the steps of a start:
 
 1. The worker sends the fork server one byte and three open files: a socket and two output files.
 2. The fork server forks the process `middle`. This process forks the process of the run, and ends
@@ -56,8 +56,8 @@ _log = logging.getLogger(__name__)
 ENGINE = (sys.executable, "-P", "-m", "flows")
 #: Argument after `ENGINE` that starts a fork server instead of a flow run.
 TEMPLATE = "--template"
-#: Largest difference, in bytes, between the sizes of a run's environment and of the environment of
-#: the fork server.
+#: Number of bytes by which the environment of a run may be larger than the environment of the
+#: worker.
 _SPARE_BYTES = 1 << 15
 #: Name of an environment variable of the fork server whose value is _SPARE_BYTES long. It reserves
 #: memory for the environments of runs.
@@ -94,7 +94,7 @@ _PROJECT_SETTINGS = (".env", "prefect.toml", "pyproject.toml")
 _IMPORT_PATH = (*sys.path,)
 
 
-# The functions of this part run in the fork server and in the processes that are forked from it.
+# The following functions run in the fork server and in the processes that are forked from it.
 
 
 def serve(control: int, code_fingerprint: str) -> Caller | None:
@@ -188,7 +188,8 @@ def _leave_zygote() -> None:
 def _become_flow_run(process_texts: _ProcessTexts, channel: int, *outputs: int) -> None:
     """Turn this forked process into the process of a flow run.
 
-    This process sends its pid to the worker. It ends here if the worker does not answer.
+    This function sends the pid of the process to the worker. If the worker does not answer, the
+    function ends the process.
 
     Args:
         process_texts: Command line and environment of this process in `/proc`.
@@ -213,8 +214,8 @@ def _become_training(
 ) -> Caller:
     """Turn this forked process into the process that does the work of a `muster train` command.
 
-    This process ends here if it is not suitable for the command, for example because an imported
-    file has changed, or if the command does the work itself.
+    This function ends the process if the process is not suitable for the command, for example
+    because an imported file has changed, or if the command does the work itself.
 
     Args:
         process_texts: Command line and environment of this process in `/proc`.
@@ -265,7 +266,7 @@ def _apply_order(process_texts: _ProcessTexts, order: Mapping[str, Any]) -> None
 
 
 def _read_logging_settings() -> tuple[Any, ...]:
-    """Return all of Prefect's settings for logging, to find out whether two processes differ."""
+    """Return all of Prefect's settings for logging, to compare the settings of two processes."""
     variables = sorted(item for item in os.environ.items() if item[0].startswith("PREFECT_LOGGING"))
     return get_current_settings().logging.model_dump(), variables
 
@@ -320,7 +321,7 @@ def _encode_variables(env: Mapping[str, str]) -> bytes:
     return _encode_strings(f"{name}={value}" for name, value in env.items())
 
 
-# The functions of this part run in the worker.
+# The following functions run in the worker.
 
 
 def find_own_flow(deployment: DeploymentResponse) -> tuple[str | None, Path | None]:
@@ -365,8 +366,8 @@ class ForkedRun:
         If this call is cancelled, the process is killed.
 
         Args:
-            outputs: `outputs[file descriptor]` is the stream that receives the output from that
-                pipe of the process.
+            outputs: The streams to which the output is copied, by the file descriptor of the pipe
+                that contains the output.
         """
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
@@ -473,8 +474,9 @@ class ForkServer:
     def _read_message(self) -> None:
         """Read the message of the fork server that it is ready, or notice that it has ended.
 
-        If the fork server has ended after it was ready, a new fork server is started at once. If it
-        has ended during its imports, a new fork server is started before the next run.
+        If the fork server has ended after it was ready, a new fork server is started at once. If
+        the fork server has ended during its imports, a new fork server is started before the next
+        run.
         """
         assert self._control is not None
         was_ready = self.is_ready
@@ -546,7 +548,7 @@ class ForkServer:
         """Return True if a run with the given environment variables can be forked now.
 
         If there is no fork server, or if an imported file has changed, a new fork server is
-        started. It is not ready at once, so this run cannot be forked.
+        started. The new fork server is not ready at once, so this run cannot be forked.
         """
         if self._control is None or self._code_fingerprint != fingerprint():
             self.start()
@@ -613,8 +615,8 @@ def _current_environment() -> dict[str, str]:
 def may_be_forked(env: Mapping[str, str], own: Mapping[str, str], max_bytes: int) -> bool:
     """Return True if a run with a given environment can be forked from the fork server.
 
-    Variables that a program reads only at its start must have the same values in the environments
-    of both.
+    Variables that a program reads only at its start must have the same values in the environment of
+    the run and in the environment of the fork server.
 
     Args:
         env: Environment variables of the run.
