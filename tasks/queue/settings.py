@@ -104,7 +104,10 @@ class PoolSettings(BaseModel):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Addresses of the pool's Ray clusters, and "" if the pool lists nodes for runs without Ray."""
+        """Addresses of the Ray clusters of the pool.
+
+        The address "" is added if the settings list nodes for runs without Ray.
+        """
         addresses = tuple(cluster.address for cluster in self.clusters)
         return (*addresses, "") if self.nodes else addresses
 

@@ -164,7 +164,10 @@ def open_listener() -> socket.socket | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """The `muster train` command that requested this process and whose work this process does."""
+    """The `muster train` command that requested this process.
+
+    This process was forked from the fork server, and does the work of the command.
+    """
 
     #: Connected socket to the `muster train` command.
     connection: socket.socket

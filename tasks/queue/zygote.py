@@ -10,8 +10,9 @@ Muster again. These are the steps of a start:
 2. The fork server forks the process `middle`. This process forks the process of the run, and ends
    at once. The worker is a subreaper during this step, so the kernel makes the process of the run a
    child process of the worker.
-3. The process of the run reads its command, environment and working directory from the socket. 4.
-The process of the run sends its pid to the worker, and begins only after the worker has answered.
+3. The process of the run reads its command, environment and working directory from the socket.
+4. The process of the run sends its pid to the worker, and begins only after the worker has
+   answered.
 
 If one of these processes is killed between two steps, there is one process of the run or none, and
 never two. A run continues after the fork server was killed.
