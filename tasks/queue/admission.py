@@ -1,8 +1,8 @@
 """Admission in the process of a run: use the grant of the run, or wait in the queue for a grant.
 
-A run that a worker of type `gang` started has a grant. A run that was started directly, or by a
-worker of another type, has no grant yet. Its process waits in the queue and runs scheduling passes
-itself, until this process or the scheduler of a worker grants GPUs to the run.
+A run that a worker of type `gang` started has a grant. A run that was started without a worker, or
+by a worker of another type, has no grant yet. Its process waits in the queue and runs scheduling
+passes itself, until this process or the scheduler of a worker grants GPUs to the run.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ def wait_for_gang(
     report: Callable[[str], None],
     wait: Callable[[float], bool],
 ) -> Admitted | Refused | None:
-    """Wait until the flow run of this process is admitted, and return its nodes and devices.
+    """Wait until the flow run of this process gets its GPUs, and return its nodes and devices.
 
-    A run that already has a grant is admitted at once.
+    If a worker has already granted GPUs to the run, the function returns at once.
 
     Args:
         flow_run_id: Id of the flow run.
@@ -88,9 +88,9 @@ def wait_for_gang(
             too small. A later attempt waits, because nodes may only be missing for some time.
         ignores_grant: True if the grant on the flow run belongs to an earlier attempt of this
             process, so that the run must wait for a new grant.
-        report: Called with the reason for waiting, whenever the reason changes.
-        wait: Waits for the given number of seconds. Returns False if the run must stop waiting, for
-            example because of a cancel.
+        report: Function that is called with the reason for waiting whenever the reason changes.
+        wait: Function that waits for the given number of seconds. It returns False if the run must
+            stop waiting, for example because the run was cancelled.
 
     Returns:
         The nodes and devices of the run, or the reason why the run can never start, or None if
@@ -116,7 +116,8 @@ class _Admission:
     _capacity: Capacity | None = None
     #: The last reported message, without details that change often.
     _last_message: str = ""
-    #: Position of the run in the queue when the last message was reported, from 1.
+    #: Position of the run in the queue when the last message was reported. The first position is 1,
+    #: and 0 means that no message was reported yet.
     _last_position: int = 0
     #: True after this process has set the state of the flow run to PendingResources.
     _is_queued: bool = False
@@ -125,7 +126,7 @@ class _Admission:
     _beat_at: float = 0.0
 
     async def wait(self) -> Admitted | Refused | None:
-        """Wait until the run is admitted, as `wait_for_gang` describes."""
+        """Wait until the run gets its GPUs, and return the result of `wait_for_gang`."""
         try:
             while True:
                 try:

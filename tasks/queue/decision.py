@@ -589,7 +589,7 @@ class SchedulingPass:
 
         Args:
             entry: The run.
-            number: Position of the run in the queue, from 1.
+            number: Position of the run in the queue. The first position is 1.
             plan: Decisions of the policy for the run's cluster.
             names: The run ids, by flow run id.
         """

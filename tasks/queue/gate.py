@@ -76,9 +76,9 @@ class Gate:
         """
         Args:
             client: Client of the Prefect server.
-            capacity: Reads the nodes and their free GPUs.
+            capacity: Object that reads the nodes and their free GPUs.
             home: The MUSTER_HOME directory, or None for the MUSTER_HOME of this process.
-            announce: Emits an event about a flow run. The function must return at once.
+            announce: Function that emits an event about a flow run. It must return at once.
             worker: Names of the work pool and of the worker in which this scheduler runs. Empty
                 strings if it does not run in a worker.
         """
@@ -114,7 +114,7 @@ class Gate:
         after its grant, the grant is deleted, and the run waits again.
 
         Args:
-            may_start: Returns True if this process should start a run on the given nodes.
+            may_start: Function that returns True if this process should start a run on given nodes.
             in_flight: Ids of runs that this process is submitting.
             never_refused: Ids of runs that must not fail if their cluster is too small.
             changed: Ids of flow runs that events have named since the last call. None if events may
@@ -212,7 +212,7 @@ class Gate:
         return scheduling_pass, runs_to_start
 
     def _has_work(self, scheduling_pass: SchedulingPass, may_start: MayStart) -> bool:
-        """Return True if this process must write a decision of a scheduling pass."""
+        """Return True if a scheduling pass has made a decision that this process must write."""
         return bool(
             scheduling_pass.stuck
             or scheduling_pass.cancelled
@@ -235,7 +235,7 @@ class Gate:
 
         Args:
             scheduling_pass: The last scheduling pass.
-            may_start: Returns True if this process should start a run on the given nodes.
+            may_start: Function that returns True if this process should start a run on given nodes.
             in_flight: Ids of runs that this process is submitting. These runs are not returned.
         """
         return [

@@ -6,8 +6,9 @@ a retry in the UI, the grant is void.
 
 Prefect cannot set a state on the condition that the state has not changed since it was read. A
 scheduler can therefore overwrite the Cancelled state of a waiting flow run. So the scheduler reads
-the history of states after each write, and restores an overwritten cancel. If the scheduler is
-killed between these steps, the next scheduling pass finds and restores the cancel.
+the history of states after each write, and sets an overwritten Cancelled state again. If the
+scheduler is killed between these steps, the next scheduling pass finds the overwritten state and
+sets it again.
 
 Functions that use the server raise httpx.HTTPError or PrefectException if it does not answer or if
 the flow run was deleted.
@@ -219,8 +220,8 @@ async def set_state(
 ) -> State[Any] | None:
     """Set the state of a flow run, unless its state or grant has changed since it was read.
 
-    If this write overwrites a state that another process set at the same time, the state of the
-    other process is restored.
+    If another process has set a state at the same time, and this function has overwritten it, the
+    state of the other process is set again.
 
     Args:
         client: Client of the Prefect server.
@@ -286,7 +287,7 @@ async def find_lost_cancel(client: PrefectClient, flow_run: FlowRun) -> State[An
     if not history[last_final].is_cancelled():
         return None
     # After a retry or a requeue, the first later state is not PendingResources. So if all later
-    # states are PendingResources, a scheduler set them and overwrote the cancel.
+    # states are PendingResources, a scheduler set them and overwrote the Cancelled state.
     names_after = {state.name for state in history[last_final + 1 :]}
     return history[last_final] if names_after == {PENDING_RESOURCES} else None
 

@@ -46,7 +46,7 @@ from tasks.spec.errors import MusterError
 _log = logging.getLogger(__name__)
 
 #: Name of the Prefect variable that is the scheduling lease. All work pools use the same lease,
-#: because they may share GPUs.
+#: because several work pools may share GPUs.
 NAME = "muster_gate"
 #: Name of the Prefect variable that contains the id of the last scheduling decision.
 _LAST_DECISION = f"{NAME}_turn"
@@ -98,7 +98,7 @@ def _parse_lease(variable: Variable) -> Lease:
 
 @dataclass(slots=True)
 class HostLock:
-    """A lock on a file that only one process of a host can hold at a time."""
+    """A lock on a file. Only one process of a host can hold the lock at a time."""
 
     #: Path of the file.
     path: Path
@@ -182,7 +182,7 @@ class HeldLease:
     requested_at: float
     #: Seconds after the request during which this process may write.
     hold_s: float
-    #: Returns the current time in seconds.
+    #: Function that returns the current time in seconds.
     clock: Callable[[], float]
     #: True after the lease was given back.
     is_over: bool = False
@@ -197,7 +197,8 @@ class HeldLease:
     def check(self) -> None:
         """Raise an error if this process may no longer write decisions.
 
-        Call this method directly before each write, without an `await` between the two.
+        Call this method directly before each write, without an `await` between the call and the
+        write.
 
         Raises:
             LeaseLost: The lease was given back, or `hold_s` seconds are over.
@@ -229,9 +230,9 @@ class GateLease:
     #: Time, in seconds, until another scheduler deletes a lease that was not given back. The value
     #: must be clearly larger than `hold_s`.
     expire_s: float = 15.0
-    #: Returns the current time in seconds.
+    #: Function that returns the current time in seconds.
     clock: Callable[[], float] = _read_boot_clock
-    #: Waits for the given number of seconds.
+    #: Function that waits for the given number of seconds.
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     #: Time, by `clock`, at which this object first found the file locked by another process of this
     #: host. None if no other process holds the file lock.

@@ -160,7 +160,7 @@ class QueueEntry:
     request: Request
     #: Grant of the run, or None if it has no valid grant.
     grant: Grant | None
-    #: Name of the work pool. Empty for a run that was started directly.
+    #: Name of the work pool. Empty for a run that was started without a worker.
     pool: str
     #: Name of the queue of the work pool. Empty if the run is in no queue.
     queue: str
@@ -191,7 +191,7 @@ class QueueEntry:
 
     @property
     def demand(self) -> Demand:
-        """GPUs and CPUs of a run that needs GPUs. Do not call it for another run."""
+        """GPUs and CPUs of a run that needs GPUs. Do not use this property for other runs."""
         assert self.request.demand is not None
         return self.request.demand
 
@@ -219,7 +219,7 @@ class QueueEntry:
     def waits_in_process(self) -> bool:
         """True if the run already has a process, and this process waits for the grant.
 
-        Such a run was started directly, or by a worker of another type than `gang`.
+        Such a run was started without a worker, or by a worker of another type than `gang`.
         """
         return self.state.is_running() and self.state.name == PENDING_RESOURCES
 
@@ -308,7 +308,7 @@ class Ledger:
 
     @property
     def leader(self) -> tuple[str, str] | None:
-        """Work pool and name of the worker that evaluates the queue for all workers.
+        """Work pool and name of the leader, which decides for all workers which runs start.
 
         The leader is the first online worker in the order of pool names and worker names. None if
         no worker is online.

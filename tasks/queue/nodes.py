@@ -114,9 +114,10 @@ class Capacity:
     within_s: float = 5.0
     #: Address of the Ray cluster of the run in this process. Empty in a worker.
     own_cluster: str = ""
-    #: Creates the reader of a cluster from the address and the credentials of the cluster.
+    #: Function that creates the reader of a cluster from the address and the credentials of the
+    #: cluster.
     make_reader: Callable[[str, Credentials], ClusterReader] = ClusterReader
-    #: Returns the current time in seconds, by a monotonic clock.
+    #: Function that returns the current time in seconds, by a monotonic clock.
     clock: Callable[[], float] = time.monotonic
     #: The readers of the clusters, by the address of the cluster.
     _readers: dict[str, ClusterReader] = field(default_factory=dict)

@@ -1,8 +1,8 @@
 """Find nodes with enough free GPUs and CPUs for a run.
 
 A run gets all of its GPUs at the same time, and the same number of GPUs on each of its nodes. Nodes
-are identified by their index. A node is called sufficient for a run if the node has as many free
-GPUs and CPUs as the run needs on each node.
+are identified by their index. A node is called sufficient for a run if its free GPUs and CPUs are
+enough for the part of the run that one node gets.
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ class NodesAhead:
     """A forecast of the free resources at a later time, for one waiting run.
 
     The caller adds the resources of active runs that will have ended by that time, and subtracts
-    the resources of other waiting runs that start earlier. The property `fits` then tells whether
-    the waiting run fits.
+    the resources of other waiting runs that start earlier. The property `fits` is then True if the
+    waiting run fits.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class NodesAhead:
         return self._spare >= 0
 
     def is_sufficient(self, node: int) -> bool:
-        """Return True if a node has enough free GPUs and CPUs for one node of the waiting run."""
+        """Return True if a node has enough free GPUs and CPUs for its part of the waiting run."""
         return self._is_enough(self._gpus[node], self._cpus[node])
 
     def release(self, node: int, gpus: int, cpus: float) -> None:

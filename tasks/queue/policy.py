@@ -198,7 +198,7 @@ def plan(
         waiting: The waiting runs, in any order.
         held: The runs that hold GPUs, in any order. GPUs on nodes that are not in `nodes` count
             only for the limits of tags.
-        nodes: The nodes. If several nodes are equally good for a run, the first of them are
+        nodes: The nodes. If several nodes are equally good for a run, the first of these nodes are
             chosen. The field `held` of the nodes is ignored.
         now: Current time in seconds. All times of runs must come from the same clock.
         policy: The scheduling policy.
@@ -289,8 +289,8 @@ class _Pass:
     def _skip_gangs_over_limit(self, queue: Sequence[Waiting]) -> Iterator[Waiting]:
         """Yield the runs of the queue whose start would exceed no GPU limit of a tag.
 
-        Each run is checked when the caller asks for the next run. So the check counts the GPUs of
-        all runs that have started before. The reason of each skipped run is stored in `_reasons`.
+        Each run is checked when the iterator reaches the run. So the check counts the GPUs of all
+        runs that have started before. The reason of each skipped run is stored in `_reasons`.
         """
         over_limit: dict[str, Reason] = {}
         for run in queue:
@@ -354,7 +354,10 @@ class _Pass:
                     reservation.quota.take(run.tags, demand.gpus)
 
     def _find(self, run: Waiting) -> list[int] | None:
-        """Choose the nodes for a run, with as few nodes of `run.avoid` as possible.
+        """Choose the nodes for a run.
+
+        Nodes in `run.avoid` are chosen only if the run does not fit otherwise, and then the
+        smallest possible number of these nodes is chosen.
 
         Returns:
             The indexes of the nodes, or None if the run does not fit.

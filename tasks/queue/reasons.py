@@ -42,7 +42,7 @@ class Message:
     demand: Demand | None
     #: Text of the reason for waiting.
     reason: str
-    #: Text about the free GPUs of the nodes. It changes often.
+    #: Text about the free GPUs of the nodes. The text changes often.
     free: str = ""
     #: Expected start of the run in UTC epoch seconds, or None if unknown.
     starts_at: float | None = None
@@ -95,7 +95,7 @@ def explain_wait(
             number of free GPUs.
         pool: Name of the run's work pool.
         others: Number of GPUs on all nodes together that programs other than Muster's runs use.
-        number: Position of the run in the queue, from 1.
+        number: Position of the run in the queue. The first position is 1.
         limit: Largest number of GPUs for the run's tag. Used only if the tag is the reason.
         not_before: Earliest next start of a requeued run in UTC epoch seconds. None if the run was
             not requeued.
@@ -155,7 +155,7 @@ def _explain_missing_gpus(
     The arguments are those of `explain_wait`.
 
     Returns:
-        The explanation, and the value of `Message.is_held_back`.
+        The explanation, and the value for the field `is_held_back` of the message.
     """
     is_held_back = False
     parts = []

@@ -47,11 +47,11 @@ _SPAWN_TIMEOUT_S = 2.0
 #: does not change the label for a longer time, the process counts as ended, and the run gets no
 #: GPUs.
 _SILENT_AFTER_S = 4 * grants.BEAT_EVERY_S
-#: If a pass has found this number of waiting runs that can start, it reads no further waiting runs
-#: from the server.
+#: If a scheduling pass has found this number of waiting runs that can start, the pass reads no
+#: further waiting runs from the server.
 _ENOUGH_RUNS = 50
-#: Largest number of windows that a pass reads from each queue of a work pool. A window is a group
-#: of 200 waiting runs.
+#: Largest number of windows that a scheduling pass reads from each queue of a work pool. A window
+#: is a group of 200 waiting runs.
 _MAX_WINDOWS = 50
 #: Largest number of waiting runs whose complete spec is checked in one pass. The limit keeps a pass
 #: short, because each check takes some milliseconds.
@@ -74,8 +74,9 @@ class QueueReader:
     _settings: dict[str, PoolSettings] = field(default_factory=dict)
     #: Ids of the flow runs whose complete spec was checked and is valid.
     _valid_specs: set[UUID] = field(default_factory=set)
-    #: For each run that waits in its own process: the last value of the BEAT label of its flow run,
-    #: and the monotonic time at which this value was first read. That process changes the label.
+    #: For each run that waits in its own process: the last value of the label BEAT of its flow run,
+    #: and the monotonic time at which this value was first read. The process of the run changes the
+    #: label while the process is alive.
     _beats: dict[UUID, tuple[object, float]] = field(default_factory=dict)
     #: For each cluster, by its address: the snapshot in which the cluster had the most GPUs.
     _largest_clusters: dict[str, Cluster] = field(default_factory=dict)
@@ -123,8 +124,8 @@ class QueueReader:
             self._ledger = await self.reader.read()
             scheduling_pass = await self._evaluate(self._ledger, in_flight, never_refused)
             if not scheduling_pass.ledger.is_cut:
-                # All waiting runs were read. The next scheduling pass reads only as many windows of
-                # 200 runs as the present number of waiting runs requires.
+                # All waiting runs were read. The next scheduling pass reads only the number of
+                # windows, of 200 runs each, that the present number of waiting runs requires.
                 self.reader.windows = 1 + len(scheduling_pass.queue) // WINDOW
                 return scheduling_pass
             has_enough_runs = scheduling_pass.count_startable_runs() >= _ENOUGH_RUNS
@@ -230,7 +231,7 @@ class QueueReader:
     async def _find_cancelled(
         self, queue: Sequence[QueueEntry]
     ) -> list[tuple[QueueEntry, State[Any]]]:
-        """Return the waiting runs that a user has cancelled, each with its Cancelled state.
+        """Return the waiting runs whose Cancelled state was overwritten, each with that state.
 
         A scheduler can overwrite the Cancelled state of a waiting run and be killed before it
         restores that state.
@@ -473,7 +474,7 @@ def _merge_rules(
 class QueuedRun:
     """A waiting run as plain data, for tables and for `muster queue --json`."""
 
-    #: Position of the run in the queue, from 1.
+    #: Position of the run in the queue. The first position is 1.
     number: int
     #: Id of the flow run.
     flow_run_id: str
@@ -483,7 +484,7 @@ class QueuedRun:
     demand: Demand | None
     #: Address of the run's Ray cluster. Empty if the run does not use Ray.
     cluster: str
-    #: Name of the queue of the work pool. Empty if the run was started directly.
+    #: Name of the queue of the work pool. Empty if the run was started without a worker.
     queue: str
     #: Time at which the run began to wait, in UTC epoch seconds.
     waiting_since: float

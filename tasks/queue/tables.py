@@ -277,7 +277,7 @@ class QueueArtifacts:
     #: Time, in seconds, between two writes of an unchanged artifact. It is written again because
     #: another scheduler may have overwritten it.
     renewed_every_s: float = 60.0
-    #: Returns the current time in seconds, by a monotonic clock.
+    #: Function that returns the current time in seconds, by a monotonic clock.
     clock: Callable[[], float] = time.monotonic
     #: The two artifacts of each work pool, by pool name.
     _artifacts: dict[str, Artifacts] = field(default_factory=dict)
@@ -364,8 +364,8 @@ async def explain(
     Args:
         client: Client of the Prefect server.
         flow_run_id: Id of the flow run.
-        pool: Name of the work pool whose queue is read if the run was started directly.
-        read_view: Reads the queue and the nodes of the work pool with the given name.
+        pool: Name of the work pool whose queue is read if the run was started without a worker.
+        read_view: Function that reads the queue and the nodes of the work pool with the given name.
 
     Raises:
         NotThere: The server has no such flow run.

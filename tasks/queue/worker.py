@@ -70,7 +70,7 @@ _END_STATES = ("Completed", "Failed", "Crashed", "Cancelled", "TimedOut")
 #: such a name if only the message of the state is rewritten, which is rare.
 _WAITING_STATES = ("Scheduled", "Late", "PendingResources", "AwaitingRetry")
 #: Name of the event that notifies a worker that it can start a run now. The leader sends it. The
-#: leader is the worker that evaluates the queue for all workers of the server.
+#: leader is the worker that decides for all workers of the server which runs start.
 _OFFERED = "muster.run.offered"
 #: Last parts of the names of Prefect events about changes of a work pool or of a queue. An example
 #: of a whole name is `prefect.work-pool.paused`.
@@ -105,8 +105,8 @@ _RECONNECT_AT_MOST_S = 30.0
 #: some changes cause no event. Examples are the end of a Ray job that Muster did not start, the end
 #: of the delay of a requeued run, and the loss of a worker.
 _PASS_AGAIN_S = 2.0
-#: Longest time, in seconds, for which the worker waits until a submitted run leaves the state
-#: Scheduled. After that time the worker submits the next run.
+#: Longest time, in seconds, that the worker waits until a submitted run leaves the state Scheduled.
+#: After that time the worker submits the next run.
 _SUBMITTED_WITHIN_S = 5.0
 #: Time, in seconds, between two reads of the state of a submitted run.
 _READ_STATE_EVERY_S = 0.02
@@ -130,7 +130,8 @@ _READ_ANYWAY_S = 300.0
 _ENDS_WITHIN_S = 60.0
 #: Time, in seconds, between two checks whether the process of a flow run has ended.
 _CHECK_EVERY_S = 0.2
-#: Time, in seconds, between two offers of the same run, if no worker has started the run.
+#: Time, in seconds, between two events that offer the same run to the workers, if no worker has
+#: started the run.
 _OFFERED_AGAIN_S = 10.0
 
 
@@ -144,7 +145,8 @@ class Waker:
         Args:
             wake: The function to call. If it raises an error, the error is logged, and the next
                 call is made as usual.
-            should_wake: Returns True if an event with the given name must cause a call.
+            should_wake: Function that returns True if an event with the given name must cause a
+                call.
         """
         self._wake = wake
         self._should_wake = should_wake
@@ -373,14 +375,15 @@ class GangWorker(ProcessWorker):
     )
     _display_name = "Gang"
 
-    #: Scheduler of this worker. It evaluates the queue of all work pools of the server.
+    #: Scheduler of this worker. It decides which waiting runs of all work pools start.
     _gate: Gate
     #: Starts scheduling passes after events, or None before the first poll.
     _waker: Waker | None = None
     #: Time of the last request of this worker for the flow runs of its queues, by the clock of the
     #: event loop. Such a request shows the server that the queues are served.
     _served_at = -math.inf
-    #: True if this worker is the leader, which evaluates the queue for all workers of the server.
+    #: True if this worker is the leader, which decides for all workers of the server which runs
+    #: start.
     _is_leader = True
     #: Earliest time of the next scheduling pass of this worker, by the clock of the event loop. An
     #: offer of the leader starts a pass earlier.
@@ -389,7 +392,7 @@ class GangWorker(ProcessWorker):
     _was_offered = False
 
     def __init__(self, work_pool_name: str, name: str | None = None, **options: Any) -> None:
-        # By default, a worker is named after its host. Other programs find out by this name which
+        # By default, a worker is named after its host. Other programs read from this name which
         # hosts have a worker, and on which host a run is running.
         super().__init__(work_pool_name, name=name or host_name(), **options)
 
@@ -598,9 +601,9 @@ class GangWorker(ProcessWorker):
     async def _run_pass(self) -> None:
         """Run a scheduling pass if a pass is due, and add the runs that must start to `_granted`.
 
-        One worker of a server is the leader and evaluates the queue for all workers. It offers a
-        run to the worker that must start it. That worker knows the free GPU devices of its host,
-        and grants the devices in its own scheduling pass.
+        One worker of a server is the leader and decides for all workers which runs start. The
+        leader emits an event that offers a run to the worker that must start it. That worker knows
+        the free GPU devices of its host, and grants the devices in its own scheduling pass.
         """
         now = asyncio.get_running_loop().time()
         if self._is_full() and not self._is_leader:

@@ -57,8 +57,8 @@ _log = logging.getLogger(__name__)
 ENGINE = (sys.executable, "-P", "-m", "flows")
 #: Argument after `ENGINE` that starts a fork server instead of a flow run.
 TEMPLATE = "--template"
-#: Number of bytes by which the environment of a run may be larger than the environment of the
-#: worker.
+#: Largest number of bytes that the environment of a run may have in addition to the size of the
+#: worker's environment.
 _SPARE_BYTES = 1 << 15
 #: Name of an environment variable of the fork server whose value is _SPARE_BYTES long. It reserves
 #: memory for the environments of runs.
@@ -66,7 +66,8 @@ _SPARE_VARIABLE = "MUSTER_ROOM"
 #: Prefixes of environment variables that the Python interpreter, the loader or the C library reads
 #: when a program starts. A forked process does not read them again.
 _READ_AT_START = ("PYTHON", "LD_", "LANG", "LC_", "MALLOC_", "GLIBC_", "OPENSSL_")
-#: Environment variables with such a prefix whose values make no difference to a run.
+#: Environment variables that begin with a prefix in _READ_AT_START, but whose values make no
+#: difference to a run.
 _WITHOUT_EFFECT = ("PYTHONDONTWRITEBYTECODE", "PYTHONFAULTHANDLER", "PYTHONUNBUFFERED")
 #: Longest time, in seconds, from a request to the fork server until the pid of the new process
 #: arrives. After that time the worker starts the run without the fork server.
@@ -247,7 +248,7 @@ def _become_training(
 
 
 def _replace_standard_files(*files: int) -> None:
-    """Make these file descriptors the standard input, output and error of this process."""
+    """Make the given file descriptors the standard input, output and error of this process."""
     for number, file in enumerate(files):
         os.dup2(file, number)
 
@@ -367,8 +368,8 @@ class ForkedRun:
         If this call is cancelled, the process is killed.
 
         Args:
-            outputs: The streams to which the output is copied, by the file descriptor of the pipe
-                that contains the output.
+            outputs: The streams that receive the output of the process. The keys are the file
+                descriptors of the pipes from the process.
         """
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
@@ -513,7 +514,8 @@ class ForkServer:
             cwd: Working directory of the process.
             stream_output: True to copy the output of the process to the output of the worker.
             task_status: Object whose method `started` is called when the process has started.
-            task_status_handler: Returns the argument of `task_status.started` for the process.
+            task_status_handler: Function that returns the argument of `task_status.started` for the
+                process.
             options: Further arguments of Prefect's function.
         """
         # The exit stack closes the read ends of the pipes for the output of the process.
