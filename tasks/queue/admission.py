@@ -197,7 +197,7 @@ class _Admission:
         self._beat_at = time.monotonic()
 
     async def _accept(self, client: PrefectClient, grant: Grant) -> Admitted | None:
-        """Lease the granted devices of this host, and return the nodes and devices of the run.
+        """Lease the granted GPU devices of this host, and return the nodes and devices of the run.
 
         Returns:
             The nodes and devices. None if another program on this host has leased one of the

@@ -267,7 +267,7 @@ class Gate:
 
         Raises:
             httpx.HTTPError, PrefectException: The server did not answer.
-            LeaseLost: The lease is no longer valid.
+            LeaseLost: The scheduling lease is no longer valid.
         """
         nodes = dict(gpus)
         now = time.time()
@@ -404,7 +404,7 @@ class Gate:
         return len(outdated) > _WRITES_PER_PASS
 
     async def _show_demands(self, scheduling_pass: SchedulingPass) -> None:
-        """Send each autoscaler the nodes that its Ray cluster needs.
+        """Request from each autoscaler the nodes that its Ray cluster needs.
 
         An autoscaler cannot find the demand by itself, because a run submits its Ray job only after
         its GPUs exist.

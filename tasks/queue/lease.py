@@ -70,7 +70,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """The scheduling lease as it is stored on the Prefect server."""
+    """The scheduling lease, a lock for schedulers, as it is stored on the Prefect server."""
 
     #: Id of the Prefect variable.
     id: UUID
@@ -217,7 +217,8 @@ class HeldLease:
 class GateLease:
     """Takes and returns the scheduling lease, a lock on the Prefect server, for one process.
 
-    Several tasks of an asyncio loop may use one instance. They get the lease one after the other.
+    Several tasks of an asyncio loop may use one instance. The tasks get the lease one after the
+    other.
     """
 
     #: Client of the Prefect server. It must be open in the event loop that uses this object.
@@ -326,7 +327,7 @@ class GateLease:
 
         Raises:
             httpx.HTTPError: The server did not answer.
-            LeaseLost: The lease is no longer valid.
+            LeaseLost: The scheduling lease is no longer valid.
         """
         held_lease.check()
         decision_id = held_lease.lease.holder

@@ -48,8 +48,8 @@ WINDOW = _PAGE
 #: Runs that will be due within this time are read in advance. Otherwise each run would cost another
 #: request to the server when it becomes due.
 _AHEAD = timedelta(seconds=90)
-#: Fields of a flow run that have different values in every answer of the server. They are ignored
-#: in the comparison of a flow run with its earlier content.
+#: Fields of a flow run that have different values in every answer of the server. The comparison of
+#: a flow run with its earlier content ignores these fields.
 _VOLATILE_FIELDS = ("estimated_run_time", "estimated_start_time_delta")
 #: Largest expected difference between the clocks of this machine, of the server, and of the machine
 #: from which a run was submitted.
@@ -300,7 +300,7 @@ class Ledger:
     #: Runs that wait for GPUs or for a concurrency limit, in the order of the queue.
     #: Runs whose scheduled start is in the next 90 seconds are included.
     waiting: tuple[QueueEntry, ...]
-    #: Runs that have a grant or a process. They hold GPUs, or they count for the concurrency limit
+    #: Runs that have a grant or a process. Such runs hold GPUs, or count for the concurrency limit
     #: of their work pool.
     holding: tuple[QueueEntry, ...]
     #: True if more runs wait than `waiting` contains.

@@ -89,7 +89,8 @@ class Waiting:
     #: Sort key of the run in the queue. The run with the smallest key is first. No two runs have
     #: the same key, and this includes runs that already hold GPUs.
     place: tuple[float | int | str, ...]
-    #: Expected time, in seconds, from the start of the run to its end. It is one of CLASSES_S.
+    #: Expected time, in seconds, from the start of the run to its end. The time is one of
+    #: CLASSES_S.
     estimate_s: float
     #: Earliest start in seconds, by the same clock as the argument `now` of the function `plan`. A
     #: requeued run has a short delay. During the delay it stays at its position in the queue, and
@@ -99,8 +100,8 @@ class Waiting:
     tags: frozenset[str] = frozenset()
     #: Names of the nodes that the run may use, or None for all nodes.
     among: frozenset[str] | None = None
-    #: Names of nodes that the run should avoid. It gets such nodes only if it does not fit on the
-    #: other nodes.
+    #: Names of nodes that the run should avoid. The run gets these nodes only if it does not fit on
+    #: the other nodes.
     avoid: frozenset[str] = frozenset()
 
 

@@ -102,7 +102,7 @@ class QueueReader:
                 that case only some waiting runs are read: new runs, the runs that the earlier pass
                 admitted or found cancelled, and the runs in `changed`.
             changed: Ids of waiting runs that must be read again.
-            in_flight: Ids of runs that this process is submitting. They are never stuck.
+            in_flight: Ids of runs that this process is submitting. The time since their grant is not checked.
             never_refused: Ids of runs that must not fail if their cluster is too small.
             is_unchanged: True if nothing has changed on the server since the last pass, according
                 to its events. In that case the pass reads the clusters, but not the server.
@@ -140,7 +140,7 @@ class QueueReader:
 
         Args:
             ledger: The waiting runs and the runs that hold GPUs.
-            in_flight: Ids of runs that this process is submitting. They are never stuck.
+            in_flight: Ids of runs that this process is submitting. The time since their grant is not checked.
             never_refused: Ids of runs that must not fail if their cluster is too small.
         """
         settings, troubles = self._read_settings(ledger.pools)
@@ -255,7 +255,7 @@ class QueueReader:
         Args:
             entry: The run.
             ledger: The waiting runs and the runs that hold GPUs.
-            in_flight: Ids of runs that this process is submitting. They are never stuck.
+            in_flight: Ids of runs that this process is submitting. These runs are not checked.
             now: Current time in UTC epoch seconds.
         """
         state = entry.state

@@ -274,8 +274,8 @@ class QueueArtifacts:
     _api_url: str
     #: Shortest time, in seconds, between two writes of an artifact.
     every_s: float = 2.0
-    #: Time, in seconds, between two writes of an unchanged artifact. It is written again because
-    #: another scheduler may have overwritten it.
+    #: Time, in seconds, between two writes of an unchanged artifact. The artifact is written again
+    #: because another scheduler may have overwritten it.
     renewed_every_s: float = 60.0
     #: Function that returns the current time in seconds, by a monotonic clock.
     clock: Callable[[], float] = time.monotonic
@@ -390,7 +390,7 @@ async def _warn_of_silent_worker(client: PrefectClient, flow_run: FlowRun, now: 
         now: Current time in UTC epoch seconds.
 
     Returns:
-        The warning. Empty if the worker is not silent, or if the run has no process.
+        The warning. Empty if the worker sends heartbeats, or if the run has no process.
     """
     pool = flow_run.work_pool_name
     name = find_worker(flow_run)

@@ -38,7 +38,7 @@ from tasks.spec.ownership import get_peer, require_own_peer
 #: File name of the fork server's socket in the MUSTER_HOME directory.
 _SOCKET_NAME = "zygote"
 #: Longest time, in seconds, that the `muster train` command and the fork server wait for a message
-#: of the other. If no message arrives, the command does the work itself.
+#: from each other. If no message arrives in time, the command does the work itself.
 _ANSWERS_WITHIN_S = 5.0
 #: Signals that the `muster train` command forwards to the forked process.
 _FORWARDED_SIGNALS = (

@@ -60,8 +60,8 @@ TEMPLATE = "--template"
 #: Largest number of bytes that the environment of a run may have in addition to the size of the
 #: worker's environment.
 _SPARE_BYTES = 1 << 15
-#: Name of an environment variable of the fork server whose value is _SPARE_BYTES long. It reserves
-#: memory for the environments of runs.
+#: Name of an environment variable of the fork server whose value is _SPARE_BYTES long. The value
+#: reserves memory for the environments of runs.
 _SPARE_VARIABLE = "MUSTER_ROOM"
 #: Prefixes of environment variables that the Python interpreter, the loader or the C library reads
 #: when a program starts. A forked process does not read them again.
@@ -597,7 +597,9 @@ class ForkServer:
         return forked_run
 
     def _count_fork(self, change: int) -> None:
-        """Change the number of forks in progress. The worker is a subreaper while it is above 0.
+        """Change the number of forks in progress.
+
+        The worker is a subreaper while the number is above 0.
 
         The kernel makes forked runs child processes of the worker only while the worker is a
         subreaper. The worker must not stay a subreaper, because processes that runs leave behind
