@@ -165,7 +165,7 @@ class LeaseLost(MusterError):
 
 
 def _read_boot_clock() -> float:
-    """Return the seconds since the boot of this host, including time in which it was suspended."""
+    """Return the seconds since the boot of this host. Time in suspend mode is included."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 

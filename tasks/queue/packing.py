@@ -31,7 +31,7 @@ class Demand:
 
     #: Number of nodes.
     nodes: int
-    #: Number of GPUs on each of these nodes.
+    #: Number of GPUs on each node.
     gpus_per_node: int
     #: Number of CPUs for each GPU.
     cpus_per_gpu: float

@@ -93,8 +93,7 @@ class Waiting:
     #: CLASSES_S.
     estimate_s: float
     #: Earliest start in seconds, by the same clock as the argument `now` of the function `plan`. A
-    #: requeued run has a short delay. During the delay it stays at its position in the queue, and
-    #: later runs do not pass it.
+    #: requeued run has a short delay. During the delay the run keeps its position in the queue.
     not_before: float = 0.0
     #: Tags of the run. The runs with a tag may have a common limit of GPUs.
     tags: frozenset[str] = frozenset()

@@ -38,14 +38,14 @@ from tasks.server.flow_runs import FLOW_RUN_VARIABLE
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.formatting import join_commas
 
-#: Longest time, in seconds, from the grant of a run to its start. After that time the run loses its
-#: grant and waits again.
+#: Longest time, in seconds, from the grant of a run to its start. After that time the grant is
+#: deleted, and the run waits again.
 GRANT_TIMEOUT_S = 60.0
 #: Longest time, in seconds, until a process that a worker has started appears in /proc.
 _SPAWN_TIMEOUT_S = 2.0
-#: Longest time, in seconds, between two changes of the BEAT label of a waiting run. If its process
-#: does not change the label for a longer time, the process counts as ended, and the run gets no
-#: GPUs.
+#: Longest time, in seconds, between two changes of the label BEAT by the process of a waiting run.
+#: If the process does not change the label for a longer time, the process counts as ended, and the
+#: run gets no GPUs.
 _SILENT_AFTER_S = 4 * grants.BEAT_EVERY_S
 #: If a scheduling pass has found this number of waiting runs that can start, the pass reads no
 #: further waiting runs from the server.
@@ -102,7 +102,8 @@ class QueueReader:
                 that case only some waiting runs are read: new runs, the runs that the earlier pass
                 admitted or found cancelled, and the runs in `changed`.
             changed: Ids of waiting runs that must be read again.
-            in_flight: Ids of runs that this process is submitting. The time since their grant is not checked.
+            in_flight: Ids of runs that this process is submitting. The time since their grant is
+                not checked.
             never_refused: Ids of runs that must not fail if their cluster is too small.
             is_unchanged: True if nothing has changed on the server since the last pass, according
                 to its events. In that case the pass reads the clusters, but not the server.
@@ -140,7 +141,8 @@ class QueueReader:
 
         Args:
             ledger: The waiting runs and the runs that hold GPUs.
-            in_flight: Ids of runs that this process is submitting. The time since their grant is not checked.
+            in_flight: Ids of runs that this process is submitting. The time since their grant is
+                not checked.
             never_refused: Ids of runs that must not fail if their cluster is too small.
         """
         settings, troubles = self._read_settings(ledger.pools)
@@ -202,7 +204,7 @@ class QueueReader:
     def _is_silent(self, entry: QueueEntry) -> bool:
         """Return True if a run waits in its own process, and that process seems to have ended.
 
-        Such a process changes the BEAT label of its flow run regularly while it is alive.
+        Such a process regularly changes the label BEAT of its flow run while the process is alive.
         """
         beat = entry.flow_run.labels.get(grants.BEAT)
         if not entry.waits_in_process or beat is None:
@@ -278,9 +280,10 @@ class QueueReader:
         age_s = now - entry.state_since.timestamp()
         if not has_ended:
             return age_s > GRANT_TIMEOUT_S and not entry.flow_run.infrastructure_pid
-        # The recorded process id of the flow run is no proof. The worker may have been killed after
-        # it started the process and before it recorded the id. Or the recorded process may have
-        # ended with the worker. So the processes of this host are searched.
+        # The process id that the server has recorded does not prove whether the run has a process.
+        # The worker may have been killed after it started the process and before it recorded the
+        # id. Or the recorded process may have ended with the worker. So the processes of this host
+        # are searched.
         pids = find_holders(FLOW_RUN_VARIABLE).pids
         return age_s > _SPAWN_TIMEOUT_S and not pids.get(str(entry.id))
 

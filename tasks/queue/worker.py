@@ -380,7 +380,7 @@ class GangWorker(ProcessWorker):
     #: Starts scheduling passes after events, or None before the first poll.
     _waker: Waker | None = None
     #: Time of the last request of this worker for the flow runs of its queues, by the clock of the
-    #: event loop. Such a request shows the server that the queues are served.
+    #: event loop. Such a request shows the server that a worker serves the queues.
     _served_at = -math.inf
     #: True if this worker is the leader, which decides for all workers of the server which runs
     #: start.

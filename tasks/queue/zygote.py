@@ -176,8 +176,8 @@ def _leave_zygote() -> None:
     """Fork this process again, end the parent process, and continue in the child process.
 
     The kernel then gives the child process a new parent: the worker if the worker is a subreaper,
-    otherwise the init process. So the child process is not a child of the fork server. It also gets
-    a new session.
+    otherwise the init process. So the child process is not a child of the fork server. The child
+    process also gets a new session.
     """
     middle = os.pidfd_open(os.getpid())
     if os.fork():
@@ -255,8 +255,9 @@ def _replace_standard_files(*files: int) -> None:
 
 def _apply_order(process_texts: _ProcessTexts, order: Mapping[str, Any]) -> None:
     """Give this process the environment, command line and working directory of a request."""
-    # The C library stores the new variables in new memory. After these two lines it does not use
-    # the memory of the original variables any more, and `show` may overwrite that memory.
+    # The C library stores the new variables in new memory. After the next two lines the C library
+    # does not use the memory of the original variables any more, and `show` may overwrite that
+    # memory.
     os.environ.clear()
     os.environ.update(order["env"])
     process_texts.show(order["argv"], order["env"])
