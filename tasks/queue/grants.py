@@ -149,7 +149,8 @@ def grant_of(flow_run: FlowRun) -> Grant | None:
     """Return the grant of a flow run.
 
     Returns:
-        The grant, or None if the flow run has no grant or its grant is void.
+        The grant. None if the flow run has no grant, or if its grant is void because the state of
+        the flow run has changed since.
     """
     label = flow_run.labels.get(GRANT)
     if not label:

@@ -353,7 +353,7 @@ class LedgerReader:
     #: not run in a worker.
     _own_worker: tuple[str, str] = ("", "")
     #: For each flow run id: the last answer of the server as JSON, the flow run that was built from
-    #: it, and the resources that the flow run requests.
+    #: this answer, and the resources that the flow run requests.
     _rows: dict[str, tuple[dict[str, Any], FlowRun, Request]] = field(default_factory=dict)
     #: For each pool name: the names of the online workers, and the monotonic time of the reading.
     _workers: dict[str, tuple[frozenset[str], float]] = field(default_factory=dict)

@@ -118,7 +118,7 @@ class Held:
     place: tuple[float | int | str, ...]
     #: Expected end in seconds, by the same clock as the argument `now` of the function `plan`.
     ends_at: float
-    #: Tags of the run. A tag may have a limit of GPUs.
+    #: Tags of the run. The runs with a tag may have a common limit of GPUs.
     tags: frozenset[str] = frozenset()
 
 

@@ -53,8 +53,8 @@ _ENOUGH_RUNS = 50
 #: Largest number of windows that a scheduling pass reads from each queue of a work pool. A window
 #: is a group of 200 waiting runs.
 _MAX_WINDOWS = 50
-#: Largest number of waiting runs whose complete spec is checked in one pass. The limit keeps a pass
-#: short, because each check takes some milliseconds.
+#: Largest number of waiting runs whose complete spec is checked in one pass. The limit keeps a
+#: scheduling pass short, because each check takes some milliseconds.
 _CHECKS_PER_PASS = 20
 
 
@@ -66,7 +66,7 @@ class QueueReader:
     client: PrefectClient
     #: Reads the nodes and their free GPUs.
     capacity: Capacity
-    #: Identity of this process. It is stored in the grants that this process writes.
+    #: Identity of this process. The grants that this process writes contain this identity.
     process: SchedulerProcess
     #: Reads the waiting runs and the runs that hold GPUs.
     reader: LedgerReader

@@ -233,7 +233,7 @@ def _print_other_columns(row: Row, columns: Sequence[str]) -> Iterator[Renderabl
 
     Args:
         row: The row.
-        columns: Names of the columns of the table. Their cells are left out.
+        columns: Names of the columns of the table. The cells of these columns are left out.
     """
     cells = {name: one_line(str(cell)) for name, cell in row.items() if name not in columns}
     if texts := [f"{name} {cell}" for name, cell in cells.items() if cell != "-"]:
