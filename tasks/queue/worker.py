@@ -562,7 +562,7 @@ class GangWorker(ProcessWorker):
     def _should_wake(self, event: str) -> bool:
         """Return True if an event with the given name must start a scheduling pass.
 
-        If the event offers a run to this worker, `_was_offered` is set, too.
+        If the event offers a run, `_was_offered` is set, too.
         """
         if event == _OFFERED:
             self._was_offered = True
