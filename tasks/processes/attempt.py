@@ -50,13 +50,13 @@ _log = logging.getLogger(__name__)
 _SAVING_WITHIN_S = 2.0
 #: Time limit in seconds of the search for the last checkpoint of a trainer that was killed.
 _FIND_CHECKPOINT_WITHIN_S = 30.0
-#: Line of a trainer that somebody else asked to end.
+#: Pattern of a log line in which a trainer reports that it has received SIGTERM.
 _SIGTERM_HEARD = re.compile(
     r"(?:receiv|caught|catch|got |handl|by )\w*[^\n]{0,30}?(?:SIGTERM|signal 15)"
     r"|SIGTERM[^\n]{0,30}?(?:receiv|caught|:)",
     re.IGNORECASE,
 )
-#: Number of lines at the end of a log in which such a line is looked for.
+#: Number of lines at the end of a log that are searched for `_SIGTERM_HEARD`.
 _LAST_LINES = 40
 #: Seconds between two checks whether a component is writing a checkpoint.
 _SAVING_EVERY_S = 0.2
@@ -64,9 +64,10 @@ _SAVING_EVERY_S = 0.2
 _MOVES_AT_MOST = 5
 #: Smallest number of seconds between two checks of the processes that listen on the run's ports.
 _PORTS_EVERY_S = 1.0
-#: Smallest pause between two checks of the ports, as a multiple of the duration of a check.
+#: Smallest pause between two checks of the run's ports, as a multiple of the duration of a check.
 _PORTS_PAUSE = 20.0
-#: Seconds to wait for an answer of the GPU driver. If it does not answer, it is not asked again.
+#: Seconds to wait until the GPU driver reports the GPU utilisation. If the driver does not answer
+#: in that time, it is not asked again.
 _DRIVER_WITHIN_S = 5.0
 #: Signals that the kernel sends to a program after an error in that program.
 _FATAL_SIGNALS = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGTRAP"})
@@ -95,10 +96,11 @@ def failure_of(
         component: Name of the component.
         message: One line that describes the failure.
         text: End of the component's log, in which the cause is searched.
-        rule: Name of the rule that noticed the failure. A cause found in the text replaces it.
-        kind: Kind of the failure if it is certain. None: take it from the text, else from the
-            signal.
-        exit: Exit of the component, if it has ended.
+        rule: Name of the rule that noticed the failure. If a cause is found in `text`, the rule of
+            that cause replaces this name.
+        kind: Kind of the failure. None if it is uncertain: the kind is then taken from the cause in
+            `text`, or else from the signal that ended the component.
+        exit: Exit of the component; None if it has not ended.
     """
     cause = find_cause(text)
     signal = exit.signal_name if exit else None
@@ -106,7 +108,7 @@ def failure_of(
     line = cause.line if cause else ""
     if cause is not None and kind in (None, FailureKind.RUNTIME_ERROR):
         rule = cause.rule.id
-        # Keep the kind if the cause is of kind UNKNOWN, for example "killed".
+        # Keep `kind` if the cause is itself of kind UNKNOWN, for example the line "Killed".
         if cause.rule.kind is not FailureKind.UNKNOWN:
             kind = cause.rule.kind
     if kind is None:
@@ -128,9 +130,9 @@ def failure_of(
 
 
 def _signal_of_shell(exit: Exit) -> str | None:
-    """Return the signal that ended the program of a shell, or None if no signal did.
+    """Return the signal that ended a program which a shell has run; None if no signal ended it.
 
-    The shell then exits with 128 plus the number of the signal.
+    If a signal ends the program, the exit code of the shell is 128 plus the number of the signal.
     """
     code = exit.exit_code or 0
     return signal_name(code - 128) if 128 < code < 128 + 65 else None
@@ -142,13 +144,13 @@ class Decision:
 
     #: Time at which the event happened, in CLOCK_MONOTONIC seconds. It may be noticed later.
     at_monotonic_s: float
-    #: COMPLETED, FAILED or CANCELLED; RUNNING if the Ray jobs of the run continue without this
-    #: process.
+    #: State of the run after the attempt: COMPLETED, FAILED or CANCELLED; RUNNING if the Ray jobs
+    #: of the run continue without this process.
     state: RunState
-    #: Reason in one line, for people.
+    #: Reason for the end of the attempt, in one line for people.
     reason: str
-    #: Returns the verdict. It is called after the end of all components, when their logs are
-    #: complete.
+    #: Returns the verdict, which contains the final state, a message and the failure. Called after
+    #: the end of all components, when their logs are complete.
     make_verdict: Callable[[], Verdict]
     #: Name of the component that failed first; None if no component failed.
     component: str | None = None
@@ -158,8 +160,8 @@ class Decision:
         """Return a decision whose verdict is already known.
 
         Args:
-            verdict: The verdict.
-            at_monotonic_s: Time of the event. None: now.
+            verdict: The final state of the attempt, with a message and the failure.
+            at_monotonic_s: Time of the event in CLOCK_MONOTONIC seconds. None if it happens now.
         """
         return Decision(
             at_monotonic_s=time.monotonic() if at_monotonic_s is None else at_monotonic_s,
@@ -170,7 +172,7 @@ class Decision:
 
 
 class EarliestDecision:
-    """Keeps the decision with the earliest time. The order in which decisions arrive is ignored.
+    """Keeps the decision about the earliest event. Decisions may arrive in any order.
 
     A process that dies because of another failure dies later than that failure. The same is true of
     a process that the teardown stops. So neither is blamed for the failure of the attempt.
@@ -179,7 +181,8 @@ class EarliestDecision:
     def __init__(self) -> None:
         #: The earliest decision; None while the attempt is undecided.
         self.decision: Decision | None = None
-        #: Time of the earliest event that decides the attempt. Later events are ignored.
+        #: Time of the earliest event that decides the attempt; infinity if there is none. Later
+        #: events are ignored.
         self.horizon_s = float("inf")
 
     def is_open_at(self, at_monotonic_s: float) -> bool:
@@ -187,7 +190,10 @@ class EarliestDecision:
         return at_monotonic_s < self.horizon_s
 
     def reserve(self, at_monotonic_s: float) -> None:
-        """Ignore all events after this time, before the decision for this time is known."""
+        """Ignore all events after a time.
+
+        Call it if an event at that time decides the attempt, but the decision is not known yet.
+        """
         self.horizon_s = min(self.horizon_s, at_monotonic_s)
 
     def decide(self, decision: Decision) -> bool:
@@ -202,9 +208,10 @@ class EarliestDecision:
 
 
 class SupervisedAttempt:
-    """The components of one attempt, and its verdict.
+    """Supervises the components of one attempt, and determines how the attempt ends.
 
-    The teardown begins when the end of the attempt is decided. No component is started after that.
+    When an event decides the end of the attempt, the teardown begins. It stops the components in
+    reverse order. No component is started after that.
     """
 
     def __init__(
@@ -221,9 +228,9 @@ class SupervisedAttempt:
             plan: The components and their settings.
             ports: The ports of the run.
             emit: Publishes events.
-            register: The run's registry on disk. None: the run is not registered.
-            template: Helper process that forks the guardians. None: start a new helper process if
-                it is needed.
+            register: The run's registry on disk. None if the run is not registered.
+            template: Helper process that forks the guardians, the processes that own the
+                components. None: start a new helper process if it is needed.
             replan: Called with the name of a component whose port is taken. Reserves another port
                 and returns the changed plan; raises OSError if no port is free. None: a taken port
                 ends the attempt.
@@ -243,7 +250,7 @@ class SupervisedAttempt:
             resumed_step=plan.resume.step if plan.resume else None,
         )
         self._progress = ProgressWatch(plan, self._step_source(), silence, emit, self._is_quiet)
-        #: The earliest decision so far.
+        #: Keeps the decision about the earliest event so far.
         self.earliest = EarliestDecision()
         self._conclusion: asyncio.Task[None] | None = None
         self._teardown: asyncio.Task[Verdict] | None = None
@@ -252,7 +259,10 @@ class SupervisedAttempt:
         self.decided = asyncio.Event()
 
     def prepare(self) -> None:
-        """Start a guardian for each component. If that fails, the attempt fails."""
+        """Start the guardian process that will own each component.
+
+        If a guardian cannot be started, the attempt fails.
+        """
         try:
             self._context.begin()
             for plan in self._plan.components:
@@ -387,7 +397,7 @@ class SupervisedAttempt:
     async def _check_ports(self) -> None:
         """Check once whether a process of another user listens on a port of a running component.
 
-        Such a component is started again on another port, or the attempt fails.
+        If so, that component is started again on another port, or the attempt fails.
         """
         try:
             table = await asyncio.to_thread(listening_sockets)
@@ -414,10 +424,10 @@ class SupervisedAttempt:
             self._fail_by_loss(member, loss)
 
     def interrupt(self, why: str, state: RunState = RunState.CANCELLED) -> None:
-        """End the attempt for a reason from outside.
+        """End the attempt for a reason outside the attempt, such as a cancel by the user.
 
         Args:
-            why: Reason for people.
+            why: Reason for the end, in one line for people.
             state: State of the run. With RUNNING, the Ray jobs of the attempt continue until
                 another process resumes the run.
         """
@@ -426,7 +436,7 @@ class SupervisedAttempt:
     def crash(self, error: BaseException) -> None:
         """Fail the attempt after an error in Muster's own code.
 
-        Without supervision, the components must not continue.
+        The components are ended, because they must not continue without supervision.
         """
         _log.error("supervision of %s failed", self._plan.run_id, exc_info=error)
         message = f"Muster's own supervision failed: {error!r}"
@@ -434,8 +444,9 @@ class SupervisedAttempt:
 
     def fail(self, failure: Failure) -> None:
         """Fail the attempt for a reason outside its components."""
-        # An earlier event may still be examined, and this failure may have broken the examination.
-        # So date this failure back to the time of that event, so that it decides the attempt.
+        # The cause of an earlier event may still be under examination, and this failure may have
+        # interrupted the examination. So give this failure the time of that event. It then decides
+        # the attempt.
         at = min(time.monotonic(), self.earliest.horizon_s)
         self._decide(Decision.of(Verdict.failed(failure, at), at))
 
@@ -448,11 +459,15 @@ class SupervisedAttempt:
     async def teardown(self) -> Verdict:
         """Stop the running components in reverse order, and wait until no process remains.
 
-        An undecided attempt is cancelled. Further calls return the same verdict.
+        If no event has decided the attempt yet, it is cancelled.
+
+        Returns:
+            The final state of the attempt, with a message and the failure. Further calls return the
+            same verdict.
         """
         if self._teardown is None:
             self.interrupt("the run was ended before it had finished")
-        # Wait for the decision. The end of a component may still be examined.
+        # Wait for the decision, because the end of a component may still be under examination.
         await self.decided.wait()
         assert self._teardown is not None
         return await asyncio.shield(self._teardown)
@@ -462,14 +477,17 @@ class SupervisedAttempt:
             raise RunEnded(f"{name} is not started, because the run is already ending")
 
     async def _launch(self, member: Member) -> None:
-        """Start a component. Never cancel this, because a started process might be forgotten."""
+        """Start a component.
+
+        Never cancel this coroutine. A process that it has started might then never be ended.
+        """
         self._launched.append(member)
         self._progress.silence.restart()
         try:
             await member.launch()
         except GivenUp as error:
             self._give_up(member, error.loss)
-        except OSError as error:  # TimeoutError is one.
+        except OSError as error:  # includes TimeoutError
             reason = error.strerror or str(error) or "its guardian does not answer"
             message = f"{member.name} can't be started: {reason}"
             kind = _SPAWN_ERRORS.get(error.errno, FailureKind.UNKNOWN)
@@ -482,7 +500,8 @@ class SupervisedAttempt:
             return
         try:
             await member.until_running()
-            if not self.decided.is_set():  # A teardown would not end a later watcher.
+            # After the decision, the teardown would not cancel a new watcher any more.
+            if not self.decided.is_set():
                 self._watch(self._follow(member, member.until_job_lost))
             await member.until_ready()
         except GivenUp as error:
@@ -574,19 +593,22 @@ class SupervisedAttempt:
                     self._conclude(member, exit)
 
     def _conclude(self, member: Member, exit: Exit) -> None:
-        # From now on, ignore the ends of other components, because they are not needed any more.
+        # From now on, ignore the ends of other components. The run does not need them any more.
         self.earliest.reserve(exit.at_monotonic_s)
         self._conclusion = asyncio.create_task(self._check_success(member, exit))
         self._conclusion.add_done_callback(self._on_task_done)
 
     def _may_be_finished(self, member: Member, exit: Exit) -> bool:
-        """Return True if a component that a signal ended may have done all its work before."""
+        """Return True if a component may have done all its work before a signal ended it."""
         is_trainer = member.plan.on_exit_zero == "complete" and member.is_ready
         has_signal = exit.signal is not None or _signal_of_shell(exit) is not None
         return has_signal and is_trainer and self._plan.last_step is not None
 
     async def _check_success(self, member: Member, exit: Exit) -> None:
-        """Decide how an attempt ended whose work may be done."""
+        """Decide whether the attempt has succeeded, after the end of a component.
+
+        Called for a component whose end may mean that all work of the run is done.
+        """
         if not exit.is_zero:
             await self._check_killed(member, exit)
             return
@@ -617,7 +639,7 @@ class SupervisedAttempt:
         if is_finished and step is None and last is not None:
             message = f"step {last:g} of {last:g}: the checkpoint already had the last step"
         elif last is not None and is_short and (step is None or step < last - 1):
-            # The last step may be one less, if a trainer counts from zero.
+            # A trainer that counts from zero reports the last step as `last - 1`.
             warning = f"warning: {member.name} left with exit code 0{self._short_of_end()}"
             self._emit("run.warning", message=warning.removeprefix("warning: "))
             message = warning
@@ -625,7 +647,10 @@ class SupervisedAttempt:
         self._decide(Decision.of(verdict, exit.at_monotonic_s))
 
     def _has_nothing_to_do(self, step: float | None) -> bool:
-        """Return True if the attempt made no step because its checkpoint is of the last step."""
+        """Return True if the attempt made no step because it started at the last step.
+
+        The checkpoint from which it started then contains the last step.
+        """
         loaded = self._plan.resume.step if self._plan.resume else None
         is_last = loaded is not None and loaded in (self._plan.last_step, self._plan.success_step)
         return step in (None, loaded) and (is_last or self._plan.starts_finished)
@@ -641,10 +666,11 @@ class SupervisedAttempt:
         )
 
     async def _check_killed(self, member: Member, exit: Exit) -> None:
-        """Decide whether a component that a signal ended had done its work before.
+        """Decide whether a component had done its work before a signal ended it.
 
-        That is so if it had reached the last step, and a complete checkpoint has that step or was
-        saved after it. A crash at the exit of a program that saves no checkpoints loses nothing.
+        Its work was done if it had reached the last step, and a complete checkpoint has that step
+        or was saved after that step. If the program saves no checkpoints, its work was also done if
+        it crashed at its exit after the last step.
         """
         await self._progress.until_reached(None)
         if not self._progress.is_finished:
@@ -696,7 +722,8 @@ class SupervisedAttempt:
         until: int | None = None
         if kind is FailureKind.STALLED and self.earliest.is_open_at(at):
             member.is_hung = True
-            # Read the log only up to here. The examination of the component will add stacks to it.
+            # Read the log only up to its present size. The examination of the component will write
+            # stacks into the log.
             until = max(0, size_of(log))
 
         def make_verdict() -> Verdict:
@@ -729,8 +756,8 @@ class SupervisedAttempt:
         last = self._launched[-1] if self._launched else None
         is_free = last is not None and last.exit is None and last.plan.is_saving is None
         if last is not None and is_free and not self._hung():
-            # The teardown stops the last component first. Send its stop signal now, because the
-            # teardown first writes events.
+            # The teardown stops the last component first. Send this component its stop signal now,
+            # to save the time in which the teardown first writes events.
             last.stop()
         self._teardown = asyncio.create_task(self._take_down(decision))
         self.decided.set()
@@ -740,8 +767,9 @@ class SupervisedAttempt:
         self._emit("teardown.begun", reason=decision.reason, cause=decision.component)
         for watcher in self._watchers:
             watcher.cancel()
-        # Examine components that hang before any component is stopped. They may wait for another
-        # component, and would no longer show this after the end of that component.
+        # Examine components that hang before any component is stopped. A component may hang because
+        # it waits for another component. After the end of that other component, its stacks would no
+        # longer show the wait.
         await asyncio.gather(*(member.examine() for member in self._hung().values()))
         left: dict[str, tuple[int | str, ...]] = {}
         for member in reversed(self._launched):
@@ -797,7 +825,8 @@ class SupervisedAttempt:
     ) -> None:
         loss = await until_lost()
         if loss.kind is FailureKind.STALLED and self._progress.is_finished:
-            # A trainer that has done its work may close its server before it ends.
+            # A trainer that has done its work may close its server before it ends. So a failed
+            # liveness probe is no stall.
             return
         self._fail_by_loss(member, loss)
 
@@ -811,7 +840,8 @@ class SupervisedAttempt:
     def _finish(self, why: str) -> None:
         """Complete an attempt that has reached its last step but does not end."""
         member = self._stalled_member()
-        # Its stacks show later why it did not end.
+        # Mark the component as hung, so that its stacks are read before it is ended. They show why
+        # it did not end.
         member.is_hung = True
         within_s = self._plan.finish_within_s
 
@@ -904,16 +934,16 @@ class SupervisedAttempt:
     def _is_quiet(self) -> bool:
         """Return True if no progress is expected now.
 
-        That is so if no component was started yet, or if a component is pending, for example a Ray
-        job that waits for its resources.
+        No progress is expected before the first component is started, and while a component is
+        pending, for example a Ray job that waits for its GPUs.
         """
         return not self._launched or any(member.is_pending for member in self._launched)
 
     def _stalled_member(self) -> Member:
-        """Return the component that is blamed for a stall.
+        """Return the component that is blamed if the run makes no progress.
 
-        It is the last component that is not ready yet. If all are ready, it is the trainer, or else
-        the component that was started last.
+        Of the components that are not ready yet, it is the one that was started last. If all are
+        ready, it is the trainer, or else the component that was started last.
         """
         running = [member for member in self._launched if member.exit is None] or self._launched
         starting = [member for member in running if not member.is_ready]

@@ -41,7 +41,9 @@ def own_cgroup(proc: str = "/proc/self") -> str:
 
 
 def create(parent: str, name: str) -> str:
-    """Create a cgroup below the cgroup `parent`. An existing empty cgroup is used again.
+    """Create a cgroup below the cgroup `parent`.
+
+    If the cgroup exists already and contains no process, it is used again.
 
     Returns:
         The directory of the cgroup.
@@ -79,7 +81,7 @@ def kill(path: str) -> None:
 def is_empty(path: str) -> bool:
     """Return True if the kernel reports no process in the cgroup and the cgroups below it.
 
-    Returns True if the cgroup does not exist, too.
+    Also returns True if the cgroup does not exist.
     """
     try:
         with open(os.path.join(path, "cgroup.events"), encoding="utf-8") as f:
@@ -106,7 +108,7 @@ def remove(path: str) -> bool:
     A cgroup that still contains processes, or whose name lacks Muster's prefix, stays.
 
     Returns:
-        True if the cgroup does not exist now.
+        True if the cgroup does not exist any more.
     """
     if os.path.basename(path).startswith(PREFIX):
         for directory, _, _ in os.walk(path, topdown=False):

@@ -2,8 +2,8 @@
 
 A component may answer its health check although one of its workers has died. For example, SGLang's
 HTTP server still answers after its scheduler process has aborted in C++ code. Source:
-sgl-project/sglang#18421. A worker is not a child of Muster's process, so its exit status must be
-read from the kernel in other ways.
+sgl-project/sglang#18421. A worker is not a child of Muster's process, so waitpid(2)
+cannot read its exit status. This module reads it from a pidfd or from /proc.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ from tasks.spec.probes import LiveProbe
 #: pairs of user and group ids, exit status.
 #: Source: linux/pidfd.h, the first version of struct pidfd_info.
 _INFO = struct.Struct("=QQ11Ii")
-#: Number of the ioctl that reads facts about a pidfd's process: _IOWR(0xFF, 11, struct pidfd_info).
+#: Number of the ioctl that reads facts about the process of a pidfd.
+#: Source: linux/pidfd.h, _IOWR(0xFF, 11, struct pidfd_info).
 _PIDFD_GET_INFO = 3 << 30 | _INFO.size << 16 | 0xFF << 8 | 11
-#: Bit in the mask that requests the exit status, or says that the answer contains it.
+#: Bit in the mask for the exit status. In a request, it asks for the exit status. In an answer, it
+#: shows that the answer contains the exit status.
 _PIDFD_INFO_EXIT = 1 << 3
 #: Index of the exit status in the list that `tree.stat_fields` returns.
 #: Source: proc_pid_stat(5), field 52.
@@ -90,7 +92,7 @@ def _read_status_of_zombie(process: ProcessId) -> int | None:
         # For a process that this user may not examine, /proc/PID/stat shows the exit status 0.
         return None
     except OSError:
-        # A zombie has no program, so the link cannot be read. The permission is there.
+        # This process may read the link, but a zombie has no program, so there is no link.
         pass
     if not fields or tree.start_ticks(process.pid) != process.start_ticks:
         return None
@@ -98,9 +100,9 @@ def _read_status_of_zombie(process: ProcessId) -> int | None:
 
 
 #: Longest time in seconds between the fork of a process and the execution of its program. During
-#: this time, the process has the command line of its parent. Usually it is a few milliseconds.
+#: this time, the process has the command line of its parent. It usually takes a few milliseconds.
 _FORKED_WITHIN_S = 1.0
-#: Largest length of a command line in a message.
+#: Largest number of characters of a command line that a message shows.
 _SHOWN_CHARACTERS = 200
 
 
@@ -123,9 +125,12 @@ class ProcessWatch:
     _pidfds: dict[int, int] = field(default_factory=dict)
 
     async def until_lost(self) -> GiveUpReason:
-        """Wait until a watched process ends or no process matches, and return this loss.
+        """Wait until a watched process ends or no process matches the pattern.
 
-        When the coroutine ends, also by a cancel, all pidfds are closed.
+        When the coroutine ends or is cancelled, all pidfds are closed.
+
+        Returns:
+            A description of the ended process, or of the pattern that no process matches.
         """
         lost: asyncio.Future[GiveUpReason] = asyncio.get_running_loop().create_future()
         misses = 0
@@ -148,7 +153,7 @@ class ProcessWatch:
         """Find matching processes that are not watched yet, and watch them.
 
         Args:
-            lost: Future that is resolved with the loss when a watched process ends.
+            lost: Future that receives the description of a watched process when that process ends.
 
         Returns:
             True if at least one process of the component matches the pattern.
@@ -200,8 +205,9 @@ class ProcessWatch:
 def _may_execute_another_program(process: ProcessId, command: str) -> bool:
     """Return True if a process was just forked and may soon execute another program.
 
-    Such a process has the command line of its parent, so it matches the pattern if its parent does.
-    It must not be watched: it may become a compiler, for example, whose end is no loss.
+    A process that was just forked has the command line of its parent, so it matches the pattern if
+    its parent does. It must not be watched yet. It may execute a compiler, for example, and the end
+    of a compiler is no failure of the component.
 
     Args:
         process: The process.
