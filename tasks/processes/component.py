@@ -56,10 +56,11 @@ class ComponentPlan:
     #: Returns True while the component writes a checkpoint. The call may block. None: it is unknown
     #: whether the component writes checkpoints.
     is_saving: Callable[[], bool] | None = None
-    #: Returns True if a checkpoint has grown since the last call; it may block. None: unknown.
+    #: Returns True if a checkpoint has grown since the last call. The call may block. None if it is
+    #: unknown whether the component writes checkpoints.
     has_grown: Callable[[], bool] | None = None
-    #: Returns step and time of the newest complete checkpoint, see `find_newest_step`; it may block
-    #: and raise OSError. None: the component has no checkpoints.
+    #: Returns the step and the time of the newest complete checkpoint. The call may block and raise
+    #: OSError. None if the component has no checkpoints.
     find_checkpoint: Callable[[], tuple[int | None, float] | None] | None = None
     #: Creates the `Member` that runs the component on a Ray cluster. None: run the component as a
     #: process of this machine.
@@ -77,7 +78,7 @@ class AttemptPlan:
     run_id: str
     #: Number of the attempt, from 1.
     number: int
-    #: Absolute directory that relative paths of the run start from.
+    #: Absolute path of the directory from which relative paths of the run are resolved.
     cwd: Path
     #: The components in the order of their start.
     components: tuple[ComponentPlan, ...]
@@ -89,23 +90,25 @@ class AttemptPlan:
     alarms: Mapping[str, WatchRule] = field(default_factory=dict)
     #: Step that must be reached for success. None: exit code 0 is enough.
     success_step: float | None = None
-    #: Choice of the checkpoint from which the attempt starts. None: unknown.
+    #: Record of the checkpoint from which the attempt starts. None if it is unknown.
     resume: ResumeRecord | None = None
-    #: Best step of all earlier attempts; None if there is none.
+    #: Highest step that earlier attempts have reached; None if they have reached no step.
     best_step_before: float | None = None
     #: Time in seconds from the last step until the attempt must have ended. None: no limit.
     finish_within_s: float | None = None
     #: Time limit in seconds without progress and output. None: no limit.
     stall_after_s: float | None = None
-    #: Time limit of the run in seconds, for the failure TIME_LIMIT. None: no limit.
+    #: Time limit of the run in seconds. A run that takes longer fails with the kind TIME_LIMIT.
+    #: None: no limit.
     time_limit_s: float | None = None
-    #: Start of the attempt in UTC epoch seconds. None: it starts now.
+    #: Start of the attempt in UTC epoch seconds. None if the attempt starts now.
     began_at: float | None = None
-    #: Granted GPUs of this machine, as numbered by the driver.
+    #: Numbers of the GPUs of this machine that the run may use, as the driver counts them.
     devices: tuple[int, ...] = ()
-    #: Returns the GPU utilisation of each cluster node, from 0 to 1. None: the run uses no cluster.
+    #: Returns the GPU utilisation of each node of the run's cluster, from 0 to 1. None if the run
+    #: uses no cluster.
     gpu_use: Callable[[], Awaitable[Mapping[str, float]]] | None = None
-    #: Level of containment for the attempt's processes.
+    #: Mechanisms which ensure that all processes of the attempt can be ended.
     containment: Containment = field(default_factory=lambda: Containment(level=Level.L2))
     #: Masks secrets in a text before it is written to disk.
     mask: Callable[[str], str] = str
@@ -114,7 +117,7 @@ class AttemptPlan:
     def last_step(self) -> float | None:
         """The step at which the training is finished, or None if unknown."""
         total = self.progress.total if self.progress else None
-        # Success may need fewer steps than the training has.
+        # A run may count as successful before the last step of its training. Use the larger step.
         return max((step for step in (self.success_step, total) if step is not None), default=None)
 
     @property
@@ -131,12 +134,15 @@ class AttemptPlan:
 #: Time limit in seconds for the last check of a probe, after the end of a component or at the
 #: readiness deadline.
 _LAST_ASK_S = 1.0
-#: Rule name of a failure: a foreign process listens on a port of the run.
+#: Name of the rule that reports a process outside the run which listens on a port of the run.
 PORT_TAKEN = "port-taken"
 
 
 def tag_of(run_id: str, attempt: int) -> dict[str, str]:
-    """Return the environment variables of an attempt's guardians, which identify the run."""
+    """Return the environment variables that identify an attempt.
+
+    The guardians, the processes that own the attempt's components, are started with them.
+    """
     return {"MUSTER_RUN_ID": run_id, "MUSTER_ATTEMPT": str(attempt)}
 
 
@@ -144,8 +150,9 @@ def tag_of(run_id: str, attempt: int) -> dict[str, str]:
 class AttemptContext:
     """Resources that the components of one attempt share.
 
-    They include the guardians, the cgroups, the PID namespace and the run's registry. The level of
-    containment in the plan decides which of them are used.
+    They include the guardians (the processes that own the components), the cgroups, the PID
+    namespace and the run's registry. The level of containment in the plan decides which of these
+    resources are used.
 
     Call `begin`, then `prepare` for each component, then `settle`. Call `enter` before a component
     is started and `release` after its end. Call `close` at the end of the attempt.
@@ -161,7 +168,7 @@ class AttemptContext:
     _processes: list[GuardedProcess] = field(default_factory=list)
     _gone: list[GuardedProcess] = field(default_factory=list)
     _shared_memory: SharedMemoryWatch | None = None
-    #: Existing cgroup of each component.
+    #: Directory of the existing cgroup of each component, by the name of the component.
     _cgroups: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -176,8 +183,8 @@ class AttemptContext:
     def begin(self) -> None:
         """Start the processes that `prepare` needs.
 
-        They are the first process of the PID namespace for containment level L4, and the helper
-        process that forks guardians if there are several components.
+        For containment level L4, the first process of the PID namespace is started. If there are
+        several components, the helper process that forks their guardians is started.
 
         Raises:
             OSError: A process could not be started.
@@ -190,7 +197,9 @@ class AttemptContext:
             self.template = self.template or GuardianTemplate(self._tag)
 
     def prepare(self, component: ComponentPlan) -> GuardedProcess:
-        """Start a guardian for a component, and return it. It waits for the launch order.
+        """Start the guardian process that will own a component.
+
+        The guardian executes nothing before `launch` is called on the returned object.
 
         Raises:
             OSError: No guardian could be started.
@@ -224,7 +233,7 @@ class AttemptContext:
         return set(tree.descendants(*(process.guardian_pid for process in self._processes)))
 
     def settle(self) -> None:
-        """End the preparation. Call it when a guardian was started for each component.
+        """End the preparation. Call it after `prepare` was called for each component.
 
         The helper process that forks guardians is ended, and the PID namespace accepts no further
         guardian. The watch on the shared memory of the run begins.
@@ -240,7 +249,8 @@ class AttemptContext:
     def can_prepare_again(self) -> bool:
         """True if `prepare` may be called after `settle`.
 
-        With a PID namespace it may not, because the namespace accepts no further guardian then.
+        It is False if the components run in a PID namespace, because the namespace accepts no
+        further guardian process after `settle`.
         """
         return self._namespace is None
 
@@ -253,9 +263,9 @@ class AttemptContext:
         """Write the registry entry of a component. Await this before the component is started.
 
         Args:
-            kind: Type of the entry.
+            kind: Class of the entry.
             component: The component.
-            about: Further fields of this type of entry.
+            about: Further fields of the entry.
 
         Raises:
             OSError: The entry could not be written.
@@ -273,7 +283,7 @@ class AttemptContext:
         """Create a cgroup for a component, and return its directory.
 
         Returns:
-            None if the level of containment has no cgroups or the cgroup could not be created.
+            None if the level of containment uses no cgroups or the cgroup could not be created.
         """
         parent = self.plan.containment.cgroup_parent
         if parent is None:
@@ -342,9 +352,11 @@ class Member(ABC):
             OSError: A needed resource is not available.
         """
         self.plan = plan
-        #: Pid of the first process; None if it runs on another machine or has not started.
+        #: Pid of the component's first process; None if the component has not started or runs on
+        #: another machine.
         self.pid: int | None = None
-        #: True until the component runs. While it is True, missing output is no sign of a stall.
+        #: True until the component runs. A pending component writes no output, so missing output is
+        #: then no sign of a stall.
         self.is_pending = True
         #: True after the launch was begun, so that `end` must end a process or a job.
         self.is_launched = False
@@ -368,11 +380,11 @@ class Member(ABC):
         self.unseen: tuple[str, ...] = ()
         self._context = context
         self._emit = context.emit
-        #: Identity of each file that a probe checks, before the component's start. The probe
-        #: compares it with the identity after the start.
+        #: Identity that each file of a probe had before the component's start, by the path of the
+        #: file. The probe compares it with the identity after the start.
         self._files: dict[Path, object] = {}
         self._launched_monotonic_s = 0.0
-        #: Size of the log in bytes before the launch. An earlier process wrote that part.
+        #: Size of the log in bytes before the launch. Earlier processes have written that part.
         self._log_since = 0
 
     @property
@@ -400,7 +412,7 @@ class Member(ABC):
         """
 
     async def until_running(self) -> None:
-        """Wait until the component runs. If this is cancelled, `end` must still be called.
+        """Wait until the component runs. If the wait is cancelled, `end` must still be called.
 
         Raises:
             GivenUp: The component will not run.
@@ -424,8 +436,8 @@ class Member(ABC):
                 async with asyncio.timeout(ready.within_s):
                     await until_yes(probe, every_s=ready.every_s, on_no=on_no)
             except TimeoutError:
-                # Check once more. This process may have had no CPU time while the component became
-                # ready.
+                # Check once more. The component may have become ready while this process had no CPU
+                # time for a check.
                 if (reason := await probe.ask(_LAST_ASK_S)) is not None:
                     on_no(reason)
                     message = f"not ready after {self.seconds_alive():.0f} s: {reason}"
@@ -457,7 +469,7 @@ class Member(ABC):
         Without a liveness probe, or after the end of the component, the coroutine waits forever.
 
         Returns:
-            The failure.
+            A description of the failure.
         """
         live = self.plan.live
         probe = self._probe(live) if live is not None else None
@@ -483,20 +495,22 @@ class Member(ABC):
                 return GiveUpReason(kind=FailureKind.STALLED, rule="live", message=message)
 
     async def until_process_lost(self) -> GiveUpReason:
-        """Wait until a process of the component that must stay alive has ended, and return this
-        loss.
+        """Wait until a process of the component that must stay alive has ended.
+
+        Returns:
+            A description of the ended process.
         """
         return await forever()
 
     async def until_job_lost(self) -> GiveUpReason:
-        """Wait until the Ray job of the component is lost, and return this loss."""
+        """Wait until the Ray job of the component must be given up, and return the reason."""
         return await forever()
 
     def last_words(self, since: int = 0, until: int | None = None) -> str:
         """Return the end of the component's log, to find the reason for its end.
 
         Args:
-            since: Size of the log in bytes at one of the last training steps; 0 if unknown.
+            since: Size that the log had at one of the last training steps, in bytes; 0 if unknown.
             until: Number of bytes of the log to read. None: the whole log.
         """
         since = max(since, self._log_since)
@@ -558,7 +572,7 @@ class Member(ABC):
         return
 
     def _refuse_foreign(self, port: int | None) -> None:
-        """Check the listener of one port.
+        """Check which process listens on one port. Do nothing if `port` is None.
 
         Raises:
             GivenUp: A process that is not of this run listens on the port.

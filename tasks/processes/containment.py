@@ -41,15 +41,16 @@ _PROBE_WITHIN_S = 20.0
 
 
 class Level(Enum):
-    """Levels of containment. Each level includes the promises of the lower levels."""
+    """Levels of containment. A level ends at least the processes that the lower levels end."""
 
-    #: Only process groups.
+    #: The processes of a component are ended by their process group.
     L1 = "L1"
-    #: Guardian processes.
+    #: A guardian process owns each component and ends its process tree.
     L2 = "L2"
-    #: Guardian processes and cgroups.
+    #: In addition to the guardian process, each component has a cgroup.
     L3 = "L3"
-    #: Guardian processes, cgroups if possible, and a PID namespace.
+    #: In addition to guardian processes (and cgroups if possible), the components run in a PID
+    #: namespace.
     L4 = "L4"
 
 
@@ -70,7 +71,7 @@ class Containment:
     #: Directory of the cgroup below which each component gets a cgroup. None: components get no
     #: cgroup.
     cgroup_parent: str | None = None
-    #: Reason why a higher level is not used, for each such level.
+    #: Reasons why higher levels of containment are not used, by the level.
     missing: Mapping[Level, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def __str__(self) -> str:
@@ -176,9 +177,10 @@ _END_WITHIN_S = 8.0
 class PidNamespace:
     """A PID namespace for the components of a run.
 
-    The first process of the namespace runs until its standard input, a pipe, closes. The guardians
-    have the write end of this pipe open, so the pipe closes when the last guardian has ended. When
-    the first process ends for any reason, the kernel kills every process in the namespace.
+    The first process of the namespace runs until its standard input, a pipe, closes. The guardians,
+    the processes that own the components, have the write end of this pipe open. So the pipe closes
+    when the last guardian has ended. When the first process ends for any reason, the kernel kills
+    every process in the namespace.
 
     Create the namespace, start guardians with `fds`, call `settle`, and finally call `close`.
     """
@@ -227,10 +229,11 @@ class PidNamespace:
         return self._init, self._alive.fileno()
 
     def settle(self) -> None:
-        """Let the PID namespace end with the last guardian, the processes that own the components.
+        """Let the PID namespace end when the last guardian has ended.
 
-        The namespace exists while a process holds the write end of a pipe. This process closes its
-        copy, so that only the guardians still hold one.
+        Guardians are the processes that own the components. The namespace exists while a process
+        has the write end of a pipe open. This method closes the write end in the calling process,
+        so that only guardians still have it open.
 
         Call it after the last guardian was started.
         """

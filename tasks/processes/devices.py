@@ -56,8 +56,9 @@ class Devices:
     def here() -> Devices:
         """Return the devices of this machine that Muster may grant.
 
-        They are the GPUs that the driver reports. MUSTER_GPUS selects some of them, or else
-        CUDA_VISIBLE_DEVICES. Without GPUs, MUSTER_GPUS alone defines the devices.
+        The driver reports the GPUs. If MUSTER_GPUS is set, only the GPUs in it are returned;
+        otherwise, only the GPUs in CUDA_VISIBLE_DEVICES, if that is set. On a machine without GPUs,
+        MUSTER_GPUS alone defines the devices.
 
         Raises:
             BadDevices: MUSTER_GPUS is malformed or names a missing GPU.
@@ -108,7 +109,7 @@ class Devices:
 def _list_visible_gpus(uuids: Mapping[int, str]) -> tuple[int, ...]:
     """Return the numbers of the GPUs that CUDA_VISIBLE_DEVICES lists; all GPUs if it is not set.
 
-    An outer scheduler sets this variable. The order of the variable is kept.
+    An outer scheduler such as Slurm sets this variable. The order of the GPUs in it is kept.
 
     Args:
         uuids: UUID of each GPU, by its number.
@@ -125,7 +126,7 @@ def _list_visible_gpus(uuids: Mapping[int, str]) -> tuple[int, ...]:
 def kind_here() -> str:
     """Return the vendor of this machine's accelerators: nvidia, amd or ascend.
 
-    It is determined from the loaded driver. Without a driver, the result is nvidia.
+    The loaded driver shows the vendor. Without a driver, the result is nvidia.
     """
     if Path("/dev/davinci_manager").exists():
         return "ascend"
@@ -164,7 +165,7 @@ class DeviceLease:
     """A lease of one run on devices of this machine.
 
     The lease ends with `close`. Without `close`, it ends when this process and all guardians of the
-    run have ended.
+    run, the processes that own its components, have ended.
     """
 
     def __init__(self, devices: Devices, indices: Sequence[int], owner: str) -> None:
@@ -172,7 +173,8 @@ class DeviceLease:
         Args:
             devices: The devices of this machine.
             indices: Numbers of the devices to lease.
-            owner: Id of the flow run, which other runs name if they cannot get a device.
+            owner: Id of the flow run. Another run that cannot get a device shows this id in its
+                error message.
 
         Raises:
             DeviceHeld: Another run holds one of the devices. No device was leased.

@@ -1,9 +1,10 @@
 """End the leftover processes of a run on this machine.
 
 There are three ways to find these processes. `end_orphans` finds them as adopted children of this
-process. `end_marked` finds them by the mark that `tree.mark_own` has set. `end_carriers` finds them
-by the environment variables with which they were started. One round of SIGKILL can miss a new
-process, so rounds are repeated until a round finds no process (see `end_all`).
+process. `end_marked` finds them by the number with which `tree.mark_own` has marked them.
+`end_carriers` finds them by the environment variables with which they were started. One round of
+SIGKILL can miss a new process, so rounds are repeated until several consecutive rounds find no
+process (see `end_all`).
 
 `end_carriers` also runs on machines without Muster. Ray sends it there by value, with all functions
 that it calls. So these functions return plain data, and use only the standard library and the
@@ -49,15 +50,16 @@ ROUND_S = 0.02
 #: the kernel, for example on a broken disk.
 KILLED_WITHIN_S = 5.0
 #: Time limit in seconds of `end_carriers`. It is reached if a program starts new processes faster
-#: than they can be killed. They are then reported.
+#: than they can be killed. The processes that still live are then reported.
 _SWEPT_WITHIN_S = 20.0
-#: Largest length of a command line in a report.
+#: Largest number of characters of a command line that a report shows.
 _SHOWN_CHARACTERS = 200
 
 #: `(pid, start time in clock ticks)`, which identifies a process until the next boot.
 Known = tuple[int, int]
 
-#: Pids of the guardians that are children of this process. `end_orphans` does not end them.
+#: Pids of the guardians that are children of this process. A guardian is a process that owns the
+#: process tree of one component. `end_orphans` does not end guardians.
 guardians: set[int] = set()
 #: Held while a guardian is started and added to `guardians`, and during `end_orphans`.
 guardians_lock = threading.Lock()
@@ -88,21 +90,21 @@ def end_all(end_once: Callable[[], set[Known]], within_s: float) -> tuple[set[Kn
             break
         time.sleep(ROUND_S)
     if clean < CLEAN_ROUNDS:
-        # Report the processes of this last round as remaining, even if they end now. Their parent
-        # has started new processes in every round and may continue to do so.
+        # The time limit is over. Report the processes of this last round as remaining, even if they
+        # end now. Their parent has started new processes in every round and may start more.
         left = end_once()
     left |= {process for process in killed if not _is_gone(*process)}
     return killed - left, left
 
 
 def end_orphans() -> list[int]:
-    """Send SIGKILL once to the descendants of dead guardians, which this process has adopted.
+    """Send SIGKILL once to the descendants of guardian processes that have died.
 
-    This process must be a subreaper. Processes that it has started itself, and their descendants,
-    get no signal.
+    The calling process must be a subreaper, so that the kernel makes it the parent of these
+    descendants. Processes that it has started itself, and their descendants, get no signal.
 
     Returns:
-        Pids of the adopted children that were found, including zombies.
+        Pids of the adopted children that were found, including zombies, in ascending order.
     """
     orphan_pids: set[int] = set()
     own_mark = read_mark(os.getpid())
@@ -163,10 +165,10 @@ def _writes_below(pid: int, directory: Path) -> bool:
 
 
 def end_carriers(wanted: Mapping[str, str]) -> dict[str, Any]:
-    """Send SIGKILL to every process of this machine that was started with certain variables.
+    """Send SIGKILL to every process of this user that was started with certain variables.
 
-    Repeat until no such process is found. The calling process and its ancestors get no signal. The
-    call is idempotent, and several calls may run at the same time.
+    The signal is sent repeatedly, until no such process is found. The calling process and its
+    ancestors get no signal. The call is idempotent, and several calls may run at the same time.
 
     Args:
         wanted: Names and values of the environment variables, at least one. A process must have
@@ -174,7 +176,8 @@ def end_carriers(wanted: Mapping[str, str]) -> dict[str, Any]:
 
     Returns:
         `{"machine": machine(), "killed": [...], "left": [...]}`: the ended processes, and the
-        processes that survived SIGKILL. Each is `{"pid", "start", "command"}`.
+        processes that survived SIGKILL. Each is a dictionary with the pid, the start time in clock
+        ticks ("start") and the command line ("command").
     """
     spared = _self_and_ancestors()
     commands: dict[int, str] = {}
@@ -243,7 +246,7 @@ def _end_matching(is_meant: Callable[[int], bool]) -> set[Known]:
 
 
 def was_started_with(pid: int, wanted: Mapping[str, str]) -> bool:
-    """Return True if a process belongs to this user and was started with these variables.
+    """Return True if a process belongs to this user and was started with certain variables.
 
     Args:
         pid: The process.

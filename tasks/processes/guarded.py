@@ -1,4 +1,7 @@
-"""Start a component's command under a guardian process, and wait for the end of both."""
+"""Start a component's command under a guardian process, and wait for the end of both.
+
+A guardian is a small process that owns the process tree of one component (see `guardian`).
+"""
 
 from __future__ import annotations
 
@@ -49,8 +52,8 @@ _REPORT_WITHIN_S = 2.0
 #: Seconds to wait until the component's program is executed. This takes milliseconds, but seconds
 #: if the machine is short of memory.
 _SPAWN_WITHIN_S = 30.0
-#: Seconds to wait until the launch order is sent to a guardian, or until the process that forks
-#: guardians has answered.
+#: Seconds to wait until the description of the command is sent to a guardian, or until the process
+#: that forks guardians has answered a request.
 _ORDER_WITHIN_S = 2.0
 #: Seconds that a guardian needs after the grace period to kill the process tree and to report the
 #: processes that survived.
@@ -101,8 +104,8 @@ def _start(
 
     Args:
         name: Name of the component, or TEMPLATE.
-        numbers: Numeric arguments of `guardian.py`: FD, PIDFD, MARK, and INIT and ALIVE if the
-            guardian enters a PID namespace.
+        numbers: The arguments FD, PIDFD and MARK of `guardian.py` (see its docstring), and INIT and
+            ALIVE if the guardian enters a PID namespace.
         tag: Variables that identify the run, for the environment of the new process.
         fds: File descriptors that the new process inherits.
 
@@ -179,7 +182,7 @@ class GuardianTemplate:
             fds: File descriptors for the guardian.
 
         Raises:
-            OSError: The helper process has ended or does not answer. Call `close` then.
+            OSError: The helper process has ended or does not answer. In this case, call `close`.
         """
         request = encode_message({"name": name, "mark": mark, "is_inside": is_inside})
         # Without this lock, `end_orphans` could run before the new guardian is in `guardians`, and
@@ -196,8 +199,8 @@ class GuardianTemplate:
     def close(self) -> None:
         """End the helper process.
 
-        If its last answer is missing, also end a guardian that it may have forked. May be called
-        any number of times.
+        If the helper process has not answered the last request, also end the guardian that it may
+        have forked for the request. May be called any number of times.
         """
         if self._popen.returncode is not None:
             return
@@ -256,7 +259,8 @@ class GuardedProcess:
         #: infinity, then the time at which the pidfd reported the end.
         self._leader_gone_s = float("inf")
         self._gone = [] if gone is None else gone
-        #: True from the launch order until the guardian reports that the process tree is empty.
+        #: True from the launch of the command until the guardian reports that no process of the
+        #: command's process tree remains.
         self._owes_processes = False
         self._orphan_sweep: asyncio.Task[None] | None = None
         #: See `Command.children_grace_s`.
@@ -275,17 +279,18 @@ class GuardedProcess:
         gone: list[GuardedProcess] | None = None,
         template: GuardianTemplate | None = None,
     ) -> GuardedProcess:
-        """Start a guardian process that waits for the launch order.
+        """Start a guardian process. It waits until `launch` tells it which command to start.
 
         Args:
             name: Name shown in the guardian's command line, for `ps`.
             tag: Variables that identify the run, for the guardian's environment.
-            namespace: PID namespace for guardian and command. None: the namespace of this process.
+            namespace: PID namespace of the guardian and the command. None: the namespace of this
+                process.
             gone: List that collects the processes whose pidfds have reported their end, in the
                 order of these reports. Pass the same list for processes whose end times are
                 compared.
-            template: Helper process that forks the guardian; the guardian then has the tag of the
-                template. None: start the guardian as a new process.
+            template: Helper process that forks the guardian. The guardian then has the variables of
+                the helper process, and `tag` is ignored. None: start the guardian as a new process.
 
         Raises:
             OSError: No process could be started.
@@ -309,7 +314,7 @@ class GuardedProcess:
     async def launch(
         self, command: Command, *, cgroup: str | None = None, register: Register | None = None
     ) -> int:
-        """Start the command. After a cancel, `stop` or `kill` ends the process.
+        """Start the command. If this call is cancelled, call `stop` or `kill` to end the command.
 
         Args:
             command: The command.
@@ -339,8 +344,8 @@ class GuardedProcess:
             self.empty.add_done_callback(lambda _: kept_marks.discard(self.mark))
         self.cgroup = cgroup
         self._owes_processes = True
-        # Block until the whole launch order is sent, so that no other message gets into the middle
-        # of it. The guardian reads the order at once, unless SIGSTOP has stopped the guardian.
+        # Block until the whole message is sent, so that no other message gets into the middle of
+        # it. The guardian reads the message at once, unless SIGSTOP has stopped the guardian.
         self._channel.settimeout(_ORDER_WITHIN_S)
         self._channel.sendall(encode_message(order))
         self._channel.setblocking(False)
@@ -356,8 +361,8 @@ class GuardedProcess:
         """
         if not self.guardian.is_alive():
             return []
-        # For a PID namespace, the started process has a child inside the namespace. That child is
-        # the guardian and no part of the command.
+        # If the command runs in a PID namespace, `guardian_pid` is a process outside the namespace.
+        # Its child inside the namespace is the guardian and not part of the command.
         inner = tree.children(self.guardian_pid) if self._is_in_namespace else []
         return [pid for pid in tree.descendants(self.guardian_pid) if pid not in inner]
 
@@ -514,8 +519,8 @@ class GuardedProcess:
     def _on_guardian_gone(self) -> None:
         note = f"its guardian (pid {self.guardian_pid}) was killed"
         _reject(self._spawned, ChildProcessError(note))
-        # Reap a killed guardian of a PID namespace, which has become a child of this process. Until
-        # then, the first process of the namespace cannot end.
+        # A killed guardian inside a PID namespace has become a child of this process and must be
+        # reaped. Until then, the first process of the namespace cannot end.
         was_killed = self._is_in_namespace and (self._guardian.returncode or 0) < 0
         if not self._owes_processes and not was_killed:
             _resolve(self.empty, None)
@@ -529,7 +534,8 @@ class GuardedProcess:
         """Reap the children of a command whose guardian was killed, until none remains.
 
         Only for commands whose children may outlive the command. After a request to stop, send
-        SIGTERM to the children, and SIGKILL to those that remain after their grace period.
+        SIGTERM to the children. Send SIGKILL to the children that still live after their grace
+        period.
         """
         deadline_s = float("inf")
         clean_rounds = 0
@@ -555,7 +561,7 @@ class GuardedProcess:
     async def _end_orphans(self) -> None:
         """Send SIGKILL to the descendants of a killed guardian until none remains.
 
-        This process is a subreaper, so the kernel has made them its children.
+        This process is a subreaper, so the kernel has made these descendants its children.
         """
         since = time.monotonic()
         clean_rounds = 0
@@ -595,5 +601,5 @@ def _resolve(future: asyncio.Future[Any], value: object) -> None:
 def _reject(future: asyncio.Future[Any], error: Exception) -> None:
     if not future.done():
         future.set_exception(error)
-        # Read the error once. Otherwise asyncio logs it if no caller awaits the future.
+        # Read the error once. Otherwise asyncio logs the error if no caller awaits the future.
         future.exception()

@@ -160,7 +160,8 @@ class Guardian:
             with contextlib.suppress(OSError):
                 cgroup.put(self._order.cgroup, pid)
                 self._cgroup = self._order.cgroup
-        # `pidfd_open` fails if the new process has already failed. `spawn` then raises its error.
+        # `pidfd_open` fails if the new process has already ended with an error. `tree.spawn` then
+        # raises that error.
         with contextlib.suppress(OSError):
             pidfd = os.pidfd_open(pid)
             self._channel.send("forked", pidfd, is_in_cgroup=self._cgroup is not None)
@@ -238,8 +239,8 @@ class Guardian:
     def _begin_stop(self) -> None:
         """Send the component the stop signal. Further calls do nothing.
 
-        If the launch order gives the children of the component a grace period, they get the signal
-        before its first process.
+        If the children of the component have a grace period (`Order.children_grace_s`), they get
+        the signal before the component's first process.
         """
         if self._kill_at is not None or self._children_until is not None:
             return
@@ -296,8 +297,8 @@ def main() -> None:
             signal.signal(signum, signal.SIG_IGN if signum in _IGNORED_SIGNALS else signal.SIG_DFL)
     fd, supervisor, mark, *inside = map(int, [*sys.argv[1:4], *sys.argv[5:]])
     if sys.argv[4] == TEMPLATE:
-        # This process forks guardians and has no component. So the kernel may kill it when the
-        # supervisor ends.
+        # This process forks guardians and owns no component that it would have to stop. So let the
+        # kernel kill it when the supervisor ends.
         tree.die_with_parent(os.getppid())
         tree.mark_own(mark)
         fd, supervisor, mark, *inside = fork_guardians(_socket.socket(fileno=fd))
@@ -338,10 +339,10 @@ def fork_guardians(requests: _socket.socket) -> list[int]:
     socket.
 
     A request is a message `{"mark": ..., "name": ..., "is_inside": ...}`. It carries the file
-    descriptors FD and PIDFD of the new guardian, and INIT and ALIVE if `is_inside` is true. Further
-    file descriptors follow, which the guardian only keeps open. The answer is the pid of the
-    guardian, or 0 if the fork failed. It is sent when the nearest subreaper has adopted the
-    guardian.
+    descriptors FD and PIDFD of the new guardian, and INIT and ALIVE if `is_inside` is true. It may
+    carry further file descriptors, which the guardian keeps open but does not use. The answer to a
+    request is the pid of the guardian, or 0 if the fork failed. The answer is sent when the nearest
+    subreaper has adopted the guardian.
 
     Args:
         requests: Socket to the supervisor.
@@ -424,8 +425,8 @@ def enter_namespace(init: int, alive: int) -> None:
     # setns(2) does not move the calling process into the PID namespace, only its later children.
     child = os.fork()
     if child == 0:
-        # The parent is outside the namespace, so its pid is seen as 0, dead or alive. If the parent
-        # dies before this call, the guardian continues without its parent.
+        # The parent is outside the namespace, so `getppid` returns 0 for a living and for a dead
+        # parent. If the parent dies before this call, the guardian continues without its parent.
         tree.die_with_parent(os.getppid())
         return
     os.closerange(3, 1024)
@@ -435,7 +436,7 @@ def enter_namespace(init: int, alive: int) -> None:
 
 
 class Order(types.SimpleNamespace):
-    """The launch order that the supervisor sends to a guardian: a command, and how to stop it.
+    """The first message of the supervisor to a guardian: a command, and the way to stop it.
 
     - `argv`: command line, a list of str.
     - `env`: complete environment of the component.

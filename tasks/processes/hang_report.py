@@ -103,7 +103,8 @@ def _read_text(path: Path, otherwise: str = "") -> str:
         return otherwise
 
 
-#: Largest number of processes that py-spy examines at the same time. Each needs a py-spy process.
+#: Largest number of processes that are examined with py-spy. One py-spy process is started for each
+#: of them, all at the same time.
 _ASKED_AT_MOST = 32
 #: If the path of a source file contains one of these texts, the file is library code and not the
 #: program's own code.
@@ -124,8 +125,8 @@ class HungProcess(TypedDict):
     #: Value of the environment variable RANK, which launchers of distributed programs set. Empty if
     #: it is not set or cannot be read.
     rank: str
-    #: Function, file and line that a thread executes in the program's own code, and those of its
-    #: innermost call. Empty if unknown.
+    #: Function, file and line of the program's own code that a thread executes. If a library is
+    #: called there, the function, file and line of the innermost call follow. Empty if unknown.
     frame: str
     #: True if the stack contains the program's own code. Otherwise `frame` names library code.
     is_own: bool
@@ -366,7 +367,7 @@ def nccl_status(pids: Sequence[int]) -> str:
             with suppress(OSError, ValueError):
                 inodes = listening_inodes(int(port)).keys()
                 if not any(inodes & {*list_sockets(pid).values()} for pid in pids):
-                    break  # Another job listens there, or no process at all.
+                    break  # Another job or no process listens at this address.
                 return _ras_status(host.strip("[]"), int(port))
     return ""
 
@@ -462,8 +463,8 @@ def _is_python(pid: int) -> bool:
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-#: Time limit in seconds for gathering facts about the processes. It delays the teardown, like the
-#: next three limits.
+#: Time limit in seconds for gathering facts about the processes. The teardown of the run waits for
+#: this work, and for the work with the next three limits.
 _EXAMINED_WITHIN_S = 15.0
 #: Time limit in seconds for writing the report.
 _REPORTED_WITHIN_S = 1.0
@@ -485,16 +486,16 @@ class Diagnosis:
     """Examines a component that hangs, and writes the report on it.
 
     First await `examine`, before any process of the run is stopped, because the component may wait
-    for another component. Then stop the component inside the context `listening`. Both take some
-    seconds and raise no errors. The work is done in daemon threads, which are abandoned if a
-    process or a file system blocks them.
+    for another component. Then stop the component inside the context `listening`. `examine` and
+    `listening` take some seconds and raise no errors. Their work is done in daemon threads, which
+    are abandoned if a process or a file system blocks them.
     """
 
     #: The component that hangs.
     process: GuardedProcess
     #: Command of the component, with its log and its stop signal.
     command: Command
-    #: Masks secrets in a text.
+    #: Masks secrets in a text, before the text is written into the report.
     mask: Callable[[str], str]
     #: Place in the code where the component hangs; empty if unknown.
     hangs_in: str = ""
@@ -599,7 +600,7 @@ class Diagnosis:
 async def within(limit_s: float, work: Callable[[], T], otherwise: T) -> T:
     """Call a function in a daemon thread, and wait for its result at most `limit_s` seconds.
 
-    Use it for functions that may block forever. The thread is then abandoned.
+    Use it for functions that may block forever. After the time limit, the thread is abandoned.
 
     Returns:
         The result of the function; `otherwise` if the function fails or takes too long.

@@ -22,7 +22,7 @@ def host_name() -> str:
 
 
 #: Function that returns an id of this boot of the machine and this PID namespace. A pid is only
-#: valid within them.
+#: valid within the same boot and the same PID namespace.
 boot_id = cache(tree.machine)
 
 
@@ -47,7 +47,10 @@ class ProcessId(BaseModel):
         return ProcessId(pid=pid, start_ticks=tree.start_ticks(pid), boot_id=boot_id())
 
     def is_alive(self) -> bool:
-        """Return True if exactly this process still runs on this machine."""
+        """Return True if this process still runs on this machine.
+
+        Another process with the same pid does not count.
+        """
         return (
             self.boot_id == boot_id()
             and self.start_ticks != 0

@@ -34,9 +34,10 @@ from tasks.processes.tree import (
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
-#: Id of the NVML field with the recovery action that a GPU needs after an error (Xid); 0 for none.
-#: An error that is over when its process has ended needs no action. Drivers before 570 do not have
-#: this field.
+#: Id of the NVML field with the recovery action that a GPU needs after an error (Xid). The field is
+#: 0 if no action is needed.
+#: No action is needed if only the process that caused the error is affected. Drivers before 570 do
+#: not have this field.
 #: Source: nvml.h, NVML_FI_DEV_GET_GPU_RECOVERY_ACTION.
 _RECOVERY_ACTION = 230
 
@@ -87,8 +88,8 @@ def _read_gpu(nvml: Any, index: int) -> tuple[dict[str, Any], list[dict[str, Any
         gpu["used_mib"] = _mib(memory.used)
         running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
     except nvml.NVMLError as error:
-        # This GPU does not answer; it may have fallen off the bus. Report the error as its problem,
-        # so that the other GPUs are still read.
+        # This GPU does not answer; it may have fallen off the bus. Return the error as the problem
+        # of this GPU, so that the other GPUs are still read.
         return gpu | {"problem": str(error)}, []
     with suppress(nvml.NVMLError):
         gpu["busy_percent"] = nvml.nvmlDeviceGetUtilizationRates(handle).gpu
@@ -156,7 +157,7 @@ def gather_facts(shared: str, folder: str, name: str, ray_dir: str) -> dict[str,
         ray_dir: Ray's session directory on this node.
 
     Returns:
-        Plain data, whose keys are the names of the facts.
+        The facts as plain data, by the name of the fact.
     """
     return {
         "machine": machine(),
@@ -215,7 +216,7 @@ def find_unreadable_files(folder: str, names: Sequence[str]) -> dict[str, Any]:
 def remove_test_files(folder: str) -> dict[str, Any]:
     """Remove the folder with the test files that `gather_facts` has written.
 
-    Returns an empty dictionary, because orders to node agents return JSON objects.
+    Returns an empty dictionary, because each function that runs on another node must return one.
     """
     shutil.rmtree(folder, ignore_errors=True)
     return {}

@@ -46,9 +46,7 @@ _FORWARDERS = frozenset({"docker-proxy", "rootlessport", "slirp4netns", "pasta"}
 
 
 def port_key() -> bytes:
-    """Return the secret of this MUSTER_HOME from which the lock names of ports are derived.
-
-    The secret is created if it does not exist.
+    """Return the secret of this MUSTER_HOME, which `lock_name` uses. Create it if it is missing.
 
     Raises:
         OSError: The secret can be neither read nor created.
@@ -86,7 +84,7 @@ class PortsReserved:
         """
         Args:
             names: Names of the ports, for example `trainer.port`.
-            key: Secret from which the lock names are derived. None: the secret of this MUSTER_HOME.
+            key: Secret for the function `lock_name`. None: use the secret of this MUSTER_HOME.
 
         Raises:
             OSError: No port is free.
@@ -164,7 +162,7 @@ class PortsReserved:
 
         Args:
             name: Name of the port.
-            is_bound: True: keep a TCP socket bound to the port until `release`.
+            is_bound: True to keep a TCP socket bound to the port until `release`.
 
         Raises:
             OSError: None of the tried ports is free.
@@ -249,7 +247,7 @@ def has_listener(port: int) -> bool:
     """Return True if a process listens on a TCP port at any address of this machine.
 
     Raises:
-        OSError: The kernel cannot be asked.
+        OSError: The kernel's table of TCP sockets cannot be read.
     """
     return bool(listening_inodes(port))
 
@@ -266,7 +264,7 @@ def listeners(port: int, likely: Iterable[int] = ()) -> list[Listener]:
         One `Listener` for each process. A hidden process is included with pid 0.
 
     Raises:
-        OSError: The kernel cannot be asked.
+        OSError: The kernel's table of TCP sockets cannot be read.
     """
     visible_listeners = []
     remaining = listening_inodes(port)

@@ -28,9 +28,10 @@ _CREDENTIALS = struct.Struct("3i")
 
 #: Seconds between two calls of `ComponentProbe.glance`.
 _GLANCE_S = 0.01
-#: Interval between two readiness checks, as a share of the time waited so far.
+#: Interval between two readiness checks, as a share of the time since the first check.
 _SHARE_OF_WAIT = 0.1
-#: Largest interval in seconds between two readiness checks. It grows with the time waited so far.
+#: Largest interval in seconds between two readiness checks. The interval grows with the time since
+#: the first check.
 _EVERY_S_AT_MOST = 1.0
 #: Time limit in seconds of one readiness check.
 _ANSWERS_WITHIN_S = 5.0
@@ -39,10 +40,10 @@ _CHUNK_BYTES = 1 << 20
 #: Largest number of messages of NOTIFY_SOCKET that are read at once. Without this limit, a
 #: component that sends messages without a pause would block all other tasks.
 _MESSAGES_AT_ONCE = 1024
-#: Largest length of a STATUS message of NOTIFY_SOCKET.
+#: Number of characters of a STATUS message of NOTIFY_SOCKET that are kept.
 _STATUS_LENGTH = 500
-#: Seconds until the sender of NOTIFY_SOCKET messages is checked again. The kernel may have reused
-#: its pid.
+#: Seconds until the sender of NOTIFY_SOCKET messages is checked again, because the kernel may have
+#: reused the sender's pid.
 _KNOWN_FOR_S = 1.0
 #: First characters of the host names and addresses that mean this machine.
 _LOOPBACK = ("localhost", "127.", "::1", "0.0.0.0")
@@ -91,8 +92,8 @@ class ComponentProbe(ABC):
     def glance(self) -> object:
         """Return a value that changes if the result of the check may have changed.
 
-        The call takes little time and never waits. For example, the value is True if a port accepts
-        connections.
+        The call takes little time and never waits. For example, the probe of a server returns
+        whether its port accepts connections.
         """
 
 
@@ -107,7 +108,7 @@ async def until_yes(
     Args:
         probe: The probe.
         every_s: Smallest interval between two checks, in seconds. The interval grows to a tenth of
-            the time waited so far, but at most to one second.
+            the time since the first check, but at most to one second.
         on_no: Called with the reason for a failure, if it differs from the last reason.
     """
     reason = None
@@ -131,7 +132,10 @@ async def _until_changed(probe: ComponentProbe, limit_s: float) -> None:
 
 
 class HttpProbe(ComponentProbe):
-    """Succeeds if a GET request returns a status 2xx and its JSON body meets the conditions."""
+    """Succeeds if a GET request returns a status 2xx and a JSON body that meets the conditions.
+
+    Without conditions, the body is not checked.
+    """
 
     def __init__(
         self, url: str, client: httpx.AsyncClient, conditions: Mapping[str, object] | None = None
@@ -145,8 +149,8 @@ class HttpProbe(ComponentProbe):
 
     async def why_not(self, timeout_s: float) -> str:
         try:
-            # Limit the whole request. The limits of httpx hold for its single steps, so a server
-            # that sends one byte at a time would never exceed them.
+            # Set a time limit for the whole request. The timeouts of httpx apply to single steps of
+            # a request, so a server that sends one byte at a time would never exceed them.
             async with asyncio.timeout(timeout_s):
                 response = await self._client.get(self._url)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -213,12 +217,13 @@ class LogProbe(ComponentProbe):
                 self._offset += len(data)
                 if self._matches(data):
                     return ""
-                # Let other tasks run, even if the log grows fast.
+                # Let other asyncio tasks run, even if the log grows fast.
                 await asyncio.sleep(0)
         return "no such line yet"
 
     def _matches(self, data: bytes) -> bool:
-        # The last line may be incomplete. Match it now, and again when more of it was read.
+        # The last line may be incomplete. Search it for the pattern now, and again when more of the
+        # line was read.
         lines = (self._partial + data).split(b"\n")
         self._partial = lines[-1][-_CHUNK_BYTES:]
         return any(self._pattern.search(line.decode("utf-8", "replace")) for line in lines)
@@ -343,7 +348,7 @@ class NotifyProbe(ComponentProbe):
                     self._cache_emptied_s = time.monotonic()
                 if pid not in self._checked_senders:
                     # A short-lived sender such as `systemd-notify` may have ended already. Accept
-                    # it if it belonged to this user.
+                    # its message if the sender belonged to this user.
                     is_gone = tree.read_parent(pid) == 0
                     self._checked_senders[pid] = self._is_ours(pid) or (
                         is_gone and uid == os.getuid()
@@ -374,9 +379,9 @@ class AliveProbe(ComponentProbe):
 def make_client() -> httpx.AsyncClient:
     """Return a new HTTP client for probes.
 
-    It uses no proxy, follows no redirect and opens a new connection for each request. It does not
-    verify certificates, because components usually have self-signed ones. Source: Kubernetes, HTTP
-    probes.
+    The client uses no proxy, follows no redirect and opens a new connection for each request. It
+    does not verify certificates, because the certificates of components are usually self-signed.
+    Source: Kubernetes, HTTP probes.
     """
     return httpx.AsyncClient(
         trust_env=False,

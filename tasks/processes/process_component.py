@@ -25,9 +25,10 @@ from tasks.spec.probes import LiveProbe, ReadyProbe
 #: has stopped the guardian.
 _LEAVE_WITHIN_S = 2.0
 #: Seconds that a component may run after it has ended its own worker processes. If it runs longer,
-#: the workers count as lost.
+#: the end of the workers counts as a failure.
 _LEAVES_WITHIN_S = 1.0
-#: Pause between two published status messages of a component, as a share of the component's age.
+#: Pause between two published status messages of a component, as a share of the time since its
+#: start.
 _STATUS_PART = 0.01
 #: Smallest pause between two published status messages, in seconds.
 _STATUS_AT_LEAST_S = 1.0
@@ -39,7 +40,7 @@ class ProcessMember(Member):
     """A component that runs as a process of this machine under its own guardian."""
 
     def __init__(self, plan: ComponentPlan, context: AttemptContext) -> None:
-        """Start a guardian for the component. The guardian waits for the launch.
+        """Start the guardian process that will own the component. It executes nothing yet.
 
         Raises:
             OSError: The guardian could not be started.
@@ -197,7 +198,7 @@ class ProcessMember(Member):
             likely: Pids that are checked first. This is faster than a check of all processes.
 
         Raises:
-            GivenUp: The kernel cannot be asked.
+            GivenUp: The kernel's table of TCP sockets cannot be read.
         """
         try:
             return listeners(port, likely) if has_listener(port) else []
@@ -207,10 +208,11 @@ class ProcessMember(Member):
             raise GivenUp(GiveUpReason(kind=kind, rule="port-unknown", message=message)) from error
 
     def _is_foreign(self, listener: Listener) -> bool:
-        """Return True if a listener outside the component's process tree is not of this run.
+        """Return True if a listener outside the component's process tree is not part of this run.
 
-        A listener outside the process tree can be of this run: a container or a daemon that the
-        component has started. It counts as such if the component was launched and
+        A listener outside the process tree can be part of this run, if it is a container or a
+        daemon that the component has started. A listener counts as part of this run if the
+        component was launched and
 
         - the listener belongs to this user or root, and runs in a container, listens for a
           container, or has the run id in its environment; or
@@ -219,7 +221,7 @@ class ProcessMember(Member):
           a namespace.
 
         Args:
-            listener: A process outside the component's tree.
+            listener: A process outside the component's process tree.
         """
         if not self.is_launched:
             return True

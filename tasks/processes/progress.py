@@ -92,8 +92,9 @@ class JsonlProgress:
         Args:
             path: The file. It need not exist yet.
             key: Key of the step in the JSON object of a line.
-            before: Fingerprint of the file at the start of the attempt. Lines from before that time
-                are skipped. None: the attempt starts now.
+            before: Fingerprint of the file at the start of the attempt. Lines that the file already
+                had then are skipped. None if the attempt starts now: the fingerprint is then taken
+                now.
             take: Called with the step and the JSON object of each line that contains a step.
         """
         self._take = take
@@ -116,7 +117,8 @@ class JsonlProgress:
                     self._take(step, figures)
             if not self._file.has_more:
                 return self._step
-            await asyncio.sleep(0)  # Let other tasks run, even if the file grows fast.
+            # Let other asyncio tasks run, even if the file grows fast.
+            await asyncio.sleep(0)
 
 
 def source_of(
@@ -130,7 +132,7 @@ def source_of(
 
     Args:
         progress: The setting `progress` of the run spec.
-        directory: Directory that relative paths start from.
+        directory: Directory from which relative paths are resolved.
         metrics: Fingerprint of the metrics file at the start of the attempt, see `JsonlProgress`.
         client: HTTP client for `progress.http`.
         take: Called with the step and the JSON object of each line that contains a step.
@@ -145,7 +147,7 @@ def source_of(
     return JsonlProgress(directory / (progress.jsonl or ""), progress.step, metrics, take).step
 
 
-#: Pattern of ids and numbers. Log lines that differ only in them count as equal.
+#: Pattern of ids and numbers. Log lines that differ only in ids and numbers count as equal.
 _NUMBER = re.compile(
     r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b|\b(?:0x)?(?=[a-f]*\d)[0-9a-f]{8,}\b"
     r"|[-+]?\d+(?:[.,:]\d+)*(?:e[-+]?\d+)?|[-+]?\b(?:nan|inf)\b",
@@ -254,8 +256,8 @@ class Silence:
     def is_by_step(self) -> bool:
         """True if only a new step counts as progress, and new lines in logs do not.
 
-        This is so from the first step other than 0. A server may report step 0 before the training
-        has begun.
+        It becomes True with the first step other than 0. Step 0 does not count, because a server
+        may report it before the training has begun.
         """
         return bool(self._step)
 
@@ -265,7 +267,7 @@ class Silence:
 
     def has_output(self) -> bool:
         """Return True if a log has new lines since the last call of this method or `lasts_s`."""
-        # A list, not a generator: every log must be read.
+        # Use a list and not a generator, so that every log is read.
         return any([output.has_grown() for output in self._outputs])
 
     def lasts_s(self, step: float | None) -> float:
@@ -285,7 +287,7 @@ class Silence:
         return self._clock() - self._since
 
 
-#: Time limit in seconds of a look at the checkpoints.
+#: Time limit in seconds of one check whether a component's checkpoint has grown.
 _GROWTH_WITHIN_S = 20.0
 #: Default number of seconds between two reads of the step.
 _READ_EVERY_S = 0.5
@@ -334,7 +336,8 @@ class ProgressWatch:
     step: float | None = None
     #: The highest known step.
     highest_step: float | None = None
-    #: Step of the first line of the metrics file in this attempt.
+    #: Step of the first line that this attempt has added to the metrics file; None if it has added
+    #: no line.
     _first_line: float | None = None
     #: Time at which the last step of the training was reached, in UTC epoch seconds; None before.
     reached_at: float | None = None
@@ -377,24 +380,25 @@ class ProgressWatch:
         return f"step {reached:g} of {last:g} reached" if last is not None else ""
 
     async def until_over(self) -> tuple[ProgressEnd, str]:
-        """Read the step repeatedly until the run stalls, or is finished and does not end.
+        """Read the step repeatedly until the run makes no progress for too long.
 
-        A cancel ends the wait.
+        Also returns if the last step was reached, but the components do not end in time.
 
         Returns:
-            The reason, and a description for the user.
+            The reason for the return, and its description for the user.
         """
         limit_s = self.plan.stall_after_s
         progress = self.plan.progress
         if limit_s is None and self.read_step is None:
             # There is neither a limit nor a step to watch. Wait until this coroutine is cancelled.
             await asyncio.Event().wait()
-        # Check the silence less often than the step, because each check reads all logs of the run.
-        # There may be a thousand.
+        # Check for missing progress less often than the step is read, because each check reads all
+        # logs of the run. There may be a thousand logs.
         check_every_s = min(max((limit_s or 0) / _CHECKS_PER_LIMIT, _READ_EVERY_S), _CHECK_EVERY_S)
         loop = asyncio.get_running_loop()
         check_at = loop.time()
-        #: Time from which the components should end. A training that goes on moves it.
+        #: Time from which `finish_within_s` counts, in seconds on the clock of the asyncio loop. It
+        #: is set again while the training continues after its last step.
         finished_s: float | None = None
         finished_step: float | None = None
         while True:
@@ -424,15 +428,16 @@ class ProgressWatch:
             await asyncio.sleep(check_every_s if self.read_step is None else every_s)
 
     def _is_at_work(self) -> bool:
-        """Return True if the step is the count of a server, and a log has new lines.
+        """Return True if the training may continue although its last step was reported.
 
-        A server may count a batch before the trainer has trained it.
+        This is so if a server reports the step and a log has new lines. A server may count a batch
+        before the trainer has trained on it.
         """
         is_server = self.plan.progress is not None and self.plan.progress.http is not None
         return is_server and self.silence.has_output()
 
     async def has_checkpoint_grown(self) -> bool:
-        """Return True if a component writes a checkpoint: it has grown since the last call."""
+        """Return True if a checkpoint of a component has grown since the last call."""
         for component in self.plan.components:
             if component.has_grown is not None and await within(
                 _GROWTH_WITHIN_S, component.has_grown, False
@@ -460,8 +465,8 @@ class ProgressWatch:
     async def until_reached(self, step: float | None) -> float | None:
         """Read the step, and return it.
 
-        If the step is smaller than required, read it again for a moment, because it may be reported
-        late.
+        If the step is smaller than required, read it again for some seconds, because a trainer may
+        report its last step late.
 
         Args:
             step: Required step; None if no step is required.
@@ -477,12 +482,20 @@ class ProgressWatch:
         return self.step
 
     def note_line(self, step: float) -> None:
-        """Note the step of a line of the metrics file. Several lines may precede one read."""
+        """Record the step of the first line that this attempt adds to the metrics file.
+
+        Further calls do nothing. The first read of the step may return a later step than this line,
+        because it reads several new lines at once.
+        """
         if self._first_line is None:
             self._first_line = step
 
     def _compare_first_step(self, first_line: float, step: float) -> str:
-        """Return a warning if the first reported steps do not fit the checkpoint, else ""."""
+        """Return a warning if the first reported steps do not fit the loaded checkpoint.
+
+        Returns:
+            An empty string if they fit or cannot be compared.
+        """
         is_server = self.plan.progress is not None and self.plan.progress.http is not None
         if self.plan.resume is None or self.plan.number == 1 or is_server:
             return ""

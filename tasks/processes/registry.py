@@ -43,7 +43,7 @@ _LOCK = "lock"
 #: Seconds to wait until the last files of a run are on the disk. If the disk takes longer, the run
 #: stays registered, and a later `muster reconcile` completes its record.
 _WRITTEN_WITHIN_S = 5.0
-#: Seconds to wait for the short final record, which needs no further disk space.
+#: Seconds to wait until the short form of a run's final record is written into reserved disk space.
 _WRITTEN_AFTER_ALL_WITHIN_S = 0.5
 #: Seconds to wait for another process that is finishing the same run.
 _CLAIM_WITHIN_S = 60.0
@@ -65,8 +65,8 @@ class Owner(_Model):
     host: str
     #: Identity of the process.
     process: ProcessId
-    #: Id of the run's flow run. None if the entry is for something else, such as a temporary
-    #: Prefect server.
+    #: Id of the run's flow run. None if the registered processes belong to no flow run, for example
+    #: those of a temporary Prefect server.
     flow_run_id: str | None = None
     #: URL of the Prefect server that stores the flow run. None if it is a temporary server, which
     #: ends with the run.
@@ -107,15 +107,15 @@ class _Entry(_Model):
 class RegisterEntry(_Entry):
     """Registry entry of a component that runs on this machine or is about to be started here.
 
-    A component may start guardians itself, for example for the servers of a rollout. Each of these
-    guardians has its own entry with the name `COMPONENT.PART`.
+    A component may start further guardian processes itself, for example for the servers of a
+    rollout. Each of these guardians has its own entry with the name `COMPONENT.PART`.
     """
 
     kind = "component"
 
     #: Number that identifies the guardian and its descendants, see `tree.mark_own`.
     mark: int
-    #: Identity of the guardian process.
+    #: Identity of the guardian, the process that owns the component's process tree.
     guardian: ProcessId
     #: Identity of the component's first process. It executes its program only after this entry was
     #: written.
@@ -180,8 +180,8 @@ class RunRegister:
     def __init__(self, owner: Owner) -> None:
         """Register a run, and lock its registry directory.
 
-        An earlier owner of the run may have died. If another process is finishing the leftovers of
-        that owner, wait for the end of this work.
+        An earlier owner of the run may have died. If another process is ending the leftover
+        processes of that owner, wait until it has done so.
 
         Args:
             owner: This process, and facts about the run.
@@ -237,8 +237,8 @@ class RunRegister:
 
         Args:
             made: Files that processes of the run have made.
-            gone: Files that were removed. They leave the list, because another user may create a
-                file with the same name.
+            gone: Files that were removed. They are taken from the list, because another user may
+                create a file with the same name.
         """
         kept = [path for path in self.owner.leftovers if path not in gone]
         leftovers = (*kept, *sorted(made.difference(kept)))
@@ -271,7 +271,7 @@ class RunRegister:
             record: The final record.
         """
         if not self.disk.flush(_WRITTEN_WITHIN_S):
-            with suppress(OSError):  # TimeoutError is one.
+            with suppress(OSError):  # includes TimeoutError
                 write = partial(reserved_space.write_final_record, self.directory, record)
                 self.disk.do(write).result(_WRITTEN_AFTER_ALL_WITHIN_S)
 
@@ -319,7 +319,7 @@ class LostRun:
         """True if the owner of the run was started after the last boot of this machine or
         container.
 
-        If it is False, no process of the run can still exist.
+        If it is False, no process of the run can exist any more.
         """
         return self.owner.process.boot_id == boot_id()
 
@@ -449,7 +449,7 @@ def _read_model(path: Path, model: type[_M]) -> _M | None:
 def _try_lock(directory: Path) -> int | None:
     """Lock a run's registry directory, and return the open file descriptor of its lock file.
 
-    A POSIX lock is used, because a forked child does not inherit it.
+    A POSIX lock is used, because a forked child does not inherit a POSIX lock.
 
     Returns:
         None if another process holds the lock or has just removed the directory.
@@ -472,8 +472,8 @@ def _try_lock(directory: Path) -> int | None:
     return fd
 
 
-#: Seconds in addition to the grace period that a guardian gets to end its component after the death
-#: of the run's owner. After that time it is killed.
+#: Seconds that a guardian, the process that owns a component, gets in addition to the grace period
+#: to end its component after the death of the run's owner. After that time, the guardian is killed.
 _GUARDIAN_MARGIN_S = 10.0
 #: Prefix of the names of directories that Muster makes. Other directories are never removed.
 _PREFIX = "muster-"
@@ -502,9 +502,10 @@ class Remains:
 def finish(lost: LostRun) -> Remains:
     """End the leftover processes of a lost run, and remove its files.
 
-    A living guardian ends its component itself within the grace period. It is killed only if it
-    needs longer. Only processes with a mark of the run (see `tree.mark_own`) or in its cgroups are
-    killed. The function may be called any number of times.
+    A living guardian, the process that owns a component, ends the component itself within the grace
+    period. The guardian is killed only if it needs longer. Only processes with a mark of the run
+    (see `tree.mark_own`) or in its cgroups are killed. The function may be called any number of
+    times.
     """
     killed: set[int] = set()
     left: dict[str, tuple[int, ...]] = {}
@@ -528,9 +529,9 @@ def finish(lost: LostRun) -> Remains:
 
 
 def _kill_component_once(entry: RegisterEntry) -> set[Known]:
-    """Send SIGKILL once to all processes of a component, and return those that were alive.
+    """Send SIGKILL once to all living processes of a component, and return these processes.
 
-    They are found by the mark and the cgroup in the registry entry of the component.
+    The processes are found by the mark and the cgroup in the registry entry of the component.
     """
     living = end_marked(entry.mark)
     if entry.cgroup is not None and not cgroup.is_empty(str(entry.cgroup)):

@@ -1,7 +1,8 @@
 """Run services: processes of this machine that are started again after they die.
 
-The parts of a stack are services, and so is the temporary Prefect server of a run. After a restart,
-a service has the same command, log and ports. `Services` watches all services in a separate thread.
+The temporary Prefect server of a run is a service, and so are the Prefect server and the other
+programs of a stack (`deployments/stack`). After a restart, a service has the same command, log and
+ports. `Services` watches all services in a separate thread.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from tasks.spec.failure_kinds import FailureKind
 
 _log = logging.getLogger(__name__)
 
-#: Limit of open files that this process requests. It needs some for each service.
+#: Limit of open files that this process requests. It keeps several files open for each service.
 _OPEN_FILES = 1 << 16
 
 
@@ -44,8 +45,8 @@ class RestartPolicy:
     first_delay_s: float = 0.5
     #: Longest delay before a restart, in seconds.
     most_delay_s: float = 30.0
-    #: If a service was ready for this number of seconds before its death, its next delay is
-    #: `first_delay_s` again.
+    #: If a service was ready for this number of seconds before its death, the delay of its next
+    #: restart is `first_delay_s` again.
     steady_s: float = 30.0
     #: If a service was not ready once for this number of seconds after its first death, it is not
     #: started again.
@@ -112,7 +113,7 @@ class ServiceReport:
     state: ServiceState = ServiceState.WAITING
     #: Pid of the service's process; None if the process does not run.
     pid: int | None = None
-    #: Guardians of the service's process, and of earlier processes whose children still run.
+    #: Guardians, which own the service's process and earlier processes whose children still run.
     guardians: tuple[ProcessId, ...] = ()
     #: Number of deaths of the service.
     deaths: int = 0
@@ -261,7 +262,7 @@ class _Service:
             await member.launch()
         except GivenUp as error:
             return self._make_death(member, str(error), None, kind=error.loss.kind)
-        except OSError as error:  # TimeoutError is one.
+        except OSError as error:  # includes TimeoutError
             why = error.strerror or str(error) or "its guardian does not answer"
             return self._make_death(member, f"can't be started: {why}", None)
         self._note(pid=member.pid)
@@ -284,8 +285,8 @@ class _Service:
             getting_ready.cancel()
             following.cancel()
         if not member.exited.done():
-            # The service that this one needs has died, so this one will be ended, too. Report the
-            # new state now, because the end may take some seconds.
+            # The needed service has died, so this service will be ended, too. Report the new state
+            # now, because it may take some seconds to end this service.
             self._note(state=ServiceState.DOWN, pid=None)
             return _Death(failure=None)
         exit = member.exited.result()
@@ -315,7 +316,8 @@ class _Service:
         kind: FailureKind | None = None,
         exit: Exit | None = None,
     ) -> _Death:
-        # An unknown exit status means that the guardian was killed, and the process with it.
+        # An unknown exit status means that the guardian, the parent of the process, was killed. The
+        # kernel has then killed the process, too.
         killed = exit is not None and (exit.signal == signal.SIGKILL or exit.exit_code is None)
         # The log of a process that was killed from outside does not contain the reason for its end.
         words = member.last_words() if member is not None and not killed else ""
@@ -385,9 +387,9 @@ class Services:
             plan: The services; each is one component of the plan.
             ports: The ports of the services.
             emit: Publishes events.
-            register: Registry on disk for the processes. None: the processes are not registered.
-            needs: `needs[service]`: name of another service that the service needs. If that one
-                dies, both are ended and started again in the right order.
+            register: Registry on disk for the processes. None if they are not registered.
+            needs: `needs[service]`: name of another service that the service needs. If the needed
+                service dies, both services are ended and started again in the right order.
             policy: Rules for restarts. None: the default rules.
             on_change: Called in the thread of the services after each change of a service. The
                 guardian of a process is reported before the process is launched.

@@ -1,8 +1,8 @@
 """Find and remove the shared memory segments in /dev/shm that the processes of a run have made.
 
-A segment can outlive the processes that made it. Then nothing shows which run it belongs to. So
-each segment is assigned to a run when it appears. inotify reports the new file, and the process
-that has the file open or mapped at that moment has made it.
+A segment can outlive the processes that made it. After their end, nothing shows which run the
+segment belongs to. So each segment is assigned to a run when it appears. inotify reports the new
+file, and the process that has the file open or mapped at that moment has made it.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class SharedMemoryWatch:
     ) -> None:
         """
         Args:
-            own_pids: Returns the pids of the run. Called in the watching thread, once for each
-                check.
+            own_pids: Returns the pids of the run's processes. Called in the watching thread, once
+                for each check.
             note: Called in the watching thread with the segments that the run has made, and with
                 all files that were removed.
             directory: Directory to watch.
@@ -146,7 +146,7 @@ class SharedMemoryWatch:
         try:
             if wanted:
                 made = find_used_files(self._own_pids(), wanted)
-        except OSError as error:  # No more files can be opened, for example.
+        except OSError as error:  # for example, if this process has too many open files
             _log.warning(
                 "the process that made %s could not be determined: %s",
                 ", ".join(map(str, sorted(wanted))),
@@ -220,7 +220,7 @@ def is_own_file(path: Path) -> bool:
 
 
 def remove_unused(paths: Iterable[Path]) -> list[Path]:
-    """Remove those shared memory segments that no process has open or mapped.
+    """Remove the shared memory segments in `paths` that no process has open or mapped.
 
     Segments of other users stay.
 

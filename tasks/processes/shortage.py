@@ -1,7 +1,8 @@
 """Recognise a shortage of this machine or process: no more files, memory or ports are available.
 
-If a probe fails because of such a shortage, the component or server that it asks is not to blame.
-So the failure does not count against it. This module uses only the standard library.
+If a probe fails because of such a shortage, the component or server that the probe checks is not to
+blame. So the failed check does not count as a failure of that component or server. This module uses
+only the standard library.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ OWN_SHORTAGES = frozenset(
 
 
 class Unasked(str):
-    """Reason why a probe could not be asked, because of a shortage of this process.
+    """Reason why a probe could not check a component, because this process lacked a resource.
 
-    It does not count as a failure of the component.
+    The missing check does not count as a failure of the component.
     """
 
     __slots__ = ()
@@ -49,7 +50,7 @@ def is_own_shortage(error: BaseException) -> bool:
 def has_no_files_left() -> bool:
     """Return True if this process cannot open another file.
 
-    Check this in addition to an error, because some libraries do not pass on the error number.
+    Call this if an error shows no error number, because some libraries do not pass it on.
     """
     try:
         os.close(os.open("/", os.O_PATH))

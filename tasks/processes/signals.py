@@ -6,7 +6,8 @@ ignored.
 
 A program that executes one run treats these signals differently before, during and after the run.
 Before the run, a signal raises KeyboardInterrupt. During the run, it ends the run. After the run,
-it changes neither the verdict nor the exit code, except that a second Ctrl-C ends the program.
+a signal changes neither the result of the run nor the exit code, except that a second Ctrl-C ends
+the program.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ class _Program:
 
     def on_signal(self, signum: int, frame: FrameType | None) -> None:
         """Handle a signal that arrives before or after the run."""
-        # A second Ctrl-C also works after the run, so that a person can end a program that still
-        # waits for a server.
+        # A second Ctrl-C also ends the program after the run, so that a person need not wait for a
+        # server that does not answer.
         is_second_press = signum == signal.SIGINT and self.ctrl_c.is_second(time.monotonic())
         if is_second_press or not self.has_run_ended:
             raise KeyboardInterrupt
@@ -168,8 +169,8 @@ def receive_signals(receive: Callable[[int, float], None]) -> Iterator[None]:
             if _program.has_run_ended and signal.getsignal(signum) != signal.SIG_IGN:
                 signal.signal(signum, _program.on_signal)
             elif not _program.has_run_ended:
-                # None means that the former handler was not a Python function. Python cannot
-                # restore such a handler.
+                # None means that the former handler was installed by C code. Python cannot restore
+                # such a handler.
                 signal.signal(signum, signal.SIG_DFL if former is None else former)
         signal.set_wakeup_fd(wakeup_fd_before)
         sender.close()
@@ -188,8 +189,8 @@ def _ignore_in_handler(signum: int, frame: FrameType | None) -> None:
 def ignore_until_exit() -> None:
     """Ignore SIGINT, SIGTERM and SIGHUP until this program exits.
 
-    Call it when the verdict is final. A handler that does nothing would not be enough: Python
-    removes handlers before it exits, and a signal after that would change the exit code.
+    Call it when the result of the run is final. A handler that does nothing would not be enough:
+    Python removes handlers before it exits, and a signal after that would change the exit code.
     """
     for signum in ENDING_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)

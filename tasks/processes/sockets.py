@@ -1,7 +1,7 @@
 """Find the sockets that listen on a TCP port, and the user of a TCP connection.
 
-The facts come from the kernel's table of TCP sockets. The kernel is asked over netlink (sock_diag).
-If the system does not allow that, `/proc/net/tcp` is read. If both fail, OSError is raised.
+Both are read from the kernel's table of TCP sockets over netlink (sock_diag). If the system does
+not allow netlink, the table is read from `/proc/net/tcp`. If both fail, OSError is raised.
 
 This module uses only the standard library, because it is sent to the nodes of a Ray cluster by
 value.
@@ -53,10 +53,10 @@ _MAPPED = "0000000000000000FFFF0000"
 
 
 class SocketTable:
-    """Asks the kernel about TCP sockets, over one netlink socket that stays open.
+    """Reads the kernel's table of TCP sockets, over one netlink socket that stays open.
 
-    After `open`, questions need no further file descriptor. So they work even if this process
-    cannot open more files.
+    After `open`, the methods need no further file descriptor if netlink is allowed. So they work
+    even if this process cannot open more files.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class SocketTable:
         self.close()
 
     def close(self) -> None:
-        """Close the netlink socket. The next question opens a new socket."""
+        """Close the netlink socket. The next request opens a new socket."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -98,7 +98,7 @@ class SocketTable:
             `user[inode]`: uid of the user of each socket, by the inode of the socket.
 
         Raises:
-            OSError: The kernel cannot be asked.
+            OSError: The kernel's table of TCP sockets cannot be read.
         """
         try:
             return self._listeners_by_netlink(port, host)
@@ -116,7 +116,7 @@ class SocketTable:
             None if no process has the client's end of the connection open.
 
         Raises:
-            OSError: The kernel cannot be asked.
+            OSError: The kernel's table of TCP sockets cannot be read.
         """
         try:
             return self._user_by_netlink(client, server)
@@ -177,7 +177,7 @@ class SocketTable:
 
         Raises:
             FileNotFoundError: No socket matches the request.
-            OSError: The kernel cannot be asked.
+            OSError: The kernel's table of TCP sockets cannot be read.
         """
         self.open()
         assert self._socket is not None
@@ -240,7 +240,7 @@ def _read_table(family: int) -> list[list[str]]:
 def _list_local_addresses(host: str) -> frozenset[bytes]:
     """Return the local addresses with which a socket receives connections to `host`.
 
-    The result has the address itself, its IPv6 form, and the addresses `0.0.0.0` and `::` of
+    The result contains the address itself, its IPv6 form, and the address 0 (`0.0.0.0` or `::`) of
     sockets that listen on all addresses. Each address has 16 bytes.
     """
     is_v6 = ":" in host
@@ -327,7 +327,7 @@ def listening_sockets() -> list[ListeningSocket]:
 def _parse_address(text: str) -> IPv4Address | IPv6Address:
     """Parse the hexadecimal address of a socket in `/proc/net/tcp` or `/proc/net/tcp6`.
 
-    The kernel writes it as 32-bit words in this machine's byte order.
+    The kernel writes the address as 32-bit words in this machine's byte order.
     """
     words = [int(text[start : start + 8], 16) for start in range(0, len(text), 8)]
     return ip_address(struct.pack(f"={len(words)}I", *words))
@@ -337,7 +337,7 @@ def listening_inodes(port: int) -> dict[str, int]:
     """Return the user of each socket that listens on a TCP port, by the inode of the socket.
 
     Raises:
-        OSError: The kernel cannot be asked.
+        OSError: The kernel's table of TCP sockets cannot be read.
     """
     with SocketTable() as table:
         return table.listeners(port)
@@ -356,8 +356,8 @@ def list_sockets(pid: int, proc: str = "/proc") -> dict[int, str]:
     """Return the inodes of the sockets that a process has open.
 
     Returns:
-        `inode[fd]`, by the file descriptor in that process. Empty if the process has ended or
-        belongs to another user.
+        `inode[fd]`: inode of each socket, by its file descriptor in that process. Empty if the
+        process has ended or belongs to another user.
 
     Raises:
         OSError: /proc cannot be read, for example because this process has too many open files.
@@ -402,7 +402,7 @@ def verified_listeners(
         belongs to a process outside the tree, no inodes and a text that names this process.
 
     Raises:
-        OSError: The kernel cannot be asked.
+        OSError: The kernel's table of TCP sockets cannot be read.
     """
     with SocketTable() as table:
         users = table.listeners(port, host)
@@ -424,7 +424,8 @@ def verified_listeners(
 def _describe_holder(user: int, inodes: Iterable[str]) -> str:
     """Return a description of the process that has one of the sockets open.
 
-    It names the user, and the pid if this user may see the process.
+    The description names the user of the process, and its pid if the calling user may see the
+    process.
 
     Args:
         user: Uid of the process.

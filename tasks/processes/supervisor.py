@@ -23,9 +23,9 @@ _OPEN_FILES = 1 << 16
 class Supervisor:
     """Supervises one attempt in a separate thread.
 
-    The thread notices the end of components and completes a teardown, even if the caller's thread
-    waits for a request or is interrupted by a signal. When the context closes, all components are
-    ended. The calling process becomes a subreaper and stays one.
+    The thread notices the end of components and completes a teardown, even while the caller's
+    thread waits for the answer to a request or is interrupted by a signal. When the context closes,
+    all components are ended. The calling process becomes a subreaper and stays one.
     """
 
     def __init__(
@@ -42,10 +42,11 @@ class Supervisor:
             plan: The components and their settings.
             ports: The ports of the run.
             emit: Publishes events.
-            register: The run's registry on disk. None: the run is not registered, so `muster
+            register: The run's registry on disk. None if the run is not registered, so that `muster
                 reconcile` cannot end its leftover processes.
-            template: Helper process that forks the guardians. It is closed after that. None: start
-                a new helper process if it is needed.
+            template: Helper process that forks the guardians, the processes that own the
+                components. It is closed after all guardians were forked. None: start a new helper
+                process if it is needed.
             replan: See `SupervisedAttempt`. Called in another thread.
         """
         # This fails if the kernel has no subreapers (containment level L1).
@@ -54,7 +55,7 @@ class Supervisor:
         tree.allow_files(_OPEN_FILES)
         self._attempt = SupervisedAttempt(plan, ports, emit, register, template, replan)
         self._loop = LoopThread("supervisor", self._attempt.crash)
-        # Start the guardians in the thread now, while the caller continues.
+        # Start the guardians now in the thread of the loop, while the caller continues.
         self._loop.soon(self._attempt.prepare)
         self._verdict: Verdict | None = None
 
@@ -86,7 +87,7 @@ class Supervisor:
         """Request the end of the attempt. Returns at once.
 
         Args:
-            why: Reason for people.
+            why: Reason for the end, in one line for people.
             state: State of the run after the attempt. With RUNNING, the Ray jobs of the attempt
                 continue until another process resumes the run.
         """
@@ -110,7 +111,7 @@ class Supervisor:
         May be called any number of times.
 
         Returns:
-            The verdict on the attempt.
+            The verdict: the final state of the attempt, with a message and the failure.
         """
         if self._verdict is None:
             self._verdict = self._loop.call(self._attempt.teardown())

@@ -37,8 +37,8 @@ FILES_AT_START, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
 #: File with the children of the current thread. It is missing if the kernel was built without
 #: CONFIG_PROC_CHILDREN.
 _CHILDREN = "/proc/thread-self/children"
-#: Seconds in which one round of `kill_once` kills newborn processes, before the next round lists
-#: all processes again.
+#: Seconds for which one round of `kill_once` looks for new processes and kills them. The next round
+#: lists all processes again.
 _CHASE_S = 0.005
 
 
@@ -310,8 +310,8 @@ def read_real_user(pid: int, proc: str = "/proc") -> int | None:
 def belongs_to_own_user(pid: int, proc: str = "/proc") -> bool:
     """Return True if the user of the calling process also started the process `pid`.
 
-    Check this before a process is taken for a part of a run. Another user's process can copy the
-    environment variables and the mark of a run.
+    Check this before a process is treated as part of a run. Another user's process can copy the
+    environment variables of a run, and the number with which `mark_own` has marked its processes.
     """
     return read_real_user(pid, proc) == os.getuid()
 
