@@ -305,7 +305,7 @@ class SupervisedAttempt:
             self._emit("attempt.ready", step=self._progress.step)
 
     async def _until_settled(self, member: Member) -> None:
-        """Wait until a component is ready or its port is taken, or the attempt is decided."""
+        """Wait until a component is ready, its port is taken, or the attempt's end is decided."""
         ready = asyncio.create_task(self._await_ready(member))
         ready.add_done_callback(self._on_task_done)
         over = asyncio.create_task(self.decided.wait())
@@ -656,7 +656,11 @@ class SupervisedAttempt:
         return step in (None, loaded) and (is_last or self._plan.starts_finished)
 
     def _short_of_end(self) -> str:
-        """Return the step that was reached, compared with the last step: ` at step 12 of 60`."""
+        """Return a text such as ` at step 12 of 60`: the reached step and the run's last step.
+
+        Returns:
+            An empty string if the last step is unknown.
+        """
         last = self._plan.last_step
         if last is None:
             return ""
@@ -942,8 +946,8 @@ class SupervisedAttempt:
     def _stalled_member(self) -> Member:
         """Return the component that is blamed if the run makes no progress.
 
-        Of the components that are not ready yet, it is the one that was started last. If all are
-        ready, it is the trainer, or else the component that was started last.
+        It is the last started component that is not ready yet. If all components are ready, it is
+        the trainer, or else the component that was started last.
         """
         running = [member for member in self._launched if member.exit is None] or self._launched
         starting = [member for member in running if not member.is_ready]

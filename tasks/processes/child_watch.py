@@ -31,8 +31,8 @@ _INFO = struct.Struct("=QQ11Ii")
 #: Number of the ioctl that reads facts about the process of a pidfd.
 #: Source: linux/pidfd.h, _IOWR(0xFF, 11, struct pidfd_info).
 _PIDFD_GET_INFO = 3 << 30 | _INFO.size << 16 | 0xFF << 8 | 11
-#: Bit in the mask for the exit status. In a request, it asks for the exit status. In an answer, it
-#: shows that the answer contains the exit status.
+#: Bit in the mask for the exit status. In a request, it means that the exit status is wanted. In an
+#: answer, it means that the answer contains the exit status.
 _PIDFD_INFO_EXIT = 1 << 3
 #: Index of the exit status in the list that `tree.stat_fields` returns.
 #: Source: proc_pid_stat(5), field 52.
@@ -172,7 +172,10 @@ class ProcessWatch:
         return is_there
 
     def _watch(self, process: ProcessId, command: str, lost: asyncio.Future[GiveUpReason]) -> None:
-        """Watch one process, unless it has ended already. Its end resolves the future `lost`."""
+        """Watch one process, unless it has ended already.
+
+        When the process ends, the future `lost` receives a description of the end.
+        """
         try:
             pidfd = os.pidfd_open(process.pid)
         except ProcessLookupError:

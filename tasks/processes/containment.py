@@ -141,12 +141,12 @@ def _unshare_command() -> tuple[str, ...]:
 
 @functools.cache
 def _require_usable(parent: str) -> str:
-    """Check with a trial process that components can have cgroups below a cgroup.
+    """Check with a trial process that a cgroup can be created and killed below another cgroup.
 
     Killing a whole cgroup needs Linux 5.14.
 
     Args:
-        parent: Directory of the cgroup.
+        parent: Directory of the other cgroup.
 
     Returns:
         The same directory.

@@ -63,8 +63,8 @@ Known = tuple[int, int]
 guardians: set[int] = set()
 #: Held while a guardian is started and added to `guardians`, and during `end_orphans`.
 guardians_lock = threading.Lock()
-#: Marks (see `tree.mark_own`) of processes that may outlive their guardian. `end_orphans` does not
-#: end these processes.
+#: Numbers with which `tree.mark_own` has marked processes that may outlive their guardian.
+#: `end_orphans` does not end these processes.
 kept_marks: set[int] = set()
 
 
@@ -127,8 +127,9 @@ def end_orphans() -> list[int]:
 
 
 def end_marked(mark: int) -> set[Known]:
-    """Send SIGKILL once to all processes of this machine that have a mark and may belong to a run
-    of this user.
+    """Send SIGKILL once to all processes of this machine that are marked with a number.
+
+    Processes that cannot belong to a run of this user get no signal (see `can_be_of_own_run`).
 
     Args:
         mark: Number that `tree.mark_own` has set. 0: no process is signalled.

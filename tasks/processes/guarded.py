@@ -34,7 +34,7 @@ from tasks.processes.guardian import TEMPLATE, decode_messages, encode_message
 from tasks.processes.identity import ProcessId
 from tasks.record.outcome import Exit
 
-#: File descriptors of the sockets that reserve the granted GPUs. Each guardian inherits them. If
+#: File descriptors of the sockets that reserve the run's GPUs. Each guardian inherits them. If
 #: this process is killed, the GPUs stay reserved until the last guardian of the run has ended.
 kept_fds: set[int] = set()
 
@@ -60,8 +60,8 @@ _ORDER_WITHIN_S = 2.0
 KILL_WITHIN_S = 8.0
 #: Seconds between two checks of the command's children after their guardian was killed.
 _KEPT_ROUND_S = 0.2
-#: Difference in seconds between the recorded end times of two processes, if only the order of
-#: their ends is known.
+#: Seconds by which the recorded end times of two processes differ, if only the order of their ends
+#: is known.
 _A_MOMENT_S = 1e-6
 #: Environment variables of this process that its guardians inherit.
 _GUARDIAN_ENV = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR")
@@ -279,7 +279,7 @@ class GuardedProcess:
         gone: list[GuardedProcess] | None = None,
         template: GuardianTemplate | None = None,
     ) -> GuardedProcess:
-        """Start a guardian process. It waits until `launch` tells it which command to start.
+        """Start a guardian process. It waits until `launch` sends it the command.
 
         Args:
             name: Name shown in the guardian's command line, for `ps`.

@@ -323,7 +323,7 @@ def main() -> None:
     # kernel then discards the exit status of each child.
     signal.signal(signal.SIGCHLD, lambda signum, frame: None)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    # This fails if the kernel has no subreapers (containment level L1).
+    # This fails if the kernel does not support subreapers (see containment level L1).
     with contextlib.suppress(OSError):
         tree.become_subreaper()
     os.chdir("/")

@@ -335,7 +335,7 @@ def _describe_gpus(seen: Mapping[str, Any]) -> str:
     return "; ".join(lines)
 
 
-#: Default address of NCCL's RAS service; NCCL_RAS_ADDR replaces it.
+#: Default address of NCCL's RAS service. The environment variable NCCL_RAS_ADDR replaces it.
 #: Source: NCCL 2.24, src/ras/client.cc, ras_internal.h.
 _RAS_ADDRESS = "localhost:28028"
 #: Seconds that NCCL's RAS service may take to ask the other ranks of the job.

@@ -203,7 +203,7 @@ def find_unreadable_files(folder: str, names: Sequence[str]) -> dict[str, Any]:
         names: Names of the nodes.
 
     Returns:
-        `{"unseen": [...]}`.
+        `{"unseen": [...]}`, with the names of these nodes.
     """
     deadline = time.monotonic() + _SEEN_WITHIN_S
     while unseen := [name for name in names if _read_text(Path(folder, name)) != name]:

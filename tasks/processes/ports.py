@@ -134,8 +134,9 @@ class PortsReserved:
     def move(self, component: str) -> None:
         """Reserve other ports for a component, because another process has taken one of its ports.
 
-        For the new ports, only the lock names are taken and no TCP socket is bound. Other users can
-        see a bound port, and could take it between `release` and the component's own bind.
+        For the new ports, only the Unix sockets of `lock_name` are created. No TCP socket is bound,
+        because other users can see a bound port, and could take it between `release` and the
+        component's own bind.
 
         Args:
             component: Name of the component.

@@ -35,7 +35,7 @@ _TAIL_BYTES = 65536
 
 #: Smallest number of seconds between two samples of the GPU utilisation.
 _SAMPLED_EVERY_S = 15.0
-#: Interval between two samples of the GPU utilisation, as a share of the attempt's age.
+#: Interval between two samples of the GPU utilisation, as a share of the time since the start.
 _SAMPLED_PART = 0.02
 #: Largest number of seconds between two samples of the GPU utilisation.
 _SAMPLED_AT_MOST_S = 600.0
@@ -302,8 +302,8 @@ _SLOW = 10.0
 _STEPS_OF_A_PACE = 10
 #: Largest number of step durations that are kept for the median.
 _PACE_AT_MOST = 1000
-#: Seconds to wait for the last step after the trainer has ended. A server that reports the step
-#: over HTTP may do so late.
+#: Seconds to wait for the last step after the trainer has ended. A server that reports
+#: the step over HTTP may report the last step late.
 _LAST_STEP_WITHIN_S = 3.0
 
 
@@ -365,7 +365,7 @@ class ProgressWatch:
 
     @property
     def is_finished(self) -> bool:
-        """True if the last step of the training is reached, in this attempt or an earlier one."""
+        """True if this attempt or an earlier attempt has reached the last step of the training."""
         last = self.plan.last_step
         if last is None:
             return False
@@ -374,7 +374,11 @@ class ProgressWatch:
         return self.highest_step >= last
 
     def describe_end(self) -> str:
-        """Return the fact that the last step was reached: `step 60 of 60 reached`."""
+        """Return a text that the last step was reached, such as `step 60 of 60 reached`.
+
+        Returns:
+            An empty string if the last step is unknown.
+        """
         last = self.plan.last_step
         reached = last if self.highest_step is None else self.highest_step
         return f"step {reached:g} of {last:g} reached" if last is not None else ""

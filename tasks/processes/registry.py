@@ -36,16 +36,16 @@ from tasks.record.run_json import RunJson
 
 _log = logging.getLogger(__name__)
 
-#: Name of the file that describes the owner of a run.
+#: Name of the file that describes the owner of a run, the process that supervises it.
 _OWNER = "owner.json"
-#: Name of the file whose lock the owner of a run holds.
+#: Name of the file whose lock the owner of a run, the process that supervises it, holds.
 _LOCK = "lock"
 #: Seconds to wait until the last files of a run are on the disk. If the disk takes longer, the run
 #: stays registered, and a later `muster reconcile` completes its record.
 _WRITTEN_WITHIN_S = 5.0
 #: Seconds to wait until the short form of a run's final record is written into reserved disk space.
 _WRITTEN_AFTER_ALL_WITHIN_S = 0.5
-#: Seconds to wait for another process that is finishing the same run.
+#: Seconds to wait for another process that is ending the leftover processes of the same run.
 _CLAIM_WITHIN_S = 60.0
 #: Seconds between two attempts to lock the run's directory.
 _LOOK_EVERY_S = 0.1
@@ -184,7 +184,7 @@ class RunRegister:
         processes of that owner, wait until it has done so.
 
         Args:
-            owner: This process, and facts about the run.
+            owner: Description of the calling process and of the run.
 
         Raises:
             RunHeld: Another living process supervises the run.
@@ -301,9 +301,10 @@ class RunRegister:
 
 
 class LostRun:
-    """A registered run whose owner has died. The calling process holds the lock on its directory.
+    """A registered run whose owner, the process that supervised it, has died.
 
-    Use `claim_lost_run` to get one.
+    The calling process holds the lock on the run's directory. Use `claim_lost_run` to create this
+    object.
     """
 
     def __init__(self, directory: Path, owner: Owner) -> None:
@@ -324,7 +325,7 @@ class LostRun:
         return self.owner.process.boot_id == boot_id()
 
     def seconds_lost(self) -> float:
-        """Return the seconds since the owner was first found dead.
+        """Return the seconds since the run's owner, its supervising process, was first found dead.
 
         The first call writes the current time into `owner.json` and returns 0.
         """
@@ -350,14 +351,16 @@ class LostRun:
 
 @contextmanager
 def claim_lost_run(run_id: str, *, host: str | None = None) -> Iterator[LostRun | None]:
-    """Lock a run whose owner has died, so that no other process finishes it at the same time.
+    """Lock a run whose owner, the process that supervised it, has died.
+
+    No other process can then end the leftover processes of the run at the same time.
 
     Args:
         run_id: The run.
         host: Name of the machine on which the owner ran. None: this machine.
 
     Yields:
-        The run. None if its owner lives, if another process is finishing the run, if the run is not
+        The run. None if its owner lives, if another process has locked the run, if the run is not
         registered, or if it belongs to another machine.
     """
     directory = _registry_directory() / run_id
@@ -385,7 +388,7 @@ def registered_runs() -> list[str]:
 
 
 def read_owner(run_id: str) -> Owner | None:
-    """Return the registered owner of a run, which may be dead.
+    """Return the registered owner of a run: the process that supervises it. It may have ended.
 
     Returns:
         None if the run is not registered or its `owner.json` cannot be read.

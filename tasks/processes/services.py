@@ -397,7 +397,7 @@ class Services:
             clock: Returns the time in CLOCK_MONOTONIC seconds.
             sleep: Waits for a number of seconds.
         """
-        # This fails if the kernel has no subreapers (containment level L1).
+        # This fails if the kernel does not support subreapers (see containment level L1).
         with contextlib.suppress(OSError):
             tree.become_subreaper()
         tree.allow_files(_OPEN_FILES)
@@ -407,7 +407,7 @@ class Services:
         self.make_member = make_member
         self.clock = clock
         self.sleep = sleep
-        #: Failure of a service that was not started again; None if there is none.
+        #: Failure of the service that could not be started again; None if there is no such service.
         self.failure: Failure | None = None
         #: Reason from the call of `stop`; empty if `stop` was not called.
         self.stopped_by = ""

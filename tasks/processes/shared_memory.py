@@ -124,7 +124,7 @@ class SharedMemoryWatch:
             os.close(self._fd)
 
     def _follow(self) -> None:
-        """Check the new files after each inotify event and each request, until `close`."""
+        """Check the new files after each inotify event and each call of `hurry`, until `close`."""
         next_at = 0.0
         is_closing = False
         while not is_closing:

@@ -27,7 +27,7 @@ class Unasked(str):
 
 
 def is_own_shortage(error: BaseException) -> bool:
-    """Return True if an error was caused by a shortage of this machine or process.
+    """Return True if an error was caused by a lack of files, memory or ports on this machine.
 
     The error itself, its causes, and the members of an exception group are checked. Also returns
     True if this process cannot open another file now.

@@ -49,7 +49,7 @@ class Supervisor:
                 process if it is needed.
             replan: See `SupervisedAttempt`. Called in another thread.
         """
-        # This fails if the kernel has no subreapers (containment level L1).
+        # This fails if the kernel does not support subreapers (see containment level L1).
         with contextlib.suppress(OSError):
             tree.become_subreaper()
         tree.allow_files(_OPEN_FILES)

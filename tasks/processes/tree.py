@@ -37,8 +37,8 @@ FILES_AT_START, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
 #: File with the children of the current thread. It is missing if the kernel was built without
 #: CONFIG_PROC_CHILDREN.
 _CHILDREN = "/proc/thread-self/children"
-#: Seconds for which one round of `kill_once` looks for new processes and kills them. The next round
-#: lists all processes again.
+#: Seconds in which one round of `kill_once` finds and kills new processes. After that, the next
+#: round lists all processes again.
 _CHASE_S = 0.005
 
 
