@@ -230,10 +230,10 @@ class SupervisedAttempt:
             emit: Publishes events.
             register: The run's registry on disk. None if the run is not registered.
             template: Helper process that forks the guardians, the processes that own the
-                components. None: start a new helper process if it is needed.
+                components. If None, a new helper process is started when it is needed.
             replan: Called with the name of a component whose port is taken. Reserves another port
-                and returns the changed plan; raises OSError if no port is free. None: a taken port
-                ends the attempt.
+                and returns the changed plan; raises OSError if no port is free. None if a taken
+                port must end the attempt.
         """
         self._plan = plan
         self._replan = replan

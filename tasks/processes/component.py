@@ -44,17 +44,17 @@ class ComponentPlan:
 
     name: str
     command: Command
-    #: Readiness probe. None: the component is ready as soon as its program runs.
+    #: Readiness probe. None if the component is ready as soon as its program runs.
     ready: ReadyProbe | None
-    #: Liveness probe. None: only the end of the component is noticed.
+    #: Liveness probe. None if only the end of the component must be noticed.
     live: LiveProbe | None
     #: Effect on the run if the component ends with exit code 0.
     on_exit_zero: OnExitZero
     #: True if the component starts a server on each of its other ports and watches these servers
     #: itself. Muster then checks only the port `NAME.port`.
     manages_ports: bool = False
-    #: Returns True while the component writes a checkpoint. The call may block. None: it is unknown
-    #: whether the component writes checkpoints.
+    #: Returns True while the component writes a checkpoint. The call may block. None if it is
+    #: unknown whether the component writes checkpoints.
     is_saving: Callable[[], bool] | None = None
     #: Returns True if a checkpoint has grown since the last call. The call may block. None if it is
     #: unknown whether the component writes checkpoints.
@@ -62,8 +62,8 @@ class ComponentPlan:
     #: Returns the step and the time of the newest complete checkpoint. The call may block and raise
     #: OSError. None if the component has no checkpoints.
     find_checkpoint: Callable[[], tuple[int | None, float] | None] | None = None
-    #: Creates the `Member` that runs the component on a Ray cluster. None: run the component as a
-    #: process of this machine.
+    #: Creates the `Member` that runs the component on a Ray cluster. None if the component runs as
+    #: a process of this machine.
     make_member: Callable[[ComponentPlan, AttemptContext], Member] | None = None
 
     def is_same_start(self, other: ComponentPlan) -> bool:
@@ -88,18 +88,19 @@ class AttemptPlan:
     metrics: FileFingerprint | None = None
     #: Alarm rules on the metrics, by their name.
     alarms: Mapping[str, WatchRule] = field(default_factory=dict)
-    #: Step that must be reached for success. None: exit code 0 is enough.
+    #: Step that must be reached for success. None if exit code 0 is enough.
     success_step: float | None = None
     #: Record of the checkpoint from which the attempt starts. None if it is unknown.
     resume: ResumeRecord | None = None
     #: Highest step that earlier attempts have reached; None if they have reached no step.
     best_step_before: float | None = None
-    #: Time in seconds from the last step until the attempt must have ended. None: no limit.
+    #: Time in seconds from the last step until the attempt must have ended. None if there is no
+    #: limit.
     finish_within_s: float | None = None
-    #: Time limit in seconds without progress and output. None: no limit.
+    #: Longest time in seconds without progress and output. None if there is no limit.
     stall_after_s: float | None = None
     #: Time limit of the run in seconds. A run that takes longer fails with the kind TIME_LIMIT.
-    #: None: no limit.
+    #: None if there is no limit.
     time_limit_s: float | None = None
     #: Start of the attempt in UTC epoch seconds. None if the attempt starts now.
     began_at: float | None = None
@@ -150,9 +151,9 @@ def tag_of(run_id: str, attempt: int) -> dict[str, str]:
 class AttemptContext:
     """Resources that the components of one attempt share.
 
-    They include the guardians (the processes that own the components), the cgroups, the PID
-    namespace and the run's registry. The level of containment in the plan decides which of these
-    resources are used.
+    The shared resources include the guardians (the processes that own the components), the cgroups,
+    the PID namespace and the run's registry. The level of containment in the plan decides which of
+    these resources are used.
 
     Call `begin`, then `prepare` for each component, then `settle`. Call `enter` before a component
     is started and `release` after its end. Call `close` at the end of the attempt.
@@ -249,8 +250,8 @@ class AttemptContext:
     def can_prepare_again(self) -> bool:
         """True if `prepare` may be called after `settle`.
 
-        It is False if the components run in a PID namespace, because the namespace accepts no
-        further guardian process after `settle`.
+        If the components run in a PID namespace, the value is False, because the namespace accepts
+        no further guardian process after `settle`.
         """
         return self._namespace is None
 
@@ -342,7 +343,7 @@ class AttemptContext:
 class Member(ABC):
     """A component of an attempt, from its preparation until none of its processes remains."""
 
-    #: Future that resolves with the component's exit. It is valid after `launch`.
+    #: Future that resolves with the component's exit. The attribute exists after `launch`.
     exited: asyncio.Future[Exit]
 
     def __init__(self, plan: ComponentPlan, context: AttemptContext) -> None:
@@ -369,7 +370,7 @@ class Member(ABC):
         self.port_loss = GiveUpReason(kind=FailureKind.PORT_CONFLICT, rule=PORT_TAKEN, message="")
         #: True if the component has finished with exit code 0 while the run continues.
         self.is_drained = False
-        #: True if the component is blamed for a stall. It is then examined before it is ended.
+        #: True if the component is blamed for missing progress. It is then examined before its end.
         self.is_hung = False
         #: Place in the code where the component hangs; empty if unknown. Set after the examination.
         self.hangs_in = ""
@@ -511,7 +512,7 @@ class Member(ABC):
 
         Args:
             since: Size that the log had at one of the last training steps, in bytes; 0 if unknown.
-            until: Number of bytes of the log to read. None: the whole log.
+            until: Number of bytes of the log to read. If None, the whole log is read.
         """
         since = max(since, self._log_since)
         return read_since_step(self.plan.command.log, since=since, until=until)
@@ -564,7 +565,7 @@ class Member(ABC):
         """Check which processes listen on the ports that are reserved for this component.
 
         Args:
-            suspected: Check only these ports. None: all ports.
+            suspected: The ports to check. If None, all ports of the component are checked.
 
         Raises:
             GivenUp: A process that is not of this run listens on a port.

@@ -26,9 +26,9 @@ _UNSHARE = ("--pid", "--fork", "--mount-proc", "--propagation", "slave")
 #: Commands that start a program in a new PID namespace, in the order in which they are tried. The
 #: second works without privileges, because it also makes a user namespace.
 _UNSHARE_COMMANDS = (("unshare", *_UNSHARE), ("unshare", "--user", "--map-current-user", *_UNSHARE))
-#: Python program of the first process of a PID namespace. It ignores SIGCHLD, so that the kernel
-#: removes its ended children, which include all orphans of the namespace. It ends when its standard
-#: input closes.
+#: Python program of the first process of a PID namespace. The process ignores SIGCHLD, so that
+#: the kernel removes its ended children, which include all orphans of the namespace. The process
+#: ends when its standard input closes.
 _INIT = """
 import os, signal
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -68,7 +68,7 @@ class Containment:
     """The level of containment that a run uses on this machine."""
 
     level: Level
-    #: Directory of the cgroup below which each component gets a cgroup. None: components get no
+    #: Directory of the cgroup below which each component gets a cgroup. None if components get no
     #: cgroup.
     cgroup_parent: str | None = None
     #: Reasons why higher levels of containment are not used, by the level.
@@ -223,8 +223,8 @@ class PidNamespace:
     def fds(self) -> tuple[int, ...]:
         """File descriptors that a guardian needs to enter the namespace.
 
-        They are a pidfd of the first process, and the write end of the pipe that keeps the first
-        process running.
+        The first descriptor is a pidfd of the namespace's first process. The second is the write
+        end of the pipe that keeps this first process running.
         """
         return self._init, self._alive.fileno()
 

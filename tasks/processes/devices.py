@@ -33,7 +33,7 @@ _ANSWERS_WITHIN_S = 10.0
 class BadDevices(MusterError):
     """A list of devices is malformed, or names a device that this machine does not have.
 
-    It is raised before the run starts.
+    The error is raised before the run starts.
     """
 
     exit_code = 2
@@ -187,7 +187,7 @@ class DeviceLease:
             for index in self.indices:
                 key = devices.key(index)
                 # Only one socket can have the name `key`, so it keeps other runs from leasing the
-                # device. The socket with the second name shows them the owner.
+                # device. The socket with the second name shows other runs the owner of the device.
                 for name in (key, f"{key}/{owner}"):
                     self._sockets.append(socket.socket(socket.AF_UNIX))
                     self._sockets[-1].bind(f"\0{_PREFIX}{name}")

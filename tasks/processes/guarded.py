@@ -38,8 +38,8 @@ from tasks.record.outcome import Exit
 #: this process is killed, the GPUs stay reserved until the last guardian of the run has ended.
 kept_fds: set[int] = set()
 
-#: Command line of a guardian, without its arguments. It contains the path of `guardian.py`, so that
-#: `ps` shows the purpose of the process.
+#: Command line of a guardian process, without its arguments. It contains the path of `guardian.py`,
+#: so that `ps` shows the purpose of the process.
 _GUARDIAN = (
     *(sys.executable, "-I", "-S", "-c"),
     "import sys; del sys.argv[0]; sys.path.insert(0, sys.argv[0].rpartition('/')[0]); "
@@ -58,18 +58,18 @@ _ORDER_WITHIN_S = 2.0
 #: Seconds that a guardian needs after the grace period to kill the process tree and to report the
 #: processes that survived.
 KILL_WITHIN_S = 8.0
-#: Seconds between two checks of the command's children after their guardian was killed.
+#: Seconds between two checks of the command's children, after their guardian process was killed.
 _KEPT_ROUND_S = 0.2
 #: Seconds by which the recorded end times of two processes differ, if only the order of their ends
 #: is known.
 _A_MOMENT_S = 1e-6
-#: Environment variables of this process that its guardians inherit.
+#: Environment variables of this process that its guardian processes inherit.
 _GUARDIAN_ENV = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A command that a guardian starts, and the way to stop it."""
+    """A command that a guardian process starts, and the way to stop the command."""
 
     argv: tuple[str, ...]
     #: Complete environment of the process. It inherits no other variables.
@@ -81,8 +81,8 @@ class Command:
     #: Seconds from the stop signal to SIGKILL.
     grace_s: float = 10.0
     #: Seconds that the program's children have to end before the program itself gets the stop
-    #: signal. Set it for a program whose children may outlive it. None: children that outlive the
-    #: program are stopped at once.
+    #: signal. Set it for a program whose children may outlive it. If None, children that outlive
+    #: the program are stopped at once.
     children_grace_s: float | None = None
 
     @property
@@ -149,7 +149,9 @@ class _Forked:
 
 
 class GuardianTemplate:
-    """A helper process that forks guardians, ten times faster than new processes are started.
+    """A helper process that forks guardian processes, which own the components of a run.
+
+    Forking a guardian is ten times faster than starting a new process.
 
     The guardians become children of the calling process, which must be a subreaper. Call `close`
     from the thread that created this object. The helper process also ends when that thread ends.
@@ -284,13 +286,14 @@ class GuardedProcess:
         Args:
             name: Name shown in the guardian's command line, for `ps`.
             tag: Variables that identify the run, for the guardian's environment.
-            namespace: PID namespace of the guardian and the command. None: the namespace of this
-                process.
+            namespace: PID namespace of the guardian and the command. If None, they run in the
+                namespace of this process.
             gone: List that collects the processes whose pidfds have reported their end, in the
                 order of these reports. Pass the same list for processes whose end times are
                 compared.
             template: Helper process that forks the guardian. The guardian then has the variables of
-                the helper process, and `tag` is ignored. None: start the guardian as a new process.
+                the helper process, and `tag` is ignored. If None, the guardian is started as a
+                new process.
 
         Raises:
             OSError: No process could be started.
@@ -331,7 +334,8 @@ class GuardedProcess:
             OSError: The program or its log could not be opened. No process remains.
             TimeoutError: The guardian does not answer.
         """
-        if self._spawned.done():  # The guardian has ended already. Raise its error.
+        # If the guardian has ended already, raise its error.
+        if self._spawned.done():
             await self._spawned
         order = {field.name: getattr(command, field.name) for field in fields(command)}
         order |= {"env": dict(command.env), "cwd": str(command.cwd), "log": str(command.log)}
@@ -357,7 +361,8 @@ class GuardedProcess:
     def processes(self) -> list[int]:
         """Return the pids of the command and its descendants, parents before their children.
 
-        Returns an empty list if the guardian has ended, because the kernel may reuse its pid.
+        Returns an empty list if the guardian process, the parent of the command, has ended. The
+        kernel may then reuse its pid.
         """
         if not self.guardian.is_alive():
             return []
@@ -381,7 +386,7 @@ class GuardedProcess:
         self._request("kill")
 
     def abandon_guardian(self) -> None:
-        """Kill a guardian that does not answer.
+        """Kill a guardian process that does not answer.
 
         The guardian's descendants become children of this process, a subreaper, which kills them.
         """
@@ -408,13 +413,16 @@ class GuardedProcess:
         return self.stuck or tuple(self.processes()) or (self.guardian_pid,)
 
     def dismiss(self) -> None:
-        """Close the connection to the guardian, which then stops its command, if any, and ends."""
+        """Close the connection to the guardian process.
+
+        The guardian then stops its command, if it has started one, and ends.
+        """
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_WR)
 
     def _request(self, action: str) -> None:
-        # An error means that the guardian has ended. `_on_guardian_gone` then ends the command's
-        # processes.
+        # An error means that the guardian process has ended. `_on_guardian_gone` then ends the
+        # processes of the command.
         with contextlib.suppress(OSError):
             self._channel.send(encode_message({"do": action}))
 
@@ -531,7 +539,7 @@ class GuardedProcess:
         self._orphan_sweep = asyncio.get_running_loop().create_task(sweep)
 
     async def _keep_orphans(self) -> None:
-        """Reap the children of a command whose guardian was killed, until none remains.
+        """Reap the children of a command whose guardian process was killed, until none remains.
 
         Only for commands whose children may outlive the command. After a request to stop, send
         SIGTERM to the children. Send SIGKILL to the children that still live after their grace
@@ -559,7 +567,7 @@ class GuardedProcess:
         _resolve(self.empty, None)
 
     async def _end_orphans(self) -> None:
-        """Send SIGKILL to the descendants of a killed guardian until none remains.
+        """Send SIGKILL to the descendants of a killed guardian process, until none remains.
 
         This process is a subreaper, so the kernel has made these descendants its children.
         """

@@ -1,8 +1,8 @@
 """The guardian: a small process that owns one component's process tree.
 
-It is started as `python -I -S -c ... guardian.py FD PIDFD MARK NAME [INIT ALIVE]`. Python imports
-this file instead of running it as a script, because it would compile a script again at each start.
-The arguments are:
+The guardian is started as `python -I -S -c ... guardian.py FD PIDFD MARK NAME [INIT ALIVE]`. Python
+imports this file instead of running it as a script, because it would compile a script again at each
+start. The arguments are:
 
 - FD: the guardian's end of a socket pair. Only the supervisor holds the other end.
 - PIDFD: a pidfd of the supervisor.
@@ -36,7 +36,7 @@ descendants. No process of the component survives a single SIGKILL to any of the
   subreaper, too: it adopts the other descendants and kills them.
 
 This module uses only the standard library, because a guardian must start in tens of milliseconds.
-It uses a single thread, because PDEATHSIG is sent when the forking thread ends.
+The guardian uses a single thread, because PDEATHSIG is sent when the forking thread ends.
 """
 
 from __future__ import annotations
@@ -259,8 +259,8 @@ class Guardian:
     def _living_children(self) -> list[tuple[int, int]]:
         """Return `(pid, parent)` of each living child of the component.
 
-        This includes children that this guardian has adopted after the death of the component's
-        first process.
+        The children of the component include processes that this guardian has adopted after the
+        death of the component's first process.
         """
         parents = [os.getpid(), self._first_process] if self._first_process_lives else [os.getpid()]
         return [

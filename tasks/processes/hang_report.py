@@ -304,7 +304,8 @@ def _examine_process(pid: int, threads: list[dict[str, Any]] | str) -> HungProce
     )
     if not threads or isinstance(threads, str):
         return seen
-    # This process may not be allowed to read the environment, even if py-spy could read the stacks.
+    # This process may lack the permission to read the environment, although py-spy has read the
+    # stacks.
     with suppress(PermissionError):
         seen["rank"] = read_environment(pid).get("RANK", "")
     stacks = [thread["frames"] for thread in threads if thread["frames"]]

@@ -176,7 +176,7 @@ def digest_code() -> dict[str, str]:
 
     Returns:
         `{"digest": str, "problem": str}`. The digest covers the package `tasks` as this interpreter
-        imports it. It is empty if the import fails; `problem` is then the error.
+        imports it. If the import fails, the digest is empty and `problem` is the error.
     """
     try:
         # Import a module that needs installed packages, to notice if one of them is missing.

@@ -84,7 +84,7 @@ class PortsReserved:
         """
         Args:
             names: Names of the ports, for example `trainer.port`.
-            key: Secret for the function `lock_name`. None: use the secret of this MUSTER_HOME.
+            key: Secret for the function `lock_name`. If None, `port_key` returns the secret.
 
         Raises:
             OSError: No port is free.

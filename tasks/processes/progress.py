@@ -256,8 +256,8 @@ class Silence:
     def is_by_step(self) -> bool:
         """True if only a new step counts as progress, and new lines in logs do not.
 
-        It becomes True with the first step other than 0. Step 0 does not count, because a server
-        may report it before the training has begun.
+        The value becomes True with the first step other than 0. Step 0 does not count, because a
+        server may report step 0 before the training has begun.
         """
         return bool(self._step)
 
@@ -434,8 +434,8 @@ class ProgressWatch:
     def _is_at_work(self) -> bool:
         """Return True if the training may continue although its last step was reported.
 
-        This is so if a server reports the step and a log has new lines. A server may count a batch
-        before the trainer has trained on it.
+        The training may continue if a server reports the step and a log has new lines. A server may
+        count a batch before the trainer has trained on that batch.
         """
         is_server = self.plan.progress is not None and self.plan.progress.http is not None
         return is_server and self.silence.has_output()

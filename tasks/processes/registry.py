@@ -1,9 +1,9 @@
 """The registry on disk of the active runs of this machine: `$MUSTER_HOME/live/<run id>/`.
 
-Each active run has a directory in the registry. It contains `owner.json`, which describes the flow
-process of the run (its owner), and one file for each component. A component's file is written
-before its program is executed. The directory is removed when the run has ended. If the owner has
-died, the run was killed, and `finish` ends its leftover processes.
+Each active run has a directory in the registry. The directory contains `owner.json`, which
+describes the flow process of the run (its owner), and one file for each component. A component's
+file is written before its program is executed. The directory is removed when the run has ended. If
+the owner has died, the run was killed, and `finish` ends its leftover processes.
 
 The owner holds the lock on a file in the directory. The kernel releases the lock when the owner
 ends. Unlike a pid, the lock shows from every PID namespace whether the owner lives.
@@ -317,8 +317,7 @@ class LostRun:
 
     @property
     def is_of_this_boot(self) -> bool:
-        """True if the owner of the run was started after the last boot of this machine or
-        container.
+        """True if the owner of the run was started in this boot of the machine or container.
 
         If it is False, no process of the run can exist any more.
         """
@@ -357,7 +356,7 @@ def claim_lost_run(run_id: str, *, host: str | None = None) -> Iterator[LostRun 
 
     Args:
         run_id: The run.
-        host: Name of the machine on which the owner ran. None: this machine.
+        host: Name of the machine on which the owner ran. None if it is this machine.
 
     Yields:
         The run. None if its owner lives, if another process has locked the run, if the run is not
@@ -370,7 +369,7 @@ def claim_lost_run(run_id: str, *, host: str | None = None) -> Iterator[LostRun 
         return
     lock = _try_lock(directory)
     try:
-        # Read the owner again while the directory is locked. Another process may have finished the
+        # Read the owner again while the directory is locked. Another process may have removed the
         # run since the first read.
         owner = _read_model(directory / _OWNER, Owner) if lock is not None else None
         yield LostRun(directory, owner) if owner is not None else None
@@ -380,7 +379,10 @@ def claim_lost_run(run_id: str, *, host: str | None = None) -> Iterator[LostRun 
 
 
 def registered_runs() -> list[str]:
-    """Return the ids of all registered runs in alphabetical order, with living and dead owners."""
+    """Return the ids of all runs in the registry, in alphabetical order.
+
+    Runs whose supervising process has died are included.
+    """
     try:
         return sorted(entry.name for entry in _registry_directory().iterdir() if entry.is_dir())
     except OSError:
@@ -403,8 +405,8 @@ def teardown_s(process: int | None = None) -> float:
     which can take another grace period.
 
     Args:
-        process: Pid of a flow process, to consider only its run. None: consider every run of this
-            MUSTER_HOME.
+        process: Pid of a flow process, to consider only its run. If None, every run of this
+            MUSTER_HOME is considered.
 
     Returns:
         0 if no such run is registered.

@@ -390,7 +390,7 @@ class Services:
             register: Registry on disk for the processes. None if they are not registered.
             needs: `needs[service]`: name of another service that the service needs. If the needed
                 service dies, both services are ended and started again in the right order.
-            policy: Rules for restarts. None: the default rules.
+            policy: Rules for restarts. If None, the defaults of `RestartPolicy` apply.
             on_change: Called in the thread of the services after each change of a service. The
                 guardian of a process is reported before the process is launched.
             make_member: Creates the object for one process of a service.

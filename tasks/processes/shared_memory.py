@@ -55,7 +55,7 @@ def _wait(fds: Iterable[int], within_s: float | None) -> bool:
 
     Args:
         fds: The file descriptors.
-        within_s: Time limit in seconds. None: no limit.
+        within_s: Time limit in seconds. None if there is no limit.
 
     Returns:
         False if the time limit is over before.

@@ -92,7 +92,7 @@ class SocketTable:
         Args:
             port: The port.
             host: Address of this machine. Only sockets that accept connections to this address are
-                returned. None: return the sockets of all addresses.
+                returned. If None, the sockets of all addresses are returned.
 
         Returns:
             `user[inode]`: uid of the user of each socket, by the inode of the socket.

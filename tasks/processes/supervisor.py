@@ -16,7 +16,8 @@ from tasks.record.events import Emit
 from tasks.record.outcome import Failure, Verdict
 from tasks.record.states import RunState
 
-#: Limit of open files that this process requests. It needs two or three for each component.
+#: Limit of open files that this process requests. It keeps two or three files open for each
+#: component.
 _OPEN_FILES = 1 << 16
 
 
@@ -45,8 +46,8 @@ class Supervisor:
             register: The run's registry on disk. None if the run is not registered, so that `muster
                 reconcile` cannot end its leftover processes.
             template: Helper process that forks the guardians, the processes that own the
-                components. It is closed after all guardians were forked. None: start a new helper
-                process if it is needed.
+                components. It is closed after all guardians were forked. If None, a new helper
+                process is started when it is needed.
             replan: See `SupervisedAttempt`. Called in another thread.
         """
         # This fails if the kernel does not support subreapers (see containment level L1).

@@ -34,7 +34,7 @@ _GO = b"g"
 #: Limit of open files that this process had at its start (soft limit).
 FILES_AT_START, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
 
-#: File with the children of the current thread. It is missing if the kernel was built without
+#: File with the children of the current thread. The file is missing if the kernel was built without
 #: CONFIG_PROC_CHILDREN.
 _CHILDREN = "/proc/thread-self/children"
 #: Seconds in which one round of `kill_once` finds and kills new processes. After that, the next
@@ -125,7 +125,7 @@ def spawn(
     os.close(report_write)
     os.close(go_read)
     if may_go(pid):
-        # The pipe is broken if the child has already failed. It has then reported its error.
+        # The pipe is broken if the child has already failed. The child has then reported its error.
         with suppress(BrokenPipeError):
             os.write(go_write, _GO)
     os.close(go_write)
@@ -198,7 +198,7 @@ def read_mark(pid: int) -> int | None:
     """Return the number with which `mark_own` has marked a process.
 
     Returns:
-        0 if the process has no mark, None if it has ended or is hidden.
+        0 if the process is not marked; None if the process has ended or /proc hides it.
     """
     try:
         with open(f"/proc/{pid}/limits", "rb") as f:
@@ -385,8 +385,8 @@ def _below(
 def _children_of() -> Callable[[int], list[int]]:
     """Return a function that lists the children of a process.
 
-    It reads them from the kernel. If the kernel has no list of children, the function uses a table
-    of all processes that is made now.
+    The returned function reads the children from the kernel. If the kernel offers no list of
+    children, the function uses a table of all processes that is made now.
     """
     if os.path.exists(_CHILDREN):
         return _children_by_thread
@@ -570,7 +570,7 @@ def kill_once(
 def is_ready(fd: int, events: int, within_s: float = 0.0) -> bool:
     """Wait until a file descriptor has one of the events of poll(2).
 
-    It uses poll(2), because select(2) fails for file descriptors above 1,023.
+    The function uses poll(2), because select(2) fails for file descriptors above 1,023.
 
     Returns:
         False if the time limit `within_s` is over before such an event.

@@ -40,7 +40,8 @@ class UntrustedListener(ConnectionError):
 def trusted_users() -> frozenset[int]:
     """Return the uids of the users whose servers may receive a password.
 
-    They are this user, root, and the users in MUSTER_SERVER_USERS. Unknown names are skipped.
+    These users are the current user, root, and the users in MUSTER_SERVER_USERS. Unknown names are
+    skipped.
     """
     users = {0, os.geteuid()}
     for name in os.environ.get(SERVER_USERS, "").split(","):
