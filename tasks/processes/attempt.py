@@ -67,7 +67,7 @@ _PORTS_EVERY_S = 1.0
 #: Smallest pause between two checks of the run's ports, as a multiple of the duration of a check.
 _PORTS_PAUSE = 20.0
 #: Seconds to wait until the GPU driver reports the GPU utilisation. If the driver does not answer
-#: in that time, it is not asked again.
+#: in that time, the driver is not asked again.
 _DRIVER_WITHIN_S = 5.0
 #: Signals that the kernel sends to a program after an error in that program.
 _FATAL_SIGNALS = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGTRAP"})
@@ -179,14 +179,14 @@ class EarliestDecision:
     """
 
     def __init__(self) -> None:
-        #: The earliest decision; None while the attempt is undecided.
+        #: The earliest decision; None if no event has decided the attempt yet.
         self.decision: Decision | None = None
         #: Time of the earliest event that decides the attempt; infinity if there is none. Later
         #: events are ignored.
         self.horizon_s = float("inf")
 
     def is_open_at(self, at_monotonic_s: float) -> bool:
-        """Return True if an event at this time may still decide the attempt."""
+        """Return True if an event at this time may still decide how the attempt ends."""
         return at_monotonic_s < self.horizon_s
 
     def reserve(self, at_monotonic_s: float) -> None:

@@ -92,7 +92,7 @@ def _read_status_of_zombie(process: ProcessId) -> int | None:
         # For a process that this user may not examine, /proc/PID/stat shows the exit status 0.
         return None
     except OSError:
-        # This process may read the link, but a zombie has no program, so there is no link.
+        # No permission is missing. The link cannot be read, because a zombie has no program.
         pass
     if not fields or tree.start_ticks(process.pid) != process.start_ticks:
         return None

@@ -221,7 +221,8 @@ class AttemptContext:
             # guardian as a new process.
             self._close_template()
             process = make()
-        # Forget processes whose guardians have ended, because the kernel may reuse their pids.
+        # Forget processes whose guardian processes have ended. The kernel may reuse the pids of
+        # those guardians.
         self._processes = [other for other in self._processes if not other.empty.done()]
         self._processes.append(process)
         return process
@@ -424,7 +425,8 @@ class Member(ABC):
         """Wait until the readiness probe succeeds.
 
         Raises:
-            GivenUp: The probe did not succeed in time, or a foreign process answers on the port.
+            GivenUp: The probe did not succeed in time, or a process that is not part of this run
+                listens on a port of the component.
         """
         if (ready := self.plan.ready) is not None:
             probe = self._probe(ready)
@@ -539,7 +541,10 @@ class Member(ABC):
         """
 
     async def let_go(self) -> None:
-        """Leave the component running if it can continue without this process; otherwise end it."""
+        """Leave the component running if it can continue without this process.
+
+        Otherwise end the component.
+        """
         await self.end()
 
     def _probe(self, spec: ReadyProbe | LiveProbe) -> ComponentProbe | None:
@@ -568,7 +573,7 @@ class Member(ABC):
             suspected: The ports to check. If None, all ports of the component are checked.
 
         Raises:
-            GivenUp: A process that is not of this run listens on a port.
+            GivenUp: A process that is not part of this run listens on a port.
         """
         return
 
@@ -576,7 +581,7 @@ class Member(ABC):
         """Check which process listens on one port. Do nothing if `port` is None.
 
         Raises:
-            GivenUp: A process that is not of this run listens on the port.
+            GivenUp: A process that is not part of this run listens on the port.
         """
         return
 

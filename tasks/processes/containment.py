@@ -24,7 +24,7 @@ from tasks.processes import cgroup, tree
 #: Options of unshare(1) for a PID namespace and a mount namespace with its own /proc.
 _UNSHARE = ("--pid", "--fork", "--mount-proc", "--propagation", "slave")
 #: Commands that start a program in a new PID namespace, in the order in which they are tried. The
-#: second works without privileges, because it also makes a user namespace.
+#: second command works without privileges, because it also makes a user namespace.
 _UNSHARE_COMMANDS = (("unshare", *_UNSHARE), ("unshare", "--user", "--map-current-user", *_UNSHARE))
 #: Python program of the first process of a PID namespace. The process ignores SIGCHLD, so that
 #: the kernel removes its ended children, which include all orphans of the namespace. The process
@@ -79,7 +79,7 @@ class Containment:
         return f"{self.level.value} ({_PROMISES[self.level]}{why})"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the containment as it is written into `run.json`."""
+        """Return the containment as the JSON object that is written into `run.json`."""
         return {
             "level": self.level.value,
             "promise": _PROMISES[self.level],
@@ -169,8 +169,8 @@ def _require_usable(parent: str) -> str:
 
 #: Seconds to wait for the start of a PID namespace.
 _START_WITHIN_S = 30.0
-#: Seconds to wait for the end of a PID namespace. It takes longer only if a process in it is in
-#: uninterruptible sleep.
+#: Seconds to wait for the end of a PID namespace. The end takes longer only if a process in the
+#: namespace is in uninterruptible sleep.
 _END_WITHIN_S = 8.0
 
 

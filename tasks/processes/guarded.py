@@ -55,8 +55,8 @@ _SPAWN_WITHIN_S = 30.0
 #: Seconds to wait until the description of the command is sent to a guardian, or until the process
 #: that forks guardians has answered a request.
 _ORDER_WITHIN_S = 2.0
-#: Seconds that a guardian needs after the grace period to kill the process tree and to report the
-#: processes that survived.
+#: Seconds that a guardian process needs after the grace period to kill the process tree and to
+#: report the processes that survived.
 KILL_WITHIN_S = 8.0
 #: Seconds between two checks of the command's children, after their guardian process was killed.
 _KEPT_ROUND_S = 0.2
@@ -129,7 +129,7 @@ def _start(
 
 
 class _Forked:
-    """A guardian that a `GuardianTemplate` has forked, with the interface of a `Popen`."""
+    """A guardian process that a `GuardianTemplate` has forked, with the methods of a `Popen`."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -175,13 +175,13 @@ class GuardianTemplate:
             )
 
     def fork(self, name: str, mark: int, is_inside: bool, fds: Sequence[int]) -> _Forked:
-        """Fork a guardian.
+        """Fork the guardian process of a component.
 
         Args:
             name: Name of the component.
             mark: Number that identifies the guardian and its descendants, see `tree.mark_own`.
             is_inside: True if the guardian enters a PID namespace.
-            fds: File descriptors for the guardian.
+            fds: File descriptors that the guardian gets.
 
         Raises:
             OSError: The helper process has ended or does not answer. In this case, call `close`.
@@ -372,7 +372,7 @@ class GuardedProcess:
         return [pid for pid in tree.descendants(self.guardian_pid) if pid not in inner]
 
     def stop(self) -> None:
-        """Request that the guardian stops the command.
+        """Request that the guardian process stops the command.
 
         The guardian sends the stop signal to the process group of the command, and SIGKILL to the
         processes that remain after the grace period.

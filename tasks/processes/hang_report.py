@@ -271,7 +271,11 @@ def python_stacks(pids: Iterable[int], within_s: float) -> dict[int, list[dict[s
 
 
 def _format_threads(threads: list[dict[str, Any]] | str) -> str:
-    """Return the stacks of a process as a text, from a result of `python_stacks`."""
+    """Return the stacks of a process as a text.
+
+    Args:
+        threads: Threads of the process, as in the result of `python_stacks`.
+    """
     if isinstance(threads, str):
         return threads
     lines = []

@@ -146,7 +146,7 @@ _PACKAGES = ("muster", "ray", "prefect")
 
 
 def gather_facts(shared: str, folder: str, name: str, ray_dir: str) -> dict[str, Any]:
-    """Gather the facts about this machine, and write a test file into the shared directory.
+    """Gather facts about this machine, and write a test file into the shared directory.
 
     Other nodes then check that they can read the file (see `find_unreadable_files`).
 

@@ -21,8 +21,8 @@ from tasks.record.outcome import GivenUp, GiveUpReason
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import LiveProbe, ReadyProbe
 
-#: Seconds to wait for the end of a guardian that has no command. It takes longer only if SIGSTOP
-#: has stopped the guardian.
+#: Seconds to wait for the end of a guardian process that has started no command. The end takes
+#: longer only if SIGSTOP has stopped the guardian.
 _LEAVE_WITHIN_S = 2.0
 #: Seconds that a component may run after it has ended its own worker processes. If it runs longer,
 #: the end of the workers counts as a failure.
@@ -37,7 +37,7 @@ _STATUS_AT_MOST_S = 60.0
 
 
 class ProcessMember(Member):
-    """A component that runs as a process of this machine under its own guardian."""
+    """A component that runs as a process of this machine, owned by its own guardian process."""
 
     def __init__(self, plan: ComponentPlan, context: AttemptContext) -> None:
         """Start the guardian process that will own the component. It executes nothing yet.
@@ -99,7 +99,7 @@ class ProcessMember(Member):
         loss = await ProcessWatch(self.process, live, self._emit).until_lost()
         if self.plan.on_exit_zero != "fail":
             # A component that finishes may first end its worker processes and then itself. Wait a
-            # moment for its end, so that the end of a worker does not count as a loss.
+            # moment for its end, so that the end of a worker does not count as a failure.
             if loss.exit and (loss.exit.is_zero or loss.exit.signal == signal.SIGTERM):
                 await asyncio.wait([self.exited], timeout=_LEAVES_WITHIN_S)
             if self.exited.done() and self.exited.result().is_zero:

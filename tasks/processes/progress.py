@@ -339,7 +339,8 @@ class ProgressWatch:
     #: Step of the first line that this attempt has added to the metrics file; None if it has added
     #: no line.
     _first_line: float | None = None
-    #: Time at which the last step of the training was reached, in UTC epoch seconds; None before.
+    #: Time at which the last step of the training was reached, in UTC epoch seconds. None if it was
+    #: not reached yet.
     reached_at: float | None = None
     #: Time at which the last known step was read, in seconds on the clock of the asyncio loop.
     _stepped_s: float = 0.0

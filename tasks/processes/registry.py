@@ -508,9 +508,9 @@ def finish(lost: LostRun) -> Remains:
     """End the leftover processes of a lost run, and remove its files.
 
     A living guardian, the process that owns a component, ends the component itself within the grace
-    period. The guardian is killed only if it needs longer. Only processes with a mark of the run
-    (see `tree.mark_own`) or in its cgroups are killed. The function may be called any number of
-    times.
+    period. The guardian is killed only if it needs longer. Only processes that `tree.mark_own`
+    has marked for the run, or that are in its cgroups, are killed. The function may be called any
+    number of times.
     """
     killed: set[int] = set()
     left: dict[str, tuple[int, ...]] = {}

@@ -236,7 +236,7 @@ class _Service:
         """Run one process of the service, from its start to its end.
 
         Returns:
-            The death of the process; None if the service has done its work.
+            A description of the process's death; None if the service has done its work.
         """
         needed_is_gone = asyncio.Event()
         if self._needed is not None:

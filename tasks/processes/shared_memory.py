@@ -90,8 +90,8 @@ class SharedMemoryWatch:
         self._own_pids = own_pids
         self._note = note
         self._directory = directory
-        #: Time at which each new file appeared, in CLOCK_MONOTONIC seconds. A file leaves this
-        #: dictionary when its maker is known or after `_MAPPED_WITHIN_S`.
+        #: Time at which each new file appeared, in CLOCK_MONOTONIC seconds. A file is removed from
+        #: this dictionary when the process that made it is known, or after `_MAPPED_WITHIN_S`.
         self._appeared: dict[Path, float] = {}
         self._fd = _watch(directory)
         self._wake = os.eventfd(0)

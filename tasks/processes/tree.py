@@ -224,7 +224,7 @@ def stat_fields(pid: int) -> list[bytes]:
 
 
 def read_parent(pid: int) -> int:
-    """Return the pid of the parent of a process; 0 if the process has ended or is hidden."""
+    """Return the pid of the parent of a process; 0 if the process has ended or /proc hides it."""
     fields = stat_fields(pid)
     return int(fields[1]) if fields else 0
 
@@ -246,7 +246,7 @@ def is_zombie(pid: int) -> bool:
 
 
 def _thread_count(pid: int) -> int:
-    """Return the number of threads of a process; 0 if it has ended or is hidden."""
+    """Return the number of threads of a process; 0 if it has ended or /proc hides it."""
     try:
         return len(os.listdir(f"/proc/{pid}/task"))
     except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -295,7 +295,7 @@ def read_environment(pid: int, proc: str = "/proc") -> dict[str, str]:
 
 
 def read_real_user(pid: int, proc: str = "/proc") -> int | None:
-    """Return the real uid of a process; None if the process has ended or is hidden.
+    """Return the real uid of a process; None if the process has ended or /proc hides it.
 
     A program with the set-user-ID bit keeps the real uid of the user who started it.
     """
@@ -400,8 +400,8 @@ def _children_of() -> Callable[[int], list[int]]:
 def _children_by_thread(pid: int) -> list[int]:
     """Return the children of a process, from the kernel's list for each of its threads."""
     child_pids: list[int] = []
-    # A process that has ended or is hidden counts as without children. Other errors are raised, for
-    # example EMFILE for too many open files.
+    # A process that has ended or that /proc hides counts as without children. Other errors are
+    # raised, for example EMFILE for too many open files.
     hidden_errors = (FileNotFoundError, ProcessLookupError, PermissionError)
     with suppress(*hidden_errors):
         for thread in os.listdir(f"/proc/{pid}/task"):
