@@ -772,8 +772,8 @@ class SupervisedAttempt:
         for watcher in self._watchers:
             watcher.cancel()
         # Examine components that hang before any component is stopped. A component may hang because
-        # it waits for another component. After the end of that other component, its stacks would no
-        # longer show the wait.
+        # it waits for another component. After the end of that other component, the stacks of the
+        # waiting component would no longer show this.
         await asyncio.gather(*(member.examine() for member in self._hung().values()))
         left: dict[str, tuple[int | str, ...]] = {}
         for member in reversed(self._launched):
@@ -842,7 +842,10 @@ class SupervisedAttempt:
             self._fail(self._stalled_member(), why, "stall", kind=FailureKind.STALLED)
 
     def _finish(self, why: str) -> None:
-        """Complete an attempt that has reached its last step but does not end."""
+        """Decide that the attempt is completed, although its components do not end.
+
+        Called after the attempt has reached the last step of the run.
+        """
         member = self._stalled_member()
         # Mark the component as hung, so that its stacks are read before it is ended. They show why
         # it did not end.

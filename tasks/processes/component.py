@@ -297,8 +297,9 @@ class AttemptContext:
         return self._cgroups.get(component)
 
     def release(self, component: str) -> None:
-        """Remove the cgroup and the registry entry of a component whose processes have all
-        ended.
+        """Remove the cgroup and the registry entry of a component.
+
+        Call this after all processes of the component have ended.
         """
         path = self._cgroups.pop(component, None)
         if path is not None and not cgroup.remove(path):

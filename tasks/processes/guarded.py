@@ -87,8 +87,9 @@ class Command:
 
     @property
     def ends_within_s(self) -> float:
-        """Seconds from the request to stop until the whole process tree has ended, unless SIGKILL
-        cannot end a process.
+        """Longest time from the request to stop until the whole process tree has ended, in seconds.
+
+        It takes longer only if SIGKILL cannot end a process.
         """
         return (self.children_grace_s or 0.0) + self.grace_s + KILL_WITHIN_S
 
@@ -221,8 +222,8 @@ class GuardedProcess:
 
     `prepare` starts the guardian, and `launch` starts the command. The future `exited` resolves
     with the command's Exit. The future `empty` resolves when the command's whole process tree and
-    the guardian have ended. Both futures resolve even if the guardian is killed. If this process
-    ends for any reason, the guardian stops the command.
+    the guardian have ended. Both futures resolve even if the guardian is killed. If the
+    calling process ends for any reason, the guardian stops the command.
     """
 
     def __init__(
@@ -472,8 +473,9 @@ class GuardedProcess:
                 self._owes_processes = False
 
     def _watch_leader(self, pidfd: int) -> None:
-        """Watch the end of the command through its pidfd, in case the guardian does not report the
-        end, because SIGSTOP has stopped the guardian.
+        """Watch the end of the command through its pidfd.
+
+        A guardian process that SIGSTOP has stopped does not report the end of the command.
         """
         try:
             self.pid = _pid_of(pidfd)

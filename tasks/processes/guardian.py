@@ -147,8 +147,10 @@ class Guardian:
         self._channel.send("empty")
 
     def _await_permission(self, pid: int) -> bool:
-        """Put the component's new process into its cgroup, and wait until the supervisor has
-        registered it.
+        """Wait until the supervisor permits the component's new process to execute its program.
+
+        Before that, the process is put into the component's cgroup, and the supervisor writes the
+        process to the registry of the run.
 
         Args:
             pid: Pid of the new process, which has not executed its program yet.
@@ -335,10 +337,11 @@ def main() -> None:
 
 
 def fork_guardians(requests: _socket.socket) -> list[int]:
-    """Fork a guardian for each request of the supervisor. Exit when the supervisor closes the
-    socket.
+    """Fork a guardian for each request of the supervisor, until the socket is closed.
 
-    A request is a message `{"mark": ..., "name": ..., "is_inside": ...}`. It carries the file
+    When the supervisor has closed the socket, this process exits.
+
+    A request is a message with the keys `mark`, `name` and `is_inside`. It carries the file
     descriptors FD and PIDFD of the new guardian, and INIT and ALIVE if `is_inside` is true. It may
     carry further file descriptors, which the guardian keeps open but does not use. The answer to a
     request is the pid of the guardian, or 0 if the fork failed. The answer is sent when the nearest
@@ -386,8 +389,10 @@ def fork_guardians(requests: _socket.socket) -> list[int]:
 
 
 def _name_own(name: str) -> None:
-    """Write the component's name over the placeholder TEMPLATE in this process's memory, so that
-    `ps` shows the name in the command line and the environment.
+    """Show a component's name in the command line and the environment of this process.
+
+    The name is written over the placeholder TEMPLATE in the memory of this process. `ps` reads the
+    command line and the environment from that memory.
 
     Source: proc_pid_stat(5), fields 48 to 51, which give the addresses of both.
     """
@@ -451,8 +456,9 @@ class Order(types.SimpleNamespace):
     """
 
     def prepare(self) -> None:
-        """Set the file limit, the output and the working directory of this process, the component's
-        first process, before it executes its program.
+        """Set the file limit, the output and the working directory of this process.
+
+        Called in the component's first process, before that process executes its program.
 
         Raises:
             OSError: The log or the working directory cannot be opened.

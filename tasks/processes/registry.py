@@ -279,7 +279,8 @@ class RunRegister:
         """Remove the run from the registry, and release the lock on its directory.
 
         The run stays registered if a component still has an entry or if the record of the run could
-        not be written. A later `muster reconcile` then finishes the run.
+        not be written. A later `muster reconcile` then ends the remaining processes of the run and
+        writes its record.
         """
         if self._lock_fd is None:
             return

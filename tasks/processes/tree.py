@@ -56,7 +56,7 @@ def become_subreaper(is_one: bool = True) -> None:
     """Make this process a subreaper: the kernel makes it the parent of its orphaned descendants.
 
     Args:
-        is_one: False: make this process an ordinary process again.
+        is_one: False to make this process an ordinary process again.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, is_one)
 
