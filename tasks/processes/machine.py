@@ -35,8 +35,8 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 #: Id of the NVML field with the recovery action that a GPU needs after an error (Xid). The field is
-#: 0 if no action is needed, because only the process that caused the error is affected. Drivers
-#: before 570 do not have this field.
+#: 0 if no action is needed, for example after an error that affects only the process that caused
+#: it. Drivers before 570 do not have this field.
 #: Source: nvml.h, NVML_FI_DEV_GET_GPU_RECOVERY_ACTION.
 _RECOVERY_ACTION = 230
 
