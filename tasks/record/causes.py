@@ -93,7 +93,7 @@ def read_rules(text: str) -> tuple[Rule, ...]:
     """Return the rules in a TOML text, in which each table is a rule.
 
     Raises:
-        ValueError: A rule is invalid. The message names it.
+            ValueError: A rule is invalid. The message names the rule.
     """
     rules = []
     for name, row in tomllib.loads(text).items():
@@ -110,8 +110,8 @@ RULES = read_rules(Path(__file__).with_name("cause_rules.toml").read_text(encodi
 #: Length of the shortest error message, "Killed". Shorter lines are dots and parts of progress
 #: bars, and are skipped.
 _SHORTEST_LINE = 6
-#: If the training step advances this many times after an error, the training has survived the
-#: error. Fewer steps prove nothing, because other processes and queued batches continue for a few
+#: If the training step advances at least this number of times after an error, the error was not
+#: fatal. Fewer steps prove nothing, because other processes and queued batches continue for a few
 #: steps after a fatal error.
 STEPS_OF_SURVIVAL = 5
 
@@ -228,12 +228,13 @@ def _split_prefix(raw: str) -> tuple[str, str]:
 
 
 class _TracebackParser:
-    """Finds the tracebacks in the log lines of a process. It gets one line after the other."""
+    """Finds tracebacks in the log lines of a process, which it receives one after the other."""
 
     def __init__(self, numbers: Iterator[int]) -> None:
         """
         Args:
-            numbers: Yields the numbers for new tracebacks. All processes of a log share it.
+            numbers: Yields the number of each new traceback. The parsers of all processes of a log
+                share this iterator.
         """
         #: True if the exception of the last traceback was caught.
         self.is_caught = False
@@ -279,9 +280,9 @@ class _TracebackParser:
 
 
 def _end_of_survived_part(steps: Iterable[tuple[int, int | None]]) -> int:
-    """Return the end of that first part of a log whose errors the training has survived.
+    """Return the position in a log before which no error was fatal.
 
-    An error was survived if the training step advances at least STEPS_OF_SURVIVAL times after it.
+    An error was not fatal if the training step advances at least STEPS_OF_SURVIVAL times after it.
 
     Args:
         steps: Position in the log and training step of each line, from the last line backwards.
@@ -307,7 +308,7 @@ def _end_of_survived_part(steps: Iterable[tuple[int, int | None]]) -> int:
 
 
 def _step_in(message: str) -> int | None:
-    """Return the training step that a log line reports, or None.
+    """Return the training step that a log line reports, or None if it reports no step.
 
     Args:
         message: The line without the times, log levels and process names at its beginning.
@@ -323,10 +324,11 @@ _STEPS_WITHIN_BYTES = 32 << 20
 #: Largest number of lines with a training step that are read.
 _MAX_STEPS = 50_000
 _CHUNK_BYTES = 1 << 20
-#: Largest number of bytes that are kept from the part of a log between the last training steps and
-#: the end, which is `LOOKBACK_BYTES` long.
+#: Largest number of bytes that are kept from the middle part of a log. The middle part begins at
+#: the last training steps, and ends `LOOKBACK_BYTES` before the end of the log.
 _MIDDLE_BYTES = 600_000
-#: Largest number of lines that are kept although they are equal except for numbers.
+#: Largest number of similar log lines that are kept. Lines are similar if they are equal except for
+#: numbers.
 _MAX_SIMILAR_LINES = 100
 #: Log lines are cut after this many characters.
 _LINE_LENGTH = 500
@@ -334,7 +336,7 @@ _LINE_LENGTH = 500
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """A match of a rule in a log."""
+    """A log line that a rule matches, which may show the cause of a failure."""
 
     rule: Rule
     #: Index of the rule in the list of rules.
@@ -348,7 +350,7 @@ class Cause:
 
     @property
     def line(self) -> str:
-        """The log line as it was printed. If it is long, only the part around the match."""
+        """The log line as it was printed. Of a long line, only the part around the match."""
         raw = self.log_line.raw
         match_position = len(raw) - len(self.log_line.text) + self.position
         begin = 0
@@ -358,13 +360,13 @@ class Cause:
 
     @property
     def weight(self) -> tuple[bool, bool, int, int, int]:
-        """Sort key. Of several matches in a log, the match with the lowest key is the cause."""
+        """Sort key. Of several matches in a log, the match with the lowest key names the cause."""
         role = self.rule.role
         return (role >= Role.CASCADE, self.log_line.is_caught, role, self.index, self.order)
 
 
 def find_cause(text: str, rules: Sequence[Rule] = RULES) -> Cause | None:
-    """Return the rule match that best explains why a component failed, or None if none does.
+    """Return the log line that best explains why a component failed, or None if no rule matches.
 
     Args:
         text: The end of the component's log.
@@ -377,7 +379,7 @@ def find_cause(text: str, rules: Sequence[Rule] = RULES) -> Cause | None:
 def _find_matches(lines: list[LogLine], rules: Sequence[Rule]) -> Iterator[Cause]:
     """Yield the matches of all rules, at most one per rule and line.
 
-    The first part of the log is skipped if the training has survived its errors.
+    The first part of the log is skipped if the training continued after the errors in it.
     """
     # Each rule searches the whole text once. For a log with many short lines, a separate search in
     # each line would take seconds.
@@ -400,10 +402,10 @@ def _find_matches(lines: list[LogLine], rules: Sequence[Rule]) -> Iterator[Cause
 
 
 def _drop_survived_errors(matches: list[Cause]) -> Iterator[Cause]:
-    """Yield the matches without errors that are followed by a later traceback of their process.
+    """Yield the matches, except errors after which the same process printed a later traceback.
 
-    A worker often logs an error that it survives, and later fails with another error. Matches with
-    the role CAUSE are always kept.
+    A worker often logs an error, continues, and later fails with another error. Matches with the
+    role CAUSE are always kept.
     """
     #: Number of the last traceback with an uncaught exception, by process and role.
     last_tracebacks: dict[tuple[str, Role], int] = {}
@@ -428,10 +430,10 @@ def _drop_survived_errors(matches: list[Cause]) -> Iterator[Cause]:
 
 
 def _drop_wrappers(matches: list[Cause]) -> Iterator[Cause]:
-    """Yield the matches without general exceptions that only report another failure.
+    """Yield the matches, except general exceptions that only report another failure.
 
-    These are exceptions in a line or traceback in which a rule with the role CASCADE or WRAPPER
-    also matches.
+    An exception is omitted if a rule with the role CASCADE or WRAPPER matches in the same line or
+    traceback.
     """
     consequences = [match for match in matches if match.rule.role in (Role.CASCADE, Role.WRAPPER)]
     lines = {match.index for match in consequences}
@@ -586,16 +588,16 @@ def last_lines(text: str, count: int = 20, line_length: int = 400) -> str:
     return "\n".join(lines[-count:])
 
 
-#: Matches the last message of a fleet process that ends because of an error that it found itself.
-#: Source: tasks/rollout/process.py, _say_last.
+#: Matches the last message of a process of an inference fleet that exits because of an error of its
+#: own. Source: tasks/rollout/process.py, _say_last.
 _OWN_REASON = re.compile(r"^FleetError: ", re.MULTILINE)
-#: Last words of the reason in events about engines and weight syncs that end because the whole
-#: fleet is being stopped. Source: tasks/rollout/{fleet,sync}.py.
+#: Last words of the field `reason` in events about engines and weight syncs, if these end because
+#: the whole fleet is being stopped. Source: tasks/rollout/{fleet,sync}.py.
 _STOPPED = "the fleet is stopped"
 
 
 def recognize_fleet_loss(verdict: Verdict, place: AttemptPlace, engines: int) -> Verdict:
-    """Return the result of an attempt, with the kind FLEET_LOST if the fleet process died.
+    """Return the result of an attempt, with the failure kind FLEET_LOST if the fleet process died.
 
     The result is returned unchanged if another component failed first, if the fleet process itself
     reported a reason, or if the host ran out of memory.
@@ -608,8 +610,8 @@ def recognize_fleet_loss(verdict: Verdict, place: AttemptPlace, engines: int) ->
     failure = verdict.failure
     if failure is None or failure.component != FLEET or failure.kind is FailureKind.HOST_OOM:
         return verdict
-    # If the fleet process died together with its guardian process, its exit code is unknown. The
-    # rule `exit` then shows that it ended.
+    # The exit code of the fleet process is unknown if the guardian process that owns it died at the
+    # same time. The rule `exit` then shows that the fleet process ended.
     has_ended = failure.has_ended or failure.rule == "exit"
     if not has_ended or _OWN_REASON.search(read_tail(place.log(FLEET))):
         return verdict
@@ -624,7 +626,7 @@ def recognize_fleet_loss(verdict: Verdict, place: AttemptPlace, engines: int) ->
 
 
 def describe_fleet_activity(events: Iterable[Event], engines: int) -> str:
-    """Return a part of a sentence about the last activity of an inference fleet.
+    """Return a part of a sentence that describes the last activity of an inference fleet.
 
     Example: `2 of 3 engines served, recovering: 2, weights were being synced`.
 

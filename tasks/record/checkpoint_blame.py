@@ -17,37 +17,40 @@ from tasks.record.run_json import AttemptRecord
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.run import RunSpec
 
-#: Rule that recognises a checkpoint which a trainer could not read completely.
+#: Name of the rule in `cause_rules.toml` that recognises the error message of a trainer about an
+#: incomplete checkpoint.
 CUT_SHORT = "checkpoint-cut-short"
-#: Most consecutive attempts that may be blamed on their checkpoints. If more attempts fail, the
-#: cause is something else.
+#: Largest number of consecutive attempts whose failures Muster attributes to their checkpoints. If
+#: more attempts in a row fail with their checkpoints, the cause is something else.
 _MAX_BLAMED_IN_A_ROW = 3
-#: Kinds of failure that mean that an attempt hung.
+#: Kinds of failure of an attempt that stopped making progress.
 _HUNG = frozenset({FailureKind.STALLED, FailureKind.TIME_LIMIT, FailureKind.NOT_READY})
-#: Kinds of failure with which an attempt may die because of a bad checkpoint.
+#: Kinds of failure of an attempt that a damaged checkpoint can cause.
 _DIED = frozenset({FailureKind.USER_ERROR, FailureKind.RUNTIME_ERROR, FailureKind.UNKNOWN})
-#: Signals that come from outside of the program.
+#: Signals that another process usually sends. A trainer that is killed by another signal, such as
+#: SIGSEGV, has itself caused the signal.
 _OUTSIDE_SIGNALS = frozenset({"SIGKILL", "SIGTERM", "SIGINT", "SIGHUP"})
-#: Without `progress`, an attempt that lived longer than this probably got past the loading.
+#: If the run spec has no key `progress`, an attempt that ran for more than this number of seconds
+#: is assumed to have loaded its checkpoint.
 _LOADS_WITHIN_S = 120.0
-#: Number of frames at the end of a traceback that may show that a checkpoint was being loaded.
+#: Number of frames at the end of a traceback that are searched for the words in `_LOADING`.
 _INNER_FRAMES = 3
 
-#: Words in the end of a traceback, or in the line of the error, that show the loading.
+#: Matches words in a traceback or an error message that occur if a checkpoint cannot be loaded.
 _LOADING = re.compile(
     r"checkpoint|ckpt|state_dict|resum|restor|torch\.load|load_state|deserializ|unpickl"
     r"|PytorchStream|safetensor|EOFError|invalid load key|central directory|BadZipFile"
     r"|zip (?:file|archive)|trainer_state|size mismatch|magic number",
     re.IGNORECASE,
 )
-#: Words that name another cause.
+#: Matches words in an error message that show another cause than a damaged checkpoint.
 _OTHER_CAUSE = re.compile(
     r"No CUDA GPUs|CUDA (?:driver|error|initialization)|CUDA_ERROR|NCCL|out of memory"
     r"|Address already in use|Connection (?:refused|reset|aborted)|Name or service not known"
     r"|Temporary failure in name resolution|timed out|Too many open files|No space left",
     re.IGNORECASE,
 )
-#: Functions in which the ranks of a training wait for each other.
+#: Matches names of functions in which the ranks of a training wait for each other.
 _COLLECTIVE = re.compile(
     r"nccl|all_?reduce|all_?gather|reduce_?scatter|barrier|init_process_group|rendezvous",
     re.IGNORECASE,
@@ -56,25 +59,28 @@ _FRAME = re.compile(r'^\s*File "[^"]*"')
 
 
 class Blame(Enum):
-    """Conclusion from a failed attempt about the checkpoint from which it started."""
+    """Answer to the question whether an attempt failed because of the checkpoint that it loaded."""
 
-    #: The checkpoint is not to blame: the attempt made a step, or had another cause.
+    #: The checkpoint is not the cause: the attempt did not fail, completed a training step, or
+    #: failed for another reason.
     NONE = "none"
-    #: The attempt failed before its first step, and its checkpoint may be the cause. If another
-    #: attempt does, too, the checkpoint is given up.
+    #: The attempt failed before its first training step, and its checkpoint may be the cause. If a
+    #: second attempt with the same checkpoint fails in this way, its value is `GIVEN_UP`.
     SUSPECTED = "suspected"
-    #: The attempt died or hung while it loaded the checkpoint.
+    #: The attempt died or hung while it loaded the checkpoint. No later attempt starts from this
+    #: checkpoint.
     GIVEN_UP = "given up"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RejectedCheckpoint:
-    """A checkpoint from which no attempt should start again."""
+    """A checkpoint that an attempt could not load, and from which no later attempt should start."""
 
     path: Path
-    #: Hash of its files when the attempt started, or an empty string if unknown.
+    #: Hash of the checkpoint's files at the start of the attempt that could not load them. An empty
+    #: string if the record of the attempt has no hash.
     signature: str
-    #: Number of the attempt that could not load it.
+    #: Number of the attempt that could not load the checkpoint.
     attempt: int
 
     @property
@@ -83,10 +89,11 @@ class RejectedCheckpoint:
 
 
 def blame_attempts(spec: RunSpec, attempts: Sequence[AttemptRecord]) -> list[Blame]:
-    """Return the blame of the checkpoint for each attempt.
+    """Return for each attempt whether the attempt failed because of its checkpoint.
 
-    A checkpoint is given up once at most. If attempts fail with more than three checkpoints in
-    turn, the cause is something else, and no checkpoint of this series is given up.
+    For each checkpoint, at most one attempt gets the value `GIVEN_UP`. If consecutive attempts fail
+    with more than three different checkpoints, the cause is something else. All these attempts
+    then get the value `NONE`.
     """
     blames: list[Blame] = []
     suspected: set[str] = set()
@@ -120,7 +127,12 @@ def blame_attempts(spec: RunSpec, attempts: Sequence[AttemptRecord]) -> list[Bla
 
 
 def find_given_up(spec: RunSpec, attempts: Sequence[AttemptRecord]) -> list[RejectedCheckpoint]:
-    """Return the checkpoints that are to blame for a failed attempt."""
+    """Return the checkpoints that an attempt could not load. No later attempt should load them.
+
+    Args:
+        spec: The spec of the run.
+        attempts: All attempts of the run, in order.
+    """
     blames = blame_attempts(spec, attempts)
     return [
         RejectedCheckpoint(
@@ -136,10 +148,12 @@ def find_given_up(spec: RunSpec, attempts: Sequence[AttemptRecord]) -> list[Reje
 def find_attempts_failed_by_checkpoint(
     spec: RunSpec, attempts: Sequence[AttemptRecord]
 ) -> list[AttemptRecord]:
-    """Return the attempts that do not count against `attempts`, because of their checkpoint.
+    """Return the attempts that failed because of their checkpoint.
 
-    These are attempts that could not load it, and the first attempt that died before its first
-    step for an unknown reason. An attempt that used up its time counts: it held its GPUs for hours.
+    Such an attempt does not count against the limit `attempts` in the key `retry` of the run spec.
+    There is one exception: an attempt that reached its time limit counts, because it occupied its
+    GPUs for hours. If the run spec has the key `progress`, the result also contains attempts with
+    the value `Blame.SUSPECTED`.
     """
     blames = blame_attempts(spec, attempts)
     return [
@@ -153,7 +167,7 @@ def find_attempts_failed_by_checkpoint(
 
 
 def _judge(spec: RunSpec, attempt: AttemptRecord) -> Blame:
-    """Return the blame of one attempt, without regard to the others."""
+    """Return whether an attempt failed because of its checkpoint. Other attempts are ignored."""
     failure = attempt.failure
     if failure is None or not attempt.checkpoint or _has_made_step(spec, attempt):
         return Blame.NONE
@@ -168,7 +182,7 @@ def _judge(spec: RunSpec, attempt: AttemptRecord) -> Blame:
         is_silent = spec.progress is not None or failure.kind is FailureKind.STALLED
         if not is_silent:
             return Blame.NONE
-        # The ranks may wait for each other because of the network.
+        # If the ranks wait for each other, the cause may be the network and not the checkpoint.
         is_collective = _COLLECTIVE.search(failure.message) is not None
         return Blame.SUSPECTED if is_collective else Blame.GIVEN_UP
     if failure.kind not in _DIED or failure.signal in _OUTSIDE_SIGNALS:
@@ -181,7 +195,7 @@ def _judge(spec: RunSpec, attempt: AttemptRecord) -> Blame:
 
 
 def _has_made_step(spec: RunSpec, attempt: AttemptRecord) -> bool:
-    """Return True if the attempt made a step of training after it had loaded its checkpoint."""
+    """Return True if the attempt completed a training step after it had loaded its checkpoint."""
     step = attempt.highest_step
     if step is None or step <= 0:
         return False
@@ -192,16 +206,17 @@ def _has_made_step(spec: RunSpec, attempt: AttemptRecord) -> bool:
         loaded_step = read_step(Path(attempt.checkpoint).name)
     if loaded_step is None:
         return True
-    # A trainer may report the step of its checkpoint: it evaluates before it trains.
+    # A trainer that evaluates before it trains may report the step of its checkpoint again.
     if step == loaded_step:
         return False
-    # A server may report an old step. A trainer that reports a lower step counts from zero.
+    # If the step is read from an HTTP server, the server may report an old step. If the trainer
+    # itself reports a lower step than that of the checkpoint, the trainer counts from zero.
     is_server = spec.progress is not None and spec.progress.http is not None
     return step > loaded_step or not is_server
 
 
 def _shows_loading(attempt: AttemptRecord) -> bool:
-    """Return True if the error of an attempt comes from the loading of its checkpoint."""
+    """Return True if the error of an attempt shows that its checkpoint could not be loaded."""
     text = _error_text(attempt)
     name = Path(attempt.checkpoint or "").name
     return _LOADING.search(text) is not None or (bool(name) and name in text)
@@ -212,9 +227,10 @@ def _names_other_cause(attempt: AttemptRecord) -> bool:
 
 
 def _error_text(attempt: AttemptRecord) -> str:
-    """Return the error of an attempt: the innermost frames of its traceback, and its message.
+    """Return the last frames of the traceback of an attempt, and the message of its failure.
 
-    Paths of source files are left out, because a folder or program may be named after anything.
+    Paths of source files are omitted, because the name of a folder or file may contain one of the
+    searched words by chance.
     """
     failure = attempt.failure
     if failure is None:
@@ -239,14 +255,19 @@ def match_given_up(
     signature: str,
     best_later_steps: Mapping[int, float],
 ) -> RejectedCheckpoint | None:
-    """Return the entry for a checkpoint, or None if it was not given up or was saved again since.
+    """Return the entry of `given_up` for a checkpoint.
 
     Args:
-        given_up: Checkpoints that were given up.
-        path: The checkpoint.
-        signature: Hash of its present files.
-        best_later_steps: Best step of the attempts after an attempt, by the number of that attempt.
-            It is used if the record has no signature.
+        given_up: Checkpoints that attempts could not load.
+        path: Path of the checkpoint.
+        signature: Hash of the checkpoint's present files.
+        best_later_steps: For the number of each attempt, the highest step of all later attempts.
+            These steps are used if the entry in `given_up` has no signature. They show whether
+            a later attempt has saved the checkpoint again.
+
+    Returns:
+        The entry. None if no attempt failed to load the checkpoint, or if the checkpoint was saved
+        again afterwards.
     """
     for entry in given_up:
         if entry.path != path:

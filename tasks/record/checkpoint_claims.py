@@ -1,8 +1,10 @@
-"""Notice that two runs write their checkpoints to one folder, and keep them apart.
+"""Find out which run wrote a checkpoint if two runs write their checkpoints to the same folder.
 
-Each run with a folder outside of its own directory leaves a claim in `$MUSTER_HOME/claims`. If the
-claims of two runs overlap in time, the steps that the runs reported tell whose a checkpoint is.
-Runs of another `MUSTER_HOME` leave no claim here.
+If the folder of a run's checkpoints is outside of the run's own directory, the run creates a small
+file in `$MUSTER_HOME/claims`, called a claim. The claim contains the folder, the id of the run and
+the time. If two runs have claimed a folder and were active at the same time, the training steps
+that they reported decide to which run a checkpoint belongs. Runs of another `MUSTER_HOME` are not
+taken into account.
 """
 
 from __future__ import annotations
@@ -22,18 +24,18 @@ from tasks.record.run_json import RunJson
 
 #: Largest number of bytes at the end of an event log that are searched for steps.
 _EVENTS_BYTES = 4 << 20
-#: Clocks of a file server and of this machine may differ by this many seconds.
+#: Largest assumed difference between the clocks of a file server and of this machine, in seconds.
 _CLOCK_SLACK_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rival:
-    """Another run that wrote to the same folder at the same time."""
+    """Another run that wrote its checkpoints to the same folder at the same time as a run."""
 
     place: RunPlace
-    #: Time of its claim in UTC epoch seconds.
+    #: Time at which the other run claimed the folder, in UTC epoch seconds.
     since: float
-    #: End of that run in UTC epoch seconds. Infinite while the run goes on.
+    #: End of the other run in UTC epoch seconds. Infinite if that run has not ended.
     until: float
 
     @property
@@ -46,11 +48,13 @@ class Rival:
 
 
 def claim_folder(folder: str, run_id: str, clock: Callable[[], float] = time.time) -> None:
-    """Note that a run writes its checkpoints to a folder, or to the files that a pattern matches.
+    """Create a file that says that a run writes its checkpoints to a folder.
+
+    If the run has already claimed the folder, nothing is changed.
 
     Args:
-        folder: Absolute path or pattern.
-        run_id: Id of the run. A run claims a folder once.
+        folder: Absolute path of the folder, or a pattern that matches the checkpoints.
+        run_id: Id of the run.
         clock: Returns the current time in UTC epoch seconds.
 
     Raises:
@@ -65,11 +69,11 @@ def claim_folder(folder: str, run_id: str, clock: Callable[[], float] = time.tim
 
 
 def find_rivals(folder: str, run_id: str) -> list[Rival]:
-    """Return the other runs whose claims on a folder overlap with that of a run.
+    """Return the other runs that wrote checkpoints to a folder while a run did so.
 
     Args:
-        folder: Absolute path or pattern.
-        run_id: Id of the run.
+        folder: Absolute path of the folder, or a pattern that matches the checkpoints.
+        run_id: Id of the run. The result is empty if this run has not claimed the folder.
     """
     claims = {claim_id: since for claim_id, since in _read_claims(folder)}
     own_since = claims.pop(run_id, None)
@@ -84,10 +88,17 @@ def find_rivals(folder: str, run_id: str) -> list[Rival]:
 
 
 def why_of_rival(checkpoint: Checkpoint, own: RunPlace, rivals: Sequence[Rival]) -> str:
-    """Return why a checkpoint may belong to a rival, or an empty string if it does not.
+    """Return a text that says why a checkpoint may belong to another run than `own`.
 
-    A checkpoint belongs to the run whose reported steps are nearest to its step. If that is
-    unclear, it belongs to nobody.
+    A checkpoint belongs to the run whose reported steps are nearest to the step of the checkpoint.
+
+    Args:
+        checkpoint: The checkpoint.
+        own: Directory of this run.
+        rivals: Other runs that wrote checkpoints to the same folder.
+
+    Returns:
+        The text for the user, or an empty string if the checkpoint belongs to this run.
     """
     for rival in rivals:
         began = rival.since - _CLOCK_SLACK_S
@@ -108,7 +119,7 @@ def _claims_of(folder: str) -> Path:
 
 
 def _read_claims(folder: str) -> Iterator[tuple[str, float]]:
-    """Yield the claims on a folder: run id, and time in UTC epoch seconds."""
+    """Yield the id of each run that claimed a folder, with the time in UTC epoch seconds."""
     claims = _claims_of(folder)
     if not claims.is_dir():
         return
@@ -127,9 +138,17 @@ def _end_of(place: RunPlace) -> float:
 
 
 def _find_steps(place: RunPlace, since: float, until: float) -> tuple[float, float] | None:
-    """Return the lowest and the highest step that a run reported in a time, or None.
+    """Return the lowest and the highest step that a run reported in a period of time.
 
-    The last step before that time counts, too.
+    The last step before the period counts, too.
+
+    Args:
+        place: Directory of the run.
+        since: Start of the period in UTC epoch seconds.
+        until: End of the period in UTC epoch seconds.
+
+    Returns:
+        The two steps, or None if the run reported no step.
     """
     before: float | None = None
     steps: list[float] = []
@@ -156,7 +175,10 @@ def _read_steps(events: Path) -> Iterator[tuple[float, float]]:
 
 
 def _distance(step: int | None, steps: tuple[float, float] | None) -> float:
-    """Return the distance of a step from a range of steps. Infinite if either is unknown."""
+    """Return the distance of a step from a range of steps, or 0 if the step is in the range.
+
+    The distance is infinite if the step or the range is None.
+    """
     if step is None or steps is None:
         return float("inf")
     low, high = steps

@@ -1,7 +1,8 @@
-"""List the checkpoints in a folder, and judge which of them are complete.
+"""List the checkpoints in a folder, and decide which of them are complete.
 
-The files of a checkpoint often do not show whether it is complete. A pointer file in the same
-folder, a newer checkpoint, or the end of the trainer may then confirm it.
+The files of a checkpoint often do not show whether all of it was saved. Three other facts can show
+that a checkpoint is complete: a pointer file in the same folder, a newer checkpoint, or the end of
+the trainer. A pointer file is a file in which a trainer names its last complete checkpoint.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from tasks.record.checkpoint_names import (
     read_step,
 )
 
-#: Files in which a trainer names its last complete checkpoint, by its name or its step.
+#: Names of pointer files. A trainer writes the name or the step of its last complete checkpoint
+#: into such a file.
 #: Sources: verl/utils/checkpoint/checkpoint_manager.py; Megatron-LM
 #: megatron/training/checkpointing.py; SkyRL skyrl_train/trainer.py; DeepSpeed runtime/engine.py,
 #: and so the quickstart's trainer; fvcore/common/checkpoint.py.
@@ -43,56 +45,60 @@ _POINTER_NAMES = frozenset(
     | {"latest.txt", "last.txt", "latest_checkpoint.txt", "last_checkpoint.txt"}
     | {"latest_checkpoint", "last_checkpoint", "LATEST", "latest_step", "latest_step.txt"}
 )
-#: How often a listing is repeated because files disappeared during it.
+#: Largest number of tries to list a folder. A try fails if files disappear during the listing.
 _RACES_AT_MOST = 5
-#: Largest number of bytes of such a file.
+#: Largest size of a pointer file in bytes. Larger files are no pointer files.
 _POINTER_BYTES = 4096
-#: Names of folders whose trainers write a pointer file last. Without a pointer file, the newest
-#: such folder may be incomplete, even if it is old.
+#: Names of checkpoints, with `#` for a number, whose trainers write a pointer file after each
+#: checkpoint. If the pointer file is missing, the newest such checkpoint may be incomplete, even if
+#: it is old.
 _POINTED_AT = ("global_step_#", "iter_#")
-#: Suffixes of files that hold tensors or other state of a training.
+#: Suffixes of files that contain tensors or other state of a training.
 _STATE_SUFFIXES = frozenset(
     {".pt", ".pth", ".bin", ".ckpt", ".npz", ".npy", ".safetensors", ".pkl", ".pickle", ".tar"}
     | {".zip", ".h5", ".hdf5", ".keras", ".msgpack", ".nemo", ".distcp", ".model", ".state"}
 )
 #: Suffixes of files that may be the whole checkpoint of a small training.
 _PLAIN_SUFFIXES = _STATE_SUFFIXES | {".json", ".txt"}
-#: A file of an unknown format is suspicious if it is smaller than this share of the others.
+#: A checkpoint of an unknown format is incomplete if one of its files is smaller than this share of
+#: the corresponding files in all other checkpoints.
 _SMALLEST_SHARE = 0.5
-#: Name of a JSON file that only some checkpoints may have.
+#: Matches names of JSON files with results. It is normal that only some checkpoints have them.
 _RESULT_FILE = re.compile(r"eval|result|metric|sample|best|score|all_", re.IGNORECASE)
-#: Name of a file that each rank writes.
+#: Matches names of files of which each rank writes one.
 _RANKED_FILE = re.compile(r"rank|rng_state|random_states")
-#: Suffix of a file that NeMo writes next to a checkpoint until the checkpoint is complete.
+#: Suffix of a file next to a checkpoint of NeMo. NeMo removes the file when the checkpoint is
+#: complete.
 _UNFINISHED_SUFFIX = "-unfinished"
 
 
 class Completeness(Enum):
-    """Whether a checkpoint was saved to its end."""
+    """Answer to the question whether all files of a checkpoint were saved completely."""
 
     COMPLETE = "complete"
     INCOMPLETE = "incomplete"
-    #: Not confirmed yet. The trainer may still be writing it.
+    #: Nothing shows yet that the checkpoint is complete. The trainer may still be writing it.
     UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint in a folder, as it was at one moment."""
+    """A checkpoint in a folder, in the state in which the folder was listed."""
 
     path: Path
-    #: Files and folders of the checkpoint. Several, if each rank writes its own file.
+    #: Files and folders of the checkpoint. There are several if each rank writes its own file.
     parts: tuple[Path, ...]
-    #: Step of the training, or None if unknown.
+    #: Training step at which the checkpoint was saved, or None if unknown.
     step: int | None
-    #: Time of the last change in UTC epoch seconds.
+    #: Time of the last change of the checkpoint's files, in UTC epoch seconds.
     changed_at: float
     #: Hash that changes if the checkpoint is written again.
     signature: str
-    #: Changes of the inodes of its files, in nanoseconds: the first and the last.
+    #: Inode change times (ctime) of the checkpoint's files, in nanoseconds since the epoch: the
+    #: earliest and the latest.
     inode_changes_ns: tuple[int, int]
     completeness: Completeness
-    #: Rule that shows its completeness, or the reason why it is not complete.
+    #: Evidence that the checkpoint is complete, or the reason why it is not known to be complete.
     reason: str
 
     @property
@@ -101,19 +107,19 @@ class Checkpoint:
 
     @property
     def order(self) -> tuple[int, float]:
-        """Sort key: the newest checkpoint is last."""
+        """Sort key by which the newest checkpoint is the last."""
         return (-1 if self.step is None else self.step, self.changed_at)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """The checkpoints of one folder or pattern."""
+    """The checkpoints in one folder, or those that one pattern matches."""
 
     #: Checkpoints in ascending order of their steps.
     checkpoints: tuple[Checkpoint, ...] = ()
-    #: Entries that are no checkpoints of the training, by their path, with the reason.
+    #: Files and folders that are no checkpoints of the training: pairs of the path and the reason.
     others: tuple[tuple[Path, str], ...] = ()
-    #: Remarks for the user about pointer files that disagree with the checkpoints.
+    #: Remarks for the user about pointer files that do not name the newest complete checkpoint.
     notes: tuple[str, ...] = ()
 
     @property
@@ -123,19 +129,19 @@ class Listing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pointer:
-    """A file or link that names the last complete checkpoint."""
+    """A pointer: a file or symbolic link in which a trainer names its last complete checkpoint."""
 
     name: str
-    #: Text of the file, or the target of the link.
+    #: Text of the file, or target of the symbolic link.
     text: str
-    #: Name of the checkpoint without folders.
+    #: Last part of the path in `text`, which is the name of the checkpoint.
     target: str
     step: int | None
 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """An entry that may be a checkpoint, with the verdict on its content."""
+    """A file or folder that may be a checkpoint, with the result of the check of its content."""
 
     content: Content
     verdict: ContentVerdict
@@ -155,7 +161,10 @@ class _Candidate:
 
     @property
     def rank(self) -> int:
-        """Rank among the kinds of names. Only candidates of the best rank are checkpoints."""
+        """Rank of the candidate's name, 0 for the best. Only candidates with the best rank count.
+
+        Other candidates in the same folder are probably no checkpoints of the training.
+        """
         if self.verdict.is_training_state and self.kind <= NameKind.NUMBERED:
             return 0
         if self.kind is NameKind.UNNUMBERED and self.step is not None:
@@ -170,7 +179,7 @@ def list_checkpoints(written: str, root: Path, *, is_running: bool) -> Listing:
         written: Folder of the checkpoints, or a pattern (`*`, `?`, `[...]`) that matches them.
         root: Directory from which a relative path starts.
         is_running: True if the trainer may still be writing. Its newest checkpoint is then
-            complete only if its content or a pointer proves that.
+            complete only if its content or a pointer file proves that.
 
     Raises:
         OSError: The folder cannot be read. A folder that does not exist has no checkpoints.
@@ -187,7 +196,8 @@ def list_checkpoints(written: str, root: Path, *, is_running: bool) -> Listing:
             candidate = _read_candidate(Content.read(path), NameKind.CHECKPOINT)
             return _judge([candidate], [], is_running=is_running)
         except (FileNotFoundError, NotADirectoryError):
-            # A trainer removed a file during the listing. That is no empty folder.
+            # A trainer removed a file during the listing, so the folder is listed again. An empty
+            # result would be wrong.
             if is_last_try:
                 raise
     raise AssertionError
@@ -208,20 +218,20 @@ def _list_folder(folder: Path, *, is_running: bool) -> Listing:
     paths = [folder / name for name in sorted(os.listdir(folder))]
     pointers = [pointer for path in paths if (pointer := _read_pointer(path)) is not None]
     for pointer in pointers:
-        # A pointer may name a checkpoint in a subfolder.
+        # A pointer file may name a checkpoint in a subfolder. That subfolder is listed, too.
         subfolder = (folder / pointer.text).parent
         if subfolder != folder and folder in subfolder.parents and subfolder.is_dir():
             paths += [path for path in sorted(subfolder.iterdir()) if path not in paths]
     candidates = [*_read_candidates(paths)]
     known_names = {candidate.name for candidate in candidates}
     for pointer in pointers:
-        # A pointer may name a checkpoint without a step: `release`.
+        # A pointer file may name a checkpoint whose name has no step, such as `release`.
         target = folder / pointer.target
         if target != folder and target.exists() and target.name not in known_names:
             candidates.append(_read_candidate(Content.read(target), NameKind.CHECKPOINT))
             known_names.add(target.name)
     if not any(candidate.content.is_folder for candidate in candidates):
-        # Some trainers always save into the same folder.
+        # Some trainers overwrite their last checkpoint. The folder itself is then the checkpoint.
         own = _read_candidate(Content.read(folder), NameKind.CHECKPOINT)
         if own.verdict.is_training_state and _is_flat(own.content):
             return _judge([own], [], is_running=is_running)
@@ -229,7 +239,7 @@ def _list_folder(folder: Path, *, is_running: bool) -> Listing:
 
 
 def _is_flat(content: Content) -> bool:
-    """Return True if the files that show a layout are in the folder itself."""
+    """Return True if a folder itself, and not one of its subfolders, is a checkpoint."""
     top = {name for name in content.names if "/" not in name}
     return any(name == ".metadata" or classify_name(name) is NameKind.NUMBERED for name in top) or (
         bool(top & {"trainer_state.json", "_CHECKPOINT_METADATA", "common.pt", "optimizer.bin"})
@@ -237,7 +247,7 @@ def _is_flat(content: Content) -> bool:
 
 
 def _list_others(paths: Iterable[Path]) -> Iterator[tuple[Path, str]]:
-    """Yield the entries whose names rule them out, with the reason."""
+    """Yield the paths that are no checkpoints according to their names, with the reason."""
     for path in paths:
         if read_step(path.name) is None or classify_name(path.name) is not NameKind.OTHER:
             continue
@@ -250,11 +260,12 @@ def _list_others(paths: Iterable[Path]) -> Iterator[tuple[Path, str]]:
 
 
 def _read_candidates(paths: Sequence[Path], *, is_pattern: bool = False) -> Iterator[_Candidate]:
-    """Yield the entries that may be checkpoints.
+    """Yield the files and folders that may be checkpoints.
 
     Args:
-        paths: The entries.
-        is_pattern: True if a pattern of the user matched them. Any name may be a checkpoint then.
+        paths: Paths of the files and folders.
+        is_pattern: True if a pattern of the user matched the paths. A checkpoint may then have any
+            name.
     """
     kinds = {
         path: classify_name(path.name)
@@ -282,7 +293,7 @@ def _read_candidates(paths: Sequence[Path], *, is_pattern: bool = False) -> Iter
 
 
 def _is_candidate(candidate: _Candidate) -> bool:
-    """Return False for an entry whose name and content show no checkpoint."""
+    """Return True if a file or folder may be a checkpoint according to its name and content."""
     is_training_state = candidate.verdict.is_training_state
     has_state_suffix = candidate.content.path.suffix in _PLAIN_SUFFIXES
     match candidate.kind:
@@ -299,7 +310,7 @@ def _read_candidate(content: Content, kind: NameKind) -> _Candidate:
 
 
 def _read_pointer(path: Path) -> _Pointer | None:
-    """Return the pointer in a file or link, or None if it is something else."""
+    """Return the pointer in a file or symbolic link, or None if the path is no pointer."""
     text = ""
     if path.is_symlink() and is_current_name(path.name) and read_step(path.name) is None:
         text = os.readlink(path)
@@ -322,7 +333,15 @@ def _judge(
     is_pattern: bool = False,
     others: Iterable[tuple[Path, str]] = (),
 ) -> Listing:
-    """Judge which candidates are complete checkpoints."""
+    """Decide which candidates are checkpoints, and which of these are complete.
+
+    Args:
+        candidates: Files and folders that may be checkpoints.
+        pointers: Pointer files in the same folder.
+        is_running: True if the trainer may still be writing.
+        is_pattern: True if a pattern of the user matched the candidates.
+        others: Paths that are no checkpoints according to their names, with the reason.
+    """
     best_rank = min((candidate.rank for candidate in candidates), default=0)
     chosen = sorted(
         (candidate for candidate in candidates if candidate.rank == best_rank),
@@ -366,7 +385,14 @@ def _judge(
 
 
 def _find_gap(candidate: _Candidate, chosen: Sequence[_Candidate]) -> str:
-    """Return why a candidate is incomplete by its content or compared with the others."""
+    """Return the reason why a checkpoint is incomplete, or an empty string.
+
+    The content of the checkpoint is checked, and then compared with the other checkpoints.
+
+    Args:
+        candidate: The checkpoint.
+        chosen: All checkpoints of the folder.
+    """
     if gap := candidate.verdict.gap:
         return gap
     others = [other for other in chosen if other is not candidate and not other.verdict.gap]
@@ -383,9 +409,14 @@ def _find_gap(candidate: _Candidate, chosen: Sequence[_Candidate]) -> str:
 
 
 def _compare(candidate: _Candidate, others: Sequence[_Candidate]) -> str:
-    """Return the gap of a checkpoint, compared with all others of the same folder.
+    """Return which file a checkpoint lacks in comparison with others, or an empty string.
 
-    A trainer that removes old checkpoints may have been killed while it did so.
+    Even an old checkpoint can be incomplete: a trainer may have been killed while it removed the
+    checkpoint.
+
+    Args:
+        candidate: The checkpoint.
+        others: At least one other checkpoint of the same folder.
     """
     content = candidate.content
     own_counts = _count_state_files(content)
@@ -417,19 +448,27 @@ def _count_state_files(content: Content) -> Counter[str]:
 
 
 def _is_description(name: str) -> bool:
-    """Return True for a JSON file that a trainer needs, such as `config.json`."""
+    """Return True for a file that describes a checkpoint, such as `config.json`."""
     base_name = PurePosixPath(name).name
     is_description = base_name.endswith((".json", ".ocdbt")) or base_name.startswith("_CHECKPOINT")
     return is_description and _RESULT_FILE.search(base_name) is None
 
 
 def _key_of(content: Content, name: str) -> str:
-    """Return a key that is the same for corresponding files of two checkpoints."""
+    """Return a key that is equal for corresponding files of two checkpoints.
+
+    Args:
+        content: The checkpoint that contains the file.
+        name: Path of the file in the checkpoint.
+    """
     return drop_numbers(name) if content.is_folder else PurePosixPath(name).suffix
 
 
 def _sizes_by_name(content: Content) -> dict[str, int]:
-    """Return the size of each file with state, in bytes. Names are without numbers."""
+    """Return the size in bytes of the smallest file for each key of `_key_of`.
+
+    Only files that contain state of the training are taken into account.
+    """
     sizes: dict[str, int] = {}
     for name, facts in content.files.items():
         if facts is not None and PurePosixPath(name).suffix in _STATE_SUFFIXES:
@@ -447,14 +486,14 @@ def _confirm(
     is_running: bool,
     is_pattern: bool,
 ) -> tuple[Completeness, str]:
-    """Return whether a checkpoint without a gap is complete, and the rule that decides it.
+    """Return whether a checkpoint without missing files is complete, and the evidence for it.
 
     Args:
         candidate: The checkpoint.
-        pointer: Pointer to the last complete checkpoint, or None.
+        pointer: Pointer file with the last complete checkpoint, or None if there is no such file.
         chosen: All checkpoints of the folder.
-        newer: The next newer checkpoint, or None.
-        is_running: See `list_checkpoints`.
+        newer: The checkpoint that follows this one, or None if this one is the newest.
+        is_running: True if the trainer may still be writing; see `list_checkpoints`.
         is_pattern: True if a pattern of the user matched the checkpoints.
     """
     if candidate.verdict.proof:
@@ -490,7 +529,11 @@ def _confirm(
 def _find_best_pointer(
     pointers: Sequence[_Pointer], chosen: Sequence[_Candidate]
 ) -> _Pointer | None:
-    """Return the pointer to the newest existing checkpoint, otherwise the first pointer."""
+    """Return the pointer file that names the newest existing checkpoint.
+
+    Return None if there is no pointer file. If no pointer file names an existing checkpoint, the
+    one with the highest step is returned.
+    """
 
     def order(pointer: _Pointer) -> tuple[bool, int]:
         is_present = any(
@@ -505,7 +548,7 @@ def _find_best_pointer(
 def _note_pointers(
     pointers: Sequence[_Pointer], checkpoints: Sequence[Checkpoint]
 ) -> Iterator[str]:
-    """Yield a remark for each pointer that does not name the newest complete checkpoint."""
+    """Yield a remark for each pointer file that does not name the newest complete checkpoint."""
     complete = [checkpoint for checkpoint in checkpoints if checkpoint.is_complete]
     if not complete:
         return

@@ -1,8 +1,8 @@
-"""The layouts of checkpoints that trainers write, as a table.
+"""The file layouts of the checkpoints that different trainers write.
 
-Each layout says how to recognise it, which of its files may be missing, and how to read its step.
-`judge_content` applies the table to one checkpoint. Folders with several checkpoints, and
-their pointer files, are the concern of `checkpoint_folder`.
+`LAYOUTS` lists the known layouts. Each layout has functions that recognise it, that find missing
+files, and that read the step of the checkpoint. `judge_content` checks one checkpoint with these
+functions. The module `checkpoint_folder` handles folders with several checkpoints.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from typing import Any
 from tasks.record.checkpoint_names import drop_rank, is_partial_name, is_step_named, read_step
 from tasks.record.tensor_files import check_file, read_pickled_number, read_stored_lengths
 
-#: Largest number of files of one checkpoint that are examined.
+#: If a checkpoint has more files than this, the other files are not checked.
 _FILES_AT_MOST = 20_000
-#: Clocks of the machines that write one checkpoint may differ by this time, in nanoseconds.
+#: Largest assumed difference between the clocks of the machines that write one checkpoint, in
+#: nanoseconds.
 _CLOCK_SLACK_NS = 5_000_000_000
-#: Files that some trainers write when a checkpoint is complete. Sources: prime-rl
+#: Names of files that some trainers write into a checkpoint when it is complete. Sources: prime-rl
 #: (`STABLE`), Orbax on cloud storage, Hadoop and Spark, AXLearn.
 MARKER_NAMES = frozenset(
     {"STABLE", "_SUCCESS", "COMPLETE", "COMPLETED", "DONE", ".complete", ".done", "_COMMITTED"}
@@ -37,31 +38,34 @@ _WORLD_RANK = re.compile(r"(?P<head>.*?world_size_)(?P<count>\d+)_rank_(?P<numbe
 _RANK = re.compile(
     r"(?P<head>.*?(?:rank|mp_rank|rng_state|random_states)_?)(?P<number>\d+)(?P<tail>.*)"
 )
-#: A shard of Hugging Face's `save_pretrained`, which writes an index if there are several shards.
+#: Matches the name of a shard that `save_pretrained` of Hugging Face writes. If there are several
+#: shards, `save_pretrained` also writes an index file.
 _HF_SHARD = re.compile(r"(?:pytorch_model|model)-\d{5}-of-(?!00001)\d{5}\.(?:safetensors|bin)")
-#: Keys of the step in the pickles of several trainers.
+#: Keys under which trainers store the training step in a pickle, in the order of their priority.
 _STEP_KEYS = ("global_step", "iteration", "step", "global_steps", "iter", "iter_num", "num_steps")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileFacts:
-    """Facts about one file of a checkpoint."""
+    """Size, change times and inode number of one file of a checkpoint."""
 
     size_bytes: int
-    #: Time of the last change of the content, in nanoseconds since the epoch.
+    #: Time of the last change of the file's content (mtime), in nanoseconds since the epoch.
     changed_ns: int
-    #: Time of the last change of the inode. Unlike `changed_ns`, no program can set it.
+    #: Time of the last change of the file's inode (ctime), in nanoseconds since the epoch. Unlike
+    #: `changed_ns`, a program cannot set this time.
     inode_changed_ns: int
     inode: int
 
 
 @dataclass(frozen=True)
 class Content:
-    """The files of one checkpoint at one moment."""
+    """The list of the files of one checkpoint, with their sizes and times."""
 
-    #: The checkpoint: a folder, a file, or the first of several files of different ranks.
+    #: Path of the checkpoint: a folder, a file, or the first of several files of different ranks.
     path: Path
-    #: All files by their path relative to `root`. A link to a missing file has None.
+    #: Facts about each file, by its path relative to `root`. The value is None for a symbolic link
+    #: to a missing file.
     files: Mapping[str, FileFacts | None]
     #: Folder from which the paths in `files` start.
     root: Path
@@ -72,8 +76,8 @@ class Content:
         """List the files of a checkpoint.
 
         Args:
-            path: The checkpoint.
-            parts: All files, if the checkpoint consists of several files.
+            path: Path of the checkpoint.
+            parts: All files of the checkpoint if it consists of several files outside of a folder.
 
         Raises:
             OSError: The checkpoint cannot be listed.
@@ -85,7 +89,7 @@ class Content:
         for folder, _, names in os.walk(path, onerror=_raise):
             for name in sorted(names):
                 file = Path(folder, name)
-                if file.is_file() or not file.exists():  # No socket, pipe or device.
+                if file.is_file() or not file.exists():  # Skip sockets, pipes and devices.
                     files[file.relative_to(path).as_posix()] = _facts_of(file)
             if len(files) > _FILES_AT_MOST:
                 break
@@ -93,14 +97,14 @@ class Content:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """Files or folders of the checkpoint: all of them must be removed together."""
+        """Files or folders that must be removed to remove the checkpoint."""
         if self.is_folder:
             return (self.path,)
         return tuple(self.root / name for name in self.files)
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Paths of all files relative to `root`."""
+        """Paths of all files of the checkpoint, relative to `root`."""
         return frozenset(self.files)
 
     @cached_property
@@ -113,7 +117,7 @@ class Content:
 
     @property
     def changed_at(self) -> float:
-        """Time of the last change in UTC epoch seconds. 0 if there are no files."""
+        """Time of the last change of a file in UTC epoch seconds, or 0 if there are no files."""
         return max((facts.changed_ns for facts in self._facts), default=0) / 1e9
 
     @property
@@ -126,7 +130,7 @@ class Content:
 
     @cached_property
     def signature(self) -> str:
-        """Hash that changes if a file is written, replaced, added or removed."""
+        """Hash that changes if a file of the checkpoint is written, replaced, added or removed."""
         text = repr(
             sorted(
                 (name, facts and (facts.size_bytes, facts.changed_ns, facts.inode))
@@ -154,40 +158,41 @@ def _facts_of(path: Path) -> FileFacts | None:
 
 
 def _raise(error: OSError) -> None:
-    # A folder that was removed during the listing is no failure of the file system.
+    # A folder may be removed while it is listed. This is not an error.
     if not isinstance(error, FileNotFoundError):
         raise error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Layout of the checkpoints of one kind of trainer."""
+    """File layout of the checkpoints that one kind of trainer writes."""
 
     name: str
-    #: Returns True if the checkpoint has this layout.
+    #: Function that returns True if a checkpoint has this layout.
     matches: Callable[[Content], bool]
-    #: Returns the reason why the checkpoint is incomplete, or an empty string.
+    #: Function that returns the reason why a checkpoint is incomplete, or an empty string.
     find_gap: Callable[[Content], str] = lambda content: ""
-    #: Evidence for completeness, for the user. Empty if a checkpoint without a gap may still be
-    #: incomplete, because no file of it is always written last.
+    #: Text for the user that says why a checkpoint of this layout without missing files is
+    #: complete. An empty string if the trainer writes no particular file last. A checkpoint may
+    #: then be incomplete although no file seems to be missing.
     proof: str = ""
-    #: Returns the step that the checkpoint itself stores, or None.
+    #: Function that returns the training step that is stored in a checkpoint, or None.
     read_step: Callable[[Content], int | None] = lambda content: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContentVerdict:
-    """Conclusion from the content of a checkpoint."""
+    """Result of the check of a checkpoint's files."""
 
     #: Name of the layout, or an empty string for an unknown layout.
     layout: str = ""
     #: Reason why the checkpoint is incomplete, or an empty string.
     gap: str = ""
-    #: Evidence that the checkpoint is complete, or an empty string if there is no proof.
+    #: Text that says why the checkpoint is certainly complete, or an empty string if unknown.
     proof: str = ""
-    #: Step of the checkpoint, or None if unknown.
+    #: Training step of the checkpoint, or None if unknown.
     step: int | None = None
-    #: True if the content is the state of a training, even if the name is unusual.
+    #: True if the files contain the state of a training, whatever the name of the checkpoint is.
     is_training_state: bool = False
 
 
@@ -201,7 +206,10 @@ def _has_match(pattern: str) -> Callable[[Content], bool]:
 
 
 def _read_json(content: Content, name: str) -> Mapping[str, Any]:
-    """Return the object in a JSON file of the checkpoint, or an empty one."""
+    """Return the object in a JSON file of a checkpoint.
+
+    The result is empty if the file is missing or does not contain a JSON object.
+    """
     with suppress(OSError, ValueError):
         found = json.loads((content.root / name).read_text(encoding="utf-8"))
         return found if isinstance(found, dict) else {}
@@ -243,7 +251,11 @@ def _orbax_gap(content: Content) -> str:
 
 
 def _distributed_gap(content: Content) -> str:
-    """Check each folder of torch.distributed.checkpoint in the checkpoint."""
+    """Return which file of torch.distributed.checkpoint is missing or incomplete.
+
+    A checkpoint may contain several folders of torch.distributed.checkpoint. All are checked. The
+    result is an empty string if no fault is found.
+    """
     folders = {
         PurePosixPath(name).parent
         for name in content.names
@@ -266,13 +278,17 @@ def _distributed_gap(content: Content) -> str:
                 return f"{shard} has {facts.size_bytes} bytes, .metadata says {least_bytes}"
             last = content.files[metadata]
             if last is not None and facts.changed_ns > last.changed_ns + _CLOCK_SLACK_NS:
-                # A save over an older checkpoint was cut short: its `.metadata` is the old one.
+                # The trainer died while it overwrote an older checkpoint, so `.metadata` still
+                # belongs to the older checkpoint.
                 return f"{shard} is newer than {metadata}, which is written last"
     return ""
 
 
 def _megatron_gap(content: Content) -> str:
-    """Check the files that Megatron's dist_checkpointing writes in addition to the shards."""
+    """Return which file is missing in a checkpoint of Megatron, or an empty string.
+
+    Only the files that Megatron's dist_checkpointing writes in addition to the shards are checked.
+    """
     for folder in _folders_with(content, "common.pt"):
         metadata = (folder / "metadata.json").as_posix()
         if metadata not in content.names:
@@ -284,7 +300,11 @@ def _megatron_gap(content: Content) -> str:
 
 
 def _deepspeed_gap(content: Content) -> str:
-    """Compare the optimizer's files with the number of ranks in the model's file."""
+    """Return a text if files of the optimizer are missing in a checkpoint of DeepSpeed.
+
+    Each rank writes a file of the optimizer. The file of the model contains the number of ranks.
+    The result is an empty string if no file is missing.
+    """
     for name in sorted(content.names):
         if re.fullmatch(r"(?:.*/)?mp_rank_\d+_model_states\.pt", name):
             ranks = read_pickled_number(content.root / name, "dp_world_size")
@@ -318,8 +338,8 @@ def _lightning_folder_step(content: Content) -> int | None:
     return read_pickled_number(content.root / "meta.pt", "global_step")
 
 
-#: All known layouts. The first matching layout gives a checkpoint its name, and every matching
-#: layout is checked.
+#: All known layouts. If several layouts match, the user sees the name of the first, but the
+#: functions `find_gap` of all of them are called.
 LAYOUTS: tuple[Layout, ...] = (
     Layout(
         # Source: transformers/trainer.py, _save_checkpoint.
@@ -343,7 +363,8 @@ LAYOUTS: tuple[Layout, ...] = (
         proof="random_states_0.pkl, which is written last, is there",
     ),
     Layout(
-        # Source: NeMo-RL nemo_rl/utils/checkpoint.py; the folder is renamed at the end.
+        # Source: NeMo-RL nemo_rl/utils/checkpoint.py. NeMo-RL gives the folder its final name when
+        # the checkpoint is complete.
         name="NeMo-RL",
         matches=_has("training_info.json"),
         proof="NeMo-RL gave the folder its final name",
@@ -352,7 +373,8 @@ LAYOUTS: tuple[Layout, ...] = (
         ),
     ),
     Layout(
-        # Source: orbax/checkpoint/_src/metadata/checkpoint.py; a folder is renamed at the end.
+        # Source: orbax/checkpoint/_src/metadata/checkpoint.py. Orbax gives a folder its final name
+        # when the checkpoint is complete.
         name="Orbax",
         matches=lambda content: bool(
             content.names & {"_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt"}
@@ -433,12 +455,12 @@ def _is_sharded_at_top(content: Content) -> bool:
     return any(name.endswith(".distcp") and "/" not in name for name in content.names)
 
 
-#: Layouts that are no training state by themselves: any file may be one.
+#: Names of layouts that also match files without the state of a training.
 _WEAK_LAYOUTS = frozenset({"single file", "one file per rank", "Lightning, sharded"})
 
 
 def judge_content(content: Content) -> ContentVerdict:
-    """Return the layout of a checkpoint, a gap in its files, or the proof of its completeness.
+    """Check the files of a checkpoint, and return its layout and whether files are missing.
 
     Raises:
         OSError: A file cannot be read.
@@ -464,7 +486,11 @@ def judge_content(content: Content) -> ContentVerdict:
 
 
 def _prove_files(content: Content) -> str:
-    """Return the proof for a checkpoint of one file, or of a known number of files."""
+    """Return why a checkpoint whose files are all undamaged is complete, or an empty string.
+
+    The checkpoint is certainly complete if it is one file, or if the names of its files contain the
+    number of files.
+    """
     if len(content.files) == 1 and drop_rank(content.path.name) == content.path.name:
         return "the file has the length that its format states"
     counts = {_count_in(name) for name in content.names}
@@ -479,7 +505,11 @@ def _count_in(name: str) -> int | None:
 
 
 def _read_step(content: Content, layout: Layout | None) -> int | None:
-    """Return the step in the name, or the step in the content if the name has no step."""
+    """Return the training step of a checkpoint, or None if unknown.
+
+    The step in the name is used if the name says which of its numbers is the step. Otherwise the
+    step that is stored in the checkpoint is preferred.
+    """
     step = read_step(content.path.name)
     if is_step_named(content.path.name) or layout is None:
         return step
@@ -490,10 +520,11 @@ def _read_step(content: Content, layout: Layout | None) -> int | None:
 
 
 def _find_general_gap(content: Content) -> tuple[str, bool]:
-    """Check the rules for all layouts: every file is whole, and no shard or rank is missing.
+    """Check a checkpoint for damaged files, missing shards and missing ranks, whatever its layout.
 
     Returns:
-        The gap or an empty string, and True if the format of every file is known.
+        Two values: the reason why the checkpoint is incomplete, or an empty string; and True if the
+        format of every file is known.
     """
     if not content.files:
         return "is empty", False
@@ -529,13 +560,16 @@ def _is_temporary(base_name: str) -> bool:
 
 
 def _may_be_empty(base_name: str) -> bool:
-    """Return True for files without tensors, which may be empty in a complete checkpoint."""
+    """Return True if a file with this name may be empty in a complete checkpoint."""
     suffixes = (".txt", ".md", ".lock", ".log", ".gitattributes", ".gitignore", ".py", ".yaml")
     return base_name.endswith(suffixes)
 
 
 def _find_missing_shard(content: Content) -> str:
-    """Check sets of files whose names or index say how many there must be."""
+    """Return which shard of a checkpoint is missing, or an empty string.
+
+    The names of the shards, or an index file, say how many shards there must be.
+    """
     for name in sorted(content.names):
         if name.endswith(".index.json"):
             weights = _read_json(content, name).get("weight_map")
@@ -565,14 +599,17 @@ def _find_missing_shard(content: Content) -> str:
 
 
 def _find_missing_rank(content: Content) -> str:
-    """Check that files with a rank in their names have no gap between their ranks."""
+    """Return the name of a missing file whose rank is between the ranks of other files.
+
+    The result is an empty string if no such file is missing.
+    """
     numbers: dict[tuple[str, str], set[int]] = defaultdict(set)
     for name in content.names:
         is_numbered = _WORLD_RANK.fullmatch(name) or _SHARD.fullmatch(name)
         if not is_numbered and (match := _RANK.fullmatch(name)):
             numbers[match["head"], match["tail"]].add(int(match["number"]))
     for (head, tail), present in numbers.items():
-        # Files of other machines may lie elsewhere, so the first rank need not be 0.
+        # The files of other machines may be in another place, so the lowest rank may be above 0.
         missing = {*range(min(present), max(present) + 1)} - present
         if missing:
             return f"{head}{min(missing)}{tail} is missing"

@@ -1,8 +1,8 @@
-"""Choose the checkpoints of a run: for its next attempt, for the next stage, and for removal.
+"""Choose checkpoints of a run: for the next attempt, for the next pipeline stage, or for removal.
 
-The spec of the run names the folder of its checkpoints, or a pattern that matches them.
-`checkpoint_folder` lists that folder, `checkpoint_layouts` knows the formats, and
-`checkpoint_blame` decides which checkpoint an attempt could not load.
+The key `checkpoints` in the run spec names the folder of the checkpoints, or a pattern that matches
+them. The module `checkpoint_folder` lists the folder. The module `checkpoint_blame` decides which
+checkpoint an attempt could not load.
 """
 
 from __future__ import annotations
@@ -32,42 +32,43 @@ from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.placeholders import find_names, find_uses, mapping_or_empty, substitute
 from tasks.spec.run import RunSpec
 
-#: A checkpoint that is being written has a file that changed within this time.
+#: Number of seconds after which an unfinished checkpoint no longer counts as being written, if none
+#: of its files has changed since.
 _GROWS_WITHIN_S = 30.0
-#: Number of complete checkpoints that are never removed: the newest one, and the one to step back
-#: to if the newest one cannot be loaded.
+#: Number of newest complete checkpoints that are never removed. There are two, because an attempt
+#: starts from the second if the newest cannot be loaded.
 _NEVER_REMOVED = 2
-#: Largest number of refused checkpoints that are recorded.
+#: Largest number of refused checkpoints that are recorded for an attempt.
 _REFUSED_AT_MOST = 20
-#: Name of the placeholder that passes the checkpoint to a component.
+#: Name of the placeholder that stands for the path of the chosen checkpoint.
 _RESUME_FROM = "attempt.resume_from"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePlan:
-    """The checkpoint from which the next attempt starts, and the reasons for the choice."""
+    """The checkpoint from which the next attempt should start, and the reasons for the choice."""
 
-    #: Absolute path, or None if the attempt starts from nothing.
+    #: Absolute path of the checkpoint, or None if the attempt starts without a checkpoint.
     path: Path | None = None
-    #: Rule that shows the completeness of the checkpoint, or the reason why there is none.
+    #: Evidence that the checkpoint is complete. If `path` is None, the reason for this.
     rule: str = ""
-    #: Newer checkpoints that were refused, the newest first.
+    #: Newer checkpoints from which the attempt should not start, the newest first.
     refused: tuple[RefusedCheckpoint, ...] = ()
-    #: Remarks for the user.
+    #: Remarks for the user about the choice.
     notes: tuple[str, ...] = ()
     step: int | None = None
-    #: Hash of the files of the checkpoint.
+    #: Hash of the checkpoint's files, or an empty string if `path` is None.
     signature: str = ""
-    #: True if the spec passes the checkpoint to a component.
+    #: True if the spec uses `${attempt.resume_from}`, so that a component gets the path.
     is_passed: bool = True
 
     @property
     def passed(self) -> Path | None:
-        """The checkpoint for `${attempt.resume_from}`, or None."""
+        """Path for `${attempt.resume_from}`, or None if the spec does not use this placeholder."""
         return self.path if self.is_passed else None
 
     def describe(self) -> str:
-        """Return the start of the next attempt for a sentence: `from PATH`, or with the reasons."""
+        """Return the end of a sentence about the start of the next attempt, such as `from PATH`."""
         if self.passed is not None:
             return f"from {self.passed}"
         if self.path is not None:
@@ -78,7 +79,7 @@ class ResumePlan:
         return f"from the beginning, because no checkpoint is complete ({reasons})"
 
     def as_record(self) -> ResumeRecord:
-        """Return the plan for the record of the attempt."""
+        """Return the plan in the form in which the record of the attempt stores it."""
         path = str(self.path) if self.path is not None else None
         return ResumeRecord(
             **{"from": path if self.is_passed else None},
@@ -99,15 +100,17 @@ def plan_resume(
 ) -> ResumePlan:
     """Choose the checkpoint from which the next attempt starts.
 
-    It is the newest complete checkpoint of the run. Checkpoints that an attempt could not load or
-    that were written during an alarm are refused. If every complete checkpoint was given up, the
-    newest one is loaded again, because a start from nothing would overwrite all of them.
+    The newest complete checkpoint of the run is chosen. Checkpoints that an attempt could not load
+    or that were written during an alarm are refused. If no attempt could load any of the complete
+    checkpoints, the newest is chosen nevertheless: an attempt that starts without a checkpoint
+    would overwrite all of them.
 
     Args:
-        spec: The spec of the run, with its placeholders.
+        spec: The spec of the run, in which placeholders are not replaced yet.
         place: Directory of the run.
         attempts: All attempts of the run.
-        foreign: Checkpoints of other runs, as `signatures[path]`.
+        foreign: Signatures of the checkpoints of other runs, by path, as returned by
+            `find_foreign_checkpoints`.
 
     Raises:
         OSError: The folder of the checkpoints cannot be read.
@@ -187,17 +190,20 @@ def find_resume_checkpoint(
     attempts: Sequence[AttemptRecord],
     foreign: Mapping[str, str] | None = None,
 ) -> Path | None:
-    """Return the checkpoint from which the next attempt starts, or None. See `plan_resume`."""
+    """Return the checkpoint from which the next attempt should start; see `plan_resume`.
+
+    Return None if there is no such checkpoint.
+    """
     return plan_resume(spec, place, attempts, foreign).path
 
 
 def _is_passed(spec: RunSpec) -> bool:
-    """Return True if a component gets the path of the checkpoint."""
+    """Return True if the spec uses the placeholder `${attempt.resume_from}`."""
     return any(use.name == _RESUME_FROM for use in find_uses(spec.written()))
 
 
 def _checkpoint_component(spec: RunSpec) -> tuple[str, Component] | None:
-    """Return the component that has checkpoints, with its name, or None."""
+    """Return the component with the key `checkpoints` and its name, or None if there is none."""
     for name, component in spec.processes.items():
         if component.checkpoints:
             return name, component
@@ -211,15 +217,16 @@ def _why_incomplete(checkpoint: Checkpoint) -> str:
 def _foreign_checkpoints(
     place: RunPlace, number: int, name: str, foreign: Mapping[str, str]
 ) -> Callable[[Checkpoint], str]:
-    """Return a function that says why a checkpoint belongs to another run.
+    """Return a function that decides whether a checkpoint belongs to another run.
 
-    The function returns an empty string for a checkpoint of this run.
+    The returned function returns the reason why a checkpoint belongs to another run, or an empty
+    string for a checkpoint of this run.
 
     Args:
         place: Directory of the run.
-        number: Number of the attempt whose folder is listed.
-        name: Name of the component.
-        foreign: Checkpoints that existed before the run, as `signatures[path]`.
+        number: Number of the attempt whose folder of checkpoints is listed.
+        name: Name of the component with checkpoints.
+        foreign: Signatures of the checkpoints that existed before the run, by path.
     """
     rivals = _rivals_of(place, number, name)
     return lambda checkpoint: (
@@ -235,7 +242,7 @@ def _rivals_of(place: RunPlace, number: int, name: str) -> list[Rival]:
 
 
 def describe_rivals(spec: RunSpec, place: RunPlace, number: int) -> list[str]:
-    """Return a warning for each other run that writes to the same folder at the moment.
+    """Return a warning for each active run that writes its checkpoints to the folder of this run.
 
     Args:
         spec: The spec of the run.
@@ -259,7 +266,12 @@ def _is_own_folder(folder: Path, place: RunPlace) -> bool:
 
 
 def _why_foreign(checkpoint: Checkpoint, foreign: Mapping[str, str]) -> str:
-    """Return why a checkpoint belongs to another run, or an empty string."""
+    """Return why a checkpoint belongs to another run, or an empty string if it does not.
+
+    Args:
+        checkpoint: The checkpoint.
+        foreign: Signatures of the checkpoints that existed before the run, by path.
+    """
     known = foreign.get(str(checkpoint.path))
     if known is None:
         return ""
@@ -274,15 +286,15 @@ def _why_foreign(checkpoint: Checkpoint, foreign: Mapping[str, str]) -> str:
 def find_foreign_checkpoints(
     spec: RunSpec, resolved: RunSpec, place: RunPlace, number: int
 ) -> dict[str, str]:
-    """Return the checkpoints of other runs in the folder of an attempt, as `signatures[path]`.
+    """Return the signatures of the checkpoints of other runs in the folder of an attempt, by path.
 
-    Claim the folder for the run as well. Call this before the attempt starts. If all attempts
-    share one folder, only the first attempt looks for such checkpoints, because the folder later
-    also has checkpoints of the run itself.
+    The function also records that this run uses the folder; see `claim_folder`. Call the function
+    before the attempt starts. If all attempts share one folder, the result is empty for all
+    attempts except the first: the folder then also contains checkpoints of this run.
 
     Args:
-        spec: The spec of the run, with its placeholders.
-        resolved: The spec with the values of the attempt.
+        spec: The spec of the run, in which placeholders are not replaced yet.
+        resolved: The spec in which the placeholders are replaced by the values of the attempt.
         place: Directory of the run. Everything below it belongs to the run.
         number: Number of the attempt.
 
@@ -317,17 +329,18 @@ def find_superfluous_checkpoints(
 
     Never returned are:
 
-    - the newest complete checkpoint, and the one to step back to
+    - the two newest complete checkpoints
     - checkpoints of other runs, and checkpoints that are not known to be complete
     - the checkpoint from which the current attempt started
     - checkpoints that an attempt could not load
     - targets of symbolic links in the same folder
 
     Args:
-        spec: The spec of the run, with its placeholders.
+        spec: The spec of the run, in which placeholders are not replaced yet.
         place: Directory of the run.
         attempts: All attempts of the run.
-        foreign: Checkpoints of other runs, as `signatures[path]`.
+        foreign: Signatures of the checkpoints of other runs, by path, as returned by
+            `find_foreign_checkpoints`.
 
     Raises:
         OSError: The folder of the checkpoints cannot be read.
@@ -359,19 +372,20 @@ def find_superfluous_checkpoints(
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint. It is renamed first, so that no reader finds an incomplete checkpoint.
+    """Remove a checkpoint. It is renamed first, so that no program loads a half-removed checkpoint.
 
     Raises:
         OSError: The checkpoint cannot be removed.
     """
-    # If a process was killed during a removal, a file with the new name may already exist.
+    # If a process was killed while it removed a checkpoint with this name, the renamed checkpoint
+    # still exists.
     _finish_removals(path.parent)
     path.rename(path.with_name(f".{path.name}{REMOVAL_SUFFIX}"))
     _finish_removals(path.parent)
 
 
 def _finish_removals(folder: Path) -> None:
-    """Delete the renamed checkpoints in a folder."""
+    """Delete the checkpoints in a folder that `remove_checkpoint` has renamed."""
     for entry in folder.glob(f".*{REMOVAL_SUFFIX}"):
         if entry.is_dir():
             shutil.rmtree(entry)
@@ -380,9 +394,10 @@ def _finish_removals(folder: Path) -> None:
 
 
 def read_attempt_spec(place: RunPlace, number: int) -> Mapping[str, Any]:
-    """Return the spec of an attempt as plain data, or an empty mapping if it cannot be read.
+    """Return the spec that an attempt stored in its directory, as plain data.
 
-    Its placeholders are filled in, and each `cwd` is absolute.
+    The placeholders in the spec are replaced, and each `cwd` is an absolute path. The result is
+    empty if the file cannot be read.
     """
     with suppress(OSError, yaml.YAMLError):
         return mapping_or_empty(
@@ -416,10 +431,12 @@ def find_newest_step(
     Args:
         written: Folder of the checkpoints.
         root: Directory from which a relative path starts.
-        foreign: Checkpoints of other runs, as `signatures[path]`.
+        foreign: Signatures of the checkpoints of other runs, by path, as returned by
+            `find_foreign_checkpoints`.
 
     Returns:
-        The step, which may be unknown, and the time of the last change in UTC epoch seconds.
+        The step, or None if it is unknown, and the time of the checkpoint's last change in UTC
+        epoch seconds.
 
     Raises:
         OSError: The folder cannot be read.
@@ -449,7 +466,7 @@ def is_writing_checkpoint(written: str, root: Path) -> bool:
 
 
 class CheckpointGrowth:
-    """Detects that a checkpoint is being written: its files have changed since the last check."""
+    """Detects whether a trainer is writing a checkpoint, by comparing the files at each call."""
 
     def __init__(self, written: str, root: Path) -> None:
         """
@@ -462,7 +479,10 @@ class CheckpointGrowth:
         self._seen: dict[Path, tuple[int, int, int]] | None = None
 
     def has_grown(self) -> bool:
-        """Return True if a file has changed since the last call. The first call looks back 30 s."""
+        """Return True if a file of an unfinished checkpoint has changed since the last call.
+
+        The first call returns True if a file has changed in the last 30 seconds.
+        """
         if self._seen is None:
             self._seen = self._read()
             return is_writing_checkpoint(self._written, self._root)
@@ -484,12 +504,15 @@ class CheckpointGrowth:
 def _list_unfinished_files(
     written: str, root: Path, *, with_unknown_files: bool
 ) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield the files of checkpoints that are not known to be complete, and of temporary ones.
+    """Yield the path and the status of each file that may belong to an unfinished checkpoint.
+
+    These are the files of checkpoints that are not known to be complete, and temporary files.
 
     Args:
         written: Folder of the checkpoints.
         root: Directory from which a relative path starts.
-        with_unknown_files: True to include checkpoints that are one file of an unknown format.
+        with_unknown_files: True to include checkpoints that consist of one file if it is unknown
+            whether the file is complete.
     """
     folder = root / written
     listing = list_checkpoints(written, root, is_running=True)
@@ -551,7 +574,7 @@ def find_stage_checkpoint(checkpoint: str | None, spec: RunSpec, place: RunPlace
     return find_latest_checkpoint(substitute(checkpoint, values.__getitem__), root)
 
 
-#: Beginning of the reason for refusing a checkpoint because of an alarm.
+#: First words of the reason for which a checkpoint is refused if it was saved during an alarm.
 _ALARMED = "it was saved during the alarm"
 
 
@@ -562,15 +585,16 @@ def _is_alarmed(why: str) -> bool:
 def _unfit_checkpoints(
     spec: RunSpec, attempts: Sequence[AttemptRecord]
 ) -> Callable[[Checkpoint], str]:
-    """Return a function that says why no attempt should start from a complete checkpoint.
+    """Return a function that decides whether an attempt may start from a complete checkpoint.
 
-    The function returns an empty string for a checkpoint that is fit. A checkpoint is unfit if an
-    attempt could not load it, or if it was saved while an alarm held that ended the attempt. A
-    checkpoint that was saved again since then is fit.
+    The returned function returns the reason why no attempt should start from a checkpoint, or an
+    empty string. There are two reasons: an attempt could not load the checkpoint, or the checkpoint
+    was saved during an alarm that ended an attempt. A checkpoint that was saved again later is not
+    refused.
     """
     given_up = find_given_up(spec, attempts)
     best_later_steps: dict[int, float] = {}
-    #: Alarms that ended an attempt: the first bad step, and the attempt.
+    #: For each alarm that ended an attempt: the first training step of the alarm, and the attempt.
     alarms: list[tuple[float, AttemptRecord]] = []
     best_step = float("-inf")
     for attempt in reversed(attempts):
@@ -626,9 +650,14 @@ def _checkpoints_of_attempt(
 
 
 def _folder_of_attempt(place: RunPlace, number: int, component_name: str) -> tuple[Path, str]:
-    """Return the root and the text of an attempt's `checkpoints`. The text is empty if unknown."""
+    """Return where the checkpoints of an attempt are.
+
+    Returns:
+        The directory from which a relative path starts, and the value of the key `checkpoints`.
+        The value is empty if the spec of the attempt cannot be read.
+    """
     spec = read_attempt_spec(place, number)
     component = mapping_or_empty(mapping_or_empty(spec.get("components")).get(component_name))
-    # An earlier version of Muster wrote a relative `cwd`, or omitted the default.
+    # An earlier version of Muster stored a relative `cwd`, or no `cwd` at all.
     root = Path.cwd() / (component.get("cwd") or spec.get("cwd") or ".")
     return root, str(component.get("checkpoints") or "")

@@ -49,7 +49,7 @@ _CACHES = re.compile(r"(^|/)(__pycache__|\.[\w-]+_cache)(/|$)|\.py[co]$")
 #: A file with this time was not changed since. The time is after 1980, because zip files cannot
 #: store earlier times.
 _MADE_AT = 946684800
-#: Largest length of the patch with the changes since the last commit, in characters.
+#: Largest length in characters of the stored patch, which has the changes since the last commit.
 _DIFF_BYTES = 16_384
 #: Entries that were stored less than this many seconds ago are never deleted, because a new run may
 #: need them.
@@ -118,11 +118,11 @@ def store_project(root: Path) -> str:
 
 
 def read_code(name: str, fetch: Fetch = lambda _: None) -> Code:
-    """Return a code of the code store.
+    """Return the snapshot of a project's files that the code store keeps under a name.
 
     Args:
         name: Name of the entry.
-        fetch: Returns the entry if it is not in this store.
+        fetch: Function that returns the entry if it is not in this store.
 
     Raises:
         NoCode: The entry is not available, or it is a tree.
@@ -139,16 +139,16 @@ def read_code(name: str, fetch: Fetch = lambda _: None) -> Code:
 
 
 def check_out(code: Code, place: Path, fetch: Fetch = lambda _: None) -> None:
-    """Write the project files of a code into a folder.
+    """Write the project files of a snapshot into a folder.
 
     Missing and changed files are written again. Other files in the folder are kept. If the project
-    folder exists on this machine, symbolic links lead to the files there that git ignores, such as
-    data.
+    folder exists on this machine, the function also creates symbolic links to the files there that
+    git ignores, such as data.
 
     Args:
         code: Snapshot of the project.
         place: The folder, which is created if it is missing.
-        fetch: Returns the tree if it is not in this store.
+        fetch: Function that returns the tree if it is not in this store.
 
     Raises:
         NoCode: The tree is not available.
@@ -243,8 +243,8 @@ def list_import_folders(project: Path, place: Path) -> list[str]:
     for file in (*environment.glob(f"{site}/*.pth"), *environment.glob(f"{site}/__editable__*.py")):
         with suppress(OSError, UnicodeError):
             for below in inside.findall(file.read_text("utf-8")):
-                # A .pth file names the folder that contains packages. An editable finder names the
-                # folder of each package, so its parent folder is returned.
+                # A .pth file names the folder that contains packages. The finder of an editable
+                # package names the folder of each package, so the parent folder is returned.
                 path = Path(below.lstrip("/"))
                 if (file.suffix == ".pth" or path.parts) and ".venv" not in path.parts:
                     found[str(place / (path if file.suffix == ".pth" else path.parent))] = None
@@ -265,7 +265,7 @@ def read_content(name: str, fetch: Fetch = lambda _: None) -> bytes:
 
     Args:
         name: Name of the entry.
-        fetch: Returns the entry if it is not in this store. The entry is then stored here.
+        fetch: Function that returns the entry if it is not in this store. The entry is then stored.
 
     Raises:
         NoCode: The entry is not available, or its content is damaged.
@@ -419,8 +419,8 @@ def _files(root: Path) -> tuple[set[str], set[str]]:
         path = root / name
         is_linked = path.parent.resolve() != (real / name).parent
         if is_linked or not os.path.lexists(path) or (real / name).is_relative_to(home):
-            # The file was deleted, is in a linked folder that git does not follow, or belongs to
-            # Muster's home.
+            # The file was deleted, is in a linked folder that git does not follow, or is in
+            # Muster's home directory.
             names.discard(name)
         elif not stat.S_ISREG(mode := path.lstat().st_mode) and not stat.S_ISLNK(mode):
             names.discard(name)
@@ -468,8 +468,8 @@ def _changes(root: Path) -> dict[str, str]:
     """Return the last commit of a project, and the patch from this commit to its files.
 
     Returns:
-        The fields `commit` and `diff` of `Code`. Empty if the project has no commit, or no trusted
-        repository.
+        The fields `commit` and `diff` of `Code`. The result is empty if the project has no commit,
+        or no trusted repository.
     """
     if (repository := find_repository(root)) is None:
         return {}
@@ -553,7 +553,7 @@ def _link(path: str, target: str) -> None:
 
 
 def _make_way(path: str) -> None:
-    """Remove the file, link or folder at a path, so that a new file can be written there.
+    """Remove the file, symbolic link or folder at a path, so that a new file can be written there.
 
     A file or link is deleted. A folder is renamed, because it may contain files that are needed.
     """

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 #: Delay before a failed write is retried, in seconds.
 _RETRY_AFTER_S = 0.5
-#: Largest number of bytes that wait to be appended to a file. Further lines are dropped.
+#: Largest number of buffered bytes that are not yet appended to a file. Further lines are dropped.
 _MAX_PENDING_BYTES = 1 << 26
 
 
@@ -63,7 +63,8 @@ class DiskThread:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        #: Lock of all attributes below. Waiting threads are notified about new and finished work.
+        #: Lock for all attributes below. Threads that wait for it are notified about new work and
+        #: about finished work.
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._has_new_work = False
@@ -130,7 +131,7 @@ class DiskThread:
         return bool(self._replacements or self._lines or self._calls or self._is_busy)
 
     def _wake(self) -> None:
-        """Notify the thread about new work, and start it at the first call.
+        """Notify the writing thread about new work. The first call starts this thread.
 
         The caller must hold the lock.
         """
@@ -141,7 +142,7 @@ class DiskThread:
         self._changed.notify_all()
 
     def _work(self) -> None:
-        """Do pending work forever. Failed writes stay pending and are retried."""
+        """Do pending work in an endless loop. Writes that failed stay pending and are retried."""
         while True:
             with self._changed:
                 has_failed_writes = bool(self._replacements or self._lines)

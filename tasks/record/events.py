@@ -36,8 +36,8 @@ class _Field(Generic[T]):
     ) -> None:
         """
         Args:
-            default: Value if the field is missing, null, or cannot be converted.
-            convert: Converts the JSON value to the type of the property.
+            default: Value of the property if the field is missing, null, or cannot be converted.
+            convert: Function that converts the JSON value to the type of the property.
             key: Name of the field, or an empty string if the property has the same name.
         """
         self._default = default
@@ -83,7 +83,7 @@ class Event:
     #: GPU utilisation of each node, from 0 to 1.
     gpus = _Field[Mapping[str, float]]({}, dict)
     group = _Field(0, int)
-    #: Id of a recovery of the fleet.
+    #: Id of a recovery of failed engines.
     id = _Field("", str)
     is_adopted = _Field(False, bool)
     killed = _Field[tuple[str, ...]]((), tuple)
@@ -103,7 +103,8 @@ class Event:
     ranks = _Field[tuple[int, ...]]((), tuple)
     reason = _Field("", str)
     record = _Field[Path | None](None, Path)
-    #: Durations of a fleet's requests since the last such event: `p50`, `p99` and `max` in seconds.
+    #: Response times of the inference fleet since the last event of this kind, in seconds. The keys
+    #: are `p50`, `p99` and `max`.
     requests = _Field[Mapping[str, float]]({}, dict)
     resume_from = _Field[str | None](None)
     #: Choice of the checkpoint for an attempt, with the keys `from`, `rule`, `refused`, `notes`.
@@ -119,7 +120,7 @@ class Event:
     submission_id = _Field("", str)
     text = _Field("", str)
     took_s = _Field(0.0, float)
-    #: Number of the try, from 1.
+    #: Number of the recovery's try, from 1.
     tried = _Field(1, int, "try")
     #: Texts about machines that could not be checked for leftover processes of a component.
     unseen = _Field[tuple[str, ...]]((), tuple)
@@ -159,7 +160,7 @@ class EventLog:
     """Writes events to a file and passes each event to the listeners, in order.
 
     Its methods can be called from any thread. If the file cannot be written or a listener fails, an
-    error is logged and the run continues. Supervision must not depend on its own record.
+    error is logged and the run continues, because a full disk must not end a run.
     """
 
     def __init__(
@@ -174,11 +175,11 @@ class EventLog:
         """
         Args:
             path: The file, or None to pass events to the listeners only.
-            listeners: Called for each event, one event at a time.
-            mask: Replaces secrets in a text.
-            clock: Returns the current time in UTC epoch seconds.
-            disk: Writes the file in its thread, and retries if the disk is full. If None, `emit`
-                writes the file itself and does not retry.
+            listeners: Functions that are called with each event, one event at a time.
+            mask: Function that returns a text with its secrets masked.
+            clock: Function that returns the current time in UTC epoch seconds.
+            disk: Thread that writes the file, and retries if the disk is full. If this argument is
+                None, `emit` writes the file itself and does not retry.
         """
         self._path = path
         self._listeners = listeners

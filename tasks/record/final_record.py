@@ -28,14 +28,14 @@ _WAITING = (RunState.QUEUED, RunState.PENDING_RESOURCES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowLoss:
-    """Facts about a run whose flow process was killed, and about the clean-up by `reconcile`."""
+    """Facts about a run whose flow process was killed, and what `muster reconcile` cleaned up."""
 
     #: Process id of the flow process that was killed.
     pid: int
     #: True if the flow run is cancelling or cancelled on the Prefect server.
     is_cancelled: bool = False
-    #: True if the flow run is scheduled again on the Prefect server. None if the server could not
-    #: be asked. If the run's own record says that it waits, it then continues to wait.
+    #: True if the flow run is scheduled again on the Prefect server. None if the server did not
+    #: answer. A run that waits according to its own record then continues to wait.
     is_waiting: bool | None = False
     #: Name of the worker on another host that has taken over the run, or an empty string. The run
     #: may already have ended there.
@@ -52,8 +52,8 @@ class FlowLoss:
     #: Text with the nodes that could not be checked for leftover processes after the Ray jobs
     #: ended, or an empty string.
     unseen: str = ""
-    #: Final record of the run that the flow process knew but could not write, or None. It contains
-    #: only the last attempt, without its components.
+    #: Final record that the flow process of the run could not write to `run.json`, or None. It
+    #: contains only the last attempt, without its components.
     end: RunJson | None = None
 
     @property
@@ -119,10 +119,10 @@ def write_final_record(
 
 
 def finalize_record(record: RunJson, loss: FlowLoss, now: float) -> RunJson:
-    """Return the record with the final state that the lost run should have.
+    """Return the record with the final state of a run whose flow process was killed.
 
     The attempt keeps its final state if it has one. Otherwise it is CANCELLED if the Prefect server
-    says that the run was cancelled, and FAILED because of the lost flow process in all other cases.
+    says that the run was cancelled. In all other cases it is FAILED, because its flow process died.
 
     The run takes the state of its last attempt. There is one exception: if the Prefect server has
     scheduled the run again, or another host has taken it over, the run waits for its next attempt.
@@ -157,7 +157,7 @@ def finalize_record(record: RunJson, loss: FlowLoss, now: float) -> RunJson:
 
 
 def _merge_unwritten_end(record: RunJson, end: RunJson, now: float) -> RunJson:
-    """Return the record with the final state that the flow process knew but could not write.
+    """Return the record with the final state that the flow process had set but could not write.
 
     Args:
         record: The record in `run.json`.
@@ -199,8 +199,9 @@ def _decide_state(record: RunJson, loss: FlowLoss) -> tuple[RunState, str]:
     if attempt is not None and attempt.state is RunState.COMPLETED:
         return RunState.COMPLETED, f"completed; {loss.cause}"
 
-    # A run that was cancelled during its retry wait is CANCELLED, although its last attempt failed.
-    # A run whose attempt failed for another reason is FAILED, even if it was cancelled as well.
+    # A run that was cancelled while it waited for its next attempt is CANCELLED, although its last
+    # attempt failed. A run whose attempt failed for another reason is FAILED, even if the run was
+    # cancelled as well.
     was_waiting = attempt is None or record.state in _WAITING
     is_attempt_cancelled = attempt is not None and attempt.state is RunState.CANCELLED
     if (loss.is_cancelled and was_waiting) or is_attempt_cancelled:

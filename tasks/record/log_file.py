@@ -62,7 +62,10 @@ class _OpenLog:
         return [line.removesuffix(b"\r").decode("utf-8", errors="replace") for line in lines]
 
     def _read_rest_from_copy(self) -> bytes:
-        """Return the bytes that were written after the last read and before the truncation."""
+        """Return the bytes that were written to the log after the last read, before log rotation.
+
+        These bytes are only in the copy that log rotation made before it truncated the log file.
+        """
         for copy in _rotated_files(self._path):
             with suppress(OSError), FileIO(copy) as file:
                 content = self._read_from_position(file)

@@ -68,8 +68,8 @@ class MetricsFile:
         """
         Args:
             path: The metrics file. It need not exist yet.
-            since: Fingerprint of the content that an earlier attempt wrote. That content is
-                skipped.
+            since: Fingerprint of the content that an earlier attempt wrote, or None. That content
+                is skipped.
         """
         self.path = path
         #: Number of times that the file was replaced, truncated or rewritten since the first read.

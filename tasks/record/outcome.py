@@ -31,7 +31,7 @@ class Exit:
     #: Time at which the parent process noticed the end, in seconds of CLOCK_MONOTONIC. All
     #: processes of a machine share this clock, so their times can be compared.
     at_monotonic_s: float
-    #: Explanation of an unusual or unknown status, or an empty string.
+    #: Text that explains an unusual or unknown exit status, or an empty string.
     note: str = ""
 
     @staticmethod
@@ -41,7 +41,7 @@ class Exit:
         Args:
             code: The exit code, the negative number of a signal, or None if unknown.
             at_monotonic_s: Time of the end, in seconds of CLOCK_MONOTONIC.
-            note: Explanation of an unusual or unknown status.
+            note: Text that explains an unusual or unknown exit status.
         """
         is_signal = code is not None and code < 0
         return Exit(
@@ -165,7 +165,7 @@ class Verdict:
 
     @staticmethod
     def failed(failure: Failure, at_monotonic_s: float) -> Verdict:
-        """Return the result of an attempt that failed for this reason."""
+        """Return the result of an attempt that failed because of `failure`."""
         return Verdict(
             state=RunState.FAILED,
             message=str(failure),
@@ -225,7 +225,8 @@ class GiveUpReason:
     rule: str
     #: Message for the user.
     message: str
-    #: End of a child process of the component if that is the reason, otherwise None.
+    #: Exit status of a child process of the component, if the end of that process is the reason.
+    #: Otherwise None.
     exit: Exit | None = None
 
 

@@ -39,8 +39,8 @@ _OWN = (
     "temp",
     "unseen",
 )
-#: Names of the folders in Muster's home that other users may never read, whatever MUSTER_UMASK
-#: allows.
+#: Names of the folders in Muster's home that other users may never read, even if MUSTER_UMASK lets
+#: them read other files.
 _OF_SERVERS = ("cache", "prefect", "stack", "temp")
 #: Names of all files and folders that Muster keeps directly in its home directory.
 _ENTRIES = (*_OWN, "agents.key", "password", "ray-token", "zygote")
@@ -55,8 +55,8 @@ _REMEDY = (
     "no other user may write there. Correct their owners and modes, or set MUSTER_HOME to your own "
     f"folder. To read the home of another user that you trust, set {_OWNER_VARIABLE} to that user."
 )
-#: Homes that this process has checked and found trusted. Each entry has the path of the home, the
-#: id of this user, and the ids of the trusted users.
+#: Muster homes that this process has checked and found trusted. Each entry consists of the path of
+#: the home, the id of this user, and the ids of the trusted users.
 _trusted_homes: set[tuple[Path, int, frozenset[int]]] = set()
 
 
@@ -147,10 +147,10 @@ def read_own_file(path: Path) -> bytes:
 
 
 def is_at(fd: int, path: Path) -> bool:
-    """Return True if an open file is still the file at a path.
+    """Return True if a path still leads to a file that this process opened earlier.
 
-    It is used for lock files. If a lock file was deleted or replaced after this process opened it,
-    other processes lock a different file.
+    Use this function for lock files. If a lock file was deleted or replaced after this process
+    opened it, other processes lock a different file.
 
     Args:
         fd: Descriptor of the open file.
@@ -168,7 +168,7 @@ def keep_private() -> None:
     Child processes inherit the umask. By default, only this user can read new files. With
     MUSTER_UMASK=027 the group can read them, with 022 all users can.
 
-    If more users could read the home until now, the modes of all files in Muster's folders are
+    If other users could read the home until now, the modes of all files in Muster's folders are
     corrected. Files of other users, and files in other folders of the home, are not changed.
 
     Raises:
@@ -248,7 +248,7 @@ def _below(directory: Path) -> Iterator[Path]:
 
 
 def password_file() -> Path:
-    """Return the path of the file with the Prefect password of this home.
+    """Return the path of the file with the password of the Prefect servers that use this home.
 
     Only the owner of the home may read this file.
     """
@@ -303,7 +303,7 @@ def kept_secret(path: Path, make: Callable[[], str]) -> str:
 
     Args:
         path: The secret file.
-        make: Returns the content of a new file.
+        make: Function that returns the content of a new file.
 
     Raises:
         PermissionError: The file is not trusted; see `read_own_file`.

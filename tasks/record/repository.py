@@ -30,8 +30,8 @@ from tasks.spec.ownership import find_folder_fault, find_marker_fault, is_presen
 
 #: Time limit for a git command, in seconds.
 _ANSWERS_WITHIN_S = 60.0
-#: Largest length of a chain of object stores, each of which names the next as its alternate.
-#: Source: git has the same limit.
+#: Largest number of object stores that are followed in a chain. In a git repository, an object
+#: store can name another one, called its alternate. Source: git has the same limit.
 _ALTERNATES_DEPTH = 5
 #: Largest number of files in a patch. The patch is cut after 16,384 characters anyway.
 _PATCHED_FILES = 300
@@ -277,7 +277,7 @@ class GitView:
         return {name: value for name, value in values if value not in ("unspecified", "unset")}
 
     def _filtered_line(self, commit: str, name: str, position: int) -> str:
-        """Return a line about a file with a git filter, or nothing if the file is unchanged.
+        """Return a line about a file with a git filter, or an empty string for an unchanged file.
 
         Args:
             commit: Hash of the commit with which the file is compared.
@@ -313,7 +313,7 @@ class GitView:
         return "" if is_same else f"{name}: its content differs from the commit (git-lfs)\n"
 
     def _lend(self) -> None:
-        """Write the files of the git directory: a copy of the repository's index, and settings.
+        """Write a copy of the index, and settings, into the git directory that Muster created.
 
         Raises:
             OSError: A file could not be read or written.

@@ -11,20 +11,22 @@ from tasks.record.run_json import ResumeRecord
 def compare_first_step(resume: ResumeRecord, first_step: float, next_step: float) -> str:
     """Return a warning if the trainer does not seem to have loaded the checkpoint.
 
-    A trainer may ignore the path that it gets, and follow a pointer file of its own.
+    A trainer may ignore the path that Muster passes to it, and load the checkpoint that its own
+    pointer file names.
 
     Args:
-        resume: The choice of the checkpoint.
-        first_step: First step that the trainer reports in the attempt.
-        next_step: Last step of those that were read together with it. A trainer may write its
-            metrics of the earlier attempts again, up to the step of the checkpoint.
+        resume: Record of the checkpoint that Muster chose for the attempt.
+        first_step: First training step that the trainer reports in the attempt.
+        next_step: Last of the steps that were read from the metrics file at the same time as
+            `first_step`. It can be higher, because some trainers write the metrics of earlier
+            attempts again, up to the step of the checkpoint.
 
     Returns:
         The warning, or an empty string if the step fits.
     """
     chosen = resume.passed or resume.expected
     refused = {read_step(Path(one.path).name): one.path for one in resume.refused}
-    # A trainer reports the step of its checkpoint, or the next one.
+    # The first step that a trainer reports is the step of its checkpoint, or the step after that.
     other = refused.get(int(first_step) - 1) or refused.get(int(first_step))
     if chosen is None:
         if other is None or first_step <= 1:

@@ -16,13 +16,13 @@ from tasks.spec.failure_kinds import REQUEUED, FailureKind
 from tasks.spec.formatting import format_datetime
 from tasks.spec.run import Retry, RunSpec
 
-#: The delay is multiplied by this factor after each try.
+#: Factor by which the delay before a retry grows with each attempt.
 _GROWTH = 2.0
-#: Each delay is changed at random by at most this share, so that runs which were requeued together
-#: do not return together.
+#: Largest share of a delay that is added or subtracted at random. Without this change, runs that
+#: were requeued at the same time would all be retried at the same time.
 _JITTER = 0.1
-#: Largest exponent of the growth factor. The delay has reached its maximum long before, and a
-#: larger power would not fit into a float.
+#: Largest exponent of `_GROWTH`. The delay reaches its maximum with a much lower exponent. A larger
+#: power would not fit into a float.
 _MAX_EXPONENT = 64
 #: Delay before a run is retried from an older checkpoint, in seconds.
 _OLDER_CHECKPOINT_DELAY_S = 5.0
@@ -37,7 +37,8 @@ _CAUSED_BY_NODE = (
     FailureKind.PORT_CONFLICT,
     FailureKind.COLLECTIVE_TIMEOUT,
 )
-#: Rule of a failure that the check of the nodes found before the first component started.
+#: Name of the rule of a failure that was found before any component started, when Muster checked
+#: the nodes of the run.
 PREFLIGHT = "preflight"
 _RANK = re.compile(r"\brank\W{0,3}\d", re.IGNORECASE)
 
@@ -52,7 +53,8 @@ class RetryDecision:
     delay_s: float | None = None
     #: True if the run waits for resources again. This does not count as one of its `attempts`.
     is_requeue: bool = False
-    #: Start of the next attempt: `from PATH`. Empty if it starts from nothing.
+    #: Text about the checkpoint from which the next attempt starts: `from PATH`. An empty string if
+    #: the attempt starts without a checkpoint.
     start: str = ""
 
 
@@ -107,7 +109,8 @@ def decide_retry(
         text = f"final: {kind.value}, {used_attempts} of {policy.attempts} attempts used"
         return RetryDecision(text=text)
 
-    # The delay of a failure before the start depends only on such failures directly before it.
+    # After a failure before the start of the components, the delay depends only on the number of
+    # consecutive failures of this kind.
     delay_step = used_attempts
     if kind in _NEVER_RAN:
         delay_step = 1 + len([*takewhile(_NEVER_RAN.__contains__, reversed(before))])
@@ -129,10 +132,11 @@ def decide_retry(
 def list_counted_failures(
     spec: RunSpec, attempts: Sequence[AttemptRecord]
 ) -> list[FailureKind | None]:
-    """Return the kinds of failure of the earlier attempts that count against `attempts`.
+    """Return the kinds of failure of the earlier attempts that count against the retry limit.
 
-    An attempt that went beyond the best step of all earlier attempts resets the count, and is
-    itself the first that counts. Attempts that failed because of their checkpoint do not count.
+    The limit is the key `attempts` of a retry policy. If an attempt reached a higher training step
+    than all attempts before it, counting starts again with this attempt. Attempts that failed
+    because of their checkpoint do not count.
 
     Args:
         spec: The spec of the run.

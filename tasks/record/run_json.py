@@ -31,13 +31,14 @@ from tasks.spec.failure_kinds import FailureKind
 
 _log = logging.getLogger(__name__)
 
-#: State of the run after certain events of its attempt.
+#: New state of the run after an event, by the name of the event. Other events do not change it.
 _STATE_AFTER = {
     "attempt.begun": RunState.STARTING,
     "attempt.ready": RunState.RUNNING,
     "teardown.begun": RunState.STOPPING,
 }
-#: Events that cause the file to be written immediately. All events of Ray jobs do, too.
+#: Names of events after which `run.json` is written immediately. This also happens after each
+#: event of a Ray job.
 _SAVED = (
     "component.spawned",
     "component.ready",
@@ -45,11 +46,12 @@ _SAVED = (
     "run.alarm",
     "run.warning",
 )
-#: Fields of a Ray job's events that are recorded.
+#: Names of the fields that are copied from an event of a Ray job into the record of the job.
 _JOB_FIELDS = ("submission_id", "address", "status", "nodes", "gpus", "unseen")
-#: Number of attempts that are recorded completely. Earlier attempts are shortened.
+#: Number of last attempts that are recorded with all details. Records of earlier attempts are
+#: shortened.
 _COMPLETE_ATTEMPTS = 100
-#: States in which a run has components or is about to start them.
+#: States of a run in which its components run or will soon be started.
 _OPEN = (RunState.ADMITTED, RunState.STARTING, RunState.RUNNING)
 
 
@@ -81,7 +83,7 @@ class JobRecord(Recorded):
     status: str = ""
     #: Nodes on which the job's driver runs.
     nodes: tuple[str, ...] = ()
-    #: Descriptions of nodes that could not be checked after the end of the job.
+    #: Texts about nodes that could not be checked for leftover processes after the end of the job.
     unseen: tuple[str, ...] = ()
 
 
@@ -90,14 +92,14 @@ class AlarmRecord(Recorded):
 
     rule: str = ""
     message: str = ""
-    #: Last step at which the condition held.
+    #: Training step at which the alarm was raised.
     step: float = 0.0
-    #: First step at which the condition held.
+    #: First of the consecutive training steps at which the condition of the rule held.
     since: float = 0.0
 
 
 class RefusedCheckpoint(Recorded):
-    """Checkpoint from which an attempt did not start although it is newer."""
+    """Checkpoint that is newer than the one from which an attempt starts, and that was refused."""
 
     path: str = ""
     #: Reason, for the user.
@@ -112,17 +114,19 @@ class ResumeRecord(Recorded):
 
     #: Checkpoint that Muster passed to the components as `${attempt.resume_from}`, or None.
     passed: str | None = Field(None, alias="from")
-    #: Rule that shows the completeness of the checkpoint, or the reason why none was passed.
+    #: Evidence that the checkpoint is complete, or the reason why no checkpoint was passed.
     rule: str = ""
-    #: Newer checkpoints that were refused, the newest first.
+    #: Newer checkpoints from which the attempt should not start, the newest first.
     refused: tuple[RefusedCheckpoint, ...] = ()
-    #: Checkpoint that the trainer should find by itself, if the spec passes none to it.
+    #: Checkpoint that the trainer should find by itself, because the spec does not use
+    #: `${attempt.resume_from}`. Otherwise None.
     expected: str | None = None
     #: Remarks for the user, for example on a pointer file that names another checkpoint.
     notes: tuple[str, ...] = ()
-    #: Step of the checkpoint, or None if unknown.
+    #: Training step of the checkpoint, or None if unknown.
     step: float | None = None
-    #: Hash of the checkpoint's files at the start of the attempt. It changes if they are replaced.
+    #: Hash of the checkpoint's files at the start of the attempt. If the trainer saves the
+    #: checkpoint again, its files have another hash.
     signature: str = ""
 
 
@@ -147,29 +151,30 @@ class AttemptRecord(Recorded):
     failure: Failure | None = None
     #: Components by name.
     components: Mapping[str, ComponentRecord] = {}
-    #: Ray jobs in the format of the file: the first job, with the others under `others`. Use `jobs`
-    #: to read them.
+    #: Ray jobs in the format of `run.json`: the fields of the first job, and the other jobs under
+    #: the key `others`. Use the property `jobs` to read the jobs.
     ray: Mapping[str, Any] = {}
-    #: Reserved ports by the name of their placeholder, such as `api.port`.
+    #: Reserved port numbers by placeholder name, such as `api.port`.
     ports: Mapping[str, int] = {}
-    #: Host of the flow process, which has the files of the attempt.
+    #: Name of the host on which the flow process runs and the files of the attempt are.
     host: str | None = None
     #: Checkpoint that was passed to the components as `${attempt.resume_from}`.
     resume_from: str | None = None
-    #: How that checkpoint was chosen.
+    #: Reasons for the choice of the checkpoint, or None if they were not recorded.
     resume: ResumeRecord | None = None
-    #: Remarks for the user on the steps of the attempt.
+    #: Warnings for the user, for example that the trainer did not load the checkpoint.
     warnings: tuple[str, ...] = ()
     #: Fingerprint of the metrics file at the start of the attempt.
     metrics: FileFingerprint | None = None
     alarms: tuple[AlarmRecord, ...] = ()
-    #: Last step that the attempt has reported.
+    #: Training step that the attempt reported last, or None.
     step: float | None = None
-    #: Highest step that the attempt has reported.
+    #: Highest training step that the attempt has reported, or None.
     best_step: float | None = None
-    #: Entries of `provenance` that differ from those of the run.
+    #: Entries that differ from `RunJson.provenance`, such as another host or another commit.
     provenance: Mapping[str, Any] = {}
-    #: Decision after the attempt, for the user: `requeued: ...`, `final: ...`.
+    #: Text for the user that says whether the run is retried after the attempt, such as
+    #: `requeued: ...` or `final: ...`. None if this is not decided yet.
     decision: str | None = None
 
     @property
@@ -182,26 +187,29 @@ class AttemptRecord(Recorded):
     @property
     def highest_step(self) -> float | None:
         """Highest step that the attempt has reported, or None if it has reported none."""
-        # Records of earlier versions have no `best_step`.
+        # A record that an earlier version of Muster wrote has no `best_step`.
         return self.step if self.best_step is None else self.best_step
 
     @property
     def checkpoint(self) -> str | None:
-        """Checkpoint from which the attempt should have started, passed to it or not; or None."""
+        """Checkpoint from which the attempt should have started, or None if there is none.
+
+        The checkpoint was either passed to the trainer, or the trainer should find it by itself.
+        """
         return self.resume_from or (self.resume.expected if self.resume else None)
 
     @property
     def is_last(self) -> bool:
-        """True if it was decided that the run is not retried."""
+        """True if Muster has decided that the run is not retried after this attempt."""
         return (self.decision or "").startswith("final")
 
     @property
     def ending(self) -> str:
-        """Kind of the failure, or the state of an attempt without a failure."""
+        """Text for the user: the kind of the failure, or the state if the attempt did not fail."""
         return self.failure.kind.value if self.failure else self.state.value
 
     def in_brief(self) -> AttemptRecord:
-        """Return a shortened record without details that the attempt's own files contain."""
+        """Return a shortened record, without details that the files of the attempt also contain."""
         failure = self.failure.with_changes(log_tail="") if self.failure else None
         resume = self.resume.with_changes(refused=(), notes=()) if self.resume else None
         return self.with_changes(
@@ -209,11 +217,11 @@ class AttemptRecord(Recorded):
         )
 
     def ended(self, state: RunState, at: float, failure: Failure | None) -> AttemptRecord:
-        """Return the record with a final state, an end time and the failure."""
+        """Return a copy of the record with a final state, an end time, and a failure or None."""
         return self.with_changes(state=state, ended_at=at, failure=failure)
 
     def observed(self, event: Event) -> AttemptRecord:
-        """Return the record, updated by an event of the attempt or of one of its components."""
+        """Return a copy of the record, updated by an event of the attempt or of a component."""
         if event.name == "run.alarm":
             alarm = {name: event.fields[name] for name in AlarmRecord.model_fields}
             return self.with_changes(alarms=(*self.alarms, AlarmRecord(**alarm)))
@@ -256,26 +264,26 @@ class RunJson(Recorded):
     name: str = ""
     workload: str = ""
     tags: tuple[str, ...] = ()
-    #: Containment of the run's processes: its level, its guarantee, and the reason why no higher
-    #: level is possible.
+    #: Method that ends all processes of the run, such as a cgroup, with its guarantee, and the
+    #: reason why a better method is not possible.
     containment: Mapping[str, Any] | None = None
-    #: Origin of the first attempt: its code, its interpreter with all packages, and its host.
+    #: Code, Python interpreter, installed packages and host of the first attempt.
     provenance: Mapping[str, Any] | None = None
     attempts: tuple[AttemptRecord, ...] = ()
-    #: Checkpoints that existed before the run, by their path, with their signatures. They belong
-    #: to another run.
+    #: Signatures of the checkpoints that existed before the run, by path. These checkpoints belong
+    #: to other runs.
     foreign_checkpoints: Mapping[str, str] = {}
-    #: Message of the last change of the state.
+    #: Message for the user about the present state.
     message: str = ""
 
     @staticmethod
     def read(path: Path) -> RunJson:
-        """Read a record. Raises: OSError, or ValueError if it is not a valid record."""
+        """Return the record in a file. Raises: OSError, or ValueError if the file is not valid."""
         return RunJson.model_validate_json(read_own_file(path))
 
     @staticmethod
     def read_for_flow_run(path: Path, flow_run_id: str) -> RunJson | None:
-        """Read the record of a flow run, or return None if the file does not exist.
+        """Return the record of a flow run from a file, or None if the file does not exist.
 
         Raises:
             FileExistsError: The record belongs to another flow run.
@@ -305,18 +313,25 @@ class RunJson(Recorded):
         return last if last is not None and last.ended_at is None else None
 
     def find_best_step(self, *, before: int) -> float | None:
-        """Return the highest step of the attempts before the attempt of this number, or None."""
+        """Return the highest training step that the earlier attempts reported.
+
+        Return None if no earlier attempt reported a step.
+
+        Args:
+            before: Number of an attempt. Only attempts with lower numbers count.
+        """
         steps = [one.highest_step for one in self.attempts if one.number < before]
         return max((step for step in steps if step is not None), default=None)
 
     def with_last(self, attempt: AttemptRecord) -> RunJson:
-        """Return the record with its last attempt replaced."""
+        """Return a copy of the record in which the last attempt is replaced."""
         return self.with_changes(attempts=(*self.attempts[:-1], attempt))
 
     def adoptable(self, place: RunPlace) -> AttemptRecord | None:
         """Return the attempt that another flow process can continue, or None.
 
-        An attempt in the teardown can be continued only if none of its Ray jobs was asked to stop.
+        If the components of the attempt are already being stopped, the attempt can be continued
+        only if none of its Ray jobs has received a stop request.
 
         Args:
             place: Directory of the run.
@@ -331,16 +346,19 @@ class RunJson(Recorded):
             return None  # unknown whether a job was asked to stop
 
     def decided(self) -> RunJson:
-        """Return the record with a decision after its last attempt, if the run has ended."""
+        """Return a copy of the record in which the last attempt has a `decision`.
+
+        Return the record unchanged if the run has not ended, or if there is a decision already.
+        """
         last = self.attempt
         if not self.state.is_final or last is None or last.decision is not None:
             return self
         return self.with_last(last.with_changes(decision=f"final: {self.state.value}"))
 
     def taken_over(self, now: float, *, adopts: bool = False) -> RunJson:
-        """Return the record for the next flow process, which runs on another host.
+        """Return the record with which a flow process on another host continues the run.
 
-        An attempt that has not ended is closed as FAILED. Its flow process may still be alive on
+        An attempt that has not ended gets the state FAILED. Its flow process may still be alive on
         the lost host, but the Prefect server has already given the run to another host.
 
         Args:
@@ -374,11 +392,13 @@ class SubmissionJson(Recorded):
     attempt: int = 0
     component: str = ""
     argv: Sequence[str] = ()
-    #: `submitting`, `refused`, `unknown`, or Ray's status of the job in lower case.
+    #: Status of the job: `submitting`, `refused`, `unknown`, or the status that Ray reports, in
+    #: lower case.
     status: str = ""
     #: Time of the submission request. None if the job was never submitted.
     submit_began_at: float | None = None
-    #: Session of the Ray cluster at the submission.
+    #: Name of the session of the Ray cluster at the time of the submission. A restarted cluster has
+    #: another session.
     session: str | None = None
     gcs_address: str | None = None
     #: Time at which the cluster confirmed the job.
@@ -392,19 +412,20 @@ class SubmissionJson(Recorded):
     ended_at: float | None = None
     exit_code: int | None = None
     signal: int | None = None
-    #: Leftovers of the job that could not be ended; None until this is known.
+    #: Leftover processes of the job that could not be ended. None until this is known.
     left: Sequence[int | str] | None = None
-    #: Nodes that could not be checked after the end of the job; None until this is known.
+    #: Nodes that could not be checked for leftover processes after the end of the job. None until
+    #: this is known.
     unseen: Sequence[str] | None = None
 
     @staticmethod
     def read(path: Path) -> SubmissionJson:
-        """Read a file. Raises: OSError, or ValueError if it is not valid."""
+        """Return the content of a file. Raises: OSError, or ValueError if the file is not valid."""
         return SubmissionJson.model_validate_json(read_own_file(path))
 
 
 class RunRecord:
-    """Owner of a run's `run.json`. Its methods can be called from any thread."""
+    """Updates and writes the file `run.json` of a run. Any thread may call its methods."""
 
     def __init__(
         self,
@@ -493,8 +514,8 @@ class RunRecord:
             if state.is_final:
                 content = content.with_changes(ended_at=self._clock()).decided()
             self._save(content)
-        # The lock must be free here: the callback may wait for another lock, whose holder may wait
-        # for this one.
+        # The callback is called without the lock. It may wait for another lock, and the thread that
+        # holds the other lock may wait for the lock of this object.
         self._on_move(state, message)
 
     def begin_attempt(
@@ -535,17 +556,17 @@ class RunRecord:
             self._save(content.with_changes(attempts=tuple(attempts)))
 
     def end_attempt(self, verdict: Verdict) -> None:
-        """Record the verdict of the current attempt. An attempt that has ended stays unchanged."""
+        """Record the result of the current attempt. Do nothing if the attempt has already ended."""
         with self._lock:
             if (attempt := self.content.under_way) is not None:
                 ended = attempt.ended(verdict.state, self._clock(), verdict.failure)
                 self._save(self.content.with_last(ended))
 
     def describe(self, provenance: Mapping[str, object]) -> None:
-        """Record the provenance of the current attempt.
+        """Record the code, the software versions and the host of the current attempt.
 
-        The provenance of the first attempt becomes that of the run. Later attempts only record
-        entries that differ from it.
+        The values of the first attempt are stored for the whole run. For a later attempt, only
+        values that differ from those of the first attempt are stored.
 
         Args:
             provenance: Code, interpreter and host of the attempt, as `code_store.describe_versions`
@@ -565,20 +586,24 @@ class RunRecord:
                 self._save(self.content.with_last(attempt.with_changes(provenance=different)))
 
     def note_foreign_checkpoints(self, signatures: Mapping[str, str]) -> None:
-        """Add checkpoints of other runs, as `signatures[path]`."""
+        """Record the signatures of checkpoints that belong to other runs, by path."""
         with self._lock:
             known = self.content.foreign_checkpoints
             if signatures:
                 self._save(self.content.with_changes(foreign_checkpoints={**signatures, **known}))
 
     def note_ports(self, ports: Mapping[str, int]) -> None:
-        """Note that the attempt under way has other ports, `ports[name]`."""
+        """Replace the recorded ports of the current attempt.
+
+        Args:
+            ports: Port numbers by placeholder name, such as `api.port`.
+        """
         with self._lock:
             if (attempt := self.content.under_way) is not None:
                 self._save(self.content.with_last(attempt.with_changes(ports=dict(ports))))
 
     def decide(self, decision: str) -> None:
-        """Record the decision after the last attempt: a retry, a requeue, or the end of the run."""
+        """Record whether the run is retried or requeued after its last attempt, or has ended."""
         with self._lock:
             last = self.content.attempts[-1]
             self._save(self.content.with_last(last.with_changes(decision=decision)))

@@ -59,7 +59,7 @@ LEGAL_TRANSITIONS: dict[RunState, frozenset[RunState]] = {
 
 
 def find_recovery_transitions(before: RunState, after: RunState) -> tuple[RunState, ...]:
-    """Return the transitions that change a run without a flow process from one state to another.
+    """Return the transitions that lead a run from one state to another after its flow process died.
 
     If components may have been alive, the transitions pass through STOPPING.
 

@@ -1,7 +1,7 @@
 """Check whether a file of a checkpoint was written to its end.
 
-Several formats say in the file how long the file must be. The checks read only headers and tables,
-never the tensors, and execute nothing of the file.
+In several formats, the file itself contains its correct length. The checks read only headers and
+tables, never the tensors, and do not execute code from the file.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from typing import Any, BinaryIO
 
 #: Largest header of a safetensors file in bytes. Source: safetensors/src/tensor.rs.
 _SAFETENSORS_HEADER_BYTES = 100_000_000
-#: A shorter file of printable text is a placeholder, not a damaged file.
+#: A file of printable text that is shorter than this number of bytes counts as a placeholder, and
+#: not as a damaged file.
 _PLACEHOLDER_BYTES = 64
-#: Number of bytes at the beginning that are compared with zero. Some file systems leave zeros for
-#: data that had no room on the disk.
+#: Number of bytes at the beginning of a file that are compared with zero. If a disk is full, some
+#: file systems leave zeros in place of the data.
 _ZERO_CHECK_BYTES = 4096
-#: Largest pickle that is parsed completely, in bytes. For a larger one only the end is checked.
+#: Largest pickle that is parsed completely, in bytes. Of a larger pickle, only the last byte is
+#: checked.
 _PICKLE_BYTES = 64 << 20
-#: Bytes per element of the storage types in PyTorch's old format.
+#: Number of bytes per element for each storage type in PyTorch's file format before version 1.6.
 _STORAGE_ITEM_BYTES = {
     **dict.fromkeys(("ByteStorage", "CharStorage", "BoolStorage"), 1),
     **dict.fromkeys(("HalfStorage", "BFloat16Storage", "ShortStorage"), 2),
@@ -39,29 +41,30 @@ _STORAGE_ITEM_BYTES = {
     **dict.fromkeys(("DoubleStorage", "LongStorage", "ComplexFloatStorage"), 8),
     "ComplexDoubleStorage": 16,
 }
-#: Number with which a file in PyTorch's old format begins. Source: torch/serialization.py.
+#: First number in a file in PyTorch's format before version 1.6. Source: torch/serialization.py.
 _TORCH_MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 
 #: Instructions of a pickle that may stand between a key and its value.
 _MEMO_OPCODES = frozenset({"MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT"})
-#: Instructions of a pickle that hold a whole number.
+#: Instructions of a pickle that contain an integer.
 _NUMBER_OPCODES = frozenset({"INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileCheck:
-    """Result of the check of one file."""
+    """Result of the check whether one file is complete."""
 
-    #: True if the format says how long the file must be.
+    #: True if the correct length of the file can be computed from its content.
     is_known_format: bool
     #: Reason why the file is incomplete, or an empty string.
     damage: str = ""
 
 
-#: Results for files without damage, by path, size, modification time in ns, and inode. The same
-#: files are checked again and again, possibly on a slow file system.
+#: Results for undamaged files, by path, size, modification time in nanoseconds, and inode number.
+#: The results are kept because the same files are checked again and again, possibly on a slow file
+#: system.
 _whole_files: dict[tuple[Path, int, int, int], FileCheck] = {}
-#: Largest number of such results.
+#: Largest number of results in `_whole_files`.
 _WHOLE_FILES_AT_MOST = 100_000
 
 
@@ -107,12 +110,13 @@ def _examine(path: Path, size: int) -> FileCheck:
 
 
 def _find_check(suffix: str, head: bytes, size: int) -> Callable[[BinaryIO, int], str] | None:
-    """Return the check for a format, or None for an unknown format.
+    """Return the function that checks files of a format, or None if the format is unknown.
 
-    The first bytes decide. The suffix decides only for formats without a fixed beginning.
+    The format is recognised by the first bytes of the file. Only formats whose first bytes are not
+    fixed are recognised by the suffix.
     """
     if suffix == ".distcp":
-        # It consists of several parts. `.metadata` of the folder says how long it must be.
+        # The file consists of several parts. Its length is in the file `.metadata` of the folder.
         return None
     if head.startswith(b"PK") or b"PK\x03\x04".startswith(head):
         return _check_zip
@@ -132,7 +136,7 @@ def _find_check(suffix: str, head: bytes, size: int) -> Callable[[BinaryIO, int]
 
 
 def _check_safetensors(file: BinaryIO, size: int) -> str:
-    """Compare the size with the offsets in the header of a safetensors file."""
+    """Check a safetensors file: compare its size with the offsets in its header."""
     head = file.read(8)
     if len(head) < 8:
         return f"has {size} bytes, less than a safetensors header"
@@ -149,7 +153,7 @@ def _check_safetensors(file: BinaryIO, size: int) -> str:
 
 
 def _check_zip(file: BinaryIO, size: int) -> str:
-    """Read the table at the end of a zip archive. PyTorch, NumPy and Lightning write such files."""
+    """Check a zip archive, as PyTorch, NumPy and Lightning write it, by the table at its end."""
     try:
         with zipfile.ZipFile(file) as archive:
             for entry in archive.infolist():
@@ -161,7 +165,7 @@ def _check_zip(file: BinaryIO, size: int) -> str:
 
 
 def _check_npy(file: BinaryIO, size: int) -> str:
-    """Compare the size with shape and type in the header of a NumPy file."""
+    """Check a NumPy file: compare its size with the shape and the type in its header."""
     major_version = file.read(8)[6]
     length_format = "<H" if major_version == 1 else "<I"
     length_bytes = struct.calcsize(length_format)
@@ -169,14 +173,17 @@ def _check_npy(file: BinaryIO, size: int) -> str:
     header = ast.literal_eval(file.read(header_bytes).decode("latin1"))
     match = re.fullmatch(r"[<>|=]?[a-zA-Z](\d+)", str(header["descr"]))
     if match is None or "O" in str(header["descr"]):
-        return ""  # A structured type, or pickled objects.
+        return ""  # The size of structured types and of pickled objects cannot be computed.
     item_bytes = int(match[1]) * (4 if "U" in header["descr"] else 1)
     expected = 8 + length_bytes + header_bytes + item_bytes * math.prod(header["shape"])
     return "" if size >= expected else f"has {size} bytes, its header says {expected}"
 
 
 def _check_hdf5(file: BinaryIO, size: int) -> str:
-    """Compare the size with the end of file in the superblock. Source: HDF5 format, section II."""
+    """Check an HDF5 file: compare its size with the length in its superblock.
+
+    Source: HDF5 format, section II.
+    """
     head = file.read(64)
     version = head[8]
     if version > 3:
@@ -187,7 +194,7 @@ def _check_hdf5(file: BinaryIO, size: int) -> str:
 
 
 def _check_tar(file: BinaryIO, size: int) -> str:
-    """Read the headers of an archive without compression, such as NeMo's `.nemo`."""
+    """Check a tar archive without compression, such as a `.nemo` file, by its headers."""
     try:
         with tarfile.open(fileobj=file, mode="r:") as archive:
             ends = [member.offset_data + member.size for member in archive]
@@ -206,7 +213,7 @@ def _check_json(file: BinaryIO, size: int) -> str:
 
 
 class _Stub:
-    """Stands for every class and function that a pickle names. It does nothing."""
+    """Replacement for each class and function that a pickle names. It does nothing."""
 
     def __init__(self, *args: object, **fields: object) -> None:
         pass
@@ -234,13 +241,14 @@ class _Stub:
 
 
 class _Dict(dict[Any, Any]):
-    """Stands for an OrderedDict. Unlike a plain dictionary, it may have attributes."""
+    """Replacement for an OrderedDict in a pickle. Unlike a plain dict, it can have attributes."""
 
 
 class SafeUnpickler(pickle.Unpickler):
-    """Reads the plain data of a pickle. Objects of all classes become stubs, nothing is executed.
+    """Reads the plain data in a pickle without executing code from the pickle.
 
-    After `load`, `persistent_ids` has the references to tensors' data in PyTorch's files.
+    Objects of all classes are replaced by stubs. After a call of `load`, the attribute
+    `persistent_ids` has the references to the data of the tensors in PyTorch's files.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -263,7 +271,7 @@ def _check_pickle(file: BinaryIO, size: int) -> str:
     if size > _PICKLE_BYTES:
         head = file.read(1 << 16)
         if _is_old_torch(head):
-            return ""  # Its pickles would have to be parsed.
+            return ""  # A complete check would have to parse all pickles in this large file.
         file.seek(-1, os.SEEK_END)
         return "" if file.read(1) == pickle.STOP else "is cut short: the pickle has no end"
     first = SafeUnpickler(file).load()
@@ -272,7 +280,7 @@ def _check_pickle(file: BinaryIO, size: int) -> str:
     # Some programs write several pickles into one file.
     while file.tell() < size:
         if file.read(1) != pickle.PROTO:
-            return ""  # Data of another kind follows the pickle.
+            return ""  # The pickle is followed by data in another format, which is not checked.
         file.seek(-1, os.SEEK_CUR)
         for _ in pickletools.genops(file):
             pass
@@ -287,8 +295,11 @@ def _is_old_torch(head: bytes) -> bool:
 
 
 def _check_old_torch(file: BinaryIO, size: int) -> str:
-    """Add up the storages of a file in the old format. Source: torch/serialization.py."""
-    for _ in range(2):  # The protocol version, and facts about the machine.
+    """Check a file in PyTorch's format before version 1.6: add up the sizes of its storages.
+
+    Source: torch/serialization.py.
+    """
+    for _ in range(2):  # Skip the protocol version and the data about the machine.
         SafeUnpickler(file).load()
     objects = SafeUnpickler(file)
     objects.load()
@@ -314,9 +325,11 @@ def _check_old_torch(file: BinaryIO, size: int) -> str:
 
 
 def read_pickled_number(path: Path, *keys: str) -> int | None:
-    """Return the whole number under the first of some keys in a pickle, or None if there is none.
+    """Return the integer that is stored under a key in a pickle, or None if there is none.
 
-    The pickle is the file itself or the `data.pkl` of a PyTorch file. The keys may be at any depth.
+    Args:
+        path: The pickle, or a PyTorch file that contains a pickle `data.pkl`.
+        keys: Possible keys, in the order of their priority. A key may be at any depth.
     """
     try:
         data = _read_pickle_bytes(path)
@@ -334,7 +347,7 @@ def read_pickled_number(path: Path, *keys: str) -> int | None:
                     found.setdefault(key, argument)
                 key = ""
     except Exception:
-        # A damaged pickle has no usable number after its damage.
+        # The pickle is damaged. Numbers that were read before the damage are used.
         pass
     return next((found[key] for key in keys if key in found), None)
 
@@ -355,11 +368,11 @@ def _read_pickle_bytes(path: Path) -> bytes:
 
 
 def read_stored_lengths(metadata: Path) -> dict[str, int]:
-    """Return the files that a `.metadata` of torch.distributed.checkpoint names.
+    """Return the sizes of the files that a `.metadata` of torch.distributed.checkpoint names.
 
     Returns:
-        The least size of each file in bytes, by its name relative to the folder. Empty if the file
-        has another format.
+        The smallest possible size of each file in bytes, by its path relative to the folder. The
+        result is empty if `metadata` has another format.
     """
     ends: dict[str, int] = {}
 
