@@ -1,4 +1,4 @@
-"""Arguments, exit codes and error messages that all verbs of the `muster` command share."""
+"""Arguments, exit codes and error messages that all subcommands of `muster` share."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ AsJson = Annotated[
     bool, Parameter(name="--json", help="Print JSON. Times in it are UTC epoch seconds.")
 ]
 Pool = Annotated[str, Parameter(name="--pool", help="Name of the Prefect work pool.")]
-#: Default settings of all command-line parameters. Without them, cyclopts would add an option
-#: `--no-x` for each option `--x`.
+#: Default settings of all command-line parameters. Without these settings, cyclopts would add an
+#: option `--no-x` for each option `--x`.
 DEFAULT = Parameter(negative=())
 
 
 def run_alone(verb: Callable[..., int], name: str) -> int:
-    """Run a verb as a separate program, and return its exit code.
+    """Run a function as the only command of a program, and return the exit code of the program.
 
     Args:
         verb: Function that does the work and returns an exit code.
@@ -68,13 +68,13 @@ def run_alone(verb: Callable[..., int], name: str) -> int:
 
 
 def run(app: App, arguments: Sequence[str] | None = None) -> int:
-    """Run the verb of the `muster` command that the command-line arguments name.
+    """Run the subcommand of `muster` that the command-line arguments name.
 
-    If the verb raises a Muster error, only the message of the error is printed, without a
+    If the subcommand raises a Muster error, only the message of the error is printed, without a
     traceback. Control characters in the output are removed; see `tasks/show/output.py`.
 
     Args:
-        app: The command with its verbs.
+        app: The command `muster` with its subcommands.
         arguments: The command-line arguments. None means those of this process.
 
     Returns:
@@ -86,7 +86,7 @@ def run(app: App, arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_guarded(app: App, arguments: Sequence[str] | None) -> int:
-    """Run a verb and return its exit code, with errors turned into messages and exit codes.
+    """Run a subcommand and return its exit code, with errors turned into messages and exit codes.
 
     `run` calls this function after it has replaced standard output and standard error by streams
     that remove control characters.
@@ -108,8 +108,8 @@ def _run_guarded(app: App, arguments: Sequence[str] | None) -> int:
             print("Interrupted.", file=sys.stderr)
         return error.code if isinstance(error.code, int) else EXIT_FAILED
     except BrokenPipeError:
-        # The reader of standard output has ended early, as in `muster ls | head`. This is not an
-        # error. Replacing the descriptor prevents a second error when the interpreter exits.
+        # The program that reads standard output has ended early, as in `muster ls | head`. This is
+        # not an error. Replacing the descriptor prevents a second error when the interpreter exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_DONE
     except (MusterError, OSError) as error:
@@ -126,7 +126,7 @@ def _run_guarded(app: App, arguments: Sequence[str] | None) -> int:
 def _format_usage_error(error: CycloptsError) -> Panel:
     """Return the message about wrong command-line arguments as a framed panel.
 
-    For invalid values and unknown verbs, it is more precise than the message of cyclopts.
+    For invalid values and unknown subcommands, the message is more precise than that of cyclopts.
     """
     if isinstance(error.__cause__, ValidationError):
         lines = []
@@ -135,8 +135,8 @@ def _format_usage_error(error: CycloptsError) -> Panel:
             lines.append(f"--{option}: {fault['msg']}")
         return CycloptsPanel("\n".join(lines))
     if isinstance(error, UnusedCliTokensError) and error.unused_tokens and error.app is not None:
-        # A group of verbs that also works without a verb, such as `muster queue`, got a word that
-        # is not one of its verbs.
+        # A command that also works without a subcommand, such as `muster queue`, was followed by a
+        # word that is not the name of a subcommand.
         word = error.unused_tokens[0]
         verbs = [name for name in error.app if not name.startswith("-")]
         if verbs:

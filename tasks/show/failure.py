@@ -17,7 +17,7 @@ _TAIL_LINES = 12
 
 
 class Fact(NamedTuple):
-    """A line about a failure, with a label in front of it."""
+    """A line about a failure: a label and a text."""
 
     #: Label, such as `first failure`.
     label: str
@@ -129,7 +129,7 @@ def _describe_ending(attempt: AttemptRecord, failure: Failure, name: str) -> str
 
 
 def last_log_lines(failure: Failure) -> list[str]:
-    """Return the last lines of the failed component's log, at most 12."""
+    """Return the last lines of the failed component's log, at most 12 lines."""
     return failure.log_tail.splitlines()[-_TAIL_LINES:]
 
 

@@ -33,8 +33,8 @@ from tasks.spec.formatting import (
 )
 from tasks.spec.values import is_number
 
-#: Line for each event that is shown: a format string with the event as `{0}`, and the Rich style.
-#: The keys are event names.
+#: Line of text for each event that is shown, by the name of the event. The values are a format
+#: string, in which `{0}` is the event, and a Rich style.
 _TEXTS: Mapping[str, tuple[str, str]] = {
     "containment": ("process containment: {0.text}", "dim"),
     "job.submitted": ("{0.component}: job {0.submission_id} submitted", ""),
@@ -127,7 +127,7 @@ def _failure_fields(
     """Yield the facts about a failure, one per line, and the last log lines of the component.
 
     Args:
-        omit: Labels of the facts that are not shown.
+        omit: Labels of the facts to leave out.
     """
     for fact in list_facts(place, attempt, failure):
         if fact.label not in omit:
@@ -190,7 +190,7 @@ def end_block(
 
 
 def _describe_duration(record: RunJson) -> str:
-    """Return the duration of a run and how its attempts ended.
+    """Return a text with the duration of a run and the results of its attempts.
 
     Example: `21 s, 2 attempts (NODE_LOST and completed)`.
     """

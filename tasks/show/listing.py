@@ -14,8 +14,8 @@ from rich.text import Text
 
 from tasks.show.output import one_line
 
-#: The message is printed next to the other cells only if at least this many columns remain for it.
-#: Otherwise it is printed on the next line.
+#: The message of a run is printed next to the other cells of the run only if at least this number
+#: of columns remains for it. Otherwise it is printed on the next line.
 _MESSAGE_COLUMNS = 20
 _GAP = "  "
 _HEAD = ("run", "state", "age", "host", "message")
@@ -35,7 +35,7 @@ class ListedRun:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The five fields in column order. Line breaks and control characters are removed."""
+        """The five texts in the order of the columns, without line breaks or control codes."""
         fields = (self.run_id, self.state, self.age, self.host, self.message)
         return tuple(map(one_line, fields))
 

@@ -7,7 +7,7 @@ or draws text from right to left. Rich interprets markup in the text: `[/path]` 
 
 This module protects the user's terminal from such text:
 
-- `guard_output` removes control characters from the whole output of a `muster` verb.
+- `guard_output` removes control characters from the whole output of a `muster` command.
 - `SafeConsole` is the only Rich console of Muster. It ignores markup, emoji codes and links, and
   removes control characters from everything that it draws.
 - `raw_stdout` returns the unprotected standard output. Component logs are written to it unchanged
@@ -28,9 +28,9 @@ from rich.segment import Segment
 from rich.style import Style
 from rich.text import Text
 
-#: Matches the escape sequences for colours, cursor moves, titles, links and the clipboard. If a
-#: sequence with text, such as a title, has no end mark, only its first two characters match. The
-#: text after them may be part of the message.
+#: Matches the escape sequences for colours, cursor moves, titles, links and the clipboard. If an
+#: escape sequence that contains text, such as a title, is not terminated, only its first two
+#: characters match. The following text may be part of the message.
 _SEQUENCES = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_](?:[^\x07\x1b\n]*(?:\x07|\x1b\\))?|[ -/]*[0-~])"
 )
@@ -93,7 +93,7 @@ def coloured_line(line: str) -> Text:
 
 
 def _last_state(line: str) -> str:
-    """Return the text after the last carriage return, as a terminal would finally show it."""
+    """Return the text of a line after its last carriage return, as a terminal finally shows it."""
     return line.rstrip("\r").rpartition("\r")[2]
 
 
@@ -170,7 +170,7 @@ def replace_stream(name: str, replacement: Any, stack: ExitStack) -> None:
     stream: TextIO = getattr(sys, name)
     _set_until_closed(sys, name, replacement, stack)
     for handler in _log_handlers():
-        # A log handler keeps the stream that it got when it was created, so it is changed as well.
+        # A log handler keeps the stream with which it was created, so the handler is changed, too.
         if handler.stream in (stream, unguarded(stream)):
             _set_until_closed(handler, "stream", replacement, stack)
             if (console := getattr(handler, "console", None)) is not None:
@@ -193,14 +193,14 @@ def _log_handlers() -> Iterator[logging.StreamHandler[Any]]:
 
 
 def unguarded(stream: TextIO) -> TextIO:
-    """Return the stream behind a `GuardedStream`. Any other stream is returned unchanged."""
+    """Return the stream that a `GuardedStream` wraps. Any other stream is returned unchanged."""
     return stream.raw_stream if isinstance(stream, GuardedStream) else stream
 
 
 def raw_stdout() -> TextIO:
     """Return standard output without the removal of control characters.
 
-    It is for logs that are written to a file or a pipe.
+    Use the result for logs that are written to a file or a pipe.
     """
     return unguarded(sys.stdout)
 

@@ -158,7 +158,7 @@ def _server_rows(servers: Sequence[ServerSeen]) -> Iterator[list[str]]:
         ]
 
 
-#: The card about the attempts names at most this many attempts.
+#: Largest number of attempts that the card about the attempts names.
 _MAX_ATTEMPTS_IN_HEADLINE = 5
 
 
@@ -203,7 +203,10 @@ def show_time(view: RunView) -> Shown | None:
 
 
 def _measured_rows(slow: Slow) -> Iterator[tuple[str, Measured, Callable[[float], str]]]:
-    """Yield the label, the two values and the number format for each row of the time table."""
+    """Yield the rows of the table about the time of the training steps.
+
+    Each row has a label, the recent and the earlier value, and the function that formats a value.
+    """
     if slow.step is not None:
         yield "one step", slow.step, format_duration
     for part in slow.shares:
@@ -248,10 +251,9 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def list_other_pages(view: RunView) -> tuple[tuple[str, str], ...]:
-    """Return links to other web pages about the run.
+    """Return links to other web pages about the run: experiment trackers and the Ray dashboard.
 
-    They lead to experiment trackers, whose addresses are read from the component logs, and to the
-    Ray dashboard.
+    The addresses of the experiment trackers are read from the logs of the components.
 
     Returns:
         Pairs of a name for the link and the web address.
@@ -303,7 +305,7 @@ def show_summary(view: RunView) -> Shown:
     failed = view.failed
 
     parts = [f"### {state.capitalize()}"]
-    # If an attempt has failed, the message is part of the section about the failure.
+    # After a failed attempt, the section about the failure already contains the message.
     if message and failed is None:
         parts.append(code_block(message) if "\n" in message else escape_markdown(message))
     if state == "failed" and failed is None and (remedy := find_remedy(message)):
@@ -340,7 +342,7 @@ def _describe_state(view: RunView) -> tuple[str, str]:
 
 
 def _build_headline(view: RunView, state: str, message: str) -> str:
-    """Return the short text for the card on the run's page: state, message or failure, progress."""
+    """Return the text for the card on the run's page: state, message or failure, progress."""
     if view.failed is not None:
         attempt, failure = view.failed
         lines = [failure.kind.value, *list_card_lines(attempt, failure)]

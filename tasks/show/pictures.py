@@ -134,7 +134,7 @@ Point = tuple[float, float]
 
 #: Height of the picture of a curve in pixels.
 _CURVE_HEIGHT = 280
-#: Edges of the area of the curve, in pixels.
+#: Edges of the rectangle in which the curve is drawn, in pixels.
 _LEFT = 66.0
 _RIGHT = WIDTH - 18.0
 _TOP = 60.0
@@ -145,7 +145,7 @@ _MAX_CURVE_POINTS = 500
 
 
 def thin_out(points: Sequence[Point], at_most: int) -> Sequence[Point]:
-    """Return at most `at_most` of the points, evenly spaced, with the first and the last point."""
+    """Return at most `at_most` evenly spaced points, including the first and the last point."""
     stride = -(-(len(points) - 1) // (at_most - 1)) or 1
     return [*points[:-1:stride], points[-1]]
 
@@ -307,7 +307,7 @@ def draw_timeline(view: RunView) -> str:
 
 
 def list_phases(view: RunView, attempt: AttemptRecord, name: str) -> list[tuple[str, float, float]]:
-    """Return the phases of a component in an attempt.
+    """Return how long a component was waiting, starting and ready in an attempt.
 
     Returns:
         Tuples of phase name, begin and end in UTC epoch seconds, in order and without gaps. The
@@ -461,7 +461,8 @@ class Figures:
             step: Key of the step in a line. Dots separate nested keys.
             names: Names of metrics, best first. The first line with such a metric decides which
                 metric is collected.
-            take: Called with the step and the content of each line that has a step.
+            take: Function that is called with the step and the content of each line that has a
+                step.
         """
         self.path = path
         #: Name of the collected metric, or an empty string if no line had such a metric yet.
@@ -470,7 +471,8 @@ class Figures:
         self._names = names
         self._on_line = take
         self._file = MetricsFile(path)
-        #: Value of `MetricsFile.restarts` at the last read. It changes if the file was replaced.
+        #: Value of `MetricsFile.restarts` at the last read. If the value changes, the metrics file
+        #: was replaced.
         self._restarts = 0
         self._points: dict[float, float] = {}
 

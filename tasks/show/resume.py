@@ -11,12 +11,13 @@ _REFUSED_SHOWN = 5
 
 
 def describe_resume(resume: ResumeRecord | None, attempt: int) -> Iterator[str]:
-    """Yield sentences about the checkpoint of an attempt: the choice, refused checkpoints, notes.
+    """Yield sentences about the checkpoint from which an attempt starts.
 
-    Yield nothing for a first attempt, unless it refused checkpoints.
+    The sentences name the chosen checkpoint, the refused checkpoints and further remarks. There are
+    no sentences for the first attempt, unless checkpoints were refused.
 
     Args:
-        resume: Record of the choice. None if no choice was recorded for the attempt.
+        resume: Record of the chosen checkpoint, or None if the attempt has no such record.
         attempt: Number of the attempt, from 1.
     """
     if resume is None or (attempt == 1 and not resume.refused):

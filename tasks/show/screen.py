@@ -1,10 +1,12 @@
-"""Write scrolling lines to standard output and, on a terminal, redraw a live region below them.
+"""Write scrolling lines to standard output and, on a terminal, redraw a status area below them.
 
-Rich formats the text. Lines and region are written together with a single write.
+The status area is the last lines of the terminal, which are erased and drawn again at each change.
+In the code it is called `region`. Rich formats the text. New lines and the status area are written
+with a single write.
 
-While the live region is shown, other code may print as well: warnings of libraries, tracebacks of
-threads, Prefect's log. `ForeignLines` turns this output into scrolling lines. Otherwise it would
-be written into the live region, and erased when the region is redrawn.
+While the status area is shown, other code may print as well: warnings of libraries, tracebacks of
+threads, Prefect's log. `ForeignLines` turns this output into scrolling lines. Otherwise the output
+would be written into the status area, and would be erased with it.
 """
 
 from __future__ import annotations
@@ -26,17 +28,18 @@ from tasks.show.output import SafeConsole, replace_stream
 
 _ERASE_BELOW = "\x1b[J"
 _UNKNOWN_SIZE = os.terminal_size((80, 24))
-#: Smallest number of lines of a terminal that shows the live region: the lines at the bottom that
-#: are drawn again and again.
+#: Smallest number of lines of a terminal on which the status area is shown. The status area is the
+#: last lines of the terminal, which are redrawn at each change.
 _MIN_LINES = 5
-#: Longest wait for a terminal that cannot take more output, in seconds, before the next write.
+#: If a terminal accepts no more output, the next write is tried after at most this number of
+#: seconds.
 _RETRY_AFTER_S = 1.0
 
 
 def can_draw(is_terminal: bool, environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if colours and the live region may be drawn.
+    """Return True if the output may contain colours and a status area that is redrawn.
 
-    They are drawn on a terminal, unless the environment variable NO_COLOR, CI or TERM forbids them.
+    This is the case on a terminal, unless the environment variable NO_COLOR, CI or TERM forbids it.
     """
     if environ.get("NO_COLOR") or environ.get("CI", "").lower() not in ("", "0", "false"):
         return False
@@ -57,8 +60,8 @@ def make_writer(fd: int, encoding: str = "utf-8") -> Callable[[str], object]:
             try:
                 remaining = remaining[os.write(fd, remaining) :]
             except BlockingIOError:
-                # Another process on the same terminal has made it non-blocking. Wait until the
-                # terminal takes more output.
+                # Another process has set the terminal to non-blocking mode. Wait until the terminal
+                # accepts more output.
                 poll = select.poll()
                 poll.register(fd, select.POLLOUT)
                 poll.poll(_RETRY_AFTER_S * 1000)
@@ -67,7 +70,9 @@ def make_writer(fd: int, encoding: str = "utf-8") -> Callable[[str], object]:
 
 
 class Screen:
-    """Shows scrolling lines and a live region below them. Only one thread may use it at a time.
+    """Shows scrolling lines and, below them, a status area that is redrawn at each change.
+
+    Only one thread may use a screen at a time.
 
     If a write fails, for example because the terminal was closed, `is_gone` becomes True. The
     screen then writes nothing more.
@@ -82,17 +87,17 @@ class Screen:
     ) -> None:
         """
         Args:
-            write: Writes text to the output. It raises OSError or ValueError if the output was
-                closed.
+            write: Function that writes text to the output. It raises OSError or ValueError if the
+                output was closed.
             is_live: True if the output accepts colours and cursor movements.
-            size: Returns the current size of the terminal.
+            size: Function that returns the current size of the terminal.
         """
         #: True if the output accepts colours and cursor movements.
         self.is_live = is_live
         #: True if the output was closed.
         self.is_gone = False
         self._write = write
-        #: Returns the current size of the terminal.
+        #: Function that returns the current size of the terminal.
         self.size = size
         # With `soft_wrap`, Rich does not break long lines. The user can copy a line as a whole.
         self._console = SafeConsole(
@@ -101,12 +106,12 @@ class Screen:
             color_system="auto" if is_live else None,
             soft_wrap=True,
         )
-        #: Width in columns of each line of the live region that was drawn last.
+        #: Width in columns of each line of the status area as it was drawn last.
         self._widths: list[int] = []
 
     @staticmethod
     def of_stdout() -> Screen:
-        """Return a screen for standard output. If standard output is closed, it shows nothing."""
+        """Return a screen for standard output. It shows nothing if standard output is closed."""
         try:
             fd = sys.stdout.fileno()
             # The screen bypasses the buffer of standard output. Text in this buffer is older than
@@ -119,11 +124,11 @@ class Screen:
         return Screen(write, is_live=can_draw(os.isatty(fd)), size=lambda: _terminal_size(fd))
 
     def show(self, lines: Iterable[Text], region: RenderableType | None = None) -> None:
-        """Print lines, and redraw the live region below them.
+        """Print lines, and redraw the status area below them.
 
         Args:
             lines: New scrolling lines.
-            region: New content of the live region, or None to remove the region.
+            region: New content of the status area, or None to remove the status area.
         """
         if self.is_gone:
             return
@@ -143,9 +148,10 @@ class Screen:
             self.is_gone = True
 
     def _rows(self, region: RenderableType) -> list[list[Segment]]:
-        """Return the live region as lines for the terminal.
+        """Return the status area as lines for the terminal.
 
-        If the terminal has too few lines, only the last lines are returned, after a line `...`.
+        If the terminal has too few lines, the result is a line `...` and the last lines of the
+        status area.
         """
         columns, height = self.size()
         if not self.is_live or height < _MIN_LINES:
@@ -156,10 +162,10 @@ class Screen:
         return rows if len(rows) <= max_rows else [[Segment("...")], *rows[1 - max_rows :]]
 
     def _erase_sequence(self) -> str:
-        """Return the escape sequence that erases the live region.
+        """Return the escape sequence that erases the status area.
 
         The number of rows to erase depends on the current width of the terminal. If the user has
-        made the terminal narrower, it has wrapped the lines of the region into more rows.
+        made the terminal narrower, the lines of the status area were wrapped into more rows.
         """
         if not self._widths:
             return ""
@@ -182,15 +188,17 @@ def _terminal_size(fd: int) -> os.terminal_size:
 
 
 class ForeignLines(io.TextIOBase):
-    """A stream that collects the lines which other code prints while the live region is shown.
+    """A stream that collects the lines which other code prints while the status area is shown.
 
-    It replaces standard output and standard error if they are a terminal. Any thread may write.
+    The stream replaces standard output and standard error if these are a terminal. Any thread may
+    write to the stream.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         """
         Args:
-            say: Called with each printed line that is not blank. It must return at once.
+            say: Function that is called with each printed line that is not blank. It must not
+                block.
         """
         self._say = say
         self._lock = threading.RLock()

@@ -26,15 +26,16 @@ from tasks.spec.watch import list_metric_sections
 _RECENT_COUNT = 10
 #: Largest number of steps, or of samples, that are kept in memory.
 _KEPT_COUNT = 2000
-#: Recent values are compared with earlier values only if there are at least this many earlier ones.
+#: Recent values are compared with earlier values only if at least this number of earlier values
+#: exist.
 _MIN_EARLIER_COUNT = 3
 #: Recent steps count as slower than earlier steps if they take at least this many times as long.
 _SLOWER_RATIO = 1.2
-#: Key of the whole step in a mapping with the parts of a step.
+#: Key for the whole training step, in a mapping from parts of a training step to durations.
 _WHOLE = "step"
-#: Key of the part of a step in which the trainer waits, for example for rollouts.
+#: Key for the time in which the trainer waits, for example for rollouts.
 _WAITING = "waiting"
-#: Key of the time of a step that belongs to no other part.
+#: Key for the rest of a training step, which belongs to no other part.
 _OTHER = "other"
 #: Statistics of the response times of the inference fleet, as keys of the event `rollout.load`.
 _REQUEST_STATISTICS = ("p50", "p99", "max")
@@ -44,7 +45,7 @@ _MAX_NODES_NAMED = 4
 
 @cache
 def _parts_by_metric() -> Mapping[str, str]:
-    """Return which part of a training step each known metric measures: `{metric: part}`."""
+    """Return for each known metric which part of a training step it measures."""
     content = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
     return {name: part for part, names in content.items() for name in names}
 
@@ -160,10 +161,10 @@ class TimeSpent:
     """Collects measurements from the metrics and events of a run, and analyses them."""
 
     def __init__(self) -> None:
-        #: Durations of each step, as `measure_parts` returns them, by step; oldest step first.
+        #: For each training step, the durations that `measure_parts` returned; oldest step first.
         self._steps: dict[float, dict[str, float]] = {}
-        #: Seconds per step, computed from progress events. They are used if the metrics contain no
-        #: durations.
+        #: Durations of training steps in seconds, computed from progress events. They are used if
+        #: the metrics contain no durations.
         self._step_durations: deque[float] = deque(maxlen=_KEPT_COUNT)
         #: Time in UTC epoch seconds and step of the last progress event of the current attempt, or
         #: None if it had no such event yet.
@@ -188,7 +189,7 @@ class TimeSpent:
                 del self._steps[oldest_step]
 
     def observe(self, event: Event) -> None:
-        """Add the measurements in an event of the run. Other events are ignored."""
+        """Add the measurements in an event of the run. Events without measurements are ignored."""
         match event.name:
             case "attempt.begun":
                 self._last_progress = None

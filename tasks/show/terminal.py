@@ -31,12 +31,12 @@ from tasks.spec.run import RunSpec
 
 _log = logging.getLogger(__name__)
 
-#: Longest time in seconds until the live region is redrawn. It contains the ages of components,
-#: which change even if no event arrives.
+#: Longest time in seconds until the status area at the bottom of the terminal is redrawn. It shows
+#: the ages of components, which change even if no event arrives.
 _REDRAW_AFTER_S = 1.0
-#: Shortest time between two updates of the live region, in seconds.
+#: Shortest time in seconds between two updates of the status area at the bottom of the terminal.
 _FRAME_S = 0.05
-#: Largest number of lines that wait to be written.
+#: Largest number of lines in the buffer, which the thread has not written to the terminal yet.
 _MAX_BUFFERED_LINES = 10_000
 #: Longest wait at the end of the run, in seconds, until the thread has written the last lines.
 _CLOSE_WITHIN_S = 30.0
@@ -45,15 +45,16 @@ _CURVE_COLUMNS = 72
 _MIN_CURVE_COLUMNS = 30
 #: Height of the metric curve, in lines.
 _CURVE_LINES = 14
-#: Without a live region, a training prints about this many lines with its step.
+#: If the output is not a terminal, about this number of lines with the training step are printed
+#: during a run.
 _PROGRESS_LINES = 20
 
 
 class Terminal:
     """Shows the events of a run while the `with` block is open.
 
-    Events become plain lines. On a terminal, a live region below the lines shows the components and
-    the progress.
+    Events become plain lines. On a terminal, a status area below the lines shows the components and
+    the progress, and is redrawn at each change.
     """
 
     def __init__(self, spec: RunSpec, screen: Screen | None = None) -> None:
@@ -73,7 +74,7 @@ class Terminal:
         self._lines: deque[Text] = deque()
         #: Number of lines that were dropped since the last write.
         self._dropped_count = 0
-        #: Set if there are new lines, or if the live region has changed.
+        #: Set if there are new lines, or if the status area must be redrawn.
         self._has_changes = threading.Event()
         self._is_closing = False
         self._thread = threading.Thread(
@@ -103,7 +104,7 @@ class Terminal:
         self._add_stamped(line_of(text, style))
 
     def show(self, event: Event) -> None:
-        """Show an event of the run. The method does not wait until it is written."""
+        """Show an event of the run. The method does not wait until the text is written."""
         with self._lock:
             self._seen.observe(event)
         for line in lines_of(event):
@@ -177,8 +178,8 @@ class Terminal:
         while not is_last:
             self._has_changes.wait(_REDRAW_AFTER_S if self._screen.is_live else None)
             self._has_changes.clear()
-            # This flag is read before the lines are drawn. Otherwise a line that was added between
-            # the drawing and the end would be lost.
+            # `_is_closing` is read before the lines are drawn. Otherwise a line that was added
+            # after the drawing would be lost.
             is_last = self._is_closing
             try:
                 self._draw_frame(is_last)
@@ -191,10 +192,10 @@ class Terminal:
                 time.sleep(_FRAME_S)
 
     def _draw_frame(self, is_last: bool) -> None:
-        """Write the buffered lines and redraw the live region.
+        """Write the buffered lines, and redraw the status area at the bottom of the terminal.
 
         Args:
-            is_last: True at the end of the run. The live region is then removed.
+            is_last: True at the end of the run. The status area is then removed.
         """
         with self._lock:
             lines = list(self._lines)
@@ -245,14 +246,15 @@ _STYLES = {
     Standing.ENDED: "dim",
 }
 _BAR_COLUMNS = 40
-#: Largest number of components in the live region. More components would make drawing slow.
+#: Largest number of components that the status area shows. More components would make drawing slow.
 _MAX_ROWS = 50
 
 
 def build_region(seen: ObservedRun, now: float) -> Group:
-    """Return the content of the live region: components, progress, and the reason for a wait.
+    """Return the content of the status area at the bottom of the terminal.
 
-    The region is empty if the run has not begun.
+    The content is the table of components, the progress, and the reason why the run waits. It is
+    empty if the run has not begun.
 
     Args:
         seen: State of the run.
@@ -327,7 +329,7 @@ def _build_progress_line(pace: Pace, total: float | None, now: float) -> Table:
 
 
 def outlive_readers() -> None:
-    """Let this process continue if the reader of its standard output is gone.
+    """Let this process continue if the process that reads its standard output has ended.
 
     By default, Rich raises SystemExit if its output is a broken pipe. The standard output of a flow
     process is a pipe to its worker. If the worker is killed, the next log line of Prefect would

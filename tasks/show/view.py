@@ -1,7 +1,7 @@
 """The current state of a run, for the terminal, the Prefect UI and the messages of the flow run.
 
 `ObservedRun` derives the state from the events of the run. `RunView` combines this state with the
-run record. The module also has texts that several places show.
+run record. The module also has functions for texts that both the terminal and the Prefect UI show.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Shown:
     #: Short paragraphs in Markdown for the card on the run's page. The card cuts each paragraph
     #: after about 40 letters. Older versions of the UI show only the first paragraph.
     headline: str
-    #: Full content. As `type` says, it is Markdown, a JSON list of table rows, or a percentage.
+    #: Full content. Depending on `type`, it is Markdown, a JSON list of table rows, or a
+    #: percentage.
     data: str | float
     #: Type of the artifact in Prefect.
     type: Literal["markdown", "table", "progress"] = "markdown"
@@ -85,15 +86,17 @@ class ServerSeen:
     state: str = GroupState.STARTING.value
     #: Address of the server, or an empty string if it has not been started.
     url: str = ""
-    #: Number of starts so far.
+    #: Number of times that the server was started.
     starts: int = 0
     #: Reason why the server receives no requests, or an empty string.
     cause: str = ""
 
 
-#: The speed of the training is computed from the steps of this last period, in seconds.
+#: The speed of the training is computed from the training steps of the last period of this length,
+#: in seconds.
 _WINDOW_S = 120.0
-#: The speed is computed from at least this many last steps, even if they are older.
+#: The speed of the training is computed from at least this number of training steps, even if some
+#: are older than `_WINDOW_S`.
 _MIN_KEPT_STEPS = 6
 
 
@@ -165,7 +168,8 @@ class Pace:
         return max(0.0, (self._total - self.step) / rate)
 
 
-#: States of a lifecycle group whose engine cannot serve, temporarily or permanently.
+#: States of a lifecycle group whose inference engine cannot serve requests, temporarily or
+#: permanently.
 _LOST = frozenset({GroupState.INACTIVE, GroupState.RECOVERING, GroupState.RETIRED})
 
 
@@ -184,8 +188,8 @@ class ObservedRun:
         self.engines = spec.fleet.engines if spec.fleet is not None else 0
         #: Path of `run.json`, or None if it does not exist yet.
         self.record: Path | None = None
-        #: Current activity of the run, such as `starting trainer`. The message of the flow run's
-        #: state shows it.
+        #: Current activity of the run, such as `starting trainer`. It is shown as the message of
+        #: the flow run's state.
         self.doing = ""
         #: True if an attempt has begun, or if the run waits for its GPUs.
         self.has_begun = False
@@ -232,7 +236,7 @@ class ObservedRun:
         self.failure: Failure | None = None
 
     def observe(self, event: Event) -> None:
-        """Update the state with an event of the run. This takes little time."""
+        """Update the state with an event of the run. The method does not wait for anything."""
         match event.name:
             case "run.opened":
                 self.record = event.record
@@ -312,8 +316,8 @@ class ObservedRun:
             case "probe.failed" if event.probe != "live":
                 self._change(name, note=event.reason, unready=event.reason)
             case "component.ready":
-                # The note may be the reason of a failed probe, which is outdated now. Notes about
-                # the Ray job or the engines remain valid.
+                # The text `note` may be the reason why an earlier probe failed, which is outdated
+                # now. Texts about the Ray job or the engines remain valid.
                 stays_valid = note.startswith("job ") or (name == FLEET and "engines" in note)
                 new_note = note if stays_valid else row.status
                 self._change(name, stage=Standing.READY, note=new_note)
@@ -366,7 +370,7 @@ class ObservedRun:
 class RunView:
     """A run at one moment: its spec, its record, and its state according to its events."""
 
-    #: The moment in UTC epoch seconds.
+    #: Time to which the data belong, in UTC epoch seconds.
     at: float
     #: The run spec. Its placeholders are filled in if an attempt has begun.
     spec: RunSpec
@@ -388,7 +392,7 @@ class RunView:
         return (attempt, attempt.failure) if attempt and attempt.failure else None
 
 
-#: Signals that Muster sends to stop a component.
+#: Names of the signals that Muster may send to a component to stop it.
 _STOP_SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGKILL"})
 
 
@@ -403,14 +407,14 @@ def describe_ending(ended: ComponentRecord | Failure) -> str:
 
 
 def format_ending(exit_code: int | None, signal: str | None) -> str:
-    """Return the name of the signal if there is one, otherwise the exit code: `exit code 1`."""
+    """Return how a process ended: the name of the signal, or a text such as `exit code 1`."""
     if signal:
         return signal
     return f"exit code {'unknown' if exit_code is None else exit_code}"
 
 
 def describe_job(event: Event) -> str:
-    """Return the text for an event about the state of a Ray job: `job RUNNING, node 10.0.0.7`."""
+    """Return the text about the state of a Ray job in an event: `job RUNNING, node 10.0.0.7`."""
     place = f", {event.place}" if event.place else ""
     return f"job {event.status}{place}"
 

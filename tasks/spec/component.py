@@ -123,10 +123,10 @@ class Component(Model):
 
 
 def _find_folder_fault(checkpoints: object, cwd: object) -> str:
-    """Return the fault in a folder that also holds files of Muster, or an empty string.
+    """Return why a folder for checkpoints also contains files of Muster, or an empty string.
 
-    The directory of a run holds those of its attempts, whose names look like checkpoints. Debug
-    files of NCCL and logs lie in the directory of an attempt.
+    The directory of a run contains the directories of its attempts, whose names look like names of
+    checkpoints. The directory of an attempt contains logs, and debug files of NCCL.
     """
     if not isinstance(checkpoints, str):
         return ""
@@ -145,7 +145,7 @@ def _find_folder_fault(checkpoints: object, cwd: object) -> str:
     return ""
 
 
-#: Directories of a run that hold files of Muster, with an example that shows how they lie.
+#: Placeholders of the directories in which Muster writes files, each with an example of its value.
 _MUSTER_FOLDERS = {"${run.dir}": "/home/runs/run", "${attempt.dir}": "/home/runs/run/attempt-01"}
 
 
@@ -231,8 +231,8 @@ class ComponentsByName:
 
 def _checkpoint_faults(written: Mapping[str, object]) -> list[Refusal]:
     """Return a fault for each component with `checkpoints`, except the first such component.
-    The placeholder `${attempt.resume_from}` stands for one path, so only one component may have
-    checkpoints.
+    The placeholder `${attempt.resume_from}` stands for one path, so only one component of a run may
+    have the key `checkpoints`.
     """
     names = [
         name

@@ -16,17 +16,17 @@ import yaml
 from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.loading import find_project_root
 
-#: YAML file with the training frameworks that Muster recognises, and with the parts of a spec.
+#: YAML file with the training frameworks that Muster recognises, and with text for their run specs.
 _TEMPLATES = Path(__file__).with_suffix(".yaml")
 #: Number of bytes that are read from the beginning of each file that may be the training script.
 _READ_BYTES = 65_536
-#: Paths that are ignored: hidden files, installed packages and outputs of trainings.
+#: Matches paths that are ignored: hidden files, installed packages and outputs of trainings.
 _IGNORED = re.compile(r"(^|/)(\.|__pycache__|node_modules|site-packages|wandb/|outputs/)")
 _WORKLOADS = ("grpo", "ppo", "sft")
-#: A variable in a part of a spec, such as COMMAND.
+#: Matches a variable in the text for a run spec, such as COMMAND.
 _VARIABLE = re.compile(r"\b[A-Z]{4,}\b")
 #: Words that are likely in the name of a training's main file, the likeliest first. If several
-#: files match a framework, these words decide.
+#: files use a framework, these words decide which of them is the main file.
 _LIKELY = ("rl", "train", *_WORKLOADS, "run", "main")
 
 
@@ -89,7 +89,7 @@ def _read_beginning(path: Path) -> str:
 
 
 def _find_workload(text: str, default: str) -> str:
-    """Return the first workload of `_WORKLOADS` that a text mentions, or the default."""
+    """Return the first workload of `_WORKLOADS` that a text mentions, or `default` if none."""
     lowered = text.lower()
     return next((workload for workload in _WORKLOADS if workload in lowered), default)
 

@@ -39,7 +39,7 @@ class MusterError(Exception):
 
 
 class BadArgument(MusterError):
-    """A request of the user is impossible, or names a missing thing; Muster did nothing."""
+    """The user asked for something impossible or something missing; Muster did nothing."""
 
     exit_code = 2
 

@@ -12,14 +12,14 @@ from pathlib import Path
 
 
 class FailureKind(StrEnum):
-    """Kind of the cause that made an attempt of a run fail. Each kind needs another reaction.
+    """Kind of the cause that made an attempt of a run fail. Each kind needs a different reaction.
 
     By default, the run fails. If the user lists the kind under `retry` in the run spec, Muster
     retries the run instead. If Muster requeues the run by default, the comment of the kind mentions
     it. The comment "A retry can help" marks kinds whose cause may be gone at the next attempt.
 
-    `COLLECTIVE_TIMEOUT` and a SIGKILL without further evidence are symptoms. They count only if the
-    logs show no other cause.
+    `COLLECTIVE_TIMEOUT` and a SIGKILL without further evidence are symptoms of another failure.
+    Muster reports them as the cause only if the logs show no other cause.
     """
 
     #: The cluster did not have the GPUs that were granted to the run. Muster recognises this by
@@ -65,13 +65,14 @@ class FailureKind(StrEnum):
     #: The process of the fleet of inference servers crashed or was killed. The run is requeued up
     #: to three times.
     FLEET_LOST = "FLEET_LOST"
-    #: The user made a mistake that only a change can correct: in a file, module, key, type or
-    #: value.
+    #: The user made a mistake that a retry cannot correct, such as a missing file or module, or a
+    #: wrong key, type or value.
     USER_ERROR = "USER_ERROR"
-    #: The log shows any other traceback, or a training loss that is NaN or infinite.
+    #: The log shows a traceback that fits no other kind, or a training loss that is NaN or
+    #: infinite.
     RUNTIME_ERROR = "RUNTIME_ERROR"
-    #: The Ray cluster did not say how the job ended. Muster asks the cluster again before it
-    #: submits anything.
+    #: The Ray cluster did not answer how the job ended. Muster asks the cluster again before it
+    #: submits another job.
     LOST_CONTACT = "LOST_CONTACT"
     #: No rule recognised the cause of the failure.
     UNKNOWN = "UNKNOWN"
@@ -82,11 +83,12 @@ class FailureKind(StrEnum):
 REQUEUED = frozenset(
     {FailureKind.INSUFFICIENT_RESOURCES, FailureKind.START_TIMEOUT, FailureKind.FLEET_LOST}
 )
-#: Default number of tries in total, including the first, by kind. Other kinds of `REQUEUED` have no
-#: limit. These kinds have a limit because each try occupies the GPUs of the run for some time.
+#: Largest number of attempts, including the first, by kind of failure, if the user sets no number.
+#: These kinds have a limit because each attempt occupies the GPUs of the run for some time. After
+#: other failures in `REQUEUED`, a run is requeued without limit.
 DEFAULT_ATTEMPTS = {FailureKind.START_TIMEOUT: 6, FailureKind.FLEET_LOST: 4}
-#: Default delay before the first retry in seconds, by kind. These delays are short, because the
-#: retry need not wait until other runs free their GPUs.
+#: Default delay before the first retry in seconds, by kind of failure. The delay is short, because
+#: the retry need not wait until other runs free their GPUs.
 DEFAULT_DELAYS_S = {FailureKind.FLEET_LOST: 5.0}
 
 

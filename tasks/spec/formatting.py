@@ -31,12 +31,12 @@ _CELL_MARKS = re.compile(
 )
 #: Consecutive backquotes.
 _TICKS = re.compile("`+")
-#: The line of backquotes that begins or ends a code block.
+#: Matches the line of backquotes that begins or ends a code block.
 _FENCE = re.compile(r"^ {0,3}(`{3,})", re.MULTILINE)
 #: Characters of a link's URL that stay unchanged. All others are percent-encoded: a `)` or an HTML
 #: tag, for example, would end the link.
 _IN_URL = ":/?#[]@!$&*+,;=%~"
-#: A vertical bar that is not escaped. In a Markdown table, it would begin a new cell.
+#: Matches a vertical bar that is not escaped. In a Markdown table, the bar would begin a new cell.
 _BAR = re.compile(r"(?<!\\)\|")
 
 
@@ -84,7 +84,7 @@ def format_date_minute(at: float) -> str:
 
 
 def format_minute(at: float, now: float) -> str:
-    """Return the time of day without seconds, `14:20`, with its date if it is not today.
+    """Return a time as `14:20`, or with its date if the date differs from that of `now`.
 
     Args:
         at: The time, in UTC epoch seconds.

@@ -29,11 +29,11 @@ from tasks.spec.run import RunSpec
 from tasks.spec.secrets import mask_env, mask_nested, mask_text
 from tasks.spec.values import Document, WrittenFloat, describe_value
 
-#: Numbers with a decimal point, as YAML 1.1 writes them.
+#: Matches a number with a decimal point in the notation of YAML 1.1.
 _FLOAT = re.compile(r"[-+]?(?:[0-9]+\.[0-9]*(?:[eE][-+][0-9]+)?|\.[0-9]+(?:[eE][-+][0-9]+)?)")
-#: YAML's spellings of infinity and NaN.
+#: Matches infinity and NaN in the notation of YAML.
 _NO_NUMBER = re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")
-#: Plain decimal integers, without leading zeros.
+#: Matches a decimal integer without leading zeros.
 _INT = re.compile(r"0|-?[1-9][0-9]*")
 
 #: Beginning of the names of YAML's own types, such as `tag:yaml.org,2002:int`.
@@ -72,7 +72,7 @@ _Loader.add_implicit_resolver(
 
 
 def _construct_float(loader: _Loader, node: yaml.ScalarNode) -> float:
-    """Return the number of a YAML node, with its spelling in the file."""
+    """Return the number in a YAML node as a float that keeps the spelling of the file."""
     return WrittenFloat.of(node.value, loader.construct_yaml_float(node))
 
 
@@ -250,8 +250,8 @@ def parse_spec(
         spec = RunSpec.model_validate(written)
     if not from_form:
         faults += _find_empty_components(written)
-    # The validated spec lacks the components that the form omitted. Their `${NAME.port}` must be
-    # reported as unknown names.
+    # If the data come from the form, `spec` lacks the components that the user omitted. A
+    # placeholder such as `${NAME.port}` of an omitted component is then reported as unknown.
     faults += placeholders.find_placeholder_faults(
         spec.written() if from_form and spec else written
     )
@@ -445,7 +445,7 @@ def collect_faults(faults: list[Fault], parent_path: str = "") -> Iterator[None]
     """Catch an `InvalidSpec` that is raised within the context, and add its faults to a list.
 
     Args:
-        faults: List of faults, which is extended.
+        faults: List to which the faults are added.
         parent_path: Dotted path in the spec that is put before the path of each fault.
     """
     try:

@@ -295,7 +295,8 @@ def get_peer(connection: socket.socket) -> tuple[int, int]:
     The kernel recorded both when that process connected or began to listen.
 
     Raises:
-        OSError: The kernel cannot name the process, for example because it is no local socket.
+        OSError: The kernel cannot name the process, for example because `connection` is not a local
+            socket.
     """
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
     pid, uid, _gid = _PEER.unpack(credentials)

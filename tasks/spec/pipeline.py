@@ -127,7 +127,7 @@ class PipelineSpec(Document):
         return tuple(stage.name for stage in self.stages)
 
     def stage(self, name: str) -> Stage:
-        """Return the stage with a name. Raises: KeyError, if there is no such stage."""
+        """Return the stage with this name. Raises: KeyError, if the pipeline has no such stage."""
         return {stage.name: stage for stage in self.stages}[name]
 
 
@@ -192,8 +192,8 @@ def parse_pipeline(
     with collect_faults(faults):
         PipelineSpec.model_validate(written)
 
-    #: Placeholder names that later stages may use. The value is False for a name that will have no
-    #: value.
+    #: Placeholder names of the stages so far, such as `stage.sft.run_id`. The value is False if
+    #: such a placeholder will never have a value.
     known_names: dict[str, bool] = {}
     for index, stage in stages.items():
         faults += find_unknown_names(stage.get("checkpoint"), f"stages.{index}.checkpoint")
@@ -217,7 +217,7 @@ def add_deployment_specs(pipeline: PipelineSpec, specs: Mapping[str, object]) ->
         specs: Run spec of the deployment for each stage without a spec, by the name of the stage.
 
     Raises:
-        InvalidSpec: With all faults of the added specs.
+        InvalidSpec: An added spec has faults. The error lists all faults.
     """
     written = pipeline.written()
     for stage in written["stages"]:
@@ -269,9 +269,9 @@ def _check_stage(
     Args:
         stage: The stage as plain data. It is changed.
         path: Dotted path of the stage in the pipeline spec, for the faults.
-        known_names: Placeholder names of the earlier stages. The value is False for a name that
-            will have no value.
-        faults: List of faults, which is extended by the faults of the result.
+        known_names: Placeholder names of the earlier stages, such as `stage.sft.run_id`. The value
+            is False if such a placeholder will never have a value.
+        faults: List to which the faults of the changed run spec are added.
     """
     written = stage["spec"]
     for key, value in mapping_or_empty(stage.pop("set", None)).items():
@@ -286,9 +286,9 @@ def _check_stage(
 
 
 def _names_checkpoint(stage: Mapping[str, Any]) -> bool:
-    """Return True if a stage has a place for its checkpoints.
+    """Return True if a stage says where its checkpoints are.
 
-    The place is in the key `checkpoint` of the stage, or in the key `checkpoints` of a component.
+    The path is in the key `checkpoint` of the stage, or in the key `checkpoints` of a component.
     """
     components = mapping_or_empty(stage["spec"].get("components")).values()
     has_folder = any(mapping_or_empty(component).get("checkpoints") for component in components)

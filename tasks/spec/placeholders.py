@@ -1,4 +1,4 @@
-"""Placeholders of the form `${name}`: their allowed places in a spec, and their replacement.
+"""Placeholders of the form `${name}`: the spec keys that may contain them, and their replacement.
 
 Different programs replace different placeholders:
 
@@ -33,7 +33,8 @@ class Kind(Enum):
     PATTERN = "pattern"
     #: Argument of a command. `${rollout.engines}` as a whole argument becomes several arguments.
     WORD = "word"
-    #: Text of a fleet. The fleet itself replaces `${server.x}` and `$${` later, for each server.
+    #: Text of the component `rollout`. The process of the inference fleet later replaces
+    #: `${server.x}` and `$${` in it, for each inference server.
     FLEET = "fleet"
 
 
@@ -44,9 +45,9 @@ Change = Callable[[str, str, Kind], str | list[str]]
 # The escaped form `$${` must be the first alternative, because it contains `${`.
 _TOKEN = re.compile(r"\$\$\{|\$\{([^{}]*)\}|\$\{")
 
-#: Places of a mapping in which every value may contain placeholders.
+#: Describes a mapping in which each value may contain placeholders. Used in `_PLACES`.
 _TEXTS: dict[str, object] = {"*": Kind.TEXT}
-#: Places of a readiness or liveness probe in which placeholders are allowed.
+#: Keys of a readiness or liveness probe whose values may contain placeholders. Used in `_PLACES`.
 _PROBE: dict[str, object] = {
     "http": Kind.TEXT,
     # The user writes either a value or {not: value}.
@@ -56,7 +57,7 @@ _PROBE: dict[str, object] = {
     "file": Kind.TEXT,
     "processes": Kind.PATTERN,
 }
-#: Places of a component in which placeholders are allowed.
+#: Keys of a component whose values may contain placeholders. Used in `_PLACES`.
 _COMPONENT: dict[str, object] = {
     "command": {"*": Kind.WORD},
     "env": _TEXTS,
@@ -66,7 +67,7 @@ _COMPONENT: dict[str, object] = {
     "checkpoints": Kind.TEXT,
 }
 _FLEET_TEXTS: dict[str, object] = {"*": Kind.FLEET}
-#: Places of the component `rollout` in which placeholders are allowed.
+#: Keys of the component `rollout` whose values may contain placeholders. Used in `_PLACES`.
 _FLEET: dict[str, object] = {
     "command": _FLEET_TEXTS,
     "args": _FLEET_TEXTS,
@@ -74,8 +75,9 @@ _FLEET: dict[str, object] = {
     "model": Kind.FLEET,
     "cwd": Kind.TEXT,
 }
-#: Places of a run spec in which placeholders are allowed, as a tree of keys. The key "*" stands for
-#: any key or list item, and "" for the text itself. In all other places, `${` is plain text.
+#: Keys of a run spec whose values may contain placeholders, as a tree. The key "*" stands for any
+#: key or list item, and "" for the text itself. In the values of all other keys, `${` is plain
+#: text.
 _PLACES: dict[str, object] = {
     "env": _TEXTS,
     "cwd": Kind.TEXT,
@@ -94,7 +96,7 @@ ROLLOUT_ENGINES = "rollout.engines"
 
 #: Beginning of the placeholder names whose values differ for each inference server of the fleet.
 SERVER = "server."
-#: Beginning of the placeholder names that a pipeline replaces.
+#: Beginning of the placeholder names whose values come from an earlier stage of a pipeline.
 STAGE = "stage."
 #: Placeholder names that the texts of a fleet may use. They describe one server of the fleet.
 _SERVER_NAMES = tuple(f"{SERVER}{name}" for name in ("port", "host", "rank", "node", "group"))
@@ -109,7 +111,7 @@ STAGE_KEYS = (CHECKPOINT, RUN_DIR, RUN_ID)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """Use of a placeholder in a spec, with the place of the text that contains it."""
+    """Use of a placeholder in a spec, with the path of the text that contains it."""
 
     #: Dotted path of the text in the spec.
     path: str
@@ -310,7 +312,7 @@ def check_stage_names(written: object, known_names: Mapping[str, bool]) -> None:
     Args:
         written: The run spec of a stage.
         known_names: Placeholder names of the earlier stages, such as `stage.sft.run_id`. The value
-            is False for a name that will have no value.
+            is False if such a placeholder will never have a value.
 
     Raises:
         InvalidSpec: A name is unknown or will have no value.
@@ -332,7 +334,7 @@ def _find_unknown_name_faults(uses: Iterable[tuple[Use, Sequence[str]]]) -> tupl
     """Return a fault for each placeholder whose name is not in its list of known names.
 
     Args:
-        uses: Each use of a placeholder, with the names that are known at that place.
+        uses: Each use of a placeholder, with the names that are allowed in that text.
     """
     faults = (
         _make_unknown_name_fault(use, known_names)
@@ -347,7 +349,7 @@ def _make_unknown_name_fault(use: Use, known_names: Sequence[str]) -> Fault:
 
     Args:
         use: Use of the placeholder.
-        known_names: Names that a placeholder may have at that place.
+        known_names: Names that a placeholder may have in that text.
     """
     if use.name is None:
         remedy = "add the `}`, or write `$${` for a literal `${`"

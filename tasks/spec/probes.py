@@ -27,11 +27,11 @@ from tasks.spec.values import (
     shorten,
 )
 
-#: Spec keys that are the question of a probe. A probe has exactly one question. Only a liveness
-#: probe with the key `processes` may have no question.
+#: Spec keys that say what a probe checks. A probe has exactly one of these keys. Only a liveness
+#: probe with the key `processes` may have none of them.
 QUESTIONS = ("http", "tcp", "log", "file", "notify", "alive_s")
 
-#: Stands for a missing value in JSON. It differs from every JSON value.
+#: Result of a search for a value in JSON if the value is missing. It differs from every JSON value.
 _MISSING = object()
 
 
@@ -68,8 +68,8 @@ def get_number(content: Any, key: str) -> float | None:
     Returns:
         The number, or None if the key is missing or its value is not a finite number.
     """
-    # NaN must not count as a step. NaN differs from itself, so each reading of NaN would count as
-    # progress. NaN is also never below the step that `success` requires.
+    # NaN must not count as a training step. Two NaN values are not equal, so each NaN would look
+    # like a new step. NaN is also never below the step that `success` requires.
     value = get_value(content, key)
     # `isfinite` raises OverflowError for an integer that is too large for a float.
     with suppress(OverflowError):

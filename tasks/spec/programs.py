@@ -32,11 +32,11 @@ _REMEDY = (
     "install the program, or write its path ./NAME and run chmod +x NAME; write each argument as a "
     "separate list item"
 )
-#: Options that take no value, in Python and in shells. After any other option, it is uncertain
-#: which argument is the script.
+#: Matches options of Python and of shells that take no value. After any other option, it is
+#: uncertain which argument is the script.
 _FLAGS = re.compile(r"-[BEIPbdehinqsuvx]+")
 _CONFIG_OPTION = re.compile(r"(--(?:config|config[-_]file|env[-_]file))(?:=(.*))?", re.DOTALL)
-#: An argument that is the path of a single config file. It matches no URL and no list of files.
+#: Matches an argument that is the path of a single config file, but no URL and no list of files.
 _CONFIG_FILE = re.compile(r"[\w./+@ -]*\.(?:yaml|yml|json|toml|env|py)")
 
 
@@ -249,7 +249,7 @@ def _find_script(command: Sequence[str | None]) -> int | None:
 
 
 def _find_config_faults(place: str, command: Sequence[str | None], cwd: Path) -> Iterator[Fault]:
-    """Yield a fault for each missing file that a command gets by `--config` or `--env-file`.
+    """Yield a fault for each missing file that a command names after `--config` or `--env-file`.
 
     Args:
         place: Dotted path of the command in the spec.

@@ -220,7 +220,8 @@ def _find_divisibility_faults(sizes: Sizes) -> Iterator[Refusal]:
     if sizes.backend == "lmdeploy":
         gpus = ("the number of GPUs of an engine", max(sizes.tensor, sizes.expert))
 
-    #: For each rule: the key, its value, and the name and value of the size that it must divide.
+    #: For each rule: a spec key, its value, and the name and value of a size. The first value must
+    #: divide the second.
     rules: list[tuple[str, int, tuple[str, int]]]
     if sizes.backend == "sglang":
         rules = [
@@ -245,7 +246,7 @@ def _find_divisibility_faults(sizes: Sizes) -> Iterator[Refusal]:
 #: Environment variable that sets SGLang's own timeout of a health check, in whole seconds.
 #: Source: SGLang 0.5, srt/entrypoints/http_server.py
 SGLANG_TIMEOUT = "SGLANG_HEALTH_CHECK_TIMEOUT"
-#: Default of that variable in SGLang, in seconds.
+#: SGLang's timeout of a health check in seconds if the environment variable is not set.
 _SGLANG_TIMEOUT_S = 20
 
 #: Backends whose command Muster builds itself: name in the spec, and name in messages.

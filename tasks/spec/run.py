@@ -37,7 +37,7 @@ from tasks.spec.values import (
 )
 from tasks.spec.watch import Watch, WatchRule, check_watch_rules
 
-#: Default of the key `on_exit_zero` by component name. For other components it is `fail`.
+#: Default value of the key `on_exit_zero` by component name. For other components it is `fail`.
 _ON_EXIT_ZERO: dict[str, OnExitZero] = {"trainer": "complete", "environment": "complete"}
 
 
@@ -426,7 +426,10 @@ class RunSpec(Document):
         return component.engines * component.sizes.gpus or None
 
     def on_exit_zero(self, name: str) -> OnExitZero:
-        """Return the meaning of exit code 0 of a component. The default depends on its name."""
+        """Return what Muster does if a component ends with exit code 0.
+
+        If the user omitted the key `on_exit_zero`, the result depends on the component's name.
+        """
         component = self.components[name]
         written = component.on_exit_zero if isinstance(component, Component) else None
         return written or _ON_EXIT_ZERO.get(name, "fail")

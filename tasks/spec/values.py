@@ -144,7 +144,7 @@ class Model(BaseModel):
             key: The missing or unknown key.
 
         Returns:
-            The error, or None for another type of error. `Document` translates those types.
+            The error, or None for any other type of error, which `Document` translates later.
         """
         fields = {field.alias or name: field for name, field in cls.model_fields.items()}
         if kind == "missing":
@@ -328,7 +328,7 @@ def _check_variable_name(text: str) -> str:
 
 
 Text = Annotated[str, Field(strict=True, min_length=1), AfterValidator(_check_storable)]
-#: Text that the user may also write as a number in YAML: 60 means "60".
+#: Type of a text that the user may also write as a number in YAML: 60 means "60".
 Word = Annotated[
     str, BeforeValidator(_number_to_text), Field(strict=True), AfterValidator(_check_storable)
 ]
@@ -337,9 +337,9 @@ Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 Seconds = Positive
 Count = Annotated[int, Field(strict=True, ge=1)]
 CountOrZero = Annotated[int, Field(strict=True, ge=0)]
-#: A key, or several keys joined by dots: `train.step`.
+#: Type of a key, or of several keys joined by dots: `train.step`.
 DottedKey = Annotated[str, Field(strict=True, pattern=r"^[^.\s]+(\.[^.\s]+)*$")]
-#: Name of a run or pipeline. The run id begins with it.
+#: Name of a run or pipeline. The id of the run begins with this name.
 SpecName = Annotated[str, Field(strict=True, pattern=r"^[a-z][a-z0-9-]{0,31}$")]
 #: Pattern for the name of a component, port or stage.
 PART_NAME = r"^[a-z][a-z0-9_-]{0,31}$"

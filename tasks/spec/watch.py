@@ -31,10 +31,10 @@ Share = Annotated[float, Field(strict=True, gt=0, le=1)]
 
 #: Two metric values that differ by at most this relative amount count as equal.
 _EQUAL_WITHIN = 1e-9
-#: A metric counts as steady if its range is at most this share of its mean.
+#: A metric counts as steady if the range of its values is at most this share of their mean.
 _STEADY_WITHIN = 0.1
-#: A loss of a metric counts as noise if it is smaller than this multiple of the mean change from
-#: step to step.
+#: A decline of a metric counts as noise if it is smaller than this multiple of the metric's mean
+#: change from step to step.
 _NOISE_FACTOR = 4.0
 
 
@@ -159,12 +159,13 @@ class Watch(Model):
 def check_watch_rules(written: Mapping[str, Any], workload: object) -> Iterator[Refusal]:
     """Yield a fault for each of the user's rules that lacks a metric or a condition.
 
-    A rule with the name of a preset's rule is complete, because it takes its omitted keys from that
-    rule.
+    If the preset has a rule with the same name, the user's rule takes its omitted keys from the
+    rule of the preset. It then needs neither a metric nor a condition.
 
     Args:
         written: The mapping `watch` as the user wrote it. Its values are not validated yet.
-        workload: Workload of the run. It is the name of the preset if the user chose none.
+        workload: Workload of the run. If the user chose no preset, the preset with the name of the
+            workload applies.
     """
     known = _load_presets().get(str(written.get("preset") or workload), {})
     for name, rule in mapping_or_empty(written.get("rules")).items():
@@ -191,10 +192,10 @@ def _load_presets() -> Mapping[str, Mapping[str, WatchRule]]:
 
 
 def list_metric_sections(entry: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    """Return the mappings of a metrics file's line that can contain metrics.
+    """Return the mappings that can contain metrics in a line of a metrics file.
 
-    These are the line itself, and its mappings `data` and `metrics`. verl writes its metrics under
-    `data`.
+    These are the line itself, and the mappings under its keys `data` and `metrics`. verl, for
+    example, writes its metrics under `data`.
     """
     return entry, *(mapping_or_empty(entry.get(name)) for name in ("data", "metrics"))
 
@@ -237,7 +238,7 @@ class Alarm:
     value: float | None
     #: Reaction to the alarm: `tell` notifies the user, `stop` fails the attempt.
     then: Then
-    #: End of the message, after the name of the metric: `is 0.5, above 0.2 for 3 steps`.
+    #: Part of the message after the name of the metric: `is 0.5, above 0.2 for 3 steps`.
     predicate: str
 
     @property
@@ -364,7 +365,7 @@ class _RuleState:
         return f"{predicate} for {len(values)} steps" if predicate else ""
 
     def _evaluate_condition(self, values: Sequence[float]) -> str:
-        """Return the end of the alarm's message if the condition holds for the values, else ""."""
+        """Return the end of the alarm's message, or an empty string if there is no alarm."""
         rule = self.rule
         low = min(values)
         high = max(values)
@@ -384,7 +385,7 @@ class _RuleState:
         return self._evaluate_loss(values) if rule.loses else ""
 
     def _evaluate_loss(self, values: Sequence[float]) -> str:
-        """Evaluate the condition `loses`: the mean has fallen far below the best mean.
+        """Evaluate the condition `loses`: the present mean is far below the best mean so far.
 
         Args:
             values: The last `for_steps` values of the metric.
