@@ -38,16 +38,17 @@ from tasks.spec.formatting import join_commas
 
 
 class Role(IntEnum):
-    """Place of an error message in a chain of failures.
+    """Position of an error message in a chain of failures, from the cause to its consequences.
 
-    If several rules match in a log, the rule with the lowest role names the cause.
+    If several rules match lines of a log, the rule with the lowest role names the cause.
     """
 
-    #: Start of the chain: memory or a disk is full, a device is broken, GPUs are missing.
+    #: Message about the first failure in the chain, such as full memory, a full disk, a broken
+    #: device or missing GPUs.
     CAUSE = 0
-    #: Specific error message. The error may be the consequence of another error.
+    #: Message about a specific error, which may be the consequence of another error.
     ERROR = 1
-    #: Any exception at the end of a traceback.
+    #: Message of any exception at the end of a traceback.
     EXCEPTION = 2
     #: Message about another process that died or does not respond.
     CASCADE = 3
@@ -153,8 +154,8 @@ _STEP = re.compile(
     r"\s{0,3}[:= ]\s{0,9}(\d{1,9})\b",
     re.IGNORECASE,
 )
-#: Matches a progress bar of the training, or one without a name. Progress bars for loading or
-#: generation do not show that the training continues.
+#: Matches a progress bar of the training, or a progress bar without a name. Progress bars for
+#: loading or generation do not show that the training continues.
 _BAR = re.compile(
     r"^\s{0,9}(?:\S{0,20}(?:train|epoch|step|progress)[^|\n]{0,40})?\d{1,3}%\|[^|\n]{0,300}\|\s{0,5}(\d+)/\d",
     re.IGNORECASE,

@@ -295,9 +295,10 @@ def read_compressed(name: str) -> bytes:
 
 
 def find_entry_names(text: str, fetch: Fetch = lambda _: None) -> set[str]:
-    """Return all names of code store entries in a text, for example in the text of a `spec.yaml`.
+    """Return the names of all code store entries that a text mentions, such as a `spec.yaml`.
 
-    If an entry is a code, the result also has the name of its tree.
+    If an entry is a snapshot of a project, the result also has the name of the entry with the
+    project's files.
     """
     names = set(_NAME.findall(text))
     for name in tuple(names):
@@ -440,7 +441,7 @@ def _files(root: Path) -> tuple[set[str], set[str]]:
 
 
 def _listed(root: Path) -> tuple[set[str], set[str]]:
-    """Return the paths in a folder that git does not ignore, and the paths that git ignores.
+    """Return two sets: the paths in a folder that git does not ignore, and those that git ignores.
 
     Raises:
         GitFailed: git is missing, is too slow, or fails.

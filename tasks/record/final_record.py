@@ -28,7 +28,7 @@ _WAITING = (RunState.QUEUED, RunState.PENDING_RESOURCES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowLoss:
-    """Facts about a run whose flow process was killed, and what `muster reconcile` cleaned up."""
+    """Facts about a run whose flow process was killed, and the results of `muster reconcile`."""
 
     #: Process id of the flow process that was killed.
     pid: int

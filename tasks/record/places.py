@@ -361,11 +361,17 @@ class AttemptPlace:
 
     @property
     def submission(self) -> Path:
-        """Path of the first Ray job's submission record; see `submissions` for further jobs."""
+        """Path of the file `submission.json` of the attempt's first Ray job.
+
+        The method `submissions` returns the paths for all Ray jobs.
+        """
         return self.directory / "submission.json"
 
     def submissions(self) -> list[Path]:
-        """Return the submission records of all Ray jobs, submitted or about to be submitted."""
+        """Return the paths of the submission records of all Ray jobs of the attempt.
+
+        A record exists even before its job is submitted.
+        """
         return sorted(self.directory.glob("submission*.json"))
 
     def log(self, component: str) -> Path:

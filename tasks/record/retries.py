@@ -45,13 +45,14 @@ _RANK = re.compile(r"\brank\W{0,3}\d", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryDecision:
-    """Decision about the run after an attempt has ended."""
+    """Decision whether a run is retried after one of its attempts has ended."""
 
-    #: Line for the user: `requeued: INSUFFICIENT_RESOURCES, next try in 61 s`.
+    #: Text for the user, such as `requeued: INSUFFICIENT_RESOURCES, next try in 61 s`.
     text: str
-    #: Delay before the next attempt in seconds. None if the run has ended.
+    #: Delay before the next attempt in seconds, or None if there will be no further attempt.
     delay_s: float | None = None
-    #: True if the run waits for resources again. This does not count as one of its `attempts`.
+    #: True if the run is put back into the queue to wait for resources. The failed attempt then
+    #: does not count against the limit `attempts` of a retry policy.
     is_requeue: bool = False
     #: Text about the checkpoint from which the next attempt starts: `from PATH`. An empty string if
     #: the attempt starts without a checkpoint.

@@ -56,7 +56,7 @@ _OPEN = (RunState.ADMITTED, RunState.STARTING, RunState.RUNNING)
 
 
 class ComponentRecord(Recorded):
-    """History of a component in an attempt. Times are UTC epoch seconds."""
+    """Start, readiness and end of a component in an attempt. Times are UTC epoch seconds."""
 
     #: Process id on this machine, or None for a Ray job.
     pid: int | None = None
@@ -81,7 +81,7 @@ class JobRecord(Recorded):
     address: str = ""
     #: Ray's status of the job, in lower case.
     status: str = ""
-    #: Nodes on which the job's driver runs.
+    #: Nodes on which the driver process of the Ray job runs.
     nodes: tuple[str, ...] = ()
     #: Texts about nodes that could not be checked for leftover processes after the end of the job.
     unseen: tuple[str, ...] = ()
@@ -107,7 +107,7 @@ class RefusedCheckpoint(Recorded):
 
 
 class ResumeRecord(Recorded):
-    """Start of an attempt: the checkpoint that Muster chose, and those that it refused."""
+    """The checkpoint that Muster chose for an attempt, and the checkpoints that it refused."""
 
     model_config = ConfigDict(frozen=True, extra="allow", serialize_by_alias=True)
     if_any = ("expected", "notes", "step", "signature")

@@ -96,9 +96,11 @@ class GroupState(Enum):
     SUSPECT = "suspect"
     #: The group has failed. Its processes are being ended or have ended.
     INACTIVE = "inactive"
-    #: A recovery has claimed the group. The recovery runs, or waits for its back-off delay.
+    #: A recovery will restart the processes of the group. The recovery is running, or waits for the
+    #: delay before its next try.
     RECOVERING = "recovering"
-    #: The group works, but its weights are outdated. It serves requests after the next sync.
+    #: The group works, but its model weights are outdated. After the next weight sync, the group
+    #: serves requests again.
     STALE = "stale"
     #: The group was taken out of service and is restarted only by an operator's command.
     RETIRED = "retired"

@@ -23,7 +23,7 @@ _HEAD = ("run", "state", "age", "host", "message")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedRun:
-    """Texts about a run in the list of runs."""
+    """Texts that the list of runs shows about a run."""
 
     run_id: str
     state: str

@@ -54,7 +54,7 @@ _MAX_SERVERS = 200
 
 
 def show_components(view: RunView) -> Shown:
-    """Return the artifact with the components of the last attempt and the servers of the fleet."""
+    """Return the artifact with the last attempt's components and the inference fleet's servers."""
     attempt = view.record.attempt
     if attempt is None:
         names = ", ".join(view.spec.components)

@@ -429,8 +429,8 @@ def _end_of(view: RunView, attempt: AttemptRecord) -> float:
     return attempt.ended_at if attempt.ended_at is not None else max(view.at, attempt.started_at)
 
 
-#: Names of metrics that can be drawn as a curve. Of several metrics in a metrics file, the one that
-#: comes first in this list is drawn.
+#: Names of metrics that can be drawn as a curve. If a metrics file contains several of these
+#: metrics, the first in this list is drawn.
 NAMES = (
     "reward",
     "mean_reward",

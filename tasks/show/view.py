@@ -41,7 +41,7 @@ class Shown:
 
 
 class Standing(Enum):
-    """State of a component, as the user sees it."""
+    """State of a component for tables and texts that the user reads."""
 
     #: The component was not started yet.
     WAITING = "waiting"
@@ -78,7 +78,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSeen:
-    """State of a server of the inference fleet, as the user sees it."""
+    """State of a server of the inference fleet, for the table that the user reads."""
 
     #: Number of the server in the fleet, from 0.
     rank: int
@@ -368,7 +368,7 @@ class ObservedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:
-    """A run at one moment: its spec, its record, and its state according to its events."""
+    """Snapshot of a run: its spec, its record, and its state according to its events."""
 
     #: Time to which the data belong, in UTC epoch seconds.
     at: float

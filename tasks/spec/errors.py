@@ -82,4 +82,4 @@ class LostContact(MusterError):
 
 
 class IllegalTransition(MusterError):
-    """The table of legal transitions forbids a state change of a run. It is a bug in Muster."""
+    """Muster tried an illegal change of the state of a run, which is a bug in Muster."""

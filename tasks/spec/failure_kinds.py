@@ -50,8 +50,8 @@ class FailureKind(StrEnum):
     #: Another process used the port of a component. A retry can help, because each attempt gets
     #: new ports.
     PORT_CONFLICT = "PORT_CONFLICT"
-    #: NCCL's watchdog ended a collective operation. The usual reason is an earlier failure of
-    #: another rank. A retry can help.
+    #: The watchdog of NCCL ended a collective operation that took too long. The usual reason is an
+    #: earlier failure of another rank. A retry can help.
     COLLECTIVE_TIMEOUT = "COLLECTIVE_TIMEOUT"
     #: A component failed its `live` probe several times in a row, or the run made no new step for
     #: `stall_after_s` seconds.
@@ -71,8 +71,8 @@ class FailureKind(StrEnum):
     #: The log shows a traceback that fits no other kind, or a training loss that is NaN or
     #: infinite.
     RUNTIME_ERROR = "RUNTIME_ERROR"
-    #: The Ray cluster did not answer how the job ended. Muster asks the cluster again before it
-    #: submits another job.
+    #: The Ray cluster did not answer, so it is unknown how the Ray job ended. Muster asks the
+    #: cluster again before it submits another job.
     LOST_CONTACT = "LOST_CONTACT"
     #: No rule recognised the cause of the failure.
     UNKNOWN = "UNKNOWN"

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from urllib.parse import quote
 
-#: Characters that Markdown interprets as markup.
+#: Matches characters that Markdown interprets as markup.
 _MARKS = re.compile(r"([\\`*_\[\]|~])")
-#: URLs and e-mail addresses. Markdown turns them into links without any markup.
+#: Matches URLs and e-mail addresses. Markdown turns them into links even without markup.
 _ADDRESS = re.compile(
     r"(?:(?:https?|ftp)://|www\.)\S*[^\s.,;:!?)\]'\">]|[-.\w+]{1,64}@[-\w]+(?:\.[-\w]+)+",
     re.IGNORECASE,
@@ -29,7 +29,7 @@ _CELL_MARKS = re.compile(
     r"[\\`*\[\]|~<]|&(?=#?\w+;)|(?<![^\W_])_|_(?![^\W_])|(?<=:)/(?=/)|(?<=www)\.|@(?=[-\w]+\.)",
     re.IGNORECASE,
 )
-#: Consecutive backquotes.
+#: Matches consecutive backquotes.
 _TICKS = re.compile("`+")
 #: Matches the line of backquotes that begins or ends a code block.
 _FENCE = re.compile(r"^ {0,3}(`{3,})", re.MULTILINE)
@@ -69,17 +69,17 @@ def join_commas(items: Iterable[object]) -> str:
 
 
 def format_time(at: float) -> str:
-    """Return the time of day of a time in UTC epoch seconds: `14:20:03 UTC`."""
+    """Return a time in UTC epoch seconds as time of day: `14:20:03 UTC`."""
     return f"{datetime.fromtimestamp(at, UTC):%H:%M:%S} UTC"
 
 
 def format_datetime(at: float) -> str:
-    """Return date and time of a time in UTC epoch seconds: `2026-01-02 14:20:03 UTC`."""
+    """Return a time in UTC epoch seconds as date and time: `2026-01-02 14:20:03 UTC`."""
     return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def format_date_minute(at: float) -> str:
-    """Return date and minute of a time in UTC epoch seconds: `2026-01-02 14:20 UTC`."""
+    """Return a time in UTC epoch seconds as date and minute: `2026-01-02 14:20 UTC`."""
     return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M} UTC"
 
 
@@ -213,8 +213,8 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def markdown_image(svg: str, description: str) -> str:
     """Return an image in Markdown, with its SVG embedded and a description for screen readers.
 
-    A Prefect artifact of type `image` is not used: the Prefect UI prints the URL of the image below
-    it, and the URL of an embedded image is its whole source.
+    A Prefect artifact of type `image` cannot be used instead: the Prefect UI prints the URL of the
+    image below the image, and the URL of an embedded image contains the whole SVG document.
     """
     data = base64.b64encode(svg.encode()).decode()
     words = " ".join(description.split()).replace("[", "(").replace("]", ")")

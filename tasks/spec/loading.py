@@ -47,7 +47,7 @@ class _Loader(yaml.SafeLoader):
     """
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Return the node of a mapping. Raises: ComposerError, if a key is written twice."""
+        """Return the YAML node of a mapping. Raises: ComposerError, if it has a key twice."""
         node = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
         for key, _ in node.value:
@@ -59,8 +59,8 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-# `_Loader` needs its own table of resolvers. All code in this process shares SafeLoader's table, so
-# changing that table would affect other libraries.
+# `_Loader` needs its own dict of resolvers. The dict of SafeLoader must not be changed, because
+# other libraries in this process use it, too.
 _Loader.yaml_implicit_resolvers = {
     letter: [(tag, rule) for tag, rule in rules if tag not in (f"{_TAG}int", f"{_TAG}float")]
     for letter, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()

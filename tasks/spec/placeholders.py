@@ -25,13 +25,15 @@ from tasks.spec.formatting import suggest_name
 
 
 class Kind(Enum):
-    """Kind of a text in a spec that may contain placeholders."""
+    """Kind of a text in a spec. The kind decides how placeholders in the text are replaced."""
 
-    #: Plain text. The value replaces the placeholder unchanged.
+    #: Plain text. A placeholder in it is replaced by its value unchanged.
     TEXT = "text"
-    #: Regular expression. The value is escaped, so that the expression matches it literally.
+    #: Regular expression. A placeholder in it is replaced by its escaped value, so that the
+    #: expression matches the value literally.
     PATTERN = "pattern"
-    #: Argument of a command. `${rollout.engines}` as a whole argument becomes several arguments.
+    #: Argument of a command. If the whole argument is `${rollout.engines}`, it is replaced by one
+    #: argument for each engine.
     WORD = "word"
     #: Text of the component `rollout`. The process of the inference fleet later replaces
     #: `${server.x}` and `$${` in it, for each inference server.
@@ -298,7 +300,7 @@ def find_unknown_names(checkpoint: object, path: str) -> tuple[Fault, ...]:
     """Return a fault for each unknown placeholder in the `checkpoint` of a stage.
 
     Args:
-        checkpoint: Path or pattern of the checkpoint. If it is not text, nothing is checked.
+        checkpoint: Path or pattern of the checkpoint. A value that is not text is not checked.
         path: Dotted path of `checkpoint` in the pipeline spec, for the faults.
     """
     names = find_names(checkpoint) if isinstance(checkpoint, str) else ()
@@ -370,5 +372,5 @@ def mapping_or_empty(value: object) -> Mapping[Any, Any]:
 
 
 def join_path(path: str, key: object) -> str:
-    """Return the dotted path of a key or list index below a path. The path may be empty."""
+    """Return a dotted path, which may be empty, extended by a key or a list index."""
     return f"{path}.{key}" if path else str(key)

@@ -57,7 +57,8 @@ class Sizes(BaseModel):
     expert: Count = Field(1, alias="expert_parallel")
     #: Value of the spec key `data_parallel`. The property `replicas` is the effective number.
     data: Count = Field(1, alias="data_parallel")
-    #: True if only the attention layers have replicas, within the ranks of tensor parallelism.
+    #: True if data parallelism applies only to the attention layers, within the tensor-parallel
+    #: ranks.
     dp_attention: bool = False
     #: Value of the spec key `args`, not validated.
     args: Any = ()
@@ -79,7 +80,7 @@ class Sizes(BaseModel):
 
     @property
     def pipeline(self) -> int:
-        """Number of pipeline stages that an option in `args` sets; 1 without such an option."""
+        """Number of pipeline stages that an option in `args` sets, or 1 without such an option."""
         words = _to_words(self.args)
         for index, word in enumerate(words):
             name, _, value = word.partition("=")

@@ -26,13 +26,14 @@ def _split_words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-#: Words that make the name of a variable look secret at any position in the name: DB_PWD, PWD_OLD.
+#: If the name of a variable contains one of these words at any position, its value is probably
+#: secret: DB_PWD, PWD_OLD.
 _SECRET = _split_words(
     "SECRETS PASSWORDS PASSPHRASE PWD CREDENTIAL CREDENTIALS AUTH AUTHORIZATION BEARER JWT COOKIE "
     "COOKIES WEBHOOK PAT"
 )
-#: Endings of a word that make a name look secret. Some names have no separator between the words,
-#: such as PGPASSWORD.
+#: If a word in the name of a variable has one of these endings, the value is probably secret. Some
+#: names have no separator between the words, such as PGPASSWORD.
 _SECRET_ENDS = (
     "PASSWORD",
     "PASSWD",
@@ -45,37 +46,41 @@ _SECRET_ENDS = (
     "AUTHTOKEN",
     "ACCESSTOKEN",
 )
-#: Words that make a name look secret if they are its last word: SSH_KEY, DB_PASS. A number after
-#: the word does not matter: API_KEY_2. At another position, these words are harmless: KEY_COUNT.
+#: If one of these words is the last word in the name of a variable, the value is probably secret:
+#: SSH_KEY, DB_PASS. A number after the word does not matter: API_KEY_2. At another position, these
+#: words are harmless: KEY_COUNT.
 _SECRET_LAST = _split_words("KEY KEYS PASS")
-#: Words that make a name look secret if they are followed by KEY, at any position in the name:
-#: AWS_ACCESS_KEY_ID.
+#: If one of these words is followed by KEY at any position in the name of a variable, the value is
+#: probably secret: AWS_ACCESS_KEY_ID.
 _SECRET_KEY_PREFIXES = _split_words("API ACCESS PRIVATE SECRET SIGNING ENCRYPTION MASTER ACCOUNT")
-#: Words that make KEY as the last word of a name harmless if they precede it: PUBLIC_KEY.
+#: If one of these words precedes KEY at the end of a name, the value is not secret: PUBLIC_KEY.
 _OPEN_KEY_PREFIXES = _split_words("PUBLIC PRIMARY FOREIGN SORT PARTITION CACHE GROUP STEP METRIC")
-#: Words before TOKEN that mean a token of a language model and not a credential: EOS_TOKEN.
+#: If one of these words precedes TOKEN, the name means a token of a language model: EOS_TOKEN.
 _MODEL_TOKEN_PREFIXES = _split_words(
     "EOS BOS PAD UNK SEP CLS MASK STOP IMAGE SPECIAL PER MAX MIN NUM"
 )
-#: Words after TOKEN that mean a token of a language model and not a credential: TOKEN_COUNT.
+#: If one of these words follows TOKEN, the name means tokens of a language model: TOKEN_COUNT.
 _MODEL_TOKEN_SUFFIXES = _split_words("ID IDS LEN LENGTH LIMIT COUNT BUDGET LEVEL MEAN SIZE RATE")
-#: Last words of names that only describe the place or the use of a secret: SSH_KEY_FILE.
+#: If one of these words is the last word of a name, the value only describes the place or the use
+#: of a secret, as in SSH_KEY_FILE, and is not secret.
 _DESCRIPTIVE_LAST = _split_words("FILE PATH DIR SOCK PORT HOST TIMEOUT TTL ENABLED TYPE MODE")
 #: Names of shell variables that contain directories. PWD would otherwise look like a password.
 _NEVER_SECRET = frozenset({"PWD", "OLDPWD"})
 
-#: A word of a variable's name: HF and TOKEN in HF_TOKEN; Git, Hub and Token in GitHubToken.
+#: Matches a word in the name of a variable: HF and TOKEN in HF_TOKEN; Git, Hub and Token in
+#: GitHubToken.
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-#: A command-line argument with a name: `--api-key`, `--api-key=VALUE`, `HF_TOKEN=VALUE`, and
-#: `+a.b=VALUE` as in Hydra.
+#: Matches a command-line argument with a name: `--api-key`, `--api-key=VALUE`, `HF_TOKEN=VALUE`,
+#: and `+a.b=VALUE` as in Hydra.
 _OPTION = re.compile(
     r"(?P<dashes>--?)?(?P<name>[+~]*[A-Za-z][\w.-]*)(?:=(?P<value>.*))?", re.DOTALL
 )
-#: An assignment in source code or settings, such as `HF_TOKEN=VALUE` or `"api_key": "VALUE"`.
+#: Matches an assignment in source code or settings, such as `HF_TOKEN=VALUE` or `"api_key":
+#: "VALUE"`.
 _ASSIGNED = re.compile(
     r"""([A-Za-z][\w.-]*)["']?\s*[:=]\s*(["']?)([^\s"'(\[,;)}]{8,})(?=["'\s,;)}]|$)"""
 )
-#: User and password in a URL, such as `user:` and `password` in `http://user:password@proxy`.
+#: Matches user and password in a URL: `user:` and `password` in `http://user:password@proxy`.
 _URL_PASSWORD = re.compile(r"(?<=://)([^/@\s:]*:)([^/@\s]+)(?=@)")
 
 #: Values that are never masked in a text, because they occur in logs for many other reasons.

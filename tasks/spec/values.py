@@ -358,7 +358,7 @@ class SecretBlock(Model):
 
 
 def _text_or_block(value: object, _handler: ValidatorFunctionWrapHandler) -> str | SecretBlock:
-    # A union type would make pydantic report the faults of both alternatives.
+    # With a union type, pydantic would report the faults of both alternatives.
     if isinstance(value, SecretBlock) or (isinstance(value, Mapping) and "secret" in value):
         return SecretBlock.model_validate(value)
     return _WORD.validate_python(value)
@@ -434,8 +434,8 @@ def _to_fault(error: ErrorDetails) -> Fault:
     context = error.get("ctx", {})
     place = error["loc"]
 
-    # For a faulty key, pydantic's input is the key itself. The last part of pydantic's place is not
-    # reliable: for the key `true`, it is 1.
+    # If a key is faulty, `input` of pydantic's error is the key itself. The last part of `loc` is
+    # not reliable: for the key `true`, it is 1.
     is_key = kind == "invalid_key" or place[-1:] == ("[key]",)
     if is_key:
         parent = place[:-1] if kind == "invalid_key" else place[:-2]
