@@ -50,9 +50,10 @@ class Role(IntEnum):
     ERROR = 1
     #: Message of any exception at the end of a traceback.
     EXCEPTION = 2
-    #: Message about another process that died or does not respond.
+    #: Message in which a process reports that another process died or does not respond.
     CASCADE = 3
-    #: General message that another program or another part of the program has failed.
+    #: General message that reports the failure of another program or of another part of the
+    #: program.
     WRAPPER = 4
     #: Rule that is used only if no other rule matches.
     LAST = 5
@@ -105,11 +106,12 @@ def read_rules(text: str) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
-#: All rules. If two rules with the same role match in the same line, the earlier rule wins.
+#: All rules. If two rules with the same role match in the same log line, the earlier rule names the
+#: cause.
 RULES = read_rules(Path(__file__).with_name("cause_rules.toml").read_text(encoding="utf-8"))
 
-#: Length of the shortest error message, "Killed". Shorter lines are dots and parts of progress
-#: bars, and are skipped.
+#: Length of the shortest error message, "Killed". Shorter log lines are skipped, because they are
+#: only dots or parts of progress bars.
 _SHORTEST_LINE = 6
 #: If the training step advances at least this number of times after an error, the error was not
 #: fatal. Fewer steps prove nothing, because other processes and queued batches continue for a few
@@ -200,7 +202,7 @@ def read_lines(text: str) -> list[LogLine]:
         parser = parsers[process]
         traceback, message = parser.parse_line(message)
 
-        # If a process prints "Retrying ...", it has survived the error in its previous line.
+        # If a process prints "Retrying ...", the error in its previous line was not fatal.
         previous = lines[last_index[process]] if process in last_index else None
         is_retry = message.startswith(("Retrying", "retrying"))
         if is_retry and previous and not previous.traceback:
@@ -503,7 +505,7 @@ def read_since_step(log: Path, *, since: int = 0, until: int | None = None) -> s
         return ""
 
 
-#: Matches the rest of a line after a word such as `step`, which may be followed by a step number.
+#: Matches a word such as `step`, which may be followed by a step number, and the rest of the line.
 _STEP_MARK = re.compile(rb"(?:(?i:step|iter)|%\|)[^\r\n]*")
 _LINE_OF_TEXT = re.compile(rb"[^\r\n]{%d,}" % _SHORTEST_LINE)
 _NUMBER = re.compile(rb"0x[0-9a-fA-F]+|\d+")

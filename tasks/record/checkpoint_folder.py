@@ -231,7 +231,7 @@ def _list_folder(folder: Path, *, is_running: bool) -> Listing:
             candidates.append(_read_candidate(Content.read(target), NameKind.CHECKPOINT))
             known_names.add(target.name)
     if not any(candidate.content.is_folder for candidate in candidates):
-        # Some trainers overwrite their last checkpoint. The folder itself is then the checkpoint.
+        # Some trainers always write to the same files. The folder itself is then the checkpoint.
         own = _read_candidate(Content.read(folder), NameKind.CHECKPOINT)
         if own.verdict.is_training_state and _is_flat(own.content):
             return _judge([own], [], is_running=is_running)

@@ -51,13 +51,13 @@ _CACHES = re.compile(r"(^|/)(__pycache__|\.[\w-]+_cache)(/|$)|\.py[co]$")
 _MADE_AT = 946684800
 #: Largest length in characters of the stored patch, which has the changes since the last commit.
 _DIFF_BYTES = 16_384
-#: Entries that were stored less than this many seconds ago are never deleted, because a new run may
-#: need them.
+#: Entries of the code store that were stored less than this number of seconds ago are never
+#: deleted, because a new run may need them.
 _SPARED_S = 24 * 3600.0
 _NAME = re.compile(r"\b[0-9a-f]{64}\b")
 
-#: Function that gets the name of an entry, and returns its gzip-compressed content from another
-#: store, or None if that store has no such entry.
+#: Function that gets the name of an entry of the code store. It returns the gzip-compressed content
+#: of the entry from another store, or None if that store has no such entry.
 Fetch = Callable[[str], bytes | None]
 
 
@@ -441,7 +441,7 @@ def _files(root: Path) -> tuple[set[str], set[str]]:
 
 
 def _listed(root: Path) -> tuple[set[str], set[str]]:
-    """Return two sets: the paths in a folder that git does not ignore, and those that git ignores.
+    """Return two sets: the paths in a folder that git does not ignore, and the ignored paths.
 
     Raises:
         GitFailed: git is missing, is too slow, or fails.

@@ -46,11 +46,11 @@ class FlowLoss:
     removed: tuple[Path, ...] = ()
     #: Submission ids of leftover Ray jobs that were ended.
     jobs: tuple[str, ...] = ()
-    #: Part of a sentence with the Ray jobs that still run or whose state is unknown, or an empty
-    #: string.
+    #: Part of a sentence that names the Ray jobs that still run or whose state is unknown. An empty
+    #: string if there are none.
     jobs_left: str = ""
-    #: Text with the nodes that could not be checked for leftover processes after the Ray jobs
-    #: ended, or an empty string.
+    #: Text that names the nodes that could not be checked for leftover processes after the end of
+    #: the Ray jobs. An empty string if all nodes were checked.
     unseen: str = ""
     #: Final record that the flow process of the run could not write to `run.json`, or None. It
     #: contains only the last attempt, without its components.

@@ -74,16 +74,16 @@ class _OpenLog:
         return b""
 
     def _read_from_position(self, file: FileIO) -> bytes | None:
-        """Return the content of a file after the read position.
+        """Return the content of a file after the position up to which the log was read.
 
-        Return None if the bytes before the read position are not the remembered bytes. The file
-        then has other content than the log had at the last read.
+        The bytes before this position are compared with those that were read last. Return None if
+        they differ, because the file is then not the file that was read.
         """
         start = self._position - len(self._tail)
         file.seek(start)
         data = file.read()
 
-        # Read the beginning again. If it differs, the file was truncated during the first read.
+        # Read the first bytes again. If they differ, the file was truncated during the first read.
         compared_bytes = len(self._tail) + _TAIL_BYTES
         file.seek(start)
         is_stable = file.read(compared_bytes).startswith(data[:compared_bytes])

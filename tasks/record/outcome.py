@@ -156,8 +156,9 @@ class Verdict:
     #: Time of the event that decided the result, in seconds of CLOCK_MONOTONIC. If several parts of
     #: Muster report a result for an attempt, the earliest result is used.
     at_monotonic_s: float = 0.0
-    #: Leftover processes that could not be ended, by component. Each is the pid of a process on
-    #: this machine that survived SIGKILL, or a text that describes a process on another machine.
+    #: Leftover processes that could not be ended, by component. Each value is the pid of a process
+    #: on this machine that even SIGKILL did not end, or a text that describes a process on another
+    #: machine.
     left: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
     #: Texts that describe the machines that could not be checked for leftover processes, by
     #: component.

@@ -42,7 +42,7 @@ _OWN = (
 #: Names of the folders in Muster's home that other users may never read, even if MUSTER_UMASK lets
 #: them read other files.
 _OF_SERVERS = ("cache", "prefect", "stack", "temp")
-#: Names of all files and folders that Muster keeps directly in its home directory.
+#: Names of all files and folders that Muster creates directly in its home directory.
 _ENTRIES = (*_OWN, "agents.key", "password", "ray-token", "zygote")
 #: Mode bits of a file that let its group or all users write.
 _WRITE_BITS = 0o022
@@ -248,17 +248,17 @@ def _below(directory: Path) -> Iterator[Path]:
 
 
 def password_file() -> Path:
-    """Return the path of the file with the password of the Prefect servers that use this home.
+    """Return the path of the file with the password of the Prefect servers.
 
-    Only the owner of the home may read this file.
+    Only the owner of Muster's home directory may read this file.
     """
     return muster_home() / "password"
 
 
 def server_password() -> str:
-    """Return `user:password` for the Prefect servers that use this home.
+    """Return `user:password` for the Prefect servers that use Muster's home directory.
 
-    The result is an empty string if the home has no password yet, or if the password file cannot be
+    The result is an empty string if no password was created yet, or if the password file cannot be
     read or is not trusted.
     """
     with suppress(OSError):
@@ -267,7 +267,7 @@ def server_password() -> str:
 
 
 def make_server_password() -> str:
-    """Return `user:password` for the Prefect servers of this home, and create it if it is missing.
+    """Return `user:password` for the Prefect servers. Create a password if there is none yet.
 
     Raises:
         PermissionError: The password file is not trusted.
@@ -277,7 +277,7 @@ def make_server_password() -> str:
 
 
 def renew_server_password() -> str:
-    """Replace the password of this home's Prefect servers, and return the new `user:password`.
+    """Replace the password of the Prefect servers, and return the new `user:password`.
 
     Raises:
         OSError: The password file could not be written.
@@ -356,7 +356,7 @@ class AttemptPlace:
 
     @property
     def fleet_events(self) -> Path:
-        """Path of the events that the attempt's fleet process writes about the fleet."""
+        """Path of the event log that the process of the inference fleet writes."""
         return self.directory / "rollout.jsonl"
 
     @property

@@ -27,7 +27,7 @@ _MAX_EXPONENT = 64
 #: Delay before a run is retried from an older checkpoint, in seconds.
 _OLDER_CHECKPOINT_DELAY_S = 5.0
 
-#: Kinds of failure that end an attempt before its components ran.
+#: Kinds of failure with which an attempt ends before its components have run.
 _NEVER_RAN = REQUEUED - {FailureKind.FLEET_LOST}
 #: Kinds of failure that a bad node can cause.
 _CAUSED_BY_NODE = (

@@ -74,7 +74,7 @@ class ComponentRecord(Recorded):
 
 
 class JobRecord(Recorded):
-    """The Ray job of a component."""
+    """Facts about the Ray job of a component."""
 
     submission_id: str = ""
     #: URL of the Ray dashboard.
@@ -303,12 +303,12 @@ class RunJson(Recorded):
 
     @property
     def attempt(self) -> AttemptRecord | None:
-        """The last attempt, whether it has ended or not; None if there was no attempt."""
+        """The last attempt of the run, which may have ended, or None if there was no attempt."""
         return self.attempts[-1] if self.attempts else None
 
     @property
     def under_way(self) -> AttemptRecord | None:
-        """The attempt that has not ended yet, or None. An ended attempt is never changed again."""
+        """The last attempt if it has not ended yet, otherwise None."""
         last = self.attempt
         return last if last is not None and last.ended_at is None else None
 

@@ -24,11 +24,11 @@ class RunState(Enum):
     RUNNING = "running"
     #: The result of the attempt is known. The components are being stopped in reverse order.
     STOPPING = "stopping"
-    #: The run met the success criteria of its spec and left no process behind.
+    #: The run met the success criteria of its spec, and all its processes have ended.
     COMPLETED = "completed"
-    #: The run failed; its failure names the cause.
+    #: The run failed. The field `failure` of its last attempt names the cause.
     FAILED = "failed"
-    #: A user cancelled the run, or its flow process was stopped from outside.
+    #: A user cancelled the run, or another process stopped its flow process.
     CANCELLED = "cancelled"
 
     @property

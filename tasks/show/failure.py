@@ -59,7 +59,7 @@ def list_facts(place: RunPlace, attempt: AttemptRecord, failure: Failure) -> Ite
 
 
 def _describe_first_failure(attempt: AttemptRecord, failure: Failure) -> str:
-    """Return a text that says how and when the component that failed first has ended.
+    """Return a text about the end of the component that failed first: how and when it ended.
 
     Example: `exit code 1, pid 812, 7.5 s after its start`.
     """

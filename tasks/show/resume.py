@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from tasks.record.run_json import AttemptRecord, ResumeRecord
 
-#: Largest number of refused checkpoints that the user sees.
+#: Largest number of refused checkpoints that are named in the text for the user.
 _REFUSED_SHOWN = 5
 
 

@@ -118,7 +118,7 @@ class Screen:
             # the first line of the screen, so it is written first.
             sys.stdout.flush()
         except (AttributeError, OSError, ValueError):
-            # Standard output is closed, or it is not a file, as in a test.
+            # Standard output is closed, or it has no file descriptor, as in a test.
             return Screen((sys.stdout or io.StringIO()).write, is_live=False)
         write = make_writer(fd, sys.stdout.encoding)
         return Screen(write, is_live=can_draw(os.isatty(fd)), size=lambda: _terminal_size(fd))

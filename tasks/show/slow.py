@@ -1,4 +1,4 @@
-"""Analyse how a run spends its time, and compare recent values with earlier values.
+"""Analyse how long the parts of a run take, and compare recent values with earlier values.
 
 The analysis covers the parts of a training step, the utilisation of the GPUs and the response times
 of the inference fleet.
@@ -29,7 +29,8 @@ _KEPT_COUNT = 2000
 #: Recent values are compared with earlier values only if at least this number of earlier values
 #: exist.
 _MIN_EARLIER_COUNT = 3
-#: Recent steps count as slower than earlier steps if they take at least this many times as long.
+#: Recent steps count as slower than earlier steps if the ratio of their durations is at least this
+#: number.
 _SLOWER_RATIO = 1.2
 #: Key for the whole training step, in a mapping from parts of a training step to durations.
 _WHOLE = "step"
@@ -77,7 +78,7 @@ def measure_parts(entry: Mapping[str, Any]) -> dict[str, float]:
 class Measured:
     """Recent value and earlier value of a quantity that the run measures repeatedly."""
 
-    #: Mean of the last 10 values. For the longest response time, it is their maximum.
+    #: Mean of the last 10 values. For the longest response time, the maximum of these values.
     now: float
     #: Median of all earlier values. None if there are fewer than 3 earlier values.
     before: float | None
@@ -99,7 +100,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slow:
-    """Analysis of how a run spends its time. Values that were not measured are None or empty."""
+    """Durations and GPU utilisation in a run. Values that were not measured are None or empty."""
 
     #: Duration of a training step in seconds, or None.
     step: Measured | None

@@ -266,8 +266,8 @@ class ObservedRun:
                 self._is_running = True
                 self.doing = self.running
             case "contact.lost":
-                # The flow run stays in the state Running. Only this text tells the user about the
-                # lost contact.
+                # The flow run stays in the state Running. Only this text shows the user that the
+                # Ray cluster does not answer.
                 self.doing = f"lost contact: {event.message}"
             case "contact.back":
                 self.doing = f"{event.address} answers again"
@@ -280,7 +280,7 @@ class ObservedRun:
                     if row.stage in (Standing.STARTING, Standing.READY):
                         self._change(row.name, stage=Standing.STOPPING)
             case "rollout.failed":
-                # The process of the fleet now stops all its engines and exits.
+                # The process of the inference fleet now stops all inference servers and exits.
                 self.is_stopping = True
             case "attempt.ended":
                 self.failure = event.failure
@@ -338,7 +338,7 @@ class ObservedRun:
 
     @property
     def serving(self) -> int:
-        """Number of engines that serve requests."""
+        """Number of inference engines of the fleet that serve requests."""
         return sum(state in SERVING_STATES for state in self.groups.values())
 
     @property

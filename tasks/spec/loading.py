@@ -270,7 +270,7 @@ def dump_spec(spec: RunSpec, secrets: Collection[str] = ()) -> str:
         secrets: Values to mask, in addition to the secrets of the spec itself.
     """
     written = _mask_secrets(spec.written(), spec.secrets | frozenset(secrets))
-    # The lines are not wrapped, because a command on several lines is hard to copy.
+    # Long lines are not wrapped, because a command on several lines is hard to copy.
     return str(yaml.safe_dump(written, sort_keys=False, default_flow_style=None, width=2**31))
 
 

@@ -130,8 +130,8 @@ def find_path_fault(
         OSError: The status of a part of the path cannot be read.
     """
     current = Path("/") if from_root else path.parent
-    # Unchecked parts of the path, in reverse order. In this list, the target of a symbolic link
-    # replaces the link.
+    # `rest` contains the unchecked parts of the path, in reverse order. If a part is a symbolic
+    # link, it is replaced by the parts of its target.
     rest = list(reversed(path.parts[1:] if from_root else path.parts[-1:]))
     links = 0
     fault = (

@@ -363,10 +363,10 @@ def _make_unknown_name_fault(use: Use, known_names: Sequence[str]) -> Fault:
 
 
 def mapping_or_empty(value: object) -> Mapping[Any, Any]:
-    """Return the value if it is a mapping, else an empty mapping.
+    """Return the value if it is a mapping, or an empty mapping if it is something else.
 
-    Checks of data that are not validated yet use this function. The validation reports a value of
-    the wrong type, so these checks may skip it.
+    Checks of data that are not validated yet use this function to skip values of the wrong type.
+    The validation reports such values.
     """
     return value if isinstance(value, Mapping) else {}
 

@@ -89,7 +89,7 @@ def find_trusted_environment(root: Path) -> Path | None:
             # owner of the link has chosen to trust that interpreter.
             fault = find_marker_fault(place, is_link_enough=place.name == "python")
         except OSError:
-            # The path does not exist, so no program in it is started.
+            # The file or folder does not exist, so Muster starts no program from it.
             continue
         if fault:
             warn_ignored(environment, fault)
@@ -195,7 +195,7 @@ def _find_command_faults(
     if not program:
         return
 
-    # Relative entries of PATH start at the working directory of the component.
+    # A relative folder in PATH starts at the working directory of the component.
     search_dirs = [cwd / entry for entry in path.split(os.pathsep)]
     if not _is_program(program, cwd, search_dirs):
         if "/" in program:

@@ -91,7 +91,7 @@ class Sizes(BaseModel):
 
     @property
     def replicas(self) -> int:
-        """Number of replicas within one engine, as the backend gets it in its option `--dp`.
+        """Number of data-parallel replicas within one engine, for the option `--dp` of the backend.
 
         LMDeploy distributes experts over replicas, so its default is one replica per expert rank.
         """
@@ -101,7 +101,7 @@ class Sizes(BaseModel):
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs of one engine on all its nodes together; 0 if the engine needs no GPU."""
+        """Total number of GPUs of one engine on all its nodes, or 0 if the engine needs no GPU."""
         if self.backend == "command":
             return self.nodes * (self.gpus_per_node or 0)
         if self.backend == "lmdeploy":

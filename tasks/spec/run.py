@@ -329,7 +329,7 @@ class RunSpec(Document):
 
     @property
     def fleet(self) -> Rollout | None:
-        """The component `rollout`, which is a fleet of servers; None if the run has no fleet."""
+        """The component `rollout`, a fleet of inference servers, or None if the run has no fleet."""
         fleet = self.components.get(FLEET)
         return fleet if isinstance(fleet, Rollout) else None
 
@@ -446,7 +446,7 @@ class RunSpec(Document):
         return Retry.model_validate(defaults | written)
 
     def with_ray_address(self, address: str) -> RunSpec:
-        """Return the spec with the address of its Ray cluster filled in.
+        """Return a copy of the spec that contains the address of the Ray cluster.
 
         The spec is returned unchanged if it already has an address, or does not use Ray.
 

@@ -24,11 +24,11 @@ DEVICE_VARIABLES = {
 def check_ray_use(
     written: Mapping[str, Any], components: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[Refusal]:
-    """Yield the faults in the use of Ray: a missing cluster, and keys that Ray jobs cannot have.
+    """Yield the faults of a run spec that uses Ray: a missing cluster, and keys that Ray forbids.
 
     Args:
         written: The run spec as the user wrote it. Its values are not validated yet.
-        components: The components of the spec that are mappings, by name.
+        components: The components by name. Components that are not mappings are left out.
     """
     jobs = [
         name for name, component in components.items() if component.get("launcher") == "ray_job"
@@ -59,11 +59,11 @@ def check_ray_use(
 def check_device_use(
     written: Mapping[str, Any], components: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[Refusal]:
-    """Yield the faults in the use of this machine's GPUs by processes and a local fleet.
+    """Yield the faults in the keys that assign GPUs of this machine to components.
 
     Args:
         written: The run spec as the user wrote it. Its values are not validated yet.
-        components: The components of the spec that are mappings, by name.
+        components: The components by name. Components that are not mappings are left out.
     """
     #: Number of GPUs that each component reserves for itself.
     reserved: dict[str, int] = {}

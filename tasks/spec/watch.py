@@ -29,7 +29,7 @@ Names = Annotated[
 ]
 Share = Annotated[float, Field(strict=True, gt=0, le=1)]
 
-#: Two metric values that differ by at most this relative amount count as equal.
+#: Two metric values count as equal if their relative difference is at most this number.
 _EQUAL_WITHIN = 1e-9
 #: A metric counts as steady if the range of its values is at most this share of their mean.
 _STEADY_WITHIN = 0.1
@@ -288,14 +288,15 @@ class _RuleState:
         step_count = 1 if rule.finite else rule.for_steps
         #: The last `for_steps` training steps with the metric's value: `(step, value)`.
         self._recent: deque[tuple[float, float]] = deque(maxlen=step_count)
-        #: The last `for_steps` values of the other metric, which the rule names in `unless_steady`.
+        #: The last `for_steps` values of the metric that the rule names in its key `unless_steady`.
         self._other_recent: deque[float] = deque(maxlen=step_count)
         self._first_value = 0.0
         self._highest_value = 0.0
         #: Mean of the first `for_steps` values, or None if there were too few values so far. If a
         #: lower metric is better, the sign of the mean is inverted.
         self._first_mean: float | None = None
-        #: Best mean over `for_steps` consecutive values, with the same sign as `_first_mean`.
+        #: Best mean over `for_steps` consecutive values so far. If a lower metric is better, the
+        #: sign of the mean is inverted.
         self._best_mean = 0.0
         self._value_count = 0
         #: Sum of the absolute changes of the metric from step to step.
@@ -408,7 +409,7 @@ class _RuleState:
         return f"is {sign * mean:.4g} on average, after {sign * self._best_mean:.4g} at its best,"
 
     def _is_other_metric_steady(self) -> bool:
-        """Return True if the metric that the rule names in `unless_steady` hardly varies."""
+        """Return True if the metric in the rule's key `unless_steady` hardly varies."""
         if not self._other_recent or not self.rule.unless_steady:
             return False
         mean = math.fsum(self._other_recent) / len(self._other_recent)
