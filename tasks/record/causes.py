@@ -136,8 +136,9 @@ _PREFIX = re.compile(
 )
 _QUIET = re.compile(r"\b(?:DEBUG|INFO|NOTICE|SUCCESS|WARNING|WARN)\b|\[[IW]\d{0,4} |[\[,] ?[IW] \d")
 _LOUD = re.compile(r"\b(?:ERROR|CRITICAL|FATAL)\b")
-#: Matches lines that report no failure: NCCL information, a Python warning, an operation that is
-#: being retried. "Max retries exceeded" and "after 5 retries" do report a failure.
+#: Matches lines that report no failure: NCCL information, a Python warning, or an operation that is
+#: being retried. The pattern must not match "Max retries exceeded" and "after 5 retries", which do
+#: report a failure.
 _HARMLESS = re.compile(
     r"NCCL INFO|\b\w{0,40}Warning: |^wandb: WARNING|^\+ "
     r"|(?i:\bretrying\b|\bwill (?:be )?retr|\bretry loop\b|\breconnecting\b|\bfalling back\b"
@@ -175,10 +176,11 @@ class LogLine:
     text: str
     #: Process that printed the line, such as `pid=812` or `[rank3]`, or an empty string.
     process: str
-    #: True if the line reports no failure, but information, a warning or a retried operation.
+    #: True if the line contains only information, a warning or a message about a retried operation,
+    #: and so reports no failure.
     is_mention: bool
-    #: Number of the traceback whose first line or exception this line is, or 0. The tracebacks of a
-    #: chain of exceptions have the same number.
+    #: If this line is the first line or the exception of a traceback, the number of the traceback.
+    #: Otherwise 0. The tracebacks of a chain of exceptions have the same number.
     traceback: int = 0
     #: True if the exception of the traceback was caught and the process continued.
     is_caught: bool = False

@@ -37,9 +37,10 @@ from tasks.record.checkpoint_names import (
 
 #: Names of pointer files. A trainer writes the name or the step of its last complete checkpoint
 #: into such a file.
+#:
 #: Sources: verl/utils/checkpoint/checkpoint_manager.py; Megatron-LM
-#: megatron/training/checkpointing.py; SkyRL skyrl_train/trainer.py; DeepSpeed runtime/engine.py,
-#: and so the quickstart's trainer; fvcore/common/checkpoint.py.
+#: megatron/training/checkpointing.py; SkyRL skyrl_train/trainer.py; DeepSpeed runtime/engine.py;
+#: fvcore/common/checkpoint.py.
 _POINTER_NAMES = frozenset(
     {"latest_checkpointed_iteration.txt", "latest_ckpt_global_step.txt", "latest", "last"}
     | {"latest.txt", "last.txt", "latest_checkpoint.txt", "last_checkpoint.txt"}

@@ -67,7 +67,7 @@ class NoCode(MusterError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Code:
-    """Snapshot of a project's files, as the store keeps it for a run."""
+    """Snapshot of a project's files and its last git commit, as the code store keeps it."""
 
     #: Name of the tree, which is the entry of the code store with the project's files.
     tree: str
@@ -187,7 +187,7 @@ def check_out(code: Code, place: Path, fetch: Fetch = lambda _: None) -> None:
 
 
 def hash_files(tree: str) -> dict[str, str]:
-    """Return the mode and the content hash of each file in a tree of the code store.
+    """Return the file mode and the content hash of each file in a tree, as one text per file.
 
     The keys of the result are relative paths.
 

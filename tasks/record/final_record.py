@@ -38,7 +38,7 @@ class FlowLoss:
     #: answer. A run that waits according to its own record then continues to wait.
     is_waiting: bool | None = False
     #: Name of the worker on another host that has taken over the run, or an empty string. The run
-    #: may already have ended there.
+    #: may already have ended on that host.
     elsewhere: str = ""
     #: Process ids of leftover processes that were ended.
     killed: tuple[int, ...] = ()

@@ -14,7 +14,10 @@ _TAIL_BYTES = 64
 
 
 class _OpenLog:
-    """An open log file and the position up to which it was read. It stays open if it is renamed."""
+    """An open log file, and the position up to which it was read.
+
+    The file stays open even if log rotation renames it.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -16,7 +16,8 @@ from tasks.record.outcome import Recorded
 
 #: Largest number of bytes that one call of `MetricsFile.read_new` reads.
 _CHUNK_BYTES = 1 << 22
-#: Number of bytes at each end of a metrics file that go into its fingerprint.
+#: Number of bytes at the beginning and at the end of a metrics file that are hashed for its
+#: fingerprint.
 _FINGERPRINT_EDGE_BYTES = 256
 
 

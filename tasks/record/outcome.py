@@ -144,7 +144,7 @@ class Failure(Recorded):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Result of an attempt."""
+    """Result of an attempt: its final state, a message, and the cause of a failure."""
 
     #: COMPLETED, FAILED or CANCELLED. RUNNING if the attempt continues after this flow process
     #: ends.
@@ -196,7 +196,7 @@ class Verdict:
         return replace(Verdict.failed(failure, self.at_monotonic_s), left=left)
 
     def with_unseen(self, unseen: Mapping[str, tuple[str, ...]]) -> Verdict:
-        """Return the result with a note about machines that could not be checked.
+        """Return the result with a note about machines that could not be checked for leftovers.
 
         The state stays the same.
 

@@ -156,7 +156,8 @@ class AttemptRecord(Recorded):
     ray: Mapping[str, Any] = {}
     #: Reserved port numbers by placeholder name, such as `api.port`.
     ports: Mapping[str, int] = {}
-    #: Name of the host on which the flow process runs and the files of the attempt are.
+    #: Name of the host on which the flow process of the attempt runs. The files of the attempt are
+    #: on this host.
     host: str | None = None
     #: Checkpoint that was passed to the components as `${attempt.resume_from}`.
     resume_from: str | None = None

@@ -100,8 +100,9 @@ def _run_guarded(app: App, arguments: Sequence[str] | None) -> int:
             console=console_of(sys.stdout),
             error_console=console_of(sys.stderr),
         )
-        # Write buffered output now. If the interpreter wrote it at its exit, an error such as a
-        # closed pipe could not be handled below.
+        # Write the buffered output now. An error such as a closed pipe is then handled below. The
+        # interpreter would otherwise write the output at its exit, where no code can handle the
+        # error.
         sys.stdout.flush()
     except SystemExit as error:
         if error.code == EXIT_INTERRUPTED:

@@ -138,7 +138,7 @@ def _failure_fields(
 
 #: Rich style of the line that says how a run ended. The keys are final states of the run.
 _STYLES = {"completed": "bold green", "failed": "bold red", "crashed": "bold red"}
-#: Width of the labels in the block at the end of a run, in characters.
+#: Width of the labels in the lines that are printed at the end of a run, in characters.
 _LABEL_COLUMNS = 19
 
 

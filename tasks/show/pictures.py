@@ -112,7 +112,7 @@ def svg_bar(x: float, y: float, width: float, height: float, color: str) -> str:
 
 
 def axis_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Return about `count` round numbers between `low` and `high`."""
+    """Return about `count` round numbers between `low` and `high`, for the labels of an axis."""
     span = high - low
     if not span > 0 or not math.isfinite(span):
         return [low]

@@ -39,7 +39,8 @@ class FailureKind(StrEnum):
     #: A node of the Ray cluster died: the log shows NodeDiedError, a dead raylet or a node that is
     #: marked dead. A retry can help, because Ray uses only living nodes.
     NODE_LOST = "NODE_LOST"
-    #: The out-of-memory killer of the kernel or of Ray killed a process.
+    #: The memory of a machine was full, so the out-of-memory killer of the kernel or of Ray killed
+    #: a process.
     HOST_OOM = "HOST_OOM"
     #: A GPU ran out of memory: the log shows `CUDA out of memory`.
     CUDA_OOM = "CUDA_OOM"

@@ -20,7 +20,7 @@ _ADDRESS = re.compile(
     r"(?:(?:https?|ftp)://|www\.)\S*[^\s.,;:!?)\]'\">]|[-.\w+]{1,64}@[-\w]+(?:\.[-\w]+)+",
     re.IGNORECASE,
 )
-#: A `#` at the beginning of a text, which Markdown would show as a heading.
+#: Matches a `#` at the beginning of a text. Markdown would show the text as a heading.
 _HEADING = re.compile(r"^#")
 #: Characters that are escaped in the cell of a table artifact: Markdown's markup, the start of HTML
 #: tags and entities, and an underscore at the edge of a word. In a URL or e-mail address, escaping
@@ -150,7 +150,7 @@ def escape_markdown(content: object) -> str:
 
 
 def _escape_markup(words: str) -> str:
-    """Return a text with the characters escaped that are markup in Markdown or HTML."""
+    """Return a text in which the markup characters of Markdown and HTML are escaped."""
     words = words.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return _MARKS.sub(r"\\\1", words)
 

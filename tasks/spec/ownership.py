@@ -221,7 +221,7 @@ def find_folder_fault(folder: Path) -> str:
 
 
 def _find_open_fault(path: Path, status: os.stat_result) -> str:
-    """Return a message if every user may write to a file or folder, else an empty string.
+    """Return a message if all users may write to a file or folder, else an empty string.
 
     A folder with the sticky bit is accepted.
     """

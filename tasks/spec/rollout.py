@@ -252,7 +252,8 @@ _SGLANG_TIMEOUT_S = 20
 
 #: Backends whose command Muster builds itself: name in the spec, and name in messages.
 _MODEL_BACKENDS = {"sglang": "SGLang", "lmdeploy": "LMDeploy", "vllm": "vLLM"}
-#: Example values of spec keys for remedies. The example for all other keys is the number N.
+#: Example values of spec keys that are shown in error messages. The example for all other keys is
+#: the number N.
 _EXAMPLES = {"model": "PATH_OR_NAME", "dp_attention": "true, and data_parallel: N"}
 
 
@@ -268,8 +269,8 @@ def _load_reserved_arguments() -> Mapping[str, Mapping[str, list[str]]]:
 def choose_sglang_timeout_s(timeout_s: float) -> int:
     """Return the timeout that SGLang should use for its own health check, in seconds.
 
-    The timeout of SGLang is shorter than that of the fleet. SGLang's error message then reaches the
-    fleet before the fleet stops waiting.
+    The timeout of SGLang must be shorter than that of the process of the inference fleet. SGLang's
+    error message then arrives before the fleet's own timeout ends the health check.
 
     Args:
         timeout_s: Timeout of the fleet for a health check (`health.timeout_s`), in seconds.

@@ -329,7 +329,7 @@ class RunSpec(Document):
 
     @property
     def fleet(self) -> Rollout | None:
-        """The component `rollout`, a fleet of inference servers, or None if the run has no fleet."""
+        """The fleet of inference servers (component `rollout`), or None if the run has none."""
         fleet = self.components.get(FLEET)
         return fleet if isinstance(fleet, Rollout) else None
 

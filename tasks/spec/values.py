@@ -463,7 +463,7 @@ def _to_fault(error: ErrorDetails) -> Fault:
 
 
 _MAPPING = ("a mapping", "write KEY: VALUE below it")
-#: Description of the expected value, and remedy, for each of pydantic's error types.
+#: Description of the expected value, and advice for the user, for each error type of pydantic.
 _EXPECTED: dict[str, tuple[str, str]] = {
     "string_type": ("text", ""),
     "invalid_key": ("text", "write it in quotes"),
