@@ -335,7 +335,7 @@ _MIDDLE_BYTES = 600_000
 #: Largest number of similar log lines that are kept. Lines are similar if they are equal except for
 #: numbers.
 _MAX_SIMILAR_LINES = 100
-#: Log lines are cut after this many characters.
+#: Length in characters after which a log line is cut.
 _LINE_LENGTH = 500
 
 

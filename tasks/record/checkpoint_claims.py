@@ -33,7 +33,7 @@ class Rival:
     """Another run that wrote its checkpoints to the same folder at the same time as a run."""
 
     place: RunPlace
-    #: Time at which the other run claimed the folder, in UTC epoch seconds.
+    #: Time at which the other run began to use the folder, in UTC epoch seconds.
     since: float
     #: End of the other run in UTC epoch seconds. Infinite if that run has not ended.
     until: float
@@ -50,15 +50,15 @@ class Rival:
 def claim_folder(folder: str, run_id: str, clock: Callable[[], float] = time.time) -> None:
     """Create a file that says that a run writes its checkpoints to a folder.
 
-    If the run has already claimed the folder, nothing is changed.
+    If such a file for the run and the folder exists already, nothing is changed.
 
     Args:
         folder: Absolute path of the folder, or a pattern that matches the checkpoints.
         run_id: Id of the run.
-        clock: Returns the current time in UTC epoch seconds.
+        clock: Function that returns the current time in UTC epoch seconds.
 
     Raises:
-        OSError: The claim cannot be written.
+        OSError: The file cannot be written.
     """
     claim = _claims_of(folder) / f"{run_id}.json"
     if claim.exists():
@@ -73,7 +73,8 @@ def find_rivals(folder: str, run_id: str) -> list[Rival]:
 
     Args:
         folder: Absolute path of the folder, or a pattern that matches the checkpoints.
-        run_id: Id of the run. The result is empty if this run has not claimed the folder.
+        run_id: Id of the run. The result is empty if `claim_folder` was not called for this run
+            and this folder.
     """
     claims = {claim_id: since for claim_id, since in _read_claims(folder)}
     own_since = claims.pop(run_id, None)
@@ -119,7 +120,10 @@ def _claims_of(folder: str) -> Path:
 
 
 def _read_claims(folder: str) -> Iterator[tuple[str, float]]:
-    """Yield the id of each run that claimed a folder, with the time in UTC epoch seconds."""
+    """Yield the id of each run that uses a folder, and the time of the call of `claim_folder`.
+
+    The time is in UTC epoch seconds.
+    """
     claims = _claims_of(folder)
     if not claims.is_dir():
         return

@@ -289,8 +289,8 @@ def find_foreign_checkpoints(
     """Return the signatures of the checkpoints of other runs in the folder of an attempt, by path.
 
     The function also records that this run uses the folder; see `claim_folder`. Call the function
-    before the attempt starts. If all attempts share one folder, the result is empty for all
-    attempts except the first: the folder then also contains checkpoints of this run.
+    before the attempt starts. If all attempts share one folder, the result is empty for every
+    attempt after the first, because the folder then also contains checkpoints of this run.
 
     Args:
         spec: The spec of the run, in which placeholders are not replaced yet.
@@ -299,7 +299,8 @@ def find_foreign_checkpoints(
         number: Number of the attempt.
 
     Raises:
-        OSError: The folder of the checkpoints cannot be read, or the claim cannot be written.
+        OSError: The folder of the checkpoints cannot be read, or the use of the folder cannot be
+            recorded.
     """
     named = _checkpoint_component(resolved)
     if named is None:
@@ -511,8 +512,8 @@ def _list_unfinished_files(
     Args:
         written: Folder of the checkpoints.
         root: Directory from which a relative path starts.
-        with_unknown_files: True to include checkpoints that consist of one file if it is unknown
-            whether the file is complete.
+        with_unknown_files: True to include checkpoints that consist of a single file, although
+            nothing shows that this file is still being written.
     """
     folder = root / written
     listing = list_checkpoints(written, root, is_running=True)

@@ -83,7 +83,8 @@ class DiskThread:
 
         Args:
             path: The file. An earlier replacement of this file that is still pending is dropped.
-            make: Returns the new content. The thread calls it before each try to write the file.
+            make: Function that returns the new content. The thread calls this function before each
+                try to write the file.
         """
         with self._changed:
             self._replacements[path] = make

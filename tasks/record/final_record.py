@@ -95,7 +95,7 @@ def write_final_record(
     Args:
         directory: Directory of the run.
         loss: Facts about the run, whose flow process was killed.
-        clock: Returns the current time in UTC epoch seconds.
+        clock: Function that returns the current time in UTC epoch seconds.
 
     Returns:
         Two values: the record, or None if it cannot be read; and True if the record was changed.

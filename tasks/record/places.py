@@ -226,7 +226,7 @@ def _restrict(path: Path, mask: int, *, only: bool = False) -> bool:
     Args:
         path: The file or folder.
         mask: The umask.
-        only: True if rights may be removed but not added.
+        only: True if permissions may be removed but not added.
 
     Returns:
         True if the mode was changed.

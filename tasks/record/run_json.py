@@ -450,7 +450,7 @@ class RunRecord:
             path: The file `run.json`.
             run_id: Id of the run, for a new record.
             flow_run_id: Id of the flow run on the Prefect server.
-            clock: Returns the current time in UTC epoch seconds.
+            clock: Function that returns the current time in UTC epoch seconds.
             on_move: Called with each new state of the run and its message.
             earlier: Record of the run from another host, or None. It is used if it has more
                 attempts than the file.

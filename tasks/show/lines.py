@@ -205,15 +205,15 @@ def _format_field(label: str, text: str) -> Text:
     return line_of(f"  {label:<{_LABEL_COLUMNS}}{text}")
 
 
-#: A summary of a run describes at most this many of the last attempts.
+#: Largest number of attempts that a summary of a run describes. These are the last attempts.
 _STORY_ATTEMPTS = 8
-#: A summary of a run shows at most this many metrics. The same limit holds for the components, the
+#: Largest number of metrics in a summary of a run. The same limit applies to the components, the
 #: alarms and the remarks of each attempt.
 _STORY_ITEMS = 8
-#: A summary of a run shows at most this many last log lines.
+#: Largest number of log lines in a summary of a run. These are the last lines of the log.
 _STORY_LOG_LINES = 10
-#: In a summary of a run, log lines and other lines with text from programs are cut after this many
-#: characters.
+#: Length in characters after which log lines, and other text from programs, are cut in a summary of
+#: a run.
 _STORY_COLUMNS = 160
 
 

@@ -295,7 +295,7 @@ def _find_tracker_address(log: Path) -> str:
     return match[1].rstrip(".,)") if match else ""
 
 
-#: A card on the run's page shows at most this many lines of a message.
+#: Largest number of lines of a message on a card of the run's page.
 _CARD_LINES = 5
 
 
@@ -412,8 +412,8 @@ def _failure_section(view: RunView, attempt: AttemptRecord, failure: Failure) ->
         yield code_block("\n".join(last_log_lines(failure)))
 
 
-#: The artifact `record` contains log lines only for this many last attempts. With the log lines of
-#: hundreds of attempts, it would be too large for the Prefect server.
+#: Number of last attempts for which the artifact `record` contains log lines. With the log lines of
+#: hundreds of attempts, the artifact would be too large for the Prefect server.
 _ATTEMPTS_WITH_LOG_LINES = 10
 
 

@@ -140,7 +140,7 @@ _RIGHT = WIDTH - 18.0
 _TOP = 60.0
 _BOTTOM = _CURVE_HEIGHT - 48.0
 _CURVE_COLOR = "#0969da"
-#: A curve is drawn with at most this many points.
+#: Largest number of points with which a curve is drawn.
 _MAX_CURVE_POINTS = 500
 
 

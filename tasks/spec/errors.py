@@ -69,8 +69,9 @@ class InvalidSpec(MusterError):
 class RunEnded(MusterError):
     """The run is already ending, so Muster did not do the requested step.
 
-    The caller should continue with the teardown of the run. This error does not say how the run
-    ended. The `Verdict` of the attempt does, and it names the component that failed first.
+    The caller should continue to stop the components of the run. The error does not contain the
+    result of the run. The result is the `Verdict` of the attempt, with the component that failed
+    first.
     """
 
 

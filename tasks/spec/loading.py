@@ -205,7 +205,7 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
         overrides: Changes of the form `a.b=c`. They are applied in order.
 
     Raises:
-        InvalidSpec: The file or an override has faults. The error lists all of them.
+        InvalidSpec: The file or an override has faults. The error lists all faults.
     """
     return parse_spec(parse_yaml(read_text(path), str(path)), overrides, str(path))
 
@@ -216,7 +216,7 @@ def load_resolved(path: Path) -> RunSpec:
     The placeholders of such a spec are already replaced, so a `${` in it is literal text.
 
     Raises:
-        InvalidSpec: The file has faults. The error lists all of them.
+        InvalidSpec: The file has faults. The error lists all faults.
     """
     return RunSpec.model_validate(copy_as_dict(parse_yaml(read_text(path), str(path)), str(path)))
 
@@ -238,7 +238,7 @@ def parse_spec(
             for an omitted component.
 
     Raises:
-        InvalidSpec: The data, a placeholder or an override has faults. The error lists all of them.
+        InvalidSpec: The data, a placeholder or an override has faults. The error lists all faults.
     """
     written = copy_as_dict(data, source)
     faults: list[Fault] = []

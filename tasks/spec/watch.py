@@ -280,7 +280,7 @@ class Alarms:
 
 
 class _RuleState:
-    """An alarm rule, with the values and statistics of its metric so far."""
+    """An alarm rule, with the recent values of its metric and statistics about earlier values."""
 
     def __init__(self, name: str, rule: WatchRule) -> None:
         self.rule = rule
@@ -299,7 +299,7 @@ class _RuleState:
         #: sign of the mean is inverted.
         self._best_mean = 0.0
         self._value_count = 0
-        #: Sum of the absolute changes of the metric from step to step.
+        #: Sum of the absolute differences between consecutive values of the metric.
         self._total_change = 0.0
 
     def evaluate(self, step: float, entry: Mapping[str, Any]) -> Alarm | None:
