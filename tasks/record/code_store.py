@@ -189,7 +189,7 @@ def check_out(code: Code, place: Path, fetch: Fetch = lambda _: None) -> None:
 def hash_files(tree: str) -> dict[str, str]:
     """Return the file mode and the content hash of each file in a tree of the code store.
 
-    The keys of the result are relative paths. Each value is a text such as `100644 0a1b2c3d4e5f`.
+    The keys of the result are relative paths. Each value is a text such as `644 0a1b2c3d4e5f`.
 
     Raises:
         NoCode: The tree is not in this store.

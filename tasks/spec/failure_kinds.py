@@ -12,14 +12,14 @@ from pathlib import Path
 
 
 class FailureKind(StrEnum):
-    """Kind of the cause that made an attempt of a run fail. Each kind needs a different reaction.
+    """Kind of the cause that made an attempt of a run fail. Each kind needs another reaction.
 
     By default, the run fails. If the user lists the kind under `retry` in the run spec, Muster
     retries the run instead. If Muster requeues the run by default, the comment of the kind mentions
     it. The comment "A retry can help" marks kinds whose cause may be gone at the next attempt.
 
-    `COLLECTIVE_TIMEOUT` and a SIGKILL without further evidence are symptoms of another failure.
-    Muster reports them as the cause only if the logs show no other cause.
+    `COLLECTIVE_TIMEOUT` and a SIGKILL without further evidence are symptoms. They count only if the
+    logs show no other cause.
     """
 
     #: The cluster did not have the GPUs that were granted to the run. Muster recognises this by
