@@ -80,13 +80,13 @@ class Code:
 
 
 def store_project(root: Path) -> str:
-    """Store a snapshot of a project without the files that git ignores.
+    """Store a snapshot of a project in the code store, without the files that git ignores.
 
     Args:
         root: The project folder.
 
     Returns:
-        The name of the code in the store.
+        The name of the snapshot's entry in the code store.
 
     Raises:
         InvalidSpec: git could not list the files of the project, or the project is too large.

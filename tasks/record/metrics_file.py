@@ -77,7 +77,8 @@ class MetricsFile:
         self.restarts = 0
         #: True if the last call of `read_new` did not read the whole file.
         self.has_more = False
-        #: Fingerprint of the content that was already read; its length is the read position.
+        #: Fingerprint of the content that was already read. Its field `length` is the read
+        #: position.
         self._consumed = since or FileFingerprint()
         self._was_opened = False
         #: Last line that was read, if it had no newline yet.

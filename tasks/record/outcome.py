@@ -109,7 +109,8 @@ class Recorded(BaseModel):
 class Failure(Recorded):
     """Cause of a failed attempt.
 
-    It names the component that failed first. Other components often fail later as a consequence.
+    The field `component` names the component that failed first. Other components often fail later
+    as a consequence of the first failure.
     """
 
     #: Kind of the failure.

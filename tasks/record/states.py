@@ -14,7 +14,7 @@ class RunState(Enum):
 
     #: The run was submitted, and no scheduling pass has evaluated it yet.
     QUEUED = "queued"
-    #: The run has no process and waits for all GPUs of its gang.
+    #: The run has no process and waits until all GPUs that it needs are free.
     PENDING_RESOURCES = "pending_resources"
     #: The run has its GPUs, and its flow process is starting.
     ADMITTED = "admitted"

@@ -69,9 +69,9 @@ _WHOLE_FILES_AT_MOST = 100_000
 
 
 def check_file(path: Path) -> FileCheck:
-    """Check whether a file was written to its end.
+    """Check whether a file was written completely.
 
-    A file of an unknown format is not damaged unless it is empty or consists of zeros.
+    A file of an unknown format counts as damaged only if it is empty or consists of zeros.
 
     Raises:
         OSError: The file cannot be read.

@@ -21,7 +21,7 @@ class Fact(NamedTuple):
 
     #: Label, such as `first failure`.
     label: str
-    #: Text after the label.
+    #: Text that follows the label.
     text: str
     #: True if the text is a path or a log line. Markdown pages then show it as code.
     is_code: bool = False

@@ -24,7 +24,7 @@ from tasks.spec.watch import list_metric_sections
 
 #: Number of last training steps, or of last samples, whose values count as recent.
 _RECENT_COUNT = 10
-#: Largest number of steps, or of samples, that are kept in memory.
+#: Largest number of training steps, or of samples, whose values are kept in memory.
 _KEPT_COUNT = 2000
 #: Recent values are compared with earlier values only if at least this number of earlier values
 #: exist.

@@ -185,7 +185,7 @@ def apply_value(data: dict[str, Any], path: str, value: object) -> None:
 
 
 def _make_override_error(path: str, written: str, problem: str, remedy: str = "") -> InvalidSpec:
-    """Return the error for a faulty override of the command line.
+    """Return the error for a faulty `--set` option of the command line.
 
     Args:
         path: Dotted path of the fault in the spec, or an empty string.
