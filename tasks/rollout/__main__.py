@@ -33,8 +33,8 @@ def plan(spec: SpecFile, /, *, set: Overrides = (), json: AsJson = False) -> int
     Exit: 0 printed, 2 the spec is invalid or has no fleet.
     """
     loaded = load_spec(spec, set)
-    # The command prints no secret. So each secret in a Prefect block is replaced by the masked
-    # text, and the blocks need not be read.
+    # The command prints no secrets. So it does not read the run's Prefect Secret blocks, and uses
+    # the mask in place of their values.
     loaded = loaded.with_secrets(dict.fromkeys(loaded.secret_blocks.values(), MASK))
     topology = _mask_secrets(_plan_fleet(loaded, str(spec)), loaded.secrets)
     if json:
@@ -64,9 +64,14 @@ def _plan_fleet(spec: RunSpec, source: str) -> TopologyPlan:
 
 
 def _mask_secrets(plan: TopologyPlan, secrets: frozenset[str]) -> TopologyPlan:
-    """Return the plan with masked variables and arguments.
+    """Return the plan with secrets replaced by a mask.
 
-    Variables whose names suggest a secret are masked, and the secrets themselves in all arguments.
+    The values of environment variables whose names suggest a secret are masked. In command-line
+    arguments, each occurrence of a known secret is masked.
+
+    Args:
+        plan: The plan of the fleet.
+        secrets: The known secrets.
     """
 
     def mask_slot(slot: ServerSlot) -> ServerSlot:
@@ -104,7 +109,7 @@ def _shorten(word: str) -> str:
 
 
 def _format_range(numbers: Sequence[int]) -> str:
-    """Return numbers as `FIRST-LAST` if they are more than two in a row, else joined by commas."""
+    """Return more than two consecutive numbers as `3-7`, and all other numbers as `3,5,6`."""
     is_range = len(numbers) > 2 and list(numbers) == list(range(numbers[0], numbers[-1] + 1))
     return f"{numbers[0]}-{numbers[-1]}" if is_range else join_commas(numbers)
 

@@ -1,4 +1,4 @@
-"""Ray actors that run on the nodes of a fleet: one for each server, and one for ports on each node.
+"""Ray actors on the nodes of a fleet: one actor per server, and one per node to reserve ports.
 
 `ServerActor` starts and stops the process of one server. `PortKeeper` reserves ports of its node.
 
@@ -35,7 +35,8 @@ from tasks.processes.tree import descendants
 
 #: The modules of Muster that are pickled by value and sent to the nodes.
 SENT = (sys.modules[__name__], ports, sockets, tree)
-#: Seconds that the wrapper of a server gets to kill its process tree after the grace period.
+#: Seconds that the wrapper process of a server gets, after the grace period, to kill the server and
+#: all descendants of the server.
 _KILL_WITHIN_S = 10.0
 #: Seconds that a wrapper waits for the descendants of a server that has exited by itself.
 _STRAGGLERS_S = 2.0
@@ -243,19 +244,19 @@ class ServerActor:
 class PortKeeper:
     """Reserves ports of one machine for the servers of a fleet.
 
-    Until its server starts, a reserved port is bound, so that no other process can use it. After
-    that, no other run of Muster can reserve the port until this actor ends.
+    The keeper binds a reserved port until the server starts, so that no other process can use the
+    port. After that, no other run of Muster can reserve the port until this actor ends.
 
     Args:
-        key: Secret of the home that the fleet's run belongs to; see `ports.lock_name`. Keepers with
-            the same secret respect each other's ports. None for a random secret.
+        key: Secret of the Muster home directory of the fleet's run; see `ports.lock_name`. Two
+            keepers with the same secret never reserve the same port. None for a random secret.
     """
 
     def __init__(self, key: bytes | None = None) -> None:
         self._key = key or os.urandom(32)
         #: Reserved port of each server or engine by its name, such as `server.0`.
         self._reserved: dict[str, PortsReserved] = {}
-        #: Ports that this actor has bound because their servers have not been started.
+        #: Ports that this actor has bound until the servers that will use the ports are started.
         self._bound: set[int] = set()
 
     async def hold(self, names: Sequence[str]) -> list[int]:
@@ -331,8 +332,8 @@ def _list_children(pid: int) -> list[int]:
 
 def _can_be_bound(port: int) -> bool:
     with socket.socket() as probe_socket:
-        # Servers set this option, too. With it, closed connections of an earlier server that the
-        # kernel still keeps do not prevent the bind.
+        # Servers set this option, too. It allows to bind a port although the kernel still remembers
+        # closed connections of an earlier server on the same port.
         probe_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe_socket.bind(("", port))

@@ -27,15 +27,16 @@ _log = logging.getLogger(__name__)
 _OPEN_FILES = 65536
 #: Number of open files kept free for the fleet's own work, such as logs and reading /proc.
 _KEPT_FILES = 256
-#: Number of open files kept free for each server: for its guardian, its start and its probes.
+#: Number of open files kept free for each server: for the guardian process that owns the server,
+#: for the start of the server, and for health probes.
 _KEPT_FILES_EACH = 8
 #: Largest number of connections on which no request was authorized yet, for a gateway with a token.
 _STRANGERS = 8192
 #: Largest number of connections of one user or address on which no request was authorized yet, for
 #: a gateway with a token.
 _STRANGERS_EACH = 4096
-#: Largest number of connections of other users, for a gateway without a token. It refuses all their
-#: requests.
+#: Largest number of connections of other users, for a gateway without a token. The gateway refuses
+#: all requests of other users.
 _REFUSED_STRANGERS = 256
 #: Largest number of connections of one other user or address, for a gateway without a token.
 _REFUSED_STRANGERS_EACH = 64
@@ -164,7 +165,7 @@ class Admission:
         return True
 
     def let_in(self, connection: ServerConnection) -> None:
-        """Stop counting a connection as a stranger's, because a request on it was authorized."""
+        """Stop counting a connection as unauthorized, because a request on it was authorized."""
         self._forget_stranger(connection)
         connection.let_in()
 
@@ -175,7 +176,7 @@ class Admission:
             self._forget_stranger(connection)
 
     def _identify(self, connection: ServerConnection) -> None:
-        """Ask the kernel which user has opened a connection, and store the user in it."""
+        """Ask the kernel which user opened a connection, and store the user in the connection."""
         transport = connection.transport
         peer = transport.get_extra_info("peername")
         own = transport.get_extra_info("sockname")

@@ -79,7 +79,7 @@ class Place:
         return self.ranks[0]
 
     def filled(self, text: str) -> str:
-        """Return a text with its placeholders `${server.NAME}` replaced by this server's values.
+        """Return a text with the placeholders `${server.NAME}` replaced by values of this server.
 
         All other placeholders remain unchanged.
         """
@@ -122,7 +122,7 @@ class Backend(ABC):
 
     @property
     def meets(self) -> bool:
-        """True if the processes of an engine need a common address to connect to each other."""
+        """True if the processes of one engine need a shared address to find each other."""
         return self.fleet.nodes_per_engine > 1
 
     @abstractmethod
@@ -142,7 +142,7 @@ class Backend(ABC):
         return {}
 
     def _completion(self, name_option: str) -> Ask:
-        """Return a request that generates one token by OpenAI's API.
+        """Return a request to the OpenAI-compatible API that generates one token.
 
         Args:
             name_option: Option of the server's command line that renames the served model.
@@ -213,8 +213,8 @@ class Lmdeploy(Backend):
         return self.fleet.nodes_per_engine > 1 or self.fleet.sizes.replicas > 1
 
     def questions(self) -> Questions:
-        # LMDeploy answers /health from the last result of an internal monitor, up to 12 s old. The
-        # monitor detects a hanging scheduler after 90 s.
+        # LMDeploy answers /health with the last result of its internal monitor. The result may be
+        # 12 s old, and the monitor detects a hanging scheduler only after 90 s.
         return Questions(ready=_HEALTH, token=self._completion("--model-name"))
 
     def argv(self, place: Place) -> tuple[str, ...]:

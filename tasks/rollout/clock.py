@@ -12,7 +12,8 @@ _log = logging.getLogger(__name__)
 #: Seconds to wait for cancelled tasks. A task of Muster ends at once when it is cancelled, or after
 #: a short cleanup.
 _ENDED_WITHIN_S = 5.0
-#: Highest exponent of the pause between restarts. Without it, a large count would overflow a float.
+#: Highest exponent in `first_s * 2**exponent`, the pause between restarts. Without this limit, many
+#: restarts would overflow a float.
 _MAX_EXPONENT = 30
 
 

@@ -45,8 +45,8 @@ from tasks.spec.secrets import find_argument_secrets, find_env_secrets, mask_tex
 
 #: Environment variable in which a component finds its token for the fleet's gateway.
 TOKEN_ENV = "MUSTER_ROLLOUT_TOKEN"
-#: Name of the component that receives the gateway's order token. If a run has no component of this
-#: name, all its components receive the order token.
+#: Name of the component that receives the gateway's order token, which allows requests that change
+#: the fleet. If a run has no component of this name, all components receive the order token.
 TRAINER = "trainer"
 #: Environment variable in which the fleet's process finds its `FleetPlan` as JSON.
 PLAN_ENV = "MUSTER_ROLLOUT_PLAN"
@@ -57,15 +57,16 @@ STOP_MARGIN_S = 30.0
 _PORTS_PREFIX = f"{FLEET}.ports."
 #: Name of the gateway's port among the ports of a run.
 _GATEWAY_PORT = f"{FLEET}.port"
-#: Seconds that a fleet on this machine may need to start, in addition to its servers' start time.
+#: Seconds that a fleet on this machine may need to start, in addition to the start time of the
+#: servers that the spec allows.
 _START_MARGIN_S = 60.0
-#: Seconds that a fleet on Ray may need to start, in addition to its servers' start time. It may
-#: first wait until the Ray cluster has free GPUs.
+#: Seconds that a fleet on Ray may need to start, in addition to the start time of the servers that
+#: the spec allows. Before the servers start, the fleet waits until the cluster has free GPUs.
 _RAY_START_MARGIN_S = 360.0
 #: Seconds between two liveness probes of the fleet's gateway.
 _LIVE_EVERY_S = 10.0
-#: Addresses that are reserved for documentation. They stand for any other machine: this machine
-#: would use the same network interface to reach them.
+#: Example addresses of another machine, reserved for documentation (RFC 5737, RFC 3849). The kernel
+#: is asked which local address it would use to reach such an address; nothing is sent.
 _REMOTE_ADDRESSES = ("198.51.100.1", "2001:db8::1")
 #: A port number for address lookups. No packet is sent to it.
 _ANY_PORT = 9
@@ -126,9 +127,9 @@ def fleet_names(spec: RunSpec, ports: Mapping[str, int]) -> dict[str, str]:
 def _find_reachable_address(spec: RunSpec, host: str) -> str | None:
     """Return the address of this machine that the nodes of the run's Ray cluster can reach.
 
-    It is the address from which this machine reaches the cluster's head node. If the head node is
-    this machine, it is the address from which this machine reaches any other machine. No packet is
-    sent.
+    The address belongs to the network interface that routes to the cluster's head node. If the head
+    node is this machine, the address belongs to the interface that routes to other machines. No
+    packet is sent.
 
     Args:
         spec: The run spec.
@@ -144,7 +145,7 @@ def _find_reachable_address(spec: RunSpec, host: str) -> str | None:
             lookups = socket.getaddrinfo(remote, _ANY_PORT, family, socket.SOCK_DGRAM)
             socket_family, socket_type, protocol, _, remote_address = lookups[0]
             with socket.socket(socket_family, socket_type, protocol) as datagram_socket:
-                # To connect a UDP socket sends no packet. The kernel only chooses the local address
+                # Connecting a UDP socket sends no packet. The kernel only chooses the local address
                 # of the socket.
                 datagram_socket.connect(remote_address)
                 own_address = str(datagram_socket.getsockname()[0])
@@ -154,7 +155,7 @@ def _find_reachable_address(spec: RunSpec, host: str) -> str | None:
 
 
 def fleet_faults(spec: RunSpec, fleet: Rollout) -> list[Fault]:
-    """Return the faults of a run spec that only the planned placement of its servers shows."""
+    """Return the faults of a run spec that are found only by planning where its servers run."""
     try:
         plan = planned(fleet, node_gpus(spec))
     except ValueError as error:
@@ -170,7 +171,8 @@ def fleet_faults(spec: RunSpec, fleet: Rollout) -> list[Fault]:
 def _placement_faults(plan: TopologyPlan) -> Iterator[Fault]:
     """Yield a fault of the run spec if its inference engines cannot span several nodes.
 
-    Engines on this machine cannot, and neither can engines on Ray that have a single server.
+    Engines on this machine cannot span several nodes. Engines on Ray that have a single server
+    cannot span several nodes either.
     """
     # All engines of a fleet have the same numbers of nodes and servers.
     first_engine = plan.engines[0]
@@ -193,8 +195,8 @@ def _placement_faults(plan: TopologyPlan) -> Iterator[Fault]:
 def _address_faults(spec: RunSpec, fleet: Rollout) -> Iterator[Fault]:
     """Yield a fault for each component that uses an address of the fleet but cannot reach it.
 
-    If the engines run on Ray, each use of `${rollout.engines}` is a fault: their addresses are
-    unknown when the run starts.
+    If the engines run on Ray, each use of `${rollout.engines}` is a fault, because the addresses of
+    the engines are unknown when the run starts.
     """
     host = f"components.{FLEET}.host"
     for path, name in _remote_uses(spec, ROLLOUT_URL):
@@ -245,7 +247,7 @@ def _remote_uses(spec: RunSpec, placeholder: str) -> list[tuple[str, str]]:
         section, *keys = use.path.split(".")
         if section == "env" and remote_components:
             # All components get the variables of the spec's section `env`. The fault names only
-            # the first of them.
+            # the first component that may run on another machine.
             uses.append((use.path, remote_components[0]))
         elif (
             section == "components"
@@ -298,7 +300,7 @@ class FleetPlan(BaseModel):
     port: int
     #: Reserved ports of a fleet on this machine, by the names that `topology.ports_needed` returns.
     ports: Mapping[str, int]
-    #: GPUs on each node of the run's gang, or None if the run needs no GPUs.
+    #: Number of GPUs that the run requests on each node, or None if the run needs no GPUs.
     node_gpus: int | None = None
     #: URL of the Ray cluster's dashboard, or None if the servers run on this machine.
     ray: str | None = None
@@ -306,15 +308,16 @@ class FleetPlan(BaseModel):
     cwd: Path
     #: Absolute path of the attempt's directory, which holds logs and events.
     directory: Path
-    #: Directory of the run's process register, in which each server gets its own entry. None if
-    #: the servers need no entry, because Ray or the PID namespace of the component ends them.
+    #: Directory of the register of the run's processes. Each server gets an entry there. None if
+    #: no entry is needed, because Ray or the component's PID namespace ends the servers.
     register_at: Path | None = None
     #: True if the servers accept requests with the weights that they load at their start. False if
     #: they wait for the trainer's first weights.
     serves_as_loaded: bool = True
-    #: Token that the gateway requires in requests for generation; empty if it requires no token.
+    #: Token that the gateway requires in requests for generation. Empty if it requires no token.
     token: str = Field("", repr=False)
-    #: Token that the gateway requires in orders such as a weight sync; empty if it requires none.
+    #: Token that the gateway requires in requests that change the fleet, such as a weight sync.
+    #: Empty if the gateway requires no such token.
     order_token: str = Field("", repr=False)
     #: Secrets of the run, in addition to those in the other fields of this plan.
     secrets: frozenset[str] = Field(frozenset(), repr=False)
@@ -397,8 +400,9 @@ def prepare_fleet(
     needs_token = fleet.require_token or not is_loopback(fleet.host)
     # Servers on other machines do not inherit the variables of this machine's processes.
     env = {**(spec.env if is_on_ray else {}), **fleet.env}
-    # At level L4, the servers run in a PID namespace. Their pids have no meaning outside, and they
-    # end with the namespace's first process. So they need no entries in the register.
+    # At containment level L4, the servers run in a PID namespace. The pids of the servers have no
+    # meaning outside of the namespace, and the servers end with the first process of the namespace.
+    # So the servers need no entries in the register.
     is_registered = containment.level is not Level.L4 and not is_on_ray
     initial_weights = fleet.weights.initial or ("stale" if resumes else "loaded")
     return FleetPlan(
@@ -431,7 +435,7 @@ def fleet_component(
     Args:
         plan: Plan of the fleet.
         env: Environment variables that all components get, and those of the component `rollout`.
-        on_exit_zero: Meaning of exit code 0 for the run.
+        on_exit_zero: What the run does if the fleet's process exits with code 0.
     """
     fleet = plan.fleet
     place = plan.place
@@ -467,9 +471,10 @@ def fleet_component(
 
 
 class FleetTail:
-    """Reads the event file of the fleet's process, and adds each event to the events of the run.
+    """Thread that adds the events of the fleet's process to the events of the run.
 
-    A thread does so from `start` to `close`.
+    The fleet's process writes its events into a file. The thread reads the file from the call of
+    `start` to the call of `close`.
     """
 
     def __init__(self, path: Path, emit: Emit) -> None:
@@ -491,7 +496,7 @@ class FleetTail:
     def close(self) -> None:
         """Forward the last events, and end the thread that reads the event file.
 
-        Call it after the end of the fleet's process. Further calls do nothing.
+        Call this method after the end of the fleet's process. Further calls do nothing.
         """
         self._closing.set()
         if self._thread.is_alive():

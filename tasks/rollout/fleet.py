@@ -61,17 +61,17 @@ class FleetPhase(Enum):
     STARTING = "starting"
     #: `start` has returned.
     RUNNING = "running"
-    #: `stop` is ending the servers. No request is routed, and no server is checked.
+    #: `stop` is ending the servers. No request is sent to a server, and no server is probed.
     STOPPING = "stopping"
-    #: No server runs. The fleet may be started, also for a second time.
+    #: No server runs. `start` may be called, for the first time or again after `stop`.
     STOPPED = "stopped"
 
 
 class Fleet:
     """The inference servers of one run.
 
-    A fleet runs from `start` to `stop`, and may then be started again. Its trainer brings new
-    weights: it calls `begin_sync`, and then the methods of `syncs`.
+    A fleet runs from `start` to `stop`, and may then be started again. To bring new weights, the
+    trainer calls `begin_sync`, and then the methods of `syncs`.
     """
 
     def __init__(
@@ -95,8 +95,8 @@ class Fleet:
             host: Starts and stops the servers. The fleet sets its `on_death`.
             prober: Sends requests to the servers.
             emit: Function that emits an event.
-            rebind: Function that returns the servers of a group with new addresses. It is called if
-                other programs use the addresses of the group.
+            rebind: Function that returns the servers of a lifecycle group with new addresses. It is
+                called if other programs use the addresses of the group.
             random: Source of random numbers, or None for a new one.
             serves_as_loaded: True if groups serve with the weights that they load at their start.
                 False if they wait for the first commit.
@@ -108,13 +108,13 @@ class Fleet:
             queue_timeout_s=settings.queue_timeout_s,
         )
         self.settings = settings
-        #: Future that resolves with a reason when the run must fail. The servers still run then.
+        #: Future that resolves with a reason when the run must fail. `stop` must still be called.
         self.fatal: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        #: URL of the gateway, for the snapshot; empty before the gateway has started.
+        #: URL of the gateway, as `snapshot` reports it; empty before the gateway has started.
         self.url = ""
         self._emit = emit
         self._phase = FleetPhase.STOPPED
-        #: Future that resolves when enough groups work; None before the first start.
+        #: Future that resolves when enough groups of servers work; None before the first start.
         self._up: asyncio.Future[None] | None = None
         #: Tasks that start each group for the first time, by the group's index.
         self._starts: dict[int, asyncio.Task[None]] = {}
@@ -159,10 +159,10 @@ class Fleet:
         host.on_death = self._on_death
 
     async def start(self) -> None:
-        """Start all groups, and return when `min_active` of them work.
+        """Start all groups of servers, and return when `min_active` groups work.
 
-        Without `min_active`, it returns when all groups work that are not retired. If it is
-        cancelled, servers may still run; `stop` ends them.
+        If the spec has no `min_active`, return when all groups work, apart from retired groups. If
+        the call is cancelled, servers may still run; `stop` ends them.
 
         Raises:
             FleetFailed: The run must fail, or the fleet was stopped before it could serve.
@@ -191,8 +191,8 @@ class Fleet:
         if self._phase is not FleetPhase.STARTING:
             raise FleetFailed(_STOPPED)
 
-        # Groups that no longer start either work or are handled by the recovery. Their start tasks
-        # end at once.
+        # Wait for the start tasks of all groups that are no longer STARTING. These tasks end at
+        # once, because each of the groups works or is restarted by the recovery.
         groups = self.registry.view.groups
         ending_tasks = [
             task
@@ -205,11 +205,11 @@ class Fleet:
     async def stop(self) -> str:
         """End all servers within the grace period and a fixed additional time.
 
-        It may be called at any moment, for example during a start or a recovery.
+        The method may be called at any moment, for example during a start or a recovery.
 
         Returns:
-            Description of processes that could not be ended; empty if all have ended. If it is not
-            empty, call `stop` again.
+            Description of processes that could not be ended; empty if all processes have ended. If
+            the description is not empty, call `stop` again.
         """
         self._phase = FleetPhase.STOPPING
         self.router.set((), why_none=_STOPPED)
@@ -231,12 +231,12 @@ class Fleet:
     async def check(self) -> dict[str, Any]:
         """Ask each running server once whether it works. A single bad answer fails its engine.
 
-        When it returns, the processes of all failed engines have ended, and the recovery restarts
-        them.
+        When this method returns, the processes of all failed engines have ended, and the recovery
+        restarts the engines.
 
         Returns:
-            The failed engines with their causes, and the ranks of active, inactive and unreachable
-            servers.
+            Under separate keys: the failed engines with the causes of their failures, and the ranks
+            of active, inactive and unreachable servers.
 
         Raises:
             FleetRefused: A sync is open. Servers need not answer during a sync.
@@ -294,7 +294,7 @@ class Fleet:
         return {"engine": engine, "state": self.registry.group(engine).state.value}
 
     async def retire(self, rank: int) -> dict[str, Any]:
-        """End the engine of a server and do not restart it. Its requests are retried on others.
+        """End the engine of a server and do not restart it. Other engines get its open requests.
 
         Returns:
             The answer of the gateway: status, server id, and index of the engine.
@@ -337,9 +337,10 @@ class Fleet:
         return {"workers": workers, "total": len(workers)}
 
     async def add(self, url: str) -> dict[str, Any]:
-        """Make sure that an entrypoint of the fleet accepts requests, as sglang-router's add does.
+        """Start the engine of an entrypoint again if the engine is retired.
 
-        A retired engine is started again. This start counts against the budget of recoveries.
+        The start counts against the budget of recoveries. The method has the same effect as a
+        request to sglang-router that adds a worker.
 
         Args:
             url: URL of one of the fleet's entrypoints.
@@ -418,8 +419,8 @@ class Fleet:
     async def stays_ready(self, url: str) -> bool:
         """Ask a server twice, 0.3 s apart, and return True if it is ready both times.
 
-        The HTTP server of an engine can outlive the engine for a moment and still answer. If this
-        machine could not send a question, the server counts as ready.
+        After an engine has died, its HTTP server may still answer for a moment. If this machine
+        could not send a request, the server counts as ready.
         """
         ready, ask = self._parts.questions.ready, self._parts.prober.ask
         for pause_s in (0.0, _DEATH_REPORT_DELAY_S):
@@ -471,7 +472,7 @@ class Fleet:
         self._emit("rollout.server.died", rank=death.rank, epoch=death.epoch, why=death.why)
 
     def _update_routing(self, before: GroupView, after: GroupView) -> None:
-        """Tell the router which entrypoints of a changed group it may choose, and emit an event.
+        """Give the router the entrypoints that may now receive requests, and emit an event.
 
         Args:
             before: The group before the change.
@@ -505,7 +506,7 @@ class Fleet:
             )
 
     def _check_progress(self, before: GroupView, after: GroupView) -> None:
-        """React to a changed group: end the start of the fleet, or fail the run, if necessary.
+        """End the wait in `start` if enough groups work now, or fail the run if too few can work.
 
         Args:
             before: The group before the change.
@@ -515,7 +516,8 @@ class Fleet:
             return
         groups = self.registry.view.groups
         wanted = [group for group in groups if group.state is not GroupState.RETIRED]
-        # A group that starts after a commit is stale: it works, and waits for its weights.
+        # A group that starts after a commit of new weights is stale: it works, and waits until the
+        # trainer sends these weights again.
         working = [group for group in wanted if group.is_serving or group.state is GroupState.STALE]
         needed = min(self.settings.recovery.min_active or len(wanted), len(wanted))
         if self._up is not None and not self._up.done() and len(working) >= needed:
@@ -526,7 +528,7 @@ class Fleet:
             self._count_failed_start(before, after)
 
     def _count_failed_start(self, before: GroupView, after: GroupView) -> None:
-        """Count the failures of a group while the fleet starts. Three in a row fail the run.
+        """Count the failures of a group during the fleet's start. Three in a row fail the run.
 
         Args:
             before: The group before its failure.
@@ -542,11 +544,11 @@ class Fleet:
             self._fail_run(f"{problem}: {after.cause}{self._quote_log(after)}")
 
     def _fail_if_too_few_engines(self, *, checks_min_active: bool) -> None:
-        """Fail the run if too few engines remain without the retired engines, or if too few serve.
+        """Fail the run if too few engines are left that are not retired, or if too few serve.
 
         Args:
-            checks_min_active: True if the number of serving engines is compared with `min_active`.
-                It is never compared before the fleet has started, nor during a sync.
+            checks_min_active: True to compare the number of serving engines with `min_active`. The
+                number is never compared before the fleet has started, nor during a weight sync.
         """
         view = self.registry.view
         min_active = self.settings.recovery.min_active or 0

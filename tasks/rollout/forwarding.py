@@ -31,7 +31,7 @@ from tasks.rollout.probing import NoReply
 from tasks.rollout.router import Entrypoint, LineFull, NoEntrypoint
 from tasks.rollout.upstream import BrokenOff, ServedConnection, Unconnected, Upstreams
 
-#: Headers that concern a single connection and are therefore never forwarded.
+#: Names of HTTP headers that concern a single connection and are therefore never forwarded.
 #: Source: RFC 9110, section 7.6.1, and RFC 2616, section 13.5.1.
 _HOP_BY_HOP = frozenset(
     {
@@ -141,7 +141,7 @@ def asks_for_models(method: str, target: str) -> bool:
 
 
 def _is_model_name(text: str) -> bool:
-    """Return True if the end of a path is a model name and nothing else.
+    """Return True if the last part of a URL path is a model name and nothing else.
 
     The text is percent-decoded several times before the check, because proxies and servers may each
     decode it once. A model name has no segment `.` or `..`, no parameters, and no character that
@@ -243,7 +243,8 @@ _NOT_PASSED_ON = (
 )
 #: Largest size in bytes of a response that is received completely before it is sent to the client.
 _WHOLE_BYTES = 64 * 1024
-#: Seconds that a client gets to read the start of a response that is about to be cut.
+#: Seconds that a client gets to read the start of a response, before the gateway closes the
+#: connection in the middle of the response.
 _LAST_WORDS_S = 5.0
 #: Largest number of attempts to get a response to one request.
 _TRIES = 3
@@ -293,10 +294,11 @@ class Forwarder:
         self.by_user = settings.session_by_user
         #: Names of the request headers that are not forwarded, in lower case.
         self.dropped_headers = _NOT_FOR_SERVERS | ({"authorization"} if is_token_own else set())
-        #: Reason that no failed request is retried, or None while the gateway is open.
+        #: Reason why the gateway stops, so that failed requests are not retried. None while the
+        #: gateway is open.
         self.stop_reason: str | None = None
-        #: Number of response pieces that each entrypoint has generated, by the entrypoint's rank
-        #: and epoch.
+        #: Number of pieces of response bodies that each entrypoint has sent, by the entrypoint's
+        #: rank and epoch.
         self.generated_pieces: Counter[tuple[int, int]] = Counter()
         self.client = Upstreams(_CONNECT_S, listeners)
         fleet.router.listen(self._abort_entrypoints)
@@ -330,7 +332,7 @@ class Forwarder:
         for tasks in task_sets:
             for task in tasks:
                 task.cancel()
-            # A cancelled task looks for itself in this set. If the task is missing, this method
+            # A cancelled task checks whether the set still contains the task. If not, this method
             # has cancelled the task. Otherwise, the client has closed its connection.
             tasks.clear()
 
@@ -433,8 +435,8 @@ class _ForwardedRequest:
             except LineFull:
                 raise
             except NoEntrypoint:
-                # All available servers have failed this request once. They may work all the same,
-                # because perhaps only a connection was lost. So the request may go to any of them.
+                # All available servers have failed this request once. They may still work, because
+                # perhaps only a connection was lost. So the request may go to any of these servers.
                 if not self._tried_ranks or not router.entrypoints:
                     raise
                 self._tried_ranks.clear()
@@ -449,7 +451,7 @@ class _ForwardedRequest:
 
         Returns:
             The HTTP status of the response that the client got. If the attempt failed before a
-            response began: the reason, as a text.
+            response began, a text with the reason.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -516,8 +518,8 @@ class _ForwardedRequest:
             if server.status == 503 and self._may_ask_another(entrypoint):
                 self._was_busy_retried = True
                 raise _NotBegun("it answered 503")
-            # A 500 may concern only this request. Or the engine has died, and the HTTP server in
-            # front of it answers 500 to every request until it ends, too.
+            # Status 500 may concern only this request. Or the engine has died, and its HTTP server
+            # answers 500 to every request until the HTTP server ends, too.
             may_be_dying = server.status == 500 and self._may_ask_another(entrypoint)
             if may_be_dying and not await self._shared.fleet.stays_ready(entrypoint.url):
                 raise _NotBegun("it answered 500 and is no longer ready")
@@ -579,7 +581,7 @@ class _ForwardedRequest:
         return any(other.rank not in tried_ranks for other in self._shared.router.entrypoints)
 
     async def _end_response(self, reason: str) -> int:
-        """End the response after the server's response broke off, and return the HTTP status.
+        """End the response to the client after the connection to the server was lost.
 
         If nothing was sent to the client yet, send an error response. Otherwise close the
         connection so that the client sees an incomplete response. In an event stream, the last

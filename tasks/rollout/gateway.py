@@ -1,7 +1,7 @@
 """HTTP server of a fleet: one address for all inference servers and for orders to the fleet.
 
-- The paths under `/muster/` and `/workers` take orders from the programs of the run. An order is
-  carried out completely even if the client closes its connection before the end.
+- The paths under `/muster/` and `/workers` accept orders: requests that change the fleet. An order
+  is carried out completely even if the client closes its connection before the end.
 - `/health` and `/metrics` are answered by the gateway itself.
 - All other requests are forwarded to an inference server, or refused.
 
@@ -56,13 +56,14 @@ class Access:
     """Decides whether a client's request may use the gateway.
 
     Without a token, only processes of this user and of root may use the gateway. Requests of web
-    pages in a browser are refused even then. This covers pages of other websites. It also covers
-    pages whose host name was redirected to this machine (DNS rebinding).
+    pages in a browser are refused even if this user runs the browser. Pages of other websites are
+    refused, and pages whose host name was redirected to this machine (DNS rebinding).
 
     Args:
         host: Name or address of the interface that the gateway listens on.
         token: Token that each request has to bring, or None if no token is needed.
-        order_token: Token that each order has to bring, or None if `token` is enough for an order.
+        order_token: Token that each request to change the fleet has to bring. None if `token` is
+            enough for such a request.
 
     Raises:
         ValueError: There is no token, and other machines can reach the gateway.
@@ -92,8 +93,8 @@ class Access:
             is_order: True if the request would change the fleet.
             is_own: True if, according to the kernel, a process of this user or of root has opened
                 the connection.
-            unknown_because: Reason that the kernel could not name the user who opened the
-                connection, or empty.
+            unknown_because: Reason why the kernel could not name the user who opened the
+                connection. Empty if the user is known.
         """
         if self._token is not None:
             return self._find_token_refusal(headers, self._token, is_order=is_order)
@@ -112,9 +113,10 @@ class Access:
         return self.find_page_refusal(headers)
 
     def find_page_refusal(self, headers: MultiMapping[str] | Mapping[str, str]) -> Answer | None:
-        """Return the error response for a request that a web page may have made, or None.
+        """Return the error response for a request that a web page may have sent.
 
-        A gateway with a token refuses nothing here, because no web page knows the token.
+        Return None for all other requests. A gateway with a token always returns None, because no
+        web page knows the token.
 
         Args:
             headers: Headers of the request.
@@ -139,7 +141,7 @@ class Access:
     def _find_token_refusal(
         self, headers: MultiMapping[str] | Mapping[str, str], token: bytes, *, is_order: bool
     ) -> Answer | None:
-        """Return the error response for a request without the right token, or None if it is right.
+        """Return the error response for a wrong or missing token, or None if the token is right.
 
         Args:
             headers: Headers of the request.
@@ -172,7 +174,7 @@ class Access:
 
 @lru_cache(maxsize=256)
 def _is_own_address(authority: str, port: int | None) -> bool:
-    """Return True if a host and port are the address of this gateway on loopback.
+    """Return True if a host and a port are an address of this gateway on this machine.
 
     Args:
         authority: Host and optional port, as in a URL.
@@ -188,16 +190,16 @@ def _is_own_address(authority: str, port: int | None) -> bool:
 _log = logging.getLogger(__name__)
 
 PREFIX = "/muster"
-#: Largest timeout in seconds that an order may state.
+#: Largest timeout in seconds that a request to change the fleet may state.
 _LONGEST_S = 86_400.0
-#: Largest size in bytes of the body of an order.
+#: Largest size in bytes of the body of a request to change the fleet.
 _LONGEST_ORDER = 1024 * 1024
 
 
 class _Order(BaseModel):
-    """JSON body of an order. A body with an unknown key is refused.
+    """JSON body of a request to change the fleet. A body with an unknown key is refused.
 
-    A misspelt key would be ignored otherwise, and the order would do something else than intended.
+    Otherwise a misspelt key would be ignored, and the request would not do what the client meant.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -207,14 +209,14 @@ Timeout = Annotated[float, Field(gt=0, le=_LONGEST_S, allow_inf_nan=False)]
 
 
 class _Begin(_Order):
-    """Body of the order to begin a sync."""
+    """Body of the request to begin a weight sync."""
 
     timeout_s: Timeout = 600.0
     in_flight: InFlight = InFlight.WAIT
 
 
 class _Broadcast(_Order):
-    """Body of the order to send one request to all engines of a sync."""
+    """Body of the request to send one HTTP request to all engines of a weight sync."""
 
     method: Annotated[str, Field(pattern="^[A-Z]+$")] = "POST"
     path: Annotated[str, Field(pattern="^/")]
@@ -223,7 +225,7 @@ class _Broadcast(_Order):
 
 
 class _Commit(_Order):
-    """Body of the order to commit a sync."""
+    """Body of the request to commit a weight sync."""
 
     version: int = Field(ge=0)
     epochs: dict[int, int]
@@ -231,7 +233,7 @@ class _Commit(_Order):
 
 
 class _AddWorker(_Order):
-    """Body of the order to add a server. Clients of sglang-router may send further keys."""
+    """Body of the request to add a server. Clients of sglang-router may send further keys."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -266,14 +268,14 @@ def _parse_number(id: str, kind: str) -> int:
     return int(id)
 
 
-#: Function that carries out an order. It gets the fleet, the id from the path and the parsed body.
-#: It returns the JSON content of the response.
+#: Function that carries out a request to change the fleet. Its arguments are the fleet, the id from
+#: the path, and the parsed body. It returns the JSON content of the response.
 CarryOut = Callable[[Fleet, str, Any], Coroutine[Any, Any, Mapping[str, Any]]]
 _ROLLOUT = f"{PREFIX}/rollout"
-#: Path of the list of servers. The path and its orders are the same as in sglang-router.
+#: Path of the list of servers. The path and the requests to it are the same as in sglang-router.
 WORKERS = "/workers"
-#: HTTP method, type of the body, and function to carry out each order, by the path of the order.
-#: ID in a path stands for the id of a sync, an engine or a worker.
+#: Each request that changes the fleet: HTTP method, type of the body, and function that carries it
+#: out, by the path of the request. ID in a path stands for the id of a sync, engine or worker.
 _ORDERS: Mapping[str, tuple[str, type[_Order], CarryOut]] = {
     f"{_ROLLOUT}/check": ("POST", _Order, lambda fleet, _id, _: fleet.check()),
     f"{_ROLLOUT}/sync": ("POST", _Begin, lambda fleet, _id, body: fleet.begin_sync(**dict(body))),
@@ -288,19 +290,19 @@ _ORDERS: Mapping[str, tuple[str, type[_Order], CarryOut]] = {
         lambda fleet, id, _: fleet.retire(_parse_number(id, "worker")),
     ),
 }
-#: Matches the path of an order with an id: the part before the id, the id, and the rest.
+#: Matches a path that contains an id. The groups are the part before the id, the id, and the rest.
 _WITH_ID = re.compile(f"((?:{_ROLLOUT}/sync|{_ROLLOUT}/engines|{WORKERS})/)([^/]+)(.*)")
 
 
 def _describe_faults(error: ValidationError) -> str:
-    """Return a text that lists each fault in the JSON body of an order, with its key."""
+    """Return a text that lists each fault in the JSON body of a request, with its key."""
     return "; ".join(
         f"{'.'.join(map(str, fault['loc'])) or 'the body'}: {fault['msg']}"
         for fault in error.errors(include_url=False)
     )
 
 
-#: Matches the paths that take orders.
+#: Matches the paths that the gateway answers itself: they describe or change the fleet.
 _OWN = re.compile(f"({PREFIX}|{WORKERS})([/?]|$)")
 _STOPPING = "the rollout fleet is being stopped"
 #: Number of connections that the kernel holds until the gateway accepts them.
@@ -308,9 +310,10 @@ _BACKLOG = 4096
 #: Status in the metrics of a request whose client closed the connection before the response. Nginx
 #: uses the same status for such a request.
 _CLIENT_LEFT = 499
-#: Seconds that cancelled requests get for an error response when the gateway stops.
+#: Seconds to send error responses to the cancelled requests when the gateway stops.
 _CUT_WITHIN_S = 2.0
-#: HTTP statuses of error responses. After one of these, the gateway closes the connection.
+#: HTTP statuses of responses to unauthorized requests. After such a response, the gateway closes
+#: the connection.
 _NOT_LET_IN = frozenset({401, 403})
 
 
@@ -326,8 +329,8 @@ class Gateway:
         port: Port to listen on, or 0 for any free port.
         token: Token that each request has to bring as `Authorization: Bearer TOKEN`. None to accept
             requests without a token, from processes of this user and of root.
-        order_token: Token that each order has to bring. Other requests may bring it, too. None if
-            `token` is enough for an order.
+        order_token: Token that each request to change the fleet has to bring. Other requests may
+            bring it, too. None if `token` is enough for such a request.
         listeners: Checks that the process which accepted a connection belongs to the engine.
             None to accept every process.
         servers: Number of servers in the fleet. Open files are kept free for their processes and
@@ -350,7 +353,8 @@ class Gateway:
     ) -> None:
         self._fleet = fleet
         self._access = Access(host, token, order_token)
-        #: Tasks of the running orders. The event loop itself keeps only weak references to tasks.
+        #: Tasks that carry out requests to change the fleet. The set is needed because the event
+        #: loop itself keeps only weak references to tasks.
         self._orders: set[asyncio.Task[Mapping[str, Any]]] = set()
         self._host = host
         self._port = port
@@ -397,7 +401,7 @@ class Gateway:
         )
 
     async def stop(self, grace_s: float) -> None:
-        """Stop listening, wait for the running requests, and cancel the rest.
+        """Stop listening, wait for the end of the running requests, and cancel late requests.
 
         The call takes at most the grace period and a few seconds. It does nothing if the gateway
         does not run.
@@ -424,7 +428,7 @@ class Gateway:
                 _log.warning("%d requests are cut: the grace period is over", len(late_tasks))
         finally:
             forwarder.abort([*forwarder.running_requests])
-            # A cancelled order task first undoes or completes its work. So wait for its end.
+            # A cancelled task first undoes or completes its work. So wait for the end of the task.
             for order in tuple(self._orders):
                 order.cancel()
             await asyncio.gather(*self._orders, return_exceptions=True)
@@ -497,7 +501,7 @@ class Gateway:
         """Return the response to a request for a path under `/muster` or `/workers`."""
         path = request.target.partition("?")[0].rstrip("/")
         if path == f"{PREFIX}/health" and request.method in ("GET", "HEAD"):
-            # This path needs no token, because a supervisor that checks the component lacks it.
+            # This path needs no token, because the supervisor that probes it has no token.
             if (error := self._access.find_page_refusal(request.headers)) is not None:
                 return error
             return make_json_answer({"ok": True, "ready": self._fleet.has_started})
@@ -523,11 +527,11 @@ class Gateway:
         return await self._carry_out_order(path, request, id)
 
     async def _carry_out_order(self, path: str, request: HttpRequest, id: str) -> Answer:
-        """Carry out an order and return the response.
+        """Carry out a request to change the fleet, and return the response.
 
         Args:
-            path: Path of the order as a key of `_ORDERS`.
-            request: The request that holds the order.
+            path: Path of the request, as a key of `_ORDERS`.
+            request: The request.
             id: Id of the sync, engine or worker in the requested path, or an empty string.
         """
         _method, model, carry_out = _ORDERS[path]
@@ -577,7 +581,7 @@ async def _wait_for_end(
 
 
 def _make_connection_error(status: int, reason: str) -> Answer:
-    """Return the error response for a request that the connection itself refuses."""
+    """Return the error response for a request that is not valid HTTP or caused an exception."""
     if status == HTTPStatus.SERVICE_UNAVAILABLE:
         return make_unavailable_error(reason, "overloaded")
     return make_error(status, "failed" if status == 500 else "bad_request", reason)

@@ -2,13 +2,13 @@
 
 A server can be checked in three ways:
 
-- Is it alive: does its process run? The host that runs the process reports each death at once.
-- Is it ready: may it be sent requests?
-- Does it generate: does its engine generate a token?
+- Alive: the server's process runs. The object that started the process reports its end at once.
+- Ready: the server accepts requests.
+- Generating: the server's engine generates a token.
 
-This module finds the servers that are alive and do not work. It probes the entrypoints, which
-answer for their whole engine. In some backends the other servers answer 200 even if the engine
-hangs.
+This module finds servers whose process runs but that do not work. It sends probes only to the
+entrypoints, whose answers show whether their whole engine works. With some backends, other servers
+answer 200 even if the engine hangs.
 
 `Evidence` does no I/O: it only counts the failures of one server.
 """
@@ -50,21 +50,22 @@ class Evidence:
     misses: int = 0
     #: Number of failed requests that are counted in `misses`.
     requests: int = 0
-    #: Number of health checks counted in `misses` whose answer was another status than 200.
+    #: Number of health checks counted in `misses` that were answered by a status other than 200.
     refusals: int = 0
     #: Description of the last failure, or an empty string if there is none. A `NoReply` if the
     #: server did not answer at all.
     reason: str = ""
 
     def after_tokens(self) -> Evidence:
-        """Return the evidence after the server generated a token for a request.
+        """Return the new counts after the server generated a token for a request.
 
-        A token disproves that the server is silent. It does not outweigh a bad answer to a probe.
+        A token shows that the server answers, so failures without any answer are forgotten. Bad
+        answers to probes still count.
         """
         return self if self.refusals else Evidence()
 
     def after_probe(self, reason: str, *, is_excused: bool = False) -> Evidence:
-        """Return the evidence after a probe has failed.
+        """Return the new counts after a probe has failed.
 
         Args:
             reason: Description of the failure. A `NoReply` if the server did not answer at all.
@@ -79,7 +80,7 @@ class Evidence:
         return replace(self, misses=self.misses + 1, refusals=refusals, reason=reason)
 
     def after_request(self, reason: str, *, threshold: int) -> Evidence:
-        """Return the evidence after a request has failed because of the server.
+        """Return the new counts after a request has failed because of the server.
 
         Failed requests alone never reach the threshold, because all requests on a lost connection
         fail at the same moment. Each failed request triggers a probe, and the probe decides.
@@ -94,9 +95,9 @@ class Evidence:
 
     @property
     def is_silence(self) -> bool:
-        """True if the server did not answer at the last failure.
+        """True if the last failure was a missing answer.
 
-        The cause is either the server or the network between this machine and the server.
+        Either the server does not work, or the network between this machine and the server.
         """
         return isinstance(self.reason, NoReply)
 
@@ -113,17 +114,17 @@ class _Watch:
     evidence: Evidence = field(default_factory=Evidence)
     #: Number of response pieces that the incarnation has generated for requests.
     tokens: int = 0
-    #: Number of successful probes since the server's last token, each after a failed request. At
-    #: most one probe in each probe interval is counted.
+    #: Number of successful probes after failed requests, since the server generated its last token.
+    #: At most one probe in each probe interval is counted.
     yes_after_failures: int = 0
-    #: Time of the server's last token, or of the last probe that `yes_after_failures` counts. The
-    #: later of the two times counts.
+    #: Time of the server's last token, or of the last probe that `yes_after_failures` counts,
+    #: whichever is later.
     token_or_yes_s: float = -math.inf
-    #: Time at which a request to the server failed last.
+    #: Time of the last failed request to the server.
     failed_request_s: float = -math.inf
-    #: Description of the failure of that request.
+    #: Description of the failure of the last failed request.
     failed_request_reason: str = ""
-    #: True if the server is silent and the network is to blame.
+    #: True if the server did not answer because of a network fault.
     is_cut: bool = False
     #: Time at which the last health probe of the server began.
     probed_s: float = -math.inf
@@ -160,8 +161,8 @@ class Health:
     def watch(self, group: int, epoch: int) -> None:
         """Start the health checks of an engine's entrypoints.
 
-        The first probe comes after `health.first_after_s`, or after one probe interval. If the
-        group has another epoch by now, or does not run, the call does nothing.
+        The first probe is sent after `health.first_after_s`, or after one probe interval if that is
+        not set. The call does nothing if the group has another epoch by now, or does not run.
 
         Args:
             group: Index of the engine's lifecycle group.
@@ -233,14 +234,14 @@ class Health:
         watch.urgent.set()
 
     def note_tokens(self, rank: int, epoch: int, count: int) -> None:
-        """Note that a server has generated a token for a request.
+        """Record that a server has generated a token for a request.
 
         This is called for each piece of each response, so it has to be fast.
 
         Args:
             rank: Rank of the server.
             epoch: Epoch of the incarnation.
-            count: Number of pieces that the incarnation has generated so far.
+            count: Number of pieces of responses that the incarnation has generated so far.
         """
         watch = self._watch_of(rank, epoch)
         if watch is None:
@@ -252,7 +253,7 @@ class Health:
             return
         if watch.token_or_yes_s - watch.failed_request_s < self._urgent_every_s:
             # A request has failed a moment ago. Among many concurrent requests, some may fail while
-            # others get tokens. So the server remains a suspect for a while.
+            # others get tokens. So the server remains suspect for a while.
             return
         watch.evidence = watch.evidence.after_tokens()
         self._clear_if_well(watch)
@@ -288,8 +289,8 @@ class Health:
             watch.task = asyncio.create_task(self._probe_periodically(watch, first_s), name=name)
 
     def _stop_probes(self, watch: _Watch) -> None:
-        # A task must not cancel itself here: a timeout that the task enters next could swallow the
-        # cancellation. `_probe_periodically` ends by itself if its server is not watched any more.
+        # The current task must not cancel itself: its next `asyncio.timeout` could swallow the
+        # cancellation. `_probe_periodically` ends by itself if its server is no longer checked.
         if watch.task is not None and watch.task is not asyncio.current_task():
             watch.task.cancel()
         watch.task = None
@@ -320,14 +321,15 @@ class Health:
         interval_s = self._rules.interval_s
         timeout_s = self._rules.timeout_s
         due_s = now_s() + first_s
-        # Engines that started together would be probed at the same moments. One shorter pause, of
-        # random length, spreads their probes. A longer pause would delay the detection of a fault.
+        # Engines that started together would be probed at the same moments. A shorter first pause,
+        # of random length, spreads the probes. A longer pause would delay the detection of faults.
         spread_s = interval_s * self._fleet.random.uniform(0.5, 1.0)
         while self._is_watched(watch):
             late_s = 0.0
             if await self._wait_for_probe(watch, due_s):
-                # If the timeout is longer than the interval, a probe may begin late. After a miss,
-                # its timeout is shortened by the delay, so that it ends as if it had begun in time.
+                # If the timeout is longer than the interval, a probe may begin late. After a failed
+                # probe, the timeout of a late probe is shortened by the delay. The late probe then
+                # ends as if it had begun in time.
                 if watch.evidence.misses:
                     late_s = max(0.0, now_s() - due_s)
                 due_s = max(due_s, now_s() - late_s) + spread_s
@@ -427,7 +429,7 @@ class Health:
         self._clear_if_well(watch)
 
     def _clear_if_well(self, watch: _Watch) -> None:
-        """Let a suspect group become active again if no server of the group has misses."""
+        """Make a SUSPECT group ACTIVE again if no server of the group has failures."""
         group = self._fleet.states.view.groups[watch.slot.engine]
         watches = (self._watches.get(rank) for rank in group.ranks)
         if not any(other.evidence.misses for other in watches if other is not None):
@@ -462,7 +464,7 @@ class Health:
         return watch.evidence.is_silence
 
     def _warn_unasked(self, rank: int, reason: Unasked) -> None:
-        """Warn that this machine could not send a probe. The server's evidence does not change."""
+        """Warn that this machine could not send a probe. The server's failures are not counted."""
         _log.warning("rank %d was not probed: %s", rank, reason)
         if now_s() - self._warned_s >= _WARN_EVERY_S:
             self._warned_s = now_s()

@@ -38,11 +38,11 @@ SILENT_AT_MOST_S = 10.0
 IDLE_AT_MOST_S = 600.0
 #: Seconds that may pass between two pieces of a request body.
 BODY_PIECE_WITHIN_S = 60.0
-#: Number of unread bytes of a message body. If more bytes are unread, the connection stops reading
-#: from the sender until they are read.
+#: Largest number of unread bytes of a message body. If more bytes are unread, the connection stops
+#: reading from the sender until the bytes are read.
 _MOST_UNREAD = 256 * 1024
-#: Number of waiting requests at which a connection stops reading further requests. The number holds
-#: once a request on the connection was authorized. Until then, the number is 1.
+#: Number of waiting requests at which a connection stops reading further requests. Before a request
+#: on the connection was authorized, the connection stops reading at the first waiting request.
 _MOST_AHEAD = 8
 #: Seconds that a client gets to read the end of a response before the gateway cuts the connection.
 _LINGER_S = 5.0
@@ -59,7 +59,7 @@ _log = logging.getLogger(__name__)
 
 
 class Malformed(Exception):
-    """The received bytes are not an HTTP/1.1 message, or two parsers could read them differently.
+    """The received bytes are not valid HTTP/1.1, or two parsers could understand them differently.
 
     Args:
         why: Reason for refusing the message, for the client.
@@ -97,8 +97,8 @@ LAST_CHUNK = b"0\r\n\r\n"
 class Body:
     """The received bytes of one message body.
 
-    If more than 256 KiB are unread, the connection stops reading from the sender until they are
-    taken.
+    If more than 256 KiB are unread, the connection stops reading from the sender until these bytes
+    are read.
     """
 
     __slots__ = ("_error", "_is_held", "_pieces", "_reader", "_size", "_wire", "is_complete")
@@ -126,7 +126,7 @@ class Body:
         """Mark the end of the body.
 
         Args:
-            error: Why the rest of the body will not arrive. None if the body is complete.
+            error: Reason why the rest of the body will not arrive. None if the body is complete.
         """
         self._error = error
         self.is_complete = error is None
@@ -203,7 +203,7 @@ class Wire(asyncio.Protocol):
     transport: asyncio.Transport
 
     def __init__(self) -> None:
-        #: Number of calls of `hold_reading` minus the number of calls of `release_reading`.
+        #: Number of calls of `hold_reading` that no call of `release_reading` has ended yet.
         self._holds = 0
         self._may_write = asyncio.Event()
         self._may_write.set()
@@ -256,14 +256,14 @@ class Wire(asyncio.Protocol):
     def hold_reading(self) -> None:
         """Stop reading from the connection.
 
-        Reading resumes once each call of this method was followed by one of `release_reading`.
+        Reading resumes after as many calls of `release_reading` as of this method.
         """
         self._holds += 1
         if not self.transport.is_closing():
             self.transport.pause_reading()
 
     def release_reading(self) -> None:
-        """Resume reading if each call of `hold_reading` was followed by a call of this method."""
+        """Resume reading after as many calls of this method as of `hold_reading`."""
         self._holds -= 1
         if not self._holds and not self.transport.is_closing():
             self.transport.resume_reading()
@@ -288,9 +288,9 @@ class Wire(asyncio.Protocol):
             if isinstance(raised_by_callback, Malformed):
                 return raised_by_callback
             return Malformed(str(error))
-        # The parser reports a header only when its line is complete. The size of a line without an
-        # end is therefore checked here, by the number of received bytes. They are counted only if
-        # all of them belong to the same message head.
+        # The parser reports a header only when its line is complete. The size of an incomplete line
+        # is therefore checked here, by the number of received bytes. Bytes are counted only if all
+        # received bytes belong to the same message head.
         if self._is_in_head and begins_with_head and self._complete_heads == heads_before:
             self._received_head_bytes += len(data)
             if self._received_head_bytes > LONGEST_HEAD:
@@ -397,7 +397,7 @@ class HttpRequest:
     #: True once the head of a response has been prepared or sent.
     is_begun: bool = False
     _is_chunked: bool = False
-    #: True if only the end of the connection marks the end of the response for the client.
+    #: True if the client finds the end of the response only by the end of the connection.
     _is_open_ended: bool = False
     #: Encoded head of the response until the head is sent, then empty.
     _unsent_head: bytes = b""
@@ -448,7 +448,7 @@ class HttpRequest:
         """
         if "Content-Length" not in headers:
             self._is_chunked = not self.is_http_1_0
-            # HTTP/1.0 has no chunked coding, so that only the end of the connection ends the body.
+            # HTTP/1.0 has no chunked coding, so the body ends with the end of the connection.
             self._is_open_ended = self.is_http_1_0
             self.is_kept &= self._is_chunked
             if self._is_chunked:
@@ -530,8 +530,8 @@ class ServerConnection(Wire):
         handle: Coroutine function that answers a request.
         make_refusal: Function that makes the response to a refused request from an HTTP status
             and a reason.
-        peers: Set of all connections that are open or have a running task. The connection adds
-            and removes itself.
+        peers: Set of all connections that are open or have a running task. The new connection
+            adds itself to the set, and removes itself at its end.
         enter: Called when the connection is opened. It sets the attributes that identify the
             client, and returns False if the connection must not stay open.
         leave: Called when the connection is closed, also after `enter` returned False.
@@ -596,7 +596,7 @@ class ServerConnection(Wire):
             self.transport.abort()
 
     def let_in(self) -> None:
-        """Note that a request was authorized. The client may then send several requests ahead."""
+        """Record that a request was authorized. Further requests may then wait in the queue."""
         self.is_let_in = True
         self._resume_reading_ahead()
 
@@ -652,7 +652,7 @@ class ServerConnection(Wire):
             self._queue_request(self._make_rejected_request(fault))
 
     def _make_rejected_request(self, fault: Malformed) -> HttpRequest:
-        """Return a request without content, which is refused and ends the connection."""
+        """Return an empty request that makes the connection send an error response and close."""
         return HttpRequest(wire=self, content=Body(self), is_kept=False, fault=fault)
 
     def on_message_begin(self) -> None:
@@ -745,7 +745,7 @@ class ServerConnection(Wire):
                 request.send(self._make_refusal(500, "the fleet's log has the details"))
         self.task = None
         self._waiting_since_s = self._loop.time()
-        # Discard the unread part of the request body. It may have stopped the connection's reading.
+        # Discard the unread part of the request body, so that the connection can read again.
         request.content.take_unread()
         if self.transport.is_closing():
             return

@@ -1,4 +1,4 @@
-"""Runs the servers of a fleet as processes of this machine, each below its own guardian."""
+"""Runs the servers of a fleet on this machine, each as a child of its own guardian process."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from tasks.rollout.probing import Death, HttpProber, NoRoomToStart, StartFailed
 from tasks.rollout.topology import LOOPBACK, ServerSlot, nodes_needed
 from tasks.spec.component import FLEET
 
-#: Largest number of bytes of the log's end that are reported when a server has died. The number is
-#: small because reading more would delay the report.
+#: Largest number of bytes at the end of a server's log that are reported when the server has died.
+#: Reading more bytes would delay the report.
 _LOOKBACK_BYTES = 20_000
 
 
@@ -53,11 +53,11 @@ class _LocalServer:
 
 
 class LocalHost:
-    """A `ServerHost` that runs each server below a guardian on this machine.
+    """A `ServerHost` that runs each server on this machine, as a child of a guardian process.
 
-    The process of the host must be a subreaper (`tree.become_subreaper`). If it is killed, each
-    guardian stops its server. If a guardian is killed, its server ends too, and the host ends the
-    remaining processes of the server.
+    The process that uses this class must be a subreaper (`tree.become_subreaper`). If that process
+    is killed, each guardian stops its server. If a guardian is killed, its server ends too, and
+    this class ends the remaining processes of the server.
 
     Args:
         plan: The plan of the fleet.

@@ -25,7 +25,7 @@ _PREFIX = "muster_rollout"
 #: Upper bounds of the buckets for request times, in seconds. They range from the time for one token
 #: to the time for a long answer.
 _BUCKET_BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-#: The same bounds in Prometheus' notation, with the last bucket for all longer times.
+#: The bounds of `_BUCKET_BOUNDS_S` as Prometheus writes them, and `+Inf` for all longer times.
 _BUCKET_LABELS = [*(str(float(bound_s)) for bound_s in _BUCKET_BOUNDS_S), "+Inf"]
 #: Number of the latest request times that the quantiles are computed from.
 _MAX_TIMES = 10_000
@@ -38,8 +38,8 @@ class Metrics:
         """
         Args:
             fleet: The fleet that the gateway belongs to.
-            pieces: Number of generated pieces of answers, by the server's rank and epoch. The
-                gateway updates it.
+            pieces: Number of response pieces that each server has generated, by the server's rank
+                and epoch. The gateway updates these numbers.
         """
         self._fleet = fleet
         self._pieces = pieces
@@ -53,14 +53,15 @@ class Metrics:
         self._total_s = 0.0
         #: Number of requests that were answered with status 200 since the last call of `load`.
         self._answered = 0
-        #: Times of these requests in seconds.
+        #: Times of the requests that `_answered` counts, in seconds.
         self._times_s: deque[float] = deque(maxlen=_MAX_TIMES)
 
     def ended(self, status: int, took_s: float) -> None:
         """Count a completed request.
 
         Args:
-            status: HTTP status that the client received, or 499 if the client left before.
+            status: HTTP status that the client received, or 499 if the client closed the connection
+                before the response.
             took_s: Seconds from the request to the end of its answer.
         """
         self._ended[status] += 1

@@ -26,16 +26,16 @@ class UnknownListener(Exception):
 
 
 class EngineListenerCheck(Protocol):
-    """Finds the sockets that listen at the URL of a server, and checks their processes."""
+    """Checks that only processes of an engine listen at the URL of the engine's server."""
 
     def known(self, url: str) -> frozenset[str]:
-        """Return the result of the last call of `verified`; empty if there was no such call."""
+        """Return the result of the last call of `verified`; empty if it was never called."""
 
     async def verified(self, url: str) -> frozenset[str]:
         """Return the inodes of the sockets that listen at the URL now; empty if there are none.
 
         Raises:
-            Impostor: A process outside the engine's process tree listens there.
+            Impostor: A process outside the engine's process tree listens at the URL.
             UnknownListener: The listening processes are unknown.
         """
 
@@ -46,7 +46,7 @@ class _StartedServer:
 
     #: Function that returns the pids of the server's process tree.
     tree: Callable[[], Sequence[int]]
-    #: Inodes of listening sockets that processes of this tree held when they were last checked.
+    #: Inodes of the listening sockets that processes of the tree held at the last check.
     known: frozenset[str] = frozenset()
 
 
@@ -59,7 +59,7 @@ class LocalListeners:
         self._servers: dict[str, _StartedServer] = {}
 
     def expect(self, url: str, tree: Callable[[], Sequence[int]]) -> object:
-        """Note that a server will be started at this URL.
+        """Record that a server will be started at this URL.
 
         Args:
             url: `http://host:port` of the server.
@@ -72,7 +72,7 @@ class LocalListeners:
         return server
 
     def forget(self, url: str, server: object) -> None:
-        """Note that a server has ended. A newer server at the same URL is kept.
+        """Record that a server has ended. A newer server at the same URL is kept.
 
         Args:
             url: `http://host:port` of the server.
@@ -90,8 +90,8 @@ class LocalListeners:
         """Return the inodes of the sockets that listen at the URL now; empty if there are none.
 
         Raises:
-            Impostor: A process outside the server's tree listens there, or the fleet has no server
-                at this URL.
+            Impostor: A process outside the server's process tree listens at the URL, or the fleet
+                has no server at this URL.
             UnknownListener: The kernel could not be asked.
         """
         server = self._servers.get(url)

@@ -1,4 +1,4 @@
-"""Interfaces of a fleet to its servers: HTTP requests, and the host that runs their processes.
+"""Interfaces between a fleet and its servers: HTTP requests, and the host of their processes.
 
 A host starts and stops servers as processes of this machine or as actors of a Ray cluster.
 """
@@ -40,8 +40,8 @@ _UNQUOTED_CHARACTERS = "%/:?[]@!$&'()*+,;="
 class NoReply(str):
     """Reason why a server gave no answer, such as a timeout or a refused connection.
 
-    The network may be the cause of a missing answer. A bad answer is never a `NoReply`: the server
-    itself is its cause.
+    A missing answer may be caused by the network. A bad answer is never a `NoReply`, because only
+    the server itself can cause a bad answer.
     """
 
     __slots__ = ()
@@ -70,8 +70,8 @@ class Reply:
 class HttpProber:
     """Sends HTTP requests to servers from the gateway's machine.
 
-    Servers that it cannot reach cannot receive rollout requests either. Each request uses a new
-    connection: a server that accepts no new connection may still answer on an existing connection.
+    A server that cannot be reached from there cannot receive rollout requests either. Each request
+    uses a new connection, because a broken server may still answer on an existing connection.
     """
 
     def __init__(self, listeners: EngineListenerCheck | None = None) -> None:
@@ -82,7 +82,7 @@ class HttpProber:
         self._servers = Upstreams(connect_s=None, listeners=listeners)
 
     def ask(self, url: str, question: Ask, timeout_s: float) -> Coroutine[Any, Any, str | None]:
-        """Send a request whose answer 200 means yes. A cancel closes the connection.
+        """Send a request, and check that the answer has status 200. A cancel closes the connection.
 
         The timeout begins with this call and not when the coroutine starts. If a thousand servers
         are asked at once, the last coroutine starts a tenth of a second after the first.
@@ -105,7 +105,7 @@ class HttpProber:
             return None
         status = "" if reply.status is None else f" {reply.status}"
         problem = f"{question.method} {question.path}:{status} {_quote(reply.body)}".rstrip()
-        # Formatting has made a plain string. Restore the class of the reason.
+        # Formatting has made a plain string of the reason. Restore the class of the reason.
         for kind in (NoReply, Unasked, Foreign):
             if isinstance(reply.body, kind):
                 return kind(problem)
@@ -232,7 +232,7 @@ class ServerHost(Protocol):
         """Checker that finds out which processes listen at the URLs of started servers."""
 
     async def hosts(self) -> tuple[str, ...]:
-        """Return the current address of each node that the fleet is planned on, by node index."""
+        """Return the current address of each node in the fleet's plan, in the plan's order."""
 
     async def hold_ports(self, node: int, names: Sequence[str]) -> list[int]:
         """Reserve a free port on a node for each name, and return the ports in the same order.
@@ -249,23 +249,24 @@ class ServerHost(Protocol):
 
         Raises:
             StartFailed: The server could not be started.
-            NoRoomToStart: The same, because this machine lacked resources.
+            NoRoomToStart: The server could not be started, because this machine lacked resources.
         """
 
     async def stop(self, ranks: Collection[int], *, grace_s: float) -> tuple[str, ...]:
-        """Ask servers to end, and kill their remaining processes after the grace period.
+        """Stop servers within the grace period and a fixed additional time.
+
+        Ask the servers to end, and kill their remaining processes after the grace period.
 
         Servers that were never started, or that have ended, are allowed. Deaths that this method
-        causes are not reported to `on_death`. After a cancel, call it again.
+        causes are not reported to `on_death`. After a cancel, call this method again.
 
         Args:
             ranks: Ranks of the servers.
             grace_s: Grace period in seconds.
 
         Returns:
-            Description with node and pid of each process that could not be ended; empty if all
-            have ended and their GPUs are free. It returns within the grace period and a fixed
-            additional time.
+            Description with node and pid of each process that could not be ended. Empty if all
+            processes have ended and their GPUs are free.
         """
 
     async def ask(self, rank: int, question: Ask, timeout_s: float) -> str | None:

@@ -1,8 +1,8 @@
 """Process of the component `rollout`: `python -m tasks.rollout.process`.
 
-It reads its `FleetPlan` from the environment variable PLAN_ENV. It runs the fleet with its servers,
-gateway, health checks and recovery until SIGTERM. It writes each event to `rollout.jsonl` for the
-run, and as a line to stdout for people.
+The process reads its `FleetPlan` from the environment variable PLAN_ENV. Until SIGTERM, it runs the
+inference servers of a run, their gateway, health checks and recovery. It writes each event to
+`rollout.jsonl` for the run, and as a line to stdout for people.
 
 Exit status:
 
@@ -66,7 +66,7 @@ _WARNING_EVENTS = frozenset({"rollout.server.died", "rollout.warning"})
 async def _open_host(plan: FleetPlan, disk: DiskThread) -> tuple[ServerHost, Places, TopologyPlan]:
     """Open the host that runs the servers, and plan the fleet at the host's addresses.
 
-    If it fails or is cancelled, the host is closed again.
+    If this call fails or is cancelled, the host is closed again.
 
     Args:
         plan: Plan of the fleet.
@@ -121,8 +121,8 @@ class Places:
     async def found(self) -> TopologyPlan:
         """Return the topology of the whole fleet.
 
-        A local fleet uses the ports that the run has reserved. On Ray, each node is asked once for
-        free ports.
+        A local fleet uses the ports that the run has reserved. On Ray, this method reserves free
+        ports by one request to each node.
         """
         if self._plan.ray is not None:
             await self._reserve_ports(range(self._plan.fleet.engines))
@@ -147,7 +147,7 @@ class Places:
         return build(self._plan.fleet, addresses, self._plan.node_gpus)
 
     async def _reserve_ports(self, groups: Collection[int]) -> None:
-        """Reserve new ports for the servers of some groups, with one question to each node.
+        """Reserve new ports for the servers of some groups, by one request to each node.
 
         Args:
             groups: Indexes of the groups.
@@ -184,14 +184,15 @@ def read_allowed_devices(fleet: Rollout, env: Mapping[str, str], kind: str) -> t
 
 def main() -> int:
     """Run the fleet to its end, and return the exit status of the process."""
-    # Each log line has a level. Without it, a line about the end of a server would look like the
-    # cause of a failed run.
+    # Each log line contains a level such as INFO. Without the level, a line about the normal end of
+    # a server would look like the cause of a failed run.
     logging.basicConfig(
         stream=sys.stdout, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
     )
     for name in _VERBOSE_LIBRARIES:
         logging.getLogger(name).setLevel(logging.WARNING)
-    # A kernel that refuses this supports only containment level L1. The fleet runs there, too.
+    # Some kernels do not support subreapers. The fleet runs there, too, but descendants of a killed
+    # guardian process may survive.
     with contextlib.suppress(OSError):
         tree.become_subreaper()
     plan = FleetPlan.of(os.environ)
@@ -205,7 +206,7 @@ def main() -> int:
 def run_serving(main: Coroutine[Any, Any, _T]) -> _T:
     """Run a coroutine like `asyncio.run`, with uvloop and fewer runs of the garbage collector.
 
-    Most objects of a request are freed without the garbage collector.
+    Few runs are enough, because most objects are freed as soon as their last reference is gone.
     """
     gc.collect()
     gc.freeze()
@@ -299,8 +300,8 @@ async def _run_until_failure(fleet: Fleet, gateway: Gateway, emit: Emit) -> str:
     except FleetFailed as error:
         return str(error)
     finally:
-        # Stop both at the same time: while the servers end, the gateway still answers the open
-        # requests with the reason.
+        # Stop the fleet and the gateway at the same time: while the servers end, the gateway still
+        # answers the open requests with the reason.
         remaining, _ = await asyncio.gather(fleet.stop(), gateway.stop(_ANSWERS_WITHIN_S))
         load_reports.cancel()
         emit_load()
@@ -318,8 +319,8 @@ def _log_event(event: Event) -> None:
 def _print_last_line(reason: str, status: int) -> int:
     """Print the reason for the end as the last line of the output, and return the exit status.
 
-    The run quotes this line as its cause. Further lines of the reason, such as lines from the log
-    of a server, are printed before it.
+    The run reports this line as the cause of its failure. Further lines of the reason, such as log
+    lines of a server, are printed before the last line.
 
     Args:
         reason: The reason in the first line, and quoted lines after it.

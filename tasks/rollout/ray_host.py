@@ -3,9 +3,9 @@
 All actors run in one placement group. A bundle of the group stands for one node of the fleet's plan
 and holds the GPUs of all servers on that node.
 
-If a server's process, its actor or its node ends, the host reports the death of the server. The
-next start of the server creates a new actor in the same bundle. If the node is lost, Ray has moved
-the bundle to another node by then.
+If a server's process, its actor or its node ends, `RayHost` reports the death of the server. The
+next start of the server creates a new actor in the same bundle. If the node was lost, Ray has moved
+the bundle to another node before that start.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ _log = logging.getLogger(__name__)
 #: Seconds that an actor may take to answer its first call. Ray starts a worker within seconds; a
 #: busy node, or a node that has to load a new image, needs longer.
 _ACTOR_WITHIN_S = 180.0
-#: Seconds that a running actor may take to answer. By default, Ray reports a lost node only after
-#: about a minute.
+#: Seconds that a running actor may take to answer a call. By default, Ray reports a lost node only
+#: after about a minute.
 _ANSWER_WITHIN_S = 10.0
 #: Seconds that a stop may take in addition to its grace period, to kill leftover processes and to
 #: fetch the end of the log. The fleet waits for a stop 20 s longer than its grace period.
 _STOP_EXTRA_S = 12.0
-#: Seconds to wait until the cluster has room for the fleet. The run already holds its granted GPUs,
-#: so nothing else should use them for longer.
+#: Seconds to wait until the cluster has enough free GPUs for the fleet. Muster's queue has already
+#: granted these GPUs to the run, so other programs should free the GPUs soon.
 _ROOM_WITHIN_S = 300.0
 #: Seconds that fetching the end of a stopped server's log may take.
 _LOG_END_WITHIN_S = 5.0
@@ -67,7 +67,7 @@ _LOG_EVERY_S = 1.0
 
 @dataclass(slots=True, kw_only=True)
 class _ActorServer:
-    """One incarnation of an inference server, with its Ray actor and this host's tasks for it."""
+    """One incarnation of an inference server, with its Ray actor and the tasks that watch it."""
 
     slot: ServerSlot
     epoch: int
@@ -92,7 +92,7 @@ class _ActorServer:
 
 
 class ActorListeners:
-    """An `EngineListenerCheck` for servers on a cluster. The actor of a server does the check.
+    """An `EngineListenerCheck` for servers on a Ray cluster. The actor of a server does the check.
 
     If several checks of a server are requested while a check of that server runs, one next check
     answers all these requests.
@@ -128,7 +128,7 @@ class ActorListeners:
     async def _check_listeners(
         self, server: _ActorServer, url: str, before: asyncio.Task[frozenset[str]] | None
     ) -> frozenset[str]:
-        """Wait for the running check of a server, and then check again who listens at its address.
+        """Check which processes listen at a server's address, after the running check has ended.
 
         Args:
             server: The server.
@@ -179,26 +179,26 @@ class RayHost:
     async def open(
         cls, plan: FleetPlan, env: Mapping[str, str], *, within_s: float = _ROOM_WITHIN_S
     ) -> RayHost:
-        """Connect to the cluster, reserve room for the whole fleet, and return the host.
+        """Connect to the cluster, reserve the GPUs of the whole fleet, and return the host.
 
         Args:
             plan: The plan of the fleet.
             env: Environment variables of this process. Servers get only the variables that are
                 valid on other machines, too.
-            within_s: Seconds to wait until the cluster has room for the fleet.
+            within_s: Seconds to wait until the cluster has enough free GPUs for the fleet.
 
         Raises:
-            NoHost: The cluster cannot be reached, or has no room in time.
+            NoHost: The cluster cannot be reached, or does not have enough free GPUs in time.
             ValueError: The plan is inconsistent; see `planned`.
         """
         assert plan.ray is not None
         topology = planned(plan.fleet, plan.node_gpus)
         bundles = plan_bundles(topology, nodes_needed(plan.fleet, plan.node_gpus))
-        # Actors get their code by value, so that Muster need not be installed on the nodes.
+        # The code of the actors is sent by value, so Muster need not be installed on the nodes.
         for module in SENT:
             cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
         # With this job id, the cluster shows the fleet's actors as a part of the run, and Muster
-        # counts the GPUs that they hold as the run's.
+        # counts the GPUs of these actors as used by the run.
         job = submission_id(plan.run_id, plan.attempt, FLEET, is_only=False)
         try:
             address = await find_gcs_address(plan.ray)
@@ -228,7 +228,7 @@ class RayHost:
         return cls(plan, {key: env[key] for key in env if _is_valid_elsewhere(key)}, group)
 
     async def hosts(self) -> tuple[str, ...]:
-        """Return the current address of each node of the plan; empty for a node that is missing."""
+        """Return the current address of each node of the plan; an empty string for a lost node."""
         table = await asyncio.to_thread(placement_group_table, self._group)
         nodes = await asyncio.to_thread(ray.nodes)
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in nodes}
@@ -389,7 +389,7 @@ class RayHost:
     async def _call_keeper(self, node: int, method: str, argument: Sequence[Any]) -> Any:
         """Call a method of the `PortKeeper` on a node and return the result.
 
-        If the keeper was lost together with its node, create a new keeper and call it.
+        If the keeper was lost together with its node, create a new keeper and call the new one.
 
         Args:
             node: Index of the node in the plan.
@@ -517,8 +517,8 @@ def find_moved_ranks(slots: Collection[ServerSlot], hosts: Sequence[str]) -> fro
 def plan_bundles(topology: TopologyPlan, nodes: int) -> list[dict[str, float]]:
     """Return the resources of each node of the plan, as `bundles[node]`.
 
-    A bundle has the GPUs of all servers on its node, and one CPU for each of these servers. It has
-    at least one CPU.
+    A bundle has the GPUs of all servers on its node, and one CPU for each of these servers. Without
+    servers, a bundle has a single CPU.
 
     Args:
         topology: The planned servers.

@@ -1,8 +1,8 @@
 """Recovery of a fleet: starts groups of servers, and restarts groups that have failed.
 
 The recovery handles the failure of a group as one case, until the group works again or is retired.
-It first ends the processes of the failed group, at once. Then it tries to restart the group, within
-a budget of restarts and with pauses between the tries.
+First, the recovery ends the processes of the failed group. Then it tries to restart the group, with
+pauses between the tries. The number of tries is limited by a budget.
 
 If several groups fail within seconds of each other, their failures count as one incident. The
 budget pays once for an incident.
@@ -36,20 +36,20 @@ from tasks.spec.rollout import UNLIMITED, Rollout
 
 _log = logging.getLogger(__name__)
 
-#: Seconds between the first and the second question to a starting server.
+#: Seconds between the first and the second health check of a starting server.
 _FIRST_POLL_S = 0.1
-#: Longest time in seconds between two questions to a starting server.
+#: Longest time in seconds between two health checks of a starting server.
 _LAST_POLL_S = 1.0
 #: Seconds to wait until a cancelled start of a group has ended.
 _CANCEL_WITHIN_S = 1.0
 #: Time limit in seconds to check the ports of a group of servers and to find new ports.
 _PORTS_WITHIN_S = 200.0
-#: Default budget of recoveries for each engine. An engine may lose its node more than once, but an
-#: engine whose servers die at every start must not be restarted without end.
+#: Default number of recoveries that are allowed for each engine. An engine may lose its node more
+#: than once, but an engine whose servers die at every start must not be restarted without end.
 _BUDGET_PER_ENGINE = 3
-#: Smallest default budget of recoveries for a fleet.
+#: Least default number of recoveries that are allowed for a fleet.
 _MIN_DEFAULT_BUDGET = 10
-#: Seconds that a host may need, after the grace period, to answer a request to stop servers.
+#: Seconds that `ServerHost.stop` may need in addition to the grace period of the servers.
 STOPPED_WITHIN_S = 20.0
 
 
@@ -61,8 +61,8 @@ class Incident:
     closes_s: float
     #: Indexes of the groups.
     groups: set[int] = field(default_factory=set)
-    #: Numbers of the tries, from 0, that were subtracted from the budget. A try is subtracted once
-    #: for all groups of the incident.
+    #: Numbers of the tries, from 0, that already count against the budget. Each try counts once for
+    #: all groups of the incident.
     paid: set[int] = field(default_factory=set)
 
 
@@ -78,9 +78,9 @@ class Incidents:
         self._last = Incident(closes_s=-math.inf)
 
     def add_failure(self, group: int, *, now_s: float, window_s: float) -> Incident:
-        """Return the incident that the failure of a group belongs to.
+        """Return the incident that a failure of a group belongs to.
 
-        It is the last incident if that is still open. Otherwise a new incident begins.
+        Return the last incident if further failures may still join it. Otherwise begin a new one.
 
         Args:
             group: Index of the group.
@@ -152,7 +152,7 @@ class Recovery:
         #: Tasks that start a group, by the group's index. A task is cancelled if its group fails or
         #: is retired.
         self._starting: dict[int, asyncio.Task[None]] = {}
-        #: Last negative answer of each starting server, by its rank.
+        #: Description of the last failed health check of each starting server, by its rank.
         self._last_answers: dict[int, str] = {}
         self._fleet = fleet
         self._health = health
@@ -165,12 +165,12 @@ class Recovery:
         self._is_open = False
         #: The open case of each failed group, by the group's index.
         self._cases: dict[int, _Case] = {}
-        #: Number of tries for each group since it last worked for a long time. It decides the pause
-        #: before the next try; there is no pause before the first.
+        #: Number of tries for each group since the group last worked for a long time. The number
+        #: determines the pause before the next try. There is no pause before the first try.
         self._tries_in_row: Counter[int] = Counter()
         #: Time at which the last case of each group ended, in seconds of the event loop's clock.
         self._case_ended_s: dict[int, float] = {}
-        #: Number of tries so far, for their ids.
+        #: Number of tries so far, from which the id of the next try is made.
         self._count = 0
 
     def open(self) -> None:
@@ -179,15 +179,15 @@ class Recovery:
         self._released.set()
 
     def has_case(self, group: int) -> bool:
-        """Return True if a failure of the group is still handled, so that old processes may run."""
+        """Return True if a failure of the group is being handled. Old processes may still run."""
         return group in self._cases
 
     def hold(self) -> None:
-        """Let no restart begin until `release`. Restarts that have begun continue."""
+        """Prevent new restarts until `release` is called. Restarts that have begun continue."""
         self._released.clear()
 
     def release(self) -> None:
-        """Let restarts begin again, after `hold`."""
+        """Allow new restarts again after `hold`."""
         self._released.set()
 
     async def wait_for_ended_processes(self) -> None:
@@ -236,8 +236,8 @@ class Recovery:
         works_for_s = now_s() - self._case_ended_s.get(group, 0.0)
         if works_for_s >= settings.recovery.max_backoff_s:
             del self._tries_in_row[group]
-        # Health checks ask each server once in an interval. So failures with one common cause are
-        # detected within one interval.
+        # Health checks probe each server once per interval. So all failures with one common cause
+        # are detected within one interval.
         window_s = settings.health.interval_s
         incident = self._incidents.add_failure(group, now_s=now_s(), window_s=window_s)
         case = _Case(group=group, ranks=view.ranks, cause=view.cause, incident=incident)
@@ -246,7 +246,7 @@ class Recovery:
         self._pay_or_retire(case)
 
     def _pay_or_retire(self, case: _Case) -> None:
-        """Subtract the next try of a case from the budget. If it is used up, retire the group."""
+        """Subtract the next try of a case from the budget. Retire the group if the budget is 0."""
         if self._incidents.pay(case.incident, case.tries):
             return
         budget = count_allowed_recoveries(self._fleet.settings)
@@ -260,8 +260,8 @@ class Recovery:
     async def _handle(self, case: _Case) -> None:
         """Handle the failure of a group until the group works or is retired.
 
-        Each round ends the processes of the group and then tries to restart it. An unexpected error
-        retires the group.
+        In a loop, end the processes of the group, and then try to restart the group. An unexpected
+        error retires the group.
         """
         try:
             while True:
@@ -272,8 +272,8 @@ class Recovery:
                     self._fleet.emit("rollout.warning", message=message)
                 if self._has_state(case, GroupState.RETIRED):
                     break
-                # The group may fail again between its start and the end of the try. It then has a
-                # new case with its own task.
+                # The group may fail again between its start and the end of the try. Another task
+                # then handles the new failure.
                 is_recovered = await self._try_to_restart(case)
                 if is_recovered or self._cases.get(case.group) is not case:
                     break
@@ -385,7 +385,7 @@ class Recovery:
     async def start(self, group: int, slots: tuple[ServerSlot, ...] | None = None) -> None:
         """Start the servers of a group, and return when its entrypoints have generated a token.
 
-        The group must never have been started, or a recovery must have claimed it.
+        The group must be new, or in the state RECOVERING.
 
         Args:
             group: Index of the group.
@@ -393,7 +393,8 @@ class Recovery:
 
         Raises:
             StartFailed: The group does not work, or needs more time than `start_within_s`. The
-                group is then INACTIVE. Servers may still run, as after a cancel, and must be ended.
+                group is then INACTIVE. Servers may still run, and the caller must end them. The
+                same holds after a cancel.
         """
         states = self._fleet.states
         within_s = self._fleet.settings.start_within_s
@@ -484,11 +485,11 @@ class Recovery:
             await asyncio.sleep(_LAST_POLL_S)
 
     async def _wait_for_yes(self, slot: ServerSlot, question: Ask | None) -> None:
-        """Ask a starting server the same question until it answers yes.
+        """Repeat a request to a starting server until the server answers with status 200.
 
         Args:
-            slot: The server. A server without an API is not asked.
-            question: The request to send, or None if the backend has no such request.
+            slot: The server. No request is sent to a server without an API.
+            question: The request. None if the backend has no such request; do nothing then.
 
         Raises:
             StartFailed: A process that does not belong to the server listens at its address.

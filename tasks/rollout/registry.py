@@ -3,9 +3,9 @@
 A lifecycle group holds the servers of one engine, which are stopped and started together. Other
 modules change a group's state with the methods of `Registry`, and read frozen snapshots.
 
-The registry has no clock, no I/O and no lock, because it is used in one asyncio loop only. A method
-that receives an older epoch of a group changes nothing. An illegal change of state raises
-IllegalTransition. A rank or a group that the fleet does not have raises KeyError.
+The registry needs no lock, because it is used in one asyncio loop only. A method that receives an
+older epoch of a group changes nothing. An illegal change of state raises IllegalTransition. A rank
+or a group that the fleet does not have raises KeyError.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class GroupView:
     state: GroupState = GroupState.STARTING
     #: Number of the group's last start, from 1; 0 if the group was never started.
     epoch: int = 0
-    #: True if processes of the last start may still run.
+    #: True if the group was started and processes of that start may still run.
     is_begun: bool = False
     #: Version of the group's weights, or None if it is unknown.
     version: int | None = None
@@ -49,7 +49,7 @@ class GroupView:
     cause: str = ""
     #: How often a recovery has restarted the group.
     recoveries: int = 0
-    #: Ranks of servers that work, but that the gateway cannot reach over the network. These servers
+    #: Ranks of servers that work but that the gateway cannot reach over the network. Such servers
     #: receive no requests and are not restarted.
     unreachable: tuple[int, ...] = ()
 
@@ -60,7 +60,7 @@ class GroupView:
 
     @property
     def is_running(self) -> bool:
-        """True if the group's servers run, according to the group's state."""
+        """True if the group's state says that its servers run."""
         return self.state in RUNNING_STATES
 
     def is_current(self, epoch: int) -> bool:
@@ -81,7 +81,8 @@ class FleetView:
 
     #: Number of changes to any group so far. Two snapshots with the same number are equal.
     epoch: int
-    #: Weight version that a group must have to serve; 0 for the weights that servers load at start.
+    #: Weight version that a group must have to serve. 0 stands for the weights that servers load at
+    #: their start.
     version: int
     #: True if no group may serve before the trainer commits the first weights.
     awaits_weights: bool
@@ -143,13 +144,13 @@ class FleetView:
 
     @property
     def is_ready(self) -> bool:
-        """True if all groups are up and reachable, apart from retired groups."""
+        """True if all groups except retired groups work and can be reached by the gateway."""
         kept = [group for group in self.groups if group.state is not GroupState.RETIRED]
         return bool(kept) and all(group in self.up and not group.unreachable for group in kept)
 
     @property
     def why_none(self) -> str:
-        """Message for clients that says why no server accepts requests; empty if a server does."""
+        """Message for clients: why no server accepts requests. Empty if a server accepts them."""
         if self.entrypoints:
             return ""
         return "; ".join(_describe_unavailable(group) for group in self.groups)
@@ -244,7 +245,7 @@ class Registry:
     def begin(self, group: int, *, slots: Sequence[ServerSlot] | None = None) -> int:
         """Record that the servers of a group are started now, and return the epoch of this start.
 
-        The group must never have been started, or a recovery must have claimed it.
+        The group must be new, or `claim` must have been called for it.
 
         Args:
             group: Index of the group.
@@ -254,7 +255,7 @@ class Registry:
             Number of this start of the group, from 1.
 
         Raises:
-            IllegalTransition: The group still runs, or no recovery has claimed it.
+            IllegalTransition: The group still runs, or `claim` was not called for it.
         """
         view = self.group(group)
         if view.is_begun or view.state not in (GroupState.STARTING, GroupState.RECOVERING):
@@ -314,7 +315,7 @@ class Registry:
             self._move(view, GroupState.ACTIVE, cause="")
 
     def unreachable(self, rank: int, epoch: int, why: str) -> None:
-        """Record that a server works but cannot be reached. It then receives no requests.
+        """Record that a server works but cannot be reached by the gateway, so it gets no requests.
 
         The state of the server's group does not change.
         """
@@ -323,7 +324,7 @@ class Registry:
             self._change(view, unreachable=tuple(sorted([*view.unreachable, rank])), cause=why)
 
     def reachable(self, rank: int, epoch: int) -> None:
-        """Record that a server can be reached again. It receives requests if its group serves."""
+        """Record that the gateway can reach a server again. Its group's state does not change."""
         view = self._find_current(rank, epoch)
         if view is not None and rank in view.unreachable:
             still_unreachable = tuple(other for other in view.unreachable if other != rank)
@@ -335,7 +336,8 @@ class Registry:
         """Record that a server has failed. Its whole group becomes INACTIVE at once.
 
         Returns:
-            False if the group had already failed or has a newer epoch. The first cause is kept.
+            True if the group was changed. False if the group had already failed, whose first cause
+            is kept, or if it has a newer epoch.
         """
         view = self._find_current(rank, epoch)
         if view is None:
@@ -351,7 +353,7 @@ class Registry:
         """Record that a recovery has failed to restart a group of servers.
 
         Raises:
-            IllegalTransition: No recovery has claimed the group.
+            IllegalTransition: `claim` was not called for the group.
         """
         view = self.group(group)
         if view.state is not GroupState.RECOVERING:
@@ -459,7 +461,7 @@ class Registry:
     def _notify(self) -> None:
         """Call the listeners for all pending changes, in the order of the changes."""
         if self._is_notifying:
-            # A listener has changed a group. The outer call of this method notifies of that change.
+            # A listener has changed a group. The outer call of this method reports that change.
             return
         self._is_notifying = True
         try:

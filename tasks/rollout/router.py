@@ -64,7 +64,7 @@ class MustWait(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """An entrypoint and the number of its outstanding requests."""
+    """An entrypoint, with the number of requests that it has not answered yet."""
 
     entrypoint: Entrypoint
     #: Number of requests that were sent to the entrypoint and have not ended.
@@ -76,13 +76,13 @@ class _Slot:
 class _SlotsByLoad:
     """Entrypoint slots in the order of their load.
 
-    Slots with the same load are in the order in which they were added.
-    Always choosing the first slot gives "least outstanding requests, round robin among ties".
+    Slots with the same load are in the order in which they were added. If the first slot is always
+    chosen, entrypoints with equally few outstanding requests are chosen in turn.
     """
 
     def __init__(self) -> None:
-        # An OrderedDict finds its first entry at once. A dict would have to skip the entries that
-        # were deleted before it.
+        # An OrderedDict finds its first entry at once. A dict would search through the places of
+        # deleted entries first.
         self._slots: dict[int, OrderedDict[_Key, _Slot]] = {}
 
     def add(self, slot: _Slot) -> None:
@@ -120,7 +120,7 @@ _Pick = Callable[[], Entrypoint]
 class Router:
     """Chooses entrypoints for requests, counts outstanding requests, and holds the request queue.
 
-    A later request never overtakes a waiting request that an entrypoint has room for.
+    A new request never gets an entrypoint that could take a request from the queue instead.
     """
 
     def __init__(
@@ -142,8 +142,9 @@ class Router:
         self._limit = limit
         self._queue_size = queue_size
         self._queue_timeout_s = queue_timeout_s
-        #: The waiting requests in the order of their arrival: the future that resolves with the
-        #: server for the request, or with NoEntrypoint; and the function that chooses this server.
+        #: The waiting requests in the order of their arrival. Each key is a future that resolves
+        #: with the entrypoint for the request, or raises NoEntrypoint. Each value is the function
+        #: that chooses the entrypoint.
         self._queue: OrderedDict[asyncio.Future[Entrypoint], _Pick] = OrderedDict()
         #: The entrypoints that may be chosen.
         self._active: dict[_Key, _Slot] = {}
@@ -241,7 +242,7 @@ class Router:
             generates: False if the request may be sent while the router is closed.
 
         Raises:
-            NoEntrypoint: No server can take the request, or none is available any more.
+            NoEntrypoint: No server can take the request, or no server is available any more.
             LineFull: The queue has no room, or the request has waited there for too long.
         """
         pick = partial(self.pick, session, exclude, generates=generates)
@@ -257,8 +258,8 @@ class Router:
             async with asyncio.timeout(self._queue_timeout_s):
                 return await turn
         except (TimeoutError, asyncio.CancelledError) as error:
-            # The request got its entrypoint at the moment of its timeout or cancel. It will not use
-            # the entrypoint, so free the place there.
+            # The request got its entrypoint at the moment of its timeout or cancel. The request is
+            # not sent, so it must no longer count as outstanding at the entrypoint.
             if turn.done() and not turn.cancelled() and turn.exception() is None:
                 self.done(turn.result())
             if isinstance(error, TimeoutError):
@@ -277,7 +278,8 @@ class Router:
 
         Args:
             session: Name of the request's session, or None. A session keeps its entrypoint while
-                that is active and preferred. If it is at its limit, another entrypoint is chosen.
+                the entrypoint is active and preferred. If the entrypoint is at its limit, another
+                entrypoint is chosen for this request.
             exclude: Ranks that may not be chosen because they were already tried.
             generates: False if the request may be sent while the router is closed.
 
@@ -300,7 +302,7 @@ class Router:
         return slot.entrypoint
 
     def done(self, entrypoint: Entrypoint) -> None:
-        """Note that a request on this entrypoint has ended, successfully or not.
+        """Record that a request to this entrypoint has ended, successfully or not.
 
         Raises:
             ValueError: The entrypoint has no outstanding request.
@@ -366,7 +368,7 @@ class Router:
     def _may_keep(self, slot: _Slot) -> bool:
         """Return True if a session may keep this entrypoint.
 
-        It may not if another entrypoint is preferred and this one is not.
+        Return False if another entrypoint is preferred and this entrypoint is not.
         """
         if slot.entrypoint.is_preferred:
             return True
@@ -380,8 +382,8 @@ class Router:
     def _remember(self, session: str, key: _Key) -> None:
         """Remember the entrypoint of a session, and forget the least recently used session.
 
-        A session keeps its earlier entrypoint if that is only at its limit. The session returns to
-        it, and to the cached prefixes there, when it has room.
+        A session keeps its entrypoint even if the entrypoint is at its limit. Later requests of the
+        session then return to the entrypoint, which has cached the prefix of their prompts.
         """
         session_slot = self._active.get(self._sessions.get(session, key))
         if session_slot is None or not self._may_keep(session_slot):
@@ -418,7 +420,7 @@ class Router:
 
     def _serve_queue(self) -> None:
         """Give entrypoints to waiting requests, in the order of arrival, while there is room."""
-        # A served request changes the queue. Start again at its beginning after each of them.
+        # Each served request changes the queue, so start again at the beginning of the queue.
         while self._queue and not self._is_closed:
             first = self._by_load.find_first()
             is_full = first is not None and self._is_full(first)

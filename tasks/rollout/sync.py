@@ -1,12 +1,12 @@
 """Weight syncs: transactions that bring new weights from the trainer to a whole fleet.
 
-A sync begins, sends requests to the engines, and ends with a commit or without new weights. While a
-sync is open, the router sends no generating request to a server, the health checks pause, and no
-engine is started.
+A sync begins, sends requests of the trainer to the engines, and ends with a commit or without new
+weights. While a sync is open, no server receives requests that generate tokens, the health checks
+pause, and no engine is started.
 
-New weights count only after a commit that names the engine and its epoch. Muster marks an engine
-as stale if it received requests and the commit does not name it. Muster restarts an engine if one
-of its servers fails to carry out a request.
+An engine serves its new weights only after a commit that names the engine and its epoch. An engine
+that received requests of the trainer and is not named in the commit becomes stale: it serves no
+requests. Muster restarts an engine if one of its servers fails to carry out a request.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class InFlight(Enum):
 
     #: The sync waits until all requests are answered.
     WAIT = "wait"
-    #: The sync ends all requests. A request without any answer is retried after the sync.
+    #: The sync ends all requests. A request whose answer has not begun is retried after the sync.
     ABORT = "abort"
     #: The servers pause the requests and continue them after the sync. Not all backends can do so.
     INTERRUPT = "interrupt"
@@ -72,7 +72,7 @@ class _Target:
 
     @property
     def fault(self) -> str:
-        """First entry of `faults`, or an empty string if the engine's servers had no failure."""
+        """First entry of `faults`, or an empty string if `faults` has no entries."""
         return next(iter(self.faults.values()), "")
 
     @property
@@ -355,7 +355,7 @@ class WeightSyncs:
         return self._describe_serving()
 
     async def stop(self) -> None:
-        """End an open weight sync because the fleet stops. Paused requests are not continued."""
+        """End the open weight sync because the fleet stops. Paused requests are not continued."""
         if self._open is not None and not self._open.is_ending:
             await self._end(self._open, "given up: the fleet is stopped", is_fleet_stopped=True)
 
@@ -462,7 +462,7 @@ class WeightSyncs:
     async def _send(
         self, target: _Target, slot: ServerSlot, ask: Ask, *, timeout_s: float
     ) -> dict[str, Any]:
-        """Send one request of a broadcast to one server, and note its success or failure.
+        """Send one request of a broadcast to one server, and record its success or failure.
 
         If a server does not answer in time, its engine is marked as failed.
 
@@ -501,7 +501,7 @@ class WeightSyncs:
         An engine that does not confirm is marked as failed, so that the recovery restarts it.
 
         Returns:
-            Reason why this machine could not send the request; empty if it was sent.
+            Reason why this machine could not send the request; empty if the request was sent.
         """
         view = self._fleet.states.view
         group = view.groups[target.engine]
@@ -553,7 +553,7 @@ def _fill_placeholders(ask: Ask, slot: ServerSlot, rank_offset: int) -> Ask:
     def fill(value: Any) -> Any:
         if isinstance(value, str):
             if value[:2] == "${" and value[2:-1] in values:
-                # A string that is only a placeholder becomes a number, as the engines expect.
+                # A string that consists of one placeholder becomes a number, as the engines expect.
                 return values[value[2:-1]]
             return substitute(value, value_of, is_deferred=lambda name: name[:7] != "engine.")
         if isinstance(value, Mapping):

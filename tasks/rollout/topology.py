@@ -48,14 +48,15 @@ class ServerSlot(Place):
 
     @property
     def url(self) -> str | None:
-        """URL of the server's HTTP API, or None if it has no API."""
+        """URL of the server's HTTP API, or None if the server has no API."""
         return None if self.port is None else f"http://{self.host}:{self.port}"
 
     @property
     def listens_on(self) -> tuple[int, ...]:
         """Ports that are reserved for this server.
 
-        The first server of an engine also listens on the port at which the engine's processes meet.
+        The first server of an engine also listens on the port at which all processes of the engine
+        connect to each other.
         """
         api_ports = () if self.port is None else (self.port,)
         if self.meeting is None or self.index > 0:
@@ -78,9 +79,9 @@ class Engine:
 
     @property
     def dist_init(self) -> str | None:
-        """`host:port` at which the engine's processes on several nodes meet.
+        """`host:port` at which the engine's processes on several nodes connect to each other.
 
-        None if they need no such address.
+        None if the processes need no such address.
         """
         meeting = self.servers[0].meeting
         if meeting is None:
@@ -153,7 +154,7 @@ class TopologyPlan:
 
 
 def _find_faults(engines: tuple[Engine, ...]) -> Iterator[str]:
-    """Yield a message for each contradiction within and between the engines of a fleet."""
+    """Yield a message for each contradiction in the plans of a fleet's engines."""
     if not engines:
         yield "no engines"
     seen_ranks: set[int] = set()
@@ -199,7 +200,7 @@ def _find_repeated(problem: str, items: Iterable[T], seen: set[T]) -> Iterator[s
 def is_loopback(host: str) -> bool:
     """Return True if a host name or address is reachable only from its own machine.
 
-    Other host names than `localhost` are not looked up; the result for them is False.
+    A host name is not resolved to an address. Return False for all host names but `localhost`.
     """
     bare_host = host.removeprefix("[").removesuffix("]")
     if bare_host.lower() == "localhost":
@@ -214,8 +215,8 @@ def gateway_url(host: str, port: int) -> str:
     """Return the URL at which this machine reaches a gateway.
 
     Args:
-        host: The address on which the gateway listens. The URL has a loopback address if it
-            listens on all addresses.
+        host: The address on which the gateway listens. If it stands for all addresses of this
+            machine, the URL contains a loopback address.
         port: The port on which the gateway listens.
     """
     if host in (*EVERY_ADDRESS, "localhost"):
@@ -230,12 +231,12 @@ class Addresses:
     To move an engine to new ports, build the plan again with other addresses.
     """
 
-    #: Address of each node, by the node's index, as the gateway and the other nodes reach it.
+    #: Address at which the gateway and the other nodes reach each node, by the node's index.
     hosts: tuple[str, ...]
     #: Port numbers, by the names that `ports_needed` returns.
     ports: Mapping[str, int]
-    #: The GPUs that a local fleet may use, in the order of its ranks. If empty, GPUs 0, 1, 2 and
-    #: so on.
+    #: The GPUs that a local fleet may use, in the order of its ranks. If empty, the fleet uses the
+    #: GPUs 0, 1, 2 and so on.
     devices: tuple[str, ...] = ()
     #: Kind of the GPUs: nvidia, amd or ascend.
     kind: str = "nvidia"
@@ -244,15 +245,15 @@ class Addresses:
 def ports_needed(
     fleet: Rollout, node_gpus: int | None = None, engines: Collection[int] | None = None
 ) -> dict[str, int]:
-    """Return the ports that the servers of a fleet need, as `node[port_name]`.
+    """Return the ports that the servers of a fleet need, with the node of each port.
 
-    The port `server.0` is for the API of the server with rank 0. The port `engine.0` is for the
-    address at which the processes of engine 0 meet.
+    The server with rank 0 serves its API on the port `server.0`. The processes of engine 0 connect
+    to each other through the port `engine.0`.
 
     Args:
         fleet: Spec of the fleet.
-        node_gpus: GPUs on each node, or None if the run has no gang.
-        engines: Indexes of the engines whose ports are wanted, or None for all engines.
+        node_gpus: Number of GPUs that the run requests on each node, or None if it requests none.
+        engines: Indexes of the engines whose ports are needed, or None for all engines.
 
     Returns:
         Index of the node on which each port is needed, by the name of the port.
@@ -289,7 +290,7 @@ def list_engine_nodes(fleet: Rollout, engine: int, node_gpus: int | None = None)
     Args:
         fleet: Spec of the fleet.
         engine: Index of the engine.
-        node_gpus: GPUs on each node, or None if the run has no gang.
+        node_gpus: Number of GPUs that the run requests on each node, or None if it requests none.
 
     Raises:
         ValueError: The engine needs more GPUs on one node than the node has.
@@ -312,8 +313,8 @@ def build(fleet: Rollout, addresses: Addresses, node_gpus: int | None = None) ->
     Args:
         fleet: Spec of the fleet.
         addresses: A host for each of the `nodes_needed`, and a port for each of the `ports_needed`.
-        node_gpus: GPUs on each node, which decides how many engines share a node. If None, each
-            engine on Ray has its own node, and all engines of a local fleet share one machine.
+        node_gpus: Number of GPUs on each node, which determines how many engines share a node. If
+            None, each engine on Ray has its own node, and a local fleet shares one machine.
 
     Raises:
         ValueError: An engine needs more GPUs on one node than the node has, or `addresses` has too
@@ -360,7 +361,7 @@ def planned(fleet: Rollout, node_gpus: int | None = None) -> TopologyPlan:
 
 
 def _place_servers(fleet: Rollout, engine: int, nodes: Sequence[int]) -> tuple[Place, ...]:
-    """Return the ranks and the node of each server of an engine, still without addresses.
+    """Return the ranks and the node of each server of an engine. Addresses are assigned later.
 
     Args:
         fleet: Spec of the fleet.
@@ -431,8 +432,8 @@ def _assign_devices(fleet: Rollout, addresses: Addresses) -> dict[str, tuple[str
     CUDA_VISIBLE_DEVICES.
 
     Returns:
-        The GPUs; empty if the fleet needs none, or if it runs on Ray, which sets the variables
-        itself.
+        The GPUs. Empty if the fleet needs no GPUs, or if the fleet runs on Ray. Ray itself sets the
+        environment variables.
 
     Raises:
         ValueError: `addresses` has fewer GPUs than the fleet needs.

@@ -25,14 +25,13 @@ from tasks.rollout.http1 import (
 )
 from tasks.rollout.ownership import EngineListenerCheck, Impostor, UnknownListener, host_and_port
 
-#: Largest number of seconds that a connection may be unused and still get another request. Uvicorn,
+#: Longest time in seconds that a connection may be unused before the next request on it. Uvicorn,
 #: the HTTP server in most inference engines, closes an unused connection after 5 s. A shorter time
-#: here avoids sending a request on a connection that the server is closing at that moment. An older
-#: connection is closed by the server, or when the next request looks for a connection.
+#: here avoids sending a request on a connection that the server is closing at that moment.
 _KEPT_S = 4.0
 #: Largest number of interim responses (HTTP status below 200) that may precede a response.
 _MOST_INTERIM = 16
-#: Methods of requests that state the size of their body even if the body is empty.
+#: HTTP methods whose requests have the header `Content-Length` even if the body is empty.
 _METHODS_WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 #: Largest number of attempts to open a connection while the processes that listen at the server's
 #: address change.
@@ -52,8 +51,8 @@ class Unconnected(Exception):
         super().__init__(str(error) or type(error).__name__)
         #: True if this machine lacked an open file, a port or memory for the connection.
         self.is_shortage = isinstance(error, OSError) and error.errno in OWN_SHORTAGES
-        #: True if the server is not to blame: this machine lacked something, or the process that
-        #: listens at the server's address could not be identified.
+        #: True if the server did not cause the error: this machine lacked resources, or the process
+        #: that listens at the server's address could not be identified.
         self.is_own_fault = self.is_shortage or isinstance(error, UnknownListener)
         #: True if a process outside the engine's process tree listens at the server's address.
         self.is_impostor = isinstance(error, Impostor)
@@ -175,8 +174,8 @@ class Upstreams:
     ) -> ServedConnection:
         """Open a connection that a process of the engine's own process tree has accepted.
 
-        The engine's listening sockets are read before the connection is opened and after it. If
-        all sockets of the first reading still listen at the second one, no other process can have
+        The engine's listening sockets are listed before the connection is opened, and again after
+        that. If all sockets of the first list are in the second list, no other process can have
         listened at the same address in between.
 
         Raises:
@@ -213,7 +212,7 @@ class ServedConnection(Wire):
         self._pool = pool
         self.url = url
         self._host = url.removeprefix("http://")
-        #: Time, by the event loop's clock in seconds, since which the connection is unused.
+        #: Time at which the connection became unused, by the event loop's clock in seconds.
         self.idle_since_s = 0.0
         #: HTTP status of the response.
         self.status = 0
@@ -333,7 +332,7 @@ class ServedConnection(Wire):
             self.content.end()
 
     def _fail(self, error: Exception) -> None:
-        """Make the task that waits for the response, or reads the response body, raise an error."""
+        """Raise an error in the task that waits for the response or reads its body."""
         if self._head is not None and not self._head.done():
             self._head.set_exception(error)
         elif not self.content.is_complete:
