@@ -1,4 +1,4 @@
-"""The run spec of one attempt: with reserved ports and without placeholders, as in `spec.yaml`."""
+"""The run spec of one attempt, in which ports and other placeholders are filled in."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def reserve_ports(spec: RunSpec) -> PortsReserved:
 class AttemptSpec:
     """The run spec of one attempt, with its placeholders filled in.
 
-    `resolved` contains names of Prefect Secret blocks in place of their values, because it is
-    written to `spec.yaml`. `with_block_values` returns the spec that the components get.
+    The attribute `resolved` is written to `spec.yaml`, so it contains the names of Prefect Secret
+    blocks and not their values. `with_block_values` returns the spec that the components get.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class AttemptSpec:
         names = self._fill_names()
         #: The spec with its placeholders filled in, without the values of Prefect Secret blocks.
         self.resolved = self._resolve(names)
-        # A variable such as WANDB_KEY may contain just `${run.id}`. Masking the run id would make
-        # every path unreadable, so the values of placeholders are not secret.
+        # The value of a variable such as WANDB_KEY may be only `${run.id}`. Masking the run id
+        # would make every path unreadable, so the values of placeholders do not count as secrets.
         secrets.add(self.resolved.secrets - {*names.values()})
 
     def with_block_values(self) -> RunSpec:

@@ -22,9 +22,9 @@ from tasks.train.run_secrets import RunSecrets
 
 _log = logging.getLogger(__name__)
 
-#: Longest wait for each thread when the attempt has ended, in seconds. A thread that needs longer
-#: is abandoned: the provenance is then missing in the record, and the next attempt removes the
-#: remaining checkpoints.
+#: Longest wait in seconds for the end of each thread when the attempt has ended. A slower thread is
+#: abandoned. The record then lacks the attempt's code and software versions, or superfluous
+#: checkpoints remain until the next attempt.
 _END_TIMEOUT_S = 2.0
 #: Seconds between two searches for superfluous checkpoints.
 _CHECKPOINTS_EVERY_S = 30.0
@@ -81,13 +81,16 @@ def record_provenance(
 def remove_superfluous_checkpoints(
     spec: RunSpec, place: RunPlace, record: RunRecord, is_over: threading.Event
 ) -> None:
-    """Delete checkpoints in excess of the number that the spec keeps, until an attempt has ended.
+    """Delete superfluous checkpoints periodically until an attempt has ended.
+
+    Checkpoints are superfluous if there are more than the spec keeps.
 
     Args:
         spec: The spec of the run.
         place: Paths of the run's files.
         record: The record of the run, which contains the start of each attempt.
-        is_over: Set when the attempt has ended. The checkpoints are then checked a last time.
+        is_over: Event that is set when the attempt has ended. Superfluous checkpoints are then
+            deleted a last time.
     """
     is_last_check = False
     while not is_last_check:

@@ -1,4 +1,4 @@
-"""The verb `muster train`: one run in this process."""
+"""The command `muster train`, which runs one training in this process."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def run_here(train: Callable[..., State[Any]], path: Path, overrides: Sequence[s
     Args:
         train: The flow `train`.
         path: Path of the run spec.
-        overrides: Changes of the spec, such as `progress.total=20`, as for `--set`.
+        overrides: Values of the option `--set` that change the spec, such as `progress.total=20`.
 
     Returns:
-        The exit code, see `get_exit_code`.
+        The exit code of the command, see `get_exit_code`.
 
     Raises:
         MusterError: The spec is invalid or the Prefect server cannot be used. No component was
@@ -106,7 +106,7 @@ def run_here(train: Callable[..., State[Any]], path: Path, overrides: Sequence[s
 
 
 def _run_to_end(run_flow: Callable[[], State[Any]], terminal: Terminal) -> State[Any]:
-    """Run the flow, and return the final state that the run's own record contains.
+    """Run the flow, and return the final state that the run's file `run.json` contains.
 
     The flow run has the same state, unless the Prefect server did not answer when the run ended. In
     that case the flow raises an error or fails, although the run may have completed.
@@ -116,7 +116,7 @@ def _run_to_end(run_flow: Callable[[], State[Any]], terminal: Terminal) -> State
         terminal: The terminal output, which knows the path of `run.json`.
 
     Raises:
-        Exception: The error of the flow, if the record contains no final state.
+        Exception: The error of the flow, if `run.json` contains no final state.
     """
     try:
         flow_state = run_flow()
@@ -133,7 +133,7 @@ def _read_final_state(record: Path | None) -> State[Any] | None:
     """Return the Prefect state for the final state in a `run.json`.
 
     Returns:
-        None if the run has not ended or its `run.json` cannot be read.
+        The state. None if the run has not ended or its `run.json` cannot be read.
     """
     if record is None:
         return None
@@ -150,7 +150,8 @@ def _check_devices(spec: RunSpec) -> None:
     """Check that the GPUs of this machine can be listed, if the run needs GPUs without Ray.
 
     Raises:
-        BadDevices: The setting of the GPUs is invalid. The run would wait without end.
+        BadDevices: The environment variables that select the GPUs are invalid, so that the run
+            would wait forever.
     """
     if spec.gang is not None and spec.ray is None:
         # A GPU driver that does not answer is no error. It may answer while the run waits, and the

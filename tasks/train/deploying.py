@@ -1,6 +1,6 @@
 """Send a run spec to a Prefect server, as one run or as a deployment.
 
-This module has the verbs `muster submit`, `muster deploy` and `muster init`.
+This module contains the commands `muster submit`, `muster deploy` and `muster init`.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ def _make_job_variables(spec: RunSpec, root: Path) -> dict[str, str]:
     """Return the job variables of a run, which set the working directory of its process.
 
     Returns:
-        An empty dict if the spec names submitted code, which is checked out into another folder.
+        The job variables. Empty if the spec names submitted code, because the code is checked out
+        into another folder.
     """
     return {WORKING_DIR: str(root)} if spec.code == LIVE_CODE else {}
 
@@ -183,7 +184,7 @@ def queue_run(
         client: Client of the Prefect server.
         spec: The run spec.
         root: Root folder of the spec's project.
-        queue: Name of the queue of the work pool. None: the queue of the deployment.
+        queue: Name of the work queue, or None for the work queue of the deployment.
         deployment: Name of the deployment `train/NAME` that starts the run.
 
     Raises:
@@ -219,8 +220,8 @@ def wait_until_ended(
     Args:
         client: Client of the Prefect server.
         flow_run_id: Id of the flow run.
-        say: Called for the present state and for each new state.
-        within_s: Longest wait in seconds. None: no limit.
+        say: Function that is called with the present state and with each new state of the run.
+        within_s: Longest wait in seconds, or None for no limit.
 
     Raises:
         TimeoutError: The run has not ended in time.
@@ -338,7 +339,7 @@ def _check_schedule_options(cron: str | None, timezone: str | None, no_cron: boo
 
 
 def _print_deployment(deployment: DeploymentResponse, *, is_new: bool) -> None:
-    """Print the page of a deployment, its schedules, and the command that starts a run of it."""
+    """Print the URL of a deployment, its schedules, and the command that starts a run of it."""
     full_name = f"{TRAIN_FLOW}/{deployment.name}"
     print(f"The deployment {full_name} was {'created' if is_new else 'updated'}.")
     print(f"  page      {url_for('deployment', obj_id=deployment.id)}")

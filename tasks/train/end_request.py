@@ -1,4 +1,4 @@
-"""The request to end a run, or to leave it to another process, from outside of the run."""
+"""The request to end a run, or to let another process continue the run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class EndRequest:
     def __init__(self) -> None:
         #: Reason for ending the run as cancelled. Empty if the run was not interrupted.
         self.interrupt_reason = ""
-        #: Reason for leaving the run to its next process. Empty if this process keeps the run.
+        #: Reason why another process will continue the run. Empty if this process keeps the run.
         self.handover_reason = ""
         #: True if the remaining grace periods must be skipped.
         self._is_hurried = False
@@ -28,13 +28,14 @@ class EndRequest:
         self._supervisor: Supervisor | None = None
 
     def __bool__(self) -> bool:
-        """Return True if the run must end, or must be left to its next process."""
+        """Return True if the run must end, or if another process will continue the run."""
         return bool(self.interrupt_reason or self.handover_reason)
 
     def interrupt(self, reason: str) -> None:
         """End the run as cancelled, with every grace period. Return at once.
 
-        One cancellation may arrive in several ways. Only the first call sets the reason.
+        The same cancellation may arrive as a signal and through the Prefect server, so this method
+        may be called several times. Only the first call sets the reason.
         """
         self.interrupt_reason = self.interrupt_reason or reason
         self._has_arrived.set()
@@ -49,14 +50,17 @@ class EndRequest:
             self._supervisor.hurry()
 
     def hand_over(self, reason: str) -> None:
-        """Leave the Ray jobs of the run running for its next process. Return at once."""
+        """End the run's work in this process, but let its Ray jobs run. Return at once.
+
+        Another process of the run will continue the Ray jobs.
+        """
         self.handover_reason = self.handover_reason or reason
         self._has_arrived.set()
         if self._supervisor is not None:
             self._supervisor.interrupt(reason, RunState.RUNNING)
 
     def attach(self, supervisor: Supervisor) -> None:
-        """Pass requests to the supervisor of a new attempt, also requests that came before."""
+        """Pass all later requests, and a request that has already arrived, to a new supervisor."""
         self._supervisor = supervisor
         if self.interrupt_reason:
             supervisor.interrupt(self.interrupt_reason)

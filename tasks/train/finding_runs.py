@@ -26,7 +26,7 @@ from tasks.spec.formatting import join_commas
 
 #: Largest number of runs, newest first, among which `find_run` searches.
 _SEARCHED_RUNS = 1000
-#: Pattern of the end of a run id. The group is the time at which the run id was made.
+#: Matches the end of a run id. The group of the pattern is the time at which the run id was made.
 _RUN_ID_END = re.compile(r"-(\d{8}-\d{6})-[0-9a-f]+$")
 #: Run state by the name of a Prefect state, or by the type of a Prefect state in capitals.
 _RUN_STATES = {

@@ -1,8 +1,8 @@
 """Keep the artifacts of a run in the Prefect UI up to date.
 
-Most events of a run change some of its artifacts. Each artifact has a least interval between two
-updates. The intervals of all artifacts grow with the age of the run, so that a long run does not
-burden the server.
+Most events of a run change some of its artifacts. An artifact is not updated before a minimum
+interval has passed since its last update. These intervals grow with the age of the run, so that a
+long run does not burden the server.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tasks.show.slow import TimeSpent
 from tasks.show.view import ObservedRun, RunView, Shown
 from tasks.train.session import RunSession
 
-#: Least interval between two updates in seconds, and the function that makes the content, by
-#: artifact key. `RunPage` itself makes the reward curve.
+#: For each artifact key, the minimum interval in seconds between two updates, and the function that
+#: makes the content. The function is None for the reward curve, which `RunPage` itself makes.
 _ARTIFACTS: Mapping[str, tuple[float, Callable[[RunView], Shown | None] | None]] = {
     pages.SUMMARY: (2.0, pages.show_summary),
     pages.COMPONENTS: (2.0, pages.show_components),
@@ -38,26 +38,26 @@ _ARTIFACTS: Mapping[str, tuple[float, Callable[[RunView], Shown | None] | None]]
     pages.ATTEMPTS: (0.0, pages.show_attempts),
     pages.RECORD: (10.0, pages.show_record),
 }
-#: The least interval of every artifact is at least this share of the run's age.
+#: Minimum interval between two updates of every artifact, as a fraction of the age of the run.
 _INTERVAL_PER_AGE = 0.01
 #: Upper limit of an interval that grows with the age of the run, in seconds.
 _MAX_INTERVAL_S = 60.0
-#: Artifacts that contain durations. They are updated without an event, too.
+#: Artifacts that contain durations, which are updated even if no event occurs.
 _TIMED_ARTIFACTS = (pages.SUMMARY, pages.TIMELINE, pages.REWARD)
-#: Least number of seconds between two updates without an event.
+#: Minimum number of seconds between two updates of an artifact without an event.
 _TIMED_INTERVAL_S = 30.0
-#: The interval between two updates without an event is at least this multiple of the interval that
+#: Minimum interval between two updates without an event, as a multiple of the minimum interval that
 #: grows with the age of the run.
 _TIMED_INTERVAL_FACTOR = 10
 #: Seconds without an update after the server did not accept an artifact.
 _PAUSE_S = 5.0
 #: Longest wait that `due_in_s` returns, in seconds.
 _MAX_WAIT_S = 3600.0
-#: Seconds before the first update, so that events at the start of a run are updated together.
+#: Seconds before the first update, so that a single update shows all events at the start of a run.
 _FIRST_UPDATE_AFTER_S = 1.0
 
-#: Keys of the artifacts that an event changes, by the beginning of the event's name. If several
-#: beginnings fit, the longest counts.
+#: Keys of the artifacts that an event changes, by a prefix of the event's name. If several prefixes
+#: match an event, the longest prefix is used.
 _CHANGED_BY_EVENT: Mapping[str, tuple[str, ...]] = {
     "attempt.": (pages.SUMMARY, pages.COMPONENTS, pages.TIMELINE, pages.ATTEMPTS, pages.RECORD),
     "component.": (pages.SUMMARY, pages.COMPONENTS, pages.TIMELINE, pages.RECORD),
@@ -78,7 +78,7 @@ class RunPage:
     """The artifacts of one run, and the time at which each of them must be updated.
 
     `observe` may be called from any thread and returns at once. `send` sends requests to the
-    server, and must be called from one thread only.
+    Prefect server, and must be called from one thread only.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class RunPage:
         self._time_spent = TimeSpent()
 
     def observe(self, event: Event) -> bool:
-        """Take in an event of the run. Return True if an update is due earlier because of it."""
+        """Process an event of the run. Return True if the event makes an update due earlier."""
         with self._lock:
             previous_due = {**self._due_at_s}
             previous_activity = self._seen.doing
@@ -137,7 +137,7 @@ class RunPage:
         return self._seen.doing
 
     def _schedule(self, *keys: str) -> None:
-        """Schedule an update of artifacts for the earliest time that their intervals allow."""
+        """Schedule an update of artifacts as soon as their minimum intervals allow."""
         for key in keys:
             interval_s = max(_ARTIFACTS[key][0], self._interval_s())
             sent_at_s = self._sent_at_s.get(key)
@@ -145,7 +145,7 @@ class RunPage:
             self._due_at_s[key] = min(due_s, self._due_at_s.get(key, due_s))
 
     def _interval_s(self) -> float:
-        """Return the least interval between two updates for the present age of the run."""
+        """Return the minimum interval between two updates at the current age of the run."""
         age_s = self._clock() - self._began_s
         return min(age_s * _INTERVAL_PER_AGE, _MAX_INTERVAL_S)
 
@@ -161,8 +161,8 @@ class RunPage:
 
         Args:
             is_last: True at the end of the run. All artifacts that may have changed are sent.
-            is_enough: Called before each artifact. If it returns True, the remaining artifacts are
-                sent by the next call.
+            is_enough: Function that is called before each artifact. If the function returns True,
+                the remaining artifacts are sent by the next call of `send`.
 
         Raises:
             Exception: The error of Prefect's client. The artifacts that were not sent are due

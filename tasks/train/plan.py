@@ -49,8 +49,8 @@ def component_search_path(root: Path | None = None) -> str:
     """Return the PATH of a component: first the project's virtual environment, then this PATH.
 
     Args:
-        root: Root folder of the project. None: the folder in the environment variable that names
-            the submitted project, or the working directory.
+        root: Root folder of the project. If None, use the folder of the submitted project, which an
+            environment variable names, or else the working directory.
     """
     root = root or Path(os.environ.get(PROJECT) or Path.cwd())
     return build_component_path(find_python(root), os.environ.get("PATH", os.defpath))
@@ -73,22 +73,23 @@ class Planned:
     place: AttemptPlace
     #: The kernel features that this machine uses to end all processes of the attempt.
     containment: Containment
-    #: Record of the attempt if an earlier process of the run began it, otherwise None.
+    #: Record of the attempt if an earlier process of the run began the attempt, otherwise None.
     adopted: AttemptRecord | None = None
     #: Plan of the inference servers. None if the run has no inference servers.
     fleet: FleetPlan | None = None
     #: The nodes and GPUs that the queue granted to the run. None if the run needs no GPUs.
     grant: GpuGrant | None = None
-    #: Fingerprint of the metrics file at the start of the attempt. None if it is unknown: the whole
-    #: file then counts as written by the attempt.
+    #: Fingerprint of the metrics file at the start of the attempt. None if the fingerprint is
+    #: unknown. In that case, the whole file counts as written by the attempt.
     metrics: FileFingerprint | None = None
     #: True if the attempt starts from a checkpoint.
     resumes: bool = False
-    #: Choice of that checkpoint, with its reasons. None if it is unknown.
+    #: The checkpoint from which the attempt starts, and the reasons for its choice. None if they
+    #: are unknown.
     resume: ResumeRecord | None = None
-    #: Best step of all earlier attempts. None if there is none.
+    #: Best step of all earlier attempts. None if no earlier attempt finished a step.
     best_step_before: float | None = None
-    #: Checkpoints of other runs in the same folder, as `signatures[path]`.
+    #: Signatures of the checkpoints that other runs wrote into the same folder, by their path.
     foreign: Mapping[str, str] = field(default_factory=dict)
     #: Replaces secrets in a text.
     mask: Callable[[str], str] = str
@@ -189,11 +190,12 @@ class Planned:
         assert ray is not None and ray.address is not None
         launchers = [component.launcher for component in self.spec.processes.values()]
         is_only_job = launchers.count("ray_job") == 1
-        # The share of one job in the gang's GPUs is unknown if another job or the inference servers
-        # use GPUs of the gang, too.
+        # The job's number of GPUs is known only if the job uses all GPUs of the run: no other job
+        # and no inference servers may use GPUs of the run.
         takes_all_gpus = is_only_job and self.spec.fleet is None
         gpus = gang.nodes * gang.gpus_per_node if gang and takes_all_gpus else 0
-        # Links of a checked-out project lead to data outside of the code. Do not upload the data.
+        # Symbolic links of a checked-out project lead to data outside of the code. Do not upload
+        # this data.
         links = find_absolute_links(command.cwd) if PROJECT in os.environ else ()
         return JobPlan(
             address=ray.address,
@@ -271,8 +273,8 @@ def component_env(
 ) -> dict[str, str]:
     """Return the environment variables of a component.
 
-    A component that is a Ray job runs on another machine. It inherits no variable of this process,
-    and Ray adds the returned variables to the variables of the node.
+    A component that is a Ray job runs on another machine, so it inherits no variable of this
+    process. Ray adds the returned variables to the variables of the node.
 
     Args:
         spec: The resolved spec of the run.
@@ -292,8 +294,8 @@ def component_env(
     if project and component is not None and not is_job:
         # `uv run` would install the project from this copy into the environment that all runs use.
         inherited.setdefault("UV_NO_SYNC", "1")
-        # Import the submitted code. Otherwise a package that is installed as editable would be
-        # imported from the project's folder, whose files may have been changed since then.
+        # Let the component import the submitted code. Otherwise an editable package would be
+        # imported from the project's folder, whose files may have changed since the submission.
         paths = list_import_folders(Path(project), Path.cwd())
         if paths:
             spec_env = select_literals({**spec.env, **component.env})
@@ -330,8 +332,8 @@ def _wandb_env(name: str, run_id: str, env: Mapping[str, str]) -> dict[str, str]
     Args:
         name: Name of the component.
         run_id: Id of the run.
-        env: Other variables of the component. If the user set a run of Weights & Biases in them,
-            nothing is returned.
+        env: Other variables of the component. If they already select a run of Weights & Biases,
+            return no variables.
     """
     if "WANDB_RUN_ID" in env or "WANDB_RESUME" in env:
         return {}

@@ -1,8 +1,9 @@
 """Report a run to its Prefect server: log messages, artifacts, activities and recoveries.
 
 A separate thread sends the reports, so the run never waits for the server. If the server is slow
-or away, reports are late or lost. The last reports are the final artifacts. Only the end of this
-process waits for them. If the process is killed first, `muster reconcile` updates the artifacts.
+or does not answer, reports are late or lost. The last reports are the final artifacts. The process
+waits for these reports only when it exits. If the process is killed before, `muster reconcile`
+updates the artifacts.
 
 A recovery of inference servers is reported as a task run, so that the server keeps a history.
 """
@@ -37,8 +38,8 @@ from tasks.train.session import RunSession
 
 _log = logging.getLogger(__name__)
 
-#: Longest time to send the pending reports when the run ends, in seconds. The same limit holds for
-#: the final artifacts when the process exits. Reports that remain after that are dropped.
+#: Longest time in seconds to send the pending reports when the run ends. The same limit applies to
+#: the final artifacts when the process exits. Reports that are not sent in time are dropped.
 _CLOSE_TIMEOUT_S = 10.0
 #: Longest time to send the pending reports to a temporary server that does not answer, in seconds.
 _CLOSE_TIMEOUT_OF_LOST_S = 2.0
@@ -46,8 +47,8 @@ _CLOSE_TIMEOUT_OF_LOST_S = 2.0
 _RETRY_EVERY_S = 0.5
 #: Number of tries of a report that the server answers with an error.
 _MAX_TRIES = 5
-#: Seconds during which activities are collected. Only the last of them is sent: a person could not
-#: read more frequent changes.
+#: Seconds between a change of the run's activity and its report to the server. If the activity
+#: changes again in this time, only the last activity is sent.
 _ACTIVITY_DELAY_S = 0.5
 #: Name of Prefect's logger for task runs.
 _TASK_RUN_LOGGER = "prefect.task_runs"
@@ -56,8 +57,8 @@ _TASK_RUN_LOGGER = "prefect.task_runs"
 def _do_nothing() -> None:
     """Do nothing.
 
-    As a report, it makes the thread check which artifacts are due. As a Prefect task, it stands for
-    a recovery, which another process carries out.
+    As a report, this function makes the thread check which artifacts are due. As a Prefect task, it
+    represents a recovery that another process carries out.
     """
 
 
@@ -101,10 +102,10 @@ class Reporter:
         self._is_server_away = False
         #: Set when nothing more may be sent.
         self._is_closed = threading.Event()
-        #: Set when the end of this process waits for the final artifacts.
+        #: Set when this process exits and waits for the final artifacts.
         self._is_awaited = threading.Event()
         self._page = RunPage(run, flow_run)
-        #: `(task run, description)` of each current recovery, by the id of the recovery.
+        #: Task run id and description of each recovery in progress, by the id of the recovery.
         self._recoveries: dict[str, tuple[UUID, str]] = {}
         self._thread = make_context_thread("reporter", self._work)
 
@@ -122,8 +123,9 @@ class Reporter:
         self._reports.put(self._abandon_recoveries)
         if not self._flush(_CLOSE_TIMEOUT_S):
             self._is_closed.set()
-        # Exit functions run in reverse order, so this runs before the run leaves the registry. If
-        # this process is killed while it waits, `muster reconcile` still finds the run.
+        # Exit functions run in reverse order, so this function runs before the run is removed from
+        # this machine's registry of runs. If the process is killed while it waits for artifacts,
+        # `muster reconcile` still finds the run.
         atexit.register(self.await_last_artifacts)
         _closing_reporters.add(self)
         self._reports.put(self._send_last_page)
@@ -136,7 +138,7 @@ class Reporter:
     def await_last_artifacts(self) -> None:
         """Wait a limited time until the final artifacts are sent. No report is sent after that.
 
-        Call it after the context is closed.
+        Call this method after the context is closed.
         """
         self._is_awaited.set()
         self._thread.join(_CLOSE_TIMEOUT_OF_LOST_S)
@@ -162,7 +164,7 @@ class Reporter:
         return self._is_server_away and find_lasting_api_url() is None
 
     def observe(self, event: Event) -> None:
-        """Take in an event of the run. Return at once; the thread sends the reports."""
+        """Queue the reports that follow from an event of the run, and return at once."""
         previous_activity = self._page.activity
         if self._page.observe(event):
             self._reports.put(_do_nothing)
@@ -176,14 +178,15 @@ class Reporter:
                 self._reports.put(partial(self._end_recovery, event))
             case "attempt.decided":
                 self._reports.put(self._log_end_of_attempt)
-        # Waiting is not reported as an activity: a waiting flow run gets its own Prefect state.
+        # The activity of a waiting run is not reported, because the flow run gets a Prefect state
+        # for the wait.
         if self._page.activity != previous_activity and event.name != "run.waiting":
             self._reports.put(partial(self._note_activity, self._page.activity, event.name))
 
     def _work(self) -> None:
         """Send reports until the context is closed and the final artifacts are sent."""
-        # Use an own client: the flow closes its client before the final artifacts are sent. Its
-        # requests are not retried by Prefect, whose pauses would outlast the server's absence.
+        # Use a separate client, because the flow closes its client before the final artifacts are
+        # sent. Prefect's own retries are turned off, because their pauses are too long.
         with override_client_settings(retries=0), get_client(sync_client=True):
             self._send_all()
         _closing_reporters.discard(self)
@@ -215,7 +218,7 @@ class Reporter:
                 tries += 1
                 self._is_server_away = isinstance(error, httpx.TransportError)
                 is_retried = self._is_server_away or (is_retryable(error) and tries < _MAX_TRIES)
-                # Artifacts are not retried here, because they become due again by themselves.
+                # Artifacts are not sent again here, because each artifact becomes due again later.
                 if not is_retried or report == self._send_page:
                     _log.warning("the Prefect server did not accept a report: %r", error)
                     return

@@ -16,7 +16,7 @@ from tasks.train.finding_runs import ENDED_STATES, Run
 
 
 def cancel_run(run: Run, *, is_now: bool = False) -> None:
-    """Cancel a run. The call returns before the run has ended.
+    """Request the cancellation of a run. Return before the run has ended.
 
     Args:
         is_now: Skip the grace periods of the components.

@@ -1,6 +1,7 @@
 """Translate the events of a run into the events that its Prefect server receives.
 
-Events of probes, progress and teardown steps are not sent. They are only in `events.jsonl`.
+Events about probes, progress and teardown are not sent to the server. They are only written to
+`events.jsonl`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tasks.show.view import ObservedRun
 from tasks.spec.secrets import mask_nested
 from tasks.train.session import RunSession
 
-#: Largest number of lines of a component's log in an event. Notifications show these lines.
+#: Largest number of lines of a component's log in an event. A notification quotes these lines.
 _MAX_TAIL_LINES = 15
 #: Largest number of characters of a component's log in an event.
 _MAX_TAIL_CHARACTERS = 2000
@@ -40,8 +41,8 @@ class RunAnnouncements:
     def observe(self, event: Event) -> Iterator[Event]:
         """Yield the server events, with payloads, that follow from an event of the run.
 
-        Most events yield nothing. The caller must exhaust the iterator, because the state of the
-        run is updated during the iteration.
+        For most events of the run, yield nothing. The caller must exhaust the iterator, because the
+        state of this object is updated during the iteration.
         """
         seen = self._seen
         was_waiting = seen.is_waiting
@@ -93,7 +94,7 @@ class RunAnnouncements:
                 yield self._make_server_event("muster.rollout.floor", event, message=event.reason)
 
     def _describe_failure(self) -> dict[str, Any]:
-        """Return the failure of the last attempt with a shortened log, or an empty dict if none."""
+        """Return the last attempt's failure with a shortened log; empty if it did not fail."""
         failure = self._run.verdict.failure
         if failure is None:
             return {}
@@ -106,7 +107,7 @@ class RunAnnouncements:
         Args:
             name: Name of the server event.
             event: The event of the run. Its fields are part of the payload.
-            payload: More values of the payload. They take precedence.
+            payload: Further values of the payload, which override values of the same name.
         """
         run = self._run
         seen = self._seen

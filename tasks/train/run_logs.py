@@ -26,9 +26,11 @@ def print_logs(run: Run, component: str, *, follow: bool, attempt: int | None) -
     """Print the logs of an attempt. If `follow`, also print new lines until the run has ended.
 
     Args:
-        component: Name of the only component whose log is printed. Empty: all components.
-        follow: Wait for new lines, and continue with the logs of later attempts.
-        attempt: Number of the first attempt to print. None: the last attempt.
+        run: The run.
+        component: Name of the component whose log is printed, or an empty string to print the logs
+            of all components.
+        follow: True to wait for new lines, and to continue with the logs of later attempts.
+        attempt: Number of the first attempt to print, or None for the last attempt.
 
     Raises:
         BadArgument: The attempt or the log does not exist on this machine.
@@ -55,11 +57,13 @@ def list_logs(place: AttemptPlace) -> list[str]:
 
 
 def select_logs(run: Run, number: int, component: str) -> list[str]:
-    """Return the names of the components whose logs a person selected with a command.
+    """Return the names of the components whose logs are shown.
 
     Args:
+        run: The run.
         number: Number of the attempt.
-        component: Name of the only component to return. Empty: all components with a log.
+        component: Name of the component that the user selected, or an empty string to return all
+            components with a log.
 
     Raises:
         BadArgument: This machine has no such log.
@@ -79,10 +83,12 @@ def find_last_attempt(run: Run, *, wait: bool = False) -> int:
     """Return the number of the last attempt that has a directory on this machine.
 
     Args:
-        wait: If the run has no attempt yet, wait for the first one.
+        run: The run.
+        wait: True to wait for the first attempt if the run has no attempt yet.
 
     Raises:
-        BadArgument: This machine has no attempt of the run, and none is waited for.
+        BadArgument: This machine has no attempt of the run. If `wait` is True, the run has ended or
+            runs on another host.
     """
     last_shown_state = ""
     while True:
@@ -104,8 +110,9 @@ def _print_new_lines(
     """Print the lines that were added to the logs of an attempt since the last call.
 
     Args:
-        component: Name of the only component whose log is printed. Empty: all components.
-        open_logs: The opened log files by component. New log files are added to it.
+        component: Name of the component whose log is printed, or an empty string to print the logs
+            of all components.
+        open_logs: The opened log files by component. New log files are added to this dictionary.
         is_last: True if the attempt is over. Then a last line without a newline is printed, too.
     """
     for name in [component] if component else list_logs(place):
@@ -124,9 +131,9 @@ def _print_new_lines(
 
 
 def _is_attempt_over(place: RunPlace, number: int) -> bool:
-    """Return True if a later attempt has begun or the run has ended.
+    """Return True if a later attempt of the run has begun or the run has ended.
 
-    The end of the attempt itself is not enough: the next attempt may begin after it.
+    If only the attempt itself has ended, return False, because a later attempt may begin.
     """
     record = read_local_record(place.run_id)
     has_next = place.attempt(number + 1).directory.exists()

@@ -47,7 +47,8 @@ def read_metrics(run: Run) -> list[dict[str, Any]]:
             step = get_number(row, str(progress["step"]))
             if step is None:
                 continue
-            # A training may write several lines for one step. Merge the lines of one attempt.
+            # A training may write several lines for one step. Merge the lines that one attempt
+            # wrote for a step.
             merged = rows.get(step, {})
             if merged.get("attempt") != number:
                 merged = {}

@@ -20,7 +20,7 @@ def measure_time_use(run: Run) -> Slow | None:
     """Return how a run spends its time, from its events and metrics on this machine.
 
     Returns:
-        None if the files do not say it, or if they are on another host.
+        The use of time. None if the files are on another host, or do not show the use of time.
     """
     spent = TimeSpent()
     for number in list_attempts(run.place):
@@ -43,7 +43,7 @@ def tell_story(run: Run) -> str:
     lines: Iterable[str] = summarize_run(record, run.place, rows, sentences)
 
     if run.state not in ENDED_STATES and run.message:
-        # The server's message is newer than the first line, which is from the record.
+        # The first line was made from the message in `run.json`. The server's message is newer.
         lines = chain([f"{run.run_id} is {run.state}: {run.brief}"], islice(lines, 1, None))
     return "\n".join(lines)
 

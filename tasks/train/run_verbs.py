@@ -1,5 +1,5 @@
-"""The verbs `muster ls`, `show`, `explain`, `why`, `metrics`, `logs` and `cancel`, and the overview
-that `muster` prints without a verb."""
+"""The commands `muster ls`, `show`, `explain`, `why`, `metrics`, `logs` and `cancel`, and the
+overview that `muster` prints without a command."""
 
 from __future__ import annotations
 

@@ -22,10 +22,10 @@ from tasks.train.plan import Planned, find_containment
 
 
 def start_guardian_template(spec: RunSpec, run_id: str, number: int) -> GuardianTemplate | None:
-    """Start the process from which the guardians of an attempt will be forked.
+    """Start the process from which the guardian processes of an attempt will be forked.
 
-    The start of this process is slow: it doubles the time before an attempt. The process is
-    therefore started while the run waits for its admission.
+    A guardian is the small process that owns the process tree of one component. The start of the
+    template process is slow, so the process is started while the run still waits for its GPUs.
 
     Args:
         spec: The spec of the run.
@@ -33,8 +33,8 @@ def start_guardian_template(spec: RunSpec, run_id: str, number: int) -> Guardian
         number: Number of the attempt.
 
     Returns:
-        None if the attempt needs no template, because it has only one component or because this
-        machine supports no guardians. None also if the process could not be started.
+        The process. None if the attempt has only one component, if this machine supports no
+        guardians, or if the process could not be started.
     """
     if len(spec.processes) < 2 or find_containment(spec).level is Level.L1:
         return None
@@ -63,7 +63,8 @@ class RunningAttempt:
             emit: Publishes events of the attempt.
             register: Entry of the run in this machine's registry.
             note_ports: Writes the ports of the attempt into the run's record.
-            template: Process from which the guardians are forked. None: a new one is started.
+            template: Process from which the guardian processes are forked. If None, a new process
+                is started.
         """
         self._planned = planned
         self._spec = spec
@@ -87,10 +88,10 @@ class RunningAttempt:
         return self._planned.containment
 
     def end(self) -> Verdict:
-        """Stop all components and threads of the attempt. Later calls return the same verdict.
+        """Stop all components and threads of the attempt. Later calls return the same result.
 
         Returns:
-            The verdict on the attempt, with secrets masked.
+            The result of the attempt and its cause, with secrets masked.
         """
         if self._verdict is None:
             with self.supervisor:
@@ -118,7 +119,7 @@ class RunningAttempt:
 
 
 def _mask_verdict(verdict: Verdict, mask: Callable[[str], str]) -> Verdict:
-    """Return a verdict whose texts contain no secrets."""
+    """Return the result of an attempt with all secrets in its texts masked."""
     failure = verdict.failure
     if failure is not None:
         failure = failure.with_changes(

@@ -137,7 +137,8 @@ class RunSession:
         self.attempt: AttemptPlace | None = None
         self._attempt_spec: AttemptSpec | None = None
         self._running: RunningAttempt | None = None
-        #: Process from which the guardians of the first attempt are forked.
+        #: Process from which the guardian processes of the first attempt are forked. A guardian
+        #: owns the process tree of one component.
         self._guardian_template: GuardianTemplate | None = None
         self._verdict: Verdict | None = None
         self._is_left = False
@@ -167,7 +168,7 @@ class RunSession:
 
     @property
     def verdict(self) -> Verdict:
-        """Verdict on the last attempt, or on the whole run if it ended without an attempt."""
+        """Result of the last attempt, or of the whole run if the run ended without an attempt."""
         if self._verdict is not None:
             return self._verdict
         message = self.interrupt_reason or "not started"
@@ -180,7 +181,7 @@ class RunSession:
 
     @property
     def handover_reason(self) -> str:
-        """Reason for leaving the run to its next process. Empty if this process keeps the run."""
+        """Reason why another process will continue the run. Empty if this process keeps the run."""
         return self._end_request.handover_reason
 
     def interrupt(self, why: str) -> None:
@@ -192,17 +193,23 @@ class RunSession:
         self._end_request.hurry()
 
     def let_go(self, why: str) -> None:
-        """Leave the run's Ray jobs running for its next process. Return at once."""
+        """End the run's work in this process, but let its Ray jobs run. Return at once.
+
+        Another process of the run will continue the Ray jobs.
+        """
         self._end_request.hand_over(why)
 
     def wait(self, delay_s: float) -> bool:
-        """Wait. Return False, before the delay is over, if the run must end or be left."""
+        """Wait for `delay_s` seconds, and return True.
+
+        Return False at once if the run must end, or if another process will continue the run.
+        """
         return not self._end_request.wait(delay_s)
 
     def open(self) -> None:
-        """Announce the run to the event listeners of this context.
+        """Notify the event listeners that the run has begun.
 
-        Also start the process from which the guardians of the first attempt will be forked.
+        Also start the process from which the guardian processes of the first attempt are forked.
         """
         self._events = EventLog(None, event_listeners.get(), mask=self.mask)
         self.emit("run.opened", run_id=self.run_id, record=self.place.record)
@@ -215,7 +222,8 @@ class RunSession:
         Do nothing if the spec names no submitted code.
 
         Args:
-            fetch: Returns code that this machine does not have, or None.
+            fetch: Function that downloads code by its name from the server. It returns None if the
+                server does not have the code.
 
         Raises:
             NoCode: The code is neither on this machine nor on the server.
@@ -227,7 +235,8 @@ class RunSession:
         self.code = code_store.read_code(self.spec.code, fetch)
         directory = self.place.directory / "code"
         code_store.check_out(self.code, directory, fetch)
-        # A relative MUSTER_HOME would mean another directory after the change of directory.
+        # Make MUSTER_HOME absolute, because a relative path would lead to another directory after
+        # the change of the working directory.
         os.environ["MUSTER_HOME"] = str(muster_home())
         os.environ[code_store.PROJECT] = self.code.project
         os.chdir(directory)
@@ -270,15 +279,15 @@ class RunSession:
         raise AssertionError
 
     def record_waiting(self, message: str) -> None:
-        """Write into the run's record that it waits for GPUs, and emit an event with the reason."""
+        """Record that the run waits for GPUs, and emit an event with the reason."""
         self.record.move(RunState.PENDING_RESOURCES)
         self.emit("run.waiting", message=message)
 
     def begin_attempt(self) -> None:
         """Reserve ports, fill in the spec's placeholders, and start a supervisor.
 
-        If Ray jobs of an earlier process still run, continue the attempt of these jobs. Otherwise
-        begin a new attempt.
+        If Ray jobs that an earlier process of the run started still run, continue the attempt of
+        these jobs. Otherwise begin a new attempt.
 
         Raises:
             OSError: No port is free, or the disk does not accept the files.
@@ -337,7 +346,8 @@ class RunSession:
             place: Paths of the attempt's files.
             adopted: Record of the attempt that an earlier process began. None for a new attempt.
             resume_from: Path of the checkpoint from which the attempt starts, or an empty string.
-            resume: The choice of that checkpoint, with its reasons. None if it is unknown.
+            resume: The checkpoint from which the attempt starts, and the reasons for its choice.
+                None if they are unknown.
             ports: The ports that are reserved for the attempt.
         """
         attempt_spec = AttemptSpec(
@@ -424,8 +434,8 @@ class RunSession:
             template=template,
         )
         if adopted is None:
-            # Do this in the background, because Git may need long to find the changes of a large
-            # project.
+            # Record the code in the background, because Git may need long to find the changes of a
+            # large project.
             self._running.background.start(
                 record_provenance, self.record, self.code, spec, Path.cwd(), self._secrets
             )
@@ -440,7 +450,7 @@ class RunSession:
             self.supervisor.fail(Failure(kind=kind, message=message, rule=PREFLIGHT))
 
     def end_attempt(self) -> Verdict:
-        """Stop all components, and record the verdict on the attempt. Later calls change nothing.
+        """Stop all components, and record the attempt's result. Later calls change nothing.
 
         Raises:
             RuntimeError: No attempt has begun.
@@ -478,7 +488,7 @@ class RunSession:
             lease.close()
 
     def fail(self, kind: FailureKind, message: str) -> Verdict:
-        """Set a FAILED verdict for an error before or outside of the attempt's components."""
+        """Record the result FAILED for an error that no component of the attempt caused."""
         failure = Failure(kind=kind, message=self.mask(message), rule="start")
         self._verdict = Verdict.failed(failure, 0.0)
         if self.record.attempts:
@@ -488,7 +498,7 @@ class RunSession:
     def crash(self, error: Exception) -> None:
         """End the attempt as FAILED after an error in Muster itself.
 
-        Before the first attempt, the whole run gets the FAILED verdict.
+        Before the first attempt, the whole run gets the result FAILED.
         """
         if self._running is None:
             _log.error("run %s could not be admitted", self.run_id, exc_info=error)
@@ -497,16 +507,17 @@ class RunSession:
             self._running.supervisor.crash(error)
 
     def leave(self) -> None:
-        """Leave the run, which is not over, to another process."""
+        """Let another process continue the run, which is not over."""
         self._is_left = True
-        # Do this now and not at exit: the other process refuses a run that is still registered.
+        # Remove the run from the registry now and not at exit. The other process would refuse a run
+        # that is still registered.
         self._register.close()
 
     def close(self) -> Verdict:
         """Record the final state of the run, unless another process will continue the run.
 
         Returns:
-            The verdict on the run.
+            The result of the run and its cause.
         """
         verdict = self.verdict
         self._release_grant()
@@ -522,7 +533,8 @@ class RunSession:
             if removed:
                 self.emit("leftovers.removed", paths=removed)
             self.record.move(verdict.state, verdict.message)
-        # Wait until the record is on the disk. Programs read it when they notice the run's end.
+        # Wait until `run.json` is on the disk, because programs read the file as soon as they
+        # notice the end of the run.
         self._register.settle(self.record.content)
         return verdict
 

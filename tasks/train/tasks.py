@@ -64,11 +64,11 @@ _RETRY_EVERY_S = 2.0
 #: The pauses double from 2 s on, so 8 retries take about eight minutes. A stack needs about that
 #: long to restart its server.
 _FINAL_STATE_RETRIES_OF_WORKER = 8
-#: Number of these retries for a run that a person started. The person waits at the terminal, so the
-#: retries end earlier.
+#: How often the final state is sent again for a run that a person started. The person waits at the
+#: terminal, so the retries end earlier.
 _FINAL_STATE_RETRIES_OF_PERSON = 6
-#: Number of these retries for an interrupted run. Its host or stack is probably being stopped, and
-#: `muster reconcile` reports the final state later.
+#: How often the final state of an interrupted run is sent again. The host or stack of the run is
+#: probably being stopped, and `muster reconcile` reports the final state later.
 _FINAL_STATE_RETRIES_OF_INTERRUPTED = 2
 
 
@@ -76,8 +76,8 @@ def _as_task(body: Callable[..., State[None]]) -> Callable[..., bool]:
     """Turn a function that returns a Prefect state into a task that returns True if it completed.
 
     The task run is named after the function and the component, such as `start-trainer`. The task
-    raises no error. An error ends the run, and the run's verdict reports it once. Otherwise the log
-    would contain a traceback for each task.
+    raises no error: an error ends the run, and the result of the run reports the error once. If the
+    task raised the error, the log would contain a traceback for each task.
     """
 
     @wraps(body)
@@ -94,7 +94,7 @@ def _as_task(body: Callable[..., State[None]]) -> Callable[..., bool]:
         run_task = task(name=name, task_run_name=name, cache_policy=NO_CACHE, persist_result=False)(
             call_body
         )
-        # Give the task run none of the flow run's tags. For each tag, Prefect would ask the server
+        # Give the task run no tags of the flow run. For each tag, Prefect would ask the server
         # for a concurrency slot, at the same time as the reporter writes. SQLite accepts one
         # writer at a time, and Prefect's client would wait 2 s before it tries again.
         with TagsContext(current_tags=set()):
@@ -198,8 +198,8 @@ def start(run: RunSession, component: str) -> State[None]:
     """Start one component, and wait until it is ready.
 
     Returns:
-        Completed if the component is ready. Otherwise the end of the run is decided, and the state
-        says why.
+        Completed if the component is ready. Otherwise the run must end, and the message of the
+        returned state gives the reason.
     """
     began_s = time.monotonic()
     is_first_component = component == next(iter(run.spec.components))
@@ -221,7 +221,7 @@ def start(run: RunSession, component: str) -> State[None]:
 
 @_as_task
 def monitor(run: RunSession) -> State[None]:
-    """Watch a run whose components are all ready, until the end of the run is decided.
+    """Watch a run whose components are all ready, until the run must end for some reason.
 
     Returns:
         Completed if the run was successful.
@@ -249,12 +249,12 @@ def teardown(run: RunSession) -> State[None]:
 
 
 def _describe_end(run: RunSession) -> State[None]:
-    """Return the Prefect state of a task that waited until the end of the run was decided."""
+    """Return the final Prefect state of the task `start` or `monitor`, from the run's result."""
     decision = run.supervisor.decision
     if decision is None:
         return Failed(message="")
     if decision.state is RunState.RUNNING:
-        # The run continues in another process. Only the task of this process is over.
+        # The run continues in another process, so only the task of this process has ended.
         make_state = Cancelled
     else:
         make_state = STATE_OF.get(decision.state, Failed)
@@ -315,8 +315,8 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
         try:
             yield run
         except Exception as error:
-            # Muster has a fault, or the machine has no free ports, disk or processes. Without a
-            # verdict, the record would never get a final state.
+            # Muster has a bug, or this machine lacks ports, disk space or processes. Without this
+            # call, the record of the run would never get a final state.
             run.fail(FailureKind.UNKNOWN, f"the run cannot continue: {error!r}")
             traceback_text = "".join(traceback.format_exception(error))
             if run.mask(traceback_text) == traceback_text:

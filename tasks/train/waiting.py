@@ -1,4 +1,4 @@
-"""The wait between two attempts at a run: without a process if possible, otherwise in this process.
+"""The wait between two attempts at a run.
 
 If a Prefect worker started this process, the process exits during the wait, and a worker starts a
 new process for the next attempt. Prefect offers no function for this. The flow gives itself a
@@ -49,13 +49,14 @@ from tasks.upkeep.waiting_runs import forget_waiting_run, note_waiting_run
 
 _log = logging.getLogger(__name__)
 
-#: The delay of a requeued run is divided by this number if a Ray cluster reports its free GPUs.
+#: Divisor of the delay before a requeued run may start, if the Ray cluster reports its free GPUs.
 _REPORTED_CLUSTER_DIVISOR = 12
 #: Least number of seconds between the exit of a run's process and the start of the next process.
 #: Otherwise a worker of Prefect 3.8.8 that was started with `--limit` ends with a RuntimeError: its
 #: capacity limiter still counts the old process.
 _MIN_ABSENCE_S = 2.0
-#: Longest time to send the pending reports before this process leaves the run, in seconds.
+#: Longest time in seconds to send the pending reports before this process exits and another process
+#: continues the run.
 _FLUSH_TIMEOUT_S = 15.0
 
 
@@ -90,8 +91,8 @@ def next_attempt(run: RunSession) -> bool:
     labels = _make_labels(run, decision, delay_s)
 
     if starter is not None:
-        # A requeued run returns to its place in the queue at once. The scheduler lets no other run
-        # pass it before the delay is over. Another retry returns to the queue after the delay.
+        # A requeued run returns to its position in the queue at once, and no other run overtakes it
+        # during the delay. A run that is retried for another reason is queued after the delay.
         has_queue = run.spec.gang is not None and starter.labels.get(TYPE_LABEL) == "gang"
         place_in_queue = None
         if decision.is_requeue and has_queue:
@@ -100,8 +101,8 @@ def next_attempt(run: RunSession) -> bool:
             name=PENDING_RESOURCES, scheduled_time=place_in_queue or due, message=message
         )
         try:
-            # Write this note before the state. If the run is cancelled while it has no process,
-            # `muster reconcile` needs the note to find and finish the run.
+            # Write this file before the waiting state is set. If the run is cancelled while it has
+            # no process, `muster reconcile` needs the file to find and finish the run.
             note_waiting_run(run.run_id, str(starter.id), PREFECT_API_URL.value() or "")
             if _hand_over_run(run, starter.id, state, labels):
                 run.leave()
@@ -127,10 +128,11 @@ def next_attempt(run: RunSession) -> bool:
 
 
 def _leave_jobs(run: RunSession) -> NoReturn:
-    """Leave a run whose Ray jobs continue to the next process of the run.
+    """Exit this process of a run whose Ray jobs continue, so that another process takes over.
 
-    If the Prefect server does not accept the state, `muster reconcile` finds the run and ends or
-    continues its jobs.
+    The flow run gets a waiting state, from which a worker starts the next process. If the Prefect
+    server does not accept the state, `muster reconcile` finds the run, and ends its jobs or
+    continues them.
 
     Raises:
         Pause: Always. This process must exit.
@@ -206,7 +208,7 @@ def _make_labels(run: RunSession, decision: RetryDecision, delay_s: float) -> di
         delay_s: Seconds until the attempt may start.
 
     Returns:
-        An empty dict if the run needs no GPUs.
+        The labels. Empty if the run needs no GPUs.
     """
     if run.spec.gang is None:
         return {}
@@ -222,7 +224,7 @@ def _make_labels(run: RunSession, decision: RetryDecision, delay_s: float) -> di
 def _min_absence_s() -> float:
     """Return the least number of seconds until the next process of the run may start.
 
-    A worker starts a flow run up to its prefetch seconds before the flow run is due.
+    A worker may start a flow run before the scheduled time, by the prefetch seconds of the worker.
     """
     return _MIN_ABSENCE_S + float(PREFECT_WORKER_PREFETCH_SECONDS.value())
 
@@ -242,14 +244,14 @@ def _hand_over_run(
         True if the server accepted the state and the run was not interrupted. The process may then
         leave the run. False if the run must wait in this process, or end.
     """
-    # A report that is sent after the state would set the flow run back to Running.
+    # A report that is sent after the waiting state would set the flow run back to Running.
     if not run.flush_reports(_FLUSH_TIMEOUT_S):
         return False
     try:
         with _connect() as client:
             if labels:
                 client.update_flow_run_labels(flow_run_id, dict(labels))
-            # A cancellation that arrived before the state is handled by this process.
+            # If the run was cancelled before it got the waiting state, this process ends the run.
             if run.interrupt_reason:
                 return False
             if hand_over_flow_run(client, flow_run_id, state):
