@@ -30,35 +30,38 @@ from tasks.processes.trusted_server import require_trusted_url
 from tasks.ray.dashboard import Dashboard, Denied, LiveNode, NoAnswer, prepare_driver
 from tasks.show.output import guard_output
 
-#: Exit status if Ray ended all processes that it can end, and exit codes are kept.
+#: Exit status if Ray ended all processes that it is able to end, and a parent process in a Ray job
+#: sees the exit codes of its children.
 EXIT_HOLDS = 0
-#: Exit status if such a process leaked, or if exit codes are lost.
+#: Exit status if a process leaked that Ray is able to end, or if a parent process in a Ray job sees
+#: 0 in place of the exit codes of its children.
 EXIT_LEAKS = 1
 #: Exit status if the cluster cannot be queried or the arguments are wrong.
 EXIT_INVALID = 2
-#: A process that lives for more seconds than this after its actor counts as leaked. Ray's
+#: Seconds from the end of an actor until its living child processes count as leaked. Ray's
 #: deprecated subreaper takes 13 s to end a grandchild.
 _LEAKED_AFTER_S = 20.0
 #: Longest time, in seconds, that the Ray job of the check may take.
 _JOB_WITHIN_S = 120.0
-#: Exit code of the child processes whose exit code is checked.
+#: Exit code of the child processes that test whether exit codes are kept.
 _EXIT_CODE = 7
 #: States in which a Ray job has ended.
 _FINAL_STATES = (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED)
-#: Shapes whose processes stay in the process group of their Ray worker. Ray should end these.
+#: Keys of `SHAPES` whose processes stay in the process group of their Ray worker. Ray should end
+#: these processes.
 _HELD_BY_GROUPS = tuple(SHAPES)[:2]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Try every shape of process on every node, and print the results.
+    """Try every kind of child process of `SHAPES` on every node, and print the results.
 
     Returns:
-        0 if all processes that Ray can end were ended; 1 if such a process leaked or an exit code
-        was lost; 2 if the cluster cannot be queried.
+        0 if Ray ended all processes that it is able to end; 1 if such a process leaked or an exit
+        code was lost; 2 if the cluster cannot be queried.
     """
     options = _parser().parse_args(arguments)
     os.environ.update(to_reach_stack(None))
-    # Ray read the environment when it was imported. Make it read the new variables.
+    # Ray read the environment variables when it was imported. Make Ray read the new variables.
     Config.initialize("")
     try:
         nodes, gcs_address = asyncio.run(_read_cluster(options.address))
@@ -77,7 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     endings: list[ShapeEnding] = []
     codes: list[int] = []
     say = functools.partial(print, file=sys.stdout, flush=True)
-    # This check kills workers, and Ray prints a long message about each killed worker. Hide those.
+    # This check kills workers, and Ray prints a long message about each killed worker. Hide these
+    # messages.
     with contextlib.redirect_stdout(io.StringIO()):
         for node in selected_nodes:
             say(f"node {node.ip} ({node.node_id[:8]})")
@@ -99,10 +103,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def advice(endings: Sequence[ShapeEnding], codes: Sequence[int]) -> list[str]:
-    """Return recommended settings of the cluster, one string each.
+    """Return the recommended settings of the cluster, one string for each setting.
 
     Args:
-        endings: Results of the check for each shape of process on each node.
+        endings: Results of the check for each kind of child process on each node.
         codes: Exit codes that were seen for a child that runs `exit 7`.
     """
     leaks = {ending.shape for ending in endings if ending.gone_after_s is None}
@@ -130,7 +134,7 @@ def advice(endings: Sequence[ShapeEnding], codes: Sequence[int]) -> list[str]:
 
 
 def _describe_ending(ending: ShapeEnding) -> str:
-    """Return a result of the check as text."""
+    """Return the result of one check as text."""
     if ending.gone_after_s is None:
         return f"leaks (ended by this check: pid {', '.join(map(str, ending.leaked))})"
     return f"gone after {ending.gone_after_s:.2f} s"

@@ -1,10 +1,10 @@
 """Check on one node whether Ray ends the processes of a killed actor.
 
-The functions are sent to the node by value. They may therefore use only the standard library, ray
-and `tasks.processes.tree`.
+The functions of this module are sent to the node by value. They may therefore use only the standard
+library, ray and `tasks.processes.tree`.
 
 Source: the example of docs.ray.io, "Lifetimes of a user-spawned process": an actor spawns `sleep`,
-is SIGKILLed, and the child must be gone.
+gets SIGKILL, and the `sleep` process must end.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from tasks.processes.tree import (
 
 #: Duration of the spawned `sleep` processes, in seconds. It is longer than any check.
 _SLEEP_S = 10_000
-#: Environment variable of every spawned process. It identifies the processes of one try, even after
-#: their parent has ended.
+#: Environment variable of every spawned process. Its value identifies the processes that one actor
+#: has spawned, even after the actor has ended.
 _MARK = "MUSTER_CHECK_ID"
 #: Longest time, in seconds, until the spawned processes run.
 _STARTED_WITHIN_S = 60.0
@@ -51,7 +51,8 @@ if os.fork() == 0:
     os._exit(0)
 os.wait()
 """
-#: Command of each shape of process that an actor may spawn, by the name of the shape.
+#: Commands that an actor may spawn, by the name of the kind ("shape") of child process: for example
+#: a child in the actor's process group, or a daemon.
 SHAPES: Mapping[str, tuple[str, ...]] = {
     "bash -c 'sleep 10000'": ("bash", "-c", f"sleep {_SLEEP_S}"),
     "child and grandchild": (sys.executable, "-c", _GRANDCHILD),
@@ -62,13 +63,13 @@ SHAPES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapeEnding:
-    """Result of the check for one shape of process on one node."""
+    """Result of the check for one kind of child process on one node."""
 
     #: Key of `SHAPES`.
     shape: str
     #: Seconds from the actor's SIGKILL until the last process ended; None if a process leaked.
     gone_after_s: float | None
-    #: Pids of the leaked processes. The check has ended them.
+    #: Pids of the leaked processes. The check has ended these processes.
     leaked: tuple[int, ...] = ()
 
 
@@ -94,19 +95,19 @@ class _Spawner:
         return os.getpid()
 
     def exit_code_seen(self) -> int:
-        """Return the exit code seen for a child that runs `exit 7`: 0 if SIGCHLD is ignored."""
+        """Return the exit code that this actor sees for a child that runs `exit 7`."""
         return subprocess.run("exit 7", shell=True).returncode
 
 
 def try_shape(node_id: str, shape: str, within_s: float) -> ShapeEnding:
-    """Spawn a shape of process in an actor, SIGKILL the actor, and wait for the processes to end.
+    """Spawn a child process in an actor, SIGKILL the actor, and wait for the child's end.
 
     Leaked processes are ended before the function returns.
 
     Args:
         node_id: Id of the Ray node.
-        shape: Key of `SHAPES`.
-        within_s: A process that lives for more seconds than this after the SIGKILL is a leak.
+        shape: Kind of the child process, a key of `SHAPES`.
+        within_s: Seconds from the SIGKILL until a living process counts as leaked.
     """
     mark = os.urandom(8).hex()
     pid = 0
@@ -165,7 +166,7 @@ def _kill_and_watch(actor_pid: int, mark: str, within_s: float) -> tuple[float |
 
 
 def _is_marked(pid: int, mark: str) -> bool:
-    """Return True if a living process of this user has the mark in its environment."""
+    """Return True if a living process of this user has the value `mark` in its environment."""
     with suppress(PermissionError):
         is_marked = read_environment(pid).get(_MARK) == mark
         return is_marked and belongs_to_own_user(pid) and not is_zombie(pid)
@@ -173,7 +174,7 @@ def _is_marked(pid: int, mark: str) -> bool:
 
 
 def _find_marked(mark: str) -> list[int]:
-    """Return the pids of all living processes with the mark."""
+    """Return the pids of all living processes with the value `mark` in their environment."""
     return [pid for pid in all_pids() if _is_marked(pid, mark)]
 
 

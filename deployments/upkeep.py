@@ -1,11 +1,12 @@
 """The upkeep process of a host: `python -m deployments.upkeep`.
 
-Every minute, the process finishes the runs whose flow process is gone. It also serves the flows of
-`SERVED`, each as `<flow>/<host>`, on the Prefect server of PREFECT_API_URL. Every host that starts
-runs needs one upkeep process.
+Every minute, the process finishes the runs of this host whose flow process is gone: it ends their
+leftover processes and records their final state. It also serves the flows of `SERVED`, each as
+`<flow>/<host>`, on the Prefect server of PREFECT_API_URL. Every host that starts runs needs one
+upkeep process.
 
-A flow that waits for days must not be served here: Prefect's runner ends all of its flow runs when
-it stops, and also if its server fails to answer a few times.
+Do not serve a flow here that waits for days. Prefect's runner ends all its flow runs when it stops,
+and also if the Prefect server fails to answer several times.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ SERVED = (
         flow=reconcile,
         description="Finishes the runs of this host whose process has ended; the upkeep also does "
         "this every minute, without a flow run.",
-        # The flow runs show that the host is maintained. They also work if the reconciliation of
-        # this process fails.
+        # The upkeep process does the same work every minute. The flow runs show on the server that
+        # the host is maintained, and also work if the upkeep process fails to do so.
         interval_s=3600,
     ),
     Served(
@@ -79,10 +80,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UntrustedPath as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    # Prefect's runner keeps its files where `tempfile` does.
+    # Prefect's runner writes files into the temporary directory of the module `tempfile`.
     use_own_temporary_folder()
-    # Reconcile before the first scheduled run. If the previous upkeep process was killed, a flow
-    # run of `reconcile` may itself be among the lost runs.
+    # Clean up after lost runs before the first scheduled flow run. If the previous upkeep process
+    # was killed, a flow run of `reconcile` may itself be among the lost runs.
     publish(reconcile_host())
     make_context_thread("agents", make_ready).start()
     with reconcile_every_minute():
@@ -91,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 serve()
                 return 0
             except Exception as error:
-                # Prefect's runner gives up if its server fails to answer a few times.
+                # Prefect's runner ends with an error if the server fails to answer several times.
                 _log.warning(
                     "The flows are not served at present; they are served again soon: %r", error
                 )
@@ -99,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make_ready() -> None:
-    """Prepare the nodes of the listed Ray clusters, so that they can answer when a job ends."""
+    """Start Muster's agent on all nodes of the listed Ray clusters, so that requests are fast."""
     clusters = read_listed_clusters(PREFECT_API_URL.value())
     add_listed_clusters(clusters)
     addresses = {

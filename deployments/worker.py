@@ -34,13 +34,13 @@ def main() -> None:
         _refuse_wrong_password()
         publish(reconcile_host())
     # A run works in the folder of its project, which may contain folders with the names of Muster's
-    # packages. This keeps them out of `sys.path`.
+    # packages. With this variable, Python does not add the folder to `sys.path`.
     os.environ["PYTHONSAFEPATH"] = "1"
     # Prefect then loads Muster's plugin. The plugin's clients check which user listens at the
     # server's port. The flow runs that the worker starts inherit these variables.
     os.environ.update(GUARDED_PREFECT)
-    # A shell without job control starts background processes with SIGINT ignored. At SIGTERM, a
-    # Prefect worker sends SIGINT to itself. If it ignored SIGINT, it would never end.
+    # A shell without job control starts background processes with SIGINT ignored. After SIGTERM, a
+    # Prefect worker sends SIGINT to itself. If the worker ignored SIGINT, it would never end.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # If a process ignores SIGCHLD, the kernel discards the exit codes of its children.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -51,8 +51,8 @@ def main() -> None:
 def _refuse_wrong_password() -> None:
     """Exit with a message if the server rejects the password.
 
-    Prefect's worker would print a traceback instead. If the server does not answer, do nothing: the
-    worker waits for it.
+    Prefect's worker would print a traceback instead. If the server does not answer, do nothing,
+    because the worker waits for the server.
     """
     api_url = PREFECT_API_URL.value()
     if not api_url:

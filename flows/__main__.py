@@ -1,7 +1,7 @@
 """The process of a flow run: `python -P -m flows FLOW_RUN_ID`. Muster's worker starts the process.
 
-With `--template`, the process imports everything and then waits for an order: it becomes the
-process of a flow run, or it executes a `muster train`. See tasks/queue/zygote.py.
+With `--template`, the process is a fork server, which imports all modules in advance. The processes
+that are forked from it each execute a flow run or a `muster train`. See tasks/queue/zygote.py.
 
 This module imports Muster's package `flows` before Prefect imports a flow. Prefect puts the working
 directory of the run, which is the project of a user, first on the import path. The project may also

@@ -2,11 +2,12 @@
 
 Run `python -m deployments.automations.apply`.
 
-An automation is identified by its name. An automation that a person changed on the server is kept;
-any other automation is updated from its file. An update never enables or disables an automation.
+An automation is identified by its name. An automation that a person changed on the server is kept.
+Any other automation is updated from its file. An update never enables or disables an automation.
 
-If the server has a notification block named `muster`, the automations notify through this block.
-Otherwise they have no action, and only Muster's event appears in the server's event feed.
+If the server has a notification block named `muster`, the automations send their notifications
+through this block. Otherwise the automations have no action, and only Muster's event appears in the
+server's event feed.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ FOLDER = Path(__file__).parent
 BLOCK = "muster"
 #: Tag of every automation of Muster.
 _TAG = "muster"
-#: Prefix of the tag that holds the digest of the content that was applied last.
+#: Prefix of the tag that stores a hash of an automation's content at the last update. If the
+#: content on the server has another hash, a person has changed the automation.
 _APPLIED = "applied:"
-#: Fields of an automation that do not come from its file, so that the digest ignores them.
+#: Fields of an automation that do not come from its file. The hash of its content ignores them.
 _NOT_CONTENT = frozenset({"enabled", "tags", "owner_resource", "id"})
 
 
@@ -102,12 +104,12 @@ def apply(
     Args:
         client: Client of the Prefect server.
         folder: Folder of the automation files.
-        replace: True to update also automations that a person changed on the server. They stay
-            enabled or disabled.
+        replace: True to update also the automations that a person changed on the server. An enabled
+            automation stays enabled, and a disabled automation stays disabled.
 
     Raises:
         BadAutomation: A file is not a valid automation.
-        httpx.HTTPError: The server does not answer, or refuses.
+        httpx.HTTPError: The server does not answer, or refuses a request.
     """
     blocks = _read_blocks(client)
     for path in sorted(folder.glob("*.yaml")):
@@ -147,7 +149,7 @@ def _update(
 
 
 def digest(automation: AutomationCore) -> str:
-    """Return a digest of an automation's content, which is equal for equal contents."""
+    """Return a hash of an automation's content. Equal contents have equal hashes."""
     content = automation.model_dump(mode="json", exclude=set(_NOT_CONTENT))
     return hashlib.sha256(json.dumps(_sort_json(content)).encode()).hexdigest()[:12]
 
@@ -155,7 +157,7 @@ def digest(automation: AutomationCore) -> str:
 def _sort_json(value: Any) -> Any:
     """Return a JSON value with sorted keys and sorted lists of strings.
 
-    Some lists of strings are sets in Prefect's model, so that their order is arbitrary.
+    Prefect converts some sets of strings to lists, so that the order of these lists is arbitrary.
     """
     if isinstance(value, dict):
         return {key: _sort_json(value[key]) for key in sorted(value)}
@@ -180,7 +182,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Create or update the automations on the server, and print the result of each.
 
     Returns:
-        0 if done; 1 if the server does not answer or refuses; 2 if a file is not an automation.
+        0 if all automations were applied; 1 if the server does not answer or refuses a request; 2
+        if a file is not a valid automation.
     """
     parser = argparse.ArgumentParser(
         prog="python -m deployments.automations.apply",

@@ -1,12 +1,12 @@
-"""The task: answer a question with digits only. A token is a byte."""
+"""The task: answer a question with digits only. Each token stands for one byte of the text."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 
-#: Text of a question. It is longer than a block of vLLM's prompt cache. A cached block of old
-#: weights would therefore change the answers, and the trainer would notice.
+#: Text of a question. The text fills at least one block of vLLM's prefix cache. If vLLM reused a
+#: block that was computed with old weights, the trainer would notice wrong log-probabilities.
 _PROMPT = "Answer each question with digits only. Question {number}: "
 _DIGITS = frozenset(b"0123456789")
 #: Maximal number of tokens in an answer.
@@ -19,7 +19,7 @@ def draw_prompt(rng: random.Random) -> str:
 
 
 def tokenize(prompt: str) -> list[int]:
-    """Return the tokens of the prompt, equal to those of the model's tokenizer."""
+    """Return the tokens of the prompt, as the model's tokenizer would return them."""
     return list(prompt.encode())
 
 

@@ -1,9 +1,9 @@
 """Client of a fleet of vLLM servers for a trainer: requests answers, and updates the weights.
 
 All requests go through the gateway of the fleet. The trainer updates the weights in a transaction
-(`POST /muster/rollout/sync`). While the transaction is open, no engine answers. After its commit,
-only the engines that the commit named receive requests. A server reads the weights from a folder,
-so it must see the same files as the trainer.
+(`POST /muster/rollout/sync`), called a sync. While the sync is open, no engine answers. After its
+commit, only the engines that the commit named receive requests. The servers read the weights from a
+folder, so they must see the same files as the trainer.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import Any
 ANSWER_WITHIN_S = 300.0
 #: Time, in seconds, between two tries of a request.
 _RETRY_EVERY_S = 0.5
-#: Longest time, in seconds, of a request that the gateway answers without its engines.
+#: Longest time, in seconds, until the gateway answers a request that needs no engine.
 _ORDER_WITHIN_S = 30.0
-#: A gateway that cannot be reached for this many seconds is considered gone.
+#: Seconds after which a gateway that cannot be reached counts as gone.
 _GONE_AFTER_S = 10.0
-#: Time, in seconds, that this client waits for the gateway in addition to the time-out that it
-#: gives the gateway for its engines.
+#: Time, in seconds, that this client waits for the gateway in addition to the timeout that the
+#: gateway has for the requests to its engines.
 _MARGIN_S = 15.0
 
 
@@ -37,7 +37,7 @@ class FleetError(Exception):
 
 
 class SyncLost(Exception):
-    """A sync could not begin, or it ended before its commit. The next sync may succeed."""
+    """A weight sync could not begin, or it ended before its commit. The next one may succeed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Answer:
     log_probs: tuple[float, ...]
     #: Index of the engine in the fleet.
     engine: int
-    #: Epoch of the engine: the number of its incarnation.
+    #: Epoch of the engine, which counts the starts of the engine.
     epoch: int
     #: Version of the weights that sampled the answer, as the gateway reported it.
     version: int
@@ -58,7 +58,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Synced:
-    """Result of one sync."""
+    """Result of one weight sync, a transaction that brings new weights to the engines."""
 
     #: Version of the committed weights.
     version: int
@@ -164,8 +164,8 @@ class RolloutClient:
             folder: Absolute path of the folder, as the servers see it. `${engine.index}` in the
                 path is replaced by the index of each engine.
             version: Version of the weights.
-            in_flight: `wait`, `abort` or `interrupt`: the gateway's action on requests that are
-                still running.
+            in_flight: What the gateway does with requests that are still running: `wait` for their
+                end, `abort` them, or `interrupt` them and continue them with the new weights.
             timeout_s: Longest duration of the whole sync, in seconds.
             broadcast_s: Longest time, in seconds, that an engine may take to load the weights. A
                 slower engine is not committed.
@@ -182,7 +182,7 @@ class RolloutClient:
 
         load = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         failures = self._broadcast(path, "/collective_rpc", load, broadcast_s)
-        # The prefix caches of the engines were computed with the old weights.
+        # Clear the prefix caches of the engines, which were computed with the old weights.
         cache_failures = self._broadcast(path, "/reset_prefix_cache", None, broadcast_s)
         left_out = cache_failures | failures
 
@@ -249,7 +249,8 @@ class RolloutClient:
                 return self._send(method, path, body, within_s=within_s)[1]
             except urllib.error.HTTPError as error:
                 reason = f"{method} {self._url}{path}: {error.code} {error.read(500)!r}"
-                # 409: running requests did not end in time. 404: the deadline of the sync is over.
+                # Status 409: running requests did not end in time. Status 404: the deadline of the
+                # sync has passed, so the gateway has ended the sync.
                 if error.code in (404, 409):
                     raise SyncLost(reason) from error
                 raise FleetError(reason) from error

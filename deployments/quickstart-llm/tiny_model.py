@@ -50,7 +50,7 @@ def make_model(folder: Path, *, seed: int) -> None:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2,
-        # vLLM's attention on a CPU requires at least 32.
+        # vLLM's attention on a CPU requires a head size of at least 32.
         head_dim=32,
         max_position_embeddings=MAX_TOKENS,
         tie_word_embeddings=False,
@@ -81,7 +81,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _letters() -> list[str]:
-    """Return a byte-level tokenizer's letter for each byte: the byte itself if printable."""
+    """Return the character by which a byte-level tokenizer represents each byte."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(BYTES, 2 * BYTES))
     return [chr(byte if byte in printable else next(others)) for byte in range(BYTES)]

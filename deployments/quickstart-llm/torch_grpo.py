@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.func import functional_call
 from transformers import LlamaForCausalLM
 
-#: How far a token's probability ratio may move from 1 before its gradient is cut.
+#: Clip range of GRPO: how far the ratio of a token's new to its old probability may move from 1
+#: before the gradient of the token is set to 0.
 CLIP_RANGE = 0.2
 #: Maximal norm of the gradient. A longer gradient is scaled down to this norm.
 GRADIENT_NORM = 1.0
@@ -26,7 +27,7 @@ Weights = Mapping[str, Tensor]
 
 
 class OutOfStep(Exception):
-    """The weights of an engine were not those of the version that the gateway named."""
+    """An engine sampled an answer with other weights than the gateway named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,13 +73,16 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerCheck:
-    """Comparison of the engines' log-probabilities with those of the weights that they named."""
+    """Comparison of the log-probabilities that the engines reported with recomputed values.
+
+    The values are recomputed with the weights of the version that the engine named.
+    """
 
     #: Largest difference between a reported and a recomputed log-probability, in nats.
     gap: float
-    #: The difference that weights of the previous version would have caused, in nats: the largest
-    #: difference of each version's answers, and the smallest of these values over the versions.
-    #: None if no earlier weights are kept.
+    #: The difference, in nats, if the values are recomputed with the weights of the previous
+    #: version: the largest difference among the answers of each version, and the smallest of these
+    #: values. None if no earlier weights are kept.
     gap_before: float | None
 
 
@@ -176,7 +180,7 @@ def check_answers(
     *,
     tolerance: float,
 ) -> AnswerCheck:
-    """Compare the log-probabilities of each answer with those of the weights that it names.
+    """Recompute the log-probabilities of each answer, and compare them with the reported ones.
 
     Args:
         model: The model, whose own weights are not used.
@@ -197,7 +201,7 @@ def check_answers(
 
         gaps = _compute_gaps(model, batch, kept_weights[version])[rows]
         worst = int(gaps.argmax())
-        # This form of the comparison is also true if the difference is not a number.
+        # This form of the comparison also detects a difference that is not a number (NaN).
         if not gaps[worst] <= tolerance:
             row = rows[worst]
             best_version = min(

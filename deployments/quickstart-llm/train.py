@@ -5,8 +5,8 @@
 In each step, the trainer trains on the answers to a few prompts and then sends its weights to the
 running engines. During the training, the fleet already samples the answers of the next step.
 
-The trainer checks every answer: the weights of the version that the answer names must reproduce
-the log-probabilities that the engine reported.
+The trainer checks every answer. An answer names a version of the weights, and these weights must
+reproduce the log-probabilities that the engine reported.
 
 Exit status: 0 after the last step; 1 if the training failed, an answer came from other weights, or
 the fleet is gone; 2 if the arguments are wrong; 143 after SIGTERM, with the last step saved.
@@ -50,7 +50,7 @@ LATEST = "latest"
 #: Number of versions whose weights are kept: in memory for the check of answers, and on disk for
 #: the engines.
 KEPT_VERSIONS = 8
-#: Time, in seconds, between two checks for engines that were restarted without the weights.
+#: Time, in seconds, between two checks for restarted engines that lack the current weights.
 CHECK_EVERY_S = 2.0
 #: Longest time, in seconds, until an engine has loaded new weights. It is longer than the restart
 #: of an engine.
@@ -78,7 +78,7 @@ class Training:
         self._step = 0
         #: Number of the step in the last checkpoint.
         self._saved_step = 0
-        #: `kept_weights[version]` for the last `KEPT_VERSIONS` versions.
+        #: The weights of the last `KEPT_VERSIONS` versions, by the version.
         self._kept_weights: dict[int, Weights] = {}
         self._pool = ThreadPoolExecutor(options.prompts, thread_name_prefix="rollout")
 
@@ -114,7 +114,7 @@ class Training:
                 self.checkpoint()
 
     def close(self) -> None:
-        """Cancel all requests for answers that were not sent yet, and wait for no answer."""
+        """Cancel all requests that were not sent yet. Do not wait for the answers of the others."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def resume(self, path: Path) -> None:
@@ -172,8 +172,8 @@ class Training:
         """
         while wait(rollouts, timeout=CHECK_EVERY_S).not_done:
             if any(engine["state"] == "stale" for engine in self._client.engines()):
-                # A stale engine gets no requests. If all engines are stale, there is no answer
-                # until they have the weights.
+                # An engine without the current weights gets no requests. If no engine has these
+                # weights, no answer comes until the weights are sent.
                 self._publish_weights()
         return [rollout.result() for rollout in rollouts]
 
@@ -187,7 +187,8 @@ class Training:
         options = self._options
         folder = self._out / "weights" / f"step-{version:06d}"
         self._model.save_pretrained(folder)
-        # The weights are kept before the sync, since an engine can answer with them at its end.
+        # Store the weights before the sync: an engine may answer with these weights as soon as the
+        # sync has ended.
         self._kept_weights[version] = {
             name: tensor.detach().clone() for name, tensor in self._model.state_dict().items()
         }
@@ -251,7 +252,8 @@ class Training:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the training, and return the exit status."""
     options = _parser().parse_args(argv)
-    # The model is too small for several threads. They would only use CPU time of the engines.
+    # The model is too small for several threads. More threads would only take CPU time from the
+    # engines.
     torch.set_num_threads(1)
     torch.manual_seed(options.seed)
     transformers.logging.disable_progress_bar()
@@ -298,7 +300,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--group-size", type=int, default=8, help="Number of answers per prompt")
     add("--learning-rate", type=float, default=0.006, help="Learning rate of Adam")
     add("--checkpoint-every", type=int, default=10, help="Number of steps between checkpoints")
-    # `interrupt` is no choice here: an answer that continues with other weights cannot be checked.
+    # `interrupt` is not allowed: an answer that was sampled with two versions of the weights cannot
+    # be checked.
     actions = ("wait", "abort")
     add(
         "--in-flight",

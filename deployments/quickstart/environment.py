@@ -3,9 +3,9 @@
     python environment.py serve --env.rollout_server_url http://127.0.0.1:8000 \\
         --openai.base_url http://127.0.0.1:8001/v1
 
-It is an Atropos environment. `--help` lists every setting, and `config_init` has the defaults. The
-process exits with 0 when it has sent the trainer's last batch. If the API or the inference server
-is gone, it prints the reason to stderr and exits with 1.
+The program is an Atropos environment. `--help` lists every setting, and `config_init` has the
+defaults. The program exits with 0 when it has sent the trainer's last batch. If the Atropos API or
+the inference server cannot be reached, the program prints the reason to stderr and exits with 1.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tenacity import RetryError
 
 #: Folder of the tokenizer.
 TOKENIZER = Path(__file__).resolve().parent / "tokenizer"
-#: Seconds between two lines of progress.
+#: Seconds between two lines of output about the progress.
 SAY_EVERY_S = 2.0
 #: Value in `inference_logprobs` for a token that the policy did not generate.
 NO_LOG_PROB = 1.0
@@ -73,7 +73,7 @@ class CopyEnvironment(BaseEnv):
             tokenizer_name=str(TOKENIZER),
             group_size=8,
             max_token_length=32,
-            # -1 takes the number of steps from the trainer's registration.
+            # With -1, the environment uses the number of steps that the trainer has registered.
             total_steps=-1,
             wandb_name=cls.name,
             use_wandb=False,
@@ -103,7 +103,7 @@ class CopyEnvironment(BaseEnv):
     async def setup(self) -> None:
         """Let SIGTERM end the process through the interpreter's normal exit.
 
-        This exit removes the temporary folders that wandb creates on import.
+        The normal exit removes the temporary folders that the package wandb creates on import.
         """
         if (manager := asyncio.current_task()) is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, manager.cancel)
@@ -112,7 +112,7 @@ class CopyEnvironment(BaseEnv):
         """Do nothing: the rewards of the training answers are sufficient."""
 
     async def register_env(self) -> None:
-        """Register at the API, which waits for the trainer, and print a line to stdout."""
+        """Register at the Atropos API after the trainer has registered, and print a line."""
         take_steps_from_trainer = self.config.total_steps == -1
         await super().register_env()
         if take_steps_from_trainer:
@@ -168,8 +168,8 @@ class CopyEnvironment(BaseEnv):
 
 
 def main() -> None:
-    # Atropos sets its logger's own level and logs each turn of its loop. The root logger's level
-    # does not change that, so set the level of the handlers.
+    # Atropos logs a line in each iteration of its main loop, and sets the level of its logger. The
+    # level of the root logger has no effect on these lines, so set the level of the handlers.
     logging.basicConfig(format="%(levelname)s: %(message)s")
     for handler in logging.getLogger().handlers:
         handler.setLevel(logging.WARNING)

@@ -1,6 +1,6 @@
-"""The trainer's client for a fleet of inference servers: it sends them new weights over HTTP.
+"""The trainer's client for a fleet of inference servers, which gets new weights over HTTP.
 
-Each push is a transaction with the fleet's gateway. `POST /muster/rollout/sync` opens the
+Each call of `push` is a transaction with the fleet's gateway. `POST /muster/rollout/sync` opens the
 transaction, and the gateway then holds back the environments' requests. A broadcast lets each
 server read the weights from a file. The commit names the servers that succeeded. All other servers
 get no requests until a later push succeeds.
@@ -23,7 +23,7 @@ from weights import Weights
 
 #: Seconds between two checks for restarted servers.
 CHECK_EVERY_S = 0.5
-#: A gateway that does not answer for this many seconds is considered gone.
+#: Seconds without an answer after which the gateway counts as gone.
 GONE_AFTER_S = 10.0
 #: Seconds between two tries of a request.
 RETRY_EVERY_S = 0.2
@@ -34,7 +34,7 @@ READ_WITHIN_S = 5.0
 
 
 class FleetError(Exception):
-    """The gateway is gone or refuses a request. No server would receive further weights."""
+    """The gateway cannot be reached or refuses a request, so servers get no further weights."""
 
 
 class Fleet:
@@ -83,11 +83,10 @@ class Fleet:
         return self._sync(step)
 
     def catch_up(self) -> tuple[int, ...]:
-        """Send the last weights to restarted servers, if the next check is due.
+        """Send the last weights to restarted servers. Check for such servers every 0.5 s only.
 
         Returns:
-            The indices of the engines that serve the weights, or an empty tuple if no weights were
-            sent.
+            The indices of the engines that serve the weights. Empty if no weights were sent.
 
         Raises:
             FleetError: The gateway is gone or refuses a request.

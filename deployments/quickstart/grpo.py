@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from policy import WEIGHT_NAMES, Floats, Policy, Tokens, backward, forward, initial_policy
 
-#: Largest distance from 1 of a token's probability ratio. Beyond it, the token's gradient is cut.
+#: Clip range of GRPO: how far the ratio of a token's new to its old probability may move from 1 in
+#: the direction of the advantage. Beyond the range, the gradient of the token is 0.
 CLIP_RANGE = 0.2
 ADAM_BETA1 = 0.9
 ADAM_BETA2 = 0.999
@@ -55,14 +56,14 @@ class StepStats:
     entropy: float
     #: Negative clipped objective of GRPO. It is about 0 if the policy itself sampled the answers.
     loss: float
-    #: Share of tokens whose gradient was cut, from 0 to 1.
+    #: Share of tokens whose gradient was set to 0 by the clipping, from 0 to 1.
     clip_fraction: float
     #: Number of generated tokens in the batch.
     tokens: int
 
 
 def initial_state(rng: np.random.Generator) -> TrainState:
-    """Return an untrained policy with zero moments. Equal generators give equal states."""
+    """Return an untrained policy with Adam's moments 0. Equal generators give equal states."""
     policy = initial_policy(rng)
     zeros = _map_weights(np.zeros_like, policy)
     return TrainState(step=0, policy=policy, first_moment=zeros, second_moment=zeros)
@@ -91,7 +92,7 @@ def loss_and_gradient(policy: Policy, batch: Batch) -> tuple[StepStats, Policy]:
     clipped = np.clip(ratios, 1.0 - CLIP_RANGE, 1.0 + CLIP_RANGE) * batch.advantages
     cut = clipped < unclipped
 
-    # Derivative of the loss by the log-probabilities of the actions, then by the logits.
+    # Derivative of the loss by the log-probabilities of the generated tokens, then by the logits.
     log_prob_gradient = np.where(cut, 0.0, -unclipped) / len(rows)
     logits_gradient = -probs * log_prob_gradient[:, None]
     logits_gradient[rows, batch.actions] += log_prob_gradient

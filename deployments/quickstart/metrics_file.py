@@ -14,14 +14,14 @@ from grpo import StepStats
 
 
 class MetricsFile:
-    """A metrics file that contains each step once and in order, even after a resume."""
+    """A metrics file with one line per step, in order, even if the training was resumed."""
 
     def __init__(
         self, path: Path, *, resumed_step: int, clock: Callable[[], float] = time.time
     ) -> None:
-        """Open the file and remove the steps after `resumed_step`.
+        """Open the file and remove the lines of all steps after `resumed_step`.
 
-        The weights of the later steps are lost, so these steps will be trained again.
+        These steps will be trained again, because the checkpoint does not contain their weights.
 
         Args:
             resumed_step: Step of the checkpoint from which the training resumes, or 0.

@@ -1,7 +1,7 @@
 """The policy: a perceptron with one hidden layer that predicts a token from the last five tokens.
 
-Everything here is a pure function of its arguments. A `Policy` is never changed in place, so a
-thread may sample from a policy while the trainer computes the next policy.
+All functions of this module return new objects. A `Policy` is never changed in place, so a thread
+may sample from a policy while the trainer computes the next policy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ HIDDEN_UNITS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """One number for each weight of the policy: the weights, their gradients, or Adam's moments."""
+    """Arrays with the weights of the policy.
+
+    The class also stores other values that exist once per weight: the gradients, and the moving
+    averages of the optimizer Adam.
+    """
 
     #: Weights of the hidden layer, [CONTEXT_TOKENS * len(VOCABULARY), HIDDEN_UNITS].
     hidden_weight: Floats

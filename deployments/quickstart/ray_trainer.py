@@ -1,4 +1,4 @@
-"""The trainer of the quickstart as a Ray job: the driver of an actor that reserves GPUs and trains.
+"""The trainer of the quickstart as a Ray job. Its driver starts an actor that runs the training.
 
     python ray_trainer.py --gpus 1 --cpus-per-gpu 3 -- --api http://127.0.0.1:8000 --port 8001 ...
 
@@ -19,7 +19,7 @@ from typing import Any
 
 import ray
 
-#: Seconds between two checks of the driver for a received signal.
+#: Seconds between two checks of the driver whether it has received a signal.
 CHECK_EVERY_S = 0.2
 
 
@@ -57,7 +57,7 @@ class TrainerActor:
             return error.code if isinstance(error.code, int) else 1
 
     def stop(self, number: int) -> None:
-        """End the training as if it had received a signal: its last step is checkpointed.
+        """End the training as a signal would: write a checkpoint of the last step, and exit.
 
         Args:
             number: Number of the signal.
@@ -78,7 +78,7 @@ def main() -> int:
     actor_class = ray.remote(TrainerActor).options(
         num_gpus=options.gpus, num_cpus=options.gpus * options.cpus_per_gpu, max_concurrency=2
     )
-    # Ray's type hints do not include the methods of a handle.
+    # Ray's type hints do not include the methods of an actor handle.
     actor: Any = actor_class.remote(folder)
 
     place = actor.place.remote()

@@ -34,7 +34,8 @@ class Sampler:
             step: Training step of these weights.
             rng: Random generator for sampling.
         """
-        #: The served weights and their step. One tuple, so that threads see both or neither change.
+        #: The served weights and their step. They are in one tuple, so that other threads never see
+        #: new weights with an old step.
         self._serving = (policy, step)
         self._rng = rng
         self._rng_lock = threading.Lock()
@@ -92,7 +93,7 @@ class Sampler:
 
 
 def _choose_tokens(log_probs: Floats, draws: Floats, temperature: float) -> Tokens:
-    """Return a token for each row, by inversion of the cumulative distribution.
+    """Sample a token for each row, by inversion of the cumulative distribution.
 
     Args:
         log_probs: Log-probabilities in nats, [row, len(VOCABULARY)].

@@ -31,7 +31,7 @@ MODEL_NAME = "copy-four-digits"
 MAX_COMPLETIONS = 1024
 #: Largest number of tokens of an answer.
 MAX_TOKENS = 256
-#: Largest size of the body of a request.
+#: Largest size of the body of a request, in bytes.
 MAX_BODY_BYTES = 10_000_000
 
 
@@ -43,8 +43,8 @@ class InferenceServer(ThreadingHTTPServer):
     """Serves a sampler over HTTP, in its own threads, between `__enter__` and `__exit__`."""
 
     daemon_threads = True
-    # An environment opens one connection for each request, and many at once. With the default of
-    # 5, further connections wait a second until the client tries again.
+    # An environment opens many connections at the same time, one for each request. With the default
+    # of 5, further connections wait a second until the client tries again.
     request_queue_size = 256
 
     def __init__(
@@ -66,7 +66,7 @@ class InferenceServer(ThreadingHTTPServer):
         super().__init__((host, port), _Handler)
         self._thread = threading.Thread(
             target=self.serve_forever,
-            # Interval, in seconds, in which the thread checks whether the server was stopped.
+            # Seconds between two checks of the thread whether the server was stopped.
             kwargs={"poll_interval": 0.1},
             name="inference",
             daemon=True,
@@ -175,7 +175,8 @@ def generate(sampler: Sampler, body: Mapping[str, Any]) -> dict[str, Any]:
         body: JSON body of the request: `{prompt: str | {prompt_token_ids}, n, max_tokens, ...}`.
 
     Returns:
-        The JSON body. `logprobs[answer][position]` is a list of one `{token: log-probability}`.
+        The JSON body. Under the key `logprobs`, `logprobs[answer][position]` is a list with one
+        dictionary: the log-probability of the sampled token, by the token.
 
     Raises:
         BadRequest: A value of the request is not valid.
@@ -246,7 +247,7 @@ def load_weights(sampler: Sampler, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sample(sampler: Sampler, body: Mapping[str, Any]) -> list[Completion]:
-    """Return the answers to a request for inference, sampled as its JSON body says.
+    """Return the answers to a request, sampled with the settings in its JSON body.
 
     Raises:
         BadRequest: A value of the request is not valid.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 
-# The matrices are too small for several threads, which would only occupy cores.
+# The matrices are too small to profit from several threads.
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import argparse
@@ -32,7 +32,7 @@ from metrics_file import MetricsFile
 from policy import Policy, forward, take_context
 
 DEFAULT_LEARNING_RATE = 0.005
-#: Number of steps between two lines of progress.
+#: Number of steps between two lines of output about the progress.
 SAY_EVERY = 5
 
 
@@ -108,7 +108,8 @@ def train(
         plan: Settings of the training.
         state: State before the first step.
         metrics: File for the metrics of each step.
-        received_signals: Signals that this process has received. The signal handler adds to it.
+        received_signals: Signals that this process has received. The signal handler adds each
+            signal to this collection.
 
     Raises:
         FloatingPointError: The weights are not finite.

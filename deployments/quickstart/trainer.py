@@ -2,9 +2,9 @@
 
     python trainer.py --api http://127.0.0.1:8000 --port 8001 --steps 60 --out DIR
 
-With `--fleet URL` the trainer also sends the weights of each step to the servers behind that
-gateway. Environments then send their requests to the gateway. If the gateway requires a token, set
-MUSTER_ROLLOUT_TOKEN.
+With `--fleet URL` the trainer also sends the weights of each step to a fleet of inference servers.
+The URL is that of the fleet's gateway. Environments then send their requests to the gateway. If the
+gateway requires a token, set MUSTER_ROLLOUT_TOKEN.
 
 Exit status: 0 after the last step, with its checkpoint and metrics; 1 if the training failed, with
 the reason on stderr; 2 if the arguments are wrong and nothing was started; 130 after SIGINT and 143
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 
-# The matrices are too small for several threads, which would only occupy cores.
+# The matrices are too small to profit from several threads.
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import argparse
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def prepare(argv: Sequence[str] | None) -> Trainer:
-    """Return the trainer that the arguments describe. Its files are open, but nothing runs yet.
+    """Return the trainer that the command-line arguments describe. It does not run yet.
 
     Raises:
         SystemExit: The arguments are wrong. The exit status is 2, and stderr gives the reason.

@@ -23,11 +23,12 @@ from sampler import Sampler
 POLL_FIRST_S = 0.02
 #: Longest pause between two requests for a batch, in seconds.
 POLL_LAST_S = 0.25
-#: Factor of the pause from one request to the next.
+#: Factor by which the pause grows after each request.
 POLL_GROWTH = 1.5
-#: Number of steps between two lines of progress.
+#: Number of steps between two lines of output about the progress.
 SAY_EVERY = 5
-#: Environments drop sequences of this length or longer. It is longer than a prompt with its answer.
+#: Environments drop sequences with this number of tokens or more. A prompt with its answer is
+#: shorter.
 MAX_SEQUENCE_TOKENS = 2 * (DIGITS_PER_PROMPT + ANSWER_TOKENS)
 
 
@@ -68,7 +69,7 @@ class Training:
     """One training, from the step of its first state to the last step of its plan.
 
     Only one thread may call `run`. Other threads may use `state` and `checkpoint` at any time. Both
-    refer to the last finished step.
+    members refer to the last finished step.
     """
 
     def __init__(
@@ -86,10 +87,11 @@ class Training:
         Args:
             plan: Settings of the training.
             api: Client of the Atropos API.
-            sampler: Gets the new weights after each step.
+            sampler: Sampler of this process, which gets the new weights after each step.
             state: State before the first step.
             metrics: File for the metrics of each step.
-            servers: Also get the new weights after each step, or None.
+            servers: Inference servers in other processes that also get the new weights after each
+                step, or None.
             sleep: Waits for a number of seconds.
         """
         self._plan = plan
@@ -117,8 +119,8 @@ class Training:
             OSError: The metrics or a checkpoint could not be written.
         """
         plan = self._plan
-        # New servers have other weights. They need these weights before an environment can register
-        # and send requests.
+        # New servers have loaded other weights. They need the current weights before an environment
+        # can register and send requests.
         self._publish_weights()
         self._api.register(
             Registration(
@@ -131,8 +133,8 @@ class Training:
             )
         )
         _say(f"registered for steps {self._state.step + 1} to {plan.steps}; waiting for batches")
-        #: `durations[metric]` in seconds: the duration of the last step and of its parts. The time
-        #: for the publication of the weights is that of the previous step.
+        #: Durations of the last step and of its parts in seconds, by the name of the metric. The
+        #: duration of the publication of weights is from the previous step.
         durations: dict[str, float] = {}
         began_at_s = time.monotonic()
         while self._state.step < plan.steps:
@@ -181,8 +183,8 @@ class Training:
         pause_s = POLL_FIRST_S
         while (groups := self._api.next_groups()) is None:
             if self._servers is not None:
-                # If all servers were restarted, no server has the weights, and no answers would
-                # arrive.
+                # If all servers were restarted, no server has the current weights, and no answers
+                # would arrive.
                 self._servers.catch_up()
             self._sleep(pause_s)
             pause_s = min(pause_s * POLL_GROWTH, POLL_LAST_S)

@@ -40,7 +40,7 @@ from tasks.spec.formatting import format_count
 #: Port of the Prefect server if neither `--port` nor PREFECT_API_URL gives another port.
 _DEFAULT_PORT = 4200
 #: Longest time, in seconds, that a command waits for the end of another `muster up` or `muster
-#: down`. It is longer than a start whose parts all need their full time to become ready.
+#: down`. The limit is longer than the slowest successful start of a stack.
 _OTHER_COMMAND_WITHIN_S = 600.0
 #: Longest time, in seconds, that applying the deployments to a running stack may take.
 _SETUP_WITHIN_S = 120.0

@@ -1,8 +1,8 @@
 """Create or update the deployments of prefect.yaml on the Prefect server.
 
-An existing deployment gets new code and a new spec. Everything that a person can change in the
-Prefect UI stays: schedules, tags, the description, limits, the work queue and job variables.
-`prefect deploy --all` would reset these settings, so it is only used to create deployments.
+An existing deployment gets new code and a new spec. All settings that a person can change in the
+Prefect UI are kept: schedules, tags, the description, limits, the work queue and job variables.
+`prefect deploy` would reset these settings, so this module uses it only to create deployments.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from tasks.spec.errors import MusterError
 #: Name of the flow parameter whose value comes from prefect.yaml. The values of other parameters
 #: may be changed in the Prefect UI and are kept.
 _SPEC = "spec"
-#: Pull step of a deployment: the worker changes to the root of the checkout before it imports the
-#: flow, because the entrypoint of the flow is a path from there.
+#: Pull step of a deployment. The worker changes to the root of the checkout before it imports the
+#: flow, because the entrypoint of the flow is a path relative to the root.
 _ENTER_ROOT = {"prefect.deployments.steps.set_working_directory": {"directory": str(ROOT)}}
 
 

@@ -1,4 +1,4 @@
-"""Names that the modules of a stack share, and the environment of the programs it starts."""
+"""Names that the modules of a stack share, and the environment variables of its programs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tasks.record.places import (
 )
 from tasks.spec.programs import build_component_path
 
-#: Root of the checkout. In an installed wheel it is the directory that contains the packages.
+#: Root of the checkout. In an installed wheel, the directory that contains the packages.
 ROOT = Path(__file__).resolve().parents[2]
-#: Prefect's project file with Muster's deployments. In an installed wheel it is inside the package.
+#: Prefect's project file with Muster's deployments. An installed wheel has the file in its package.
 _CHECKOUT_PROJECT_FILE = ROOT / "prefect.yaml"
 _WHEEL_PROJECT_FILE = ROOT / "deployments/prefect.yaml"
 PROJECT_FILE = _CHECKOUT_PROJECT_FILE if _CHECKOUT_PROJECT_FILE.exists() else _WHEEL_PROJECT_FILE
@@ -36,13 +36,14 @@ QUEUE_PAGE = "/v2/artifacts/key/gang-queue"
 NODES_PAGE = "/v2/artifacts/key/gang-nodes"
 #: Start of the last line that `deployments.stack.setup` prints after it succeeded.
 SET_UP = "Set up:"
-#: Environment variable with the id of the stack. Every process of a stack has it, runs included.
+#: Environment variable with the id of the stack. Every process of a stack has this variable, also
+#: the processes of runs.
 STACK_VARIABLE = "MUSTER_STACK"
 #: Environment variable that gives `deployments.stack.setup` the URL of the stack's Ray dashboard.
 RAY_VARIABLE = "MUSTER_STACK_RAY"
 
-#: Environment variables that describe this process or its run. Programs of a stack must not
-#: inherit them.
+#: Environment variables that describe this process or its run. Programs of a stack must not inherit
+#: these variables.
 _OWN_VARIABLES = frozenset(
     (
         "MUSTER_RUN_ID",
@@ -56,8 +57,8 @@ _OWN_VARIABLES = frozenset(
         "LISTEN_FDNAMES",
     )
 )
-#: Start of the names of environment variables that may lead to another server or Ray cluster.
-#: Programs of a stack must not inherit them.
+#: Prefixes of environment variables that may lead to another server or Ray cluster. Programs of a
+#: stack must not inherit such variables.
 _FOREIGN_PREFIXES = ("PREFECT_", "RAY_")
 #: Host names of this machine that a URL of the stack can have.
 LOOPBACK = ("127.0.0.1", "localhost")
@@ -82,9 +83,9 @@ RAY_FILE = "RAY_AUTH_TOKEN_PATH"
 def auth_string(environment: Mapping[str, str] = os.environ) -> str:
     """Return the password of the stack's Prefect server, in the form `user:password`.
 
-    The password comes from the environment variables of the Prefect server or its clients. If
-    neither is set, the password comes from the password file of this MUSTER_HOME. A missing file is
-    created.
+    The password comes from the environment variable of the Prefect server, or from that of its
+    clients. If neither is set, the password comes from the password file of this MUSTER_HOME. If
+    the file is missing, create a file with a new password.
 
     Raises:
         OSError: The password file can be neither read nor created.
@@ -107,8 +108,8 @@ def renew_password(environment: Mapping[str, str] = os.environ) -> None:
 def build_ray_auth(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables that give Ray's programs and their clients the token of the cluster.
 
-    Variables that the environment sets are kept. Otherwise the token comes from a file in this
-    MUSTER_HOME. A missing file is created.
+    Variables that are already set are kept. Otherwise the token comes from a file in this
+    MUSTER_HOME. If the file is missing, create a file with a new token.
 
     Raises:
         OSError: The token file can be neither read nor created.
@@ -144,8 +145,8 @@ def client_env(home: Path, api_url: str) -> dict[str, str]:
         "MUSTER_HOME": str(home),
         "PREFECT_API_URL": api_url,
         "PREFECT_HOME": str(home / "prefect"),
-        # The checkout enables Prefect's plugins to set the password variable, which is set above.
-        # Without plugins each program starts 0.1 s faster.
+        # Muster's plugin for Prefect would set the password variable, which is already set here.
+        # Without plugins, each program starts 0.1 s faster.
         "PREFECT_PLUGINS_ENABLED": "false",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "DO_NOT_TRACK": "1",

@@ -82,7 +82,8 @@ def launch(
         supervisor.terminate()
         with suppress(subprocess.TimeoutExpired):
             supervisor.wait(STOP_WITHIN_S)
-        # If the supervisor is still alive, its guardians end the parts after this signal.
+        # After SIGKILL to the supervisor, the guardian process of each part notices the end of the
+        # supervisor, and ends the part.
         supervisor.kill()
         supervisor.wait()
         place.clear()
@@ -96,11 +97,11 @@ def _show_progress(place: StackPlace, report: Iterable[str], say: Callable[[str]
 
     Args:
         place: Directory of the stack.
-        report: The JSON lines that the supervisor writes to its `--report-fd`.
+        report: The JSON lines that the supervisor writes to the file descriptor `--report-fd`.
         say: Shows the user a line of text.
 
     Raises:
-        StackError: The supervisor reported a failure, or it ended.
+        StackError: The supervisor reported a failure, or ended before the stack was up.
     """
     for line in report:
         event = json.loads(line)
@@ -123,10 +124,11 @@ def _show_progress(place: StackPlace, report: Iterable[str], say: Callable[[str]
 def stop(stack: Stack) -> None:
     """Send the supervisor of the stack SIGTERM, and wait until it has stopped the stack.
 
-    If the supervisor does not end in time, it gets SIGKILL. The guardians then end the parts.
+    If the supervisor does not end in time, kill the supervisor. The guardian process of each part
+    then ends the part.
     """
-    # This line must come before the signal: the registry of components forgets the grace period of
-    # a component when the component ends.
+    # Compute the time limit before the signal is sent. After that, the registry of components may
+    # already lack the grace periods of components that have ended.
     within_s = teardown_s() + STOP_WITHIN_S
     stack.supervisor.send(signal.SIGTERM)
     if not stack.supervisor.is_gone_within(within_s):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-#: Largest number of Ray nodes of a stack. Each node is a raylet with its agent processes, and one
-#: machine can hardly run more of them.
+#: Largest number of Ray nodes of a stack. Each node consists of several processes, and one machine
+#: can hardly run the processes of more nodes.
 MOST_NODES = 16
 #: Largest number of logical GPUs of one node. No current machine has more GPUs.
 MOST_GPUS = 16
@@ -17,7 +17,10 @@ NODE_RESOURCE = "worker_node"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """Equal Ray nodes on this machine. Their GPUs are only numbers that Ray schedules with."""
+    """Ray nodes on this machine, all with the same number of logical GPUs.
+
+    Logical GPUs do not exist as devices. Ray uses only their number, for scheduling.
+    """
 
     #: Number of nodes.
     nodes: int

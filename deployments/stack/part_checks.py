@@ -20,7 +20,7 @@ _REQUEST_WITHIN_S = 10.0
 _ALL_WITHIN_S = 60.0
 #: Time, in seconds, between two rounds of checks of `wait_until_answering`.
 _CHECK_EVERY_S = 0.2
-#: Start of the problem of a part whose server rejected the password.
+#: Prefix of the problem text for a part whose server rejected the password.
 _REFUSED = "wants a password"
 
 
@@ -120,7 +120,7 @@ def _check_worker(client: httpx.Client, stack: Stack) -> PartCheck:
 
 
 class _NoAnswer(Exception):
-    """A part sent no HTTP response, or a response that is not a success; the message says which."""
+    """A part sent no HTTP response, or an error response. The message describes the problem."""
 
 
 def _send_request(client: httpx.Client, method: str, url: str, **options: Any) -> httpx.Response:
@@ -158,5 +158,5 @@ def _request_json(client: httpx.Client, method: str, url: str, **options: Any) -
 
 
 def _describe_silence(method: str, url: str, error: Exception) -> str:
-    """Return the problem of a part whose HTTP request failed with the given error."""
+    """Return the problem text for a part if an HTTP request to the part failed with an error."""
     return f"does not answer: {method} {url}: {error or type(error).__name__}"

@@ -43,8 +43,8 @@ from tasks.spec.probes import ReadyProbe
 #: Default port of the Ray dashboard in run specs. A stack uses this port if it is free.
 RAY_DASHBOARD_PORT = 8265
 
-#: Longest time, in seconds, that the runs of a stack have at a stop before they are killed. A run
-#: ends earlier by itself, within the grace periods of its components.
+#: Seconds from the stop of the stack until its runs are killed. Usually, a run ends earlier, within
+#: the grace periods of its components.
 RUNS_WITHIN_S = 3600.0
 
 #: Name of the part that is the Prefect server.
@@ -60,8 +60,8 @@ PIPELINES = "pipelines"
 #: Name of the part that is the worker of the work pool for runs.
 WORKER = "worker"
 
-#: Options of `ray start --head` that take a port, with the names of their reserved ports. With
-#: Ray's default ports, two Ray heads on one machine would end each other.
+#: Options of `ray start --head` that take a port, each with the name of its reserved port. If two
+#: Ray heads on one machine used Ray's default ports, they would end each other.
 _RAY_PORTS = {
     "--port": f"{RAY}.gcs",
     "--ray-client-server-port": f"{RAY}.client",
@@ -69,12 +69,12 @@ _RAY_PORTS = {
 }
 #: Ray's environment variables for the Ray head and every Ray node.
 #:
-#: The health checks find a crashed or stopped node after about 8 seconds instead of 65. The
-#: queue then soon grants other GPUs to the run that used the node.
+#: With the first settings, Ray detects a crashed or stopped node after about 8 seconds instead of
+#: 65. Muster's queue then grants GPUs of other nodes to the run that used the node.
 #:
-#: When a worker process of Ray ends, Ray kills the other processes of its process group. Ray's
-#: subreaper would kill more, but it is deprecated. It also makes worker processes ignore SIGCHLD,
-#: and then a crashed child process appears to have exited with code 0.
+#: With the last settings, Ray kills the process group of a worker process when the worker ends.
+#: Ray's subreaper would kill more processes, but is deprecated. With the subreaper, workers also
+#: ignore SIGCHLD, and a crashed child process of a worker appears to have exited with code 0.
 _RAY_SETTINGS = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
@@ -106,8 +106,8 @@ class Blueprint:
     plan: AttemptPlan
     #: Ports that are reserved for the parts.
     ports: PortsReserved
-    #: `needs[part]` is the other part that this part needs. If the other part dies, both are
-    #: restarted.
+    #: `needs[part]` is the name of another part without which the part cannot work. If that other
+    #: part dies, both parts are restarted.
     needs: Mapping[str, str]
 
 
@@ -116,8 +116,8 @@ def build_blueprint(
 ) -> Blueprint:
     """Return the blueprint of a new stack whose supervisor is this process.
 
-    Its ports are reserved, its temporary directory for Ray is created, and its MUSTER_HOME gets a
-    new Prefect password.
+    Also reserve the ports of the stack, create its temporary directory for Ray, and write a new
+    Prefect password into its MUSTER_HOME.
 
     Args:
         place: Directory of the stack.
@@ -152,7 +152,8 @@ def build_blueprint(
         ray_dashboard=f"http://{HOST}:{dashboard_port}",
         ray_auth={key: value for key, value in build_ray_auth().items() if key != RAY_TOKEN},
         ray_address=f"{HOST}:{ports.numbers[f'{RAY}.gcs']}",
-        # The path is short, because Ray's sockets below it may have at most 107 characters.
+        # The path must be short, because Ray creates sockets in this directory, and the path of a
+        # socket has at most 107 characters.
         ray_temp=Path(tempfile.mkdtemp(prefix=RAY_TEMP_PREFIX, dir="/tmp")),
         fleet=str(fleet or ""),
         nodes=tuple(
@@ -176,7 +177,8 @@ def build_blueprint(
             _plan_server(place, stack),
             _plan_deployments(place, stack),
             _plan_ray_head(place, stack, ports.numbers, dashboard_port),
-            # The nodes start in sequence: Ray nodes that start together race for the same ports.
+            # The nodes start one after the other. Ray nodes that start at the same time may choose
+            # the same ports.
             *(_plan_ray_node(place, stack, node) for node in stack.nodes),
             _plan_upkeep(place, stack),
             _plan_pipelines(place, stack),
@@ -239,7 +241,8 @@ def _plan_ray_head(
             "start",
             "--head",
             "--block",
-            # Without CPUs and GPUs the head runs no work of a run except the drivers of Ray jobs.
+            # Without CPUs and GPUs, the only processes of runs on the head are the drivers of Ray
+            # jobs.
             "--num-cpus=0",
             "--num-gpus=0",
             f"--node-name={RAY}",
@@ -258,8 +261,8 @@ def _plan_ray_head(
         env={**_build_env(place, stack, RAY), **_RAY_SETTINGS},
         cwd=ROOT,
         log=place.log(RAY),
-        # At SIGTERM `ray start` sends requests to the control store for up to 30 seconds, but the
-        # control store has received SIGTERM, too.
+        # After SIGTERM, `ray start` would send requests to Ray's control store for up to 30
+        # seconds, although the control store has received SIGTERM, too.
         stop_signal=signal.SIGINT,
         grace_s=_RAY_GRACE_S,
     )

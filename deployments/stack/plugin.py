@@ -1,12 +1,13 @@
 """A Prefect plugin that gives Prefect's own commands the password of this machine's stack.
 
-Prefect imports this module and calls `setup_environment` if its plugins are enabled. Muster's
-checkout enables them in pyproject.toml; elsewhere `prefect config set PREFECT_PLUGINS_ENABLED=true`
-does. The commands of `muster` and the programs of a stack do not use the plugin.
+If Prefect's plugins are enabled, Prefect imports this module and calls `setup_environment`. In
+Muster's checkout, pyproject.toml enables the plugins. Elsewhere, use the command
+`prefect config set PREFECT_PLUGINS_ENABLED=true`. The commands of `muster` and the programs of a
+stack do not use the plugin.
 
-The import of this module has a second effect, also for flow runs that Prefect's own worker starts:
-Prefect's clients check which process listens on the server's port before they send the password.
-See `tasks.server.trusted_clients`.
+The import of this module has a second effect: before Prefect's clients send the password, they
+check which process listens on the server's port. See `tasks.server.trusted_clients`. Flow runs that
+Prefect's own worker starts import this module, too.
 """
 
 from __future__ import annotations

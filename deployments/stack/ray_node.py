@@ -2,10 +2,11 @@
 
     python -m deployments.stack.ray_node ADDRESS OPTIONS...
 
-Ray listens only on the loopback interface if RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER is 0, and every
-process of Ray must inherit this value. But with this value `ray start --address` refuses to add a
-node. So this process changes two values in its own copy of Ray: clusters count as enabled, and the
-function that chooses the IP address of the node returns the loopback address.
+If RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER is 0, Ray listens only on the loopback interface. Every process
+of Ray must inherit this value. But with this value, `ray start --address` refuses to add a node. So
+this process replaces two values in Ray's modules: clusters count as enabled, and the function that
+chooses the IP address of the node returns the loopback address.
+
 Source: ray/scripts/scripts.py `start` and ray/_private/services.py `get_node_ip_address`, Ray 2.60.
 """
 
@@ -24,8 +25,8 @@ def main() -> None:
     ray_constants.ENABLE_RAY_CLUSTER = True
     services.get_node_ip_address = lambda address=None: HOST
     # Ray nodes on one machine share the directory of the Ray session. Each node needs its own
-    # subdirectory for runtime environments: otherwise a node deletes and unpacks again the files
-    # in which a job of another node runs.
+    # subdirectory for runtime environments. Otherwise a node would delete the files of a job that
+    # runs on another node.
     ray_constants.DEFAULT_RUNTIME_ENV_DIR_NAME = f"runtime_resources_{os.getpid()}"
     address, *options = sys.argv[1:]
     scripts.cli(["start", f"--address={address}", f"--node-ip-address={HOST}", *options])

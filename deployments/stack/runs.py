@@ -22,8 +22,8 @@ _CHECK_EVERY_S = 0.1
 def end_runs(worker: int, *, within_s: float) -> None:
     """Send SIGTERM to every run of a worker, and wait until all runs have ended.
 
-    The worker is paused with SIGSTOP first, so that it starts no further runs. It stays paused when
-    this function returns. The caller must then send it SIGTERM and SIGCONT.
+    The worker is paused with SIGSTOP first, so that it starts no further runs. The worker stays
+    paused when this function returns. The caller must then send SIGTERM and SIGCONT to the worker.
 
     Args:
         worker: Process id of the worker.
@@ -31,8 +31,8 @@ def end_runs(worker: int, *, within_s: float) -> None:
     """
     tree.signal_process(worker, signal.SIGSTOP, parent=tree.read_parent(worker))
     runs = tree.children(worker)
-    # This line must come before the first SIGTERM: the registry of components forgets the grace
-    # period of a component when the component ends.
+    # Compute the grace period before the first SIGTERM. After that, the registry of components may
+    # already lack the grace periods of components that have ended.
     grace_s = max(map(teardown_s, runs), default=0.0)
     for run in runs:
         tree.signal_process(run, signal.SIGTERM, parent=worker)

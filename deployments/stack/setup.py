@@ -3,8 +3,8 @@
     python -m deployments.stack.setup
 
 creates Muster's work pools, automations and deployments on the Prefect server of PREFECT_API_URL.
-It also finishes runs of this host whose process was killed. The program can be run again at any
-time.
+The program also finishes runs of this host whose process was killed: it ends their leftover
+processes and records their final states. The program can be run again at any time.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from tasks.show.output import guard_output
 from tasks.spec.errors import MusterError
 from tasks.upkeep.reconcile import publish, reconcile_host
 
-#: Concurrency limit of a new work pool `gang`: the number of its runs that may run at once.
+#: Concurrency limit of a new work pool `gang`: how many of its runs may run at the same time.
 POOL_LIMIT = 8
 #: Priority of each work queue of the work pool `gang`; 1 is the highest priority. Prefect itself
 #: creates the work queue `default`.
@@ -116,7 +116,7 @@ def _update_settings(client: SyncPrefectClient, local_nodes: tuple[TableNode, ..
         changes["nodes"] = local_nodes
     address = os.environ.get(RAY_VARIABLE, "")
     if address and address not in {cluster.address for cluster in settings.clusters}:
-        # A cluster with a loopback address belonged to an earlier stack, which had another port.
+        # A cluster with a loopback address belonged to an earlier stack, and no longer exists.
         other_clusters = (
             cluster for cluster in settings.clusters if "//127.0.0.1:" not in cluster.address
         )
@@ -128,7 +128,7 @@ def _update_settings(client: SyncPrefectClient, local_nodes: tuple[TableNode, ..
 
 
 def ensure_pipelines_pool(client: SyncPrefectClient) -> None:
-    """Create the work pool for pipelines. If it exists, it stays unchanged."""
+    """Create the work pool for pipelines. An existing work pool stays unchanged."""
     pool = WorkPoolCreate(
         name=PIPELINES_POOL,
         type=ProcessWorker.type,
@@ -167,8 +167,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     if apply_automations([]) != 0:
         return 1
-    # Runs of a killed stack still count as running. Until their records end here, they take places
-    # within the concurrency limit of the work pool.
+    # Runs of a killed stack still count as running, and so count against the concurrency limit of
+    # the work pool. `reconcile_host` records the end of these runs.
     publish(reconcile_host())
     # Prefect resolves the paths of the project file from the working directory.
     os.chdir(ROOT)

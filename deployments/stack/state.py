@@ -28,7 +28,7 @@ from tasks.spec.ownership import UntrustedPath
 
 #: Start of the name of the temporary directory that holds Ray's sockets and logs.
 RAY_TEMP_PREFIX = "muster-ray-"
-#: Path of the health page on the dashboard agent of a Ray node. The page responds with success if
+#: URL path of the health check on the dashboard agent of a Ray node. The response is a success if
 #: the Ray cluster counts the node as alive.
 RAYLET_HEALTH = "/api/local_raylet_healthz"
 
@@ -40,7 +40,7 @@ _POLL_EVERY_S = 0.1
 
 
 class StackError(MusterError):
-    """A command cannot be carried out on the stack. The message gives the reason and a remedy."""
+    """A command for the stack cannot be carried out. The message gives the reason and a remedy."""
 
 
 class _Model(BaseModel):
@@ -79,8 +79,8 @@ class StackPart(_Model):
     state: str
     #: Process id of the program, or None if the program does not run.
     pid: int | None = None
-    #: Guardian processes of the program: that of the current process, and those of earlier
-    #: processes whose children still run.
+    #: Guardian processes of the program. Each guardian owns one process of the program and all its
+    #: descendants: the current process, or an earlier one that has died but left descendants.
     guardians: tuple[ProcessId, ...] = ()
     #: Number of times that the program has died.
     deaths: int = 0
@@ -121,8 +121,8 @@ class Stack(_Model):
     ray_auth: Mapping[str, str] = {}
     #: Address of the Ray cluster for `ray.init`, in the form HOST:PORT.
     ray_address: str
-    #: Temporary directory that contains Ray's own directory of sockets and logs. Ray makes its own
-    #: directory readable to all users, so this one around it is private. It is deleted at the stop.
+    #: Temporary directory that contains Ray's own directory of sockets and logs. All users may read
+    #: Ray's own directory, so the temporary directory is private. It is deleted at the stop.
     ray_temp: Path
     #: Value of the option `--gpus`, for example `2x8`, or an empty string if it was not set.
     fleet: str = ""
@@ -140,7 +140,7 @@ class Stack(_Model):
 
     @property
     def guardians(self) -> tuple[ProcessId, ...]:
-        """Guardian processes of all parts. While a guardian lives, its processes may live, too."""
+        """Guardian processes of all parts. While a guardian lives, its part may still run."""
         return tuple(guardian for part in self.parts for guardian in part.guardians)
 
     def part(self, name: str) -> StackPart | None:
@@ -149,7 +149,7 @@ class Stack(_Model):
 
     @property
     def ray_health(self) -> str:
-        """URL of the health page of Ray's dashboard and control store. It needs no token."""
+        """URL of the health check of Ray's dashboard and control store, which needs no token."""
         return f"{self.ray_dashboard}/api/gcs_healthz"
 
     def is_reached_at(self, api_url: str) -> bool:
@@ -220,8 +220,8 @@ class StackPlace:
     def clear(self) -> None:
         """End the leftover processes of a stack, and delete its `stack.json` and Ray's files.
 
-        Call this only while no supervisor process of the stack runs, see `no_supervisor`. The
-        guardians end their processes by themselves, so usually this method only waits for them.
+        Call this only while no supervisor process of the stack runs, see `no_supervisor`. Usually
+        this method only waits, because the guardian process of each part ends the part.
 
         Raises:
             StackError: Some processes of the stack survived SIGKILL.
@@ -241,7 +241,7 @@ class StackPlace:
         self._state_file.unlink()
 
     def locked(self, on_wait: Callable[[], None], limit_s: float) -> AbstractContextManager[int]:
-        """Hold the lock that keeps two `muster up` or `muster down` of this stack apart.
+        """Hold the lock that lets only one `muster up` or `muster down` run at a time.
 
         Args:
             on_wait: Called once if another process holds the lock.
@@ -295,7 +295,8 @@ class StackPlace:
             with path.open("w") as lock:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    # A lock on a file that was replaced since excludes no other process.
+                    # If the file was replaced after it was opened, the lock has no effect on other
+                    # processes.
                     is_locked = is_at(lock.fileno(), path)
                 except BlockingIOError:
                     is_locked = False
@@ -319,13 +320,13 @@ class StackPlace:
 def to_reach_stack(api_url: str | None) -> dict[str, str]:
     """Return the environment variables that this program lacks to use the stack of its MUSTER_HOME.
 
-    These are the address of the stack's Prefect server, its password, and the variables that lead
-    to the token of the stack's Ray cluster.
+    The variables contain the address of the stack's Prefect server, its password, and the place of
+    the token of the stack's Ray cluster.
 
     Args:
-        api_url: Address of the Prefect server that this program already uses, or None. If it is
-            the address of another server, the result is empty, so that no other server gets the
-            password.
+        api_url: Address of the Prefect server that this program already uses, or None. If this is
+            the address of another server, return no variables, so that the other server does not
+            get the password.
 
     Returns:
         Names and values of the missing variables. The dictionary is empty if no stack runs.
@@ -355,7 +356,7 @@ def to_reach_stack(api_url: str | None) -> dict[str, str]:
 def processes_of(stack_id: str) -> list[int]:
     """Return the pids of the living processes that the stack has started.
 
-    The environment of such a process contains the id of the stack, and it belongs to this user.
+    These processes belong to this user, and their environment contains the id of the stack.
     """
     return [pid for pid in tree.all_pids() if _belongs_to_stack(pid, stack_id)]
 

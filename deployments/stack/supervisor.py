@@ -7,9 +7,9 @@ the stack is up, the pipe closes, and the supervisor stops the stack.
 The supervisor writes the state of each part to `stack.json`. It stops the whole stack if it cannot
 restart a part for some minutes.
 
-SIGTERM stops first the worker's runs and then the parts, each with its grace period. If the
-supervisor itself is killed, the guardian of each part notices that and stops the part in the same
-way.
+After SIGTERM, the supervisor stops first the worker's runs and then the parts, each with its grace
+period. If the supervisor itself is killed, the guardian process that owns each part notices this,
+and stops the part in the same way.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ReportPipe:
     def send(self, event: str, **fields: Any) -> None:
         """Write one JSON line with the event's name and the fields.
 
-        Does nothing if either end of the pipe is closed.
+        Do nothing if either end of the pipe is closed.
         """
         if self.is_broken or self._pipe.closed:
             return
@@ -83,7 +83,7 @@ class Supervisor:
         self._blueprint = blueprint
         self._stack = blueprint.stack
         self._report = report
-        #: Held while `stack.json` and `_stack` are changed, which several threads do.
+        #: Lock that a thread holds while it changes `stack.json` and `_stack`.
         self._lock = threading.Lock()
 
     def run(self) -> int:
@@ -142,8 +142,8 @@ class Supervisor:
     def _record_part(self, report: ServiceReport) -> None:
         """Write the new state of a part to `stack.json`, and send a report if the part has died.
 
-        `Services` calls this method before a new guardian starts its program. So `stack.json` names
-        every guardian with a program, and `muster down` can find it.
+        `Services` calls this method before a new guardian process starts the program of the part.
+        So `stack.json` names every guardian with a running program, and `muster down` can find it.
         """
         previous_part = self._stack.part(report.name)
         previous_deaths = previous_part.deaths if previous_part is not None else 0
@@ -177,7 +177,7 @@ class Supervisor:
         Args:
             failure: The failure that ended the stack, or None if the stack was stopped.
             message: Reason for the end of the stack.
-            surviving_pids: `surviving_pids[part]` are the processes that survived SIGKILL.
+            surviving_pids: Pids of the processes that survived SIGKILL, by the name of the part.
 
         Returns:
             0 if the stack was stopped and no process survived, otherwise 1.
