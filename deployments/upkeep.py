@@ -52,7 +52,7 @@ class Served:
     flow: Flow[..., Any]
     #: Description of the flow's deployment in the Prefect UI.
     description: str
-    #: Seconds between the starts of two runs. If a run takes longer, two runs overlap.
+    #: Seconds between the starts of two flow runs. If a flow run takes longer, two of them overlap.
     interval_s: int
 
 
@@ -157,7 +157,7 @@ def serve() -> None:
             options = deployment_options(client, served, host)
             runner.add_flow(served.flow, name=host, **options)
             print(f"Your flow {name!r} is being served as {name}/{host}", flush=True)
-    # Ctrl-C ends the process without a traceback, like SIGTERM.
+    # After Ctrl-C, end the process without a traceback, as after SIGTERM.
     with suppress(KeyboardInterrupt):
         asyncio.run(runner.start())
 

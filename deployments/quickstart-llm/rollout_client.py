@@ -37,7 +37,7 @@ class FleetError(Exception):
 
 
 class SyncLost(Exception):
-    """A weight sync could not begin, or it ended before its commit. The next one may succeed."""
+    """A weight sync could not begin, or it ended before its commit. The next sync may succeed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,8 +164,8 @@ class RolloutClient:
             folder: Absolute path of the folder, as the servers see it. `${engine.index}` in the
                 path is replaced by the index of each engine.
             version: Version of the weights.
-            in_flight: What the gateway does with requests that are still running: `wait` for their
-                end, `abort` them, or `interrupt` them and continue them with the new weights.
+            in_flight: Treatment of requests that are still running: `wait` for their end, `abort`
+                them, or `interrupt` them and continue them with the new weights.
             timeout_s: Longest duration of the whole sync, in seconds.
             broadcast_s: Longest time, in seconds, that an engine may take to load the weights. A
                 slower engine is not committed.

@@ -65,7 +65,7 @@ class StepStats:
     #: Mean entropy of the policy in nats per token.
     entropy: float
     loss: float
-    #: Fraction of tokens whose gradient was cut, from 0 to 1.
+    #: Fraction of tokens whose gradient was set to 0 by the clipping, from 0 to 1.
     clip_fraction: float
     #: Number of generated tokens.
     tokens: int
@@ -121,7 +121,7 @@ def _compute_advantages(rewards: Tensor) -> Tensor:
 def compute_log_probs(
     model: LlamaForCausalLM, tokens: Tensor, weights: Weights | None = None
 ) -> Tensor:
-    """Return the log-probability of each token of the vocabulary at each place of the answers.
+    """Return the log-probability of each token of the vocabulary at each position of the answers.
 
     Args:
         model: The model.
@@ -129,7 +129,7 @@ def compute_log_probs(
         weights: Weights to use instead of the model's own weights, or None.
 
     Returns:
-        Log-probabilities in nats, [row, place, token of the vocabulary].
+        Log-probabilities in nats, [row, position, token of the vocabulary].
     """
     inputs = (tokens[:, :-1],)
     output = model(*inputs) if weights is None else functional_call(model, dict(weights), inputs)

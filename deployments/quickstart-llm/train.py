@@ -52,8 +52,8 @@ LATEST = "latest"
 KEPT_VERSIONS = 8
 #: Time, in seconds, between two checks for restarted engines that lack the current weights.
 CHECK_EVERY_S = 2.0
-#: Longest time, in seconds, until an engine has loaded new weights. It is longer than the restart
-#: of an engine.
+#: Longest time, in seconds, until an engine has loaded new weights. It must be longer than the
+#: time that the restart of an engine takes.
 PUBLISH_WITHIN_S = 300.0
 #: Time, in seconds, between two tries of a sync.
 RETRY_EVERY_S = 1.0

@@ -106,8 +106,8 @@ class _Handler(BaseHTTPRequestHandler):
     """Handles the requests of one connection."""
 
     server: InferenceServer
-    # The response is written as one packet. By default headers and body are two small packets, and
-    # the second packet waits until the client has acknowledged the first.
+    # Buffer the response, so that it is sent as one packet. By default, headers and body are two
+    # small packets, and the second waits until the client has acknowledged the first.
     wbufsize = -1
     timeout = 60
 
@@ -274,7 +274,7 @@ def _parse_prompt(prompt: object) -> list[int]:
 
 
 def _parse_integer(body: Mapping[str, Any], key: str, *, default: int, most: int) -> int:
-    """Return an integer of a request. Raise BadRequest if it is not from 1 to `most`."""
+    """Return an integer from the body of a request, from 1 to `most`, or else raise BadRequest."""
     value = body.get(key, default)
     if type(value) is not int or not 1 <= value <= most:
         raise BadRequest(f"{key}: an integer from 1 to {most}, not {value!r}")

@@ -40,13 +40,13 @@ from training import Plan, Training
 
 #: Reason for the end of a training: a signal, an error, or None if the training is complete.
 Ending = signal.Signals | Exception | None
-#: Queue whose first entry ends the training.
+#: Queue for the reasons to end the training. The first entry ends the training.
 Endings = queue.SimpleQueue[Ending]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainer:
-    """A training and the sampler that is served during the training."""
+    """A training, and the sampler with which this process answers requests during the training."""
 
     training: Training
     #: Serves the weights of the training.

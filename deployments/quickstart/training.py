@@ -201,7 +201,7 @@ class Training:
 
 @contextmanager
 def _measure(durations: dict[str, float], part: str) -> Iterator[None]:
-    """Measure the duration of the block, and write it to `durations` as `time/<part>`."""
+    """Measure the duration of a `with` block, and store it in `durations` as `time/<part>`."""
     began_at_s = time.monotonic()
     yield
     durations[f"time/{part}"] = _seconds_since(began_at_s)

@@ -24,11 +24,11 @@ _WHEEL_PROJECT_FILE = ROOT / "deployments/prefect.yaml"
 PROJECT_FILE = _CHECKOUT_PROJECT_FILE if _CHECKOUT_PROJECT_FILE.exists() else _WHEEL_PROJECT_FILE
 #: Address on which every part of a stack listens.
 HOST = "127.0.0.1"
-#: Value of MUSTER_RUN_ID in the processes of the stack's own parts, which belong to no run.
+#: Value of the variable MUSTER_RUN_ID in processes of the stack that belong to no run.
 RUN_ID = "stack"
 #: Name of the work pool for runs.
 POOL = "gang"
-#: Name of the work pool for pipelines. The process of a pipeline only waits for its runs.
+#: Name of the work pool for pipelines. A pipeline starts several runs and waits for their ends.
 PIPELINES_POOL = "pipelines"
 #: Path of the page in the Prefect UI that shows the queue of the work pool `gang`.
 QUEUE_PAGE = "/v2/artifacts/key/gang-queue"

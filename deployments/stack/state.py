@@ -163,7 +163,7 @@ class Stack(_Model):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackPlace:
-    """The directory of the stack of a MUSTER_HOME, with its state file, locks and logs."""
+    """The directory `$MUSTER_HOME/stack`, with the state file, locks and logs of a stack."""
 
     #: Absolute path of the directory `$MUSTER_HOME/stack`.
     directory: Path

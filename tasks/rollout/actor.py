@@ -38,7 +38,7 @@ SENT = (sys.modules[__name__], ports, sockets, tree)
 #: Seconds that the wrapper process of a server gets, after the grace period, to kill the server and
 #: all descendants of the server.
 _KILL_WITHIN_S = 10.0
-#: Seconds that a wrapper waits for the descendants of a server that has exited by itself.
+#: Seconds that a wrapper waits for the end of descendants of a server that has exited by itself.
 _STRAGGLERS_S = 2.0
 #: Seconds between two checks whether the processes of a tree have ended.
 _LOOK_EVERY_S = 0.02

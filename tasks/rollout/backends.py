@@ -55,7 +55,7 @@ _REPLICA_SOURCE = Path(lmdeploy_replica.__file__).read_text(encoding="utf-8")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """The position of one server in its fleet, and the addresses that the server uses."""
+    """Position of one server among the engines and nodes of its fleet, and its addresses."""
 
     #: Index of the server's engine among the engines of the fleet.
     engine: int

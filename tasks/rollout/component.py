@@ -68,12 +68,12 @@ _LIVE_EVERY_S = 10.0
 #: Example addresses of another machine, reserved for documentation (RFC 5737, RFC 3849). The kernel
 #: is asked which local address it would use to reach such an address; nothing is sent.
 _REMOTE_ADDRESSES = ("198.51.100.1", "2001:db8::1")
-#: A port number for address lookups. No packet is sent to it.
+#: Any port number, which address lookups need. No packet is sent to this port.
 _ANY_PORT = 9
 #: Variables that prevent Ray from writing a native stack trace into the log at SIGTERM. SIGTERM is
 #: the normal way to stop a fleet.
 _QUIET_RAY = {"RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1"}
-#: Seconds between two reads of the event file of the fleet's process.
+#: Seconds between two reads of the file into which the fleet's process writes its events.
 _READ_EVERY_S = 0.1
 
 _log = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ def fleet_faults(spec: RunSpec, fleet: Rollout) -> list[Fault]:
 
 
 def _placement_faults(plan: TopologyPlan) -> Iterator[Fault]:
-    """Yield a fault of the run spec if its inference engines cannot span several nodes.
+    """Yield a fault if an inference engine would need several nodes, which it cannot use.
 
     Engines on this machine cannot span several nodes. Engines on Ray that have a single server
     cannot span several nodes either.
@@ -285,7 +285,7 @@ def _gang_faults(spec: RunSpec, plan: TopologyPlan) -> Iterator[Fault]:
 class FleetPlan(BaseModel):
     """Plan of one attempt's fleet of inference servers.
 
-    The fleet's process reads it as JSON from an environment variable.
+    The fleet's process reads the plan as JSON from an environment variable.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -55,7 +55,7 @@ class FleetFailed(MusterError):
 
 
 class FleetPhase(Enum):
-    """Phase of a fleet between its start and its stop."""
+    """Phase of a fleet, from its start to its stop."""
 
     #: `start` waits for enough groups to work.
     STARTING = "starting"
@@ -294,14 +294,15 @@ class Fleet:
         return {"engine": engine, "state": self.registry.group(engine).state.value}
 
     async def retire(self, rank: int) -> dict[str, Any]:
-        """End the engine of a server and do not restart it. Other engines get its open requests.
+        """End the engine of a server and do not restart it. Its requests are sent to other engines.
 
         Returns:
             The answer of the gateway: status, server id, and index of the engine.
 
         Raises:
             KeyError: The fleet has no server with this rank.
-            FleetRefused: The fleet would have fewer engines than `min_active`, or no engine.
+            FleetRefused: Without this engine, the fleet would have fewer engines than `min_active`,
+                or no engine.
         """
         group = self.registry.group(self.registry.group_of(rank))
         groups = self.registry.view.groups
@@ -436,12 +437,12 @@ class Fleet:
 
     @property
     def has_started(self) -> bool:
-        """True from the end of `start` until `stop` is called."""
+        """True after `start` has succeeded, until `stop` is called."""
         return self._phase is FleetPhase.RUNNING
 
     @property
     def state(self) -> str:
-        """State for users: starting, serving, down, syncing or stopping."""
+        """Name of the fleet's state for users: starting, serving, down, syncing or stopping."""
         if self._phase in (FleetPhase.STOPPING, FleetPhase.STOPPED):
             return "stopping"
         if not self.has_started:
@@ -544,7 +545,7 @@ class Fleet:
             self._fail_run(f"{problem}: {after.cause}{self._quote_log(after)}")
 
     def _fail_if_too_few_engines(self, *, checks_min_active: bool) -> None:
-        """Fail the run if too few engines are left that are not retired, or if too few serve.
+        """Fail the run if too many engines are retired, or if too few engines serve requests.
 
         Args:
             checks_min_active: True to compare the number of serving engines with `min_active`. The

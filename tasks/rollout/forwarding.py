@@ -363,8 +363,8 @@ class _ForwardedRequest:
         self._is_last_try = False
         #: True if a server's response has begun, so that no other server may be asked.
         self._has_head = False
-        #: True if the response is a stream of server-sent events. If such a response breaks off,
-        #: the gateway appends an event with the error.
+        #: True if the response is a stream of server-sent events. If the server's stream breaks
+        #: off, the gateway appends an event with the error.
         self._is_event_stream = False
         #: HTTP status of the response if it is 500 or more, else 0.
         self._error_status = 0

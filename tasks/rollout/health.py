@@ -29,8 +29,8 @@ from tasks.spec.errors import LostContact
 
 _log = logging.getLogger(__name__)
 
-#: Smallest number of seconds between two probes that failed requests trigger. A fourth of the probe
-#: interval is used if that is shorter.
+#: Smallest number of seconds between two probes that failed requests trigger. If a fourth of the
+#: probe interval is shorter, the fourth is used.
 _URGENT_EVERY_S = 1.0
 #: Seconds that reaching a server's machine may take, in addition to the timeout of a probe there.
 _HOST_EXTRA_S = 15.0

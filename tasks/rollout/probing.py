@@ -291,7 +291,7 @@ Rebind = Callable[[int], Awaitable[Sequence[ServerSlot]]]
 
 
 class FleetRefused(MusterError):
-    """The fleet cannot carry out an order now, and has changed no state. The message says why."""
+    """A request to change the fleet was refused and has changed nothing. The message says why."""
 
 
 class NoHost(Exception):

@@ -105,7 +105,7 @@ class ActorListeners:
         self._server_at = server_at
 
     def known(self, url: str) -> frozenset[str]:
-        """Return the inodes of a server's listening sockets at the last check; may be empty."""
+        """Return the inodes of listening sockets that the last check of a server found."""
         server = self._server_at(url)
         return frozenset() if server is None else server.listeners
 

@@ -174,7 +174,7 @@ class Recovery:
         self._count = 0
 
     def open(self) -> None:
-        """Begin to restart groups of servers that fail."""
+        """Allow this object to restart failed groups of servers, until `stop` is called."""
         self._is_open = True
         self._released.set()
 

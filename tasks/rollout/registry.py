@@ -138,7 +138,7 @@ class FleetView:
         }
 
     def updated(self, group: GroupView) -> tuple[ServerSlot, ...]:
-        """Return the servers of a group that receive requests to update weights."""
+        """Return the servers of a group that receive requests to update the group's weights."""
         slots = (self.servers[rank] for rank in group.ranks)
         return tuple(slot for slot in slots if slot.weight_ranks and slot.url is not None)
 
@@ -346,7 +346,7 @@ class Registry:
         return True
 
     def claim(self, group: int) -> None:
-        """Record that a recovery begins to restart a group of servers that has failed."""
+        """Record that the recovery begins to restart a failed group, which becomes RECOVERING."""
         self._move(self.group(group), GroupState.RECOVERING)
 
     def give_up(self, group: int, cause: str) -> None:
@@ -424,7 +424,7 @@ class Registry:
             self._change(view, state=GroupState.STALE, version=None, cause=why)
 
     def _find_current(self, rank: int, epoch: int) -> GroupView | None:
-        """Return the group of a server, or None if the group has another epoch or has ended."""
+        """Return the group of a server. None if the group has another epoch or no longer runs."""
         view = self._groups[self.group_of(rank)]
         return view if view.is_current(epoch) else None
 
@@ -451,7 +451,7 @@ class Registry:
         self._notify()
 
     def _record(self, before: GroupView, **fields: Any) -> None:
-        """Change fields of a group's snapshot, without notifying the listeners yet."""
+        """Change fields of a group's snapshot. The listeners are notified by the next `_notify`."""
         after = self._groups[before.index] = replace(before, **fields)
         if after != before:
             self._epoch += 1

@@ -173,8 +173,8 @@ class WeightSyncs:
 
         try:
             if in_flight is not InFlight.INTERRUPT:
-                # The health checks still run here. They detect a server that hangs, and then the
-                # requests of that server end, too.
+                # The health checks still run during this wait. If a server hangs, the health checks
+                # report it as failed, and then its outstanding requests end, too.
                 async with asyncio.timeout(timeout_s):
                     await self._router.idle()
             if sync.is_ending:
@@ -263,7 +263,7 @@ class WeightSyncs:
         ]
 
         calls: list[tuple[_Target, ServerSlot, Ask]] = []
-        # Rank 0 of the trainer's process group is the trainer.
+        # Rank 0 of the trainer's process group is the trainer, so the first server has rank 1.
         rank_offset = 1
         for target in alive_targets:
             for slot in view.updated(view.groups[target.engine]):
@@ -498,7 +498,8 @@ class WeightSyncs:
     async def _pause_or_resume(self, target: _Target, ask: Ask) -> str:
         """Ask the servers of an engine to pause or to resume their requests.
 
-        An engine that does not confirm is marked as failed, so that the recovery restarts it.
+        An engine whose servers do not answer with success is marked as failed, so that the recovery
+        restarts the engine.
 
         Returns:
             Reason why this machine could not send the request; empty if the request was sent.

@@ -91,7 +91,7 @@ class Engine:
 
     @property
     def group(self) -> tuple[int, ...]:
-        """Ranks that identify the engine's servers. They are stopped and started together."""
+        """First rank of each server of the engine. The servers are stopped and started together."""
         return tuple(server.rank for server in self.servers)
 
 
@@ -312,7 +312,8 @@ def build(fleet: Rollout, addresses: Addresses, node_gpus: int | None = None) ->
 
     Args:
         fleet: Spec of the fleet.
-        addresses: A host for each of the `nodes_needed`, and a port for each of the `ports_needed`.
+        addresses: A host for each node that `nodes_needed` counts, and a number for each port that
+            `ports_needed` names.
         node_gpus: Number of GPUs on each node, which determines how many engines share a node. If
             None, each engine on Ray has its own node, and a local fleet shares one machine.
 

@@ -67,7 +67,8 @@ def run_here(train: Callable[..., State[Any]], path: Path, overrides: Sequence[s
     spec = load_spec(path, overrides)
     enter_project(path)
     if spec.code in (None, LIVE_CODE):
-        # Submitted code is checked out later. The task `admit` then checks the spec there.
+        # Check the spec now, because it names no submitted code. Submitted code is checked out
+        # later, and the task `admit` then checks the spec.
         check_spec(spec)
     _check_devices(spec)
     hide_prefect_logs()

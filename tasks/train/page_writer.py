@@ -102,7 +102,7 @@ class RunPage:
         self._due_at_s: dict[str, float] = {}
         #: Time of the last update of each artifact, by artifact key.
         self._sent_at_s: dict[str, float] = {}
-        #: No artifact is sent before this time.
+        #: Time before which no artifact is sent.
         self._not_before_s = self._began_s + _FIRST_UPDATE_AFTER_S
         self._seen = ObservedRun(run.resolved_spec)
         #: Metrics of the current attempt. None until an attempt has begun.
@@ -150,7 +150,7 @@ class RunPage:
         return min(age_s * _INTERVAL_PER_AGE, _MAX_INTERVAL_S)
 
     def due_in_s(self) -> float:
-        """Return the number of seconds until an artifact may be due."""
+        """Return the number of seconds until the next update of an artifact may be due."""
         with self._lock:
             due_s = min(self._due_at_s.values(), default=float("inf"))
             wait_s = max(due_s, self._not_before_s) - self._clock()

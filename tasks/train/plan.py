@@ -91,7 +91,7 @@ class Planned:
     best_step_before: float | None = None
     #: Signatures of the checkpoints that other runs wrote into the same folder, by their path.
     foreign: Mapping[str, str] = field(default_factory=dict)
-    #: Replaces secrets in a text.
+    #: Function that replaces the secrets in a text by a mask.
     mask: Callable[[str], str] = str
 
     def plan(self) -> AttemptPlan:
@@ -228,8 +228,8 @@ class GpuGrant:
 
     #: Number of granted GPUs by name of the node.
     nodes: Mapping[str, int]
-    #: Granted devices of this machine, with the numbers of their driver. Empty if Ray assigns the
-    #: devices.
+    #: Numbers that the driver gives to the granted GPUs of this machine. Empty if Ray assigns the
+    #: GPUs.
     devices: tuple[int, ...] = ()
     #: Vendor of the devices: nvidia, amd or ascend.
     kind: str = "nvidia"

@@ -19,7 +19,8 @@ def cancel_run(run: Run, *, is_now: bool = False) -> None:
     """Request the cancellation of a run. Return before the run has ended.
 
     Args:
-        is_now: Skip the grace periods of the components.
+        run: The run.
+        is_now: True to skip the grace periods of the components.
 
     Raises:
         BadArgument: The run has already ended.

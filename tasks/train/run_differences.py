@@ -101,7 +101,7 @@ def _read_comparable_spec(place: RunPlace, attempt: AttemptRecord) -> object:
 def _flatten(node: object, path: str = "") -> Iterator[tuple[str, object]]:
     """Yield the leaves of nested mappings with their dotted paths.
 
-    Below the path `spec`, the items of a list are leaves, too. Other lists are one leaf.
+    Below the path `spec`, each item of a list is a separate leaf. Any other list is one leaf.
     """
     if isinstance(node, Mapping):
         for key, value in node.items():

@@ -85,8 +85,8 @@ class RunSession:
         self.flow_run_id = flow_run_id
         #: Paths of the run's files.
         self.place = RunPlace.of(run_id)
-        # Check first that the directory belongs to this flow run. The next steps change its files
-        # and end processes.
+        # Check first that the run's directory belongs to this flow run. The next steps change files
+        # in the directory and end processes of the run.
         RunJson.read_for_flow_run(self.place.record, str(flow_run_id))
 
         #: True if Ray jobs survive the death of this process, and the next process continues them.
