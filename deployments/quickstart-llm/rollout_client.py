@@ -25,7 +25,7 @@ ANSWER_WITHIN_S = 300.0
 _RETRY_EVERY_S = 0.5
 #: Longest time, in seconds, until the gateway answers a request that needs no engine.
 _ORDER_WITHIN_S = 30.0
-#: Seconds after which a gateway that cannot be reached counts as gone.
+#: A gateway counts as gone if it cannot be reached for this number of seconds.
 _GONE_AFTER_S = 10.0
 #: Time, in seconds, that this client waits for the gateway in addition to the timeout that the
 #: gateway has for the requests to its engines.

@@ -185,7 +185,7 @@ def check_answers(
     Args:
         model: The model, whose own weights are not used.
         batch: The answers.
-        kept_weights: `kept_weights[version]` are the weights of that version.
+        kept_weights: The weights of each version that is still kept, by the version.
         tolerance: Largest difference of two log-probabilities that is accepted, in nats.
 
     Raises:

@@ -73,7 +73,8 @@ class AtroposApi:
 
         Return None if no batch is complete yet.
 
-        The API returns each batch once. Environments can register only after the first call.
+        The API returns each batch only once. Environments can register only after the first call of
+        this method.
 
         Raises:
             ApiError: The API cannot be reached, or it was restarted and lost the registration.

@@ -89,7 +89,7 @@ def load(path: Path) -> Checkpoint:
 
 
 def _resolve(path: Path) -> Path:
-    """Return the checkpoint file to which a path leads, see `load`.
+    """Return the checkpoint file for a path, which may be a folder; see `load`.
 
     Raises:
         BadCheckpoint: There is no such file.

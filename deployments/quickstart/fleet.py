@@ -23,7 +23,7 @@ from weights import Weights
 
 #: Seconds between two checks for restarted servers.
 CHECK_EVERY_S = 0.5
-#: Seconds without an answer after which the gateway counts as gone.
+#: A gateway counts as gone if it has not answered for this number of seconds.
 GONE_AFTER_S = 10.0
 #: Seconds between two tries of a request.
 RETRY_EVERY_S = 0.2
@@ -120,7 +120,8 @@ class Fleet:
                 print(
                     f"engine {answer['engine']} has no weights of step {step}: {answer}", flush=True
                 )
-        # A restarted engine has lost the weights. The gateway detects this by the engine's epoch.
+        # An engine that was restarted during the sync has lost the weights. The gateway detects
+        # such an engine by its changed epoch.
         epochs = {
             str(answer["engine"]): answer["epoch"] for answer in answers if answer["status"] == 200
         }

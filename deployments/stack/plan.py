@@ -199,7 +199,7 @@ def _plan_server(place: StackPlace, stack: Stack) -> ComponentPlan:
     }
     command = replace(
         command,
-        # Without this limit the server waits at its stop until all browsers close the UI.
+        # Without this limit, a stopped server would wait until all browsers have closed the UI.
         argv=(*command.argv, "--timeout-graceful-shutdown", "2"),
         env={**_build_env(place, stack, SERVER), **server_variables},
         log=place.log(SERVER),
@@ -393,7 +393,7 @@ def _plan_part(name: str, command: Command, ready: ReadyProbe) -> ComponentPlan:
 
 
 def _build_env(place: StackPlace, stack: Stack, component: str) -> dict[str, str]:
-    """Return the environment of the part with the given name."""
+    """Return the environment variables of the part with the given name."""
     return {
         **client_env(place.directory.parent, stack.api_url),
         **build_ray_auth(),

@@ -75,12 +75,12 @@ class StackPart(_Model):
 
     #: Name of the part, for example `prefect-server`.
     name: str
-    #: Value of a `tasks.processes.services.ServiceState`.
+    #: State of the program: the value of a `tasks.processes.services.ServiceState`.
     state: str
     #: Process id of the program, or None if the program does not run.
     pid: int | None = None
     #: Guardian processes of the program. Each guardian owns one process of the program and all its
-    #: descendants: the current process, or an earlier one that has died but left descendants.
+    #: descendants: the current process, or a dead process whose descendants still run.
     guardians: tuple[ProcessId, ...] = ()
     #: Number of times that the program has died.
     deaths: int = 0

@@ -109,10 +109,10 @@ class ServerActor:
                 stdout=log,
                 stderr=log,
                 cwd=cwd if os.path.isdir(cwd) else self._directory,
-                # The wrapper takes the actor's stop signal for a signal of Ray. Ray stops a job by
-                # sending the signal named in this variable to all processes of the job, and the
-                # wrapper does not send the same signal again. Here, only the wrapper gets the stop
-                # signal. No signal has the name "none", so the wrapper sends it to the server.
+                # This variable names the signal that Ray sends to all processes of a job. The
+                # wrapper does not pass that signal on to the server. Here, the actor sends the stop
+                # signal only to the wrapper, which must pass it on. So the variable must name no
+                # signal.
                 env={**os.environ, **env, "RAY_JOB_STOP_SIGNAL": "none"},
                 start_new_session=True,
             )

@@ -386,7 +386,7 @@ def prepare_fleet(
         spec: The run spec, with its placeholders and secrets filled in.
         run_id: Id of the run.
         place: Paths of the attempt's files.
-        containment: Mechanism that keeps the run's processes together until they are ended.
+        containment: Kernel features that this machine uses to end all processes of the run.
         ports: Reserved ports of the run, by their names.
         register_at: Directory of the run's process register.
         resumes: True if the trainer resumes from a checkpoint. The weights that the servers load

@@ -110,7 +110,8 @@ _MODEL_PREFIX = "/v1/models/"
 #: Matches a decoded model name without special characters, which servers and proxies may interpret
 #: in different ways.
 _PLAIN_NAME = re.compile(r"[ !$&'()*+,\-./0-9:=@A-Z_a-z~\[\]]+")
-#: Largest number of times that a model name is percent-decoded until it does not change any more.
+#: Largest number of times that a model name is percent-decoded, to find a name that decoding does
+#: not change.
 _DECODED_AT_MOST = 4
 
 
@@ -280,7 +281,7 @@ class Forwarder:
         self.fleet = fleet
         self.router = fleet.router
         settings = fleet.settings
-        #: Tasks of the running requests by the rank and epoch of the entrypoint they were sent to.
+        #: Tasks of the running requests, by the rank and epoch of the entrypoint that answers them.
         self.running_requests: defaultdict[tuple[int, int], set[asyncio.Task[Any]]] = defaultdict(
             set
         )

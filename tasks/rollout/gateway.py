@@ -483,8 +483,8 @@ class Gateway:
     def _find_refusal(self, request: HttpRequest, *, is_order: bool = False) -> Answer | None:
         """Return the error response for a request that is refused, or None if it is accepted.
 
-        If the request is accepted, its connection does not count as a stranger's connection any
-        more; see `Admission`.
+        If the request is accepted, its connection no longer counts as unauthorized; see
+        `Admission`.
         """
         connection = request.wire
         error = self._access.find_refusal(

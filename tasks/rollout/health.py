@@ -493,7 +493,7 @@ class Health:
         return answer if isinstance(answer, Unasked) else answer is None
 
     def _judge_silence(self, watch: _Watch, reason: str, succeeds_locally: bool | None) -> None:
-        """Report a silent server as failed, or warn if the network is to blame for the silence.
+        """Report a server that does not answer as failed, or warn if the network is the cause.
 
         Args:
             watch: State of the server's health checks.
@@ -517,7 +517,7 @@ class Health:
         watch.is_cut = True
 
     def _are_most_silent(self) -> bool:
-        """Return True if more than half of the serving groups are silent, and at least two."""
+        """Return True if more than half of the serving groups, and at least two, do not answer."""
         silent_groups = {
             watch.slot.engine for watch in self._watches.values() if watch.evidence.is_silence
         }

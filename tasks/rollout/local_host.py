@@ -203,9 +203,10 @@ class LocalHost:
         await self.stop(list(self._servers), grace_s=0.0)
 
     async def _register(self, rank: int, process: GuardedProcess) -> None:
-        """Write a server into the run's process register.
+        """Write an entry for a server into the register of the run's processes.
 
-        If all processes of the run are killed at once, `muster reconcile` finds the server there.
+        If all processes of the run are killed at once, `muster reconcile` finds leftover processes
+        of the server by this entry.
 
         Args:
             rank: Rank of the server.
@@ -228,7 +229,7 @@ class LocalHost:
             await asyncio.wrap_future(writing)
 
     def _unregister(self, rank: int) -> None:
-        """Remove a server from the run's process register."""
+        """Remove the entry of a server from the register of the run's processes."""
         if self._plan.register_at is not None:
             self._disk.do(partial(leave, self._plan.register_at, f"{FLEET}.r{rank}"))
 

@@ -212,7 +212,7 @@ class Recovery:
         self._cases.clear()
 
     def on_change(self, before: GroupView, after: GroupView) -> None:
-        """React to a changed group: if it has failed, begin to end its processes and restart it.
+        """If a group has failed, begin to end its processes and to restart the group.
 
         Args:
             before: The group before the change.

@@ -228,7 +228,7 @@ def gateway_url(host: str, port: int) -> str:
 class Addresses:
     """Hosts, ports and GPUs that the servers of a fleet use.
 
-    To move an engine to new ports, build the plan again with other addresses.
+    To move an engine to new ports, call `build` again with other addresses.
     """
 
     #: Address at which the gateway and the other nodes reach each node, by the node's index.

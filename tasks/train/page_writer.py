@@ -95,7 +95,7 @@ class RunPage:
         # Only an earlier process of the flow run can have created artifacts.
         existing_keys = _ARTIFACTS if flow_run.run_count > 1 else ()
         self._artifacts = Artifacts(flow_run.id, existing_keys, run.mask)
-        #: Protects the attributes that events change.
+        #: Lock for the attributes that events change.
         self._lock = threading.Lock()
         self._began_s = clock()
         #: Time at which each artifact must be updated, by artifact key.

@@ -207,7 +207,7 @@ class Reporter:
                 report = self._send_activity if is_activity_first else self._send_page
 
     def _send(self, report: Callable[[], None]) -> None:
-        """Send one report. Retry while the server is away, and a few times after an error."""
+        """Send one report. Retry while no answer comes, and a few times after an error."""
         tries = 0
         while not self._is_closed.is_set():
             try:

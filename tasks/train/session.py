@@ -89,7 +89,8 @@ class RunSession:
         # in the directory and end processes of the run.
         RunJson.read_for_flow_run(self.place.record, str(flow_run_id))
 
-        #: True if Ray jobs survive the death of this process, and the next process continues them.
+        #: True if the Ray jobs of the run continue when this process dies, and the next process of
+        #: the run then takes over the jobs.
         self.adopts_jobs = spec.on_lost_flow == "adopt"
         finish_predecessor(run_id, adopts=self.adopts_jobs)
         self._register = RunRegister.opened(
@@ -246,7 +247,7 @@ class RunSession:
         self._secrets.set_blocks(block_values)
 
     def accept_grant(self, nodes: Mapping[str, int], lease: DeviceLease | None) -> None:
-        """Hold the granted GPUs until the next attempt has ended.
+        """Store the granted GPUs. They are released when the next attempt has ended.
 
         Args:
             nodes: Number of granted GPUs by name of the node.

@@ -105,11 +105,11 @@ def _as_task(body: Callable[..., State[None]]) -> Callable[..., bool]:
 
 @_as_task
 def admit(run: RunSession) -> State[None]:
-    """Check the run's spec, and wait until the run has the GPUs of its gang.
+    """Check the run's spec, and wait until the queue has granted all GPUs of the run.
 
     Returns:
         Completed if the attempt may begin, Failed if it cannot begin, Cancelled if the run was
-        interrupted or left to its next process.
+        interrupted or if another process will continue the run.
     """
     try:
         _repeat_until_answered(run, partial(run.enter_code, _download_code))

@@ -63,9 +63,9 @@ _FLUSH_TIMEOUT_S = 15.0
 def next_attempt(run: RunSession) -> bool:
     """Decide whether the run gets a first or another attempt, and wait until the attempt is due.
 
-    Under a Prefect worker, this process exits during the wait. It waits here if a person started
-    the run, or if the Prefect server does not accept the waiting state. An interrupt or a
-    cancellation ends the wait at once.
+    If a Prefect worker started this process, the process exits during the wait. The process itself
+    waits if a person started the run, or if the Prefect server does not accept the waiting state.
+    An interrupt or a cancellation ends the wait at once.
 
     Returns:
         True if an attempt must begin now, False if the run is over.
@@ -241,8 +241,8 @@ def _hand_over_run(
         labels: Labels to set on the flow run before the state.
 
     Returns:
-        True if the server accepted the state and the run was not interrupted. The process may then
-        leave the run. False if the run must wait in this process, or end.
+        True if the server accepted the state and the run was not interrupted. This process may then
+        exit. False if the run must wait in this process, or end.
     """
     # A report that is sent after the waiting state would set the flow run back to Running.
     if not run.flush_reports(_FLUSH_TIMEOUT_S):
