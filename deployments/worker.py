@@ -1,10 +1,11 @@
-"""A worker of this host that first finishes what an earlier one has left.
+"""Start a worker on this host, after cleaning up the runs that an earlier worker left behind.
 
 `python -m deployments.worker OPTION...` takes the options of `prefect worker start`, and becomes
-that program. Its `--name` should be the host's: by that, `reconcile` tells whose runs are whose.
+that program. `--name` should be the name of the host. `muster reconcile` recognises the runs of a
+host by this name.
 
-Exit: 1 if the server of PREFECT_API_URL wants a password that it has not; 2 if another user may
-write in MUSTER_HOME; else as that program.
+Exit: 1 if the Prefect server requires a password that is missing or wrong; 2 if another user may
+write into MUSTER_HOME; otherwise the exit code of `prefect worker start`.
 """
 
 from __future__ import annotations
