@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import pytest
 
-#: User id and group id of the attacker.
+#: User id and group id of the user `nobody`, who plays the attacker in the tests.
 NOBODY = 65534
 needs_another_user = pytest.mark.skipif(
     os.geteuid() != 0 and "MUSTER_REQUIRE_ATTACKS" not in os.environ,
@@ -60,7 +60,7 @@ while True:
 def start_as_another_user(
     code: str, *arguments: str, env: Mapping[str, str] | None = None
 ) -> subprocess.Popen[str]:
-    """Start Python code as uid 65534, in its own session, with its output in a pipe.
+    """Start Python code as uid 65534, in its own session, with stdout in a pipe.
 
     The other user may have no right to read the folder of the Python interpreter. The process
     therefore starts as root, imports its modules, and then becomes the other user for good.
@@ -104,7 +104,8 @@ def foreign_server(
 
     Args:
         port: TCP port of 127.0.0.1, or 0 for any free port.
-        name: Name that the process of the server gives itself. If empty, it keeps its name.
+        name: Name that the process of the server gives itself. If empty, the process keeps its
+            name.
         env: Environment variables of the process of the server.
     """
     process = start_as_another_user(_SERVER, str(port), name, env=env)

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-#: Writes one checkpoint into a folder: `write(folder, step)`. Returns the path of the checkpoint.
+#: Function that writes one checkpoint into a folder: `write(folder, step)`. The function returns
+#: the path of the checkpoint.
 Write = Callable[[Path, int], Path]
 #: Module of PyTorch that defines the metadata of a distributed checkpoint.
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
@@ -73,7 +74,7 @@ def write_distributed(folder: Path, ranks: int = 2) -> Path:
 
 
 def _pickle_metadata(names: list[str], length: int) -> bytes:
-    """Return a pickle with the classes of PyTorch, which need not be installed."""
+    """Return a pickle that refers to classes of PyTorch, without the need to install PyTorch."""
     module = ModuleType(_METADATA_MODULE)
     classes: dict[str, type[Any]] = {}
     for name in ("Metadata", "MetadataIndex", "_StorageInfo"):
@@ -191,7 +192,10 @@ def deepspeed(folder: Path, step: int) -> Path:
 
 
 def deepspeed_with_prefix(folder: Path, step: int) -> Path:
-    """Write a tag that includes a folder, as some launchers of DeepSpeed do."""
+    """Write a DeepSpeed checkpoint whose tag includes a folder.
+
+    The file `latest` of DeepSpeed names the tag. Some launchers use tags such as `folder/name`.
+    """
     checkpoint = deepspeed(folder / "states", step)
     (folder / "states" / "latest").unlink()
     write_text(folder / "latest", f"states/{checkpoint.name}")
@@ -295,7 +299,7 @@ def plain_tar(folder: Path, step: int) -> Path:
     return path
 
 
-#: All layouts by their names.
+#: Functions that write a checkpoint in the layout of a library, by the name of the layout.
 LAYOUTS: dict[str, Write] = {
     "hugging-face": hugging_face,
     "accelerate": accelerate,

@@ -31,7 +31,7 @@ SAVED = ROOT / "tests" / "data" / "contract.json"
 
 
 def current_contract() -> dict[str, Any]:
-    """Return the contract of the code as it is now, as `{"group: key": value}`."""
+    """Return the current public interface of Muster, as `{"group: key": value}`."""
     contract: dict[str, Any] = {}
     for group, model in (("run spec", RunSpec), ("pipeline spec", PipelineSpec)):
         for path, value in _schema_keys(model):
@@ -57,7 +57,10 @@ def current_contract() -> dict[str, Any]:
 
 
 def broken_promises(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Return one line for each saved key that the code no longer has, or has with another value."""
+    """Return a line for each incompatible change since the interface was saved.
+
+    A change is incompatible if a saved key no longer exists or has another value.
+    """
     broken = []
     for key, value in saved.items():
         if key not in current:

@@ -71,7 +71,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Result of a search through some passages."""
+    """Result of the search for unclear phrases in some passages."""
 
     #: Number of words searched.
     words: int
@@ -84,7 +84,7 @@ class Report:
 
     @property
     def is_plain(self) -> bool:
-        """True if there are few findings for the length of the text. One is always allowed."""
+        """True if the text has few findings for its length. One finding is always allowed."""
         return len(self.findings) <= 1 or self.rate <= LIMIT
 
 
@@ -103,8 +103,9 @@ _START = r"(?:^|(?<=[.;:!?] ))"
 #: such a word often stands for a noun.
 _QUESTION_WORDS = frozenset({"what", "why", "who", "whose", "where", "how", "which"})
 
-#: Pattern of each construction, with its plain form as a hint. The patterns have no capturing
-#: groups. If several patterns match at one place, the earliest pattern of the list counts.
+#: Pattern of each unclear construction, and a hint at a plainer form. The patterns have no
+#: capturing groups. If several patterns match at one place, the earliest pattern of the list
+#: counts.
 CONSTRUCTIONS: tuple[tuple[str, str], ...] = (
     # Clauses that stand for a noun
     (
@@ -253,7 +254,7 @@ def _any_construction() -> re.Pattern[str]:
 
 
 def find_phrases(passage: Passage) -> list[Finding]:
-    """Return the phrases of the dialect in a passage, in the order of the text.
+    """Return the phrases of a passage that match CONSTRUCTIONS, in the order of the text.
 
     A heading may ask a question: phrases with a question word are not reported there.
     """
@@ -268,7 +269,7 @@ def find_phrases(passage: Passage) -> list[Finding]:
 
 
 def examine(passages: Iterable[Passage]) -> Report:
-    """Count the words of the passages and the phrases of the dialect in them."""
+    """Count the words of the passages, and find their phrases that match CONSTRUCTIONS."""
     words = 0
     findings: list[Finding] = []
     for passage in passages:

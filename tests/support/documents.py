@@ -40,7 +40,7 @@ class Block:
 class Said:
     """A shell command in a code block of a document."""
 
-    #: The command. Lines that end with a backslash are joined.
+    #: The command. A line that ends with a backslash is joined with the next line.
     command: str
     #: Number of the last line of the command in the document.
     line: int
@@ -79,7 +79,7 @@ class Document:
 
     @cached_property
     def codes(self) -> tuple[tuple[int, str], ...]:
-        """Line number and text of each piece of text in backquotes, outside of code blocks."""
+        """Line number and content of each pair of backquotes outside of code blocks."""
         return tuple(
             (number, match.group(2).strip())
             for number, line in self.prose
@@ -88,7 +88,7 @@ class Document:
 
     @cached_property
     def anchors(self) -> frozenset[str]:
-        """Anchors that GitHub makes for the headings, as links use them after `#`."""
+        """Anchors that GitHub makes for the headings. Links name an anchor after `#`."""
         counts: dict[str, int] = {}
         anchors = set()
         for _, line in self.prose:
@@ -129,7 +129,7 @@ class Document:
         """Return the code blocks, and the number and text of each line outside of them."""
         blocks = []
         prose = []
-        #: Match of the opening fence while the lines belong to a code block.
+        #: Match of the opening fence of the current code block. None outside of code blocks.
         fence: re.Match[str] | None = None
         fence_line = 0
         block_lines: list[str] = []

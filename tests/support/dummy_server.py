@@ -36,19 +36,19 @@ from typing import Any, cast
 GENERATING = frozenset({"/generate", "/v1/completions", "/v1/chat/completions"})
 #: Paths of health checks.
 HEALTH = frozenset({"/health", "/health_generate"})
-#: Paths with which a test controls the server. These requests are never counted, and faults do not
-#: affect them.
+#: Paths with which a test controls the server. Requests to these paths are never counted, and
+#: faults do not affect them.
 _CONTROL_PATHS = frozenset({"/misbehave", "/step", "/counts", "/weights"})
-#: Piece of a large answer that is written at once.
+#: Zero bytes that `send_large` writes at once.
 _LARGE_PIECE = bytes(64 * 1024)
 
 
 @dataclass(kw_only=True)
 class Fault:
-    """A fault that the server shows instead of its normal answers."""
+    """A fault that a test sets: the server misbehaves in this way instead of answering normally."""
 
-    #: Name of the fault:
-    #: - `ok`: no fault. Setting it ends the current fault, and hanging requests are then answered.
+    #: Name of the fault: - `ok`: no fault. A test sets this kind to end the current fault, and
+    #: hanging requests are then answered.
     #: - `hang`: the server accepts the request and does not answer.
     #: - `slow`: the server waits `delay_s` before the answer and before each further token.
     #: - `status`: the server answers with the HTTP status `status`.
@@ -60,7 +60,7 @@ class Fault:
     kind: str = "ok"
     #: HTTP status of the fault `status`; exit code of the fault `exit`.
     status: int = 503
-    #: Delay of the fault `slow`, in seconds.
+    #: Delay of the fault `slow` before the answer and before each further token, in seconds.
     delay_s: float = 1.0
     #: Number of tokens that the fault `die_mid_stream` lets through.
     after: int = 1
@@ -125,7 +125,7 @@ class DummyServer:
             rank: Rank of the server, which its answers name.
             version: Weight version that the server has at first.
             token_s: Time that the server needs for each token, in seconds.
-            up_after_s: Seconds after the start until health checks succeed.
+            up_after_s: Time from the start of the server until health checks succeed, in seconds.
         """
         self.rank = rank
         self.version = version
@@ -148,7 +148,10 @@ class DummyServer:
         return f"http://127.0.0.1:{self.port}"
 
     async def start(self, port: int = 0, host: str = "127.0.0.1") -> None:
-        """Listen on a port, or on any free port if it is 0; `port` then has its number."""
+        """Listen on a port. If `port` is 0, listen on any free port.
+
+        The attribute `port` of the server then has the number of the port.
+        """
         loop = asyncio.get_running_loop()
         self._up_at = loop.time() + self._up_after_s
         self._server = await loop.create_server(lambda: _Connection(self), host, port, backlog=1024)
@@ -178,7 +181,7 @@ class DummyServer:
             self._steps.release()
 
     async def answer(self, request: Request, connection: _Connection) -> None:
-        """Answer a request on its connection, or show the current fault."""
+        """Answer a request on its connection, or misbehave as the current fault says."""
         path = request.path
         if path in _CONTROL_PATHS:
             is_broken = path == "/weights" and self.rank in request.json().get("broken_for", ())
@@ -206,7 +209,10 @@ class DummyServer:
             connection.send_json(200, self._echo(request), extra_headers=_ECHO_HEADERS)
 
     def _take_fault(self, *, is_health: bool) -> Fault:
-        """Return the fault for a request, and count the request if the fault ends after some."""
+        """Return the fault for a request, and end the fault after its last request.
+
+        If the fault affects only `times` requests, this request is counted.
+        """
         fault = self.fault
         if fault.kind == "ok" or (is_health and not fault.health):
             return _NO_FAULT
@@ -217,7 +223,7 @@ class DummyServer:
         return fault
 
     async def _show_fault(self, fault: Fault, connection: _Connection) -> bool:
-        """Show a fault on a connection; return True if the request needs no other answer."""
+        """Execute a fault on a connection; return True if the request needs no other answer."""
         if fault.kind == "hang":
             await self._fault_over.wait()
         elif fault.kind == "slow":
@@ -237,7 +243,7 @@ class DummyServer:
         return False
 
     async def _generate(self, request: Request, connection: _Connection, fault: Fault) -> None:
-        """Answer a request for text with its number of tokens, or with 4 tokens."""
+        """Answer a request for text with the number of tokens that it names. Default: 4 tokens."""
         body = request.json()
         parameters = body.get("sampling_params") or {}
         tokens = int(body.get("max_tokens") or parameters.get("max_new_tokens") or 4)
@@ -311,7 +317,7 @@ _ECHO_HEADERS = "X-Twice: one\r\nX-Twice: two\r\nSet-Cookie: a=1\r\nSet-Cookie: 
 class _Connection(asyncio.Protocol):
     """An HTTP/1.1 connection with keep-alive, chunked request bodies and 100-continue.
 
-    It expects well-formed requests, and answers the requests of a connection one after the other.
+    The connection expects well-formed requests, and answers them one after the other.
     """
 
     def __init__(self, server: DummyServer) -> None:
@@ -325,7 +331,7 @@ class _Connection(asyncio.Protocol):
         #: Set while the write buffer of the transport has room.
         self._may_write = asyncio.Event()
         self._may_write.set()
-        #: True if the current request has received its `100 Continue`.
+        #: True if the server has sent `100 Continue` for the current request.
         self._continued = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -475,7 +481,7 @@ class _Connection(asyncio.Protocol):
         self.send(b"0\r\n\r\n")
 
     async def send_large(self, size: int) -> None:
-        """Send an answer of this number of zero bytes, not faster than the client reads."""
+        """Send an answer with `size` zero bytes, not faster than the client reads."""
         self.send(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size)
         while size > 0:
             await self._may_write.wait()
@@ -486,7 +492,8 @@ class _Connection(asyncio.Protocol):
         """End the connection.
 
         Args:
-            gently: True to close it after all written bytes are sent. False to reset it at once.
+            gently: True to close the connection after all written bytes are sent. False to reset
+                the connection at once.
         """
         if gently:
             self._transport.close()

@@ -10,8 +10,9 @@ _PIECE = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|(\r)|(\n)|([^\x1b\r\n]+)|(\x1b)
 class Emulator:
     """Interprets the characters and escape sequences that Muster writes to a terminal.
 
-    It knows newline, carriage return, cursor up, erase below, and colours, which it ignores. Every
-    other escape sequence is added to `unknown`. Lines that have scrolled away are kept.
+    The emulator executes newline, carriage return, cursor up and erase below, and ignores colours.
+    Every other escape sequence is added to `unknown`. Lines that have scrolled out of the screen
+    are kept.
     """
 
     def __init__(self, columns: int = 80) -> None:

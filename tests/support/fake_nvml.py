@@ -28,8 +28,8 @@ class Gpu:
     ecc_errors: int = 0
     has_failed_rows: bool = False
     is_lost: bool = False
-    #: Number of the repair that the driver recommends. None if the driver is too old to recommend
-    #: repairs.
+    #: Number of the repair that the driver recommends, as in NVML's
+    #: `nvmlDeviceGpuRecoveryAction_t`. None if the driver is too old to recommend repairs.
     recovery_action: int | None = 0
     #: Process id and used GPU memory in MiB of each process. The memory is None if the driver does
     #: not know it.
@@ -42,7 +42,7 @@ class FakeNvml:
 
     #: GPUs of the machine. None stands for a machine without a driver.
     gpus: list[Gpu] | None
-    #: True if the driver is installed but answers nothing.
+    #: True if the driver is installed but does not answer requests.
     is_silent: bool = False
     NVMLError: type = field(default=NVMLError, init=False)
     NVMLError_LibraryNotFound: type = field(default=NVMLError_LibraryNotFound, init=False)

@@ -20,7 +20,7 @@ class Stuck(Exception):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Event loop that advances its virtual time to the next timer if no task is ready.
+    """Event loop with a virtual clock, which jumps to the next timer if no task is ready.
 
     The time starts at 1,000 seconds. Coroutines in the loop must not wait for real input or output.
     """

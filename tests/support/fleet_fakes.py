@@ -29,9 +29,9 @@ from tasks.spec.rollout import UNLIMITED, FleetHealth, FleetRecovery, Rollout
 from tasks.spec.values import Stop
 from tests.support.fleet_clock import now_s
 
-#: Question of the readiness probe.
+#: HTTP request of the readiness probe.
 READY = Ask(method="GET", path="/health")
-#: Question of the probe that lets a server generate a token.
+#: HTTP request of the probe that lets a server generate a token.
 TOKEN = Ask(method="GET", path="/health_generate")
 #: Last line that a server logs if another program already listens on the port.
 PORT_IN_USE = "OSError: [Errno 98] Address already in use"
@@ -45,7 +45,8 @@ def plan_of(
     Args:
         engines: Number of engines.
         servers: Number of servers of each engine.
-        token: Question of the probe that lets a server generate a token. None for no such probe.
+        token: HTTP request of the probe that lets a server generate a token. None for no such
+            probe.
         are_experts: True if each server is an entrypoint that updates the weights of its rank.
             If False, only the first server of an engine is an entrypoint. It updates the weights of
             all ranks of the engine, and the other servers are only checked for a living process.
@@ -111,15 +112,15 @@ class FakeServer:
     #: Epoch of the server. 0 if the server was never started.
     epoch: int = 0
     is_alive: bool = False
-    #: Answer to probes over the network: `yes`, `slow` (a yes after 4 s), `hang` (no answer),
-    #: `refuse` (connection refused) or `503` (HTTP status 503).
+    #: Answer to probes over the network: `yes` (success), `slow` (success after 4 s), `hang` (no
+    #: answer), `refuse` (connection refused) or `503` (HTTP status 503).
     answers: str = "yes"
     #: Answer to probes from the server's own host, with the values of `answers`. The value `lost`
     #: means that the host itself does not answer.
     at_home: str = "yes"
     #: Seconds from the next start until the server answers `yes`.
     loads_for_s: float = 0.0
-    #: Time of the event loop at which the server answers `yes` after its last start.
+    #: Time of the event loop from which the server answers `yes` after its last start.
     ready_s: float = 0.0
     #: True if the process survives every stop.
     is_stuck: bool = False
@@ -127,7 +128,8 @@ class FakeServer:
     start_errors: list[str] = field(default_factory=list)
     #: Number of next starts that fail because the host has too few resources.
     shortages: int = 0
-    #: Seconds from a start until the server dies, one number for each of its next starts.
+    #: Seconds from a start until the server dies: one number for each of the next starts. If empty,
+    #: the server does not die by itself.
     dies_after_s: list[float] = field(default_factory=list)
     #: True if starts of the server hang.
     hangs_in_start: bool = False
@@ -145,7 +147,7 @@ class FakeHost:
         self.servers: dict[int, FakeServer] = {}
         #: Starts and stops as `(time, verb, ranks)`. The verb is `start` or `stop`.
         self.log: list[tuple[float, str, tuple[int, ...]]] = []
-        #: Places of the servers that were started, by rank.
+        #: Planned places (`ServerSlot`) of the servers that were started, by rank.
         self.slots: dict[int, ServerSlot] = {}
         #: Descriptions of forbidden calls, for example a start of a server that already runs.
         self.faults: list[str] = []
@@ -242,9 +244,10 @@ class FakeProber:
         self.asked: list[tuple[float, int, str]] = []
         #: `(URL, request)` of each request that is not a probe.
         self.calls: list[tuple[str, Ask]] = []
-        #: Paths at which every probe fails with HTTP status 503.
+        #: URL paths at which every probe fails with HTTP status 503.
         self.deaf_paths: set[str] = set()
-        #: HTTP status of answers to requests that are not probes, by rank. None: the request hangs.
+        #: HTTP status of answers to requests that are not probes, by the rank of the server. None
+        #: if such requests to the server hang.
         self.statuses: dict[int, int | None] = {}
         #: Reason why no probe can be sent. None if probes can be sent.
         self.shortage: Unasked | None = None
@@ -357,7 +360,7 @@ def pid_of(host: LocalHost, rank: int) -> int | None:
 
 
 class Stage:
-    """A fleet with fake servers on a fake host, and a record of the events that it emits."""
+    """The test environment of a fleet: fake servers on a fake host, and the events of the fleet."""
 
     def __init__(
         self,
@@ -419,7 +422,7 @@ class Stage:
         return [fields for _, name, fields in self.events if name == event]
 
     def when(self, event: str, **wanted: Any) -> float:
-        """Return the time of the first event with this name and with these fields."""
+        """Return the time of the first event with the name `event` and with the fields `wanted`."""
         return next(
             at
             for at, name, fields in self.events
@@ -480,7 +483,10 @@ def loops() -> list[str]:
 
 
 def ports_from(first: int) -> Rebind:
-    """Return a `Rebind` function that gives each group of one server the next port from `first`."""
+    """Return a `Rebind` function: it moves a server to the next free port, from `first` on.
+
+    The function works for lifecycle groups of one server.
+    """
     ports = itertools.count(first)
 
     async def rebind(group: int) -> list[ServerSlot]:

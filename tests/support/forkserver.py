@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import NoReturn
 
 _ROOT = Path(__file__).parents[2]
-#: Time limit for the end of the fork server, in seconds.
+#: Time limit in which the fork server must end, in seconds.
 _END_WITHIN_S = 60.0
-#: Modules that the fork server imports. Prefect imports some of them only while a flow runs.
+#: Modules that the fork server imports in advance. Prefect imports some of them only while a flow
+#: runs.
 _PRELOADED_MODULES = (
     "tests.support.supervising",
     "tests.support.reconciling",
@@ -41,7 +42,8 @@ _PRELOADED_MODULES = (
 class Forked:
     """A process that the fork server has started.
 
-    Only the fork server can reap the process. It does so before it starts the next process.
+    Only the fork server can reap the process. The fork server does so before it starts the next
+    process.
     """
 
     def __init__(self, stdin: int, stdout: int) -> None:
@@ -69,7 +71,10 @@ class Forked:
 
 
 class ForkServer:
-    """Starts programs of `tests/support` that use one Prefect server."""
+    """Starts programs of `tests/support` by forks of a process that has imported their modules.
+
+    All programs use the same Prefect server.
+    """
 
     def __init__(self, api: str, requests: socket.socket) -> None:
         """
@@ -161,8 +166,8 @@ def _run_program(
         code = error.code
     except BaseException:
         traceback.print_exc()
-    # These are the steps at the end of Python, except the destruction of all modules. That would
-    # take half a second.
+    # These are the steps with which the interpreter ends, except the destruction of all modules.
+    # That would take half a second.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()

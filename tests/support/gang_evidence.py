@@ -14,9 +14,10 @@ from typing import Any
 
 from tests.support.gang_referee import History, Part, State
 
-#: Code of a component that holds the GPUs of its run for some seconds. Its arguments are `FILE
-#: SECONDS RUN-DIRECTORY API FAILS`. The attempts 1 to FAILS report that they find no GPUs. The
-#: component appends each line to FILE with one write, so that lines of two processes never mix.
+#: Code of a component that holds the GPUs of its run for SECONDS seconds. Its arguments are `FILE
+#: SECONDS RUN-DIRECTORY API FAILS`. The attempts 1 to FAILS of the run fail with the error that
+#: they find no GPUs. The component writes its start and its end to FILE, each line with one write,
+#: so that lines of two processes never mix.
 PART = """
 import json, os, signal, socket, sys, time
 began = time.time()
@@ -68,7 +69,7 @@ leave(0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """The demand of a run, and its place in the order of submission."""
+    """The GPUs that a run requests, and the place of the run in the order of submission."""
 
     name: str
     #: Number of nodes that the run requests.
@@ -77,7 +78,7 @@ class Asked:
     gpus: int
     #: Priority of the run's work queue. Queues with a lower number are served first.
     rank: int
-    #: Number of runs that were submitted before.
+    #: Number of runs that were submitted before this run.
     number: int
 
 
@@ -87,13 +88,13 @@ def history_of(
     lines: Sequence[Mapping[str, Any]],
     asked: Asked,
 ) -> History:
-    """Return the history of a run from the evidence.
+    """Return the history of a run, for the judgement by `gang_referee`.
 
     Args:
         run: The flow run, as the Prefect server returns it.
         states: All states of the flow run, as the Prefect server returns them.
         lines: Lines that the components of all runs have written.
-        asked: The demand of the run.
+        asked: The GPUs that the run requests.
     """
     return History(
         name=f"{asked.name} ({run['id'][:8]})",
@@ -121,7 +122,7 @@ def _seconds(text: str) -> float:
 
 
 def nodes_of(label: str) -> dict[str, int] | None:
-    """Return the number of GPUs by node from the label of a grant, or None if it has no nodes."""
+    """Return the number of GPUs by node from the label of a grant. None if it names no nodes."""
     return json.loads(label or "{}").get("nodes") or None
 
 

@@ -22,8 +22,9 @@ from tests.support.ground import ROOT, until
 
 #: Command that starts a process in new namespaces for the host name and the process ids.
 _UNSHARE = ("unshare", "--uts", "--pid", "--fork", "--mount-proc")
-#: Shell script of the first process in the namespaces. It sets the host name, and then becomes the
-#: keeper, which starts all other processes of the host.
+#: Shell script of the first process in the namespaces. The script sets the host name, and then
+#: becomes the keeper (`tests.support.keeper`), the program that starts all other processes of the
+#: host.
 _FIRST_SCRIPT = 'hostname "$0" && exec "$@"'
 
 
@@ -35,7 +36,8 @@ class OtherHost:
         Args:
             name: Host name of the simulated host.
             directory: Directory for the scratch files of the host.
-            cable: Cable to this machine. None if the host uses the network of this machine.
+            cable: Pair of network devices that connects the host to this machine. None if the host
+                uses the network of this machine.
         """
         self.name = name
 
@@ -54,7 +56,8 @@ class OtherHost:
             start_new_session=True,
         )
         if cable is not None:
-            # Only the child of unshare is in the new namespaces, unshare itself is not.
+            # Only the child process of the program `unshare` is in the new namespaces. The process
+            # of `unshare` itself is not.
             cable.plug_into(until(lambda: _children(self._keeper.pid), f"host {name}")[0])
 
     def start(self, *arguments: str, env: Mapping[str, str], log: Path) -> int:
@@ -79,7 +82,9 @@ class OtherHost:
         return until(lambda: self._outer_pid(inner_pid), f"pid {inner_pid} of {self.name}")
 
     def _outer_pid(self, inner_pid: int) -> int:
-        """Return the machine's process id of a process of the host, or 0 if there is no process.
+        """Return the process id that a process of the host has outside of its namespace, or 0.
+
+        0 means that the process does not exist.
 
         Args:
             inner_pid: Process id in the namespace of the host.
@@ -97,7 +102,7 @@ class OtherHost:
         return 0
 
     def lose(self) -> None:
-        """Kill all processes of the host at once, as a power cut does. It may be called twice."""
+        """Kill all processes of the host at once, as a power cut does. May be called twice."""
         for pid in _children(self._keeper.pid):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-#: First three bytes of all addresses, from a range that RFC 2544 reserves for benchmarks.
+#: First three bytes of all IPv4 addresses, from a range that RFC 2544 reserves for benchmarks.
 _NET = "198.18.77"
-#: Address of this machine on all cables.
+#: Address of this machine on all cables. A cable connects this machine to one simulated host.
 HERE = f"{_NET}.1"
 #: Time limit of one network command, in seconds.
 _COMMAND_TIMEOUT_S = 20.0
@@ -32,7 +32,10 @@ class Cable:
     address: str
 
     def plug_into(self, pid: int) -> None:
-        """Connect the network of a process: give it the far device, an address and a loopback."""
+        """Connect the network namespace of a process to the cable.
+
+        The namespace gets the far device with the host's address, and a loopback device.
+        """
         _run_command("ip", "link", "set", self.far, "netns", str(pid))
         for command in (
             ("ip", "link", "set", "lo", "up"),
@@ -67,7 +70,10 @@ def why_no_networks() -> str:
 
 @contextmanager
 def cables(count: int) -> Iterator[list[Cable]]:
-    """Create cables while the context is open; this machine has the address `HERE` on each."""
+    """Create cables to simulated hosts while the context is open.
+
+    This machine has the address `HERE` on each cable.
+    """
     created: list[Cable] = []
     try:
         for number in range(count):

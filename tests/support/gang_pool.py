@@ -23,13 +23,13 @@ from tests.support.prefect_api import ask
 
 #: Name of the work pool.
 POOL = "gang"
-#: Number of GPUs by node, if a test names no nodes.
+#: Number of GPUs by node in tests that name no nodes.
 NODES: Mapping[str, int] = {"n1": 16}
 
 
 @dataclass(kw_only=True)
 class Host(Ground):
-    """A simulated host whose programs get further environment variables."""
+    """A simulated host (`Ground`) whose programs get further environment variables."""
 
     variables: Mapping[str, str] = field(default_factory=dict)
 
@@ -65,9 +65,9 @@ class GangPool:
     name: str = POOL
     #: Priority of each work queue. The queue with the lowest number is served first.
     ranks: Mapping[str, int] = field(default_factory=lambda: {"urgent": 1, "default": 2, "idle": 3})
-    #: Demands of the submitted runs, by flow run id, in the order of submission.
+    #: Requested GPUs of the submitted runs, by flow run id, in the order of submission.
     asked: dict[str, Asked] = field(default_factory=dict)
-    #: Flow run ids of the runs without a process that hold GPUs.
+    #: Flow run ids of the runs that `hold` created: they hold GPUs, but have no process.
     _holders: list[str] = field(default_factory=list)
 
     def set_up(self, *, limit: int | None = 50, **settings: Any) -> None:
@@ -75,7 +75,7 @@ class GangPool:
 
         Args:
             limit: Concurrency limit of the work pool. None for no limit.
-            **settings: Settings of the work pool, the fields of `PoolSettings`.
+            **settings: Settings of the work pool, by the names of the fields of `PoolSettings`.
         """
         self.ground.home.mkdir(parents=True, exist_ok=True)
         pool = {"name": self.name, "type": self.type, "concurrency_limit": limit}
@@ -99,7 +99,7 @@ class GangPool:
         ask("POST", f"{self.ground.api}/deployments/", deployment)
 
     def change(self, **settings: Any) -> None:
-        """Change the settings of the work pool, the fields of `PoolSettings`."""
+        """Change settings of the work pool, by the names of the fields of `PoolSettings`."""
         self.patch(base_job_template=self._template(settings))
 
     def patch(self, **content: Any) -> None:
@@ -158,7 +158,7 @@ class GangPool:
             nodes: Number of nodes.
             gpus: Number of GPUs on each node.
             lasts_s: Seconds until the run gives the GPUs back.
-            fails: Number of attempts that fail because they find no GPUs.
+            fails: Number of first attempts that fail because they find no GPUs.
             **keys: Further keys of the spec.
         """
         arguments = [str(self.lines), f"{lasts_s:.2f}", "${run.dir}", self.ground.api, str(fails)]
@@ -257,8 +257,8 @@ class GangPool:
         """Cancel all runs, wait until they have ended, and forget them.
 
         Raises:
-            AssertionError: A run did not end within 40 s after its cancellation. The server then
-                has it as cancelled, too, so that the next test can use its GPUs.
+            AssertionError: A run did not end within 40 s after its cancellation. On the server, the
+                run is then cancelled, too, so that the next test can use its GPUs.
         """
         # First cancel the queued runs: they would start as soon as the held GPUs become free.
         for id_, run in self.flow_runs().items():
@@ -276,7 +276,7 @@ class GangPool:
             self.asked.clear()
 
     def note(self, flow_run_id: str, spec: Mapping[str, Any]) -> None:
-        """Record a run that another program has submitted to the work queue `default`."""
+        """Add a run that another program has submitted to the work queue `default` to `asked`."""
         self._note(flow_run_id, spec, self.ranks["default"])
 
     def _note(self, flow_run_id: str, spec: Mapping[str, Any], rank: int) -> None:

@@ -31,7 +31,7 @@ class State:
     at: float
     type: str
     name: str
-    #: Earliest start of a scheduled run, in UTC epoch seconds. 0 if there is none.
+    #: Scheduled start of a run in a Scheduled state, in UTC epoch seconds. 0 in other states.
     due: float = 0.0
 
     @property
@@ -42,16 +42,18 @@ class State:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One process of a component, from the lines that the process wrote."""
+    """One process of a component of a run, described by the lines that the process wrote."""
 
     #: Number of the attempt.
     attempt: int
     pid: int
     #: Start of the process, in UTC epoch seconds.
     began: float
-    #: End of the process, in UTC epoch seconds. None if it was killed before it wrote its end.
+    #: End of the process, in UTC epoch seconds. None if the process was killed before it wrote its
+    #: end.
     ended: float | None = None
-    #: Number of GPUs by node that were granted to the run. None if the process did not ask.
+    #: Number of GPUs by node that were granted to the run. None if the process did not read the
+    #: grant from the Prefect server.
     nodes: Mapping[str, int] | None = None
     #: Name of the host on which the process ran.
     host: str = ""
@@ -61,20 +63,21 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """The evidence on one run."""
+    """The evidence about one run: its request, its states and its component processes."""
 
     name: str
     #: Number of nodes that the run requests.
     nodes: int
     #: Number of GPUs that the run requests on each node.
     gpus: int
-    #: Place in the queue: the priority of its work queue, then the number of earlier submissions.
+    #: Place in the queue: the priority of the run's work queue, then the number of earlier
+    #: submissions.
     place: tuple[int, int]
     #: States of the flow run, the oldest first.
     states: Sequence[State]
     #: Component processes of the run.
     parts: Sequence[Part] = ()
-    #: Number of GPUs by node of the last grant. None if there was no grant.
+    #: Number of GPUs by node that the run was granted last. None if there was no grant.
     placed: Mapping[str, int] | None = None
     #: Types of the final states that the run may have.
     may_end: frozenset[str] = frozenset({"COMPLETED"})
@@ -105,18 +108,20 @@ class Hold:
 class Judgement:
     """Result of judging the runs of a gang queue."""
 
-    #: Descriptions of broken promises. Empty if the queue kept all of them.
+    #: Descriptions of the rules of the queue that were broken. Empty if the queue kept all rules.
     faults: tuple[str, ...]
-    #: Largest number of GPUs in use at the same time, by node, and of `GPUs` and `runs` in total.
+    #: Largest number of GPUs in use at the same time, by node. The key `GPUs` has the largest
+    #: number on all nodes, the key `runs` the largest number of runs.
     peak: Mapping[str, float]
     #: Number of runs that were admitted at least once.
     admitted: int
     #: Number of admissions of all runs.
     admissions: int
-    #: Number of runs that were admitted shortly after a younger run although both fitted. One
-    #: scheduling pass may admit its runs in any order.
+    #: Number of runs that were admitted shortly after a younger run although the GPUs sufficed for
+    #: both. One scheduling pass may admit its runs in any order.
     late: int = 0
-    #: Longest delay of such a run after the younger run, in seconds.
+    #: Longest time from the admission of a younger run to the admission of one of the `late` runs,
+    #: in seconds.
     late_s: float = 0.0
 
     def __str__(self) -> str:
@@ -136,7 +141,7 @@ def judge(
     in_order: bool = True,
     by_states: bool = True,
 ) -> Judgement:
-    """Check the histories of runs against the promises of a gang queue.
+    """Check that a gang queue kept its rules in the histories of runs.
 
     Args:
         runs: Histories of all runs of the queue.
@@ -198,8 +203,8 @@ def holds_of(run: History) -> Iterator[Hold]:
     since: float | None = None
     for state in run.states:
         if state.is_wait or state.type in FINAL:
-            # A process that starts to wait has only found out that its GPUs are not free. Without
-            # a component in the period, the run held no GPUs.
+            # A flow process may have started only to find that its GPUs are not free. Then no
+            # component began in the period, and the run held no GPUs.
             has_only_asked = state.type == "RUNNING" and not any(
                 since is not None and since <= part.began <= state.at for part in run.parts
             )
@@ -226,7 +231,7 @@ def holds_of(run: History) -> Iterator[Hold]:
 
 
 def _find_wrong_ends(run: History) -> Iterator[str]:
-    """Yield the faults of the final state, of the cancellation and of the grant of a run."""
+    """Yield the faults in the final state, the cancellation and the grant of a run."""
     last = run.states[-1] if run.states else None
     if last is None or last.type not in FINAL:
         shown = f"{last.type} {last.name}" if last else "never seen"
@@ -249,7 +254,8 @@ def _is_gang(placed: Mapping[str, int], run: History) -> bool:
 def _find_double_starts(run: History, holds: Sequence[Hold]) -> Iterator[str]:
     """Yield the faults of a run that was admitted twice, ran twice, or ran without its GPUs."""
     for before, after in pairwise(state for state in run.states if state.type != "RUNNING"):
-        # After Pending, Prefect sets a state "Submitting" of the same type. It is no admission.
+        # After Pending, Prefect sets a state "Submitting" of the same type. This state is no
+        # admission.
         if before.type == after.type == "PENDING" and after.name == "Pending":
             yield f"{run.name} was admitted again {after.at - before.at:.2f} s after it had been"
     parts = sorted(run.parts, key=lambda part: part.began)
@@ -284,7 +290,7 @@ class _Usage:
 
 
 def _usage_of_hold(hold: Hold) -> _Usage:
-    """Return the resources of a period in which a run held its GPUs."""
+    """Return the resources that a run used in a period in which it held its GPUs."""
     amounts = {"GPUs": hold.gpus, "runs": 1, **(hold.nodes or {})}
     return _Usage(run=hold.run, since=hold.since, until=hold.until, amounts=amounts)
 
@@ -366,11 +372,13 @@ def _find_overtaking(
     nodes: Mapping[str, int] | None,
     late_s: float,
 ) -> tuple[list[float], list[str]]:
-    """Return how late runs were admitted after younger runs, and the faults of overtaken runs.
+    """Return the delays of runs that were admitted after younger runs, and the faults.
 
-    If the waiting run fitted together with the younger run, the younger run did not overtake it.
-    Either one scheduling pass admitted both, or the pass still counted GPUs of the waiting run that
-    were given back at that moment.
+    A fault is a run that a younger run overtook.
+
+    If the free GPUs sufficed for the waiting run and for the younger run together, this is no
+    overtaking. Either one scheduling pass admitted both runs, or the pass still counted GPUs of the
+    waiting run that were given back at that moment.
 
     Args:
         runs: Histories of all runs of the queue.
@@ -390,8 +398,8 @@ def _find_overtaking(
             for other in runs:
                 if other.place <= run.place:
                     continue
-                # If the waiting run came last, the scheduling pass that admitted the other run may
-                # have begun before.
+                # If the waiting run was submitted last, the scheduling pass that admitted the other
+                # run may have begun before this submission.
                 began = since if other.submitted_at > run.submitted_at else since + late_s
                 for hold in holds[other.name]:
                     if not began < hold.since < until:
@@ -437,7 +445,7 @@ def _list_waits(run: History, holds: Sequence[Hold]) -> Iterator[tuple[float, fl
 
 
 def _fits(run: History, nodes: Mapping[str, int], holds: Iterable[Hold]) -> bool:
-    """Return True if the demand of a run fits on the nodes next to the GPUs that are held."""
+    """Return True if enough GPUs for a run are free on the nodes, given the GPUs that are held."""
     free = dict(nodes)
     for hold in holds:
         for node, gpus in (hold.nodes or {}).items():

@@ -77,7 +77,7 @@ class Nursery:
 
 
 class Gates:
-    """Scheduler processes of one Prefect server, and the journal file that all of them write."""
+    """Scheduler processes that take the lease of one Prefect server, and their common journal."""
 
     def __init__(self, directory: Path, nursery: Nursery) -> None:
         """
@@ -95,7 +95,7 @@ class Gates:
     @staticmethod
     @contextmanager
     def of(directory: Path, nursery: Nursery) -> Iterator[Gates]:
-        """Return a set of scheduler processes, which end with the context."""
+        """Yield an object that starts scheduler processes; the processes end with the context."""
         gates = Gates(directory, nursery)
         try:
             yield gates
@@ -115,7 +115,7 @@ class Gates:
 
         Args:
             host: Name of its host. Processes of the same host share a MUSTER_HOME.
-            hold_s: Longest period in which the process may use the lease, in seconds.
+            hold_s: Time after which the process must give the lease back, in seconds.
             expire_s: Time until the server ends a lease that is not renewed, in seconds.
             writes: Number of lines that the process writes to the journal each time it has the
                 lease.
@@ -189,7 +189,8 @@ def overlaps(lines: list[tuple[int, str, str]]) -> list[str]:
         lines: Lines of the journal, as `Gates.lines` returns them.
     """
     writers = [lease_id for _, lease_id, event in lines if event == "write"]
-    # A lease id occurs twice in these if lines of another lease are between its own lines.
+    # A lease id occurs twice in `uninterrupted` if lines of another lease are between its own
+    # lines.
     uninterrupted = [lease_id for lease_id, _ in itertools.groupby(writers)]
     return sorted({lease_id for lease_id in uninterrupted if uninterrupted.count(lease_id) > 1})
 
@@ -267,7 +268,8 @@ def main() -> None:
 
 def _end(pids: Collection[int]) -> None:
     """Send SIGTERM to scheduler processes, and wait for their ends."""
-    # A process id cannot belong to a new process yet, because only the waitpid below reaps it.
+    # The process ids are still valid: the kernel reuses a process id only after the waitpid below
+    # has reaped the process.
     for pid in pids:
         os.kill(pid, signal.SIGTERM)
         os.kill(pid, signal.SIGCONT)

@@ -28,7 +28,7 @@ from tests.support.prefect_api import ask
 from tests.support.stage import processes_with
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Time limit of every wait, in seconds. Only a test that fails waits until the limit.
+#: Time limit of every wait, in seconds. Only failing tests wait that long.
 DEADLINE_S = 120.0
 #: Types of final states of a flow run.
 FINAL = frozenset({"COMPLETED", "FAILED", "CRASHED", "CANCELLED"})
@@ -37,9 +37,9 @@ T = TypeVar("T")
 
 
 def in_checkout(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the spec with an absolute `cwd`, relative to the root of the project.
+    """Return the spec with an absolute `cwd`; a relative `cwd` is below the root of the project.
 
-    The file of the spec may then be written into any folder.
+    The spec then means the same in a file of any folder.
     """
     return {**spec, "cwd": str(ROOT / spec.get("cwd", "."))}
 
@@ -148,7 +148,7 @@ class Ground:
             "PREFECT_HOME": str(self.home / "prefect"),
             "MUSTER_HOME": str(self.home),
             "PREFECT_API_URL": self.api,
-            # Workers then start a run within about a second.
+            # With these intervals, a worker starts a run within about a second.
             "PREFECT_WORKER_QUERY_SECONDS": "1",
             "PREFECT_WORKER_PREFETCH_SECONDS": "0",
         }
@@ -204,7 +204,8 @@ class Ground:
         """Create the work pool and the deployments on the Prefect server."""
         exit_code = self.start("-m", "deployments.stack.setup", log="setup").wait(DEADLINE_S)
         assert exit_code == 0, self.log("setup")
-        # Otherwise its schedule would start a reconcile every 15 minutes, in the middle of a test.
+        # Pause the deployment. Otherwise its schedule would run the flow `reconcile` every 15
+        # minutes, also in the middle of a test.
         deployment = self.get("/deployments/name/reconcile/by-worker")["id"]
         ask("PATCH", f"{self.api}/deployments/{deployment}", {"paused": True})
 
@@ -217,7 +218,10 @@ class Ground:
         return worker
 
     def start_upkeep(self) -> subprocess.Popen[bytes]:
-        """Start the upkeep process, which reconciles every minute, and wait until it serves."""
+        """Start the upkeep process, and wait until it is ready.
+
+        The upkeep process runs the flow `reconcile` every minute.
+        """
         upkeep = self.start("-m", "deployments.upkeep", log="upkeep")
         until(lambda: "is being served" in self.log("upkeep"), "upkeep")
         return upkeep
@@ -238,13 +242,20 @@ class Ground:
         return Run(ground=self, flow_run_id=flow_run["id"])
 
     def reconcile(self) -> str:
-        """Run the flow `reconcile` in a new process, and return the message of its final state."""
+        """Run the flow `reconcile` in a new process, and return the message of its final state.
+
+        The flow finds runs whose flow process has died, and ends their leftover processes.
+        """
         return self._python(
             "from flows.reconcile import reconcile; print(reconcile(return_state=True).message)"
         )
 
     def reconcile_without_flow(self) -> str:
-        """Reconcile the host without a flow, as a worker does at its start; return the summary."""
+        """Clean up the host's lost runs without a flow, as a worker does at its start.
+
+        A lost run is a run whose flow process has died. The function returns the summary of the
+            clean-up.
+        """
         return self._python(
             "from tasks.upkeep.reconcile import publish, reconcile_host; "
             "report = reconcile_host(); publish(report); print(report.summary)"
@@ -344,7 +355,7 @@ class Run:
     #: Simulated host on which the run was started.
     ground: Ground
     flow_run_id: str
-    #: Name of the flow run, after the run has begun.
+    #: Name of the flow run. Empty until `name` was read after the run has begun.
     _name: str = ""
 
     @property
@@ -385,7 +396,7 @@ class Run:
         return [json.loads(line) for line in path.read_text().splitlines()]
 
     def is_running(self) -> bool:
-        """Return True if all components of the run are ready, by the state on the server.
+        """Return True if the run's state on the Prefect server says that all components are ready.
 
         Raises:
             AssertionError: The run has ended.
@@ -397,7 +408,8 @@ class Run:
     def until_running(self) -> Run:
         """Wait until the state on the server says that all components are ready."""
         until(self.is_running, f"{self.flow_run_id} runs")
-        # The property keeps the name, because a test may now stop the Prefect server.
+        # Reading the property `name` stores the name. A test may stop the Prefect server
+        # afterwards.
         assert self.name and self._name
         return self
 
@@ -412,7 +424,10 @@ class Run:
         return int(json.loads(path.read_text())["process"]["pid"])
 
     def pids(self) -> list[int]:
-        """Return the process ids of the run's components and guardians."""
+        """Return the process ids of the run's components and of their guardians.
+
+        A guardian is the small process that owns the process tree of one component.
+        """
         return processes_with("MUSTER_RUN_ID", self.name)
 
     def kill_flow(self) -> None:
@@ -420,7 +435,7 @@ class Run:
         os.kill(self.flow_pid(), signal.SIGKILL)
 
     def processes(self) -> list[int]:
-        """Return the process ids that have the variable PREFECT__FLOW_RUN_ID of this flow run.
+        """Return the ids of the processes whose variable PREFECT__FLOW_RUN_ID names this flow run.
 
         A worker sets the variable in the process that it starts, and child processes inherit it.
         """

@@ -26,11 +26,12 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("rollout", "queue", "upkeep", "pipeline"),
     ("train",),
 )
-#: Module of the command `muster`. It may import all folders, because they contain the verbs.
+#: Module of the command `muster`. It may import all folders, because they contain its subcommands.
 COMMAND = "tasks/command.py"
 #: Module of the Python client. It may import all folders, too.
 CLIENT = "tasks/client.py"
-#: Third-party packages that a folder may import. Other folders are not restricted.
+#: Third-party packages that a folder of `tasks/` may import, by folder. Folders that are not listed
+#: here may import any package.
 PLAIN = {
     "spec": {"pydantic", "pydantic_core", "yaml"},
     "record": {"pydantic", "pydantic_core", "yaml"},
@@ -39,8 +40,8 @@ PLAIN = {
 PREFECT_FROM = ("server", "queue", "upkeep", "pipeline", "train")
 #: Beginnings of the paths of modules that may import Ray.
 RAY_ONLY = ("tasks/ray/", "tasks/rollout/actor.py", "tasks/rollout/ray_host.py")
-#: Programs that run under `python -I -S`. They may import only the standard library and each other,
-#: by module names without a package.
+#: Programs that run under `python -I -S`, which ignores installed packages. They may import only
+#: the standard library and each other, by module names without a package.
 ALONE = (
     "tasks/processes/guardian.py",
     "tasks/processes/cgroup.py",
@@ -111,7 +112,7 @@ def imports(root: Path, path: str) -> Iterator[Import]:
 
 
 def violations(root: Path) -> list[str]:
-    """Return a description of each import, and of each folder, that breaks the order."""
+    """Return a description of each import and each folder that violates the layers of `ORDER`."""
     problems = [
         f"{imported}: {problem}"
         for path in files(root, "tasks", "flows", "deployments")
@@ -162,13 +163,15 @@ def _find_problem(imported: Import) -> str:
 
 
 def _names_alone(target: str) -> bool:
-    """Return True if a dotted name is a module of `ALONE`, or a name in such a module."""
+    """Return True if a dotted name is a module of `ALONE`, or a name that such a module defines."""
     modules = [path.removesuffix(".py").replace("/", ".") for path in ALONE]
     return any(target == module or target.startswith(f"{module}.") for module in modules)
 
 
 def _find_problem_within_tasks(place: tuple[str, ...], names: list[str]) -> str:
-    """Return the reason why an import from `tasks` is forbidden, or an empty string.
+    """Return the reason why an import from `tasks` is forbidden.
+
+    The reason is an empty string if the import is allowed.
 
     Args:
         place: Parts of the path of the importing file.
@@ -238,7 +241,7 @@ def _modules_of(root: Path, path: str, known: frozenset[str]) -> Iterator[str]:
     Args:
         root: Root of the project.
         path: Path of the file, relative to the root.
-        known: Paths of the modules that count.
+        known: Paths of the modules to consider; imports of other modules are left out.
     """
     for imported in imports(root, path):
         name = imported.target.replace(".", "/")

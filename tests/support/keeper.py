@@ -34,7 +34,8 @@ def main() -> int:
     if ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) != 0:  # PR_SET_CHILD_SUBREAPER
         raise SystemExit("not a subreaper")
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # The handler does nothing. SIG_IGN would not do: the commands would inherit it.
+        # The handler does nothing. SIG_IGN would be wrong here, because the started commands
+        # inherit it. They do not inherit a handler.
         signal.signal(signum, lambda *_: None)
     serve()
     is_ended = end_all()

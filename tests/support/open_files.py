@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def full_table_of_files() -> Iterator[None]:
-    """Prevent this process from opening another file."""
+    """Prevent this process from opening another file while the context is open."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     with socket.socket() as probe:
         free = probe.fileno()

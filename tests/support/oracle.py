@@ -32,7 +32,10 @@ TIDY_WITHIN_S = 2.0
 
 
 def is_watched(deadline_s: float) -> bool:
-    """Fork a process to check; this process becomes the oracle, which watches the forked process.
+    """Fork a process. This process becomes the oracle, which checks the end of the forked process.
+
+    The oracle is a process that shows, through the kernel, whether descendants of the forked
+    process survive.
 
     Args:
         deadline_s: Seconds that descendants may live after the end of the checked process.
@@ -45,7 +48,7 @@ def is_watched(deadline_s: float) -> bool:
     cgroup = own_cgroup()
     pid = os.fork()
     if pid == 0:
-        # A shell, too, starts a foreground program in its own process group.
+        # Give the program its own process group, as a shell does for a foreground program.
         os.setpgid(0, 0)
         if cgroup:
             write(f"{cgroup}/cgroup.procs", "0")
@@ -59,7 +62,9 @@ def is_watched(deadline_s: float) -> bool:
 
 
 def watch(deadline_s: float, pid: int, cgroup: str) -> None:
-    """Wait for the end of a process and of its descendants, and print the lines of the oracle.
+    """Wait for the end of a process and of its descendants, and print the result.
+
+    The module's docstring describes the printed lines.
 
     Args:
         deadline_s: Seconds that descendants may live after the end of the process.

@@ -22,8 +22,8 @@ from tasks.processes.ports import PortsReserved
 from tests.support.ground import ROOT, until
 from tests.support.prefect_api import ask
 
-#: Code of a training that writes each of its actions to a file. Its arguments are FILE, the number
-#: of steps, and the seconds per step.
+#: Code of a training program that writes each of its actions to a file. Its arguments are the path
+#: of the file, the number of steps, and the seconds per step.
 TRAINING = """
 import json, os, signal, sys, time
 marks_file, steps, pause_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
@@ -56,7 +56,7 @@ def free_port() -> int:
 
 @dataclass(kw_only=True)
 class OwnStack:
-    """A Muster stack with its own MUSTER_HOME below the directory `place`."""
+    """A Muster stack, as `muster up` starts it, with its own MUSTER_HOME below `place`."""
 
     #: Directory for all files of the stack.
     place: Path
@@ -89,7 +89,10 @@ class OwnStack:
         return Stack.model_validate_json((self.home / "stack" / "stack.json").read_bytes())
 
     def part(self, name: str) -> StackPart | None:
-        """Return the current description of a part, or None if `stack.json` does not exist yet."""
+        """Return the description of a part of the stack, for example `server`, from `stack.json`.
+
+        None if `stack.json` does not exist yet.
+        """
         try:
             return self.stack.part(name)
         except FileNotFoundError:
@@ -199,7 +202,7 @@ class OwnStack:
         return [state["timestamp"] for state in states if state["name"] == "Pending"]
 
     def kill(self, name: str, *, guardian: bool = False) -> bool:
-        """Send SIGKILL to a part of the stack, or to its guardian.
+        """Send SIGKILL to a part of the stack, or to the guardian process that owns the part.
 
         Returns:
             False if the part has no process now.
@@ -264,7 +267,7 @@ def faults_of(
 
 
 def plan_of_kills(parts: Sequence[str], each: int, chance: random.Random) -> list[tuple[str, bool]]:
-    """Return kills of the parts of a stack in random order.
+    """Return the parts of a stack that a test kills one after the other, in random order.
 
     Args:
         parts: Names of the parts.

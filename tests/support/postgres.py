@@ -91,8 +91,9 @@ class Postgres:
         """Stop the server, if it runs.
 
         Args:
-            at_once: True to stop like a crash: the next start recovers the data from the log. False
-                to roll back open transactions and to close the files.
+            at_once: True to stop without a checkpoint, as in a crash: the next start recovers the
+                data from the write-ahead log. False to roll back open transactions and to close the
+                files.
         """
         if self._process is not None:
             self._process.send_signal(signal.SIGQUIT if at_once else signal.SIGINT)
@@ -125,7 +126,10 @@ class Postgres:
 
 
 def why_no_postgres() -> str:
-    """Return why no PostgreSQL server can run here, with a remedy; an empty string if it can."""
+    """Return the reason why no PostgreSQL server can run here, with a remedy.
+
+    An empty string if a server can run.
+    """
     if _find_programs() is None:
         return "PostgreSQL is not installed: on Debian and Ubuntu, apt-get install postgresql"
     if os.geteuid() == 0 and _other_user() is None:
@@ -144,8 +148,8 @@ def postgres() -> Iterator[Postgres]:
     """
     programs = _find_programs()
     assert programs is not None, why_no_postgres()
-    # The path of a Unix socket must be short, and the server's user must be able to reach it. Both
-    # may be false for the temporary directory of a test.
+    # The path of a Unix socket must be short, and the server's user must be able to reach it. The
+    # temporary directory of a test may fail both conditions.
     directory = Path(tempfile.mkdtemp(prefix="muster-pg-", dir="/tmp"))
     server = Postgres(programs, directory, _other_user() if os.geteuid() == 0 else None)
     try:
@@ -159,7 +163,8 @@ def postgres() -> Iterator[Postgres]:
 def _find_programs() -> Path | None:
     """Return a directory with all programs of PostgreSQL, or None if there is none.
 
-    PATH comes first, then Debian's packages, the newest release first.
+    The directories of PATH are searched first, then those of Debian's packages, the newest release
+    first.
     """
     directories = []
     if (on_path := shutil.which("postgres")) is not None:
@@ -176,6 +181,6 @@ def _find_programs() -> Path | None:
 
 
 def _other_user() -> str | None:
-    """Return the name of an existing user of `_USERS`, or None."""
+    """Return the first name in `_USERS` that is a user of this machine, or None if none is."""
     existing = {entry.pw_name for entry in pwd.getpwall()}
     return next((name for name in _USERS if name in existing), None)

@@ -10,7 +10,7 @@ import httpx
 
 #: Time limit of one request, in seconds. With SQLite, Prefect 3.8 delays a write by up to 60 s.
 _REQUEST_TIMEOUT_S = 90.0
-#: Seconds in which a request may be repeated.
+#: Time from the first try of a request in which the request may be repeated, in seconds.
 _RETRY_WITHIN_S = 180.0
 #: Pause before a request is repeated, in seconds.
 _RETRY_DELAY_S = 0.2

@@ -43,7 +43,7 @@ def variables_in(path: Path, *, switched_off: bool = False) -> dict[str, str]:
 
 
 def settings_of(name: str) -> dict[str, str]:
-    """Return the variables of an example file, without addresses and directories."""
+    """Return the variables of an example environment file, without addresses and directories."""
     variables = variables_in(PRODUCTION / name)
     return {
         variable: value

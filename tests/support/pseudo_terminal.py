@@ -18,7 +18,7 @@ GO_KEY = b"\x11"
 
 
 class PseudoTerminal:
-    """A pseudo-terminal, whose output a thread reads all the time until it is closed."""
+    """A pseudo-terminal. A thread reads its output all the time until the terminal is closed."""
 
     def __init__(self, columns: int = 80, lines: int = 24) -> None:
         """
@@ -46,7 +46,7 @@ class PseudoTerminal:
         return {**streams, "preexec_fn": take_terminal}
 
     def started(self) -> None:
-        """Close this process's copy of the terminal device.
+        """Close the test process's copy of the terminal device, after a process was started in it.
 
         The output then ends when the last process in the terminal has ended.
         """
@@ -68,7 +68,7 @@ class PseudoTerminal:
         return emulator
 
     def text(self) -> str:
-        """Return the text that the terminal shows now, with the lines that have scrolled away."""
+        """Return the text of the terminal, with the lines that have scrolled out of the screen."""
         return self.emulator().text
 
     @property
@@ -77,14 +77,14 @@ class PseudoTerminal:
         return self._written.decode(errors="replace")
 
     def until_read(self, within_s: float = 30.0) -> None:
-        """Wait until the last process in the terminal has ended and its output is read.
+        """Wait until the last process in the terminal has ended and all output is read.
 
         After `within_s` seconds, return in any case.
         """
         self._thread.join(within_s)
 
     def close(self) -> None:
-        """Close the terminal; the leader of the session in it receives SIGHUP."""
+        """Close the terminal. The leader of the session in the terminal receives SIGHUP."""
         os.close(self._master)
 
     def _read(self) -> None:

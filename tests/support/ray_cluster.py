@@ -57,11 +57,12 @@ _FAKE_NODES_OF_2 = {
 _OBJECT_STORE_BYTES = 80 * 1024 * 1024
 #: Time limit for the start of a node, in seconds.
 _READY_WITHIN_S = 90.0
-#: Time limit for the end of the cluster, in seconds.
+#: Time limit in which all processes of the cluster must end, in seconds.
 _STOP_WITHIN_S = 30.0
 #: Interval of the readiness checks, in seconds.
 _CHECK_EVERY_S = 0.05
-#: Environment variables of a Muster component. A test may run in a component, the cluster does not.
+#: Environment variables that Muster gives a component. If the test itself runs in a component, the
+#: cluster must not inherit them.
 _COMPONENT_VARIABLES = ("MUSTER_RUN_ID", "MUSTER_ATTEMPT", "MUSTER_COMPONENT", "MUSTER_ROLE")
 
 
@@ -88,9 +89,10 @@ class RayNode:
 
     #: Ray's id of the node, in hexadecimal digits.
     node_id: str
-    #: Process id of `ray start --block`, which ends when a process of the node has died.
+    #: Process id of `ray start --block`, a process that ends when another process of the node has
+    #: died.
     starter: int
-    #: Process id of the raylet.
+    #: Process id of the raylet, Ray's daemon on each node.
     raylet: int
     #: TCP port of the node's dashboard agent.
     agent_port: int
@@ -174,8 +176,8 @@ class RayCluster:
     def _autoscaler_options(self, most_nodes: int, version: int) -> tuple[str, ...]:
         """Write the configuration of Ray's autoscaler, and return the options of `ray start`.
 
-        Ray's own class for this, AutoscalingCluster in ray/cluster_utils.py, is the source of the
-        configuration. It would stop all Ray clusters of this machine.
+        Source of the configuration: AutoscalingCluster in ray/cluster_utils.py. The test does not
+        use this class, because it would stop all Ray clusters of this machine.
 
         Args:
             most_nodes: Maximum number of nodes.
@@ -313,7 +315,7 @@ class RayCluster:
         return [] if self._keeper.poll() is not None else keeper.below(self._keeper.pid)
 
     def stop(self) -> None:
-        """Kill all processes of the cluster, and remove its directory. It may be called twice.
+        """Kill all processes of the cluster, and remove its directory. A second call has no effect.
 
         Raises:
             AssertionError: A process survived.
@@ -328,11 +330,11 @@ class RayCluster:
         assert code == 0, f"something of the Ray cluster in {self.temp_dir} outlived SIGKILL"
 
     def _reserve(self, name: str, *uses: str) -> list[int]:
-        """Reserve ports until the end of the cluster, and return them for a process to bind.
+        """Reserve TCP ports until the end of the cluster, and return their numbers.
 
         Args:
             name: Name of the node.
-            *uses: Name of each port.
+            *uses: Purpose of each port, for example `agent`. One port is reserved for each purpose.
         """
         ports = PortsReserved(f"{name}.{use}" for use in uses)
         self._ports.append(ports)
@@ -340,7 +342,9 @@ class RayCluster:
         return list(ports.numbers.values())
 
     def _spawn(self, name: str, arguments: Sequence[str], variables: dict[str, str]) -> int:
-        """Start a node through the keeper, and return its process id.
+        """Start a node through the program `keeper`, which later ends all processes of the cluster.
+
+        The function returns the process id of the node's `ray start --block`.
 
         Args:
             name: Name of the node.

@@ -29,11 +29,12 @@ WITHIN_S = 60.0
 
 @dataclass(kw_only=True)
 class Told:
-    """Records the events of a job, and replaces the sweep of the cluster's nodes."""
+    """Records the events of a job, and replaces its check of the nodes for leftover processes."""
 
     #: Names and fields of the emitted events, in order.
     events: list[tuple[str, dict[str, object]]] = field(default_factory=list)
-    #: Addresses of the control stores whose nodes the job wanted to sweep.
+    #: Control-store addresses of the clusters whose nodes the job wanted to check for leftover
+    #: processes.
     swept: list[str] = field(default_factory=list)
 
     def emit(self, name: str, **fields: object) -> None:
@@ -41,7 +42,7 @@ class Told:
         self.events.append((name, fields))
 
     async def sweep(self, gcs_address: str, **_: object) -> SweepReport:
-        """Record the address of the control store, and sweep no node."""
+        """Record the address of the cluster's control store, and check no node."""
         self.swept.append(gcs_address)
         return SweepReport()
 
@@ -52,7 +53,7 @@ class Told:
 
 
 async def as_they_are(address: str) -> None:
-    """Do nothing: this replaces the preparation of the nodes for a sweep."""
+    """Do nothing, in place of preparing the nodes for the later check for leftover processes."""
 
 
 def make_job(
@@ -65,8 +66,9 @@ def make_job(
     Args:
         plan: Plan of the job.
         emit: Called with each event of the job.
-        sweep: Replacement for the sweep of the nodes after the job. The nodes are then not prepared
-            for a sweep. If None, the job uses its normal sweep.
+        sweep: Replacement for the check of the nodes for leftover processes after the job. The
+            nodes are then not prepared for the check either. If None, the job checks the nodes as
+            usual.
     """
     component = ComponentPlan(
         name=plan.component, command=plan.command, ready=None, live=None, on_exit_zero="complete"
@@ -93,9 +95,10 @@ class Jobs:
         """
         self.address = address
         self.directory = directory
-        #: Events and sweeps of all jobs.
+        #: Events of all jobs, and the checks for leftover processes that the jobs requested.
         self.told = Told()
-        #: Value of the environment variable MARK of each command. Ray's own processes lack it.
+        #: Value of the environment variable MARK of each job's command. Ray's own processes do not
+        #: have this variable.
         self.mark = uuid.uuid4().hex
         self.working_dir = directory / "code"
         self.working_dir.mkdir()
@@ -130,12 +133,12 @@ class Jobs:
         return JobPlan(**(defaults | fields))
 
     def job(self, plan: JobPlan) -> RayJob:
-        """Return a job with this plan. It is not launched yet."""
+        """Return a job with this plan, which is not launched yet."""
         self._created.append(make_job(plan, self.told.emit, self.told.sweep))
         return self._created[-1]
 
     async def state_of(self, plan: JobPlan) -> JobState | None:
-        """Return the state of a job on the cluster, or None if the cluster lacks the job."""
+        """Return the state of a job on the cluster, or None if the cluster has no such job."""
         dashboard = Dashboard(plan.address)
         try:
             return await dashboard.job(plan.submission_id)
@@ -155,7 +158,7 @@ class Jobs:
         return plan, job
 
     async def ended(self, *argv: str, **fields: Any) -> tuple[JobPlan, Exit]:
-        """Launch a job, wait until it ends by itself, and return its plan and its exit.
+        """Launch a job, wait until it ends by itself, and return its plan and its result.
 
         The arguments are those of `plan`.
         """
@@ -208,12 +211,12 @@ class Wire:
         parts = urlsplit(target)
         self._target = (parts.hostname, parts.port)
         self._server: asyncio.Server | None = None
-        #: The open connections of clients and to the dashboard.
+        #: The open connections, both from clients to the proxy and from the proxy to the dashboard.
         self._open: set[asyncio.StreamWriter] = set()
         #: Port of the proxy. 0 before its first start.
         self._port = 0
-        #: Beginning of the requests whose answer is lost: they reach the dashboard, and the proxy
-        #: then breaks the connection. Empty if no answer is lost.
+        #: Beginning of the requests whose answer gets lost: they reach the dashboard, and the proxy
+        #: then breaks the connection. Empty if no answer gets lost.
         self.swallows = b""
         #: Number of requests that reached the dashboard, by method and path.
         self.passed: dict[bytes, int] = {}
@@ -224,7 +227,7 @@ class Wire:
         return f"http://127.0.0.1:{self._port}"
 
     async def mend(self) -> None:
-        """Start the proxy, with the same port each time."""
+        """Start the proxy, or start it again on the same port."""
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port)
         self._port = self._server.sockets[0].getsockname()[1]
 
@@ -236,7 +239,7 @@ class Wire:
             writer.transport.abort()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Forward the data of one connection in both directions until an end closes it."""
+        """Forward the data of one connection in both directions until either side closes it."""
         dashboard_reader, dashboard_writer = await asyncio.open_connection(*self._target)
         self._open |= {writer, dashboard_writer}
         is_answer_lost = False

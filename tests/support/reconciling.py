@@ -12,7 +12,7 @@ from tasks.upkeep.reconcile import publish, reconcile_host
 
 
 def main() -> None:
-    """Reconcile all lost runs, and print the result of each run."""
+    """Clean up all runs whose flow process has died, and print the result of each run."""
     report = reconcile_host()
     publish(report)
     results = {

@@ -8,8 +8,9 @@ from typing import Any
 
 from tests.support.ground import until
 
-#: Code of the component. It writes a line to a file when it starts, after each second of the save,
-#: and at the end of the save. Its arguments are the file and the seconds that the save takes.
+#: Code of a component that saves a checkpoint after SIGTERM. The program writes a line to a file
+#: when it starts, after each second of the save, and at the end of the save. Its arguments are the
+#: path of the file and the duration of the save in seconds.
 _PROGRAM = """
 import signal, sys, time
 

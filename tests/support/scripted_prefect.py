@@ -20,7 +20,8 @@ from prefect.client.schemas.responses import OrchestrationResult, SetStateStatus
 
 POOL = "gang"
 _QUEUE = WorkQueue(id=uuid4(), name="default", priority=2, work_pool_id=uuid4())
-#: Time of the first state. It is an hour ago, so that all grace periods of the queue are over.
+#: Time of the first state of the flow runs. It is an hour ago, so that all grace periods of the
+#: queue are over.
 _BEGAN = datetime.now(UTC) - timedelta(hours=1)
 
 
@@ -100,7 +101,7 @@ class ScriptedPrefect:
         self._runs[id] = self._runs[id].model_copy(update=fields)
 
     def set(self, id: UUID, state: State[Any], *, force: bool = False) -> SetStateStatus:
-        """Propose a state for a flow run, and return the answer of the server's rules.
+        """Propose a state for a flow run, and return whether Prefect's rules accept or reject it.
 
         Source of the rules: prefect/server/orchestration/core_policy.py.
 
@@ -228,7 +229,7 @@ class ScriptedPrefect:
 class FreeLease:
     """A fake of the scheduler lease that no other process wants."""
 
-    #: True if another scheduler has decided between any two calls of `read_last_decision`.
+    #: True if another scheduler makes a decision between any two calls of `read_last_decision`.
     is_passed: bool = False
 
     def __init__(self, *_arguments: Any, **_options: Any) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from tests.support.stage import python, sh
 
-#: Python program that forks forever. Each process starts a new session, lives for `%s` seconds, and
-#: is replaced by its child. A process has therefore often ended before a list of /proc names it.
+#: Python program that forks forever. Each process starts a new session, forks a child that
+#: continues in the same way, and exits after `%s` seconds. A program that reads /proc therefore
+#: often finds only processes that have already ended.
 _FLICKER = """
 import os, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -41,7 +42,7 @@ while True:
     time.sleep(600)
 """
 
-#: Command of each process tree, by its name.
+#: Command that starts a process tree of a certain shape, by the name of the shape.
 SHAPES: dict[str, tuple[str, ...]] = {
     "polite": sh("echo up; exec sleep 600"),
     "leader-ignores-term": sh("trap '' TERM; echo up; exec sleep 600"),

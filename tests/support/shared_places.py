@@ -27,7 +27,9 @@ __all__ = (
 
 @contextmanager
 def shared_folder(mode: int = 0o1777) -> Iterator[Path]:
-    """Create a folder in `/tmp` that the attacker can enter; remove it after the context.
+    """Create a folder in `/tmp` that another user can enter; remove it after the context.
+
+    In these tests, the other user is the attacker.
 
     Args:
         mode: Permissions of the folder. The default is that of `/tmp`.

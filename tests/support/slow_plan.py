@@ -31,7 +31,7 @@ class FreeNode:
         return self.gpus >= demand.gpus_per_node and (self.cpus is None or self.cpus + 1e-6 >= cpus)
 
     def add(self, gpus: int, cpus_per_gpu: float) -> None:
-        """Add free GPUs with their CPUs; a negative number subtracts."""
+        """Add free GPUs and their CPUs to the node; a negative number of GPUs subtracts them."""
         self.gpus += gpus
         if self.cpus is not None:
             self.cpus += gpus * cpus_per_gpu
@@ -45,13 +45,13 @@ FreeNodes = dict[str, FreeNode]
 class Forecast:
     """The expected situation at the time at which the first gang of the queue will start."""
 
-    #: Expected start of the first gang, in seconds. None if it will never fit.
+    #: Expected start of the first gang, in seconds. None if the gang will never have enough GPUs.
     at: float | None
     #: Free GPUs and CPUs at that time.
     free: FreeNodes
     #: Gangs that still run at that time.
     running: list[Held]
-    #: Ids of the gangs whose ends make room for the first gang.
+    #: Ids of the gangs that must end before the first gang has enough GPUs.
     waits_for: tuple[str, ...] = ()
 
 
@@ -82,7 +82,8 @@ def slow_plan(
             reasons[run.id] = Reason(why=Why.LIMIT, tag=tag)
             continue
 
-        # The first gang that cannot start is the head. It keeps later gangs from starting.
+        # The first gang that cannot start is the head of the queue. Later gangs must not delay its
+        # start.
         if head is None and (run.not_before > now or not chosen):
             forecast = forecast_start(run, running, free, now)
             starts_at = None if forecast.at is None else max(forecast.at, now)
@@ -141,7 +142,7 @@ def choose(free: FreeNodes, run: Waiting) -> list[str]:
     if run.among is not None:
         sufficient = [name for name in sufficient if name in run.among]
 
-    # Nodes to avoid are taken only as far as there are too few other nodes.
+    # Nodes to avoid are taken only if there are too few other nodes.
     preferred = [name for name in sufficient if name not in run.avoid]
     avoided = [name for name in sufficient if name in run.avoid]
     missing = max(0, run.demand.nodes - len(preferred))
@@ -154,7 +155,7 @@ def choose(free: FreeNodes, run: Waiting) -> list[str]:
 
 
 def find_exceeded_limit(run: Waiting, running: Sequence[Held], limits: Mapping[str, int]) -> str:
-    """Return the first tag, by name, that would exceed its limit with this gang, or ""."""
+    """Return the first tag, by name, whose limit this gang would exceed, or "" if there is none."""
     for tag in sorted(run.tags):
         used = sum(sum(gang.gpus.values()) for gang in running if tag in gang.tags)
         if tag in limits and used + run.demand.gpus > limits[tag]:
@@ -166,9 +167,9 @@ def forecast_start(head: Waiting, running: Sequence[Held], free: FreeNodes, now:
     """Return the expected start of the first gang, by the estimates of the running gangs."""
     free_then = copy_nodes(free)
     running_then = sorted(running, key=lambda gang: (gang.ends_at, gang.place))
-    #: Gangs that end before the first gang starts.
+    #: Gangs that end before the first gang starts, in the order of their ends.
     ended: list[Held] = []
-    #: Number of those gangs that end before the first gang fits.
+    #: Number of the gangs in `ended` that end before the first gang has enough GPUs.
     ended_before_fit = 0
     at = head.not_before if head.not_before > now else None
     while running_then:
@@ -187,7 +188,8 @@ def forecast_start(head: Waiting, running: Sequence[Held], free: FreeNodes, now:
     if not choose(free_then, head):
         return Forecast(at=None, free=free_then, running=running_then)
 
-    # The first gang waits for the gangs whose ends make a node large enough.
+    # The first gang waits for the gangs on nodes that have too few free resources now, but enough
+    # at the expected start.
     sufficient_then = {name for name, node in free_then.items() if node.suffices(head.demand)}
     if head.among is not None:
         sufficient_then &= head.among
@@ -198,7 +200,7 @@ def forecast_start(head: Waiting, running: Sequence[Held], free: FreeNodes, now:
 
 
 def copy_nodes(free: FreeNodes) -> FreeNodes:
-    """Return a deep copy."""
+    """Return a copy whose nodes can be changed without an effect on the original."""
     return {name: replace(node) for name, node in free.items()}
 
 

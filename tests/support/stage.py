@@ -31,7 +31,7 @@ from tasks.spec.errors import RunEnded
 from tasks.spec.probes import LiveProbe, ReadyProbe
 from tasks.spec.run import Progress
 
-#: Time limit of every wait, in seconds. Only a test that fails waits until the limit.
+#: Time limit of every wait, in seconds. Only failing tests wait that long.
 DEADLINE_S = 60.0
 #: Grace period of a component in seconds, if a test does not set it.
 GRACE_S = 0.3
@@ -83,7 +83,7 @@ def processes_with(variable: str, value: str, *, begins: bool = False) -> list[i
     Args:
         variable: Name of the environment variable.
         value: Value of the environment variable.
-        begins: True if the variable's value need only begin with `value`.
+        begins: True to accept every value of the variable that begins with `value`.
     """
     wanted = f"{variable}={value}".encode()
     if not begins:
@@ -130,8 +130,9 @@ class Stage:
         self.events: list[Event] = []
         self._event_added = threading.Condition()
         self._supervisors: list[Supervisor] = []
-        #: Process ids of children of this process that do not belong to a component. A test adds
-        #: them: a process that another test has started becomes a child when its parent ends.
+        #: Process ids of children of this process that belong to no component. A test adds them
+        #: here. Such a child may come from another test: a process becomes a child of this process
+        #: when its parent ends.
         self.others: set[int] = set()
         self._start_ticks = _ticks()
 
@@ -176,7 +177,7 @@ class Stage:
         replan: Callable[[str], AttemptPlan] | None = None,
         **fields: Any,
     ) -> Supervisor:
-        """Return a supervisor of these components, which it has not started yet.
+        """Return a supervisor of these components. The components are not started yet.
 
         `clear` ends the supervisor. The arguments are fields of `AttemptPlan` and arguments of
         `Supervisor`.
@@ -208,7 +209,9 @@ class Stage:
         return supervisor
 
     def run(self, *components: ComponentPlan, **plan: Any) -> Verdict:
-        """Start all components, wait for the verdict on the attempt, and stop the components.
+        """Run all components until the attempt is decided, stop them, and return the verdict.
+
+        The verdict has the final state of the attempt, the failure and a message.
 
         The arguments are those of `supervise`.
         """
@@ -219,12 +222,15 @@ class Stage:
         return self.verdict_of(supervisor)
 
     def verdict_of(self, supervisor: Supervisor) -> Verdict:
-        """Wait until an attempt ends by itself, stop its components, and return the verdict."""
+        """Wait until an attempt ends by itself, stop its components, and return its verdict.
+
+        The verdict has the final state of the attempt, the failure and a message.
+        """
         self.until("teardown.begun")
         return self.end(supervisor)
 
     def end(self, supervisor: Supervisor) -> Verdict:
-        """Stop all components, check that no process survived, and return the verdict."""
+        """Stop all components, check that no process survived, and return the attempt's verdict."""
         with supervisor:
             verdict = supervisor.teardown()
         assert self.left() == {}
@@ -233,7 +239,8 @@ class Stage:
     def left(self) -> dict[int, str]:
         """Return the process id and command of each surviving process of the components.
 
-        These are the children of the test's process, without older children and without `others`.
+        Surviving processes are children of the test's process. Children that are older than this
+        object, and the processes in `others`, are left out.
         """
         survivors = {}
         for pid in tree.children(os.getpid()) if has_children() else ():
@@ -268,7 +275,10 @@ class Stage:
         return pid
 
     def guardian_of(self, component: str) -> int:
-        """Return the process id of the guardian of a living component."""
+        """Return the process id of the guardian of a living component.
+
+        The guardian is the process that owns the component's process tree.
+        """
         return tree.read_parent(self.pid_of(component))
 
     def story(self) -> list[str]:
@@ -310,7 +320,7 @@ def has_children() -> bool:
 
 @contextlib.contextmanager
 def stage_in(directory: Path) -> Iterator[Stage]:
-    """Yield a stage in a directory, and end its supervisors and processes after the context."""
+    """Yield a `Stage` for components in a directory; end all its processes after the context."""
     stage = Stage(directory)
     try:
         yield stage

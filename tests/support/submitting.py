@@ -17,7 +17,7 @@ from prefect.states import State
 
 
 class SubmitServer:
-    """A fake of Prefect's synchronous client, with the methods that the two verbs call."""
+    """A fake of Prefect's synchronous client, for tests of `muster submit` and `muster deploy`."""
 
     def __init__(self, *, has_any: bool = True) -> None:
         """
@@ -46,8 +46,8 @@ class SubmitServer:
         self.artifacts: list[Artifact] = []
         #: Labels of the flow run.
         self.labels: dict[str, Any] = {}
-        #: States of the flow run. Each read of the flow run takes the next state; the last state
-        #: stays.
+        #: States of the flow run. Each read of the flow run returns the next state. Reads after the
+        #: last state return the last state again.
         self.states: list[State[Any]] = []
 
     def read_deployment_by_name(self, name: str) -> DeploymentResponse:

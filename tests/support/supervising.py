@@ -49,32 +49,32 @@ from tasks.train.plan import Planned
 from tasks.train.tasks import conclude
 from tests.support import oracle
 
-#: Exit code of a flow process with its own child (`own-child`), if the child did not survive.
+#: Exit code of a flow process in the condition `own-child`, if its own child did not survive.
 EXIT_CHILD_ENDED = 99
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Instructions for the flow process, which the test writes to `part.pickle`."""
+    """Instructions of a test to the flow process, in the file `part.pickle`."""
 
     #: Fields of the `AttemptPlan`.
     plan: Mapping[str, Any]
     #: Name of an unusual condition of the flow process, from `ODDITIES`. Empty for no condition.
     oddity: str = ""
-    #: Moment at which the condition begins, for the conditions in `OF_A_MOMENT`. It is
-    #: mostly the name of a component: the condition begins at its start. See the function of the
-    #: condition.
+    #: Moment at which the condition begins, for the conditions in `OF_A_MOMENT`. The function of
+    #: each condition describes the value. Mostly it is the name of a component, and the condition
+    #: begins when that component starts.
     at: str = ""
-    #: Highest level of containment to use, `L2` to `L4`. Empty for the level that a run gets.
+    #: Highest containment level to use, `L2` to `L4`. Empty for the level that a run normally gets.
     level: str = ""
-    #: Components whose start waits for the file `gate-NAME` in the directory. The event
-    #: `gate.reached` says that the start waits.
+    #: Names of the components whose start waits until the test creates the file `gate-NAME` in the
+    #: directory. The event `gate.reached` says that the start waits.
     gates: tuple[str, ...] = ()
     #: Number of bytes that are added to the record of the run, so that it needs disk space.
     record_bytes: int = 0
 
     def containment(self, spec: RunSpec) -> Containment:
-        """Return the containment of the level `level`, or of a lower level if it is not available.
+        """Return the containment at the level `level`, or at the highest available level below.
 
         This replaces `tasks.train.session.find_containment`.
         """
@@ -83,7 +83,7 @@ class Part:
             return probe(namespace=self.level == "L4")
 
     def attempt(self, planned: Planned) -> AttemptPlan:
-        """Return the plan of the attempt from `plan`, in place of a plan from the spec."""
+        """Return the plan of the attempt from the field `plan`; the spec is not used for it."""
         run_id = planned.run_id
 
         def with_run_id(component: ComponentPlan) -> ComponentPlan:
@@ -183,7 +183,10 @@ def wait_for_any_child(run: Callable[[], None]) -> None:
 
 
 def make_in_short_lived_thread(run: Callable[[], None]) -> None:
-    """Call `run`, and create each supervisor in a thread that ends at once."""
+    """Call `run`, which supervises the run, but create the `Supervisor` in a short-lived thread.
+
+    The thread ends as soon as the `Supervisor` exists.
+    """
     init = Supervisor.__init__
 
     def from_thread(self: Supervisor, *arguments: Any) -> None:
@@ -198,7 +201,8 @@ def make_in_short_lived_thread(run: Callable[[], None]) -> None:
 def beside_a_fork(run: Callable[[], None]) -> None:
     """Call `run`, and fork the process after the guardians have started.
 
-    The fork has copies of all descriptors. It ends when the file `release` exists.
+    The forked process has copies of all descriptors, and ends when the file `release` exists. A
+    guardian is the process that owns the process tree of one component.
     """
     init = Supervisor.__init__
 
@@ -216,7 +220,7 @@ def beside_a_fork(run: Callable[[], None]) -> None:
 
 
 def leak_descriptors(run: Callable[[], None]) -> None:
-    """Call `run` with five open descriptors that child processes inherit."""
+    """Call `run` while this process has five open descriptors that child processes inherit."""
     for _ in range(5):
         os.set_inheritable(os.open(os.devnull, os.O_RDONLY), True)
     run()
@@ -255,7 +259,7 @@ def die_before_registering(run: Callable[[], None], at: str) -> None:
 
 
 def run_out_of_descriptors(run: Callable[[], None], at: str) -> None:
-    """Call `run`, and lower the limit of open files at a moment so far that it is reached.
+    """Call `run`, and lower the limit of open files at a given moment, so that it is exhausted.
 
     Args:
         run: The function to call.
@@ -267,7 +271,8 @@ def run_out_of_descriptors(run: Callable[[], None], at: str) -> None:
 
     def with_limit(self: Supervisor, *arguments: Any) -> None:
         if not at or arguments[0] == at:
-            # The list of open files includes the file that listdir opens. -1 subtracts this file.
+            # The list includes the descriptor that `listdir` itself opens. -1 subtracts this
+            # descriptor.
             spare = -1 if at else 12
             limit = len(os.listdir("/proc/self/fd")) + spare
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
@@ -280,6 +285,8 @@ def run_out_of_descriptors(run: Callable[[], None], at: str) -> None:
 def lose_the_template(run: Callable[[], None], at: str) -> None:
     """Call `run`, and let the process that forks the guardians fail at the second guardian.
 
+    A guardian is the process that owns the process tree of one component.
+
     Args:
         run: The function to call.
         at: The failure. `killed before` or `stopped before`: the forking process is killed or
@@ -287,7 +294,7 @@ def lose_the_template(run: Callable[[], None], at: str) -> None:
             contains `flow`, this process is killed directly after the fork, too.
     """
     fork = GuardianTemplate.fork
-    #: Names of the guardians that were requested.
+    #: Names of the guardians that were requested so far.
     requested: list[str] = []
 
     def fork_and_fail(self: GuardianTemplate, name: str, *arguments: Any) -> Any:
@@ -323,7 +330,7 @@ def step_until_it_forks(pid: int) -> None:
     """Let a stopped process run in short steps until it has a child, for at most 0.2 s.
 
     With short steps, the child is noticed even on a busy machine. If the child has already ended,
-    the process has sent its answer.
+    the stopped process has sent its answer to the fork request.
     """
     children = Path(f"/proc/{pid}/task/{pid}/children")
     deadline = time.monotonic() + 0.2
@@ -361,7 +368,9 @@ def take_part(directory: Path) -> int:
 
 
 def main() -> None:
-    """Run the flow process as a child of an oracle. Arguments: `DEADLINE_S DIRECTORY [WRAPPER...]`.
+    """Run the flow process as a child of an oracle, which checks for surviving descendants.
+
+    Arguments of the program: `DEADLINE_S DIRECTORY [WRAPPER...]`.
 
     Descendants may survive the flow process for DEADLINE_S seconds. WRAPPER is a command that
     executes the rest of its command line.

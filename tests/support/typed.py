@@ -130,7 +130,7 @@ def _is_project_path(word: str) -> bool:
 
 
 def make_targets() -> dict[str, str]:
-    """Return the recipe of each target of the Makefile."""
+    """Return the recipe of each target of the Makefile, by the name of the target."""
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
     recipes = re.findall(r"^([a-z-]+):(?!=)[^\n]*\n((?:\t[^\n]*\n|\n)*)", text, re.MULTILINE)
     return dict(recipes)
@@ -221,9 +221,9 @@ def about_module(module: str, arguments: Sequence[str]) -> str:
 
 
 def _parses_arguments(file: Path) -> bool:
-    """Return True if a program parses its arguments before it does anything else.
+    """Return True if a program parses its command-line arguments before any other action.
 
-    Only such a program can be started for a check of its arguments.
+    Only such a program can be started to check its arguments without side effects.
     """
     source = file.read_text(encoding="utf-8")
     if any(call in source for call in ("parse_args(", "run_alone(", "App(")):
@@ -297,7 +297,7 @@ def about_prefect(arguments: Sequence[str]) -> str:
 
 
 def muster_verbs() -> frozenset[str]:
-    """Return the names of all verbs of `muster`."""
+    """Return the names of all subcommands of `muster`."""
     from tasks.command import VERBS
 
     return frozenset(verb.name for verbs in VERBS.values() for verb in verbs)

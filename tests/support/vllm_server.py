@@ -56,7 +56,7 @@ def installed(folder: Path) -> Path:
 
 
 def save_weights(folder: Path, scale: float) -> Path:
-    """Write weights that the server can load into a folder, and return the folder."""
+    """Write a folder of weights that the server can load, and return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / WEIGHTS).write_text(json.dumps({"scale": scale}))
     return folder
@@ -66,7 +66,7 @@ def log_prob(scale: float, token: int, place: int) -> float:
     """Return the log-probability of a token, in nats.
 
     Args:
-        scale: The weights.
+        scale: The weights: a single factor of all log-probabilities.
         token: The token, from 0 to 255.
         place: Position of the token in the answer, from 0.
     """
@@ -87,16 +87,18 @@ class Engine:
         """
         #: The current weights.
         self._scale = _load_weights(model)
-        #: Prefix cache: the weights with which each prompt was answered first.
+        #: Prefix cache: the weights with which a prompt was answered first, by prompt. Later
+        #: answers to the prompt use the same weights.
         self._cache: dict[str, float] = {}
-        #: Protects and signals all changes of this object.
+        #: Condition that protects all attributes, and that is notified after each change.
         self._changed = threading.Condition()
         #: Number of running completions.
         self._running = 0
         #: Number of pauses with the mode `abort`.
         self._aborts = 0
         #: Mode of the current pause: `abort`, `wait` or `keep`. Empty if there is no pause. New
-        #: completions wait for the end of the pause. In the mode `keep`, running ones wait, too.
+        #: completions wait for the end of the pause. In the mode `keep`, running completions wait,
+        #: too.
         self._pause_mode = ""
         #: True if the next completion kills the engine core.
         self._is_poisoned = False
@@ -162,7 +164,7 @@ class Engine:
             self._cache.clear()
 
     def pause(self, mode: str) -> None:
-        """Begin a pause, and wait until no completion runs, except in the mode `keep`."""
+        """Begin a pause of the engine core. Except in the mode `keep`, wait until nothing runs."""
         with self._changed:
             self._pause_mode = mode
             if mode == "abort":

@@ -49,7 +49,7 @@ WAIT = frozenset(
     }
 )
 
-#: Beginnings of the paths of modules that are on no path.
+#: Modules of `tasks/` that never count for a path, by the beginnings of their file names.
 _EXCLUDED = ("show/", "spec/secrets.py")
 
 #: Spec of the run that is traced. Its program fails.
@@ -61,7 +61,7 @@ _RUN = {
 
 
 class Ways:
-    """The modules on each path, in the order of their first call, each with that call."""
+    """The modules on each path, in the order of their first call, with the called function."""
 
     def __init__(self) -> None:
         #: Modules on the path from the spec to the start of its program.
@@ -112,12 +112,12 @@ class Ways:
             self.to_exec["processes/guardian.py"] = "spawn(order: Order)"
 
     def begin_wait(self) -> None:
-        """Add further modules to the path of a waiting flow run."""
+        """From now on, add the modules of called functions to the path of a waiting flow run."""
         self._traces_wait = True
 
 
 def measure() -> Ways:
-    """Trace a run that fails, in a new MUSTER_HOME, and return the modules on its two paths."""
+    """Trace a failing run in a new MUSTER_HOME, and return the modules on the first two paths."""
     from tasks.spec.loading import parse_spec
     from tasks.train.session import RunSession
     from tasks.train.spec_check import check_spec

@@ -26,11 +26,14 @@ from tests.support.supervising import Part
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Testimony:
-    """Result of the oracle about the end of a flow process and of its descendants."""
+    """The result of the oracle: how a flow process and its descendants ended.
+
+    The oracle is a process that checks through the kernel whether descendants survive.
+    """
 
     #: Exit code of the flow process, or the negative number of the signal that killed it.
     exit_code: int
-    #: `PID COMMAND` of each process that was alive at the oracle's deadline.
+    #: `PID COMMAND` of each descendant that was still alive at the oracle's deadline.
     left: tuple[str, ...]
     #: Seconds from the end of the flow process to the end of its last descendant. -1 if a process
     #: was alive at the deadline.
@@ -38,14 +41,18 @@ class Testimony:
     #: Time at which the last descendant ended, in UTC epoch seconds. 0 if a process was alive at
     #: the deadline.
     empty_at: float
-    #: The kernel's answers that the oracle used: `ECHILD`, and `populated` if it had a cgroup.
+    #: The kernel's answers that the oracle used: the error `ECHILD`, and `populated` of a cgroup if
+    #: the oracle had one.
     oracles: tuple[str, ...]
-    #: Paths of the cgroups that were not removed.
+    #: Paths of the cgroups that the flow process created but did not remove.
     cgroups: tuple[str, ...]
 
 
 class Witness:
-    """A flow process under an oracle, with access to its events, its record and its flow run."""
+    """A flow process that a test may kill, with its events, its record and its flow run.
+
+    An oracle, another process, checks whether descendants of the flow process survive it.
+    """
 
     def __init__(
         self,
@@ -105,7 +112,7 @@ class Witness:
 
     @property
     def run_id(self) -> str:
-        """Id of the run. It is known after the event `run.opened`."""
+        """Id of the run. Available after the flow process has emitted the event `run.opened`."""
         run_id: str = self.until("run.opened")["run_id"]
         return run_id
 
@@ -117,7 +124,9 @@ class Witness:
         return flow_run
 
     def reconcile(self) -> dict[str, Any]:
-        """Reconcile the lost runs in a new process, and return the result of each run.
+        """Clean up the runs whose flow process has died; return the result of each run.
+
+        A new process does the clean-up.
 
         The results have the form of `tests.support.reconciling`.
         """
@@ -221,7 +230,10 @@ class Witness:
         return self._testimony
 
     def verdict(self) -> dict[str, Any]:
-        """Return the verdict that the flow process has written before its end."""
+        """Return the verdict that the flow process wrote before its end.
+
+        The verdict has the final state of the attempt, the failure and a message.
+        """
         content: dict[str, Any] = json.loads((self.directory / "verdict.json").read_text())
         return content
 
