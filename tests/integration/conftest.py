@@ -35,10 +35,12 @@ def muster(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def _shared_directory(factory: pytest.TempPathFactory, name: str) -> Iterator[tuple[Path, bool]]:
-    """Yield a directory that all pytest workers of the session share, and True if it is filled.
+    """Yield a directory that all pytest workers of the session share, and whether it is filled.
 
-    The caller that gets False fills the directory. A file lock makes the other callers wait until
-    then.
+    The second value is True if another pytest worker has already filled the directory.
+
+    The caller that gets False must fill the directory. A file lock makes the other callers wait
+    until the directory is filled.
     """
     base = factory.getbasetemp()
     directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
@@ -51,10 +53,13 @@ def _shared_directory(factory: pytest.TempPathFactory, name: str) -> Iterator[tu
 
 @pytest.fixture
 def stage(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Stage]:
-    """Yield a `Stage` that runs components in this test's directory and ends them afterwards."""
+    """Yield a `Stage`, which runs components and supervisors in this test's directory.
+
+    After the test, the stage ends all of their processes.
+    """
     if "witness" in request.fixturenames:
-        # Pytest tears fixtures down in reverse order. The fork server serves all tests, so it must
-        # be created before the stage.
+        # Pytest tears fixtures down in reverse order. The fork server must outlive the stage, so it
+        # must be created before the stage.
         request.getfixturevalue("forkserver")
     with stage_in(tmp_path) as stage:
         yield stage
@@ -62,7 +67,11 @@ def stage(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Stage]:
 
 @pytest.fixture
 def witness(tmp_path: Path, forkserver: ForkServer) -> Iterator[Callable[..., Witness]]:
-    """Yield a function that starts a flow process under an observer; all end with the test."""
+    """Yield a function that starts a flow process under an oracle, which is a `Witness`.
+
+    The oracle is a process that checks whether a descendant of the flow process survives. All
+    processes end with the test.
+    """
     witnesses: list[Witness] = []
 
     def make(*components: object, **options: object) -> Witness:

@@ -27,7 +27,7 @@ from tests.support.stage import processes_with
 ROOT = Path(__file__).resolve().parents[2]
 NOBODY = 65534
 SECRET = "a-key-to-the-bucket"
-#: A training program that runs until the file of its second argument exists.
+#: A training program. It ends when the file that its second argument names exists.
 TRAINER = """
 import os, pathlib, sys, time
 place = pathlib.Path(sys.argv[1])
@@ -49,7 +49,10 @@ pytestmark = [
 
 @pytest.fixture
 def home() -> Iterator[Path]:
-    """Yield a new MUSTER_HOME below a directory that every user may enter, made with umask 022."""
+    """Yield a new MUSTER_HOME below a directory that every user may enter.
+
+    The umask is 022 meanwhile, so new files are readable for all users by default.
+    """
     old_umask = os.umask(0o022)
     directory = Path(tempfile.mkdtemp(prefix="muster-another-", dir="/tmp"))
     directory.chmod(0o755)

@@ -19,7 +19,8 @@ from tests.support.prefect_api import ask
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-#: verl reports this if there are too few GPUs. The trainer fails with it until a file exists.
+#: Error message of verl if the cluster has too few GPUs. The trainer fails with this message until
+#: a file exists.
 TEXT = "Total available GPUs 0 is less than total desired GPUs 16"
 TRAINER = f"""
 import os, sys
@@ -32,7 +33,7 @@ API = "import time; print('up', flush=True); time.sleep(600)"
 
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
-    """Yield a host with a Prefect server and a worker."""
+    """Yield a `Ground`: a simulated host with a Prefect server and a worker."""
     home = tmp_path_factory.mktemp("host") / "home"
     with host_with_worker(tmp_path_factory.mktemp("server"), home) as ground:
         yield ground
@@ -78,7 +79,7 @@ def wait_until_parked(run: Run) -> dict[str, Any]:
 
 
 def read_artifacts(run: Run) -> dict[str, dict[str, Any]]:
-    """Return the Prefect artifacts of the run by key, and check that there is one for each key."""
+    """Return the Prefect artifacts of the run by key, and check that each key has one artifact."""
     artifacts = run.ground.post(
         "/artifacts/filter", artifacts={"flow_run_id": {"any_": [run.flow_run_id]}}
     )
@@ -150,7 +151,7 @@ def test_run_takes_its_record_to_another_host(
     assert numbers == list(range(1, len(numbers) + 1))
     assert record_elsewhere["state"] == "completed"
     assert len(numbers) > len(record_here["attempts"]) > 0
-    # The first record lacks only the attempts that were decided on the other host.
+    # The record on this host lacks only the attempts that were decided on the other host.
     assert record_elsewhere["attempts"][0] == record_here["attempts"][0]
     assert run.record() == record_elsewhere
     assert json.loads(read_artifacts(run)["attempts"]["data"])[-1]["state"] == "completed"

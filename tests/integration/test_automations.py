@@ -31,7 +31,8 @@ from tests.support.web import serving
 pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(240)]
 
 DUMMY = ROOT / "tests" / "support" / "dummy_server.py"
-#: Seconds until an automation reports a waiting run in these tests. Prefect's minimum is 10.
+#: Seconds that a run must wait until an automation reports it in these tests. Prefect's minimum is
+#: 10.
 LONG_S = 25
 OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
 FAILED, WAITS, FLOOR, DRAINED = (
@@ -43,7 +44,7 @@ FAILED, WAITS, FLOOR, DRAINED = (
 
 
 class Sink:
-    """A webhook that keeps the messages that were posted to it."""
+    """A web server whose webhook stores the messages that Prefect's automations post to it."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, str]] = []
@@ -61,7 +62,10 @@ class Sink:
 
 @dataclass(kw_only=True)
 class Scene:
-    """A pool with a worker, on a Prefect server whose automations post to the sink."""
+    """The setup of a test: a work pool with a worker, and a sink for the server's notifications.
+
+    The automations of the Prefect server post their messages to the sink.
+    """
 
     pool: GangPool
     sink: Sink
@@ -69,17 +73,17 @@ class Scene:
     url: str
 
     def message_of(self, text: str) -> dict[str, str]:
-        """Wait for a message that contains a text, and return the first of them."""
+        """Wait until the sink has a message that contains a text, and return the first message."""
         until(lambda: self.sink.of(text), f"a message with {text}", 60)
         return self.sink.of(text)[0]
 
     def events(self, *names: str, about: str = "") -> list[dict[str, Any]]:
-        """Return up to 50 events, oldest first.
+        """Return up to 50 events of the Prefect server, oldest first.
 
         Args:
             names: Names of the events; if there are none, all events whose name begins with
                 "muster.".
-            about: Id of the resource that the events are about; empty for any resource.
+            about: Id of the Prefect resource that the events are about; empty for any resource.
         """
         event = {"name": list(names)} if names else {"prefix": ["muster."]}
         event_filter: dict[str, Any] = {"event": event, "order": "ASC"}
@@ -118,7 +122,10 @@ def client_of() -> Callable[[str], SyncPrefectClient]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a copy of the automations that reports a waiting run after LONG_S, not an hour."""
+    """Return a folder with a copy of the automations that reports waiting runs after LONG_S.
+
+    The original automations report a run after an hour.
+    """
     folder = tmp_path_factory.mktemp("automations")
     for path in FOLDER.glob("*.yaml"):
         shutil.copy(path, folder)
@@ -188,7 +195,8 @@ def test_failed_run_is_notified_once_with_kind_component_and_log(scene: Scene) -
     assert OUT_OF_MEMORY in Path(log.partition(":")[2]).read_text()
     assert lines[-1] == OUT_OF_MEMORY
     assert any(run.flow_run_id in line for line in lines if line.startswith("page: "))
-    # By now the server has also emitted its own event of the same failure, which may not notify.
+    # The server has also emitted its own event of the same failure. That event must not cause a
+    # second message.
     fired = scene.until_fired(FAILED, f"prefect.flow-run.{run.flow_run_id}")
     executed = until(
         lambda: scene.events(
@@ -243,7 +251,8 @@ def test_only_the_run_that_still_waits_is_notified(scene: Scene) -> None:
 
     message = scene.message_of(waiting.name)
 
-    # The admitted run waited first. The message about the other run may still name it.
+    # The admitted run was the first in the queue. The message about the other run may still mention
+    # the admitted run.
     assert scene.sink.of(f"run: {admitted.name}") == []
     assert "still waits" in message["subject"]
     assert "needs 1 node with 8 GPUs" in message["body"]

@@ -51,5 +51,6 @@ def test_quick_benchmarks_print_a_table_and_write_every_figure(tmp_path: Path) -
             assert row["way"] in done.stdout
             assert row["samples"] == len(row["values"]) > 0
             assert min(row["values"]) >= 0 and row["median"] <= row["p99"] <= row["max"]
-    # Only a full run of the benchmarks, or the option --record, may change BENCHMARKS.md.
+    # This short run must not change BENCHMARKS.md. Only a full run of the benchmarks, or the option
+    # --record, may do so.
     assert (ROOT / "BENCHMARKS.md").read_bytes() == page

@@ -47,7 +47,11 @@ def segment() -> Iterator[Path]:
 
 
 def containment_at(level: Level) -> dict[str, Containment]:
-    """Return the argument of a supervisor that limits the containment to a level."""
+    """Return the argument of a supervisor that limits the containment to a level.
+
+    The containment levels L2 to L4 are the ways in which Muster keeps hold of a component's
+    processes: by guardians, cgroups or namespaces.
+    """
     with mock.patch.dict(os.environ, MUSTER_MAX_CONTAINMENT=level.value):
         return {"containment": probe(namespace=level is Level.L4)}
 
@@ -145,7 +149,8 @@ def test_components_of_a_run_share_a_namespace_and_see_only_processes_of_the_run
     stage.end(supervisor)
 
 
-# `make faults` tests all process trees of SHAPES, at each containment level.
+# This test uses two process trees of SHAPES. `make faults` tests all of them, at each containment
+# level.
 @needs_namespace
 @pytest.mark.parametrize("shape", ["leader-ignores-term", "scrubbed-daemon"])
 def test_process_tree_in_a_namespace_ends_with_its_component(stage: Stage, shape: str) -> None:
@@ -225,7 +230,7 @@ def test_shared_memory_in_use_is_not_removed(segment: Path) -> None:
 def test_shared_memory_is_registered_before_processes_are_stopped(
     stage: Stage, register: RunRegister, segment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Muster searches for shared memory before it stops processes, not only at intervals."""
+    """The supervisor searches for shared memory at intervals, and before it stops processes."""
     monkeypatch.setattr(shared_memory, "_CPU_SHARE", 1e-6)
     second = segment.with_name(f"{segment.name}-2")
     stage.running(
@@ -257,7 +262,7 @@ def test_shared_memory_is_registered_before_processes_are_stopped(
 def test_registry_is_written_before_the_program_runs(
     stage: Stage, register: RunRegister, muster_home: Path
 ) -> None:
-    """The program itself prints its entry in the registry."""
+    """The program itself prints its entry in the registry, so the entry was written before."""
     entry = muster_home / "live" / RUN_ID / "component-trainer.json"
 
     stage.run(
@@ -291,6 +296,6 @@ def find_cgroup(pid: int) -> list[str]:
 
 
 def list_run_cgroups() -> set[str]:
-    """Return the names of the cgroups that belong to components of the run."""
+    """Return the names of the cgroups of this test run's components."""
     assert HERE.cgroup_parent is not None
     return {entry.name for entry in Path(HERE.cgroup_parent).glob(f"{cgroup.PREFIX}{RUN_ID}-*")}

@@ -42,7 +42,7 @@ CHANGES = {
     "job_variables": {"env": {"HF_HOME": "/scratch"}},
     "enforce_parameter_schema": False,
 }
-#: Fields of a deployment that a person changed, or that the server keeps for a person.
+#: Fields of a deployment that must keep the values that a person has set in the UI.
 KEPT = (*CHANGES, "schedules", "global_concurrency_limit", "work_pool_name", "work_queue_name")
 
 
@@ -58,7 +58,10 @@ def client(prefect_url: str, muster_home: Path) -> Iterator[SyncPrefectClient]:
 
 
 def make_changes_of_a_person(prefect_url: str, deployment_url: str) -> Any:
-    """Change a deployment with a single schedule, as a person does in the UI, and return it."""
+    """Change a deployment as a person does in the UI, and return the changed deployment.
+
+    The deployment must have a single schedule.
+    """
     deployment = ask("GET", deployment_url)
     address = f"{prefect_url}/deployments/{deployment['id']}"
     ask("PATCH", address, CHANGES)
@@ -148,7 +151,7 @@ def test_restart_of_the_upkeep_keeps_schedules_of_a_person(
 
 
 def schedules_of(deployment: dict[str, Any]) -> list[Any]:
-    """Return the schedules without their ids and times of writing, in a fixed order."""
+    """Return the schedules of a deployment in a fixed order, without ids and times of creation."""
     fields = ("schedule", "active", "parameters", "slug")
     schedules = [{name: schedule[name] for name in fields} for schedule in deployment["schedules"]]
     return sorted(schedules, key=str)

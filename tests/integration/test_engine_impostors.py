@@ -42,7 +42,7 @@ DAEMON = ["sh", "-c", f"(setsid {' '.join(COMMAND)} &) ; exec sleep 600"]
 
 
 def start_fleet(fleet: FleetProcess, port: int, command: list[str]) -> None:
-    """Start a fleet with one engine that gets the port."""
+    """Start a fleet with one engine, whose server gets the given port."""
     plan = fleet.plan(fleet={"engines": 1, "command": command}, ports={"server.0": port})
     fleet.start(plan)
 
@@ -50,7 +50,10 @@ def start_fleet(fleet: FleetProcess, port: int, command: list[str]) -> None:
 def start_fleet_despite_impostor(
     fleet: FleetProcess, impostor: subprocess.Popen[bytes], port: int
 ) -> str:
-    """Start a fleet whose engine must use another port; return the data sent to the impostor."""
+    """Start a fleet whose engine must use another port; return the data sent to the impostor.
+
+    The impostor is a process of the test that listens on the engine's planned port.
+    """
     try:
         assert impostor.stdout is not None
         assert impostor.stdout.readline() == b"listens\n"
@@ -135,7 +138,7 @@ def test_who_takes_the_port_of_an_engine_that_died_gets_no_request(fleet: FleetP
 @pytest.mark.thorough
 @only_as_root
 def test_silent_connections_of_another_user_end_no_engine(fleet: FleetProcess) -> None:
-    """The fleet process may open few files, so that few connections suffice to fill its table."""
+    """The limit of open files of the fleet process is low, so that few connections exhaust it."""
     port = free_port()
     plan = fleet.plan(fleet={"engines": 1}, ports={"server.0": port})
     fleet.start(plan)
@@ -162,13 +165,17 @@ def test_silent_connections_of_another_user_end_no_engine(fleet: FleetProcess) -
 
 
 def count_requests(port: int) -> int:
-    """Return the number of requests that the engine itself has counted."""
+    """Return the number of requests that the engine's server has received, by its own count."""
     url = f"http://127.0.0.1:{port}/counts"
     return int(httpx.get(url, trust_env=False, timeout=DEADLINE_S).json()["total"])
 
 
 def wait_for_new_engine(fleet: FleetProcess, impostor: subprocess.Popen[bytes]) -> str:
-    """Wait for the next epoch of the engine; return the data that the impostor printed."""
+    """Wait until the engine was restarted; return the data that the impostor printed.
+
+    The impostor is a process of the test that listens on the engine's previous port. Each start of
+    an engine is a new epoch.
+    """
     try:
         fleet.until_ready(epoch=2)
     finally:

@@ -25,7 +25,8 @@ PART = {
     "MUSTER_HOME does not answer when a component dies": [Phase.RUNNING],
     "Ctrl-C to the foreground group, twice": [Phase.STOPPING],
 }
-#: Titles of cases that other tests nearly cover, or that wait for a limit of many seconds.
+#: Titles of cases that run only in `make thorough`: other tests nearly cover them, or they take
+#: many seconds.
 THOROUGH = {
     "disk full when a component is to be registered",
     "leader ignores TERM",

@@ -26,8 +26,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 SERVER = Path(__file__).parents[1] / "support" / "dummy_server.py"
 COMMAND = [sys.executable, str(SERVER), "--port", "${server.port}", "--rank", "${server.rank}"]
-#: A trainer that completes in the attempt of its second argument. In earlier attempts it runs until
-#: it is ended.
+#: A trainer. Its arguments are the number of the current attempt and the number of the last
+#: attempt. It completes in the last attempt; in earlier attempts, it runs until it is killed.
 TRAINER = "import sys, time; time.sleep(600 if int(sys.argv[1]) < int(sys.argv[2]) else 0)"
 
 
@@ -41,7 +41,7 @@ def ground(prefect_url: str, tmp_path: Path) -> Iterator[Ground]:
 def build_spec(last_attempt: int, **fleet: Any) -> dict[str, Any]:
     """Return the spec of a run with two engines that completes in the attempt `last_attempt`.
 
-    The spec lists no kind of failure under "retry".
+    The spec has no key "retry", so the default retries apply.
     """
     rollout = {"backend": "command", "engines": 2, "command": COMMAND, "stop": {"grace_s": 1}}
     arguments = ["${attempt.number}", str(last_attempt), "${rollout.url}"]
@@ -74,7 +74,7 @@ class Attempt:
         return record
 
     def servers(self) -> dict[int, int]:
-        """Return the pid of the process that listens for each server, by the rank of the server."""
+        """Return the pid of the process that listens on each server's port, by the rank."""
         spec = yaml.safe_load((self._directory / "spec.yaml").read_text())
         url = spec["components"]["trainer"]["command"][-1]
         answer = httpx.get(f"{url}/muster/rollout", trust_env=False, timeout=DEADLINE_S)
@@ -131,7 +131,8 @@ def test_fourth_lost_fleet_ends_the_run(ground: Ground) -> None:
 def test_failure_of_a_fleet_killed_during_a_recovery_names_the_recovering_engine(
     ground: Ground, tmp_path: Path
 ) -> None:
-    # The first start of each server works. A restarted server never becomes ready.
+    # In each attempt, the first start of a server works. A restarted server only sleeps, so it
+    # never becomes ready.
     once = f'test ! -e {tmp_path}/$0 || exec sleep 600; : > {tmp_path}/$0; exec "$@"'
     run = ground.start_run(
         build_spec(
@@ -154,7 +155,7 @@ def test_failure_of_a_fleet_killed_during_a_recovery_names_the_recovering_engine
 @pytest.mark.parametrize(
     "end",
     [
-        # Another process asks the fleet to end.
+        # Another process sends SIGTERM to the fleet process.
         lambda pid: os.kill(pid, signal.SIGTERM),
         # The fleet process aborts and writes a stack dump.
         lambda pid: os.kill(pid, signal.SIGABRT),

@@ -26,11 +26,12 @@ from tests.support.stage import DEADLINE_S, RUN_ID, Stage, free_port, is_alive, 
 
 SERVER = Path(__file__).parents[1] / "support" / "dummy_server.py"
 COMMAND = [sys.executable, str(SERVER), "--port", "${server.port}", "--rank", "${server.rank}"]
-#: Command of a server that also starts a daemon in its own session.
+#: Command of a server that also starts a daemon in another session.
 #:
 #: A signal to the server's process group does not reach the daemon.
 WITH_A_DAEMON = ["sh", "-c", f"setsid sleep 600 & exec {' '.join(COMMAND)}"]
-#: A program that owns the run's directory in the registry, as the flow process of a run does.
+#: A program that opens the run's directory in the registry and owns it, as the flow process of a
+#: run does.
 OWNER = f"""
 import sys
 from tasks.processes.registry import RunRegister
@@ -43,7 +44,7 @@ ARGV = (sys.executable, "-P", "-m", "tasks.rollout.process")
 
 
 class FleetProcess:
-    """A fleet process that a test starts, queries and kills."""
+    """The process that supervises a fleet of inference servers; a test starts and kills it."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -110,7 +111,10 @@ class FleetProcess:
         return {}
 
     def until_ready(self, epoch: int = 1) -> dict[str, Any]:
-        """Wait until all engines serve and an engine has reached the epoch; return the snapshot."""
+        """Wait until all engines serve, and return the gateway's description of the fleet.
+
+        At least one engine must have reached the epoch. Each start of an engine is a new epoch.
+        """
         wait_until(lambda: self._is_ready(epoch), f"the fleet serves; its log: {self.tail()}")
         return self.snapshot()
 
@@ -122,7 +126,10 @@ class FleetProcess:
         )
 
     def until_states(self, *states: str, epoch: int = 1) -> None:
-        """Wait until the engines have these states and an engine has reached the epoch."""
+        """Wait until the engines have these states, and at least one of them has reached the epoch.
+
+        Each start of an engine is a new epoch.
+        """
 
         def is_reached() -> bool:
             engines = self.snapshot().get("engines", [])
@@ -140,12 +147,12 @@ class FleetProcess:
         return content
 
     def push(self, version: int) -> None:
-        """Load a version of the weights into each server, directly at the URL of the server."""
+        """Load a version of the weights into each server, by a request to the server itself."""
         for server in self.snapshot()["servers"]:
             self.post(f"{server['url']}/weights", version=version)
 
     def commit_loaded_versions(self) -> dict[str, Any]:
-        """Commit a weight update without a broadcast of weights, and return the gateway's answer.
+        """Commit the weights that the servers have already loaded; return the gateway's answer.
 
         The servers report the versions that they have loaded. Engines with the newest version are
         committed.
@@ -163,7 +170,7 @@ class FleetProcess:
         return self.post(f"{url}/commit", version=newest, epochs=epochs)
 
     def generated_by(self) -> int:
-        """Send a request through the gateway; return the weight version that answered."""
+        """Send a request through the gateway; return the weight version that the answer names."""
         body = self.post(f"http://127.0.0.1:{self.port}/generate", prompt="1", max_tokens=1)
         return int(body["meta_info"]["version"])
 
@@ -187,7 +194,7 @@ class FleetProcess:
 def fleet(tmp_path: Path, stage: Stage) -> Iterator[FleetProcess]:
     """Yield a fleet process that is not started yet.
 
-    After the test, the kernel must show no process of the fleet.
+    After the test, no process of the fleet may be alive.
     """
     tree.become_subreaper()
     fleet_process = FleetProcess(tmp_path)
@@ -197,7 +204,7 @@ def fleet(tmp_path: Path, stage: Stage) -> Iterator[FleetProcess]:
 
 
 def _reap_leftovers(stage: Stage) -> dict[int, str]:
-    """Reap processes that have ended, and return the remaining processes of the test."""
+    """Reap child processes that have ended, and return the processes that are still alive."""
     for pid in stage.left():
         if not is_alive(pid):
             with suppress(ChildProcessError):
@@ -286,7 +293,7 @@ def test_weights_that_a_trainer_loads_directly_serve_after_the_commit(
     fleet.push(2)
     commits.append(fleet.commit_loaded_versions())
 
-    # The restarted server has version 0, so it must not have answered.
+    # The restarted server has weight version 0, so it must not have answered any request.
     assert set(answers) == {1}
     assert [(commit["version"], commit["serving"]) for commit in commits] == [
         (1, [0, 1]),
@@ -366,7 +373,8 @@ def test_fleet_can_be_stopped_while_servers_load(fleet: FleetProcess) -> None:
         "server.started rank=0",
         pytest.param("server.started rank=1", marks=pytest.mark.thorough),
         "after=active",
-        # This moment needs a recovery. The test kills a server first to cause the recovery.
+        # This event belongs to the recovery of a server. The test first kills a server to cause the
+        # recovery.
         "recovery.begun",
     ],
 )

@@ -44,9 +44,9 @@ QUESTIONS = Questions(
 
 
 class RealFleet:
-    """Two engines of two dummy servers each, below guardians, and the fleet that supervises them.
+    """A fleet of two engines with two dummy servers each. A guardian process owns each server.
 
-    Only the first server of an engine is an entrypoint.
+    Only the first server of an engine is an entrypoint, which accepts requests.
     """
 
     def __init__(self, directory: Path, **settings: Any) -> None:
@@ -90,14 +90,14 @@ class RealFleet:
         return pid
 
     def routed_ranks(self) -> set[int]:
-        """Return the ranks of the servers that get requests from the router."""
+        """Return the ranks of the servers to which the fleet's router sends requests."""
         return {entrypoint.rank for entrypoint in self.fleet.router.entrypoints}
 
     def epochs(self) -> list[int]:
         return [group.epoch for group in self.fleet.registry.view.groups]
 
     async def misbehave(self, rank: int, **fault: Any) -> None:
-        """Make the dummy server of the rank show a fault from now on."""
+        """Make a dummy server misbehave from now on, with the fields of `dummy_server.Fault`."""
         url = self.fleet.registry.view.servers[rank].url
         async with httpx.AsyncClient(trust_env=False) as client:
             (await client.post(f"{url}/misbehave", json=fault)).raise_for_status()
@@ -109,7 +109,7 @@ class RealFleet:
                 await asyncio.sleep(0.01)
 
     async def until_serving(self, epochs: list[int]) -> None:
-        """Wait until all engines are active and have these epochs."""
+        """Wait until all engines are active and have these epochs. Each start is a new epoch."""
         await self.until(
             lambda: (
                 self.epochs() == epochs
@@ -145,7 +145,7 @@ def _build_slot(rank: int, engine: int, ranks: tuple[int, ...]) -> ServerSlot:
 
 @pytest.fixture
 def play(tmp_path: Path, stage: Stage) -> Iterator[Callable[..., None]]:
-    """Yield a function that starts a fleet, runs a test's scenario on it, and stops the fleet.
+    """Yield a function that starts a fleet, runs a test's coroutine on it, and stops the fleet.
 
     After the test, no process of the fleet may remain.
     """
@@ -205,8 +205,8 @@ def test_deaths_beyond_the_recovery_budget_are_fatal(play: Callable[..., None]) 
         assert "the budget of 1 recoveries is used up" in reason
         assert "killed by SIGKILL" in reason
 
-    # Two simultaneous deaths count as one incident only within a time window. So the test waits for
-    # the recovery between the deaths.
+    # Servers that die at about the same time use the recovery budget only once. So the test waits
+    # for their recovery before it kills them again.
     play(scenario, budget=1)
 
 
@@ -263,7 +263,7 @@ def test_check_reports_failed_ranks_after_their_processes_have_ended(
         await real_fleet.until_serving([2, 1])
         assert real_fleet.fleet.registry.view.training["mesh"] == [[0, 1], [2, 3]]
 
-    # Without `misses`, only `check` queries the servers, and no regular probe does.
+    # `misses=0` switches the regular probes off. Only the request `check` then probes the servers.
     play(scenario, misses=0)
 
 

@@ -50,7 +50,8 @@ while True:
     connection.sendall(b"HTTP/1.0 200 OK\\r\\n\\r\\n{}")
     connection.close()
 """
-#: A program that prints, as JSON, the port numbers in the names of abstract sockets.
+#: A program that searches the names of abstract Unix sockets for reserved port numbers, and prints
+#: the numbers as JSON.
 READ_REGISTER = """
 print(json.dumps(re.findall(r"@muster/port/(\\d+)$", open("/proc/net/unix").read(), re.M)))
 """
@@ -72,7 +73,7 @@ def start_stranger(stage: Stage) -> Iterator[Callable[..., ForeignServer]]:
 def take_once_spawned(
     stage: Stage, start_stranger: Callable[..., ForeignServer], port: int
 ) -> threading.Thread:
-    """Start a thread that makes another user take the port as soon as the api was spawned.
+    """Start a thread that lets another user listen on the api's port as soon as the api runs.
 
     The thread then creates the file `go`. The api waits for this file before it binds the port.
     """
@@ -92,7 +93,8 @@ def test_other_users_cannot_read_which_ports_are_reserved() -> None:
     process = start_as_another_user(READ_REGISTER)
     assert process.wait(30) == 0
 
-    # Runs of other Muster versions on this machine may also have such names.
+    # Other versions of Muster on this machine may use such socket names, so only the ports of this
+    # test count.
     read_ports = {int(number) for number in json.loads(end_process(process))}
 
     ports.close()
@@ -116,8 +118,8 @@ def test_component_whose_port_another_user_has_is_not_ready(
     trainer = stage.component("trainer", sh("echo started; sleep 600"))
     supervisor = stage.supervise(replace(api, ready=probe), trainer, ports=ports)
     if probe is None:
-        # Without a probe, the component is ready as soon as it runs. So the port must be taken
-        # before.
+        # Without a readiness probe, the component is ready as soon as it runs. So another user must
+        # take the port before.
         ports.release("api")
         start_stranger(port)
     else:
@@ -300,7 +302,10 @@ def test_run_completes_although_another_user_took_a_port(
 
 
 def find_spawned_ports(directory: Path) -> list[int]:
-    """Return the last argument of each api process in the events below a directory: its port."""
+    """Return the port of each api process, from the events of the runs below a directory.
+
+    The port is the last argument of the process.
+    """
     ports = []
     for events in directory.rglob("events.jsonl"):
         for line in events.read_text().splitlines():

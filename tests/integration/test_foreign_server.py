@@ -42,7 +42,8 @@ from tests.support.ground import until
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSWORD = "muster:the-password-of-the-stack"
-#: Environment that loads Muster's check of the listening process into a process of Prefect.
+#: Environment variables with which a Prefect process loads Muster's plugin. The plugin checks which
+#: user owns the process that listens on the server's port.
 GUARDED = {"PREFECT_PLUGINS_ENABLED": "true", "PREFECT_PLUGINS_ALLOW": "muster"}
 
 

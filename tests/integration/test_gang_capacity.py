@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.slow]
 
 #: A Ray program that takes 3 GPUs of each node in a placement group.
 #:
-#: A slow actor takes another GPU.
+#: An actor that takes a long time takes another GPU.
 GANG = """
 import time, ray
 from ray.util.placement_group import placement_group
@@ -41,7 +41,7 @@ class Slow:
 slow = Slow.remote()
 time.sleep(3600)
 """
-#: A Ray program outside Muster's runs that takes 2 GPUs.
+#: A Ray program that belongs to no run of Muster and takes 2 GPUs.
 STRANGER = """
 import time, ray
 ray.init(log_to_driver=False)
@@ -56,7 +56,7 @@ GANG_OF_3 = Demand(nodes=2, gpus_per_node=3, cpus_per_gpu=3)
 
 @pytest_asyncio.fixture
 async def jobs(ray_cluster: RayCluster, tmp_path: Path, muster_home: Path) -> AsyncIterator[Jobs]:
-    """Yield a starter of Ray jobs; all its jobs end with the test."""
+    """Yield an object that starts Ray jobs; all its jobs end with the test."""
     jobs = Jobs(ray_cluster.address, tmp_path)
     yield jobs
     await jobs.clear()
@@ -73,7 +73,7 @@ async def capacity() -> AsyncIterator[Capacity]:
 async def read_until(
     capacity: Capacity, cluster: RayCluster, meets_condition: Callable[[Cluster], object]
 ) -> Cluster:
-    """Read the cluster until it meets a condition, and return the first reading that does."""
+    """Read the capacity of the cluster until it meets a condition, and return that reading."""
     deadline = time.monotonic() + WITHIN_S
     while True:
         reading = await capacity.read_cluster(cluster.address, {})
@@ -84,7 +84,7 @@ async def read_until(
 
 
 def sum_gpus(cluster: Cluster) -> dict[str, float]:
-    """Return the number of GPUs that Muster's runs and other programs use in the whole cluster."""
+    """Return the GPUs in use in the whole cluster: by Muster's runs, and by other programs."""
     return {
         "taken": sum(sum(gpus_by_node.values()) for gpus_by_node in cluster.taken.values()),
         "others": sum(node.others_gpus for node in cluster.nodes),
@@ -98,7 +98,8 @@ async def test_gpus_of_muster_runs_are_distinguished_from_gpus_of_others(
     run_id = f"trial-sft-20260102-030405-{uuid.uuid4().hex[-8:]}"
     (_, run_job), (_, other_job) = await asyncio.gather(
         jobs.launched("python", "-c", GANG, run_id=run_id),
-        # This job's submission id is not the id of a run.
+        # The submission id of this job is not the id of a run, so the job counts as another
+        # program.
         jobs.launched("python", "-c", STRANGER),
     )
 

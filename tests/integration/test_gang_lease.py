@@ -23,9 +23,10 @@ from tests.support.prefect_api import ask
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-#: Times that are longer than a test. A test fails if a handover of the lease waits for their end.
+#: Time limits of the lease that are longer than a test. A test with these values fails if a
+#: handover of the lease waits for a limit.
 NEVER = {"hold_s": 600.0, "expire_s": 900.0}
-#: Times until a lease that is not renewed passes to another host.
+#: Short time limits, for tests in which an abandoned lease must pass to another host.
 SOON = {"hold_s": 1.0, "expire_s": 3.0}
 
 
@@ -38,14 +39,17 @@ def api(prefect_url: str) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def nursery(api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    """Yield a process that forks the schedulers of all tests."""
+    """Yield the nursery, a process that forks the scheduler processes of all tests."""
     with closing(Nursery(api, tmp_path_factory.mktemp("gates") / "log")) as nursery:
         yield nursery
 
 
 @pytest.fixture
 def gates(nursery: Nursery, tmp_path: Path) -> Iterator[Gates]:
-    """Yield a group of schedulers that share a journal; all end with the test."""
+    """Yield an object that starts scheduler processes; all of them end with the test.
+
+    The processes write to a common journal file while they have the scheduler lease.
+    """
     with Gates.of(tmp_path, nursery) as gates:
         yield gates
 

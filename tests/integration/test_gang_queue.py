@@ -28,7 +28,8 @@ from tests.support.prefect_api import ask
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 ALL = {"n1": 16}
-#: Longest wait for a decision of the scheduler. A decision that is not there by then never comes.
+#: Time limit for a decision of the scheduler, in seconds. The limit is so long that a decision
+#: which takes longer is a fault.
 WITHIN_S = 60.0
 
 
@@ -58,7 +59,7 @@ def served(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture
 def pool(served: GangPool) -> Iterator[GangPool]:
-    """Yield the pool without runs and with its first settings."""
+    """Yield the pool of the module, without runs and with its original settings."""
     served.change()
     yield served
     served.patch(is_paused=False)
@@ -163,7 +164,8 @@ def test_run_of_a_higher_queue_starts_first(pool: GangPool) -> None:
 @pytest.mark.parametrize(
     "has_begun",
     [
-        # A process had been started to prepare the flow, and it ended with the worker.
+        # True: the worker had already started a process that prepares the flow. The process ended
+        # with the worker.
         True,
         pytest.param(False, marks=pytest.mark.thorough),
     ],
@@ -199,7 +201,7 @@ def make_dead_process_id() -> ProcessId:
 
 
 def write_grant(run: Run, nodes: dict[str, int], *, giver_process: ProcessId) -> None:
-    """Record a grant for a run, in the form in which the given process would record it."""
+    """Record on the server that a run was granted nodes, as the scheduler `giver_process` would."""
     giver = SchedulerProcess(host="n1", **giver_process.model_dump())
     state = run.flow_run()["state"]["id"]
     grant = Grant(nodes=nodes, state_id=state, at=time.time(), by=giver)
@@ -235,7 +237,8 @@ def test_run_started_by_a_worker_without_the_queue_waits_in_its_process(
         holder = pool.hold({"p1": 8})
         pool.start_worker(type="process")
         run = pool.submit(pool.spec(gpus=8))
-        # Before the run starts, the worker of another pool may already have written this message.
+        # Wait for RUNNING first: the worker of another pool may have written the same message
+        # before the run started.
         run.until_state("RUNNING")
         wait_for_message(run, "waits for holder-p1 to end")
         assert (run.state()[0], pool.noted(run)) == ("RUNNING", [])
@@ -252,7 +255,7 @@ def test_run_started_by_a_worker_without_the_queue_waits_in_its_process(
 
 @pytest.mark.thorough
 def test_repeated_creation_of_a_pipeline_stage_makes_one_run(pool: GangPool) -> None:
-    """The pipeline's process may be killed after it created a run and before it recorded the run.
+    """The pipeline's process may be killed between the creation of a run and its record.
 
     Two processes may also create the run of a stage at the same time.
     """
@@ -293,7 +296,9 @@ def test_repeated_creation_of_a_pipeline_stage_makes_one_run(pool: GangPool) -> 
 def test_worker_starts_a_run_that_the_scheduler_of_another_pool_found(
     pool: GangPool, tmp_path: Path
 ) -> None:
-    """The leader is the first worker by pool and name: `n1` of the pool `gang`.
+    """The leader is the worker whose scheduler decides for all pools.
+
+    It is the first worker in the order of pools and names: `n1` of the pool `gang`.
 
     The leader searches for due runs of the other pool's host, too.
     """
@@ -317,7 +322,7 @@ def test_worker_starts_a_run_that_the_scheduler_of_another_pool_found(
 def test_runs_of_one_schedule_have_different_ids_and_records(
     pool: GangPool,
 ) -> None:
-    """The ids of these flow runs begin with the same digits: a common time of creation."""
+    """The ids of these flow runs begin with the same digits, because they were created together."""
     deployment = pool.ground.get(f"/deployments/name/train/{pool.name}")["id"]
     spec = pool.spec(lasts_s=0.2)
     api = f"{pool.ground.api}/deployments/{deployment}"
@@ -407,7 +412,7 @@ def test_failing_node_is_avoided_and_drained_after_a_second_failed_run(
         second_host.clear()
 
 
-#: A stand-in for NVIDIA's library `pynvml` whose number of GPUs is the content of a file.
+#: Code of a fake of NVIDIA's library `pynvml`. The fake reads its number of GPUs from a file.
 DRIVER = """
 from pathlib import Path
 class NVMLError(Exception): pass

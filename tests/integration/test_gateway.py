@@ -40,13 +40,14 @@ _CHAT = "/v1/chat/completions"
 
 
 class FakeFleet:
-    """A stand-in for the fleet: it names the active servers and records the gateway's reports."""
+    """A fake fleet, which lists the active servers and records the reports of the gateway."""
 
     def __init__(self, *, limit: int | None = None, **settings: Any) -> None:
         self.settings = settings_of(**{"paths": (ANY_PATH,), **settings})
         self.router = Router(limit=limit, queue_size=self.settings.queue_size)
         self.failures: list[tuple[int, int, str]] = []
-        #: Number of reported tokens of each server, by rank and epoch.
+        #: Number of tokens that the gateway has reported for each server, by rank and epoch. Each
+        #: start of a server is a new epoch.
         self.tokens: dict[tuple[int, int], int] = {}
         self.orders: list[tuple[Any, ...]] = []
         self.version: int | None = None
@@ -126,7 +127,7 @@ class FakeFleet:
 
 
 class Scene:
-    """A gateway, the fake fleet behind it, dummy servers and a client."""
+    """The setup of a test: a gateway, a fake fleet with dummy servers, and an HTTP client."""
 
     def __init__(self, fleet: FakeFleet, gateway: Gateway, servers: list[DummyServer]) -> None:
         self.fleet = fleet
@@ -135,7 +136,10 @@ class Scene:
         self.client = aiohttp.ClientSession(gateway.url, auto_decompress=False)
 
     def ask(self, path: str = _CHAT, *, id: str = "a", **options: Any) -> Any:
-        """Return a request to the gateway; the dummy servers count requests by `id`."""
+        """Return a request to the gateway, for use with `async with`.
+
+        The dummy servers count requests by `id`.
+        """
         options["headers"] = {"X-Request-Id": id, **options.get("headers", {})}
         method = options.pop("method", "POST")
         if method == "POST" and "data" not in options:
@@ -150,7 +154,10 @@ class Scene:
             return int(answer.headers["X-Muster-Rank"])
 
     def read_counts(self, counter: str, id: str = "a") -> list[int]:
-        """Return a counter of the request `id` for each server, in the order of the ranks."""
+        """Return the value of a counter for the request `id`, for each server by rank.
+
+        The counters are the fields of `dummy_server.Counts`.
+        """
         return [getattr(server.counts, counter)[id] for server in self.servers]
 
 
@@ -162,7 +169,11 @@ async def scene(
     settings: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> AsyncIterator[Scene]:
-    """Yield a gateway in front of dummy servers; `options` are arguments of the gateway."""
+    """Yield a `Scene`: a gateway, a fake fleet with dummy servers, and an HTTP client.
+
+    `count` is the number of servers, `limit` and `settings` are arguments of the fake fleet, and
+    `options` are arguments of the gateway.
+    """
     servers = [DummyServer(rank) for rank in range(count)]
     for server in servers:
         await server.start()
@@ -184,7 +195,7 @@ async def scene(
 
 @pytest.fixture(scope="session")
 def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
-    """Return the policy that makes the same event loop as the fleet process has."""
+    """Return the policy of uvloop, because the fleet process uses this event loop, too."""
     return uvloop.EventLoopPolicy()
 
 
@@ -227,7 +238,8 @@ async def test_every_method_and_path_reaches_a_server_unchanged(method: str) -> 
         ("POST", "/act", True),
         ("GET", "/v1/models", True),
         ("GET", "/v1/models/policy", True),
-        # Requests about one server of many: a client must not see or change a single server.
+        # Requests that concern a single server. A client of the gateway must not see or change a
+        # single server.
         ("POST", "/v1/models", False),
         ("POST", "/update_weights_from_disk", False),
         ("POST", "/collective_rpc", False),
@@ -283,7 +295,7 @@ async def test_health_is_ok_if_any_server_is_active() -> None:
         setup.fleet.serve()
         async with setup.client.get("/health") as answer:
             assert answer.status == 503
-        # Requests wait during a weight update.
+        # Close the router, as during a weight update. Requests for text then wait.
         setup.fleet.router.close()
         async with setup.client.get("/health") as answer:
             assert answer.status == 200
@@ -407,7 +419,8 @@ async def test_slow_client_slows_its_server_instead_of_filling_a_buffer() -> Non
         async with setup.ask("/large?bytes=200000000", method="GET") as answer:
             await answer.content.readexactly(1)
             sent_before = -1
-            # The loop ends when all buffers between the client and the server are full.
+            # The server stops sending when all buffers between the client and the server are full.
+            # Then the loop ends.
             while counts.bytes_sent != sent_before:
                 sent_before = counts.bytes_sent
                 for _ in range(20):
@@ -698,7 +711,7 @@ async def test_requests_get_the_reason_if_the_last_server_is_removed() -> None:
 async def request_refusal(
     setup: Scene, **options: Any
 ) -> tuple[int, Mapping[str, str], dict[str, Any]]:
-    """Send a request that is refused; return the status, the headers and the error."""
+    """Send a request that the gateway must refuse; return the status, the headers and the error."""
     async with setup.ask(**options) as answer:
         return answer.status, answer.headers, (await answer.json())["error"]
 

@@ -48,7 +48,7 @@ def read_port(gateway: Gateway) -> int:
 
 
 async def read_line(process: subprocess.Popen[bytes], line_to_send: str = "") -> str:
-    """Write a line to the program if there is any, and return the program's next line of output."""
+    """Send a line to the program's stdin, if any, and return the next line of its stdout."""
     assert process.stdin is not None and process.stdout is not None
     if line_to_send:
         process.stdin.write(f"{line_to_send}\n".encode())
@@ -60,7 +60,10 @@ async def read_line(process: subprocess.Popen[bytes], line_to_send: str = "") ->
 async def start_attacker(
     setup: Scene, script: str, *arguments: object
 ) -> AsyncIterator[subprocess.Popen[bytes]]:
-    """Start a script of another user that gets the gateway's port; kill it at the end."""
+    """Run a script as another user while the context is open.
+
+    The first argument of the script is the port of the gateway.
+    """
     process = start_as_another_user(script, read_port(setup.gateway), *arguments)
     try:
         yield process
@@ -70,9 +73,9 @@ async def start_attacker(
 
 
 def count_client_sockets(gateway: Gateway) -> int:
-    """Return how many sockets of this process are the client's end of a connection to the gateway.
+    """Return the number of this process's sockets that are connected to the gateway's port.
 
-    The kernel's table of connections contains them.
+    They are read from the kernel's table of TCP connections.
     """
     own_sockets = set(tree.list_open_files(os.getpid()).values())
     with open("/proc/self/net/tcp", encoding="ascii") as table:
@@ -90,8 +93,8 @@ async def test_another_user_is_refused_while_no_file_can_be_opened() -> None:
         assert await read_line(attacker) == "connected"
         own_reader, own_writer = await connected(setup.gateway)
         own_writer.write(b"GET /muster/health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        # The attacker connected before this client. So after this answer, the gateway has accepted
-        # both connections.
+        # The attacker connected before this client. So the answer to this client shows that the
+        # gateway has accepted both connections.
         await own_reader.readuntil(b"}")
         with full_table_of_files():
             order = await read_line(attacker, "POST /muster/rollout/sync")

@@ -22,7 +22,7 @@ _CHUNKED = _POST + b"Transfer-Encoding: chunked\r\n\r\n"
 @pytest.mark.parametrize(
     ("status", "request_"),
     [
-        # Two lengths: two readers could find different ends of the body.
+        # Requests with two lengths: two HTTP parsers could find different ends of the body.
         (400, _POST + b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"),
         (400, _POST + b"Content-Length: 3\r\nContent-Length: 4\r\n\r\nabcd"),
         (400, _POST + b"Content-Length: 3\r\nContent-Length: 3\r\n\r\nabc"),
@@ -30,7 +30,7 @@ _CHUNKED = _POST + b"Transfer-Encoding: chunked\r\n\r\n"
         (501, _POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n"),
         (501, _POST + b"Transfer-Encoding: identity\r\n\r\n"),
         (400, b"POST /x HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"),
-        # Lines and names that two readers could end at different places.
+        # Lines and header names that two HTTP parsers could end at different places.
         (400, b"GET /x HTTP/1.1\nHost: me\n\n"),
         (400, _GET + b"X: a\n\r\n"),
         (400, _GET + b"X: a\r\n b\r\n\r\n"),
@@ -46,7 +46,7 @@ _CHUNKED = _POST + b"Transfer-Encoding: chunked\r\n\r\n"
         (400, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"),
         (505, b"GET /x HTTP/2.0\r\nHost: localhost\r\n\r\n"),
         (400, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"),
-        # Heads above the size limit.
+        # Request heads above the size limit.
         (431, _GET + b"X: " + b"a" * 200_000 + b"\r\n\r\n"),
         (431, b"GET /" + b"a" * 500_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n"),
         (431, _GET + b"X: a\r\n" * 1000 + b"\r\n"),
@@ -129,7 +129,7 @@ Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 async def start_answering_server(raw: bytes, answer: Answer | None = None) -> AsyncIterator[Scene]:
     """Yield a gateway in front of a server that sends these bytes and closes the connection.
 
-    If `answer` is given, it handles the connections of the server instead.
+    If `answer` is given, this function handles the connections of the server instead.
     """
 
     async def answer_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -183,7 +183,7 @@ async def test_invalid_response_counts_as_a_failure_of_the_server(raw: bytes) ->
         (_OK + b"Transfer-Encoding: chunked\r\n\r\n1;x=y\r\na\r\n0\r\nX: 1\r\n\r\n", 200, b"a"),
         (b"HTTP/1.1 204 None\r\nContent-Length: 3\r\n\r\n", 204, b""),
         (b"HTTP/1.1 304 Same\r\nContent-Length: 3\r\n\r\n", 304, b""),
-        # A second response that was not requested.
+        # The server sends a second response that was not requested.
         (_OK + b"Content-Length: 1\r\n\r\na" + _OK + b"Content-Length: 1\r\n\r\nb", 200, b"a"),
     ],
 )

@@ -19,7 +19,8 @@ from tasks.spec.probes import LiveProbe, ReadyProbe
 from tests.support.stage import DEADLINE_S, Stage, free_port, sh, wait_until
 
 UP = ReadyProbe(log="up", within_s=DEADLINE_S)
-#: A liveness probe that always fails, so that Muster soon ends the component as hanging.
+#: A liveness probe that always fails. Muster therefore soon treats the component as hanging, and
+#: ends it.
 MISSED = LiveProbe(file="never-there", every_s=0.02, misses=2)
 
 #: A program that answers one HTTP request after the other; `SERVES % port` is the program.
@@ -36,7 +37,7 @@ serve_requests()
 
 #: A program that waits forever for a lock; `STUCK % statements` is the program.
 #:
-#: The statements set the reaction to SIGTERM.
+#: The statements set the program's reaction to SIGTERM.
 STUCK = """
 import os, signal, sys, threading
 lock = threading.Lock()
@@ -67,12 +68,15 @@ def build_python_component(stage: Stage, name: str, code: str, **options: object
 
 
 def read_report(stage: Stage, name: str) -> str:
-    """Return the report about the hang of a component."""
+    """Return the report that Muster has written about the hang of a component."""
     return (stage.directory / f"{name}.hang.txt").read_text()
 
 
 def read_last_words(stage: Stage, name: str) -> str:
-    """Return the part of the report that the component itself wrote during the examination."""
+    """Return the last part of the report: the output of the component after the hang was noticed.
+
+    Muster makes a hanging component print its stacks.
+    """
     _, _, last_words = read_report(stage, name).partition(f"New output in {name}.log:")
     return last_words
 
@@ -107,7 +111,7 @@ def test_report_about_a_stopped_component_has_kernel_state_and_stacks(stage: Sta
     assert not (stage.directory / "trainer.hang.txt").exists()
 
 
-#: Programs that hang, by the process state that the kernel shows for them.
+#: Code of programs that hang, by the letter of the process state that /proc shows for them.
 SHAPES = {
     "S": """
 import threading
@@ -183,7 +187,7 @@ def test_report_about_a_deadlock_names_the_blocked_function(stage: Stage) -> Non
     assert "in wait_for_lock" in read_last_words(stage, "trainer")
     diagnosed = stage.until("component.diagnosed", "trainer")
     assert diagnosed.fields["path"] == str(stage.directory / "trainer.hang.txt")
-    # The stacks that Muster requested are not the reason for the failure.
+    # The failure must not quote the stacks that Muster made the component print.
     assert "wait_for_lock" not in failure.log_tail
 
 

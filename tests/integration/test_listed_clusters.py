@@ -27,7 +27,7 @@ CODE = "import ray\nray.init()\nprint('GPUs', ray.cluster_resources()['GPU'])"
 
 @pytest.fixture
 def certificate(tmp_path: Path) -> tuple[Path, Path]:
-    """Return the paths of a private certificate: the server's files and the CA file."""
+    """Return the paths of two files: the server's key and certificate, and the CA certificate."""
     return own_certificate(tmp_path)
 
 

@@ -46,7 +46,10 @@ STUBBORN = "trap '' TERM; echo up; while :; do sleep 0.05; done"
 
 
 class Hosts:
-    """Makes hosts that write to the test's directory, and collects the deaths of their servers."""
+    """Makes `LocalHost` objects, which run servers of a fleet, and collects their servers' deaths.
+
+    The hosts write their logs to the test's directory.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -55,7 +58,11 @@ class Hosts:
         self.disk = DiskThread("disk")
 
     def __call__(self, *, grace_s: float = 0.3, register_at: Path | None = None) -> LocalHost:
-        """Return a new host; `register_at` is the run's directory in the registry, if any."""
+        """Return a new host, which runs servers as processes of this machine.
+
+        `register_at` is the run's directory in the registry. None if the servers are not
+        registered.
+        """
         plan = plan_in(self.directory, run_id=RUN_ID, grace_s=grace_s, register_at=register_at)
         env = {"PATH": os.environ["PATH"], "FROM": "the run"}
         host = LocalHost(plan, env, self.disk)
@@ -77,7 +84,7 @@ class Hosts:
 
 @pytest_asyncio.fixture
 async def hosts(tmp_path: Path, stage: Stage) -> AsyncIterator[Hosts]:
-    """Yield a maker of hosts; no process of their servers may remain after the test."""
+    """Yield an object that makes hosts; no process of a server may remain after the test."""
     tree.become_subreaper()
     hosts = Hosts(tmp_path)
     yield hosts
@@ -87,7 +94,7 @@ async def hosts(tmp_path: Path, stage: Stage) -> AsyncIterator[Hosts]:
 
 
 def build_slot(rank: int = 0, *argv: str, port: int | None = None, **env: str) -> ServerSlot:
-    """Return a slot whose server runs the command `argv`, by default a long sleep."""
+    """Return the planned place of a server that runs the command `argv`. Default: a long sleep."""
     return ServerSlot(
         ranks=(rank,),
         engine=rank,
@@ -104,7 +111,7 @@ def build_slot(rank: int = 0, *argv: str, port: int | None = None, **env: str) -
 
 
 def build_http_slot(port: int, rank: int = 0) -> ServerSlot:
-    """Return a slot whose server is the program SERVER on the port."""
+    """Return the planned place of a server that runs the program SERVER on the port."""
     return build_slot(rank, sys.executable, "-I", "-S", "-c", SERVER, str(port), port=port)
 
 
@@ -133,7 +140,7 @@ async def test_server_gets_the_environments_of_the_run_and_of_its_slot(hosts: Ho
 @pytest.mark.parametrize(
     ("script", "why"),
     [
-        # A crash, and a death by SIGKILL.
+        # The server crashes, or is killed by SIGKILL.
         ("echo no memory; exit 3", "exit code 3"),
         ("echo no memory; kill -9 $$", "killed by SIGKILL"),
         # A server must never exit by itself, so exit code 0 is also a death.

@@ -20,7 +20,8 @@ from tests.support.stage import RUN_ID, is_alive
 #: Identity of a process that does not exist.
 GONE = ProcessId(pid=1 << 22, start_ticks=1, boot_id=boot_id())
 
-#: A program that marks itself and starts a daemon, which inherits the mark.
+#: A program that marks itself and starts a daemon, which inherits the mark. A mark is a number in a
+#: resource limit, with which Muster finds the descendants of a process.
 #:
 #: The daemon clears its environment.
 MARKED = """
@@ -36,7 +37,10 @@ Marked = tuple[int, tuple[int, int]]
 
 @pytest.fixture
 def marked() -> Iterator[Marked]:
-    """Yield a mark, and the pids of a process and its daemon that have the mark."""
+    """Yield a mark, and the pids of a process and of its daemon that have the mark.
+
+    A mark is a number in a resource limit, with which Muster finds the descendants of a process.
+    """
     mark = tree.new_mark()
     with subprocess.Popen(
         [sys.executable, "-c", MARKED, str(mark)], stdout=subprocess.PIPE, text=True
@@ -60,7 +64,10 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def build_lost_run(directory: Path, *entries: RegisterEntry, **owner: object) -> LostRun:
-    """Return a lost run with these entries; `owner` replaces fields of its owner."""
+    """Return a lost run with these entries in the registry; its flow process has died.
+
+    `owner` replaces fields of the process that owned the run.
+    """
     fields = {"run_id": RUN_ID, "host": host_name(), "process": GONE}
     run = LostRun(directory, Owner.model_validate({**fields, **owner}))
     run.entries = list(entries)
@@ -68,7 +75,7 @@ def build_lost_run(directory: Path, *entries: RegisterEntry, **owner: object) ->
 
 
 def build_entry(**changes: object) -> RegisterEntry:
-    """Return the entry of a component; `changes` replaces fields."""
+    """Return the registry entry of a component; `changes` replaces fields of the entry."""
     fields = {
         "run_id": RUN_ID,
         "attempt": 1,
@@ -93,7 +100,7 @@ def test_all_processes_with_the_mark_are_ended(tmp_path: Path, marked: Marked) -
 def test_process_with_a_reused_pid_is_not_ended(
     tmp_path: Path, sleeper: subprocess.Popen[bytes]
 ) -> None:
-    """A new process has the pid that the registry names; only its start time differs."""
+    """A new process has the pid from the registry. Only the start time of the process differs."""
     registered_process = ProcessId.of(sleeper.pid).model_copy(update={"start_ticks": 1})
 
     remains = finish(
@@ -142,7 +149,10 @@ def test_living_guardian_keeps_its_time_to_end_the_component(
 def test_overdue_guardian_is_ended_with_its_component(
     tmp_path: Path, marked: Marked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The guardian is stopped by SIGSTOP, so it would never end by itself."""
+    """The guardian is suspended by SIGSTOP, so it never ends by itself.
+
+    A guardian is the process that owns a component's process tree.
+    """
     os.kill(marked[1][0], signal.SIGSTOP)
     guardian = ProcessId.of(marked[1][0])
     run = build_lost_run(tmp_path, build_entry(mark=marked[0], guardian=guardian))

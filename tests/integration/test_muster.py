@@ -37,7 +37,8 @@ class Shell:
     """A user's terminal: program, working directory and environment."""
 
     program: Path
-    #: Working directory: a project with a script, and with packages that are named like Muster's.
+    #: Working directory: a user's project with a script, and with packages whose names are those of
+    #: Muster's packages.
     project: Path
     home: Path
 
@@ -127,7 +128,8 @@ def test_commands_read_the_records_without_a_server(shell: Shell, tmp_path: Path
     assert "Failed last: none" in outputs[()]
 
 
-#: Arguments of `muster`, the exit code, and a part of the output.
+#: For each command: the arguments of `muster`, the expected exit code, and a part of the expected
+#: output.
 VERBS = [
     (("trian", "muster.yaml"), 2, "did you mean `train`?"),
     (("train",), 2, "SPEC"),
@@ -204,7 +206,8 @@ def test_shell_completes_the_names_of_commands(shell: Shell, name: str, tmp_path
     completion_scripts = {
         "bash": "source ~/.bashrc; COMP_WORDS=(muster qu); COMP_CWORD=1; _muster; "
         "echo ${COMPREPLY[@]}",
-        # zsh runs on its own pseudo-terminal. The Tab key is sent after the prompt has appeared.
+        # zsh completes only on a terminal, so it runs on its own pseudo-terminal. The Tab key is
+        # sent after the prompt has appeared.
         "zsh": "zmodload zsh/zpty; zpty z zsh -f -i; "
         "zpty -w z 'source ~/.zshrc; autoload -U compinit; compinit -u -D; PS1=SET; echo'; "
         "zpty -r z out '*SET*SET*'; zpty -w -n z $'muster que\\t'; zpty -r z out '*queue*'; "

@@ -26,13 +26,14 @@ from tests.support.prefect_api import ask
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.thorough]
 
-#: Longest wait for any step. Each stage and each pipeline is a separate Prefect process.
+#: Time limit of each wait, in seconds. It is long because each stage and each pipeline starts a
+#: process that imports Prefect.
 WITHIN_S = 300.0
 until = partial(until_within, within_s=WITHIN_S)
 #: A training program.
 #:
-#: It copies its input file, writes a checkpoint, and exits when the file of its third argument
-#: exists.
+#: The program copies its input file, writes a checkpoint, and exits when the file that its third
+#: argument names exists.
 PART = """
 import os, pathlib, sys, time
 checkpoint, run_directory, go, code = sys.argv[1:5]
@@ -53,7 +54,7 @@ class Pipelines:
     """A pool with a worker, and pipelines that run on the pool."""
 
     pool: GangPool
-    #: File that lets the stages that wait for it end.
+    #: File that waiting stages wait for: they end when the file exists.
     go: Path
 
     @property
@@ -135,12 +136,12 @@ class Pipelines:
         return state["type"], state["message"] or ""
 
     def until_state(self, flow_run_id: str, *types: str) -> str:
-        """Wait until a flow run has a state of these types, and return the message of the state."""
+        """Wait until a flow run has a state of one of these types; return the state's message."""
         until(lambda: self.state(flow_run_id)[0] in types, f"{flow_run_id} is {types}")
         return self.state(flow_run_id)[1]
 
     def runs(self, flow_run_id: str, stage: str = "") -> list[dict[str, Any]]:
-        """Return the runs of a stage, or of all stages of the pipeline if `stage` is empty."""
+        """Return the runs of a stage of the pipeline, or of all its stages if `stage` is empty."""
         children = {"parent_flow_run_id": {"any_": [flow_run_id]}}
         child_runs = self.ground.post("/flow_runs/filter", flow_runs=children)
         return [run for run in child_runs if f"-{stage}" in run["idempotency_key"]]
@@ -163,7 +164,7 @@ class Pipelines:
         return (self.ground.home / "runs" / run["name"] / "given.txt").read_text()
 
     def let_go(self) -> None:
-        """Let the waiting stages end."""
+        """Create the file `go`, so that the waiting stages end."""
         self.go.touch()
 
     def start_worker(self) -> Popen[bytes]:

@@ -21,7 +21,7 @@ WANTED = "wanted-grpo-20260101-000000-abcd91c2"
 
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
-    """Yield a host with a Prefect server and an upkeep process that serves `prune`."""
+    """Yield a simulated host with a Prefect server, and an upkeep process that runs `prune`."""
     server = Server(tmp_path_factory.mktemp("server"))
     ground = Ground(home=tmp_path_factory.mktemp("home"), api=server.api)
     try:
@@ -86,6 +86,6 @@ def test_old_flow_runs_of_the_upkeep_are_deleted_but_not_trainings(ground: Groun
 
 
 def _read_final_state(ground: Ground, flow_run_id: str) -> dict[str, Any]:
-    """Return the state of the flow run if the state is final; otherwise an empty dictionary."""
+    """Return the state of the flow run if it is a final state; otherwise an empty dictionary."""
     state: dict[str, Any] = ground.get(f"/flow_runs/{flow_run_id}")["state"]
     return state if state["type"] in ("COMPLETED", "FAILED", "CRASHED") else {}

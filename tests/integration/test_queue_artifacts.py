@@ -32,7 +32,7 @@ def api(prefect_url: str) -> Iterator[str]:
 
 
 class Clock:
-    """A monotonic clock that the test moves."""
+    """A fake monotonic clock, whose time the test sets."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -60,7 +60,10 @@ def build_queued_run(
 def build_view(
     pool: str, *line: QueuedRun, at: float = 1_767_359_130.0, running: int = 1
 ) -> QueueView:
-    """Return a view of a queue with these queued runs and one node, whose GPUs are in use."""
+    """Return the view of a queue with these queued runs and one node, whose GPUs are in use.
+
+    A view is the data of the queue's tables in the Prefect UI.
+    """
     node = ClusterNode(cluster="", name="gpu-1", gpus=8, held={"run-0": 8})
     return QueueView(
         at=at,
@@ -208,7 +211,7 @@ async def build_empty_view(_client: object, pool: str) -> QueueView:
 
 @pytest.fixture
 def pool(api: str) -> Iterator[str]:
-    """Yield a work pool with a worker's job template and with a second queue."""
+    """Yield a work pool with a job template like that of a real pool, and a second work queue."""
     template = {
         "job_configuration": {"env": "{{ env }}"},
         "variables": {"type": "object", "properties": {"env": {"type": "object"}}},
@@ -242,7 +245,7 @@ def test_operator_commands_change_only_the_settings_of_the_queue(
 
 @pytest.fixture
 def unserved(api: str) -> Iterator[str]:
-    """Yield a pool without a worker; two runs of it each want all 8 GPUs of its only node."""
+    """Yield a pool without a worker; two of its runs each request all 8 GPUs of its only node."""
     nodes = {"nodes": [{"name": "gpu-1", "gpus": 8}]}
     variables = {"properties": {"gang": {"default": nodes}}}
     template = {"job_configuration": {"env": {}}, "variables": variables}

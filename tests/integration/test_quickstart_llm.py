@@ -34,7 +34,10 @@ PROMPTS = ("one", "two", "three", "four")
 
 
 class VllmFleet:
-    """A fleet of two engines, with a trainer that knows the weights of every version."""
+    """A fleet of two engines with fake vLLM servers, and the trainer's client of the fleet.
+
+    The object remembers the weights of every version, to check the answers of the engines.
+    """
 
     def __init__(self, directory: Path, *, interval_s: float) -> None:
         """Args:
@@ -44,7 +47,8 @@ class VllmFleet:
         """
         self.directory = directory
         port = free_port()
-        #: The weights of each version: a factor of the log-probabilities of the stand-in.
+        #: The weights of each version. The weights of the fake server are a single number, by which
+        #: it multiplies log-probabilities.
         self.scales = {0: 1.0}
         plan = FleetPlan(
             **{
@@ -117,7 +121,7 @@ class VllmFleet:
         )
 
     def is_consistent(self, answer: Answer) -> bool:
-        """Return True if the log-probabilities of the answer fit its weight version."""
+        """Return True if the weights of the version that an answer names generated the answer."""
         scale = self.scales[answer.version]
         expected = [
             log_prob(scale, token, position) for position, token in enumerate(answer.tokens)
@@ -178,7 +182,7 @@ class Load:
             thread.join()
 
     def _ask(self, prompt: str) -> None:
-        """Request completions of the prompt until the end or an error."""
+        """Request completions of the prompt until `stop` is called or a request fails."""
         while not self._is_over.is_set():
             try:
                 self.answers += self._client.complete(prompt, count=2, max_tokens=8)
@@ -201,7 +205,10 @@ def fleet(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[VllmFleet]
 
 @pytest.fixture
 def load(fleet: VllmFleet) -> Iterator[Load]:
-    """Yield running requests; in the end, each answer must fit the weight version that it names."""
+    """Yield threads that send requests during the test, and then check all answers.
+
+    The weights of the version that an answer names must have generated it.
+    """
     requests = Load(fleet.client)
     yield requests
     requests.stop()
@@ -223,8 +230,8 @@ def test_answers_are_generated_with_the_weight_version_that_they_name(
     assert {answer.engine for answer in load.answers} == set(ENGINES)
 
 
-# With this interval no health check runs during the test. The check that asks vLLM for a token
-# would kill the engine.
+# With this interval between health checks, no health check runs during the test. A health check
+# that lets vLLM generate a token would kill the engine.
 @pytest.mark.parametrize("fleet", [600.0], indirect=True)
 def test_engine_that_failed_to_load_weights_is_restarted_and_not_committed(
     fleet: VllmFleet, load: Load

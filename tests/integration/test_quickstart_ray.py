@@ -19,7 +19,7 @@ WITHIN_S = 240
 
 
 def count_used_gpus(cluster: RayCluster) -> float:
-    """Return the number of GPUs of the cluster that Ray has given to jobs."""
+    """Return the number of GPUs of the cluster that Ray jobs use."""
     usage = GcsClient(address=cluster.gcs_address).get_all_resource_usage(timeout=10)
     return sum(
         node.resources_total.get("GPU", 0.0) - node.resources_available.get("GPU", 0.0)

@@ -24,7 +24,7 @@ QUICKSTART = Path(__file__).parents[2] / "deployments" / "quickstart"
 
 #: Longest wait in seconds for a process to be ready or to end.
 #:
-#: A correct run needs only a fraction of it.
+#: A correct test waits only for a fraction of this limit.
 DEADLINE_S = 90.0
 
 

@@ -47,7 +47,7 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.slow]
 
 
 class Fleet:
-    """A host that runs servers on a Ray cluster, and a queue of the deaths that it reports."""
+    """A `RayHost`, which runs servers of a fleet as Ray actors, and the deaths that it reports."""
 
     def __init__(self, host: RayHost) -> None:
         self.host = host
@@ -55,7 +55,7 @@ class Fleet:
         host.on_death = self.deaths.put_nowait
 
     async def slot(self, rank: int, node: int, *, gpus: int = 4) -> ServerSlot:
-        """Return a slot on the node, with a port that the host reserved for it."""
+        """Return the planned place of a server on a node, with a port that the host reserved."""
         [port] = await self.host.hold_ports(node, [f"server.{rank}"])
         return ServerSlot(
             ranks=(rank,),
@@ -71,7 +71,7 @@ class Fleet:
         )
 
     async def start(self, slot: ServerSlot, epoch: int = 1) -> None:
-        """Start the server of the slot, and wait until it answers."""
+        """Start the server at its planned place, and wait until the server answers."""
         await self.host.start(slot, epoch)
         await until_true(lambda: self._answers(slot))
 
@@ -100,7 +100,7 @@ def find_processes(slot: ServerSlot) -> list[psutil.Process]:
 async def open_fleet(
     cluster: RayCluster, folder: Path, *, bundles: int = 2, within_s: float = 30.0
 ) -> AsyncIterator[Fleet]:
-    """Yield a fleet whose host reserves `bundles` nodes with 8 GPUs each on the cluster."""
+    """Yield a fleet whose host reserves `bundles` nodes with 8 GPUs each on the Ray cluster."""
     os.environ.update(RAY_ENV)
     fleet = {"backend": "command", "engines": bundles, "gpus_per_node": 8, "placement": "ray"}
     plan = plan_in(folder, run_id=_RUN, grace_s=2.0, fleet=fleet, node_gpus=8, ray=cluster.address)
@@ -169,7 +169,7 @@ async def test_port_is_reserved_on_its_node_until_its_server_starts(
 
 
 def list_port_keepers(cluster: RayCluster) -> list[psutil.Process]:
-    """Return the processes on all nodes that reserve ports."""
+    """Return the processes on all nodes that hold the ports which are reserved for servers."""
     keepers = []
     for node in cluster.nodes:
         for process in psutil.Process(node.raylet).children(recursive=True):
@@ -209,7 +209,7 @@ async def test_reported_death_has_the_last_output_of_the_server(
         assert "serving" in death.last_words
         assert await fleet.host.ask(0, _HEALTH, 5.0) == "rank 0 is not running"
         assert find_processes(slot) == []
-        # The next epoch of the server can start in the same slot.
+        # The server can start again at the same place, as the next epoch.
         await fleet.start(slot, epoch=8)
 
 

@@ -47,7 +47,7 @@ LOSS = FlowLoss(pid=GONE.pid)
 
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
-    """Yield a host with a Prefect server and a worker."""
+    """Yield a `Ground`: a simulated host with a Prefect server and a worker."""
     home = tmp_path_factory.mktemp("host") / "home"
     with host_with_worker(tmp_path_factory.mktemp("server"), home) as ground:
         yield ground
@@ -117,7 +117,7 @@ def until_next_process(run: Run, old_pid: int) -> None:
 
 
 def until_finished(run: Run) -> None:
-    """Reconcile until the run is no longer registered.
+    """Run `reconcile` repeatedly until the run is no longer in the registry.
 
     Processes that a worker started for the run may end later, so one call may not suffice.
     """
@@ -136,7 +136,7 @@ def test_jobs_continue_after_a_killed_flow_and_the_next_process_attaches_to_them
     run = ground.submit(build_spec(ray_cluster, finished, "adopt")).until_running()
     submission_id = f"{run.name}--a01"
 
-    # An upgrade of the worker ends the process in this way: the Prefect server has no cancellation.
+    # SIGTERM without a cancellation on the Prefect server, as during an upgrade of the worker.
     first = run.flow_pid()
     os.kill(first, signal.SIGTERM)
     until_next_process(run, first)
@@ -215,7 +215,10 @@ def test_cancel_without_a_flow_process_ends_the_continued_jobs(
 
 @pytest.fixture
 def lost_run(tmp_path: Path) -> Iterator[LostRun]:
-    """Yield a lost run with a registered Ray job; the cluster may not know the job."""
+    """Yield a run whose flow process has died, with a Ray job in the registry.
+
+    The cluster does not necessarily know the job.
+    """
     directory = tmp_path / "live"
     attempt = tmp_path / "attempt-01"
     directory.mkdir()
@@ -233,7 +236,7 @@ def lost_run(tmp_path: Path) -> Iterator[LostRun]:
 
 
 def write_submission(lost_run: LostRun, address: str, **times: float) -> Path:
-    """Write the submission file of the run's job, and return its path."""
+    """Write the file in which Muster records the submission of the run's job; return its path."""
     path = lost_run.jobs[0].log.parent / "submission.json"
     job_fields = {"address": address, "submission_id": "r--a01", "submit_began_at": time.time()}
     run_fields = {"run_id": "r", "attempt": 1, "component": "trainer"}

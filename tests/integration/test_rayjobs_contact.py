@@ -21,14 +21,14 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.slow]
 
 @pytest_asyncio.fixture
 async def wire(ray_cluster: RayCluster) -> AsyncIterator[Wire]:
-    """Yield a proxy of the cluster's dashboard that can cut its connections."""
+    """Yield a `Wire`: a proxy before the Ray dashboard that a test can stop and start again."""
     async with wire_to(ray_cluster.address) as wire:
         yield wire
 
 
 @pytest_asyncio.fixture
 async def jobs(wire: Wire, tmp_path: Path, muster_home: Path) -> AsyncIterator[Jobs]:
-    """Yield a starter of Ray jobs behind the proxy; no process of a job may remain."""
+    """Yield an object that starts Ray jobs through the proxy; no process of a job may remain."""
     jobs = Jobs(wire.address, tmp_path)
     yield jobs
     await jobs.clear()

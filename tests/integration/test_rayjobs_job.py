@@ -30,7 +30,7 @@ _TREE = "setsid sleep 3600 & (setsid sh -c 'sleep 3600 & wait' &) ;"
 
 @pytest_asyncio.fixture
 async def jobs(ray_cluster: RayCluster, tmp_path: Path, muster_home: Path) -> AsyncIterator[Jobs]:
-    """Yield a starter of Ray jobs; no process of a job may remain after the test."""
+    """Yield an object that starts Ray jobs; no process of a job may remain after the test."""
     jobs = Jobs(ray_cluster.address, tmp_path)
     yield jobs
     await jobs.clear()
@@ -158,7 +158,8 @@ async def test_no_process_survives_the_end_of_the_driver_or_of_rays_supervisor(
 
     assert [(end.exit_code, end.signal) for end in ends] == [(0, None), (None, 9), (None, None)]
     assert "supervisor" in ends[2].note
-    # Muster swept no process here; the wrapper of the driver ended all of them.
+    # The wrapper of the driver has ended all processes. Muster's check for leftover processes, in
+    # `end`, finds none.
     await until(lambda: not jobs.marked(), 10)
     assert [await job.end() for job in (ended, killed, orphan)] == [(), (), ()]
 
@@ -307,7 +308,8 @@ async def test_all_gpus_are_free_after_the_end_even_if_actors_are_detached(
     plan, job = await jobs.launched("python", "-c", program, gpus=8, start_within_s=40.0)
     loss_watch = asyncio.create_task(job.until_job_lost())
     await until(lambda: plan.command.log.exists() and b"\ntaken\n" in plan.command.log.read_bytes())
-    # The cluster's control store learns of the GPUs a moment after the driver has printed "taken".
+    # The cluster's control store counts the GPUs as used only a moment after the driver has printed
+    # "taken".
     while sum((await free_gpus(ray_cluster.gcs_address)).values()) != 8:
         await asyncio.sleep(0.05)
 

@@ -29,14 +29,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def api() -> Iterator[str]:
-    """Yield the address of this module's own server; a shared server could have other lost runs."""
+    """Yield the address of a Prefect server for this module only.
+
+    A server that other modules use could have further lost runs.
+    """
     with temporary_settings(restore_defaults={PREFECT_API_URL}), prefect_server(password="") as url:
         yield url
 
 
 @pytest.fixture
 def ground(api: str, tmp_path: Path) -> Iterator[Ground]:
-    """Yield a host without runs."""
+    """Yield a `Ground`: a simulated host, which has no runs yet."""
     ground = Ground(home=tmp_path / "home", api=api)
     yield ground
     ground.clear()
@@ -46,7 +49,10 @@ def ground(api: str, tmp_path: Path) -> Iterator[Ground]:
 
 @pytest.fixture
 def pending(ground: Ground) -> Callable[..., Run]:
-    """Return a function that makes a pending flow run whose worker never started a process."""
+    """Return a function that makes a flow run in the state PENDING, without a process.
+
+    The worker that had the flow run never started a process for it.
+    """
 
     def make_pending_run(worker: str) -> Run:
         flow = ground.post("/flows/", name="train")["id"]
@@ -69,7 +75,7 @@ def set_state(ground: Ground, flow_run_id: str, state_type: str, **state_fields:
 
 
 def set_worker(ground: Ground, flow_run_id: str, worker: str) -> None:
-    """Record on the Prefect server that the worker has the flow run."""
+    """Record on the Prefect server that the worker has taken the flow run."""
     url = f"{ground.api}/flow_runs/{flow_run_id}/labels"
     ask("PATCH", url, {"prefect.worker.name": worker})
 
@@ -101,7 +107,7 @@ def test_run_with_a_killed_flow_process_is_finished_completely(ground: Ground) -
     assert f"- {run.name}: " in artifacts[-1]["data"]
     (event,) = until(lambda: ground.events(run.flow_run_id), "the cleanup is reported as an event")
     assert (event["payload"]["record"], event["payload"]["server"]) == ("failed", "Crashed")
-    # A second reconcile finds nothing to do.
+    # Running `reconcile` again finds nothing to do.
     assert ground.reconcile_without_flow() == "nothing to do"
     assert ground.artifacts() == artifacts and run.record() == record
 
@@ -150,7 +156,8 @@ def test_simultaneous_reconciles_finish_a_run_once(ground: Ground) -> None:
     with ThreadPoolExecutor(2) as pool:
         summaries = set(pool.map(lambda _: ground.reconcile(), range(2)))
 
-    # The other reconcile found the run claimed or already finished.
+    # Only one of the two calls of `reconcile` finishes the run. The other call found the run in
+    # work or already finished.
     assert summaries == {f"{host_name()}: 1 of 1 lost runs reconciled", "nothing to do"}
     assert [e["event"] for e in run.events()].count("reconcile.ended") == 1
     assert run.state()[0] == "CRASHED"
@@ -174,7 +181,8 @@ def test_live_run_is_not_changed(ground: Ground) -> None:
 @pytest.mark.thorough
 def test_lost_run_that_was_being_cancelled_becomes_cancelled(ground: Ground) -> None:
     run = ground.start_run(sleepers()).until_running()
-    # The process is killed first. A living process would react to the cancellation itself.
+    # The flow process is killed before the cancellation, because a living process would react to
+    # the cancellation itself.
     run.kill_flow()
     set_state(ground, run.flow_run_id, "CANCELLING")
 
@@ -186,7 +194,7 @@ def test_lost_run_that_was_being_cancelled_becomes_cancelled(ground: Ground) -> 
 
 @pytest.mark.thorough
 def test_run_that_waits_for_its_next_attempt_keeps_its_state(ground: Ground) -> None:
-    """Its flow process has ended correctly: it left a registry entry and a state to wait in."""
+    """The flow process ended correctly, and left a registry entry and the state for waiting."""
     run = ground.start_run(sleepers()).until_running()
     set_state(ground, run.flow_run_id, "SCHEDULED", name="PendingResources")
     run.kill_flow()
@@ -231,8 +239,8 @@ def test_pending_flow_run_without_a_process_is_rescheduled(
     monkeypatch.setenv("MUSTER_HOME", str(ground.home))
     with temporary_settings({PREFECT_API_URL: ground.api}):
         first_report = reconcile_host()
-        # The flow run must be this old. The test lowers the limit instead of waiting; the server's
-        # clock has whole seconds only.
+        # `reconcile` ignores flow runs that changed only recently. The test lowers this limit
+        # instead of waiting. It is negative because the server's times are in whole seconds.
         monkeypatch.setattr(flow_runs, "_SETTLED_AFTER", timedelta(seconds=-2))
 
         second_report = reconcile_host()
@@ -247,7 +255,7 @@ def test_pending_flow_run_without_a_process_is_rescheduled(
 def test_state_set_after_the_end_is_corrected_from_the_record(
     ground: Ground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The Prefect server allows a flow run to leave the state Completed."""
+    """The Prefect server accepts another state after Completed, which must be corrected."""
     run = ground.start_run(sleepers(code="print('up', flush=True); raise SystemExit"))
     run.until_state("COMPLETED")
     run.until_gone()
@@ -338,7 +346,7 @@ def test_second_process_of_a_flow_run_leaves_the_run_to_the_first(ground: Ground
 def test_run_that_moved_to_another_host_is_left_to_that_host(
     ground: Ground, pending: Callable[..., Run]
 ) -> None:
-    """Each host has its own MUSTER_HOME. This host returns and finds a run that it had begun."""
+    """Each host has its own MUSTER_HOME. This host was down, and finds a run that it had begun."""
     run = pending(worker=host_name())
     ground.start("-c", START_FLOW_RUN, run.flow_run_id, log="here")
     run.until_running().kill_flow()

@@ -22,10 +22,10 @@ from tasks.processes.services import RestartPolicy, ServiceReport, Services, Ser
 from tasks.spec.probes import ReadyProbe
 from tests.support.stage import is_alive, python, wait_until
 
-#: A service that starts a child at its first start, and then keeps running.
+#: A service, a program that Muster keeps alive. At its first start, it also starts a child process.
 #:
-#: At SIGTERM the child needs a second to save its state, which is longer than the service's own
-#: grace period. As with Prefect, the parent of the child ignores SIGTERM.
+#: After SIGTERM, the child needs a second to save its state. This is longer than the grace period
+#: of the service. The parent of the child ignores SIGTERM, as a worker of Prefect does.
 SERVICE = """
 import os, signal, sys, time
 directory = sys.argv[1]
@@ -64,7 +64,7 @@ services.wait_over()
 
 
 def build_services(directory: Path) -> tuple[Services, list[ServiceReport]]:
-    """Return an object that keeps one service alive, and the list of the service's reports.
+    """Return an object that keeps one service alive, and a list that gets the service's reports.
 
     The newest report is last.
     """

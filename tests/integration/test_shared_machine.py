@@ -23,9 +23,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """Yield a folder like `/tmp`; the attacker owns a file there named like Prefect's folder."""
+    """Yield a folder like `/tmp` that contains a file of another user, the attacker.
+
+    The file has the name of the folder that Prefect's runner wants to create there.
+    """
     with shared_folder() as directory:
-        # It must be a file: root could write to a folder that belongs to another user.
+        # The attacker creates a file, not a folder: the tests may run as root, and root could write
+        # into the folder of another user.
         attack("touch", directory / "runner_storage")
         yield directory
 
@@ -61,8 +65,7 @@ def test_processes_start_although_another_user_took_a_name_in_tmp(
             stderr=subprocess.STDOUT,
         )
     try:
-        # Prefect's runner makes its folder before the process reports its start, its end or a
-        # retry.
+        # Prefect's runner creates its folder before the process writes one of these lines.
         until(
             lambda: re.search(f"{start_pattern}|Error|are not served", log.read_text()),
             "the process reports its start or an error",

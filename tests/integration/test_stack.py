@@ -38,7 +38,7 @@ from tests.support.wheel import each
 ROOT = Path(__file__).resolve().parents[2]
 PREFECT = str(Path(sys.executable).parent / "prefect")
 QUICKSTART = str(ROOT / "deployments/runs/quickstart.yaml")
-#: A user's training program, which takes the number of steps of its argument.
+#: A user's training program. Its argument is the number of steps.
 SCRIPT = """
 import itertools, json, os, sys, time
 steps = int(sys.argv[1])
@@ -60,7 +60,7 @@ progress: {jsonl: "${attempt.dir}/metrics.jsonl", step: step, total: 20}
 #: A program that another user runs. It tries to use Ray's dashboard, to list a folder and to read a
 #: file of the stack.
 #:
-#: It prints a JSON list with the HTTP status or the exception of each refusal.
+#: The program prints a JSON list with the HTTP status or the exception of each try.
 INTRUDER = """
 import encodings.idna, json, os, sys, urllib.error, urllib.request
 def find_refusal(action, *arguments):
@@ -168,7 +168,7 @@ class Home:
         return flow_run
 
     def wait_for(self, flow_run_id: str, message: str, *, state: str = "RUNNING") -> Any:
-        """Wait until a flow run has the state and the message; fail if it ends otherwise."""
+        """Wait until a flow run has the state and the message; fail if it ends in another way."""
 
         def find_flow_run() -> dict[str, Any] | None:
             flow_run = self.flow_run(flow_run_id)
@@ -183,7 +183,7 @@ class Home:
         return until(find_flow_run, f"{flow_run_id} is {state}: {message}")
 
     def record(self, flow_run: dict[str, Any]) -> dict[str, Any]:
-        """Return the record of the run that the flow run belongs to."""
+        """Return the content of the record file `run.json` of a flow run."""
         path = self.directory / "runs" / flow_run["name"] / "run.json"
         record: dict[str, Any] = json.loads(path.read_text())
         return record
@@ -200,7 +200,7 @@ def find_processes(stack: Stack) -> set[int]:
 
 
 def find_raylet(node: str, stack: Stack) -> psutil.Process:
-    """Return the raylet of a node. If it dies, Ray counts the node as dead."""
+    """Return the raylet of a node, Ray's daemon. Ray counts a node without its raylet as dead."""
     [raylet] = (
         process
         for process in map(psutil.Process, find_processes(stack))
@@ -336,7 +336,8 @@ def test_ray_commands_work_with_the_address_and_token_that_up_prints(home: Home)
     [
         ("http://127.0.0.1:{port}", "http://127.0.0.1:{port}"),
         ("http://localhost:{port}", "http://localhost:{port}"),
-        # A web page in the same browser, and another program of this machine.
+        # Origins that are not the UI: a foreign web page in the same browser, and another program
+        # of this machine.
         ("https://example.org", None),
         ("http://127.0.0.1:1", None),
     ],
@@ -380,7 +381,8 @@ def test_all_processes_of_the_stack_listen_on_loopback_only(home: Home) -> None:
     assert addresses <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
-#: Kinds of the listening processes of a stack, by a pattern of the command line or the name.
+#: Kinds of the listening processes of a stack, by a regular expression for the command line or the
+#: name of the process.
 #:
 #: The kinds are those of the table "What else listens" in docs/security.md.
 LISTENERS = {
@@ -428,7 +430,8 @@ def test_metrics_of_ray_are_readable_without_a_token(home: Home) -> None:
 
     readable_ports = {port for port in ports if has_readable_metrics(port)}
 
-    # Without the autoscaler's and the dashboard's ports, each of the three nodes may open one port.
+    # Besides the ports of the autoscaler and the dashboard, each of the three nodes may have one
+    # port that answers with metrics.
     assert len(readable_ports - {44217, 44227}) <= 3
     assert readable_ports
 
@@ -653,7 +656,8 @@ def test_schedule_starts_a_run_with_its_own_parameters(home: Home) -> None:
     deployment = home.api("GET", "/deployments/name/train/quickstart")
     schedules = f"/deployments/{deployment['id']}/schedules"
     schedule = {
-        # Prefect schedules runs every few seconds, and only for times in the future.
+        # Prefect's scheduler works every few seconds, and creates runs only for future times. So
+        # the interval must be long enough.
         "schedule": {"interval": 20},
         "active": True,
         "parameters": {"spec": json.loads(spec)},

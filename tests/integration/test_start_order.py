@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(600)]
 
 
 def run_deployment(pool: GangPool, spec: Path) -> Run:
-    """Run a deployment that has the spec as its parameter, as `prefect deploy` stores it."""
+    """Create a deployment with the spec as its parameter, as `prefect deploy` does, and run it."""
     deployment = pool.ground.get(f"/deployments/name/train/{pool.name}")["id"]
     parameters = load_run_spec(str(spec))
     ask("PATCH", f"{pool.ground.api}/deployments/{deployment}", {"parameters": parameters})

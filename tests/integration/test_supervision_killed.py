@@ -24,7 +24,8 @@ MakeWitness = Callable[..., Witness]
     ("ready", "event_name"),
     [
         (None, "component.ready"),
-        # At this event, the guardian of the trainer has not started the trainer yet.
+        # When this event is emitted, the guardian, the process that owns the trainer, has not
+        # started the trainer yet.
         (NEVER, "component.spawned"),
     ],
 )
@@ -53,7 +54,8 @@ def test_resumed_supervisor_finds_a_ready_component_after_its_deadline(
     flow_process.kill(signal.SIGSTOP)
     wait_until(lambda: flow_process.state() == "T", "the supervisor is stopped")
     (stage.directory / "ready").touch()
-    # The readiness deadline must pass while the supervisor is stopped. No event reports that.
+    # The readiness deadline must pass while SIGSTOP suspends the supervisor. No event reports the
+    # deadline, so the test waits for its time.
     deadline_time = flow_process.until("component.spawned", "trainer")["at"] + 2.5
     wait_until(lambda: time.time() > deadline_time, "the deadline has passed")
     flow_process.kill(signal.SIGCONT)

@@ -71,7 +71,7 @@ def test_components_start_after_the_previous_component_is_ready_and_end_in_rever
 @pytest.mark.parametrize(
     ("argv", "ready"),
     [
-        # Without a probe, the component is ready as soon as it runs.
+        # Without a readiness probe, the component is ready as soon as it runs.
         (FOREVER, None),
         (sh("sleep 0.05; echo service is up; exec sleep 600"), ReadyProbe(log="is up$")),
         # The line grows while the probe reads it.
@@ -295,7 +295,10 @@ def test_foreign_server_on_the_port_does_not_make_a_component_ready(
 def start_with_taken_port(
     stage: Stage, supervisor: Supervisor, take: Callable[[], None]
 ) -> Verdict:
-    """Start the api, call `take` once the api is spawned, and return the verdict."""
+    """Start the api, call `take` once the api runs, and return the verdict on the attempt.
+
+    `take` lets another program listen on the port of the api.
+    """
 
     def wait_and_take() -> None:
         stage.until("component.spawned")

@@ -114,7 +114,7 @@ def test_run_whose_guardians_cannot_start_fails_and_leaves_no_process(
 def test_run_with_a_low_limit_of_open_files_works(
     witness: Callable[..., Witness], tmp_path: Path
 ) -> None:
-    """The supervisor raises its own limit of open files; the components keep the original limit."""
+    """The supervisor raises its own limit of open files. The components keep the original limit."""
     command = sh("echo $(ulimit -Sn); echo up; exec sleep 600")
     components = [Stage(tmp_path).component(f"c{i}", command, ready=UP) for i in range(15)]
     wrapper = (*sh('ulimit -Sn 36 && exec "$@"'), "sh")
@@ -144,7 +144,8 @@ def test_many_attempts_leak_neither_descriptors_nor_threads(stage: Stage) -> Non
         run_attempt()
     gc.collect()
 
-    # A leak would add at least one per round. Other parts of this process may open a few files.
+    # A leak would add at least one descriptor or thread in each round. Other parts of this process
+    # may add a few.
     assert len(os.listdir("/proc/self/fd")) < fds + rounds
     assert len(os.listdir("/proc/self/task")) < threads + rounds
 

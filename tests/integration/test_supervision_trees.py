@@ -87,6 +87,7 @@ def test_daemon_of_the_flow_process_survives_the_death_of_a_guardian(stage: Stag
     stage.verdict_of(supervisor)
 
     assert is_alive(daemon)
-    # The daemon is now a child of this process, which is a subreaper, so this process must reap it.
+    # This process is a subreaper, so the daemon is now its child. Therefore this process must reap
+    # the daemon.
     os.kill(daemon, signal.SIGKILL)
     os.waitpid(daemon, 0)

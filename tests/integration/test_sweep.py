@@ -35,7 +35,10 @@ def ray_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def start_daemon() -> Iterator[Callable[[str], int]]:
-    """Yield a function that starts a daemon of a run and returns its pid; all end with the test."""
+    """Yield a function that starts a leftover daemon of a run and returns its pid.
+
+    All daemons end with the test.
+    """
     processes: list[subprocess.Popen[bytes]] = []
 
     def start_process(run_id: str) -> int:
@@ -57,7 +60,11 @@ def run_id() -> str:
 
 
 def list_drivers() -> list[int]:
-    """Return the pids of the living drivers that this process has started to reach a node."""
+    """Return the pids of the living drivers of this process.
+
+    A driver is a Ray program that starts Muster's agents on the nodes of a cluster and sends them
+    orders.
+    """
     pids = []
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
@@ -104,7 +111,10 @@ def test_cancelled_sweep_leaves_no_driver(
 
 
 def list_agents(cluster: RayCluster) -> dict[int, str]:
-    """Return the command lines of the cluster's living agents, by pid."""
+    """Return the command lines of the cluster's living agents, by pid.
+
+    An agent is an actor of Muster on a node that kills leftover processes of runs.
+    """
     agents = {}
     for pid in cluster.pids():
         with suppress(psutil.NoSuchProcess):
@@ -115,14 +125,17 @@ def list_agents(cluster: RayCluster) -> dict[int, str]:
 
 @pytest.fixture
 def own_cluster(muster_home: Path) -> Iterator[RayCluster]:
-    """Yield a cluster whose nodes have running agents of this test's home; no process remains."""
+    """Yield a cluster with running agents of this test's MUSTER_HOME on its nodes.
+
+    An agent is an actor of Muster that kills leftover processes of runs.
+    """
     with RayCluster.started(nodes=1) as cluster:
         assert asyncio.run(sweep(cluster.gcs_address, run_id="nobody")).is_clean
         yield cluster
 
 
 def prevent_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make every start of a driver fail, so that only agents can reach the nodes."""
+    """Make every start of a driver fail, so that only running agents can check the nodes."""
 
     async def start_no_driver(*_: object) -> None:
         raise NoAnswer("no driver here")
@@ -247,7 +260,8 @@ def test_leftovers_of_a_killed_raylet_are_killed_and_its_agent_ends(
     report = asyncio.run(sweep(own_cluster.gcs_address, run_id=run_id, within_s=60))
 
     assert [process.pid for process in report.killed] == [pid]
-    # Ray may already have removed the node from the cluster; then no node is unreached.
+    # Ray may already have removed the killed node from the cluster. Then the report lists no node
+    # as unreached.
     assert {node.node_id for node in report.unreached} <= {own_cluster.nodes[0].node_id}
     assert len(agents_before) == 2
     assert came(lambda: len(list_agents(own_cluster)) == 1, within_s=60)

@@ -37,7 +37,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def killed_owner(muster_home: Path) -> Iterator[subprocess.Popen[str]]:
-    """Yield a running owner process of the run, for the test to kill."""
+    """Yield a running process that owns the run. The test kills this process."""
     with subprocess.Popen(
         [sys.executable, "-c", OWNER],
         stdin=subprocess.PIPE,

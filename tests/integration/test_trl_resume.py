@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.thorough, pytest.mark.timeout(3600)]
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return a Python with TRL."""
+    """Return the path of a Python interpreter that can import TRL."""
     if given := os.environ.get("MUSTER_TEST_TORCH_PYTHON", ""):
         return given
     environment = tmp_path_factory.mktemp("trl") / "environment"
@@ -57,7 +57,7 @@ def steps_of(attempt: Path) -> list[int]:
 
 
 def kill_after(session: RunSession, steps: int) -> None:
-    """Kill the trainer of the current attempt once the attempt has made a number of steps."""
+    """Kill the trainer of the current attempt after a number of training steps."""
     while True:
         attempt = session.record.content.attempts[-1]
         trainer = attempt.components.get("trainer")
@@ -102,7 +102,8 @@ def test_no_more_than_one_save_interval_is_trained_again(muster_home: Path, pyth
             killer = None
             if kills < KILLS:
                 kills += 1
-                # A save takes longer than a step, so some of the kills hit a save.
+                # Saving a checkpoint takes longer than a step, so some of the kills happen during a
+                # save.
                 killer = threading.Thread(
                     target=kill_after, args=(session, moments.randint(6, 11)), daemon=True
                 )

@@ -56,9 +56,10 @@ def api(prefect_url: str) -> Iterator[str]:
 def make_failed_run(
     api: str, muster_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[MakeFailedRun]:
-    """Yield a function that makes a run under a worker whose first attempt failed for lack of GPUs.
+    """Yield a function that makes a run whose first attempt has failed for lack of GPUs.
 
-    The function returns the session of the flow process and the flow run.
+    The run seems to be started by a worker. The function returns the session of its flow process,
+    and the run.
     """
     sessions = []
 
@@ -91,7 +92,7 @@ def make_failed_run(
 
 
 def list_waiting_runs(home: Path) -> list[str]:
-    """Return the ids of the runs that wait on this host without a process."""
+    """Return the ids of the runs that wait on this host, without a process, for an attempt."""
     folder = home / "parked"
     return sorted(path.stem for path in folder.iterdir()) if folder.exists() else []
 
@@ -176,7 +177,10 @@ def test_run_keeps_its_process_while_the_server_is_unreachable(
 def test_handover_succeeds_if_the_response_of_the_server_is_lost(
     make_failed_run: MakeFailedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the handover counted as failed, two processes would continue the run."""
+    """The server has accepted the handover, but the process gets an error.
+
+    If the process counted the handover as failed, two processes would continue the run.
+    """
     session, run = make_failed_run()
     original = flow_process.clear_process
 
@@ -241,7 +245,7 @@ def test_failure_kind_without_retries_ends_the_run(make_failed_run: MakeFailedRu
         ({"type": "CANCELLED"}, "cancelled"),
         ({"type": "FAILED", "message": "set by hand"}, "failed"),
         ({"type": "PENDING"}, "pending_resources"),  # The worker has started its next process.
-        # Another machine has completed the run, and has the newer record.
+        # Another machine has completed the run, and its record is newer. So the record here stays.
         ({"type": "COMPLETED"}, "pending_resources"),
     ],
 )
@@ -292,7 +296,8 @@ def test_flow_process_waits_for_a_server_that_is_still_starting(tmp_path: Path) 
 
     flow_run = "7712f819-7b19-4723-bcbf-b5067028ec50"
     with ThreadingHTTPServer(("127.0.0.1", 0), NotFound, bind_and_activate=False) as server:
-        # The port is bound, but connections are refused until the server listens.
+        # The port is bound but does not listen yet, so connections are refused, as while a server
+        # starts.
         server.server_bind()
         environment = {
             **os.environ,

@@ -41,7 +41,7 @@ def pool(tmp_path: Path) -> Iterator[GangPool]:
 
 
 def read_auxiliary_vector(pid: int) -> bytes:
-    """Return the kernel's auxiliary vector of a process, to show from which program it was forked.
+    """Return the kernel's auxiliary vector of a process, which shows whether two are related.
 
     The kernel loads each program at random addresses, which forked processes inherit. So only
     processes that were forked from one program have the same vector.
@@ -55,7 +55,10 @@ def list_children(pid: int) -> set[int]:
 
 
 def wait_for_zygote(worker: int) -> int:
-    """Wait until the worker has a zygote that is ready, and return its pid."""
+    """Wait until the worker has a zygote that is ready, and return the zygote's pid.
+
+    The zygote is a process with all imports loaded. Flow processes are forked from it.
+    """
 
     def find_zygote() -> int:
         for pid in list_children(worker):
@@ -109,7 +112,8 @@ def test_forked_flow_process_looks_like_a_started_flow_process(pool: GangPool) -
         == Path(f"/proc/{worker.pid}/cgroup").read_text()
     )
 
-    # The run does not need the zygote any more; the next run is forked from a new zygote.
+    # A zygote is a process with all imports loaded, from which flow processes are forked. A running
+    # run does not need it any more, and the next run is forked from a new zygote.
     os.kill(zygote, signal.SIGKILL)
     new_zygote = until(
         lambda: wait_for_zygote(worker.pid) != zygote and wait_for_zygote(worker.pid),
@@ -208,7 +212,7 @@ def test_forked_process_ignores_the_signals_that_its_command_ignores(
 
 @contextmanager
 def held_server() -> Iterator[tuple[str, threading.Event, list[str]]]:
-    """Yield a server whose answer to every GET is 404, but only after the test permits answers.
+    """Yield an HTTP server that answers every GET with 404, as soon as the test permits it.
 
     The yielded values are the address, the event that permits answers, and the requested paths.
     """

@@ -27,7 +27,7 @@ def test_runs_of_a_stopped_worker_end_as_cancelled(tmp_path: Path) -> None:
             env=pool.ground.env,
             timeout=120,
         )
-        # systemd sends these signals after the command of ExecStop has ended.
+        # systemd sends SIGTERM and SIGCONT to the worker after the command of ExecStop has ended.
         worker.send_signal(signal.SIGTERM)
         worker.send_signal(signal.SIGCONT)
         worker.wait(60)

@@ -24,7 +24,8 @@ WATCHED = LiveProbe(processes="^sh -c .* scheduler", every_s=0.05, misses=3)
 #: A service that starts workers and then answers any GET with 200; `SERVICE % (workers, port,
 #: reaps)`.
 #:
-#: If `reaps` is true, the service reaps workers that have ended. It never reports them.
+#: If `reaps` is true, the service reaps workers that have ended. In either case, it does not report
+#: their end.
 SERVICE = """
 import os, socket, subprocess
 workers = [subprocess.Popen(["sh", "-c", code, "scheduler"]) for code in %r]
