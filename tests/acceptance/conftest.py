@@ -27,7 +27,7 @@ DEADLINE_S = 60.0
 
 @dataclass
 class Run:
-    """A running run, seen from outside: its process, its files and its flow run."""
+    """A run that a test has started, as a user can observe it: its process, files and flow run."""
 
     process: subprocess.Popen[str]
     home: Path
@@ -56,7 +56,7 @@ class Run:
         return [json.loads(line) for line in lines]
 
     def until_event(self, name: str, component: str | None = None, attempt: int = 1) -> dict:
-        """Wait for an event of an attempt, and return the first event of this kind."""
+        """Wait for an event in `events.jsonl` of an attempt, and return the first such event."""
 
         def find_event() -> dict | None:
             for event in self.events(attempt):
@@ -90,7 +90,10 @@ class Run:
         return task_runs
 
     def pids(self) -> list[int]:
-        """Return the pids of all processes, also guardians, whose environment has the run's id."""
+        """Return the pids of all processes whose environment names the run's id.
+
+        These are the components of the run, and the guardian processes that own them.
+        """
         return processes_with("MUSTER_RUN_ID", self.directory.name)
 
 
@@ -119,8 +122,10 @@ def start_run(api: str, tmp_path: Path) -> Iterator[Callable[..., Run]]:
             spec: Content of the spec file.
             arguments: Further arguments of the command.
             server: Address of the Prefect server, or None to let the run start its own server.
-            terminal: Terminal of the command; by default its output goes to a file.
-            under: A program that executes the command, with its arguments.
+            terminal: Terminal in which the command runs. By default, the output of the command goes
+                to a file.
+            under: A program with its arguments that is put before the command and executes it, for
+                example `nohup`.
             environ: Additional environment variables.
         """
         number = len(runs)
@@ -167,7 +172,7 @@ def python(code: str) -> list[str]:
 def build_gang_spec() -> Callable[..., dict[str, Any]]:
     """Return a function that makes a spec of an api, a trainer and an environment.
 
-    The trainer runs the given Python code. The other components run until they are ended.
+    The trainer runs the given Python code. The other components run until Muster stops them.
     """
 
     def build_spec(trainer: str, **further_keys: Any) -> dict[str, Any]:

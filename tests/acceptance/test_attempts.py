@@ -46,7 +46,8 @@ def test_killed_quickstart_resumes_from_its_checkpoint(start_run: Callable) -> N
     assert f"registered for steps {step + 1} to 15" in log
 
 
-#: A trainer that writes a checkpoint until the file `enough` exists, and then completes it.
+#: A trainer that keeps writing to an incomplete checkpoint, and completes the checkpoint when the
+#: file `enough` exists.
 SAVING_TRAINER = """
 import os, pathlib, time
 part = pathlib.Path("global_step_10", "part")
@@ -109,7 +110,8 @@ def test_ctrl_c_ends_the_wait_for_the_next_attempt(
     ("kinds", "attempts"),
     [
         (["STORAGE"] * 3, ["STORAGE", "STORAGE"]),
-        # Attempts that fail for lack of GPUs do not count.
+        # Attempts that fail for lack of GPUs (FULL) do not count against the allowed attempts of
+        # other failures.
         (["STORAGE", "FULL", "FULL", "STORAGE"], ["STORAGE", "FULL", "FULL", "STORAGE"]),
     ],
 )

@@ -19,7 +19,7 @@ from tests.support.ground import ROOT, in_checkout, until
 
 pytestmark = pytest.mark.slow
 
-#: A shell script that prints the visible GPUs and then runs until it is ended.
+#: A shell script that prints the GPUs that are visible to it, and then runs until Muster stops it.
 PRINT_GPUS = "echo sees $CUDA_VISIBLE_DEVICES of $MUSTER_NODES; exec sleep 600"
 
 
@@ -40,7 +40,7 @@ def build_component(text: str = PRINT_GPUS, **further_keys: Any) -> dict[str, An
 
 @pytest.fixture
 def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Devices:
-    """Return four devices that this process and the first run of the test share."""
+    """Return the table of four devices that this process and the first run of the test use."""
     monkeypatch.setenv("MUSTER_HOME", str(tmp_path / "home-0"))
     monkeypatch.setenv("MUSTER_GPUS", "0-3")
     return Devices.here()

@@ -22,7 +22,7 @@ import pytest
 from tasks.processes.ports import PortsReserved
 from tests.support.documents import ROOT, Block, Document, documents
 
-#: Reason for not typing a command, by the document and the beginning of the command.
+#: Reason why the test does not run a command, by the document and the beginning of the command.
 NOT_TYPED: dict[tuple[str, str], str] = {
     (
         "docs/ray.md",
@@ -31,16 +31,16 @@ NOT_TYPED: dict[tuple[str, str], str] = {
     ("docs/notifications.md", ".venv/bin/python -c"): "needs the address of a webhook",
     ("README.md", "make test"): "would run this test again",
 }
-#: Expected exit codes other than 0, by the beginning of the command.
+#: Expected exit codes of commands that do not exit with 0, by the beginning of the command.
 EXITS: dict[str, int] = {}
-#: Time limit of a command, on a machine that is busy.
+#: Time limit of a command in seconds. It suffices on a busy machine.
 WITHIN_S = 400.0
 
 PAGES = [page for page in documents() if page.commands("console")]
 
 
 def find_reason_not_to_type(page: Document, command: str) -> str:
-    """Return the reason for not typing a command, or an empty string if it should be typed."""
+    """Return the reason why the test must not run a command, or an empty string if it should."""
     reasons = [
         reason
         for (name, beginning), reason in NOT_TYPED.items()
@@ -69,7 +69,7 @@ def test_every_exception_names_a_command_of_the_documents() -> None:
 
 @dataclass
 class Reader:
-    """A reader who types the commands of the documents."""
+    """A simulated reader of the documents, who types their commands into a shell."""
 
     #: Directory that contains MUSTER_HOME and PREFECT_HOME.
     home: Path
@@ -83,7 +83,7 @@ class Reader:
         return f"http://127.0.0.1:{self.port}/api"
 
     def type(self, command: str) -> subprocess.CompletedProcess[str]:
-        """Type a command in the checkout, and wait for its end."""
+        """Run a command with a shell in the root of the project, and wait for its end."""
         if match := re.fullmatch(r"export (\w+)=(\S+)", command):
             self.env[match[1]] = shlex.split(self._adapt(match[2]))[0]
             return subprocess.CompletedProcess(command, 0, "", "")
@@ -99,7 +99,7 @@ class Reader:
         )
 
     def _adapt(self, command: str) -> str:
-        """Return the command with this stack's ports, and the newest run in place of RUN."""
+        """Return the command with the ports of this stack, and the newest run in place of RUN."""
         command = command.replace("127.0.0.1:4200", f"127.0.0.1:{self.port}")
         command = command.replace("http://127.0.0.1:8265", self.dashboard)
         command = re.sub(r"^(make (?:up|down))\b", rf"\1 PORT={self.port}", command)
@@ -137,7 +137,10 @@ _PREFIXES_TO_REMOVE = ("PREFECT_", "RAY_AUTH", "MAKE", "MFLAGS", "ARGS")
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
-    """Yield a reader on a running stack with logical GPUs, on which the quickstart has run once."""
+    """Yield a `Reader` whose commands use a running stack with logical GPUs.
+
+    The quickstart has run once on the stack.
+    """
     home = tmp_path_factory.mktemp("reader")
     ports = PortsReserved(["server.api"])
     port = ports.numbers["server.api"]
@@ -170,7 +173,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
 def test_every_command_of_a_document_works(page: Document, stack: Reader) -> None:
     env = dict(stack.env)
     if page.path.name != "README.md":
-        # Every other document assumes the stack of the README, with this variable set.
+        # Every document except the README assumes the stack that the README starts, and that this
+        # variable is set.
         env["PREFECT_API_URL"] = stack.api_url
     reader = Reader(home=stack.home, port=stack.port, env=env, dashboard=stack.dashboard)
 
@@ -197,7 +201,11 @@ def test_every_command_of_a_document_works(page: Document, stack: Reader) -> Non
 
 
 def _find_expected_output(page: Document, line: int) -> str | None:
-    """Return the command's output in a block ```console exact, or None without this block."""
+    """Return the output that a document shows for a command in a block ```console exact.
+
+    None if the command is in another kind of block. Only the output in such a block must match
+    exactly.
+    """
     blocks: list[Block] = [
         block for block in page.blocks if block.info == "console exact" and block.line + 1 == line
     ]

@@ -17,7 +17,7 @@ SECRET = "s3cr3t-of-the-hub"
 
 
 def read_muster_events(run: Run) -> list[dict[str, Any]]:
-    """Return the events of Muster about the run, oldest first."""
+    """Return the events about the run that Muster has sent to the Prefect server, oldest first."""
     about = f"prefect.flow-run.{run.record()['flow_run_id']}"
     event_filter = {"event": {"prefix": ["muster."]}, "resource": {"id": [about]}, "order": "ASC"}
     events: list[dict[str, Any]] = ask(

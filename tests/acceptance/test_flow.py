@@ -16,7 +16,7 @@ from tasks.spec.run import RunSpec
 
 @pytest.fixture(autouse=True)
 def _use_server(api: str) -> Iterator[None]:
-    """Make Prefect in this process use the server of the tests."""
+    """Make the Prefect client in this process use the Prefect server of the tests."""
     with temporary_settings({PREFECT_API_URL: api}):
         yield
 
@@ -60,5 +60,5 @@ def test_flow_leaks_no_file_descriptors(build_gang_spec: Callable, muster_home: 
     ]
 
     assert all(state.is_completed() for state in states)
-    # The API client of Prefect may keep up to four files open.
+    # The API client of Prefect may keep up to four new descriptors open.
     assert len(set(os.listdir("/proc/self/fd")) - handles) <= 4

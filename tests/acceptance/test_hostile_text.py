@@ -26,16 +26,17 @@ COMMANDS = (
     "\x9b31m\x9d0;owned\x9c\x08\x08\x07\u202e\u2066\x1bP+q\x1b\\\x1b[31m\x1bc\x1b]"
 )
 HOSTILE = f"{MARKUP} {COMMANDS} ends"
-#: A program that executes several commands in one process, because the imports take long.
+#: A program that executes several `muster` commands in one process, because the imports take long.
 VERBS = (
     "import json, sys\n"
     "from tasks.command import do\n"
     "for arguments in json.loads(sys.argv[1]):\n"
     "    print('VERB', *arguments[:1], do(arguments), flush=True)\n"
 )
-#: Commands that show the hostile run.
+#: Commands of `muster` that show the run whose message, log and name have hostile text.
 SHOWING_COMMANDS = (["ls"], ["show"], ["why"], ["explain"], ["overview"])
-#: Commands whose error message repeats hostile text from the arguments or from a file.
+#: Commands that fail. Their error messages repeat hostile text from the arguments or from a file.
+#: Hostile text contains control sequences of terminals.
 FAILING_COMMANDS = (
     ["show", HOSTILE],
     ["ls", "--limit", HOSTILE],
@@ -50,7 +51,10 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """Return a MUSTER_HOME with a failed run; next to it is an invalid spec with hostile text."""
+    """Return a MUSTER_HOME with a failed run. Next to the directory is an invalid spec.
+
+    The texts of the run and of the spec contain control sequences of terminals.
+    """
     home = tmp_path / "home"
     directory = home / "runs" / RUN_ID
     (directory / "attempt-01").mkdir(parents=True)
@@ -92,7 +96,7 @@ def home(tmp_path: Path) -> Path:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """Return the environment of a colour terminal without a Prefect server."""
+    """Return the environment variables of a colour terminal, without a Prefect server's URL."""
     unset = ("COLUMNS", "LINES", "CI", "NO_COLOR", "PREFECT_API_URL")
     inherited = {name: value for name, value in os.environ.items() if name not in unset}
     overrides = {"MUSTER_HOME": str(home), "TERM": "xterm-256color", "PYTHONPATH": str(ROOT)}
@@ -100,7 +104,7 @@ def environment(home: Path) -> dict[str, str]:
 
 
 def run_on_terminal(home: Path, columns: int, *verbs: list[str]) -> PseudoTerminal:
-    """Run the commands on a terminal of this width, and return the terminal."""
+    """Run `muster` commands on a terminal of this width, and return the terminal."""
     terminal = PseudoTerminal(columns)
     process = subprocess.Popen(
         [sys.executable, "-c", VERBS, json.dumps(verbs)],
@@ -138,7 +142,7 @@ def test_commands_show_hostile_text_completely_and_harmlessly(home: Path, column
     assert_harmless(terminal)
     outputs = split_output(terminal)
     assert set(outputs) == {"ls", "show", "why", "explain", "overview"}
-    # The list shortens the message, and nothing else.
+    # The command `ls` shortens the message of the run, and no other value.
     assert RUN_ID in outputs["ls"] and "failed3h12min" in outputs["ls"]
     assert "UNKNOWN:[/__w/x/" in outputs["ls"]
     for last_line in ("show", "why", "explain"):

@@ -18,7 +18,8 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 
-#: A program that starts a command, kills it at a line of its output, and waits for all descendants.
+#: A program that starts a command, kills it when it has printed a certain line, and waits until all
+#: descendants of the command have ended.
 #:
 #: Arguments: the longest wait in seconds, a phrase of the output line, and the command. It prints
 #: one line of JSON with the result.
@@ -83,11 +84,12 @@ def bystander() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-#: Phrase in the output that shows the beginning of each phase.
+#: Phrase in the output of a run that shows the beginning of a phase, by phase. The flow process is
+#: killed at this moment.
 PHRASES = {"starting": "trainer: started", "running": "environment: ready"}
 
 
-# The fault matrix covers the other phases and shapes.
+# `make faults` tests the other combinations of phases and shapes of the process tree.
 @pytest.mark.parametrize(("shape", "phase"), [*zip(SHAPES, ("running", "starting"), strict=True)])
 def test_no_process_remains_after_a_killed_flow(
     shape: str,
@@ -124,7 +126,7 @@ def test_no_process_of_a_temporary_server_remains(
 
 
 def _kill_flow(spec: dict, phrase: str, tmp_path: Path, env: dict[str, str]) -> dict:
-    """Run the spec under the observer, and return the observer's result."""
+    """Run the spec under the program OBSERVER, kill the flow process, and return the result."""
     path = tmp_path / "spec.yaml"
     path.write_text(yaml.safe_dump(spec, sort_keys=False))
     command = [sys.executable, "-m", "flows.train", str(path)]

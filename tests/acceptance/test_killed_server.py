@@ -16,7 +16,7 @@ import pytest
 from tests.support.ground import until
 from tests.support.stage import processes_with
 
-#: A training that runs until a file exists, and ends with the given exit code.
+#: Code of a training that runs until a file exists, and then exits with the exit code `code`.
 TRAINING = """
 import os, sys, time
 print("up", flush=True)
@@ -28,7 +28,7 @@ sys.exit({code})
 
 
 def kill_server(directory: Path, *, for_good: bool) -> None:
-    """Send SIGKILL to the temporary server whose files are below the directory.
+    """Send SIGKILL to the temporary Prefect server whose files are below the directory.
 
     If `for_good` is true, the server's files are deleted, so that it cannot start again.
     """

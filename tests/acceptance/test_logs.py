@@ -19,7 +19,8 @@ NAMES = ("api", "trainer", "environment", "reward")
 LINES = 400
 #: A component that writes its lines in two halves, and waits for a file before the second half.
 #:
-#: The trainer then fails in its first attempt. All other components run until they are ended.
+#: The trainer then fails in the first attempt of the run. All other components run until Muster
+#: stops them.
 WRITER = f"""
 import os, pathlib, sys, time
 name = sys.argv[1]
@@ -41,7 +42,10 @@ sys.exit(attempt == "1")
 
 
 def build_spec(gate: Path) -> dict[str, Any]:
-    """Return a spec with four writers, which exchange files with the test in the folder `gate`."""
+    """Return a spec with four components that run the program WRITER.
+
+    They wait for files that the test creates in the folder `gate`.
+    """
     return {
         "name": "logs",
         "workload": "grpo",
@@ -58,7 +62,7 @@ def move_log(log: Path) -> None:
 
 
 def copy_and_truncate_log(log: Path) -> None:
-    """Copy and truncate the log as a log rotation with `copytruncate` does."""
+    """Copy the log and truncate the original, as logrotate does with the option `copytruncate`."""
     shutil.copy2(log, log.with_name(f"{log.name}.1"))
     os.truncate(log, 0)
 

@@ -23,7 +23,7 @@ from tests.support.ground import until
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 
-#: Seconds between two kills.
+#: Seconds between two kills of servers.
 EVERY_S = 2.0
 
 
@@ -53,7 +53,7 @@ class RunFleet:
         return []
 
     def kill(self, server: dict[str, Any]) -> bool:
-        """Kill the process of a server with SIGKILL; return False if there was no process."""
+        """Send SIGKILL to the process of a server; return False if the server had no process."""
         for listener in listeners(server["port"]):
             with suppress(ProcessLookupError):
                 os.kill(listener.pid, signal.SIGKILL)
@@ -107,7 +107,8 @@ def test_quickstart_learns_although_a_server_is_killed_every_few_seconds(
         task_run for task_run in run.task_runs() if task_run["name"].startswith("recover-rollout-")
     ]
     assert recoveries
-    # A recovery fails if its server is killed during the start. The next recovery then succeeds.
+    # Some recoveries may have failed, because their server was killed again during its start. But
+    # at least one recovery must have succeeded.
     assert "COMPLETED" in {task_run["state"]["type"] for task_run in recoveries}
     assert any("killed by SIGKILL" in task_run["state"]["message"] for task_run in recoveries)
     assert run.pids() == []
@@ -120,7 +121,7 @@ def test_flow_run_shows_the_number_of_active_engines_and_each_recovery(
 ) -> None:
     gate = tmp_path / "gate"
     fleet = quickstart["components"]["rollout"]
-    # A restarted server waits until the gate file exists.
+    # From its second start on, each server waits until the test creates the file `gate`.
     wait_script = (
         f'test ! -e {gate}-$0 || until test -e {gate}; do sleep 0.1; done; : > {gate}-$0; "$@"'
     )

@@ -72,14 +72,14 @@ def test_killed_component_is_the_cause_of_the_failure(
 
 
 def _run_muster(run: Any, *arguments: str) -> str:
-    """Run `muster` with the arguments on the run's home, and return its output."""
+    """Run `muster` with these arguments and the MUSTER_HOME of the run, and return its output."""
     env = {**os.environ, "MUSTER_HOME": str(run.home), "PREFECT_API_URL": run.api}
     command = (sys.executable, "-m", "tasks.command", *arguments)
     return subprocess.check_output(command, cwd=ROOT, env=env, text=True)
 
 
 def _read_ports(directory: Path) -> set[str]:
-    """Return the ports of the commands in the attempt's resolved spec."""
+    """Return the ports in the commands of an attempt, from the file with the resolved spec."""
     spec = yaml.safe_load((directory / "attempt-01" / "spec.yaml").read_text())
     commands = [component["command"] for component in spec["components"].values()]
     return {command[command.index("--port") + 1] for command in commands if "--port" in command}

@@ -16,9 +16,10 @@ from tests.support.ray_cluster import RayCluster
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 WITHIN_S = 150.0
-#: A trainer that takes all GPUs as verl does, and then runs until it is ended.
+#: Code of a trainer that takes all GPUs with a placement group, as verl does, and then runs until
+#: it is stopped.
 #:
-#: Each of its workers starts a helper process in a separate session.
+#: Each Ray worker of the trainer starts a helper process in a separate session.
 TAKE_ALL = """
 import subprocess, sys, time
 import ray
@@ -35,7 +36,8 @@ workers = [Worker.remote() for _ in range(2)]
 print("helpers", *ray.get([worker.begin.remote() for worker in workers]), flush=True)
 time.sleep(7000)
 """
-#: Error messages of verl's releases and of other programs if the cluster has too few free GPUs.
+#: Error messages of several releases of verl, and of other programs, if the cluster has too few
+#: free GPUs.
 FULL = (
     "ValueError: Total available GPUs 0 is less than total desired GPUs 16",
     "ValueError: Resource pool global_pool: 8*2cannot be satisfied in this ray cluster",

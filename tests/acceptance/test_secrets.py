@@ -15,13 +15,15 @@ from tests.support.prefect_api import ask
 
 pytestmark = pytest.mark.slow
 
-#: Two secrets whose variable has a secret's name, and one in a command-line option.
+#: Three secrets in the spec: two in environment variables whose name shows that they are secret,
+#: and one in a command-line option.
 OF_API = "hf-1st-of-the-api"
 OF_TRAINER = "hf-2nd-of-the-trainer"
 OF_OPTION = "sk-3rd-option"
-#: A secret that is in no spec, only in a Secret block of the Prefect server.
+#: A secret that is not in the spec, but in a Secret block on the Prefect server.
 OF_BLOCK = "4th-'of'-\"a block\" ${x}"
-#: Beginnings of the secrets, which would also appear in escaped or shortened copies.
+#: Beginnings of the secrets. The test searches for the beginnings, in order to find escaped or
+#: shortened copies, too.
 FORMS = ("hf-1st", "hf-2nd", "sk-3rd", "4th-")
 API = "import os, time; print('up', os.environ['HF_TOKEN'], flush=True); time.sleep(600)"
 TRAINER = """
@@ -33,7 +35,7 @@ raise ValueError({"all": [os.environ["HF_TOKEN"], os.environ["DSN"]], "and": sys
 
 @pytest.fixture
 def block(api: str) -> str:
-    """Return the name of a Secret block on the Prefect server."""
+    """Create a Secret block on the Prefect server, and return its name."""
     name = f"dsn-{uuid4().hex[:8]}"
     with temporary_settings({PREFECT_API_URL: api}):
         Secret(value=OF_BLOCK).save(name)

@@ -17,7 +17,8 @@ import yaml
 from tests.support.pseudo_terminal import GO_KEY, STOP_KEY, PseudoTerminal
 
 ROOT = Path(__file__).parents[2]
-#: A trainer that makes steps until a file exists, and prints control sequences.
+#: Code of a trainer that writes training steps to its metrics until a file exists, and prints
+#: control sequences.
 TRAINER = """
 import json, os, sys, time
 metrics = open(sys.argv[1], "a")
@@ -50,7 +51,10 @@ def remove_spaces(text: str) -> str:
 
 
 def read_ignored_signals(pid: int) -> set[int]:
-    """Return the numbers of the signals that a process ignores. Source: proc(5), SigIgn."""
+    """Return the numbers of the signals that a process ignores.
+
+    Source: proc(5), the line `SigIgn` of /proc/PID/status.
+    """
     status = Path(f"/proc/{pid}/status").read_text()
     [bits] = (int(line.split()[1], 16) for line in status.splitlines() if "SigIgn" in line)
     return {number for number in range(1, 65) if bits >> (number - 1) & 1}
@@ -116,7 +120,7 @@ def test_narrow_terminal_shows_the_live_run_and_then_its_failure(
 
     assert code == 1, tty.text()
     assert "api        ready" in during
-    # The terminal breaks the lines at any place, so the test compares without white space.
+    # The terminal breaks lines at any place, so the test compares the texts without white space.
     block = remove_spaces(tty.text())
     for part in (
         "failed: ",
@@ -129,7 +133,8 @@ def test_narrow_terminal_shows_the_live_run_and_then_its_failure(
         f"page {api.removesuffix('/api')}/runs/flow-run/{run.record()['flow_run_id']}",
     ):
         assert remove_spaces(part) in block
-    # The live table is gone, and the terminal knew all control sequences.
+    # The table of the components, which is redrawn during the run, is gone. And all printed control
+    # sequences are known to the emulator.
     assert "component  state" not in tty.text()
     assert tty.emulator().unknown == []
 
@@ -185,7 +190,8 @@ def test_closed_terminal_ends_the_run_as_cancelled(
     "shell",
     [
         'exec nohup "$@" > "$OUTPUT" 2>&1',
-        # Without nohup the output is not redirected, so the run writes to a terminal that is gone.
+        # `nohup` would redirect the output. This command only ignores SIGHUP, so the run writes to
+        # a terminal that is closed.
         pytest.param('trap "" HUP; exec "$@"', marks=pytest.mark.thorough),
     ],
 )
@@ -210,7 +216,8 @@ def test_run_that_ignores_sighup_survives_its_terminal(
     stop.touch()
 
     assert run.wait() == 0
-    # The trainer must not inherit the ignored SIGHUP: its stop signal could be SIGHUP.
+    # The trainer must not ignore SIGHUP as the run's process does, because a spec may choose SIGHUP
+    # as its stop signal.
     assert signal.SIGHUP not in ignored_by_trainer
     assert run.record()["state"] == "completed"
 

@@ -21,11 +21,11 @@ import yaml
 from tests.support.ground import until
 
 ROOT = Path(__file__).parents[2]
-#: Step until which an alarm must have been raised.
+#: Training step until which Muster must have raised an alarm about the metrics.
 WITHIN_STEPS = 15
-#: Number of steps between two checkpoints.
+#: Number of training steps between two checkpoints.
 EVERY = 5
-#: Number of checkpoints that are kept.
+#: Number of newest checkpoints that the trainer keeps.
 KEPT = 3
 #: A program that starts a Weights & Biases run and then runs the trainer in the same process.
 TRACKED = """
@@ -45,13 +45,13 @@ def load_quickstart(programs: Path = ROOT / "deployments" / "quickstart") -> dic
 
 
 def read_alarms(run: Any) -> list[Mapping[str, Any]]:
-    """Return the alarms of the run's only attempt."""
+    """Return the alarms about the metrics of the run's only attempt."""
     [attempt] = run.record()["attempts"]
     return attempt.get("alarms", [])
 
 
 def build_spec_with_constant_reward(folder: Path) -> dict[str, Any]:
-    """Return the quickstart's spec with programs whose reward is always 0.4."""
+    """Return the quickstart's spec with changed programs: the reward of each answer is 0.4."""
     programs = folder / "programs"
     shutil.copytree(ROOT / "deployments" / "quickstart", programs)
     task = programs / "copy_task.py"
@@ -97,7 +97,7 @@ def test_successful_trainings_raise_no_alarm(start_run: Callable) -> None:
 @pytest.mark.timeout(300)
 def test_attempt_after_a_stopping_alarm_resumes_before_the_alarm(start_run: Callable) -> None:
     spec = load_quickstart()
-    # The metric "step" is certain to exceed the limit.
+    # The metric "step" counts up, so it is certain to exceed the limit of the rule.
     rule = {"metric": "step", "above": 12, "for_steps": 1, "then": "stop"}
     spec |= {"watch": {"rules": {"late": rule}}}
     spec["retry"] = {"ALARM": {"attempts": 2, "delay_s": 0.1}}
@@ -133,7 +133,8 @@ def test_run_completes_despite_random_kills_and_broken_checkpoints(
 
     kills = sorted(rng.sample(range(3, total - 2), 20))
     for number, step in enumerate(kills):
-        # Each attempt must make a new step, because attempts without progress are limited.
+        # Kill an attempt only after a step that no earlier attempt reached, because Muster limits
+        # the attempts without progress.
         step = max(step, 1 + _read_best_step(run))
         until(
             lambda step=step: _read_last_step(run) >= step or run.process.poll() is not None,
@@ -153,8 +154,8 @@ def test_run_completes_despite_random_kills_and_broken_checkpoints(
     assert max(map(max, filter(None, steps_by_attempt))) == total
     reached = 0
     for steps in filter(None, steps_by_attempt):
-        # A broken checkpoint costs another interval, because the run resumes from the checkpoint
-        # before.
+        # If the newest checkpoint is broken, the run resumes from the checkpoint before, and
+        # repeats the steps of one more interval.
         assert steps[0] > reached - 2 * EVERY, steps_by_attempt
         reached = max(steps)
     checkpoint_validity = [
@@ -180,19 +181,22 @@ def _list_attempts(run: Any) -> list[Path]:
 
 
 def _read_last_step(run: Any) -> int:
-    """Return the highest step of the newest attempt, or 0."""
+    """Return the highest step of the newest attempt, or 0 if the attempt has made no step."""
     return max(
         (step for folder in _list_attempts(run)[-1:] for step in _read_steps(folder)), default=0
     )
 
 
 def _read_best_step(run: Any) -> int:
-    """Return the highest step of all attempts, or 0."""
+    """Return the highest step of all attempts, or 0 if no attempt has made a step."""
     return max((step for folder in _list_attempts(run) for step in _read_steps(folder)), default=0)
 
 
 def _break_newest_checkpoint(directory: Path, rng: random.Random) -> None:
-    """Truncate the newest checkpoint, leave only an unfinished copy, or replace its content."""
+    """Damage the newest checkpoint in one of three ways, chosen at random.
+
+    The file is truncated, replaced by an unfinished copy, or gets other content.
+    """
     checkpoints = sorted(directory.glob("attempt-*/checkpoints/step-*.npz"))
     if not checkpoints:
         return

@@ -14,7 +14,7 @@ from tests.documents import failures, listed_runs, spec_reference
 from tests.documents.blocks import filled
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Function that generates the Markdown of a generated block, by the name of the block.
+#: Function that generates the Markdown of a block in the documents, by the name of the block.
 MAKERS: Mapping[str, Callable[[], str]] = {
     "spec-reference": partial(spec_reference.reference, RunSpec),
     "pipeline-reference": partial(spec_reference.reference, PipelineSpec),
@@ -23,20 +23,20 @@ MAKERS: Mapping[str, Callable[[], str]] = {
     "cause-rules": failures.rules,
     "listed-runs": listed_runs.keys,
 }
-#: Exit code if all documents are current, or were written.
+#: Exit code if all documents agree with the code, or were written again.
 EXIT_OK = 0
-#: Exit code of --check if a document is not current.
+#: Exit code of --check if a document does not agree with the code.
 EXIT_STALE = 1
 
 
 def documents(root: Path = ROOT) -> Iterator[tuple[Path, str]]:
-    """Yield each document of `docs/`, with its text after its blocks are generated again."""
+    """Yield the path of each document of `docs/`, and its text with newly generated blocks."""
     for path in sorted((root / "docs").glob("*.md")):
         yield path, filled(path.read_text(encoding="utf-8"), MAKERS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the documents that are not current, or report them with --check.
+    """Write the documents whose generated blocks differ from the code; with --check, report them.
 
     Returns:
         The exit code of the program.

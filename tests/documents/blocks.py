@@ -21,7 +21,7 @@ def names_in(text: str) -> tuple[str, ...]:
 
 
 def filled(text: str, makers: Mapping[str, Callable[[], str]]) -> str:
-    """Return the text of a document after each of its blocks is generated again.
+    """Return the text of a document with newly generated blocks.
 
     Args:
         text: The Markdown of the document.

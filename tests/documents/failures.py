@@ -19,7 +19,10 @@ def moves() -> str:
 
 
 def kinds() -> str:
-    """Return a table of the failure kinds: retries by default, retries on request, and remedy."""
+    """Return a table of the failure kinds, with their retries and remedies.
+
+    The table has the default retries and the retries if the spec lists the kind.
+    """
     rows = [
         (f"[`{kind.value}`](#{kind.value.lower()})", *_describe_retries(kind), REMEDIES[kind])
         for kind in FailureKind
@@ -28,7 +31,7 @@ def kinds() -> str:
 
 
 def rules() -> str:
-    """Return a table of the rules that find the failure kind in a log, in their order."""
+    """Return a table of the rules that find the failure kind in a log, in the order of use."""
     rows = [
         (f"`{rule.id}`", f"`{rule.kind.value}`", rule.role.name.lower(), rule.hint, rule.seen_in)
         for rule in RULES
@@ -37,7 +40,10 @@ def rules() -> str:
 
 
 def _describe_retries(kind: FailureKind) -> tuple[str, str]:
-    """Return the retries after a failure of a kind: by default, and if the spec lists the kind."""
+    """Return two descriptions of the retries after a failure of a kind.
+
+    The first is for a spec without the kind under "retry", the second for a spec that lists it.
+    """
     if kind in DEFAULT_ATTEMPTS:
         return f"requeued, {DEFAULT_ATTEMPTS[kind] - 1} times", "`attempts` counts the tries in all"
     if kind in REQUEUED:

@@ -20,7 +20,7 @@ _TYPE_NAMES = {
 
 
 def keys() -> str:
-    """Return a table of the JSON keys, with type and meaning."""
+    """Return a table of the JSON keys of `muster runs`, with the type and meaning of each key."""
     meanings = _read_meanings()
     rows = [
         (f"`{field.name}`", _describe_type(str(field.type)), meanings[field.name])
@@ -30,7 +30,7 @@ def keys() -> str:
 
 
 def _describe_type(annotation: str) -> str:
-    """Return the name of a type for the documentation."""
+    """Return the name that the documentation uses for a Python type."""
     return " or ".join(_TYPE_NAMES[part] for part in annotation.split(" | "))
 
 

@@ -18,9 +18,10 @@ from urllib.parse import unquote, urlsplit
 
 from tests.support.documents import ROOT, Document, documents
 
-#: Folder that MkDocs reads, as `docs_dir` of `mkdocs.yml` names it.
+#: Folder that MkDocs reads. The key `docs_dir` of `mkdocs.yml` names the same folder.
 SOURCE = ROOT / "build" / "site-source"
-#: Opening fence of a code block with a mark for Muster's tests, such as `yaml run-spec`.
+#: Opening fence of a code block whose language is followed by a word for Muster's tests, such as
+#: `yaml run-spec`.
 _MARKED_FENCE = re.compile(r"^( *```\w+) [\w-]+$", re.MULTILINE)
 
 
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     copy_sources(SOURCE, documents())
     command = (sys.executable, "-m", "mkdocs", "build", "--strict", *arguments)
-    # The theme would print an advertisement for its successor.
+    # Without this variable, the theme of MkDocs prints an advertisement for its successor.
     env = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     result = subprocess.run(command, cwd=ROOT, env=env, check=False)
     if result.returncode == 0:

@@ -21,22 +21,23 @@ Schema = Mapping[str, Any]
 
 #: Path of the top-level mapping of a spec.
 ROOT = ""
-#: Placeholder in a path for a key that the user chooses, by the key of the mapping around it.
+#: Placeholder in a path for a key that the user chooses, by the key of the mapping that contains
+#: the chosen key.
 _NAME_PLACEHOLDERS = {"components": "NAME", "retry": "KIND", "rules": "NAME"}
 #: Placeholder in a path for the number of a list item.
 _ITEM_PLACEHOLDER = "N"
-#: Unit of a number, by the ending of its key.
+#: Unit of a number, by the ending of the number's key.
 _UNITS = {"_s": "seconds", "hours": "hours"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One mapping of the spec, with a section in the reference."""
+    """One mapping of the spec. The reference has a section for each mapping."""
 
     #: Path of the mapping in the spec, for example `components.NAME.ready`. Empty for the top-level
     #: mapping.
     path: str
-    #: Other paths that have a mapping with the same keys.
+    #: Paths of other mappings of the spec with the same keys.
     also: tuple[str, ...]
     #: JSON schema of the mapping.
     schema: Schema
@@ -46,7 +47,7 @@ class Part:
 class Example:
     """An example value that the reference shows for a key."""
 
-    #: Path of the mapping that has the key.
+    #: Path of the mapping that contains the key.
     part: str
     key: str
     value: object
@@ -67,12 +68,12 @@ def examples(model: type[BaseModel]) -> Iterator[Example]:
 
 @functools.cache
 def parts(model: type[BaseModel]) -> tuple[Part, ...]:
-    """Return the mappings of a spec, each before the mappings inside it.
+    """Return the mappings of a spec. A mapping comes before the mappings that it contains.
 
-    Mappings with the same model are returned only once, with all of their paths.
+    Mappings that the same pydantic model validates are returned only once, with all their paths.
     """
     root = model.model_json_schema()
-    #: Paths of the mappings with each model, by the model's name.
+    #: Paths of the mappings that a pydantic model validates, by the name of the model.
     paths_of_model: dict[str, list[str]] = {}
 
     def visit(path: str, schema: Schema) -> None:
@@ -94,7 +95,7 @@ def parts(model: type[BaseModel]) -> tuple[Part, ...]:
 
 
 def _models_in(schema: Schema, root: Schema) -> Iterator[tuple[str, str]]:
-    """Yield the models of the mappings in the value of a key.
+    """Yield the pydantic models of the mappings in the value of a key.
 
     Args:
         schema: JSON schema of the value.
@@ -118,7 +119,7 @@ def _models_in(schema: Schema, root: Schema) -> Iterator[tuple[str, str]]:
 
 
 def _model_of(schema: Schema, root: Schema) -> str | None:
-    """Return the name of the model of a mapping, or None if the schema is no mapping with keys.
+    """Return the name of a mapping's pydantic model, or None if the value is no such mapping.
 
     Args:
         schema: JSON schema of a value.
@@ -205,7 +206,8 @@ class _Section:
             path = ".".join(filter(None, [self.part.path, key, _NAME_PLACEHOLDERS[key]]))
             return f"[mapping by name](#{anchor(path)})"
         values = schema.get("additionalProperties")
-        # A value may be a text or the name of a secret, which the meaning of the key explains.
+        # A value that may be a text or a reference to a secret counts as a text. The meaning of the
+        # key explains references.
         alternatives = [values, *values.get("anyOf", ())] if isinstance(values, Mapping) else []
         types = {item.get("type") for item in alternatives} - {None}
         if "string" in types:
@@ -223,7 +225,7 @@ def _describe_meaning(schema: Schema) -> str:
 
 
 def _describe_default(schema: Schema, is_required: bool) -> str:
-    """Return the default value of a key as Markdown; an empty string if it has none."""
+    """Return the default value of a key as Markdown; an empty string if the key has no default."""
     if is_required:
         return "**required**"
     value = schema.get("default")
@@ -238,7 +240,10 @@ def _describe_bounds(schema: Schema) -> str:
 
 
 def _without_null(schema: Schema) -> Schema:
-    """Return the first alternative of a schema that is not null; without alternatives, itself."""
+    """Return the first alternative of a schema that is not null.
+
+    A schema without alternatives is returned unchanged.
+    """
     alternatives = [item for item in schema.get("anyOf", ()) if item.get("type") != "null"]
     return alternatives[0] if alternatives else schema
 

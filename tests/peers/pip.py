@@ -19,7 +19,7 @@ class NoWheel(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wheel:
-    """One version of a package on disk."""
+    """A wheel that was downloaded and unpacked."""
 
     #: Folder of the unpacked wheel.
     folder: Path

@@ -12,7 +12,7 @@ from typing import Any
 
 from playwright.sync_api import BrowserContext, Locator, Page, expect, sync_playwright
 
-#: Longest wait for one condition, in milliseconds. A quickstart run takes long on a busy machine.
+#: Time limit of each wait, in milliseconds. A run of the quickstart takes long on a busy machine.
 WITHIN_MS = 180_000
 _ARGUMENTS = (
     "--no-sandbox",
@@ -25,7 +25,7 @@ expect.set_options(timeout=WITHIN_MS)
 
 
 def chromium() -> str:
-    """Return the path of the browser: the variable `CHROMIUM`, or the first browser on the PATH.
+    """Return the path of the browser: from the variable `CHROMIUM`, or the first on the PATH.
 
     Raises:
         AssertionError: There is no browser. The message names the remedy.
@@ -40,7 +40,7 @@ def chromium() -> str:
 
 @contextmanager
 def browser(*, width: int = 1400, height: int = 1000) -> Iterator[BrowserContext]:
-    """Yield a browser without stored settings, as a new user of the UI has.
+    """Yield a browser without stored settings, like the browser of a new user of the UI.
 
     The browser keeps its cache between pages, because a page loads slowly the first time.
     """
@@ -73,7 +73,7 @@ class Ui:
         return self.page
 
     def open_run(self, id: str, tab: str | None = None) -> Page:
-        """Open the page of a run, at the given tab or at its default tab, and return the page."""
+        """Open the page of a run at the given tab, or at the default tab, and return the page."""
         return self.open(f"/v2/runs/flow-run/{id}{f'?tab={tab}' if tab else ''}")
 
     def open_form(self, deployment_id: str) -> Locator:
@@ -90,7 +90,8 @@ class Ui:
     def sees(self, *texts: str) -> None:
         """Check that each text appears on the page, in upper or lower case.
 
-        The page is reloaded at times, because some of its parts do not refresh themselves.
+        Meanwhile, the page is reloaded at intervals, because some parts of it do not refresh
+        themselves.
         """
         for text in texts:
             self.until(lambda text=text: text.lower() in self.text().lower(), f"{text!r}")  # type: ignore[misc]
@@ -100,7 +101,7 @@ class Ui:
         return " ".join(self.page.locator("body").inner_text().split())
 
     def until(self, condition: Any, what: str) -> None:
-        """Wait until the condition is true, and reload the page at times.
+        """Wait until the condition is true, and reload the page at intervals.
 
         Args:
             condition: Function that returns a true value when the page shows the expected content.
@@ -115,7 +116,7 @@ class Ui:
         raise AssertionError(f"the page does not show {what}: {self.text()}")
 
     def pictures(self) -> list[int]:
-        """Return the widths of the pictures with a `data:` address; 0 for a broken picture."""
+        """Return the width of each picture with a `data:` URL on the page; 0 if it is broken."""
         widths: list[int] = self.page.evaluate(
             "[...document.images].filter(image => image.src.startsWith('data:'))"
             ".map(image => image.complete ? image.naturalWidth : 0)"

@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def stack(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[UiStack]:
-    """Yield a running stack whose pool has a single node with 2 GPUs."""
+    """Yield a running stack whose work pool has a single node with 2 made-up GPUs."""
     if home := request.config.getoption("--stack"):
         running_stack = UiStack(home=Path(home))
         running_stack.set_nodes()

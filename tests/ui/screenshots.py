@@ -41,14 +41,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _open_stack(options: argparse.Namespace, folder: str) -> AbstractContextManager[UiStack]:
-    """Return the stack of the option --stack, or a new stack whose home is the folder."""
+    """Return the stack of the option --stack, or start a stack with the folder as MUSTER_HOME."""
     if options.stack:
         return nullcontext(UiStack(home=Path(options.stack)))
     return stack_up(Path(folder))
 
 
 def _show_completed_run(stack: UiStack, ui: Ui) -> None:
-    """Run the quickstart to its end, and open the artifacts of its run."""
+    """Run the quickstart to its end, and open the tab of the run's artifacts."""
     id = stack.run()
     stack.until_state(id, "Completed")
     ui.open_run(id, "Artifacts")
@@ -80,7 +80,7 @@ def _show_queue(stack: UiStack, ui: Ui) -> None:
     try:
         stack.until_state(holder, "Running", saying="running:")
         names = [stack.until_state(id, "PendingResources")["name"] for id in waiting_ids]
-        # The column of the reasons needs this width.
+        # The column of the table with the reasons for waiting needs this width.
         ui.page.set_viewport_size({"width": 1700, "height": 640})
         ui.open("/v2/artifacts/key/gang-queue")
         ui.page.locator("[data-testid^=timeline-card] a").first.click()
@@ -97,7 +97,8 @@ def _save(png: bytes, path: Path) -> None:
     image = image.resize(
         (_WIDTH, round(image.height * _WIDTH / image.width)), Image.Resampling.LANCZOS
     )
-    # The other quantization methods give a small symbol the color of its surroundings.
+    # With the other quantization methods of Pillow, a small symbol gets the color of its
+    # surroundings.
     reduced_image = image.quantize(
         _COLORS, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE
     )
@@ -105,7 +106,7 @@ def _save(png: bytes, path: Path) -> None:
     print(f"{path.relative_to(ROOT)}: {path.stat().st_size // 1024} kB", flush=True)
 
 
-#: Function that opens the page of a picture, by the name of the picture's file.
+#: Function that opens the page for a picture in the UI, by the name of the picture's file.
 PICTURES = {
     "run": _show_completed_run,
     "failed-run": _show_failed_run,

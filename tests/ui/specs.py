@@ -54,5 +54,5 @@ def broken() -> Spec:
 
 
 def gang_of(name: str, gpus: int) -> Spec:
-    """Return a spec that requests this number of GPUs on one node."""
+    """Return the spec of a run that requests this number of GPUs on one node."""
     return spec(name, gang={"nodes": 1, "gpus_per_node": gpus, "hours": 1})

@@ -19,10 +19,11 @@ def read_deployment(stack: UiStack, name: str) -> dict[str, Any]:
 
 
 def submit_form(stack: UiStack, ui: Ui, name: str, before: dict[str, Any] | None) -> dict[str, Any]:
-    """Click the form's button, and return the flow run that it creates.
+    """Click the button of the form, and return the flow run that the click creates.
 
     Args:
-        before: The deployment's newest flow run before the click, or None.
+        before: The newest flow run of the deployment before the click. None if there was no flow
+            run.
     """
     ui.page.get_by_role("button", name="Submit").click()
 
@@ -49,7 +50,8 @@ def test_form_has_labels_descriptions_and_default_values(stack: UiStack, ui: Ui)
     expect(ui.field("name")).to_have_value("quickstart")
     expect(ui.field("total (Optional)")).to_have_value("60")
     expect(ui.field("grace_s (Optional)")).to_have_value("10")
-    # An optional key is an empty text field. It is not a choice between a text and None.
+    # The form shows an optional key as an empty text field, not as a choice between a text and
+    # None.
     expect(ui.field("checkpoints (Optional)")).to_have_value("")
 
 
@@ -87,9 +89,9 @@ def test_changed_value_in_the_form_reaches_the_run(stack: UiStack, ui: Ui) -> No
 @pytest.mark.parametrize(
     ("field", "value", "complaint"),
     [
-        # The browser reports this fault.
+        # The browser itself reports this invalid value.
         ("total (Optional)", "-3", "greater than or equal to 1"),
-        # The Prefect server reports this fault.
+        # The Prefect server reports this invalid value.
         ("name", "No Such Name!", "'No Such Name!' does not match"),
     ],
 )

@@ -15,7 +15,7 @@ Start = Callable[[specs.Spec], str]
 
 @pytest.fixture
 def start_run(stack: UiStack) -> Iterator[Start]:
-    """Yield a function that queues a run and returns its id; all are cancelled after the test."""
+    """Yield a function that queues a run and returns its id; all runs are cancelled afterwards."""
     started: list[str] = []
 
     def start_run(spec: specs.Spec) -> str:

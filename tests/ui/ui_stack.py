@@ -20,17 +20,17 @@ from tests.support.ground import FINAL, until
 from tests.support.prefect_api import ask
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Longest wait for a condition, in seconds. An idle machine needs far less.
+#: Time limit of each wait, in seconds. On an idle machine, all waits are far shorter.
 WITHIN_S = 180.0
 _COMMAND_WITHIN_S = 600.0
-#: Nodes of the pool: this host with two stand-ins for GPUs.
+#: Nodes of the work pool: this host, with two made-up GPUs.
 NODES = (TableNode(name=host_name(), gpus=2),)
 DEVICES = "0-1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UiStack:
-    """A running stack."""
+    """A running stack, as `muster up` starts it."""
 
     #: MUSTER_HOME of the stack.
     home: Path
@@ -52,7 +52,7 @@ class UiStack:
     def run(
         self, spec: dict[str, Any] | None = None, *, deployment: str = "train/quickstart"
     ) -> str:
-        """Queue a run in the way that the form does, and return the id of the flow run.
+        """Queue a run in the same way as the form of the UI, and return the id of the flow run.
 
         Args:
             spec: Spec of the run; by default the deployment's own spec.
@@ -121,11 +121,11 @@ class UiStack:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def muster(self, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-        """Run `muster` in the directory; no environment variable names a Prefect server."""
+        """Run `muster` in a directory, without a variable that names a Prefect server."""
         return _run_muster(self.home, *arguments, cwd=cwd)
 
     def set_nodes(self) -> None:
-        """Give the pool made-up nodes, so that runs can be queued on a machine without GPUs."""
+        """Set made-up nodes for the work pool, so that runs can wait on a machine without GPUs."""
         pool = self.ask("GET", "/work_pools/gang")
         settings = PoolSettings(nodes=NODES)
         template = with_settings(pool["base_job_template"], settings)
@@ -134,7 +134,7 @@ class UiStack:
 
 @contextmanager
 def stack_up(home: Path) -> Iterator[UiStack]:
-    """Start a stack with this home, yield it, and stop it at the end.
+    """Start a stack with `home` as its MUSTER_HOME, yield the stack, and stop it at the end.
 
     Raises:
         AssertionError: The stack does not start. The message is the output of `make up`.
@@ -153,7 +153,7 @@ def stack_up(home: Path) -> Iterator[UiStack]:
 
 
 def _run_muster(home: Path, *arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """Run `muster` with the arguments for the stack of the home, and return its result."""
+    """Run `muster` with these arguments and this MUSTER_HOME, and return its result."""
     environment = {key: text for key, text in os.environ.items() if not key.startswith("PREFECT_")}
     return subprocess.run(
         (Path(sys.executable).with_name("muster"), *arguments),

@@ -25,7 +25,7 @@ from tasks.spec.rollout import Rollout
 from tests.peers import pip
 from tests.peers.backends import facts, reading
 
-#: Layouts of a fleet by name: one for each kind that is planned differently.
+#: Settings of a fleet by name: one example for each kind of fleet that Muster plans differently.
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "SGLang": {"backend": "sglang", "tensor_parallel": 8, "expert_parallel": 8, "engines": 2},
     "SGLang replicas": {"backend": "sglang", "tensor_parallel": 2, "data_parallel": 4},
@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def plan_of(written: Mapping[str, Any]) -> TopologyPlan:
-    """Return the plan of a fleet with made-up hosts and ports."""
+    """Return the planned servers of a fleet with these settings, on made-up hosts and ports."""
     fleet = Rollout.model_validate({"model": "model", "placement": "ray", **written})
     ports = {name: 30000 + index for index, name in enumerate(ports_needed(fleet))}
     hosts = tuple(f"node-{index}" for index in range(nodes_needed(fleet)))
@@ -83,7 +83,10 @@ def plan_of(written: Mapping[str, Any]) -> TopologyPlan:
 
 
 def layout_faults(known: facts.Facts) -> Iterator[str]:
-    """Yield a line for each argument of the layouts' servers that the backend does not accept."""
+    """Yield a line for each argument of a planned server that the backend does not accept.
+
+    The planned servers are those of the examples in LAYOUTS.
+    """
     for name, written in LAYOUTS.items():
         if written["backend"] == known.backend:
             for server in plan_of(written).servers:
@@ -94,12 +97,16 @@ def layout_faults(known: facts.Facts) -> Iterator[str]:
 def compare_with_package(
     backend: str, version: str | None, *, write: bool
 ) -> tuple[list[str], str]:
-    """Compare the facts with a downloaded package, and return the differences and the version.
+    """Compare the known arguments of a backend with its package; return differences and version.
+
+    The known arguments, called the facts, are in a JSON file of this checkout. pip downloads the
+    package.
 
     Args:
         backend: Name of the backend.
         version: Version of the package, or None for the newest version.
-        write: If True, write the facts of the package to disk instead of comparing them.
+        write: If True, write the arguments of the package to the JSON file instead of comparing
+            them.
 
     Raises:
         NoWheel: pip could not download the package.

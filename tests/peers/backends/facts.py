@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-#: The versions that the fleet's topology supports, by backend.
+#: Version of each inference backend whose command lines Muster's fleets use.
 VERSIONS = {"sglang": "0.5.23", "lmdeploy": "0.18.0", "vllm": "0.33.0"}
 FOLDER = Path(__file__).resolve().parent
 
-#: Beginnings of the commands that start a server, by backend. The longest matching beginning
-#: counts.
+#: Beginnings of the commands that start a server, by backend. If several of them match a command,
+#: the longest counts.
 _PROGRAMS = {
     "sglang": (("python", "-m", "sglang.launch_server"),),
     "lmdeploy": (("lmdeploy", "serve", "api_server"), ("serve", "api_server")),
@@ -34,8 +34,8 @@ class Option:
 
     #: All spellings of the argument; a positional argument has a name without dashes.
     names: tuple[str, ...]
-    #: Number of values: none (a flag), one, optional (none or one), many (one or more) or any
-    #: (unknown).
+    #: Number of values that follow the argument: `none` (a flag), `one`, `optional` (none or one),
+    #: `many` (one or more) or `any` (unknown).
     takes: str
     #: Type of a value: int, float or str, or any if the type is unknown.
     type: str = "any"
@@ -43,7 +43,7 @@ class Option:
     choices: tuple[Any, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """Return the argument as a JSON object, without an empty list of choices."""
+        """Return the argument as a JSON object. An empty list of choices is left out."""
         content: dict[str, Any] = {
             "names": list(self.names),
             "takes": self.takes,
@@ -54,7 +54,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """The command line of one version of a backend."""
+    """The command-line arguments that one version of a backend accepts."""
 
     backend: str
     version: str
@@ -62,7 +62,7 @@ class Facts:
 
 
 class _Refused(Exception):
-    """The parser refused the arguments; the message is argparse's."""
+    """The parser refused the arguments. The message of the exception is argparse's message."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -96,7 +96,7 @@ def load(backend: str, version: str | None = None) -> Facts:
 
 
 def path_of(backend: str, version: str | None = None) -> Path:
-    """Return the path of the JSON file with the arguments; the default version is in VERSIONS."""
+    """Return the path of the JSON file with the arguments. Default: the version in VERSIONS."""
     return FOLDER / f"{backend}-{version or VERSIONS[backend]}.json"
 
 
@@ -133,7 +133,7 @@ def faults_in(argv: Sequence[str], known: Facts) -> Iterator[str]:
 
 
 def _strip_program(argv: Sequence[str], backend: str) -> list[str] | None:
-    """Return the arguments after the program, or None if the command starts no server."""
+    """Return the arguments after the program of a command, or None if it starts no server."""
     words = list(argv)
     if words[:2] == ["python", "-c"]:
         words = words[3:]
@@ -145,7 +145,8 @@ def _strip_program(argv: Sequence[str], backend: str) -> list[str] | None:
 
 def _build_parser(known: Facts) -> argparse.ArgumentParser:
     """Return a parser that accepts the same arguments as the backend."""
-    # If two arguments share a spelling, it belongs to the later argument, as in the backends.
+    # If two arguments have a common spelling, the spelling belongs to the later argument, as in the
+    # backends.
     parser = _Parser(
         prog=known.backend, add_help=False, allow_abbrev=False, conflict_handler="resolve"
     )

@@ -21,7 +21,7 @@ _HUMAN = (
     "--safetensors-prefetch-block-size",
     "--max-num-queued-tokens",
 )
-#: Annotations whose name is also the name of the type on the command line.
+#: Python annotations that are also names of types in the field `Option.type`.
 _SCALARS = ("int", "float", "str")
 
 
@@ -74,7 +74,7 @@ def _read_sglang(folder: Path) -> Iterator[Option]:
 def _read_sglang_field(
     node: ast.AnnAssign, annotation: ast.Subscript, constants: Mapping[str, Any]
 ) -> Iterator[Option]:
-    """Yield the argument that a field of SGLang's settings defines, if it defines one."""
+    """Yield the argument that a field of SGLang's settings class defines, if any."""
     if ast.unparse(annotation.value) not in ("A", "Annotated"):
         return
     parts = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else []
@@ -147,7 +147,9 @@ def _read_vllm(folder: Path) -> Iterator[Option]:
 def _find_annotation(
     call: ast.Call, groups: Mapping[str, str], configs: Mapping[str, ast.ClassDef]
 ) -> ast.expr | None:
-    """Return the annotation of the field that an argument like `**group["dtype"]` refers to.
+    """Return the annotation of the settings field that a call of `add_argument` refers to.
+
+    vLLM writes such a reference as `**group["dtype"]`.
 
     Return None if the call does not refer to a field.
     """
@@ -164,7 +166,7 @@ def _find_annotation(
 
 
 def _extend_for_vllm(option: Option, call: ast.Call) -> Iterator[Option]:
-    """Yield the argument with the additional spellings and values that vLLM accepts.
+    """Yield an argument with the additional spellings and values that vLLM accepts for it.
 
     vLLM accepts a switch also with `--no-`, and some numbers also with a unit.
     """
@@ -181,7 +183,8 @@ def _build_option(call: ast.Call, annotation: ast.expr | None = None) -> Option:
 
     Args:
         call: The call of `add_argument`.
-        annotation: Annotation of the settings' field that gives the argument its type, if any.
+        annotation: Annotation of the field of the settings class that gives the argument its type.
+            None if the call itself defines the type.
     """
     names = tuple(str(_evaluate_literal(argument)) for argument in call.args)
     keywords = _get_keywords(call)
@@ -212,7 +215,7 @@ def _build_option(call: ast.Call, annotation: ast.expr | None = None) -> Option:
 
 
 def _analyze_annotation(annotation: ast.expr) -> tuple[str, str, tuple[Any, ...]]:
-    """Return the number of values, the type and the choices of an argument with this annotation."""
+    """Return number of values, type and choices of an argument, from its field's annotation."""
     names = [name for name in _split_annotation(annotation) if name != "None"]
     if "bool" in names:
         return ("none", "any", ()) if len(names) == 1 else ("optional", "any", ())
@@ -226,7 +229,7 @@ def _analyze_annotation(annotation: ast.expr) -> tuple[str, str, tuple[Any, ...]
 
 
 def _split_annotation(annotation: ast.expr) -> list[str]:
-    """Return the types that an annotation allows, without `Optional`, `Union` and `|`."""
+    """Return the names of the types that an annotation like `Union[...]` or `... | None` allows."""
     if isinstance(annotation, ast.BinOp):
         return [*_split_annotation(annotation.left), *_split_annotation(annotation.right)]
     if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
@@ -243,7 +246,7 @@ def _split_annotation(annotation: ast.expr) -> list[str]:
 
 
 def _convert_nargs(nargs: object) -> str:
-    """Return the field `takes` of an option for a value of argparse's `nargs`."""
+    """Return the value of `Option.takes` that corresponds to a value of argparse's `nargs`."""
     return {"?": "optional", "+": "many", "*": "any"}.get(str(nargs), "any")
 
 

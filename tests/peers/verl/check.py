@@ -75,7 +75,8 @@ def ask_verl(specs: Mapping[str, RunSpec], version: str, *, write: bool) -> dict
     Args:
         specs: Specs by name.
         version: Version of verl.
-        write: If True, also write the facts of this version to disk.
+        write: If True, also write the programs and keys of this version to the JSON file in this
+            checkout.
 
     Raises:
         NoWheel: pip could not download verl or Hydra.

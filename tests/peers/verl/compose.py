@@ -36,7 +36,8 @@ from tests.peers.verl.facts import TYPE_NAMES, fits
 
 #: The programs of verl that a run may start.
 ENTRIES = ("verl.trainer.main_ppo", "verl.trainer.sft_trainer_ray")
-#: Additional types of a key that its default value does not show.
+#: Additional types that a key accepts, by key. The default value of the key does not show these
+#: types.
 #:
 #: Source: verl 0.9.1, trainer/sft_trainer_ray.py (`after_each_epoch`), utils/tracking.py (one
 #: logger), utils/dataset/ (one file or several).
@@ -50,7 +51,7 @@ _ADDITIONAL_TYPES = {
 
 
 def configuration_of(folder: Path, module: str) -> str:
-    """Return the name of the configuration that a program of verl uses, from its source.
+    """Return the name of the Hydra configuration that a program of verl uses, from its source.
 
     Raises:
         LookupError: The program does not exist, or it has no configuration of Hydra.
@@ -67,7 +68,7 @@ def configuration_of(folder: Path, module: str) -> str:
 
 
 def compose(folder: Path, configuration: str, overrides: list[str]) -> DictConfig:
-    """Return the configuration that the program would get with these overrides.
+    """Return the Hydra configuration that a program of verl would get with these overrides.
 
     An unknown key raises an exception of Hydra.
     """
@@ -77,7 +78,7 @@ def compose(folder: Path, configuration: str, overrides: list[str]) -> DictConfi
 
 
 def class_of(node: object) -> type[Any] | None:
-    """Return the dataclass of verl that a mapping is converted to, named by its key `_target_`.
+    """Return the dataclass that verl makes from a mapping; the key `_target_` names the class.
 
     Return None if the mapping is not converted to a dataclass of verl.
     """
@@ -100,7 +101,7 @@ def types_in(hint: object) -> list[str]:
 
 
 def keys_of(config: DictConfig) -> dict[str, dict[str, Any]]:
-    """Return all keys that an override may name, with their defaults and types."""
+    """Return the default and the types of each key that an override may name, by dotted name."""
     keys: dict[str, dict[str, Any]] = {}
 
     def walk(node: Mapping[str, Any], path: str) -> None:
@@ -146,7 +147,10 @@ def type_faults(config: DictConfig) -> Iterator[str]:
 
 
 def own_faults(module: str, config: DictConfig) -> Iterator[str]:
-    """Yield the error of verl's own checks: those of the dataclasses, and `validate_config`."""
+    """Yield the error messages of verl's own checks of a configuration.
+
+    verl checks it in its dataclasses and in `validate_config`.
+    """
     try:
         if module == "verl.trainer.main_ppo":
             checks = importlib.import_module("verl.utils.config")
@@ -167,7 +171,7 @@ def own_faults(module: str, config: DictConfig) -> Iterator[str]:
 def faults_of(
     folder: Path, module: str, overrides: list[str], env: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield a line for each fault that verl finds in this start of a program."""
+    """Yield a line for each fault that verl finds in a start of a program with these overrides."""
     os.environ.update(env)
     try:
         config = compose(folder, configuration_of(folder, module), overrides)
@@ -182,13 +186,13 @@ def faults_of(
 
 
 def main() -> int:
-    """Read a question from standard input, and print its answer."""
+    """Read a question from stdin, and print the answer. The module's docstring has both formats."""
     folder = Path(sys.argv[1])
     question = json.load(sys.stdin)
     stand_ins.install(folder)
     with contextlib.redirect_stdout(sys.stderr):
         models = importlib.import_module("verl.workers.config")
-        # The original method would load the model.
+        # Replace this method of verl, because the original method would load the model.
         models.HFModelConfig.__post_init__ = lambda self: None
         entries = {module: configuration_of(folder, module) for module in ENTRIES}
         answer = {

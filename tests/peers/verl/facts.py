@@ -16,7 +16,7 @@ from typing import Any
 VERSION = "0.9.1"
 FOLDER = Path(__file__).resolve().parent
 
-#: Names of the types that a YAML value can have. Every other type has the name `any`.
+#: Name of each Python type that a YAML value can have. Every other type has the name `any`.
 TYPE_NAMES: dict[type, str] = {
     type(None): "null",
     bool: "bool",
@@ -30,11 +30,11 @@ TYPE_NAMES: dict[type, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """A key of the configuration that has a value and no keys below it."""
+    """A key of verl's configuration that has a value, and no keys below it."""
 
     #: Default value as verl writes it; a text may contain placeholders such as `${...}`.
     default: Any
-    #: Names of the types that a value may have, from `TYPE_NAMES`, or `any`.
+    #: Names of the types that the value may have. They are names from `TYPE_NAMES`, or `any`.
     types: tuple[str, ...]
 
 
@@ -52,7 +52,8 @@ class Facts:
 def fits(value: object, types: tuple[str, ...]) -> bool:
     """Return True if the value has one of the types."""
     name = TYPE_NAMES.get(type(value), "any")
-    # A text with a placeholder gets its value from another key, so its type is unknown.
+    # A text with a placeholder such as `${trainer.nnodes}` gets its value from another key, so the
+    # type of the value is unknown.
     has_placeholder = isinstance(value, str) and "${" in value
     return (
         "any" in types or has_placeholder or name in types or (name == "int" and "float" in types)
@@ -91,7 +92,7 @@ def as_text(version: str, sha256: str, answer: Mapping[str, Any]) -> str:
 
     Args:
         version: Version of verl.
-        sha256: Checksum of the wheel that the facts come from.
+        sha256: Checksum of the wheel that the programs and keys come from.
         answer: Answer of the module `compose`.
     """
     lines = [

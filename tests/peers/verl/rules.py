@@ -33,17 +33,18 @@ _CPUS_PER_GPU = {"verl.trainer.main_ppo": 3, "verl.trainer.sft_trainer_ray": 10}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """One start of a program of verl, with its known configuration."""
+    """A start of a program of verl by a spec, with the resulting configuration."""
 
     spec: RunSpec
     component: Component
     #: Module of the program, such as `verl.trainer.main_ppo`.
     module: str
-    #: Overrides as the command names them, with the values of the spec's placeholders.
+    #: Hydra overrides of the command, such as `trainer.nnodes=2`. Placeholders of the spec are
+    #: already replaced by values.
     overrides: tuple[str, ...]
     #: Environment variables from the spec.
     env: Mapping[str, str]
-    #: Value of each configuration key: the override, or the default.
+    #: Value of each configuration key, by dotted name: from an override, or the default.
     values: Mapping[str, Any]
 
     def number(self, key: str) -> int:
@@ -103,13 +104,13 @@ def faults_in(spec: RunSpec, facts: Facts) -> list[str]:
 
 
 def _resolve_placeholders(spec: RunSpec) -> RunSpec:
-    """Return the spec with its placeholders resolved, as an attempt would see it.
+    """Return the spec with values in place of its placeholders, as in a real attempt.
 
     The values come from a made-up run.
     """
     run_directory = "/muster/runs/example"
-    # These two numbers must come from the spec itself. Every other placeholder gets a number,
-    # because some places accept no text.
+    # The values of these two placeholders come from the spec itself. Every other placeholder gets
+    # an arbitrary number, because some keys accept no text.
     names_from_spec = {"progress.total", "success.step"}
     known = list_known_names(spec.written())
     names = {
@@ -143,8 +144,8 @@ def _check_override(
         hint = suggest_name(key, keys)
         return f"verl {facts.version} has no such key" + (f" ({hint})" if hint else "")
     if sign == "~" or key not in keys:
-        # The key names a group, such as in engine=fsdp. Only verl itself knows the members of a
-        # group.
+        # The key names a group of Hydra's configuration files, as in `engine=fsdp`. Only verl
+        # itself knows the members of a group.
         return ""
     value = _parse_value(parts["value"], env)
     if not fits(value, keys[key].types):
@@ -154,7 +155,10 @@ def _check_override(
 
 
 def _parse_value(text: str, env: Mapping[str, str]) -> Any:
-    """Return the value that Hydra gives a text, for the part of its grammar that the specs use."""
+    """Return the value that Hydra parses from the text of an override.
+
+    Only the part of Hydra's grammar that the specs use is supported.
+    """
     text = _OF_ENV.sub(lambda match: env.get(match[1], match[0]), text)
     if "${" in text:
         return text
@@ -169,7 +173,7 @@ def _parse_value(text: str, env: Mapping[str, str]) -> Any:
 
 
 def _check_gang(start: Start) -> Iterator[str]:
-    """Yield a fault if the gang of the spec differs from the GPUs and CPUs that verl requests."""
+    """Yield a fault if the spec's key `gang` differs from the GPUs and CPUs that verl requests."""
     gang = start.spec.gang or Gang(gpus_per_node=1)
     for key, path, expected in (
         ("trainer.nnodes", "gang.nodes", gang.nodes),

@@ -15,14 +15,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-#: Packages that are really installed, in addition to the standard library.
+#: Packages that are imported as usual, in addition to the standard library. All other packages get
+#: stand-ins.
 PRESENT = frozenset({"verl", "hydra", "omegaconf", "antlr4", "yaml", "packaging", "deployments"})
-#: Packages of verl that are used without their `__init__`.
+#: Packages of verl whose `__init__` is not executed, because it would import missing packages.
 HOLLOW = ("verl", "verl.utils", "verl.workers", "verl.trainer.ppo", "verl.trainer.distillation")
 
 
 class _Anything(type):
-    """Type of stand-in classes: they support all operations that an import of verl needs."""
+    """Metaclass of `Absent`. It supports all operations that an import of verl needs."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -61,7 +62,7 @@ class _AbsentModule(ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """A finder that gives every missing module a stand-in."""
+    """An import finder and loader that makes a stand-in for every missing module."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

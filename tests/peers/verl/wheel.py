@@ -27,7 +27,9 @@ class Unanswered(Exception):
 
 
 def ask(wheel: Wheel, question: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the answer of the module `compose` to a question; `compose` describes both formats.
+    """Run the module `compose` on a wheel of verl, and return its answer to a question.
+
+    The docstring of `compose` describes the formats of the question and the answer.
 
     Args:
         wheel: Unpacked wheel of verl.
@@ -39,7 +41,8 @@ def ask(wheel: Wheel, question: Mapping[str, Any], folder: Path) -> dict[str, An
         Unanswered: `compose` failed or did not end in time.
     """
     pip("install", "--target", str(folder), HYDRA)
-    # Without the module `site`, the packages of this environment cannot influence the answer.
+    # `-S` switches the module `site` off, so that the packages of this environment cannot influence
+    # the answer.
     command = (sys.executable, "-S", "-m", "tests.peers.verl.compose", str(wheel.folder))
     try:
         result = subprocess.run(
