@@ -802,7 +802,8 @@ async def test_every_request_gets_one_end_that_it_can_tell_whatever_the_servers_
             if number % 10 == 0:
                 random_source.choice(setup.servers).misbehave(kind=random_source.choice(kinds))
                 serving = [server for server in setup.servers if random_source.random() < 0.8]
-                # The new epochs end all requests to the previous epochs.
+                # All servers now count as restarted: they have a new epoch. This ends all requests
+                # to the servers of the previous epoch.
                 setup.fleet.serve(*serving, epoch=number)
             await asyncio.sleep(0.001)
         for server in setup.servers:

@@ -84,7 +84,10 @@ class Hosts:
 
 @pytest_asyncio.fixture
 async def hosts(tmp_path: Path, stage: Stage) -> AsyncIterator[Hosts]:
-    """Yield an object that makes hosts; no process of a server may remain after the test."""
+    """Yield an object that makes `LocalHost` objects, which run servers.
+
+    No process of a server may remain after the test.
+    """
     tree.become_subreaper()
     hosts = Hosts(tmp_path)
     yield hosts

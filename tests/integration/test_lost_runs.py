@@ -116,7 +116,10 @@ def test_process_with_a_reused_pid_is_not_ended(
 def test_entries_from_before_a_reboot_end_no_process(
     tmp_path: Path, sleeper: subprocess.Popen[bytes], marked: Marked
 ) -> None:
-    """Pid, start time and mark equal those of running processes; only the boot id differs."""
+    """Pid, start time and mark equal those of running processes; only the boot id differs.
+
+    A mark is a number in a resource limit, with which Muster finds the descendants of a process.
+    """
     running_process = ProcessId.of(sleeper.pid)
     registered_process = running_process.model_copy(update={"boot_id": "another boot"})
 

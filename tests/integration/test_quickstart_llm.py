@@ -40,10 +40,10 @@ class VllmFleet:
     """
 
     def __init__(self, directory: Path, *, interval_s: float) -> None:
-        """Args:
-
-        directory: Directory of the model, the weights and the logs.
-        interval_s: Time between two health checks of an engine.
+        """
+        Args:
+            directory: Directory of the model, the weights and the logs.
+            interval_s: Time between two health checks of an engine, in seconds.
         """
         self.directory = directory
         port = free_port()

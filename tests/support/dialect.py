@@ -31,7 +31,7 @@ LIMIT = 2.0
 
 
 class Kind(Enum):
-    """Kind of text."""
+    """Kind of text. Findings are counted for each kind separately."""
 
     #: Docstrings and comments of Python files, comments of TOML and YAML files.
     CODE = "docstrings and comments"
@@ -88,7 +88,7 @@ class Report:
         return len(self.findings) <= 1 or self.rate <= LIMIT
 
 
-#: A verb or a subject that turns a preceding "what" into a clause that stands for a noun.
+#: A word that turns a preceding "what" into a clause that stands for a noun, as in "what is left".
 _CLAUSE = (
     r"(?:is|are|was|were|has|had|have|may|must|can|will|would|does|did|stands?|lies?|waits?|runs?"
     r"|follows|comes?|came|goes|became|becomes|remains|failed|fails|ends?|ended|serves|says?|said"

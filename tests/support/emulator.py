@@ -10,9 +10,9 @@ _PIECE = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|(\r)|(\n)|([^\x1b\r\n]+)|(\x1b)
 class Emulator:
     """Interprets the characters and escape sequences that Muster writes to a terminal.
 
-    The emulator executes newline, carriage return, cursor up and erase below, and ignores colours.
-    Every other escape sequence is added to `unknown`. Lines that have scrolled out of the screen
-    are kept.
+    The emulator executes newline, carriage return, cursor up, and "erase everything below the
+    cursor". It ignores colours. Every other escape sequence is added to `unknown`. Lines that have
+    scrolled out of the screen are kept.
     """
 
     def __init__(self, columns: int = 80) -> None:

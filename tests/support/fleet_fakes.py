@@ -305,7 +305,7 @@ async def _answer(server: FakeServer, behaviour: str, timeout_s: float) -> str |
 
 
 def settings_of(*, grace_s: float = 10.0, budget: int | None = None, **numbers: Any) -> Rollout:
-    """Return the rollout settings of a spec, without validation.
+    """Return a `Rollout`: the settings of a fleet, as a spec has them, without validation.
 
     Args:
         grace_s: Grace period of the servers, in seconds.
@@ -503,7 +503,7 @@ async def serving(
     are_experts: bool = False,
     **settings: Any,
 ) -> Stage:
-    """Start a fleet of fake servers, and return it with the record of its events."""
+    """Start a fleet of fake servers, and return it in a `Stage`, which records its events."""
     stage = Stage(plan_of(engines, servers, token=token, are_experts=are_experts), **settings)
     await stage.fleet.start()
     return stage

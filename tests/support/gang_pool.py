@@ -383,7 +383,8 @@ def gang_pool(
 def left_of(pool: GangPool) -> list[str]:
     """Return descriptions of leftover processes and registry entries of the runs of a pool.
 
-    Call it when all runs have ended. The list is then empty if Muster cleaned up everything.
+    Call this function when all runs have ended. The list is then empty if Muster cleaned up
+    everything.
     """
     names = {run["name"] for run in pool.flow_runs().values()}
     variables = {f"PREFECT__FLOW_RUN_ID={id_}".encode() for id_ in pool.asked}

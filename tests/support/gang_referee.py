@@ -19,7 +19,7 @@ FINAL = frozenset({"COMPLETED", "FAILED", "CRASHED", "CANCELLED"})
 #: Longest time from the cancellation of a run to its final state, in seconds. It includes the grace
 #: periods, and up to 60 s until a server with SQLite has stored the state.
 _CANCELLED_WITHIN_S = 120.0
-#: Number of faults of one kind that are reported.
+#: Maximum number of faults of one kind that are reported one by one.
 _MAX_FAULTS_OF_KIND = 5
 
 

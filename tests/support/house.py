@@ -207,7 +207,7 @@ class Figures:
     circles: tuple[tuple[str, ...], ...]
     #: Number of lines and path of the module with the most lines.
     longest: tuple[int, str]
-    #: Names that several classes have.
+    #: Names of top-level classes that several modules of `tasks/` define.
     names_borne_twice: tuple[str, ...]
 
 

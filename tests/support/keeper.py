@@ -30,7 +30,7 @@ _REAP_EVERY_S = 0.05
 
 
 def main() -> int:
-    """Run the keeper, and return its exit code."""
+    """Run the keeper: start the programs of a test, and later kill them. Return the exit code."""
     if ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) != 0:  # PR_SET_CHILD_SUBREAPER
         raise SystemExit("not a subreaper")
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -113,7 +113,7 @@ def below(root: int) -> list[int]:
 
 
 def parent_of(name: str) -> int:
-    """Return the parent's process id of a process in /proc, or 0 if the process has ended."""
+    """Return the parent's pid of the process /proc/`name`, or 0 if that process has ended."""
     try:
         with open(f"/proc/{name}/stat", "rb") as f:
             return int(f.read().rpartition(b") ")[2].split()[1])

@@ -179,7 +179,7 @@ def write(path: str, text: str) -> None:
 
 
 def parent_of(name: str) -> int:
-    """Return the parent's process id of a process in /proc, or 0 if the process has ended."""
+    """Return the parent's pid of the process /proc/`name`, or 0 if that process has ended."""
     try:
         with open(f"/proc/{name}/stat", "rb") as f:
             return int(f.read().rpartition(b") ")[2].split()[1])

@@ -60,7 +60,7 @@ class OwnStack:
 
     #: Directory for all files of the stack.
     place: Path
-    #: Environment variables, in addition to the variables of the test's process.
+    #: Environment variables of the stack, in addition to the variables of the test's process.
     variables: Mapping[str, str] = field(default_factory=dict)
     #: TCP port of the Prefect server.
     port: int = field(default_factory=free_port)

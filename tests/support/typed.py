@@ -229,7 +229,8 @@ def _parses_arguments(file: Path) -> bool:
     if any(call in source for call in ("parse_args(", "run_alone(", "App(")):
         return True
 
-    # The program may only call the main function of another module of the project.
+    # A short program may only call the main function of another module of the project. Then that
+    # module parses the arguments.
     statements = _main_statements(file)
     if file.name == "__main__.py":
         statements += ast.parse(source).body
@@ -319,7 +320,8 @@ def _check_app(app: App, words: Sequence[str]) -> str:
     try:
         app.parse_args([*words], exit_on_error=False, print_error=False)
     except CycloptsError as error:
-        # A placeholder cannot be converted to a number or a path. The reader's value can.
+        # A placeholder such as RUN cannot be converted to a number or a path. This is no error,
+        # because the reader inserts a value that can.
         is_wrong_value = isinstance(error, CoercionError | ValidationError)
         has_placeholder = any(map(_PLACEHOLDER.search, words))
         return "" if is_wrong_value and has_placeholder else str(error)

@@ -25,11 +25,13 @@ from uuid import uuid4
 
 from prefect.client.schemas.objects import State, StateType
 
-#: Names of the classes on the path from a spec to the start of its program.
+#: Names of the classes whose objects Muster passes on between a spec and the start of its program.
 SPEC = frozenset({"RunSpec", "Component", "AttemptPlan", "ComponentPlan", "Command"})
-#: Names of the classes on the path from the end of a program to the state of the flow run.
+#: Names of the classes whose objects Muster passes on between the end of a program and the state of
+#: the flow run.
 DEATH = frozenset({"Exit", "Decision", "Failure", "Verdict"})
-#: Names of the classes on the path from a waiting flow run to the GPUs of its process.
+#: Names of the classes whose objects Muster passes on between a waiting flow run and the GPUs of
+#: its process.
 WAIT = frozenset(
     {
         "FlowRun",

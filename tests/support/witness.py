@@ -193,7 +193,7 @@ class Witness:
         os.kill(self.pid, signum)
 
     def end(self) -> None:
-        """Cancel the run. A second call ends its grace period."""
+        """Cancel the run. A second call ends the grace period of its components at once."""
         if self._part.oddity == "signals-blocked":
             state = {"type": "CANCELLING"}
             url = f"{self._forkserver.api}/flow_runs/{self.flow_run()['id']}/set_state"
