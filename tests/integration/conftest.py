@@ -58,8 +58,8 @@ def stage(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Stage]:
     After the test, the stage ends all of their processes.
     """
     if "witness" in request.fixturenames:
-        # Pytest tears fixtures down in reverse order. The fork server must outlive the stage, so it
-        # must be created before the stage.
+        # Pytest tears fixtures down in reverse order. The fork server must outlive the fixture
+        # `stage`, so it must be created first.
         request.getfixturevalue("forkserver")
     with stage_in(tmp_path) as stage:
         yield stage

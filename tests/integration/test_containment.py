@@ -50,7 +50,7 @@ def containment_at(level: Level) -> dict[str, Containment]:
     """Return the argument of a supervisor that limits the containment to a level.
 
     The containment levels L2 to L4 are the ways in which Muster keeps hold of a component's
-    processes: by guardians, cgroups or namespaces.
+    processes: guardian processes (L2), cgroups (L3) and namespaces (L4).
     """
     with mock.patch.dict(os.environ, MUSTER_MAX_CONTAINMENT=level.value):
         return {"containment": probe(namespace=level is Level.L4)}
@@ -262,7 +262,7 @@ def test_shared_memory_is_registered_before_processes_are_stopped(
 def test_registry_is_written_before_the_program_runs(
     stage: Stage, register: RunRegister, muster_home: Path
 ) -> None:
-    """The program itself prints its entry in the registry, so the entry was written before."""
+    """The program prints its own entry in the registry, so the entry existed before it ran."""
     entry = muster_home / "live" / RUN_ID / "component-trainer.json"
 
     stage.run(

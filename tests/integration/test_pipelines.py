@@ -424,7 +424,7 @@ def test_pipeline_continues_after_its_process_was_killed(
     flow_run_id = pipelines.submit(*stages)
     pipelines.until_running(flow_run_id, "first")
 
-    # The worker is killed first, because it would mark the flow run as Crashed.
+    # The worker is killed first, because otherwise it would set the state Crashed of the flow run.
     os.kill(worker.pid, signal.SIGKILL)
     os.kill(pipelines.pid_of(flow_run_id), signal.SIGKILL)
     monkeypatch.setenv("MUSTER_HOME", str(pipelines.ground.home))

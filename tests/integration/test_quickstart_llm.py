@@ -129,7 +129,7 @@ class VllmFleet:
         return answer.log_probs == pytest.approx(expected, abs=1e-6)
 
     def state(self, engine: int) -> tuple[str, int]:
-        """Return the state and the epoch of an engine."""
+        """Return the state and the epoch of an engine. Each start of an engine is a new epoch."""
         [engine_state] = [
             candidate for candidate in self.client.engines() if candidate["engine"] == engine
         ]

@@ -209,7 +209,7 @@ async def test_reported_death_has_the_last_output_of_the_server(
         assert "serving" in death.last_words
         assert await fleet.host.ask(0, _HEALTH, 5.0) == "rank 0 is not running"
         assert find_processes(slot) == []
-        # The server can start again at the same place, as the next epoch.
+        # The server can be started again at the same place. Each start is a new epoch.
         await fleet.start(slot, epoch=8)
 
 

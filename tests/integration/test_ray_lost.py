@@ -119,7 +119,8 @@ def until_next_process(run: Run, old_pid: int) -> None:
 def until_finished(run: Run) -> None:
     """Run `reconcile` repeatedly until the run is no longer in the registry.
 
-    Processes that a worker started for the run may end later, so one call may not suffice.
+    Other processes that a worker started for the run may end later. So a single call of `reconcile`
+    may not suffice.
     """
 
     def is_gone() -> bool:

@@ -194,7 +194,7 @@ def test_lost_run_that_was_being_cancelled_becomes_cancelled(ground: Ground) -> 
 
 @pytest.mark.thorough
 def test_run_that_waits_for_its_next_attempt_keeps_its_state(ground: Ground) -> None:
-    """The flow process ended correctly, and left a registry entry and the state for waiting."""
+    """The flow process ended as planned: it left a registry entry, and the flow run waits."""
     run = ground.start_run(sleepers()).until_running()
     set_state(ground, run.flow_run_id, "SCHEDULED", name="PendingResources")
     run.kill_flow()

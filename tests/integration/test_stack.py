@@ -343,7 +343,10 @@ def test_ray_commands_work_with_the_address_and_token_that_up_prints(home: Home)
     ],
 )
 def test_only_pages_of_the_ui_may_submit(home: Home, origin: str, allowed: str | None) -> None:
-    """A browser sends this request before a page may send JSON to another server."""
+    """The test sends the preflight request of browsers.
+
+    A browser sends it before a page may send JSON to another server.
+    """
     headers = {
         "Origin": origin.format(port=home.port),
         "Access-Control-Request-Method": "POST",

@@ -24,8 +24,8 @@ MakeWitness = Callable[..., Witness]
     ("ready", "event_name"),
     [
         (None, "component.ready"),
-        # When this event is emitted, the guardian, the process that owns the trainer, has not
-        # started the trainer yet.
+        # At this event, the trainer has not started yet. Only its guardian exists, the process that
+        # owns the trainer.
         (NEVER, "component.spawned"),
     ],
 )

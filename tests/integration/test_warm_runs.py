@@ -95,8 +95,8 @@ def test_forked_flow_process_looks_like_a_started_flow_process(pool: GangPool) -
 
     assert read_auxiliary_vector(pid) == read_auxiliary_vector(zygote)
     assert len(os.listdir(f"/proc/{zygote}/task")) == 1
-    # `deployments.stack.runs`, `reconcile`, the queue and `ps` find the process by these
-    # properties.
+    # These are the properties by which `reconcile`, the queue, `deployments.stack.runs` and
+    # `ps` find the process.
     assert read_parent(pid) == worker.pid
     assert run.processes() == [pid]
     assert proc_directory.joinpath("cmdline").read_text().rstrip("\0").split("\0")[1:] == [
@@ -141,7 +141,10 @@ def test_train_command_forwards_its_signals_to_the_forked_process(
     spec_file.write_text(yaml.safe_dump(sleepers()))
 
     def list_forked() -> list[int]:
-        """Return the pids of processes that were forked from the zygote, except its children."""
+        """Return the pids of processes that were forked from the zygote, except its own children.
+
+        A zygote is a process with all imports loaded, from which flow processes are forked.
+        """
         pids = []
         for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
             with suppress(OSError):
@@ -239,7 +242,10 @@ def held_server() -> Iterator[tuple[str, threading.Event, list[str]]]:
 async def start_process(
     zygote: ForkServer, env: Mapping[str, str], cwd: Path
 ) -> tuple[asyncio.Task[None], Any]:
-    """Start the process of a run; return a task that finishes with the process, and the process."""
+    """Start the flow process of a run; return a task that ends with the process, and the process.
+
+    The process is forked from the zygote, a process with all imports loaded, if possible.
+    """
     started: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     ended_task = asyncio.create_task(
         zygote.run_process(
@@ -281,8 +287,8 @@ def test_process_of_a_run_is_forked_and_survives_its_zygote(
                 pid = process.pid
                 proc_directory = Path(f"/proc/{process.pid}")
 
-                # `deployments.stack.runs`, `reconcile`, the queue and `ps` find the process by
-                # these properties.
+                # These are the properties by which `reconcile`, the queue, `deployments.stack.runs` and
+                # `ps` find the process.
                 assert read_auxiliary_vector(pid) == read_auxiliary_vector(first_zygote)
                 assert read_parent(pid) == os.getpid()
                 assert proc_directory.joinpath("cmdline").read_text().rstrip("\0").split("\0") == [
@@ -294,8 +300,9 @@ def test_process_of_a_run_is_forked_and_survives_its_zygote(
                 assert proc_directory.joinpath("cwd").readlink() == tmp_path
                 assert proc_directory.joinpath("fd/0").readlink() == Path("/dev/null")
 
-                # The process survives its zygote. Without a zygote, the next run starts an ordinary
-                # process. Then a new zygote is made for later runs.
+                # The forked process survives the death of the zygote from which it was forked.
+                # Without a zygote, the next run starts an ordinary process. Then a new zygote is
+                # made for later runs.
                 os.kill(first_zygote, signal.SIGKILL)
                 await _until(lambda: not zygote.is_ready)
                 cold_ended, cold = await start_process(zygote, variables, tmp_path)
@@ -309,7 +316,7 @@ def test_process_of_a_run_is_forked_and_survives_its_zygote(
                 assert (process.returncode, cold.returncode) == (1, -signal.SIGKILL)
                 assert f"/api/flow_runs/{FLOW_RUN}" in requested_paths
 
-                # If the zygote does not answer, an ordinary process is started, and only one.
+                # If the zygote does not answer, exactly one ordinary process is started instead.
                 os.kill(wait_for_zygote(os.getpid()), signal.SIGSTOP)
                 cold_ended, cold = await start_process(zygote, variables, tmp_path)
                 await cold_ended

@@ -109,7 +109,7 @@ class FakeServer:
     """
 
     rank: int
-    #: Epoch of the server. 0 if the server was never started.
+    #: Epoch of the server, which each start increases. 0 if the server was never started.
     epoch: int = 0
     is_alive: bool = False
     #: Answer to probes over the network: `yes` (success), `slow` (success after 4 s), `hang` (no
@@ -133,7 +133,7 @@ class FakeServer:
     dies_after_s: list[float] = field(default_factory=list)
     #: True if starts of the server hang.
     hangs_in_start: bool = False
-    #: Epochs of the server that are being probed now.
+    #: Epochs of the server that are being probed now. Each start of the server is a new epoch.
     asked: set[int] = field(default_factory=set)
 
 
@@ -145,7 +145,7 @@ class FakeHost:
         self.on_death: Callable[[Death], None] = lambda death: None
         #: The fake servers, by rank.
         self.servers: dict[int, FakeServer] = {}
-        #: Starts and stops as `(time, verb, ranks)`. The verb is `start` or `stop`.
+        #: Starts and stops of servers as `(time, verb, ranks)`. The verb is `start` or `stop`.
         self.log: list[tuple[float, str, tuple[int, ...]]] = []
         #: Planned places (`ServerSlot`) of the servers that were started, by rank.
         self.slots: dict[int, ServerSlot] = {}
@@ -194,7 +194,7 @@ class FakeHost:
             )
 
     def _kill_epoch(self, epoch: int, rank: int) -> None:
-        """End the process of a server, unless the server was started again since."""
+        """End the process of a server, unless the server was started again as another epoch."""
         if self[rank].epoch == epoch:
             self.die(rank)
 
@@ -449,13 +449,15 @@ class Stage:
         return now_s() - began_s
 
     async def until_active(self) -> float:
-        """Wait until all lifecycle groups are active, and return the waiting time in seconds."""
+        """Wait until all servers are active, and return the waiting time in seconds."""
         return await self.until(lambda: set(self.states()) == {GroupState.ACTIVE})
 
     async def until_out(self, group: int = 0, within_s: float = 1000.0) -> float:
         """Wait until a lifecycle group has failed, and return the waiting time in seconds.
 
-        When this returns, the recovery of the group may have begun.
+        A lifecycle group is a set of servers that are stopped and started together.
+
+        When the function returns, the recovery of the group may already have begun.
 
         Raises:
             TimeoutError: The group did not fail within `within_s` seconds.
@@ -467,7 +469,10 @@ class Stage:
         return now_s() - began_s
 
     def cause_of(self, group: int = 0) -> str:
-        """Return the cause of the last failure of a lifecycle group."""
+        """Return the cause of the last failure of a lifecycle group, by the fleet's events.
+
+        A lifecycle group is a set of servers that are stopped and started together.
+        """
         changes = self.told("rollout.group.state")
         return next(
             str(change["cause"])

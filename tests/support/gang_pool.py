@@ -336,7 +336,8 @@ class GangPool:
         """Return the history of each submitted run, in the order of the queue.
 
         Args:
-            may_end: State types with which a run may end, by flow run id. Default: COMPLETED.
+            may_end: State types with which a run may end, by flow run id. Other runs must end as
+                COMPLETED.
         """
         lines = self.all_noted()
         histories = []

@@ -285,7 +285,7 @@ class _Usage:
     since: float
     #: End of the period, in UTC epoch seconds.
     until: float
-    #: Amount of each resource, by its name.
+    #: Amount of each resource, by the name of the resource.
     amounts: Mapping[str, float] = field(default_factory=dict)
 
 

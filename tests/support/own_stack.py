@@ -271,11 +271,13 @@ def plan_of_kills(parts: Sequence[str], each: int, chance: random.Random) -> lis
 
     Args:
         parts: Names of the parts.
-        each: Number of kills of each part. Every second kill of a part hits its guardian.
+        each: Number of kills of each part. Every second kill of a part hits the guardian process
+            that owns the part.
         chance: Source of the random order.
 
     Returns:
-        Pairs of the part's name and True if its guardian is killed.
+        Pairs of the name of the part to kill, and True if the guardian of the part must be killed
+        instead.
     """
     kills = [(part, number % 2 == 1) for part in parts for number in range(each)]
     chance.shuffle(kills)

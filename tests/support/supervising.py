@@ -65,12 +65,13 @@ class Part:
     #: each condition describes the value. Mostly it is the name of a component, and the condition
     #: begins when that component starts.
     at: str = ""
-    #: Highest containment level to use, `L2` to `L4`. Empty for the level that a run normally gets.
+    #: Highest containment level to use: `L2` (guardian processes), `L3` (cgroups) or `L4`
+    #: (namespaces). Empty for the level that a run normally gets.
     level: str = ""
     #: Names of the components whose start waits until the test creates the file `gate-NAME` in the
     #: directory. The event `gate.reached` says that the start waits.
     gates: tuple[str, ...] = ()
-    #: Number of bytes that are added to the record of the run, so that it needs disk space.
+    #: Number of bytes by which the record file of the run is enlarged, for tests with a full disk.
     record_bytes: int = 0
 
     def containment(self, spec: RunSpec) -> Containment:
@@ -208,7 +209,8 @@ def beside_a_fork(run: Callable[[], None]) -> None:
 
     def with_fork(self: Supervisor, plan: AttemptPlan, *arguments: Any) -> None:
         init(self, plan, *arguments)
-        # When this call returns, the thread of the supervisor has started the guardians.
+        # The supervisor's thread handles calls in order. When this call returns, the thread has
+        # started the guardians, the processes that own the components.
         self._loop.call(asyncio.sleep(0))
         if os.fork() == 0:
             while not (plan.cwd / "release").exists():
@@ -241,7 +243,9 @@ def have_a_child_of_ones_own(run: Callable[[], None]) -> None:
 
 
 def die_before_registering(run: Callable[[], None], at: str) -> None:
-    """Call `run`, and kill the process after the fork of a component, before its registry entry.
+    """Call `run`, and kill this process between the fork of a component and its registration.
+
+    At that moment, the registry has no entry of the component yet.
 
     Args:
         run: The function to call.

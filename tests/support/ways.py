@@ -109,7 +109,7 @@ class Ways:
                     break
 
         if path.endswith("guarded.py") and code.co_name == "launch":
-            # The guardian executes the program in another process, which is not traced.
+            # The guardian is another process, which is not traced. It executes the program.
             self._has_started = True
             self.to_exec["processes/guardian.py"] = "spawn(order: Order)"
 

@@ -69,7 +69,7 @@ class Witness:
         deadline_s: float = 30.0,
         **fields: Any,
     ) -> None:
-        """Start the flow process.
+        """Start the flow process under the oracle.
 
         Args:
             forkserver: Starts the process of the oracle.
@@ -77,7 +77,7 @@ class Witness:
             *components: Components of the run.
             oddity: Name of an unusual condition of the flow process, from `supervising.ODDITIES`.
             at: See `supervising.Part`, also for `level`, `gates` and `record_bytes`.
-            level: Highest level of containment.
+            level: Highest containment level.
             gates: Components whose start waits for a file.
             record_bytes: Number of bytes that are added to the record.
             wrapper: Command that executes the rest of its command line.
