@@ -9,7 +9,7 @@ from dataclasses import fields
 from tasks.spec.formatting import markdown_table
 from tasks.train.finding_runs import Run
 
-#: Name in the documentation for each Python type.
+#: Name that the documentation uses for a Python type, by the name of the type.
 _TYPE_NAMES = {
     "str": "text",
     "float": "number",

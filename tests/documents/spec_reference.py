@@ -59,7 +59,7 @@ def reference(model: type[BaseModel]) -> str:
 
 
 def examples(model: type[BaseModel]) -> Iterator[Example]:
-    """Yield every example value of the reference."""
+    """Yield every example value that the reference of a spec shows."""
     for part in parts(model):
         for key, schema in part.schema["properties"].items():
             for value in schema.get("examples", ())[:1]:
@@ -195,7 +195,7 @@ class _Section:
         return "any"
 
     def _path_of(self, ref: str) -> str | None:
-        """Return the path of the mapping that a schema reference names, or None."""
+        """Return the path of the mapping that a schema reference names. None if there is none."""
         title = ref.rpartition("/")[2]
         all_parts = parts(self.model)
         return next((part.path for part in all_parts if part.schema.get("title") == title), None)

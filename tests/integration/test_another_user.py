@@ -1,6 +1,6 @@
-"""Another user of the machine can neither read a running run nor order anything from its server.
+"""Another user of the machine can neither read the data of a run nor use its Prefect server.
 
-The tests try it from a process that has changed its user.
+The tests try both from a process that has changed its user.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs that are retried by a real worker on a real Prefect server.
 
-A run that waits for its next attempt has no process.
+Between two attempts, a run waits in the queue and has no process.
 """
 
 from __future__ import annotations

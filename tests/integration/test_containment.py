@@ -1,4 +1,7 @@
-"""The containment levels: which of them this machine offers, and which promises each keeps."""
+"""Tests of the containment levels, by which Muster keeps hold of a component's processes.
+
+They check which levels this machine offers, and which processes each level ends.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A representative part of `make faults`, at the containment level that this machine offers."""
+"""A representative part of the fault cases of `make faults`.
+
+The cases run at the highest containment level that this machine offers.
+"""
 
 from __future__ import annotations
 

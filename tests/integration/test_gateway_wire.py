@@ -1,4 +1,4 @@
-"""The gateway between clients and servers that follow HTTP/1.1, and others that do not."""
+"""The gateway with clients and servers that follow HTTP/1.1, and with others that violate it."""
 
 from __future__ import annotations
 

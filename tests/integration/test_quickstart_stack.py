@@ -140,7 +140,7 @@ def start_stack(tmp_path: Path) -> Iterator[Callable[[], Stack]]:
 
 @pytest.fixture
 def stack(start_stack: Callable[[], Stack]) -> Stack:
-    """Return a stack whose processes are not started yet."""
+    """Return a `Stack`: the processes of one attempt, which are not started yet."""
     return start_stack()
 
 

@@ -1,4 +1,4 @@
-"""Ray jobs whose cluster is unreachable, answers only in part, or is another server."""
+"""Ray jobs whose cluster is unreachable, answers only some requests, or is another server."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Checkpoints that the real libraries write: whole ones are found, damaged ones never used.
+"""Muster finds complete checkpoints of the real libraries, and never uses damaged ones.
 
-The libraries are installed from the package registry into an environment of their own. Set
-`MUSTER_TEST_TORCH_PYTHON` to use a Python that has them.
+The libraries are installed from the package registry into a separate environment. Set
+`MUSTER_TEST_TORCH_PYTHON` to use a Python interpreter that has these libraries.
 """
 
 from __future__ import annotations

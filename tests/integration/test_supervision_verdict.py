@@ -1,4 +1,7 @@
-"""Verdict of a run: completed only if success is proven, otherwise failed with one first cause."""
+"""The final state of a run: completed only if its success is proven, otherwise failed.
+
+A failed run names the first cause of the failure.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Sweeps of a real Ray cluster: agents on its nodes kill leftover processes of a run."""
+"""The check of a Ray cluster's nodes for leftover processes of a run.
+
+Agents, which are actors of Muster on the nodes of a real cluster, kill these processes.
+"""
 
 from __future__ import annotations
 

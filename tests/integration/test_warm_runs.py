@@ -95,8 +95,8 @@ def test_forked_flow_process_looks_like_a_started_flow_process(pool: GangPool) -
 
     assert read_auxiliary_vector(pid) == read_auxiliary_vector(zygote)
     assert len(os.listdir(f"/proc/{zygote}/task")) == 1
-    # These are the properties by which `reconcile`, the queue, `deployments.stack.runs` and
-    # `ps` find the process.
+    # `reconcile`, the queue, `deployments.stack.runs` and `ps` find the process by its
+    # parent, its variables and its command line.
     assert read_parent(pid) == worker.pid
     assert run.processes() == [pid]
     assert proc_directory.joinpath("cmdline").read_text().rstrip("\0").split("\0")[1:] == [
@@ -287,8 +287,8 @@ def test_process_of_a_run_is_forked_and_survives_its_zygote(
                 pid = process.pid
                 proc_directory = Path(f"/proc/{process.pid}")
 
-                # These are the properties by which `reconcile`, the queue, `deployments.stack.runs` and
-                # `ps` find the process.
+                # `reconcile`, the queue, `deployments.stack.runs` and `ps` find the process by its
+                # parent, its variables and its command line.
                 assert read_auxiliary_vector(pid) == read_auxiliary_vector(first_zygote)
                 assert read_parent(pid) == os.getpid()
                 assert proc_directory.joinpath("cmdline").read_text().rstrip("\0").split("\0") == [

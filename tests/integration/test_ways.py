@@ -1,4 +1,4 @@
-"""`make house` follows a spec, a dead process and a queued run through the modules of the code."""
+"""`make house` counts the modules through which Muster passes a spec, a dead process or a run."""
 
 from __future__ import annotations
 

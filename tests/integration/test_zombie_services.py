@@ -1,6 +1,7 @@
 """Muster notices the death of a service's worker process, even if the service still answers 200.
 
-The first tests are the cases of SGLang's own tests of its watchdog. The others are missing cases.
+The first tests are the cases of SGLang's own tests of its watchdog. The others are cases that
+SGLang does not test.
 Source: shared/facts/rollout.md.
 """
 

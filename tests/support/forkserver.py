@@ -108,6 +108,8 @@ class ForkServer:
 def fork_server(api: str) -> Iterator[ForkServer]:
     """Run a fork server while the context is open.
 
+    A fork server is a process that has imported many modules, and starts programs by forks.
+
     Args:
         api: URL of the Prefect server's API.
     """

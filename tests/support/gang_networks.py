@@ -46,7 +46,10 @@ class Cable:
 
 
 def why_no_networks() -> str:
-    """Return the reason why simulated hosts cannot have their own networks, or an empty string."""
+    """Return the reason why simulated hosts cannot have their own networks on this machine.
+
+    An empty string means that they can.
+    """
     if os.geteuid() != 0:
         return "only root can create a network for each simulated host"
     try:

@@ -1,4 +1,4 @@
-"""Judge whether a gang queue kept its promises, from evidence outside of the queue.
+"""Check that a gang queue kept its rules, from evidence that does not come from the queue.
 
 The evidence has two sources. The Prefect server has the history of states of each flow run. The
 components of the runs wrote the hosts and the times of their processes. `gang_pool` collects the
@@ -344,7 +344,8 @@ def _find_peaks(
         for at, sign in ((usage.since, 1), (usage.until, -1))
         if usage.until > usage.since
     ]
-    # If two changes have the same time, the end of a usage comes first, by its smaller sign.
+    # If a usage ends and another begins at the same time, the end comes first, because its change
+    # is negative.
     changes.sort(key=lambda change: change[:2])
 
     used: dict[str, float] = dict.fromkeys(limits, 0)

@@ -128,7 +128,7 @@ def violations(root: Path) -> list[str]:
 
 
 def _find_problem(imported: Import) -> str:
-    """Return the reason why an import is forbidden, or an empty string if it is allowed."""
+    """Return the reason why an import is forbidden, or an empty string if the import is allowed."""
     place = Path(imported.path).parts
     top, *names = imported.target.split(".")
     if imported.path in ALONE:

@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def serve() -> None:
-    """Start the commands on stdin, and reap ended children, until stdin is closed."""
+    """Start each command that arrives on stdin, and reap ended children, until stdin is closed."""
     selector = selectors.DefaultSelector()
     selector.register(0, selectors.EVENT_READ)
     incomplete_line = b""
@@ -90,7 +90,7 @@ def has_children() -> bool:
 
 
 def end_all() -> bool:
-    """Kill all descendants; return False if a descendant is still alive after 20 s."""
+    """Kill all descendants of this process; return False if one is still alive after 20 s."""
     deadline = time.monotonic() + _END_WITHIN_S
     while has_children():
         if time.monotonic() > deadline:

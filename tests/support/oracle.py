@@ -110,7 +110,7 @@ def is_alive() -> bool:
 
 
 def end_all(cgroup: str) -> None:
-    """Kill all descendants and all processes of a cgroup, for at most 10 s."""
+    """Kill all descendants of this process and all processes of a cgroup, within at most 10 s."""
     since = time.monotonic()
     while (is_alive() or is_populated(cgroup)) and time.monotonic() - since < 10:
         for pid in below(cgroup):
@@ -120,7 +120,7 @@ def end_all(cgroup: str) -> None:
 
 
 def below(cgroup: str) -> list[int]:
-    """Return the process ids of all descendants and of all processes of a cgroup."""
+    """Return the ids of all descendants of this process, and of all processes of a cgroup."""
     parents = {int(name): parent_of(name) for name in os.listdir("/proc") if name.isdigit()}
     pids = [os.getpid()]
     # The list grows during the loop, so that the children of each descendant are added, too.

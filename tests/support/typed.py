@@ -93,7 +93,10 @@ def _simple_commands(words: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _check_simple_command(words: list[str]) -> str:
-    """Return the error in a command without operators of the shell, or an empty string."""
+    """Return the error in a command without operators of the shell.
+
+    An empty string means that the command is correct.
+    """
     while words and re.match(r"[A-Za-z_]\w*=", words[0]):
         words = words[1:]
     while words and words[0] in _PREFIX_COMMANDS:
@@ -137,10 +140,10 @@ def make_targets() -> dict[str, str]:
 
 
 def _check_make(arguments: Sequence[str]) -> str:
-    """Return the error in a call of `make`, or an empty string.
+    """Return the error in a call of `make`, or an empty string if the call is correct.
 
-    The programs in the recipe of each target must accept their arguments, with the variables of the
-    call inserted.
+    The programs in the recipe of each target must accept their arguments. Variables of the call,
+    such as `SPEC=run.yaml`, are inserted into the recipe.
     """
     variables = dict(word.split("=", 1) for word in arguments if "=" in word)
     words = [word for word in arguments if "=" not in word]
@@ -170,7 +173,7 @@ def _check_make(arguments: Sequence[str]) -> str:
 
 
 def _check_python(arguments: Sequence[str]) -> str:
-    """Return the error in a call of `python`, or an empty string."""
+    """Return the error in a call of `python`, or an empty string if the call is correct."""
     match arguments:
         case ["-m", module, *module_arguments]:
             return about_module(module, module_arguments)
@@ -204,7 +207,7 @@ def _main_statements(file: Path) -> list[ast.stmt]:
 
 
 def about_module(module: str, arguments: Sequence[str]) -> str:
-    """Return the error in `python -m MODULE ARGUMENT...`, or an empty string."""
+    """Return the error in `python -m MODULE ARGUMENT...`, or an empty string if it is correct."""
     if module.partition(".")[0] not in _PROJECT_PACKAGES:
         try:
             return "" if find_spec(module) else f"there is no module {module}"
@@ -245,7 +248,7 @@ def _parse_with(module: str, arguments: Sequence[str]) -> str:
     """Run a module as a program until it has parsed its arguments.
 
     Returns:
-        The error that the program found in the arguments, or an empty string.
+        The error that the program found in the arguments, or an empty string if they are correct.
     """
     original_parse_args = argparse.ArgumentParser.parse_args
     original_call = App.__call__
@@ -289,7 +292,7 @@ def _parse_with(module: str, arguments: Sequence[str]) -> str:
 
 
 def about_prefect(arguments: Sequence[str]) -> str:
-    """Return the error in `prefect ARGUMENT...`, or an empty string."""
+    """Return the error in `prefect ARGUMENT...`, or an empty string if the command is correct."""
     from prefect.cli._app import _app
 
     words = [word for word in arguments if word not in ("--no-prompt", "--prompt")]
@@ -305,7 +308,7 @@ def muster_verbs() -> frozenset[str]:
 
 
 def about_muster(arguments: Sequence[str]) -> str:
-    """Return the error in `muster ARGUMENT...`, or an empty string."""
+    """Return the error in `muster ARGUMENT...`, or an empty string if the command is correct."""
     from tasks.command import _build_app
 
     verb = next(iter(arguments), "--help")
@@ -316,7 +319,10 @@ def about_muster(arguments: Sequence[str]) -> str:
 
 
 def _check_app(app: App, words: Sequence[str]) -> str:
-    """Return the error that a cyclopts app finds in its arguments, or an empty string."""
+    """Return the error that a cyclopts app finds in its arguments.
+
+    An empty string means that the app accepts the arguments.
+    """
     try:
         app.parse_args([*words], exit_on_error=False, print_error=False)
     except CycloptsError as error:

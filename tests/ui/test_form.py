@@ -1,4 +1,4 @@
-"""The form of a custom run, used without knowledge of the documents."""
+"""The form of a custom run in the UI, as a user without knowledge of the documents fills it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The UI alone shows the reason for a run that did not train."""
+"""The UI alone shows the reason why a run does not train or has failed."""
 
 from __future__ import annotations
 

@@ -127,7 +127,10 @@ def _resolve_placeholders(spec: RunSpec) -> RunSpec:
 def _check_override(
     override: str, env: Mapping[str, str], configuration: str, facts: Facts, values: dict[str, Any]
 ) -> str:
-    """Return the fault of an override, or an empty string; store a valid override in `values`."""
+    """Return the fault of an override, or an empty string if the override is valid.
+
+    The value of a valid override is stored in `values`.
+    """
     keys = facts.configurations[configuration]
     parts = _OVERRIDE.fullmatch(override)
     if parts is None or (parts["value"] is None and parts["sign"] != "~"):
