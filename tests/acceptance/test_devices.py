@@ -34,7 +34,7 @@ def build_spec(gpus: int, **components: dict[str, Any]) -> dict[str, Any]:
 
 
 def build_component(text: str = PRINT_GPUS, **further_keys: Any) -> dict[str, Any]:
-    """Return a component that runs the shell script and is ready after it has printed its GPUs."""
+    """Return a component that runs a shell script, and is ready after the script prints "sees"."""
     return {"command": ["sh", "-c", text], "ready": {"log": "sees"}, **further_keys}
 
 

@@ -1,6 +1,6 @@
 """Runs that are retried by a real worker on a real Prefect server.
 
-Between two attempts, a run waits in the queue and has no process.
+Between two attempts, a run waits without a process.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """A representative part of the fault cases of `make faults`.
 
-The cases run at the highest containment level that this machine offers.
+The cases run at the containment level L3 (cgroups) if this machine offers it, otherwise at L2
+(guardian processes).
 """
 
 from __future__ import annotations

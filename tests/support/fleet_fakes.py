@@ -149,9 +149,10 @@ class FakeHost:
         self.log: list[tuple[float, str, tuple[int, ...]]] = []
         #: Planned places (`ServerSlot`) of the servers that were started, by rank.
         self.slots: dict[int, ServerSlot] = {}
-        #: Descriptions of forbidden calls, for example a start of a server that already runs.
+        #: Descriptions of wrong calls by the fleet, for example a start of a server that already
+        #: runs.
         self.faults: list[str] = []
-        #: Ports on which another program listens.
+        #: Ports on which a program that is no server of the fleet listens.
         self.foreign_ports: set[int] = set()
         #: Time that a stop takes, in seconds.
         self.stop_takes_s = 0.0001
@@ -418,7 +419,7 @@ class Stage:
         self.events.append((now_s(), event, fields))
 
     def told(self, event: str) -> list[dict[str, Any]]:
-        """Return the fields of each emitted event with this name."""
+        """Return the fields of each event with this name that the fleet has emitted."""
         return [fields for _, name, fields in self.events if name == event]
 
     def when(self, event: str, **wanted: Any) -> float:

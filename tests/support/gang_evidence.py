@@ -146,7 +146,7 @@ def _parts(lines: Sequence[Mapping[str, Any]]) -> list[Part]:
 
 
 def _devices(visible_devices: str | None) -> tuple[str, ...] | None:
-    """Return the devices in a value of CUDA_VISIBLE_DEVICES, or None if it is not set."""
+    """Return the devices in a value of CUDA_VISIBLE_DEVICES, or None if the variable is not set."""
     if visible_devices is None:
         return None
     return tuple(filter(None, visible_devices.split(",")))

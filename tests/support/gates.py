@@ -155,7 +155,7 @@ class Gates:
         return self._until(find_holder, "a gate decides")
 
     def until_decided_without(self, *pids: int) -> None:
-        """Wait until another process than these has taken the lease and given it back."""
+        """Wait until a process other than these has taken the lease and given it back."""
         line_count = len(self.lines())
 
         def has_decided() -> bool:

@@ -180,7 +180,7 @@ class Jobs:
         return pids
 
     async def clear(self) -> None:
-        """End all jobs that still run."""
+        """End all created jobs that still run."""
         for job in self._created:
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(20):

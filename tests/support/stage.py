@@ -177,7 +177,7 @@ class Stage:
         replan: Callable[[str], AttemptPlan] | None = None,
         **fields: Any,
     ) -> Supervisor:
-        """Return a supervisor of these components. The components are not started yet.
+        """Return the supervisor of an attempt with these components, which are not started yet.
 
         `clear` ends the supervisor. The arguments are fields of `AttemptPlan` and arguments of
         `Supervisor`.

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 #: Function from the method, path and body of a request to the status and the content of the answer.
-#: The content is sent as JSON, or not at all if it is None.
+#: The content is sent as JSON. If the content is None, the answer has no body.
 Answer = Callable[[str, str, bytes], tuple[int, object]]
 
 
