@@ -37,8 +37,8 @@ class Shell:
     """A user's terminal: program, working directory and environment."""
 
     program: Path
-    #: Working directory: a user's project with a script, and with packages whose names are those of
-    #: Muster's packages.
+    #: Working directory: a user's project. Some of its packages have the same names as packages of
+    #: Muster.
     project: Path
     home: Path
 

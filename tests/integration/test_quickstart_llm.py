@@ -121,7 +121,7 @@ class VllmFleet:
         )
 
     def is_consistent(self, answer: Answer) -> bool:
-        """Return True if the weights of the version that an answer names generated the answer."""
+        """Return True if an answer was generated with the weights of the version that it names."""
         scale = self.scales[answer.version]
         expected = [
             log_prob(scale, token, position) for position, token in enumerate(answer.tokens)

@@ -1,4 +1,4 @@
-"""Several clients, which do not retry, write at once to a Prefect server on SQLite.
+"""Several clients, which do not retry, write at the same time to a Prefect server on SQLite.
 
 Every request must succeed at the first try.
 """

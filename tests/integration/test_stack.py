@@ -105,8 +105,8 @@ class Home:
             "PREFECT_API_URL": self.api_url,
             "PATH": path,
         }
-        # The environment of the tests has settings of Ray clusters without tokens. They are
-        # removed.
+        # Remove the settings of the tests for Ray clusters without tokens, because the stack uses a
+        # token.
         environment = {key: os.environ[key] for key in os.environ if not key.startswith("RAY_AUTH")}
         return {**environment, **overrides}
 

@@ -316,7 +316,8 @@ def test_process_of_a_run_is_forked_and_survives_its_zygote(
                 assert (process.returncode, cold.returncode) == (1, -signal.SIGKILL)
                 assert f"/api/flow_runs/{FLOW_RUN}" in requested_paths
 
-                # If the zygote does not answer, exactly one ordinary process is started instead.
+                # The zygote, from which processes of runs are forked, is suspended. Then exactly
+                # one ordinary process is started instead.
                 os.kill(wait_for_zygote(os.getpid()), signal.SIGSTOP)
                 cold_ended, cold = await start_process(zygote, variables, tmp_path)
                 await cold_ended

@@ -39,7 +39,7 @@ HEALTH = frozenset({"/health", "/health_generate"})
 #: Paths with which a test controls the server. Requests to these paths are never counted, and
 #: faults do not affect them.
 _CONTROL_PATHS = frozenset({"/misbehave", "/step", "/counts", "/weights"})
-#: Zero bytes that `send_large` writes at once.
+#: Block of zero bytes; `send_large` sends one such block after the other.
 _LARGE_PIECE = bytes(64 * 1024)
 
 

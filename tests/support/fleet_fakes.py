@@ -120,7 +120,7 @@ class FakeServer:
     at_home: str = "yes"
     #: Seconds from the next start until the server answers `yes`.
     loads_for_s: float = 0.0
-    #: Time of the event loop from which the server answers `yes` after its last start.
+    #: Time of the event loop from which the last started process of the server answers probes.
     ready_s: float = 0.0
     #: True if the process survives every stop.
     is_stuck: bool = False

@@ -82,9 +82,9 @@ class OtherHost:
         return until(lambda: self._outer_pid(inner_pid), f"pid {inner_pid} of {self.name}")
 
     def _outer_pid(self, inner_pid: int) -> int:
-        """Return the process id that a process of the host has outside of its namespace, or 0.
+        """Return the process id that a process of the host has outside of the host's namespace.
 
-        0 means that the process does not exist.
+        Return 0 if the process does not exist.
 
         Args:
             inner_pid: Process id in the namespace of the host.

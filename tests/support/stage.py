@@ -103,7 +103,7 @@ def is_alive(pid: int) -> bool:
 
 
 #: Ports that `free_port` has returned. The kernel may return a port again as soon as it is free,
-#: and a fleet needs several different ports at once.
+#: and a fleet needs several different ports at the same time.
 _returned_ports: set[int] = set()
 
 

@@ -58,7 +58,7 @@ class _ArgumentsParsed(Exception):
 
 
 class _AppCalled(Exception):
-    """A program has called its cyclopts app. The message is the app's error, or empty."""
+    """A program has called its cyclopts app. The message is the error of the app, or empty."""
 
 
 def complaint_about(command: str) -> str:

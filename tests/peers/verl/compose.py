@@ -149,7 +149,7 @@ def type_faults(config: DictConfig) -> Iterator[str]:
 def own_faults(module: str, config: DictConfig) -> Iterator[str]:
     """Yield the error messages of verl's own checks of a configuration.
 
-    verl checks it in its dataclasses and in `validate_config`.
+    The checks are those of verl's dataclasses and of its function `validate_config`.
     """
     try:
         if module == "verl.trainer.main_ppo":
