@@ -27,12 +27,12 @@ _REQUEST_TIMEOUT_S = 5.0
 #: Largest reply that is accepted, in bytes. The list of jobs grows with every job of the cluster.
 #: After some months it exceeds gRPC's default limit of 4 MiB.
 _MAX_REPLY_BYTES = 512 * 1024 * 1024
-#: gRPC status codes of requests that would fail again in the same way.
+#: gRPC status codes of a refused request. A repeated request would be refused, too.
 _DENIAL_CODES = frozenset({"UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED"})
 
 
 async def kill_actors(gcs_address: str, actor_ids: Iterable[str]) -> None:
-    """Kill Ray actors with SIGKILL, without a restart. Actors that are still pending never start.
+    """Kill Ray actors with SIGKILL. Ray does not restart them, and pending actors never start.
 
     Args:
         gcs_address: `HOST:PORT` of the control store.
@@ -96,7 +96,7 @@ async def read_entries(gcs_address: str, namespace: str, prefix: str) -> dict[st
         prefix: Start of the keys.
 
     Returns:
-        `value[key]`. The keys do not contain the prefix.
+        The values of the entries, by their keys without the prefix.
     """
     namespace_field = {"namespace": namespace.encode()}
     key_request = {"prefix": prefix.encode(), **namespace_field}
@@ -118,7 +118,7 @@ async def _call(
         gcs_address: `HOST:PORT` of the control store.
         service: Name of the gRPC service without its ending `GcsService`.
         method: Name of the service's method.
-        requests: `value[field]` of each request message.
+        requests: For each request message, the values of its fields by the name of the field.
     """
 
     def run() -> list[Any]:
@@ -138,14 +138,14 @@ def open_channel(gcs_address: str, *, has_token: bool = True) -> Any:
 
     Args:
         gcs_address: `HOST:PORT` of the control store.
-        has_token: True sends Ray's authentication token with each request.
+        has_token: If True, Ray's authentication token is sent with each request.
 
     Returns:
         The channel. The caller must close it.
 
     Raises:
         NoAnswer: The address belongs to this machine, and a process of another user listens there.
-            It must not receive the token.
+            That process must not receive the token.
     """
     if has_token:
         try:
@@ -153,7 +153,7 @@ def open_channel(gcs_address: str, *, has_token: bool = True) -> Any:
         except UntrustedListener as error:
             raise NoAnswer(str(error)) from error
 
-    # The import of these modules takes most of a second, so it waits until their first use.
+    # Importing these two modules takes most of a second, so they are imported at the first use.
     constants: Any = importlib.import_module("ray._private.ray_constants")
     utils: Any = importlib.import_module("ray._private.grpc_utils")
     options = (
@@ -183,8 +183,8 @@ def uses_tls() -> bool:
 def prepare_request(channel: Any, service: str, method: str) -> Callable[..., Any]:
     """Return a function that sends requests of one kind to the control store.
 
-    The function is called as `send(within_s, **fields)` with a deadline in seconds and the fields
-    of the request message. It returns a gRPC future of the reply.
+    Call the returned function as `send(within_s, **fields)`, with a deadline in seconds and the
+    fields of the request message. It returns a gRPC future of the reply.
 
     Args:
         channel: An open channel to the control store.
@@ -201,13 +201,14 @@ def prepare_request(channel: Any, service: str, method: str) -> Callable[..., An
 def request_nodes(channel: Any, bundles: Sequence[Mapping[str, float]], within_s: float) -> None:
     """Ask the cluster's autoscaler for enough nodes to hold all resource bundles at once.
 
-    The bundles must include the bundles of running jobs. Each request replaces the previous
-    request of this kind, even from another program, and an empty list withdraws it. The request is
-    sent to both versions of Ray's autoscaler, because Muster cannot see which version is active.
+    The bundles must include the bundles of running jobs. Each request to the autoscaler replaces
+    the previous request, even that of another program. An empty list of bundles withdraws the
+    previous request. The request is sent to both versions of Ray's autoscaler, because Muster
+    cannot see which version is active.
 
     Args:
         channel: An open channel to the control store.
-        bundles: `amount[resource]` of each bundle.
+        bundles: The resources of each bundle, as amounts by the name of the resource.
         within_s: Deadline of each of the two requests, in seconds.
 
     Source: ray/autoscaler/v2/sdk.py, request_cluster_resources;

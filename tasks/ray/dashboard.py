@@ -1,14 +1,14 @@
 """Ask a Ray cluster over the HTTP API of its dashboard. This works from any machine.
 
 **Loopback addresses.** `muster up` starts a Ray cluster that listens only on the loopback address.
-Ray drivers replace a loopback address with the machine's network address. Nothing listens there, so
-the driver would wait for minutes. An environment variable of the driver (`driver_env`) prevents
-this.
+A Ray driver replaces a loopback address with the machine's network address. The cluster does not
+listen at the network address, so the driver would wait for minutes. An environment variable of the
+driver (see `driver_env`) prevents the replacement.
 
 **Credentials.** A user can write any cluster address into a run spec, and Muster contacts that
 address to show the queue. Muster therefore sends Ray's token and configured headers only to
-clusters that an operator has listed. In addition, the process of a run sends the token to the
-cluster of that run.
+clusters that an operator has listed. The only exception is the process of a run: it also sends the
+token to the cluster that the run uses.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from tasks.spec.probes import Url
 #: Deadline of one request to a dashboard, in seconds.
 ASK_WITHIN_S = 10.0
 #: TCP keep-alive options for connections to a dashboard. A connection that follows a job's log
-#: carries no data while the job prints nothing. Only keep-alive probes detect that it is dead.
+#: carries no data while the job prints nothing. Only keep-alive probes can then detect that the
+#: connection is lost.
 _KEEPALIVE = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
@@ -58,7 +59,7 @@ class Denied(MusterError):
     """The Ray cluster refused the request. A repeated request would be refused, too."""
 
 
-#: Names of the Ray resources that count accelerators. A cluster uses only one of these names.
+#: Names of the Ray resources that stand for accelerators. A cluster uses only one of these names.
 #: Source: ray/_private/accelerators/*.py, get_resource_name.
 ACCELERATORS = ("GPU", "NPU", "HPU", "TPU")
 
@@ -67,7 +68,8 @@ def count_accelerators(resources: Mapping[str, float] | None) -> float:
     """Return the number of accelerators, such as GPUs, among Ray resources.
 
     Args:
-        resources: `amount[resource]` of a node, bundle, actor or task. None means no resources.
+        resources: Amounts of a node, bundle, actor or task, by the name of the Ray resource. None
+            if it has no resources.
     """
     for kind in ACCELERATORS:
         if amount := (resources or {}).get(kind):
@@ -75,10 +77,10 @@ def count_accelerators(resources: Mapping[str, float] | None) -> float:
     return 0.0
 
 
-#: Prefix of a placeholder's name if it names an environment variable, as in `${env.NAME}`.
+#: Prefix of the placeholders that stand for an environment variable, such as `${env.NAME}`.
 _ENV_PREFIX = "env."
-#: Environment variable with a JSON list of `ListedCluster` objects. This process sets it for itself
-#: and for its Muster child processes.
+#: Environment variable with a JSON list of `ListedCluster` objects. A Muster process sets the
+#: variable in its own environment, and its Muster child processes inherit the variable.
 CLUSTERS_VARIABLE = "MUSTER_RAY_CLUSTERS"
 
 
@@ -123,14 +125,16 @@ class ListedCluster(BaseModel):
 class Credentials:
     """Credentials for requests to one Ray cluster: headers, certificates and Ray's token.
 
-    The methods raise `Denied` if a header's value or the certificates are not available.
+    The methods raise `Denied` if the value of a header or the certificate file cannot be read.
     """
 
-    #: `value[header]` as the operator has listed it, with placeholders.
+    #: Values of the HTTP headers by the name of the header, as the operator has listed them. The
+    #: values may contain placeholders.
     headers: Mapping[str, str] = field(default_factory=dict)
-    #: Path of a file with CA certificates. None means the public certificate authorities.
+    #: Path of a file with CA certificates. None if the public certificate authorities are used.
     ca: str | None = None
-    #: True if Ray's token may be sent to the cluster. It is sent if Ray's authentication is on.
+    #: True if Ray's token may be sent to the cluster. The token is then sent whenever Ray's
+    #: authentication is on.
     has_token: bool
 
     @staticmethod
@@ -141,7 +145,7 @@ class Credentials:
             address: URL of the cluster's dashboard.
             listed: The clusters that operators have listed.
             is_own: True if the run of this process uses the cluster. Ray's token may then be sent
-                to it, even if it is not listed.
+                to the cluster, even if no operator has listed the cluster.
         """
         for cluster in listed:
             if cluster.address == address.rstrip("/"):
@@ -158,7 +162,7 @@ class Credentials:
         return Credentials.of(address, _listed_clusters().values(), is_own=True)
 
     def make_headers(self) -> dict[str, str]:
-        """Return all HTTP headers to send, with the values of the placeholders."""
+        """Return all HTTP headers to send. Placeholders are replaced with their values."""
         headers = {
             name: substitute(value, _environment_value) for name, value in self.headers.items()
         }
@@ -167,10 +171,10 @@ class Credentials:
         return headers
 
     def verify(self) -> ssl.SSLContext | bool:
-        """Return the TLS context that checks the cluster's certificate.
+        """Return the TLS context with which httpx verifies the cluster's certificate.
 
         Returns:
-            True if httpx must use its default, the public certificate authorities.
+            True instead of a context if httpx must use the public certificate authorities.
         """
         try:
             return ssl.create_default_context(cafile=self.ca) if self.ca else True
@@ -187,7 +191,7 @@ def _environment_value(name: str) -> str:
         name: Name of the placeholder: `env.VARIABLE` for `${env.VARIABLE}`.
 
     Raises:
-        Denied: The placeholder names no environment variable, or the variable is not set.
+        Denied: The placeholder stands for no environment variable, or the variable is not set.
     """
     variable = name.removeprefix(_ENV_PREFIX)
     if variable == name:
@@ -215,12 +219,12 @@ def add_listed_clusters(clusters: Iterable[object]) -> None:
 
 
 def _listed_clusters() -> dict[str, ListedCluster]:
-    """Return `cluster[address]` of the clusters in the environment variable MUSTER_RAY_CLUSTERS."""
+    """Return the clusters in the environment variable MUSTER_RAY_CLUSTERS, by their address."""
     return _parse_clusters(json.loads(os.environ.get(CLUSTERS_VARIABLE) or "[]"))
 
 
 def _parse_clusters(clusters: Iterable[object]) -> dict[str, ListedCluster]:
-    """Return `cluster[address]` of all entries that are valid `ListedCluster` data."""
+    """Return the entries that are valid `ListedCluster` data, by the address of the cluster."""
     parsed = {}
     for entry in clusters:
         with contextlib.suppress(ValueError):
@@ -241,7 +245,7 @@ class LiveNode:
     name: str
     #: True if this is the head node of the cluster.
     is_head: bool
-    #: Total `amount[resource]` of the node.
+    #: All resources of the node, used or free, as amounts by the name of the Ray resource.
     resources_total: Mapping[str, float]
 
 
@@ -261,9 +265,10 @@ class JobState:
     #: Exit code of the job's driver. A negative value is the signal that killed the driver. None if
     #: Ray does not know the exit code.
     driver_exit_code: int | None = None
-    #: Ray's id of the node where the job's driver runs, in hex. Empty before the driver starts.
+    #: Ray's id of the node where the job's driver runs, in hex. An empty string before the driver
+    #: starts.
     driver_node_id: str = ""
-    #: IP address of the node where the job's driver runs. Empty before the driver starts.
+    #: IP address of the node where the job's driver runs. An empty string before the driver starts.
     driver_ip: str = ""
     #: End of the job in UTC epoch seconds, by the clock of the driver's node. None if the job has
     #: not ended.
@@ -285,9 +290,10 @@ class Actor:
     class_name: str
     #: Ray's state of the actor, such as ALIVE or PENDING_CREATION.
     state: str
-    #: Ray's id of the actor's node, in hex. Empty while the actor has no node.
+    #: Ray's id of the node where the actor runs, in hex. An empty string if Ray has not placed the
+    #: actor on a node yet.
     node_id: str
-    #: Process id of the actor on its node. 0 while the actor has no process.
+    #: Process id of the actor on its node. 0 if the actor's process has not started yet.
     pid: int
     #: Number of GPUs that the actor holds. GPUs of a placement group do not count.
     gpus: float
@@ -299,8 +305,8 @@ class PlacementGroup:
 
     #: Ray's id of the placement group, in hex.
     group_id: str
-    #: `gpus_on[node id]`, the number of GPUs that the group has reserved on each node. Empty while
-    #: Ray has not placed the group.
+    #: Number of GPUs that the group has reserved on each node, by the id of the node. Empty if Ray
+    #: has not placed the group yet.
     gpus_on: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -312,12 +318,12 @@ class Dashboard:
     """
 
     def __init__(self, address: str, *, credentials: Credentials | None = None) -> None:
-        """Create a client. It opens its first connection with the first request.
+        """Create a client. The first connection is opened with the first request.
 
         Args:
             address: URL of the dashboard.
-            credentials: Credentials for the cluster. Default: the credentials for the cluster that
-                the run of this process uses.
+            credentials: Credentials for the cluster. If None, the cluster counts as the cluster
+                that the run of this process uses.
         """
         self.address = address.rstrip("/")
         self._credentials = credentials or Credentials.own(address)
@@ -337,20 +343,20 @@ class Dashboard:
             timeout=ASK_WITHIN_S,
             headers=self._credentials.make_headers(),
         )
-        # Check at each connection that no other user of this machine listens at the address. That
-        # user would receive the token, and could run programs on the cluster with it.
+        # When a connection is opened, check that no other user of this machine listens at the
+        # address. That user would receive Ray's token, and could run programs on the cluster.
         check_listeners(client)
         return client
 
     async def aclose(self) -> None:
         """Close the connections to the dashboard."""
-        # The property `_client` creates the HTTP client at its first use. If there was no request,
-        # there is nothing to close.
+        # The cached property `_client` creates the HTTP client at its first use. Without a request,
+        # there is no HTTP client to close.
         if "_client" in vars(self):
             await self._client.aclose()
 
     async def session(self) -> str:
-        """Return the name of the cluster's Ray session, which changes when the head restarts."""
+        """Return the name of the cluster's Ray session. A restarted head node has a new name."""
         return str((await self._json("/api/version"))["session_name"])
 
     async def nodes(self) -> list[LiveNode]:
@@ -367,13 +373,13 @@ class Dashboard:
         ]
 
     async def lost_nodes(self, since: float) -> dict[str, str]:
-        """Return a phrase about each node that was lost. Nodes removed on purpose do not count.
+        """Describe each node that the cluster has lost. Nodes removed on purpose do not count.
 
         Args:
             since: Earliest time of a loss, in UTC epoch seconds.
 
         Returns:
-            `phrase[node id]`.
+            A phrase about each lost node, by the id of the node.
         """
         sentences = {}
         for entry in await self._state("nodes", state="DEAD"):
@@ -404,12 +410,13 @@ class Dashboard:
         """Return the mean GPU utilisation of each node in Ray's last sample.
 
         Args:
-            gpus_by_node: `number[node name]` of GPUs to include on each node. The busiest GPUs of a
-                node are included, because Ray does not report which GPUs a job has. If empty, all
-                GPUs of all nodes are included.
+            gpus_by_node: Number of GPUs to include on each node, by the name of the node. The
+                busiest GPUs of a node are included, because Ray does not report which GPUs a job
+                has. If the mapping is empty, all GPUs of all nodes are included.
 
         Returns:
-            `utilisation[node name]`, from 0 to 1. A node is missing if its utilisation is unknown.
+            The utilisation from 0 to 1, by the name of the node. A node is missing if its
+            utilisation is unknown.
         """
         answer = await self._json("/nodes", view="summary")
         utilisation: dict[str, float] = {}
@@ -423,7 +430,7 @@ class Dashboard:
                 name = node_name
 
             readings = [gpu.get("utilizationGpu", -1) or 0 for gpu in node.get("gpus") or ()]
-            # A negative reading means that the GPU driver does not report the utilisation.
+            # Ray reports a negative percentage if the GPU driver does not report the utilisation.
             percents = [percent for percent in readings if percent >= 0]
             if name and percents:
                 busiest = sorted(percents, reverse=True)[: gpus_by_node.get(name)]
@@ -465,7 +472,7 @@ class Dashboard:
         """Return the supervisor actor with which Ray manages a submitted job.
 
         Returns:
-            None if that actor does not run.
+            The supervisor actor, or None if that actor does not run.
         """
         actors = await self._actors(name=f"_ray_internal_job_actor_{submission_id}")
         return actors[0] if actors else None
@@ -513,15 +520,16 @@ class Dashboard:
         Args:
             submission_id: Submission id of the job.
             node_id: Ray's id of the driver's node, in hex.
-            follow: True waits for new bytes at the end of the log, without a time limit. False
-                stops at the end of the log.
+            follow: If True, the generator waits for new bytes at the end of the log, without a time
+                limit. If False, the generator stops at the end of the log.
         """
         kind = "stream" if follow else "file"
         query = {"submission_id": submission_id, "node_id": node_id, "lines": "-1"}
         if follow:
             query["interval"] = "0.5"
         else:
-            # The dashboard waits this number of seconds for the node, which sends the whole log.
+            # The node sends the whole log to the dashboard. This is the dashboard's deadline for
+            # the node, in seconds.
             query["timeout"] = "600"
         timeout = httpx.Timeout(ASK_WITHIN_S, read=None if follow else 60.0)
         try:
@@ -537,7 +545,7 @@ class Dashboard:
             raise NoAnswer(_no_answer_message(error, self.address)) from error
 
     async def _actors(self, **filters: str) -> list[Actor]:
-        """Return the living actors whose fields in Ray's state API equal the filter values."""
+        """Return the living actors whose fields in Ray's state API have the given values."""
         return [
             Actor(
                 actor_id=entry["actor_id"],
@@ -598,7 +606,7 @@ def _check_status(response: httpx.Response) -> None:
 
     Raises:
         Denied: The status is 4xx, so a repeated request would fail in the same way.
-        NoAnswer: The status is another error.
+        NoAnswer: The status is an error status other than 4xx.
     """
     if response.is_error:
         text = f"{response.request.method} {response.url} answered {response.status_code}: "
@@ -618,7 +626,7 @@ def _parse_object(response: httpx.Response) -> dict[str, Any]:
 
     Raises:
         Denied: The status is 4xx, or the body is no JSON object.
-        NoAnswer: The status is another error.
+        NoAnswer: The status is an error status other than 4xx.
     """
     with contextlib.suppress(ValueError):
         _check_status(response)
@@ -636,13 +644,14 @@ def _no_answer_message(error: httpx.HTTPError, address: str) -> str:
 
 
 def _auth_headers(headers: dict[str, str]) -> dict[str, str]:
-    """Return the HTTP headers with Ray's token.
+    """Return the HTTP headers that carry Ray's token.
 
     Args:
         headers: The other headers of the request.
 
     Returns:
-        An empty dict if Ray's authentication is off or `headers` already contains a token.
+        Only the headers with the token. An empty dict if Ray's authentication is off, or if
+        `headers` already contains a token.
     """
     from ray._private.authentication.http_token_authentication import (
         get_auth_headers_if_auth_enabled,
@@ -698,8 +707,8 @@ def prepare_driver(gcs_address: str) -> None:
     if not variables:
         return
     os.environ.update(variables)
-    # Ray reads the environment variable only when it is imported. It may already be imported, so
-    # set its constant as well.
+    # The module `ray` reads the environment variable only during its import, and may already have
+    # been imported. So set the constant that the module derives from the variable as well.
     from ray._private import ray_constants
 
     ray_constants.ENABLE_RAY_CLUSTER = False

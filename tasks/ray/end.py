@@ -1,4 +1,4 @@
-"""End a Ray job in any phase, and interpret the final state that Ray reports.
+"""End a pending or running Ray job, and interpret the final state that Ray reports.
 
 After the end of a job, Muster reports its leftovers: actors and placement groups of the job's Ray
 drivers, processes on the nodes, and nodes that could not be checked for processes.
@@ -59,11 +59,11 @@ async def list_actors_and_groups(dashboard: Dashboard, drivers: Iterable[str]) -
 def describe_actors_and_groups(
     actors_and_groups: ActorsAndGroups, nodes: Iterable[LiveNode]
 ) -> tuple[str, ...]:
-    """Return one phrase for each actor and placement group, with its node, pid and GPUs.
+    """Return one phrase for each actor and placement group: its node, its pid and its GPUs.
 
     Args:
         actors_and_groups: The actors and placement groups.
-        nodes: The living nodes of the cluster, whose addresses the phrases contain.
+        nodes: The living nodes of the cluster. The phrases contain the addresses of the nodes.
     """
     ips = {node.node_id: node.ip for node in nodes}
     actors, groups = actors_and_groups
@@ -104,14 +104,15 @@ async def count_held_gpus(dashboard: Dashboard, drivers: Iterable[str]) -> float
     return sum([*gpus_of_bundles, *gpus_of_tasks, *gpus_of_actors])
 
 
-#: Seconds until Ray notices that the driver of a job has exited.
+#: Longest time until Ray notices that the driver of a job has exited, in seconds.
 #: Source: ray 2.60, JobSupervisor.SUBPROCESS_POLL_PERIOD_S.
 RAY_POLLS_EACH_S = 0.1
-#: Seconds until Ray notices that the supervisor actor of a job has died. Ray checks once a second,
-#: and 0.7 to 2 s were measured. Source: ray 2.60, JobManager.JOB_MONITOR_LOOP_PERIOD_S.
+#: Longest time until Ray notices that the supervisor actor of a job has died, in seconds. Ray
+#: checks the actor once a second, and delays of 0.7 to 2 s were measured.
+#: Source: ray 2.60, JobManager.JOB_MONITOR_LOOP_PERIOD_S.
 _SUPERVISOR_DELAY_S = 2.5
-#: Seconds until Ray notices that a node has died. With Ray's default health checks, up to 66 s were
-#: measured.
+#: Longest time until Ray notices that a node has died, in seconds. With Ray's default health
+#: checks, delays of up to 66 s were measured.
 _NODE_DELAY_S = 70.0
 #: Largest rounding error of a job's end time, in seconds. Ray rounds it to milliseconds.
 _ROUNDING_S = 0.001
@@ -129,7 +130,8 @@ def job_exit(
         job: The final state of the job.
         at_monotonic_s: Earliest possible time of the job's end, in CLOCK_MONOTONIC seconds.
         was_stopped_by_us: True if Muster asked Ray to stop the job.
-        lost_node: Description of the driver's node if that node is lost, or an empty string.
+        lost_node: Description of the driver's node if the cluster has lost that node. Otherwise, an
+            empty string.
 
     Returns:
         An exit with an exit code or a signal if Ray knows it. Otherwise, an exit with a note that
@@ -139,15 +141,16 @@ def job_exit(
     if code is None and job.status == "SUCCEEDED":
         code = 0
     if code is not None:
-        # An exit code 128+n is not converted into signal n. If a signal had killed the program, the
-        # wrapper around it would have reported the signal. So the program itself returned the code.
+        # Do not interpret an exit code of 128 + n as signal n. If a signal had killed the program,
+        # Muster's wrapper process would have reported the signal. So the program itself has exited
+        # with this code.
         return Exit.from_return_code(code, at_monotonic_s)
     if job.status == "STOPPED" and was_stopped_by_us:
         note = "stopped by Muster"
     elif job.status == "STOPPED":
         note = "stopped from outside Muster (with ray job stop or in the Ray dashboard)"
     else:
-        # Ray's reason may have many lines. The first line names the cause.
+        # Ray's message may have many lines. The first line names the cause.
         lines = [line.strip() for line in job.message.splitlines() if line.strip()]
         note = lines[0][:500] if lines else f"{job.status}, and Ray gives no reason"
         if job.error_type:
@@ -158,13 +161,14 @@ def job_exit(
 
 
 def job_last_words(log_end: str, job: JobState | None) -> str:
-    """Return the last lines of a job's output, in which the rules look for the cause of a failure.
+    """Return the last lines of a job's output. The cause of a failure is searched in these lines.
 
     Args:
         log_end: The last lines of the job's log.
-        job: The final state of the job. Its message is appended. None appends nothing.
+        job: The final state of the job, whose message is appended. If None, no message is appended.
     """
-    # Remove the line in which Ray repeats the command, because its words could match a rule.
+    # Remove the line in which Ray repeats the command. Words of the command could look like the
+    # cause of a failure.
     lines = [line for line in log_end.splitlines() if not line.startswith(_COMMAND_ECHO)]
     if job is not None:
         # Remove the quote of the log from Ray's message, because `log_end` has the same lines.
@@ -188,16 +192,16 @@ def earliest_end(
         job: The final state of the job. Its end time comes from the clock of another machine.
         wall_s: The current time, in UTC epoch seconds.
         monotonic_s: The current time, in CLOCK_MONOTONIC seconds.
-        seen_running_s: Time of the last request that found the job not final, in CLOCK_MONOTONIC
-            seconds. None if there was no such request.
+        seen_running_s: Time of the last request that found the job pending or running, in
+            CLOCK_MONOTONIC seconds. None if no request found the job pending or running.
         wrapper_s: Longest time in seconds that Muster's wrapper process can outlive the job's
             program.
         is_node_lost: True if the node of the job's driver is no longer in the cluster.
     """
     max_delay_s = RAY_POLLS_EACH_S + wrapper_s + _ROUNDING_S
     if job.status == "FAILED" and job.driver_exit_code is None:
-        # Ray lost contact with the driver. Until Ray notices such a loss, it reports the job as
-        # running.
+        # Ray has lost contact with the driver. Ray reports the job as running until it notices the
+        # loss.
         max_delay_s += _NODE_DELAY_S if is_node_lost else _SUPERVISOR_DELAY_S
 
     lower_bounds = [] if seen_running_s is None else [seen_running_s - max_delay_s]
@@ -206,8 +210,8 @@ def earliest_end(
     return min(max(lower_bounds, default=monotonic_s), monotonic_s)
 
 
-#: Longest time in seconds that a stop may take in addition to the grace period. It covers Ray's own
-#: margin and the delay until Ray notices the end.
+#: Longest time in seconds that a stop may take in addition to the grace period. In this time, Ray
+#: kills the job and notices its end.
 _STOP_MARGIN_S = 8.0
 #: Seconds from the SIGKILL of the job's supervisor actor until Ray must report a final state.
 _KILL_TIMEOUT_S = 30.0
@@ -218,18 +222,19 @@ _REMOVAL_DELAY_S = 3.0
 _FREE_TIMEOUT_S = 30.0
 #: Largest number of nodes that one message lists.
 _MAX_LISTED_NODES = 5
-#: Pause between two requests during a wait, as a share of the time waited so far.
+#: Pause between two requests to the cluster during the wait for a job's end, as a share of the time
+#: waited so far.
 _PAUSE_SHARE = 0.1
-#: Shortest pause between two requests during a wait, in seconds.
+#: Shortest pause between two requests to the cluster during that wait, in seconds.
 _MIN_PAUSE_S = 0.04
-#: Longest pause between two requests during a wait, in seconds.
+#: Longest pause between two requests to the cluster during that wait, in seconds.
 _MAX_PAUSE_S = 0.25
 
 _T = TypeVar("_T")
 
 
 def _pause_s(since: float) -> float:
-    """Return the pause before the next request during a wait, in seconds.
+    """Return the pause before the next request to the cluster during a wait, in seconds.
 
     Args:
         since: Start of the wait, in CLOCK_MONOTONIC seconds.
@@ -242,11 +247,11 @@ def _pause_s(since: float) -> float:
 class JobEnd:
     """Result of ending a Ray job."""
 
-    #: Final state of the job, or its last state if it could not be ended. None if the cluster has
-    #: no such job or does not answer.
+    #: Final state of the job, or the last known state if the job could not be ended. None if the
+    #: cluster has no such job or does not answer.
     state: JobState | None
     #: Descriptions of the job's leftovers: resources and processes that still exist or may still
-    #: exist. Empty if the job has ended completely.
+    #: exist. Empty if the job has no leftovers.
     left: tuple[str, ...]
     #: Descriptions of the nodes that could not be checked for leftover processes. Nodes that are
     #: no longer in the cluster are included.
@@ -271,12 +276,13 @@ class TakeDown:
     on_state: Callable[[JobState], None]
     #: Longest wait for a cluster that does not answer, in seconds.
     unknown_after_s: float = 60.0
-    #: Function that starts Muster's agents on the nodes, because `sweep` is fast with agents. Its
-    #: argument is the URL of Ray's dashboard.
+    #: Function that starts Muster's agent on each node of the cluster. With a running agent on each
+    #: node, killing leftover processes is fast. The argument is the URL of Ray's dashboard.
     make_ready: Callable[[str], Coroutine[Any, Any, None]] = make_nodes_ready
-    #: Function that kills leftover processes on the nodes, as `tasks.ray.nodes.sweep` does.
+    #: Function that kills leftover processes of the job on the nodes. Tests replace it.
     sweep: Callable[..., Awaitable[SweepReport]] = sweep
-    #: True skips the rest of the grace period. It may be set while the job is being ended.
+    #: If True, the rest of the grace period is skipped. The attribute may be set to True while the
+    #: job is being ended.
     is_hurried: bool = False
     #: True if the cluster has reported the job as pending or running since `run` began.
     _was_alive: bool = False
@@ -285,7 +291,8 @@ class TakeDown:
         """End the job of a submission file, and record the result in the file.
 
         Returns:
-            The result. If the cluster does not answer, its `left` contains a sentence about that.
+            The result. If the cluster does not answer, the result's `left` contains a sentence that
+            says so.
         """
         try:
             ended = await self._end(file)
@@ -305,8 +312,8 @@ class TakeDown:
         Raises:
             NoAnswer, Denied: The cluster did not answer for `unknown_after_s` seconds.
         """
-        # If the cluster never confirmed the job, a submit request may still reach it. So wait some
-        # seconds for the job to appear.
+        # If the cluster has not confirmed the submission of the job, the submit request may still
+        # arrive at the cluster. So wait some seconds for the job to appear there.
         was_known = file.content.submitted_at is not None
         settle_s = 0.0 if was_known else SETTLES_WITHIN_S
         preparing = asyncio.create_task(self.make_ready(self.dashboard.address))
@@ -316,8 +323,9 @@ class TakeDown:
                 return JobEnd(state=None, left=())
             gcs_address = await self.ask(self.dashboard.gcs_address)
             left: list[str] = []
-            # Without a state, the cluster was restarted and has forgotten the job. It then has no
-            # actors of the job, but its nodes may still run processes of the job.
+            # If the state is None, the cluster was restarted and no longer knows the job. The
+            # cluster then has no actors of the job, but processes of the job may still run on its
+            # nodes.
             if state is not None:
                 if not state.is_final:
                     place = f"node {state.driver_ip or 'unknown'}"
@@ -339,12 +347,12 @@ class TakeDown:
         """Stop the job with its grace period, wait until Ray reports a final state, and return it.
 
         Args:
-            settles_within_s: Seconds during which a submit request may still reach the cluster, so
-                that the job may still appear there.
+            settles_within_s: Seconds to wait for the job to appear in the cluster, because the
+                submit request may still be on its way.
 
         Returns:
-            The final state of the job. If the job did not end although its supervisor actor was
-            killed, a state that is not final. None if the cluster has no such job.
+            The final state of the job. A state that is not final if the job has not ended although
+            its supervisor actor was killed. None if the cluster has no such job.
 
         Raises:
             NoAnswer, Denied: The cluster did not answer for `unknown_after_s` seconds.
@@ -379,7 +387,8 @@ class TakeDown:
     async def _kill_supervisor(self) -> None:
         """Kill the supervisor actor with which Ray manages the job.
 
-        Muster's wrapper around the job's program notices this and kills the program's process tree.
+        The job's program runs under a wrapper process of Muster. When the supervisor actor dies,
+        the wrapper process kills the process tree of the program.
 
         Raises:
             NoAnswer, Denied: The cluster did not answer.
@@ -413,7 +422,7 @@ class TakeDown:
         Actors and placement groups that do not end by themselves within a few seconds are removed.
 
         Returns:
-            Descriptions of the actors and placement groups that still exist after 30 s.
+            Descriptions of the actors and placement groups that still exist at the end of the wait.
         """
         since = time.monotonic()
         drivers = await self.ask(
@@ -443,8 +452,8 @@ class TakeDown:
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Kill leftover processes of the job on all nodes of the cluster.
 
-        Unreachable nodes that still belong to the cluster are recorded in a note file, so that
-        `muster reconcile` checks them later.
+        Unreachable nodes that still belong to the cluster are recorded in a file. `muster
+        reconcile` reads the file and checks the nodes later.
 
         Returns:
             Descriptions of the processes that survived SIGKILL, and descriptions of the nodes that

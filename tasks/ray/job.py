@@ -42,9 +42,9 @@ _COPY_TRIES = 5
 class LogCopy:
     """Copies the log of a Ray job's driver to a local file.
 
-    Ray always sends a log from its beginning. The copy skips the bytes that the local file
-    already has. After a lost connection, or in a new process, the copy therefore continues at the
-    right byte.
+    Ray can send a log only from the log's beginning. This class skips the bytes that the local file
+    already contains. Copying can therefore continue after a lost connection, and also in another
+    process.
     """
 
     _dashboard: Dashboard
@@ -59,8 +59,8 @@ class LogCopy:
             node_id: Ray's id of the driver's node, in hex.
         """
         while True:
-            # Retry after every error: the cluster may answer again, and a full disk may get free
-            # space. `complete` reports a missing end of the log.
+            # Ignore errors and try again: the cluster may answer later, and a full disk may get
+            # free space. If the end of the log is never copied, `complete` reports that.
             with contextlib.suppress(NoAnswer, Denied, OSError):
                 await self._copy(node_id, follow=True)
             await asyncio.sleep(_COPY_RETRY_S)
@@ -89,8 +89,8 @@ class LogCopy:
 
         Args:
             node_id: Ray's id of the driver's node, in hex.
-            follow: True waits for new bytes without a time limit. False stops at the end of the
-                log.
+            follow: If True, wait for new bytes without a time limit. If False, stop at the end of
+                the log.
 
         Raises:
             NoAnswer, Denied: The cluster did not send the log.
@@ -108,7 +108,7 @@ class LogCopy:
 
 
 def _write(log: io.FileIO, data: bytes) -> None:
-    """Write all bytes to an unbuffered file, which may accept only a part of them in each call."""
+    """Write all bytes to an unbuffered file. One `write` call may accept only a part of them."""
     while data:
         data = data[log.write(data) :]
 
@@ -119,30 +119,30 @@ _log = logging.getLogger(__name__)
 _STATE_INTERVAL_S = 0.5
 #: Seconds between two requests for the number of GPUs that a job holds.
 _GPUS_INTERVAL_S = 2.0
-#: Seconds to wait for the last lines of a job's log before the job's exit is reported. These lines
-#: usually name the cause of a failure.
+#: Seconds to wait for the last lines of a job's log before the job's exit is reported. The last
+#: lines usually name the cause of a failure.
 _LAST_LINES_TIMEOUT_S = 0.8
 #: Seconds to wait until `RayJob.exited` has a result after the job has reached a final state.
 _EXIT_TIMEOUT_S = 10.0
-#: Seconds to wait for the line of the log that shows that the component was ready. The log is
-#: copied from another node, so this line can arrive later than the job's final state.
+#: Seconds to wait for the log line that shows that the component was ready. The log is copied from
+#: another node, so the line can arrive later than the job's final state.
 _LOG_TIMEOUT_S = 5.0
-#: Seconds between two searches of the log for this line.
+#: Seconds between two searches of the log for the line that shows that the component was ready.
 _LOG_INTERVAL_S = 0.2
-#: Deadline for the examination of a hanging job on all nodes, in seconds. It includes the start of
-#: Muster's agent on nodes without an agent, which takes several seconds.
+#: Deadline for the examination of a hanging job on all nodes, in seconds. In this time, Muster also
+#: starts its agent on nodes that have none, which takes several seconds.
 _EXAMINE_TIMEOUT_S = 60.0
 
 
 class RayJob(Member):
     """A component that runs as a Ray job, from before its submission until its GPUs are free again.
 
-    The future `exited` gets its result when the cluster reports a final state of the job. It never
-    raises. The result has an exit code or a signal if the cluster knows it, and otherwise a note
-    with Ray's reason.
+    The future `exited` gets its result when the cluster reports a final state of the job. The
+    future never has an exception. The result has the exit code or the signal of the job's driver if
+    the cluster knows it. Otherwise, the result has a note with Ray's reason.
 
-    The result's `at_monotonic_s` is the earliest time at which the job can have ended. If it were
-    later, a component that failed because of the job could look like the first failure.
+    The result's `at_monotonic_s` is the earliest time at which the job can have ended. With a later
+    time, another component that failed because of the job could look like the first failure.
 
     The object belongs to one asyncio loop and never blocks it.
     """
@@ -153,8 +153,8 @@ class RayJob(Member):
         self._job = job
         self._emit_event = partial(context.emit, component=plan.name)
         self._dashboard = Dashboard(job.address)
-        #: Time of the first request without an answer, in CLOCK_MONOTONIC seconds. None while the
-        #: cluster answers.
+        #: Time of the first request that the cluster did not answer, in CLOCK_MONOTONIC seconds.
+        #: None if the cluster has answered the last request.
         self._silent_since_s: float | None = None
         #: Error of the last request for the job's state, or an empty string.
         self._problem = ""
@@ -176,15 +176,15 @@ class RayJob(Member):
         self._seen_running_s: float | None = None
         #: Time of the last answered request for the job's state, in CLOCK_MONOTONIC seconds.
         self._asked_s = time.monotonic()
-        #: True if the last answer of the cluster was that it has no such job.
+        #: True if the cluster answered the last request with "no such job".
         self._is_forgotten = False
         #: True if the job has taken all of its GPUs, or needs no GPU.
         self._has_gpus = job.gpus <= 0
-        #: Time of the first stop request in CLOCK_MONOTONIC seconds, or 0 if an earlier process of
-        #: the run sent it. None if Muster has not asked the job to stop.
+        #: Time in CLOCK_MONOTONIC seconds at which Muster first asked Ray to stop the job. 0 if an
+        #: earlier process of the run asked. None if Muster has not asked Ray to stop the job.
         self._stopped_s: float | None = None
-        #: Running asyncio tasks by name: "watch" requests the state of the job, "follow" copies its
-        #: log, and "last" copies the end of its log.
+        #: Running asyncio tasks by name: "watch" requests the state of the job, "follow" copies the
+        #: job's log, and "last" copies the end of that log.
         self._tasks: dict[str, asyncio.Task[Any]] = {}
         self._ending: asyncio.Task[tuple[str, ...]] | None = None
         #: True if the job has ended without leftovers.
@@ -196,7 +196,7 @@ class RayJob(Member):
     def last_words(self, since: int = 0, until: int | None = None) -> str:
         """Return the end of the job's log and Ray's message about the end of the job.
 
-        Lines of Ray in the log are removed.
+        Lines that Ray has written to the log are removed.
         """
         log_end = super().last_words(since, until)
         return job_last_words(log_end, self._state if self._is_final else None)
@@ -206,9 +206,9 @@ class RayJob(Member):
         return self._state is not None and self._state.is_final
 
     async def launch(self) -> None:
-        """Begin to submit the job, or to attach to it if it was submitted earlier.
+        """Begin to submit the job, or attach to the job if it was submitted earlier.
 
-        `until_running` waits for the result.
+        `until_running` waits until the job has been submitted and runs.
 
         Raises:
             OSError: The registry could not be written. The job was not submitted.
@@ -222,8 +222,9 @@ class RayJob(Member):
         is_adopted = self._job.may_be_submitted_since is not None
         self._note_start()
         if is_adopted:
-            # `_files` lists existing files that do not count as proof of readiness. The running job
-            # itself may have written them, so here they count.
+            # `_files` lists files that existed before the launch and therefore do not prove that
+            # the component is ready. Here the job already runs and may have written the files, so
+            # all files count.
             self._files.clear()
         self._emit_event(
             "component.spawned",
@@ -237,7 +238,7 @@ class RayJob(Member):
     async def until_running(self) -> None:
         """Wait until the job's driver runs or the job has ended.
 
-        The cancellation of this call does not stop the job; `end` does.
+        If this call is cancelled, the job continues to run. Call `end` to stop the job.
 
         Raises:
             GivenUp: The job could not be submitted or did not start in time.
@@ -245,7 +246,7 @@ class RayJob(Member):
         assert self._submitting is not None
         await self._submitting
         self.is_pending = False
-        # Time limits of a running component start here, because the job may have been pending for
+        # The time limits of the component count from now, because the job may have been pending for
         # a long time.
         self._launched_monotonic_s = time.monotonic()
 
@@ -283,8 +284,9 @@ class RayJob(Member):
     async def until_job_lost(self) -> GiveUpReason:
         """Wait until a launched job must be given up, and return the reason.
 
-        A job is given up if its cluster does not answer for too long, if its cluster has forgotten
-        it, or if it does not take its GPUs in time. The wait ends only then or by cancellation.
+        A job is given up if the cluster does not answer for too long, if the cluster no longer
+        knows the job, or if the job does not take its GPUs in time. Otherwise, this call waits
+        until it is cancelled.
         """
         ask_gpus_at = time.monotonic()
         while True:
@@ -297,7 +299,7 @@ class RayJob(Member):
             await asyncio.sleep(_STATE_INTERVAL_S)
 
     async def examine(self) -> None:
-        """Write a file that shows, for every node, where the processes of a hanging job hang."""
+        """Write a file that shows where the processes of a hanging job hang, for every node."""
         if self.is_pending:
             return
         job = self._job
@@ -343,8 +345,8 @@ class RayJob(Member):
         called before a launch, and after a launch that failed or was cancelled.
 
         Returns:
-            Descriptions of leftovers that did not end in time. They do not include the nodes that
-            could not be checked, which are in the attribute `unseen`.
+            Descriptions of leftovers that did not end in time. The nodes that could not be checked
+            are not included. They are in the attribute `unseen`.
         """
         if not self.is_launched:
             await self._close()
@@ -423,7 +425,7 @@ class RayJob(Member):
             except (NoAnswer, Denied) as error:
                 self._note_contact(str(error))
             except Exception as error:
-                # For example, the reply has an unexpected format. The watch must continue.
+                # The reply has an unexpected format, for example. The loop must continue.
                 _log.exception("The state of job %s could not be read.", self._job.submission_id)
                 self._note_contact(repr(error))
             else:
@@ -453,7 +455,7 @@ class RayJob(Member):
             self._emit_event("contact.back", address=address, after_s=after_s)
 
     def _record_state(self, state: JobState) -> None:
-        """Record a state of the job that the cluster reported. A final state is never replaced."""
+        """Record a state of the job that the cluster reported. Ignore states after a final one."""
         if self._is_final:
             return
         previous = self._state
@@ -483,7 +485,7 @@ class RayJob(Member):
         return f"node {self._state.driver_ip}"
 
     async def _report_exit(self, state: JobState) -> None:
-        """Set the job's exit as result of the future `exited`, record it, and emit an event.
+        """Set the result of the future `exited`, record the job's exit, and emit an event.
 
         Args:
             state: The final state of the job.
@@ -534,14 +536,14 @@ class RayJob(Member):
         if not self._state.driver_node_id:
             # The driver never started, so there is no log.
             return ""
-        # Leftover processes may have written to the log until the sweep killed them. So copy the
-        # rest once more.
+        # Leftover processes of the job may have written to the log until they were killed. So copy
+        # the rest of the log once more.
         return await self._log.complete(self._state.driver_node_id)
 
     async def _check_loss(self) -> GiveUpReason | None:
         """Return the reason why the job is lost, or None if it is not lost.
 
-        A job is lost if the cluster has not answered for too long or has forgotten the job.
+        A job is lost if the cluster has not answered for too long or no longer knows the job.
         """
         silent_s = time.monotonic() - (self._silent_since_s or math.inf)
         if silent_s > self._job.lost_after_s:
@@ -558,7 +560,8 @@ class RayJob(Member):
         """Return the reason why the job is given up if it did not take its GPUs in time.
 
         Returns:
-            None if the job has its GPUs, may still take them, or the cluster does not answer.
+            None if the job has its GPUs, if the job has more time to take its GPUs, or if the
+            cluster does not answer.
         """
         if self._file is None or self._state is None or self._state.status != "RUNNING":
             return None
@@ -584,7 +587,7 @@ class RayJob(Member):
         )
 
     def _start_limit_hint(self) -> str:
-        """Return a sentence that names the spec key for a longer start."""
+        """Return a sentence that names the spec key of the time limit for the job's start."""
         return (
             "If the job needs longer, for example to copy its model, raise ray.start_within_s "
             f"({self._job.start_within_s:g} s); its GPUs are idle until then"
@@ -615,16 +618,17 @@ async def _cancel(task: asyncio.Task[Any] | None) -> None:
         task.cancel()
         await asyncio.wait([task])
         if not task.cancelled():
-            # asyncio logs exceptions that were never read, so read it.
+            # asyncio logs an exception that nobody has read. So read the exception.
             task.exception()
 
 
 async def stop_submission(
     file: SubmissionFile, *, emit: Emit, grace_s: float, unknown_after_s: float
 ) -> JobEnd:
-    """End the Ray job of a submission file in any phase, and wait until it has ended completely.
+    """End the Ray job of a submission file, and wait until the job has ended completely.
 
-    This function ends jobs whose flow process was killed. A living flow process uses `RayJob.end`.
+    Use this function for a job whose flow process was killed. A living flow process calls
+    `RayJob.end` instead.
 
     Args:
         file: The submission file. The result is recorded in it.

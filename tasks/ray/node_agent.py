@@ -1,8 +1,9 @@
 """Run Muster's agent on each node of a Ray cluster, and the driver process that starts the agents.
 
-An *agent* is a detached Ray actor that holds no resources. It carries out *orders* on its node, for
-example to kill the leftover processes of a run. It listens on its node's address, so an order
-arrives without Ray. These rules make the agent safe:
+An *agent* is a detached Ray actor that holds no resources. It carries out requests on its node, for
+example to kill the leftover processes of a run. Such a request is called an *order*. The agent
+listens at its node's address, so an order need not be sent through Ray. These rules make the agent
+safe:
 
 - It obeys only signed orders. The agent knows only the public key, so other jobs of the cluster
   cannot learn from it how to sign an order.
@@ -47,13 +48,13 @@ from tasks.processes.machine import (
 )
 from tasks.processes.tree import all_pids, belongs_to_own_user, machine, read_environment
 
-#: Name of the Ray namespace of the agents. The agents also publish their addresses in the cluster's
-#: key-value table in a namespace of this name.
+#: Name of the Ray namespace of the agents. The agents also publish their addresses in the key-value
+#: table of the cluster, in a namespace with the same name.
 NAMESPACE = "muster"
 
 
 def _look_at_machine(**arguments: Any) -> dict[str, Any]:
-    """Return the facts about this node, without leftover processes of runs that have not ended."""
+    """Return facts about this node. Leftover processes are listed only for runs that have ended."""
     result = gather_facts(**arguments)
     run_ids = {carrier["run_id"] for carrier in result["carriers"]}
     active_ids = {run_id for run_id in run_ids if _find_activity({"MUSTER_RUN_ID": run_id})}
@@ -61,8 +62,8 @@ def _look_at_machine(**arguments: Any) -> dict[str, Any]:
     return result | {"carriers": leftovers}
 
 
-#: `function[name]` for each order. A function carries out the order on this machine and returns
-#: JSON data. It takes a short time and may be called repeatedly.
+#: The function of each order, by the name of the order. The function carries out the order on this
+#: machine and returns JSON data. It takes a short time and may be called repeatedly.
 ORDERS: Mapping[str, Callable[..., Mapping[str, Any]]] = {
     "sweep": end_carriers,
     "examine": examine_carriers,
@@ -75,10 +76,10 @@ ORDERS: Mapping[str, Callable[..., Mapping[str, Any]]] = {
 #: Names of the orders that act on a whole machine. If several nodes run on one machine, only one of
 #: their agents gets such an order.
 OF_MACHINES = ("sweep", "examine")
-#: Seconds without an order until an agent ends itself.
+#: An agent ends itself after this number of seconds without an order.
 _UNUSED_S = 24 * 3600.0
-#: Seconds without an order until an agent with replaced code ends itself. Every order takes less
-#: time than this.
+#: An agent with the code of an older Muster ends itself after this number of seconds without an
+#: order. Every order takes less time.
 _REPLACED_UNUSED_S = 60.0
 #: Seconds within which a client must send its order after it has connected.
 _ORDER_TIMEOUT_S = 10.0
@@ -89,7 +90,7 @@ _MAX_ORDER_BYTES = 1 << 20
 #: Namespace of Ray's records of submitted jobs in the cluster's key-value table.
 #: Source: ray 2.60, ray/dashboard/modules/job/common.py, JobInfoStorageClient.
 _JOBS = "job"
-#: Prefix of the keys of these records. The submission id of the job follows.
+#: Prefix of the keys of Ray's records of submitted jobs. The submission id of the job follows.
 _JOB = "_ray_internal_job_info_"
 #: Statuses of a Ray job that has ended.
 _FINAL = ("STOPPED", "SUCCEEDED", "FAILED")
@@ -107,10 +108,10 @@ def signed_text(node_id: str, nonce: str, order: bytes) -> bytes:
 
 
 def is_signed(modulus: int, text: bytes, signature: bytes) -> bool:
-    """Return True if the signature of a text was made with the RSA key with this modulus.
+    """Return True if a text was signed with the RSA key that has the given modulus.
 
-    The scheme is PKCS #1 v1.5 with SHA-256 and exponent 65537. It is implemented here because a
-    node may have no cryptography package. Source: RFC 8017, 8.2.2 and 9.2.
+    The signature scheme is PKCS #1 v1.5 with SHA-256 and exponent 65537. The scheme is implemented
+    here because a node may have no cryptography package. Source: RFC 8017, 8.2.2 and 9.2.
     """
     size = (modulus.bit_length() + 7) // 8
     prefix = bytes.fromhex("3031300d060960864801650304020105000420")
@@ -128,8 +129,8 @@ def execute_order(what: str, given: Mapping[str, Any]) -> dict[str, Any]:
         given: Arguments of the order.
 
     Returns:
-        `{"answer": result}`, or `{"why": reason}` if the order failed or was refused. The key `at`
-        is added with the time of this machine's clock in UTC epoch seconds.
+        `{"answer": result}`, or `{"why": reason}` if the order failed or was refused. The dict also
+        has the key `at`, the time of this machine's clock in UTC epoch seconds.
     """
     try:
         if what == "sweep" and (activity := _find_activity(given["wanted"])):
@@ -144,8 +145,8 @@ def execute_order(what: str, given: Mapping[str, Any]) -> dict[str, Any]:
 def _find_activity(wanted: Mapping[str, str]) -> str:
     """Return the reason why certain processes must not be killed, or an empty string.
 
-    Processes must not be killed while a Ray job of their run is active, or while one of their
-    guardians runs on this machine.
+    Processes must not be killed while a Ray job of their run is active. They must not be killed
+    either while a guardian process that owns their component runs on this machine.
 
     Args:
         wanted: Environment variables that the processes have: MUSTER_RUN_ID, and optionally
@@ -179,10 +180,10 @@ def _find_activity(wanted: Mapping[str, str]) -> str:
 class NodeAgent:
     """Muster's agent on a Ray node, as a Ray actor that carries out orders.
 
-    It listens for clients until the node or the cluster ends, or until it has had no order for a
-    day. When a client connects, the agent sends one line, the greeting with its identity. The
-    client sends two lines: the order and its signature. The agent replies with one line: the result
-    of the order, or the reason why it was not carried out.
+    The agent listens for clients until the node or the cluster ends, or until no order has arrived
+    for a day. When a client connects, the agent sends a greeting: one line with the agent's
+    identity. The client sends two lines: the order and the signature of the order. The agent
+    replies with one line: the result of the order, or the reason why the order was not carried out.
     """
 
     def __init__(self, node_id: str, host: str, modulus: int, name: str) -> None:
@@ -190,10 +191,11 @@ class NodeAgent:
 
         Args:
             node_id: Ray's id of the agent's node, in hex.
-            host: IP address of the node. The agent listens there.
-            modulus: Modulus of the RSA public key that verifies orders. With 0, the agent does not
+            host: IP address of the node, at which the agent listens.
+            modulus: Modulus of the RSA public key that verifies orders. If 0, the agent does not
                 listen, and orders can arrive only through Ray.
-            name: Name of the Ray actor. The address of the agent is published under this key.
+            name: Name of the Ray actor. The name is also the key under which the agent publishes
+                its address in the cluster's key-value table.
         """
         ray: Any = importlib.import_module("ray")
         self._table: Any = importlib.import_module("ray.experimental.internal_kv")
@@ -217,19 +219,19 @@ class NodeAgent:
     def asked_by_ray(self, what: str, given: Mapping[str, Any]) -> dict[str, Any]:
         """Carry out an order that arrives through Ray.
 
-        Such an order needs no signature, because any job of the cluster could do the same without
-        the agent.
+        An order through Ray needs no signature, because any job of the cluster could do the same
+        without the agent.
 
         Returns:
-            The result of `execute_order`. The key `address` is added with the agent's address.
+            The result of `execute_order`, with one more key: `address`, the agent's address.
         """
         self._asked_s = time.monotonic()
         return execute_order(what, given) | {"address": self.address}
 
     def end_unused(self, unused_s: float) -> None:
-        """End the agent as soon as it has had no order for `unused_s` seconds.
+        """End the agent as soon as no order has arrived for `unused_s` seconds.
 
-        The call returns at once. A thread waits for the end.
+        The call returns at once. A thread waits and then ends the agent.
         """
 
         def end() -> None:
@@ -241,7 +243,7 @@ class NodeAgent:
         threading.Thread(target=end, daemon=True).start()
 
     def _listen(self) -> None:
-        """Accept clients without end, and serve each of them in its own thread."""
+        """Accept clients in an endless loop, and serve each client in its own thread."""
         while True:
             connection, _ = self._socket.accept()
             if self._client_slots.acquire(blocking=False):
@@ -252,7 +254,8 @@ class NodeAgent:
     def _serve(self, connection: socket.socket) -> None:
         """Read one order from a client, and carry it out if its signature is valid."""
         nonce = os.urandom(16).hex()
-        # Agents with the same machine and user can kill the same processes.
+        # Agents that run on the same machine as the same user can kill the same processes. So the
+        # greeting contains the machine and the user.
         sees = f"{machine()} {os.getuid()}"
         try:
             with suppress(OSError, ValueError), connection, connection.makefile("rwb") as file:
@@ -282,16 +285,17 @@ def _ask_agents(
 
     Args:
         modulus: Modulus of the RSA public key that verifies orders, in hex.
-        prefix: Start of the agents' names. The id of the agent's node follows. The last part of the
-            prefix is the digest of the agents' code.
+        prefix: Start of the agents' names. Each name ends with the id of the agent's node. The last
+            part of the prefix is the digest of the agents' code.
         what: Name of the order, from ORDERS.
-        each: `arguments[node id]` of the order, for each node that receives it.
+        each: Arguments of the order for each node that receives the order, by the id of the node.
         within_s: Deadline for all nodes together, in seconds.
 
     Returns:
         `{"answers": {node id: answer}, "unreached": {node id: reason}}`. An answer is the result of
-        `asked_by_ray`. The key `clock` is added with a pair: the difference between the node's
-        clock and this machine's, and the largest error of this difference, both in seconds.
+        `asked_by_ray` with one more key, `clock`. The value of `clock` is a pair: the difference
+        between the node's clock and this machine's clock, and the largest error of this difference,
+        both in seconds.
     """
     ray: Any = importlib.import_module("ray")
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -310,7 +314,7 @@ def _ask_agents(
             lifetime="detached",
             get_if_exists=True,
             max_restarts=0,
-            # Up to 8 orders to one agent may run at the same time.
+            # An agent may carry out up to 8 orders at the same time.
             max_concurrency=8,
             num_cpus=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
@@ -334,15 +338,15 @@ def _ask_agents(
         error_s = (time.monotonic() - started_s) / 2
         answers[node_id] = answer | {"clock": [answer["at"] - started_at - error_s, error_s]}
 
-    # Kill agents that do not answer. The next order to their nodes starts new agents.
+    # Kill agents that have not answered. The next order to their nodes starts new agents.
     for ref in pending:
         node_id, agent = agents[ref]
         unreached[node_id] = f"no answer within {within_s:g} s"
         with suppress(Exception):
             ray.kill(agent)
 
-    # Older agents of these nodes with another digest of the code are replaced. They must end
-    # themselves soon.
+    # Agents of these nodes whose name has another digest run the code of an older Muster. Ask them
+    # to end themselves.
     key_prefix = prefix.rstrip("-").rpartition("-")[0]
     for entry in ray.util.list_named_actors(all_namespaces=True):
         name = entry["name"]
@@ -391,7 +395,7 @@ def _read_questions(questions: queue.Queue[dict[str, Any]]) -> None:
 
 
 def _describe_error(error: Exception) -> str:
-    """Return the type and the last line of an error, at most 300 characters."""
+    """Return the type and the last line of an error, shortened to 300 characters."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[-1] if lines else ''}"[:300]
 
