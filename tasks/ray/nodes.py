@@ -1,8 +1,8 @@
 """Send orders to the nodes of a Ray cluster, from a process outside the cluster.
 
-An *order* is a request that a node acts on: it kills the leftover processes of a run, examines
-processes that hang, or reports about itself. The command `muster sweep --address URL --run-id ID`
-orders all nodes to kill the leftover processes of one run.
+An *order* is a request to a node to kill the leftover processes of a run, to examine processes that
+hang, or to report facts about itself. The command `muster sweep --address URL --run-id ID` orders
+all nodes to kill the leftover processes of one run.
 
 Each node has an *agent* of Muster (`tasks.ray.node_agent`), which carries out orders within
 milliseconds. If a node has no agent, a child process of this process starts an agent through Ray.
@@ -44,14 +44,14 @@ from tasks.show.arguments import EXIT_DONE, EXIT_FAILED
 
 _log = logging.getLogger(__name__)
 
-#: Seconds to wait for a reply of the driver process in addition to its own deadline.
+#: Seconds to wait for a reply of the driver process after the driver process's own deadline.
 _REPLY_MARGIN_S = 5.0
 #: Seconds within which an agent must send its greeting after a connection is opened.
 _GREETING_TIMEOUT_S = 3.0
 #: Longest line of a reply, in bytes. A reply grows with the number of nodes.
 _MAX_LINE_BYTES = 1 << 26
-#: Environment variables that the driver process must not inherit. With the MUSTER variables, a
-#: sweep would mistake the driver for a process of the run and kill it.
+#: Environment variables that the driver process must not inherit. With the MUSTER variables, the
+#: driver process would look like a leftover process of the run and would be killed.
 _NOT_INHERITED = frozenset(
     {
         "MUSTER_RUN_ID",
@@ -85,9 +85,9 @@ class Node:
 class NodeAnswers:
     """Results of one order that was sent to several nodes."""
 
-    #: `result[node id]` of each node that has carried out the order.
+    #: Results of the nodes that have carried out the order, by the id of the node.
     answers: Mapping[str, Any]
-    #: `reason[node id]` for each node that did not answer or did not carry out the order.
+    #: Reasons why nodes did not answer or did not carry out the order, by the id of the node.
     unreached: Mapping[str, str]
 
 
@@ -103,13 +103,13 @@ class AgentKey:
     #: Modulus of the RSA public key, in hex. The agents check signatures with it.
     modulus: str
     #: Start of the names of this user's agents. It contains a digest of the public key and a digest
-    #: of the agents' code. In an agent's name, the id of its node follows.
+    #: of the agents' code. The id of the node completes the name of an agent.
     prefix: str
 
     @staticmethod
     @cache
     def of(home: Path) -> AgentKey:
-        """Return the key pair of a Muster home directory. Create it if it does not exist.
+        """Return the key pair of a Muster home directory. Create a key pair if none exists.
 
         Raises:
             OSError, ValueError: The file of the key pair cannot be read or written.
@@ -145,18 +145,18 @@ class AgentKey:
 
 @dataclass(slots=True)
 class AgentConnection:
-    """Connection to the agent of one node, which has sent its greeting and accepts one order."""
+    """Connection to the agent of one node. The agent has sent its greeting and accepts an order."""
 
     #: Ray's id of the agent's node, in hex.
     node_id: str
     _reader: asyncio.StreamReader
     _writer: asyncio.StreamWriter
-    #: Random number from the agent's greeting. The signature of the order must include it.
+    #: Random number from the agent's greeting. The signature covers this number and the order.
     _nonce: str
-    #: Identity of the machine and the user of the agent. Agents with equal values can kill the same
-    #: processes, because several Ray nodes may run on one machine.
+    #: Machine and user of the agent. Several Ray nodes may run on one machine. Their agents have
+    #: equal values, and can kill the same processes.
     sees: str
-    #: Difference between the node's clock and this machine's, and the largest error of this
+    #: Difference between the node's clock and this machine's clock, and the largest error of this
     #: difference. Both are in seconds.
     clock: tuple[float, float]
 
@@ -169,7 +169,7 @@ class AgentConnection:
             address: `HOST:PORT` of the agent.
 
         Returns:
-            None if the agent of this node does not answer at the address.
+            The connection, or None if the agent of this node does not answer at the address.
         """
         host, _, port = address.rpartition(":")
         with suppress(OSError, ValueError, KeyError, TypeError):
@@ -203,8 +203,9 @@ class AgentConnection:
             within_s: Deadline in seconds.
 
         Returns:
-            The result of `tasks.ray.node_agent.execute_order`, with the key `clock` added.
-            `{"why": reason}` if the deadline has passed. None if the connection was lost.
+            The result of `tasks.ray.node_agent.execute_order`, with one more key: `clock`, the
+            value of the attribute `clock`. `{"why": reason}` if the deadline has passed. None if
+            the connection was lost.
         """
         order = json.dumps({"what": what, "given": given}).encode() + b"\n"
         signature = key.sign(signed_text(self.node_id, self._nonce, order)).encode()
@@ -238,12 +239,13 @@ class NodeClient:
     _gcs_address: str
     #: Key pair that signs the orders.
     _key: AgentKey
-    #: `address[node id]` of each agent that has published its address, as `HOST:PORT`.
+    #: Addresses that the agents have published, as `HOST:PORT`, by the id of the node.
     _agents: dict[str, str]
     #: Temporary file that receives stderr of the driver process.
     _errors: IO[bytes]
-    #: For each node id, a pair: the most exact difference measured between the node's clock and
-    #: this machine's, and the largest error of this difference. Both are in seconds.
+    #: For each node id, a pair: the difference between the node's clock and this machine's clock,
+    #: and the largest error of this difference. Both are in seconds. The measurement with the
+    #: smallest error is kept.
     clocks: dict[str, tuple[float, float]] = field(default_factory=dict)
     #: Child process that reaches nodes through Ray, or None before it is needed.
     _driver: asyncio.subprocess.Process | None = None
@@ -256,14 +258,16 @@ class NodeClient:
 
         Args:
             what: Name of the order, from `tasks.ray.node_agent.ORDERS`.
-            each: `arguments[node id]` of the order, for each node that receives it.
+            each: Arguments of the order for each node that receives the order, by the id of the
+                node.
             within_s: Deadline for all nodes together, in seconds.
         """
         deadline = time.monotonic() + within_s
         replies = await self._ask_agents(what, each, deadline)
         unreached = dict.fromkeys(each.keys() - replies, f"no answer within {within_s:g} s")
 
-        # Ray may still send an order to an agent that has just died. So try twice.
+        # Ray may send an order to an agent that has just died, and the order is then lost. So try
+        # twice.
         for _ in range(2):
             remaining = {node: each[node] for node in each.keys() - replies}
             if remaining and time.monotonic() < deadline:
@@ -288,20 +292,21 @@ class NodeClient:
 
         Args:
             what: Name of the order.
-            each: `arguments[node id]` of the order, for each node that receives it.
-            deadline: End of the wait, in CLOCK_MONOTONIC seconds.
+            each: Arguments of the order for each node that receives the order, by the id of the
+                node.
+            deadline: End of the wait for replies, in CLOCK_MONOTONIC seconds.
 
         Returns:
-            `reply[node id]`. A node is missing if its agent could not be reached.
+            The replies by the id of the node. A node is missing if its agent could not be reached.
         """
         known_agents = [(node, self._agents[node]) for node in each if node in self._agents]
         connections = await asyncio.gather(
             *(AgentConnection.open(node, address) for node, address in known_agents)
         )
 
-        # For some orders, all agents of one machine form a group, because each of them would give
-        # the same answer. Only one agent of a group gets the order. If its connection is lost, the
-        # next agent of the group gets it.
+        # For some orders, all agents of one machine form a group, because all of them would give
+        # the same answer. Only one agent of a group gets the order. If the connection to this agent
+        # is lost, the next agent of the group gets the order.
         groups: dict[str, list[AgentConnection]] = {}
         for connection in filter(None, connections):
             group_key = connection.sees if what in OF_MACHINES else connection.node_id
@@ -329,8 +334,9 @@ class NodeClient:
 
         Args:
             what: Name of the order.
-            each: `arguments[node id]` of the order, for each node that receives it.
-            deadline: End of the wait, in CLOCK_MONOTONIC seconds.
+            each: Arguments of the order for each node that receives the order, by the id of the
+                node.
+            deadline: End of the wait for replies, in CLOCK_MONOTONIC seconds.
         """
         try:
             if self._driver is None:
@@ -357,7 +363,7 @@ class NodeClient:
         return results
 
     async def _start_driver(self) -> asyncio.subprocess.Process:
-        """Start the driver process in its own session, with pipes to its stdin and stdout."""
+        """Start the driver process in a new session, with pipes to its stdin and stdout."""
         inherited = {
             name: value for name, value in os.environ.items() if name not in _NOT_INHERITED
         }
@@ -401,7 +407,7 @@ class NodeClient:
         return answer
 
     async def end(self) -> None:
-        """Kill the driver process, if it runs, and all processes that it started."""
+        """If the driver process runs, kill the driver process and all processes it started."""
         driver = self._driver
         self._driver = None
         if driver is not None:
@@ -416,9 +422,9 @@ class NodeClient:
 async def connect_to_nodes(gcs_address: str) -> AsyncIterator[NodeClient]:
     """Connect to the living nodes of a Ray cluster, as an async context manager.
 
-    If a node has no agent, a driver process is started for it. The driver process is killed when
-    the context closes, also after a cancellation. It can start agents only if this machine is a
-    node of the cluster. A node without work is enough.
+    If a node has no agent, a driver process is started, which starts the agent through Ray. The
+    driver process works only if this machine is a node of the cluster, for example a node without
+    GPUs. The driver process is killed when the context closes, also after a cancellation.
 
     Args:
         gcs_address: `HOST:PORT` of the cluster's control store (GCS).
@@ -436,8 +442,8 @@ async def connect_to_nodes(gcs_address: str) -> AsyncIterator[NodeClient]:
     if not nodes:
         raise NoAnswer(f"the Ray cluster with the control store {gcs_address} has no living node")
 
-    # Any job of the cluster can write to the key-value table with the addresses. So use an entry
-    # only if it names the address of the same node.
+    # Any job of the cluster can write to the key-value table with the agents' addresses. So use an
+    # address from the table only if its host is the host of the node.
     hosts = {node.node_id: node.host for node in nodes}
     agents = {
         node_id: address
@@ -484,7 +490,8 @@ _PREPARE_TIMEOUT_S = 30.0
 class LeftoverProcess:
     """A leftover process of a run on a node of a Ray cluster."""
 
-    #: Name of the node. If several nodes run on one machine, the first node that reported it.
+    #: Name of the node. If several nodes run on one machine, the name of the node that was the
+    #: first to report the process.
     node: str
     #: Process id on the node's machine.
     pid: int
@@ -496,7 +503,7 @@ class LeftoverProcess:
 
     @property
     def place(self) -> str:
-        """Node and pid as text. The command line is omitted, because it may contain secrets."""
+        """Node and pid as text, without the command line, which may contain secrets."""
         return f"node {self.node}: pid {self.pid}"
 
 
@@ -557,7 +564,8 @@ async def sweep(
             includes all attempts.
         component: Name of a component. Only processes with this MUSTER_COMPONENT are killed. None
             includes all components.
-        only: `name[node id]` of the nodes to check. If empty or None, all nodes are checked.
+        only: Names of the nodes to check, by the id of the node. If empty or None, all nodes are
+            checked.
         within_s: Deadline in seconds. Nodes that have not answered by then count as `unreached`.
     """
     wanted = _marker_variables(run_id, attempt, component)
@@ -572,7 +580,7 @@ async def sweep(
             results = await client.send_order("sweep", each, within_s)
             names |= {node.node_id: node.name for node in client.nodes}
     except Exception as error:
-        # The error means that no node was checked. The caller must report this.
+        # No node was checked. So return a report in which the whole cluster is unreached.
         why = str(error) if isinstance(error, NoAnswer | Denied) else repr(error)
         return SweepReport(unreached=(UncheckedNode(node_id="", name=gcs_address, why=why),))
 
@@ -607,7 +615,7 @@ def _unique_processes(answers: Mapping[str, Any], key: str) -> tuple[LeftoverPro
     Nodes that run on one machine report the same processes.
 
     Args:
-        answers: `result[node name]` of the order.
+        answers: Results of the order by the name of the node.
         key: Key of the process list in each result: "killed" or "left".
     """
     processes: dict[tuple[str, int, int], LeftoverProcess] = {}
@@ -659,10 +667,10 @@ async def find_gcs_address(address: str) -> str:
 
 
 async def make_nodes_ready(address: str) -> None:
-    """Start Muster's agent on each node of a Ray cluster, unless it already runs there.
+    """Start Muster's agent on each node of a Ray cluster that has no agent yet.
 
     Later orders to the nodes are then fast. A failure is only logged, because an order to a node
-    without an agent starts the agent again.
+    without an agent also starts the agent.
 
     Args:
         address: URL of the cluster's dashboard.
@@ -692,8 +700,8 @@ async def examine(
         within_s: Deadline for all nodes together, in seconds.
 
     Returns:
-        `evidence[node name]` for each machine with processes of the job, and `reason[node name]`
-        for each node that could not be examined.
+        Two dicts by the name of the node: the evidence from each machine that has processes of the
+        job, and the reason for each node that could not be examined.
 
     Raises:
         NoAnswer, Denied, OSError, ValueError: No node could be examined.
@@ -705,7 +713,7 @@ async def examine(
         results = await client.send_order("examine", each, within_s)
         names = {node.node_id: node.name for node in client.nodes}
 
-    # Several nodes may run on one machine. Keep one answer for each machine.
+    # Several nodes may run on one machine and give the same answer. Keep one answer per machine.
     by_machine = {
         answer["machine"]: (names[node_id], answer) for node_id, answer in results.answers.items()
     }

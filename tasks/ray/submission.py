@@ -27,7 +27,7 @@ class JobPlan:
 
     #: URL of the cluster's dashboard.
     address: str
-    #: Submission id of the job, for example `<run id>--a01`. An id is used only once.
+    #: Submission id of the job, for example `<run id>--a01`. No two jobs have the same id.
     submission_id: str
     #: Id of the run.
     run_id: str
@@ -35,17 +35,18 @@ class JobPlan:
     attempt: int
     #: Name of the run's component that runs as this job.
     component: str
-    #: The program of the job. Ray copies its working directory to the cluster, and the driver
-    #: starts in this copy. Its variables are added to the environment of the driver's node, without
-    #: the other variables of this process. Its log file is on this host and receives the driver's
-    #: output.
+    #: The command that the driver runs. Ray copies the command's working directory to the cluster,
+    #: and the driver starts in the copy. The command's environment variables are added to the
+    #: variables that Ray sets on the node. Other variables of this process are not passed on. The
+    #: command's log file is on this host and receives the driver's output.
     command: Command
     #: Patterns in the syntax of .gitignore. Matching files of the working directory are not copied
     #: to the cluster. Some other files, such as .git, are never copied.
     excludes: tuple[str, ...] = ()
-    #: `amount[resource]` that the driver itself takes on its node.
+    #: Amounts of Ray resources that the driver itself takes on its node, by the name of the
+    #: resource.
     entrypoint_resources: Mapping[str, float] = field(default_factory=dict)
-    #: `value[label]` of the Ray labels that the driver's node must have.
+    #: Ray labels that the driver's node must have: values by the name of the label.
     entrypoint_label_selector: Mapping[str, str] = field(default_factory=dict)
     #: Names of the nodes that the queue granted to the run. Empty if the run has no grant.
     nodes: Collection[str] = ()
@@ -54,20 +55,20 @@ class JobPlan:
     #: Longest time in seconds that the job may be pending. After the start of its driver, the job
     #: has the same time to take its GPUs.
     start_within_s: float = 600.0
-    #: Longest time in seconds without an answer from the cluster. Then the job counts as lost.
+    #: If the cluster does not answer for more than this number of seconds, the job counts as lost.
     lost_after_s: float = 180.0
     #: Path of the file that records the submission, on this host.
     submission_file: Path
     #: Earliest time, in UTC epoch seconds, at which a process on another host may have submitted
-    #: this job. The submission file of that process is not on this host. None if only this host can
-    #: have submitted the job.
+    #: this job. That process's submission file is not on this host. None if no other host can have
+    #: submitted the job.
     may_be_submitted_since: float | None = None
     #: Function that removes secrets from a text before it is written to disk.
     mask: Callable[[str], str] = str
 
 
-#: Words with which Ray begins the quote of the job's log at the end of its message about a failed
-#: job.
+#: Ray's message about a failed job ends with a quote from the job's log. The quote begins with
+#: these words.
 #: Source: ray 2.60, JobSupervisor.run.
 QUOTED_LOG = "last available logs"
 
@@ -81,7 +82,7 @@ class SubmissionFile:
     job that may exist there.
     """
 
-    #: Thread that writes the file, so that the caller does not wait for the disk. With None, the
+    #: Thread that writes the file, so that the caller does not wait for the disk. If None, the
     #: caller's thread writes the file.
     disk: DiskThread | None = None
 
@@ -108,7 +109,7 @@ class SubmissionFile:
             mask: Function that removes secrets from a text before it is written to the file.
 
         Returns:
-            None if the file does not exist.
+            The submission file, or None if the file does not exist.
 
         Raises:
             OSError, ValueError: The file cannot be read.
@@ -122,8 +123,8 @@ class SubmissionFile:
     def begin(plan: JobPlan) -> SubmissionFile:
         """Return the submission file of a planned job.
 
-        If an earlier process of the run has already written the file for this job, it is read.
-        Otherwise a new file is written.
+        If an earlier process of the run has already written a file for this job, that file is read.
+        Otherwise, a new file is written.
 
         Raises:
             OSError, ValueError: The file cannot be read or written.
@@ -141,8 +142,8 @@ class SubmissionFile:
             status="submitting",
         )
         if plan.may_be_submitted_since is not None:
-            # Without this time, the job would count as never submitted, and Muster would not end it
-            # after a crash of this process.
+            # Without the field `submit_began_at`, the job would count as never submitted. Muster
+            # would then not end the job after a crash of this process.
             content = content.with_changes(submit_began_at=plan.may_be_submitted_since)
         plan.submission_file.parent.mkdir(parents=True, exist_ok=True)
         write_json(plan.submission_file, content.as_json())
@@ -154,7 +155,7 @@ class SubmissionFile:
         An OSError is logged and not raised.
 
         Args:
-            fields: `value[name]` of fields of `SubmissionJson`.
+            fields: New values of fields of `SubmissionJson`, by the name of the field.
         """
         changes = {
             key: value for key, value in fields.items() if getattr(self.content, key) != value
@@ -179,11 +180,11 @@ class SubmissionFile:
     def note_state(self, state: JobState, **fields: object) -> None:
         """Record a state of the job that the cluster reported, and set other fields.
 
-        Ray's message about the end of the job is recorded without its quote of the job's log.
+        If Ray's message about the end of the job quotes the job's log, the quote is not recorded.
 
         Args:
             state: The reported state.
-            fields: `value[name]` of other fields of `SubmissionJson`.
+            fields: New values of other fields of `SubmissionJson`, by the name of the field.
         """
         fields["status"] = state.status.lower()
         if state.is_final:
@@ -217,5 +218,5 @@ def submission_file(place: AttemptPlace, component: str, *, is_only: bool) -> Pa
     return place.submission if is_only else place.directory / f"submission-{component}.json"
 
 
-#: Seconds within which a submit request that got no answer may still reach the cluster.
+#: A submit request without an answer may still reach the cluster within this number of seconds.
 SETTLES_WITHIN_S = 5.0

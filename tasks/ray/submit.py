@@ -1,7 +1,7 @@
 """Submit a job to a Ray cluster exactly once, even if requests get no answer.
 
-The job is submitted under a fixed id. If a submit request gets no answer, Muster asks the cluster
-for the job with this id before it submits the job again.
+The job is submitted with a fixed submission id. If a submit request gets no answer, Muster first
+asks the cluster whether it has a job with this id. Only if not, Muster submits the job again.
 
 The working directory and a small wrapper program are shipped with the job. The *driver* is the
 process that runs the job's command, inside the wrapper, on a node of the cluster.
@@ -63,8 +63,8 @@ _EXCLUDES = (
 _REQUEST_TIMEOUT_S = 60.0
 #: Name of the directory with the wrapper program that is shipped with each job.
 _PACKAGE = "muster_driver"
-#: `level[logger]` for Ray's loggers that report each upload. The level silences them, because their
-#: lines would disturb Muster's own output on the terminal.
+#: Levels of Ray's loggers that report each upload, by the name of the logger. The level suppresses
+#: these reports, which would disturb Muster's own output on the terminal.
 _NOISY_LOGGERS = {
     "ray.dashboard.modules.dashboard_sdk": logging.WARNING,
     "ray._private.runtime_env.packaging": logging.WARNING,
@@ -84,7 +84,7 @@ _INTERPRETER = '"$(readlink /proc/$PPID/exe || command -v python3)"'
 
 
 def build_entrypoint(plan: JobPlan) -> str:
-    """Return the shell command of the job. It runs the wrapper with the component's command."""
+    """Return the job's shell command, which runs the component's command inside the wrapper."""
     command = plan.command
     wrapper_arguments = (
         f"--grace {command.grace_s:g} --signal {command.stop_signal}"
@@ -96,15 +96,16 @@ def build_entrypoint(plan: JobPlan) -> str:
 def build_environment(plan: JobPlan) -> dict[str, str]:
     """Return the environment variables of the job.
 
-    The variables MUSTER_RUN_ID, MUSTER_ATTEMPT and MUSTER_COMPONENT identify the job's processes
-    for the search for leftover processes.
+    Muster searches for leftover processes of the job by the variables MUSTER_RUN_ID, MUSTER_ATTEMPT
+    and MUSTER_COMPONENT.
     """
     env = {
         **plan.command.env,
         "MUSTER_RUN_ID": plan.run_id,
         "MUSTER_ATTEMPT": str(plan.attempt),
         "MUSTER_COMPONENT": plan.component,
-        # Ray kills the wrapper after this time. It must be longer than the grace period.
+        # After a stop request, Ray waits this number of seconds and then kills the wrapper. The
+        # time must be longer than the grace period of the command.
         "RAY_JOB_STOP_WAIT_TIME_S": str(math.ceil(plan.command.grace_s) + 5),
     }
     if plan.command.stop_signal == signal.SIGINT:
@@ -116,7 +117,8 @@ def list_excludes(plan: JobPlan) -> list[str]:
     """Return .gitignore patterns for the files of the working directory that are not shipped."""
     excludes = [*_EXCLUDES, *plan.excludes]
     with contextlib.suppress(ValueError):
-        # If the Muster home directory is in the working directory, exclude the records of runs.
+        # If the Muster home directory is inside the working directory, do not ship it, because it
+        # contains the records of all runs.
         home = muster_home().resolve().relative_to(plan.command.cwd.resolve())
         excludes.append(f"/{home}")
     return excludes
@@ -127,14 +129,14 @@ def choose_driver_node(
 ) -> tuple[Mapping[str, float], Mapping[str, str]]:
     """Choose the node of the job's driver by resources and labels that the node must have.
 
-    - If the plan names resources or labels, they are used unchanged.
+    - If the plan contains resources or labels for the driver, they are used unchanged.
     - Otherwise, the driver runs on a node that the queue granted to the run.
     - Without a grant, the driver runs on any node except the head node. Ray itself would prefer the
       head node.
 
     Returns:
-        The required `amount[resource]` and `value[label]`. Both are empty if the cluster has only a
-        head node.
+        The required amounts by the name of the resource, and the required values by the name of the
+        label. Both are empty if the cluster has only a head node.
     """
     if plan.entrypoint_resources or plan.entrypoint_label_selector:
         return plan.entrypoint_resources, plan.entrypoint_label_selector
@@ -157,13 +159,13 @@ def choose_driver_node(
 
 
 def submit(plan: JobPlan, nodes: Sequence[LiveNode]) -> None:
-    """Submit the job to Ray. The call blocks for up to some minutes, so it must run in a thread.
+    """Submit the job to Ray. The call may block for minutes, so call it in a thread.
 
     The call returns normally if the cluster has the job, even if an earlier request submitted it.
 
     Args:
         plan: Plan of the job.
-        nodes: The living nodes of the cluster, for the choice of the driver's node.
+        nodes: The living nodes of the cluster, from which the driver's node is chosen.
 
     Raises:
         Denied: The cluster rejects the job, and would reject it again.
@@ -196,7 +198,7 @@ def submit(plan: JobPlan, nodes: Sequence[LiveNode]) -> None:
             f"the working directory {plan.command.cwd} cannot be shipped to the cluster: {error}"
         ) from error
     except OSError as error:
-        # This includes the errors of the `requests` library.
+        # The errors of the `requests` library are OSErrors, too.
         raise NoAnswer(f"no answer from {plan.address} to the submit request: {error}") from error
 
 
@@ -230,7 +232,7 @@ def _handle_sdk_error(error: RuntimeError, plan: JobPlan) -> None:
 
 
 def wrapper_sources() -> dict[str, str]:
-    """Return `source[file name]` of the wrapper program that is shipped with each job."""
+    """Return the source of the shipped wrapper program, by the name of the file."""
     files = {"__main__.py": wrapper.__file__, "tree.py": tree.__file__}
     return {name: Path(file).read_text(encoding="utf-8") for name, file in files.items()}
 
@@ -250,7 +252,7 @@ def _package() -> Iterator[Path]:
 
 
 def _client(address: str) -> JobSubmissionClient:
-    """Return Ray's client for submitting jobs, with stricter rules for its requests.
+    """Return Ray's client for submitting jobs, with restrictions for its requests.
 
     Each request has a deadline, uses no proxy, follows no redirect, and goes to the given address.
 
@@ -261,7 +263,7 @@ def _client(address: str) -> JobSubmissionClient:
     from ray.dashboard.modules.dashboard_sdk import SubmissionClient
     from ray.job_submission import JobSubmissionClient
 
-    # The import of Ray's modules sets the level of their loggers, so set it afterwards.
+    # The import of Ray's modules sets the levels of Ray's loggers, so change the levels afterwards.
     for name, level in _NOISY_LOGGERS.items():
         logging.getLogger(name).setLevel(level)
 
@@ -269,8 +271,8 @@ def _client(address: str) -> JobSubmissionClient:
 
     class Client(JobSubmissionClient):
         def __init__(self) -> None:
-            # Skip the constructor of JobSubmissionClient, which would replace the address with that
-            # of the environment variable RAY_ADDRESS.
+            # Skip the constructor of JobSubmissionClient. It would replace the address with the
+            # value of the environment variable RAY_ADDRESS.
             SubmissionClient.__init__(
                 self, address, headers=credentials.make_headers(), verify=credentials.ca or True
             )
@@ -287,8 +289,8 @@ def _client(address: str) -> JobSubmissionClient:
     return Client()
 
 
-#: Longest wait for the first answer of a cluster, in seconds. It is short, because the address is
-#: probably wrong and no job was submitted yet.
+#: Longest wait for the first answer of a cluster, in seconds. The wait is short: if the cluster has
+#: never answered, its address is probably wrong, and no job was submitted.
 _FIRST_ANSWER_TIMEOUT_S = 20.0
 #: Largest number of submit requests for one job.
 _MAX_SUBMITS = 3
@@ -299,7 +301,8 @@ _STATE_INTERVAL_S = 0.5
 async def finish_thread_work(blocking: Coroutine[Any, Any, None]) -> None:
     """Wait until a thread has finished its work, even if this call is cancelled.
 
-    A cancellation cannot stop a thread. It is raised again after the thread has finished.
+    A thread cannot be cancelled. If this call is cancelled, CancelledError is raised after the
+    thread has finished.
 
     Args:
         blocking: Waits for the thread, for example `asyncio.to_thread(...)`.
@@ -328,7 +331,7 @@ class Submitter:
             The state of the job. None if the job was submitted now and its state is unknown.
 
         Raises:
-            GivenUp: The job could not be submitted, or it is unknown whether it was.
+            GivenUp: The job could not be submitted, or it is unknown whether it was submitted.
         """
         content = self._file.content
         is_outcome_unknown = content.submit_began_at is not None and content.submitted_at is None
@@ -411,7 +414,7 @@ class Submitter:
 
     def _give_up(self, kind: FailureKind, rule: str, message: str) -> GivenUp:
         """Record the reason for giving up the job, and return the exception to raise."""
-        # After a loss of contact, the job may exist on the cluster, so its recorded status stays.
+        # If contact with the cluster was lost, the job may exist there. Keep its recorded status.
         if kind is not FailureKind.LOST_CONTACT:
             self._file.note(status="refused", message=message)
         return GivenUp(GiveUpReason(kind=kind, rule=rule, message=message))
@@ -420,11 +423,11 @@ class Submitter:
         """Return the state of the job. Requests are repeated until the cluster answers.
 
         Args:
-            settle: True repeats the request for some seconds if the cluster has no such job. An
-                earlier submit request may still reach the cluster.
+            settle: If True and the cluster has no such job, the request is repeated for some
+                seconds, because an earlier submit request may still reach the cluster.
 
         Returns:
-            None if the cluster has no such job.
+            The state of the job, or None if the cluster has no such job.
 
         Raises:
             GivenUp: The cluster refused the request, or did not answer for too long.

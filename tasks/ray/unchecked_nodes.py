@@ -43,18 +43,17 @@ class UncheckedNode:
 async def split_departed_nodes(
     dashboard: Dashboard, unreached: Sequence[UncheckedNode], *, since: float | None = None
 ) -> tuple[list[UncheckedNode], list[str]]:
-    """Separate unreachable nodes of the cluster from nodes that no longer belong to it.
+    """Separate unreachable nodes of a cluster from nodes that no longer belong to the cluster.
 
     Args:
         dashboard: The dashboard of the Ray cluster, which lists the cluster's nodes.
         unreached: The nodes that could not be reached.
         since: UTC epoch seconds. The second list also names the nodes that the cluster has lost
-            since this time. With None, it names only nodes of `unreached`.
+            since this time. If None, the second list names only nodes of `unreached`.
 
     Returns:
         The nodes that belong to the cluster, and one phrase for each node that no longer belongs to
-        it. If the
-        dashboard does not answer, all nodes count as nodes of the cluster.
+        the cluster. If the dashboard does not answer, all nodes count as nodes of the cluster.
     """
     try:
         living_ids = {node.node_id for node in await dashboard.nodes()}
@@ -89,11 +88,12 @@ class UncheckedNodesNote(BaseModel):
     events: Path
     #: Time at which the note file was first written, in UTC epoch seconds.
     since: float = Field(default_factory=time.time)
-    #: `name[node id]` of the nodes to check. Empty if all nodes of the cluster must be checked.
+    #: Names of the nodes to check, by the id of the node. Empty if all nodes of the cluster must be
+    #: checked.
     nodes: Mapping[str, str] = {}
 
     def with_nodes(self, unchecked: Sequence[UncheckedNode]) -> UncheckedNodesNote:
-        """Return a copy of this note that lists the given nodes instead of its present nodes."""
+        """Return a copy of this note file's content that lists the given nodes to check."""
         is_whole_cluster = any(not node.node_id for node in unchecked)
         nodes = {} if is_whole_cluster else {node.node_id: node.name for node in unchecked}
         return self.model_copy(update={"nodes": nodes})
@@ -117,7 +117,7 @@ def _note_path(submission_id: str) -> Path:
 
 
 def read_notes(host: str) -> Iterator[UncheckedNodesNote]:
-    """Yield the notes whose nodes a host must check.
+    """Yield the content of each note file whose nodes must be checked by the given host.
 
     Note files that cannot be read are logged and skipped.
     """

@@ -1,10 +1,11 @@
 """Read which jobs use which resources of a Ray cluster, within milliseconds.
 
-The readings come directly from the cluster's control store (GCS), without a Ray driver process:
+This module requests the data directly from the cluster's control store (GCS), without a Ray driver
+process:
 
 - Ray creates resources such as `GPU_group_0_<group id>` on the nodes of a placement group. A node
-  reports them together with its free resources, so the two always agree. The last 4 bytes of the
-  group id are the id of the Ray job that created the group.
+  reports these resources in the same message as its free resources, so both belong to the same
+  moment. The last 4 bytes of the group id are the id of the Ray job that created the group.
 - Actors outside placement groups are listed with their job and their resources.
 - The control store does not list Ray tasks outside placement groups. Their resources count as used
   by others.
@@ -33,9 +34,9 @@ from tasks.ray.control_store import (
 )
 from tasks.ray.dashboard import ACCELERATORS, Credentials, Dashboard, NoAnswer
 
-#: Name of the resource of one bundle of a placement group. The groups of the pattern are the base
-#: resource, the index of the bundle, and the id of the placement group. Names without an index,
-#: which stand for all bundles together, do not match.
+#: Pattern for the name of a resource that belongs to one bundle of a placement group. The groups of
+#: the pattern are the base resource, the index of the bundle, and the id of the placement group. A
+#: name without an index stands for all bundles together and does not match.
 _BUNDLE_RESOURCE = re.compile(rf"({'|'.join(ACCELERATORS)}|CPU)_group_(\d+)_([0-9a-f]{{36}})")
 #: Id of a job that Muster has submitted: `<run id>--aNN`, optionally with `-<component>`. The first
 #: group of the pattern is the run id. See `tasks.ray.submission.submission_id`.
@@ -59,9 +60,10 @@ class NodeReport:
     node_id: str
     #: Ray's name for the node. Several nodes may have the same name.
     name: str
-    #: Total `amount[resource]` of the node itself.
+    #: All resources of the node, used or free, as amounts by the name of the resource. Resources
+    #: that Ray creates for placement groups are not included.
     own: Mapping[str, float]
-    #: Free `amount[resource]` of the node itself.
+    #: Free amounts of the resources in `own`, by the name of the resource.
     available: Mapping[str, float]
     #: Total amounts of the resources that Ray has set aside for placement groups on the node, by
     #: the name of the resource, such as `GPU_group_0_<group id>`.
@@ -80,8 +82,8 @@ class ActorReport:
     name: str
     #: Ray's job id of the driver process that created the actor, in hex.
     job_id: str
-    #: `amount[resource]` that the actor holds. For an actor in a placement group, the keys are
-    #: resources of the group's bundles, such as `GPU_group_0_<group id>`.
+    #: Amounts of the resources that the actor holds, by the name of the resource. For an actor in a
+    #: placement group, the names are names such as `GPU_group_0_<group id>`.
     resources: Mapping[str, float]
 
 
@@ -93,39 +95,39 @@ class ClusterNode:
     `NPU`. A *gang* is the set of GPUs that the queue grants to one run.
     """
 
-    #: Unique name of the node in the cluster: Ray's name for it. If several living nodes have the
-    #: same name, the start of the node id is appended. The name does not change.
+    #: Unique name of the node in the cluster: Ray's name for the node. If several living nodes have
+    #: the same name, the start of the node id is appended. The unique name does not change.
     name: str
     #: Number of GPUs of the node.
     gpus: int
     #: Number of CPUs of the node, or None if unknown.
     cpus: float | None = None
-    #: Number of GPUs in use by other programs than Muster's runs.
+    #: Number of GPUs in use by programs that are not Muster's runs.
     others_gpus: float = 0.0
-    #: Number of CPUs in use by other programs. This includes CPUs that an actor or a bundle of a
-    #: run holds without a GPU.
+    #: Number of CPUs in use by programs that are not Muster's runs. The number includes the CPUs of
+    #: those actors and bundles of Muster's runs that hold no GPU.
     others_cpus: float = 0.0
-    #: Total `amount[resource]` of other Ray resources, such as `{"worker_node": 100}`.
+    #: Total amounts of the node's other Ray resources, such as `{"worker_node": 100}`.
     resources: Mapping[str, float] = field(default_factory=dict)
     #: Numbers of the GPU devices that the queue may grant. Empty if Ray assigns the devices.
     devices: tuple[int, ...] = ()
-    #: `holder[device number]` of each leased GPU device. A holder is the flow run that has the
-    #: lease, or another description.
+    #: Holders of the leased GPU devices, by the number of the device. A holder is the name of the
+    #: flow run that has the lease, or another description.
     leased: Mapping[int, str] = field(default_factory=dict)
-    #: True if the queue must not grant GPUs on the node, because Ray is about to remove it or an
-    #: operator has drained it.
+    #: True if the queue must not grant GPUs on the node, because Ray is about to remove the node or
+    #: an operator has drained the node.
     is_drained: bool = False
     #: Name of the node's cluster in the queue.
     cluster: str = ""
-    #: `gpus[run]`, the number of GPUs on this node that the queue has granted to each run.
+    #: Numbers of GPUs on this node that the queue has granted, by the run that has the grant.
     held: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def usable_gpus(self) -> int:
         """Number of GPUs that Muster's runs may use, including the GPUs that runs hold now.
 
-        The number is 0 if the node is drained, because the end of a run there frees no GPU for the
-        queue.
+        The number is 0 if the node is drained, because the queue cannot grant the node's GPUs even
+        after the runs on the node have ended.
         """
         if self.is_drained:
             return 0
@@ -150,9 +152,9 @@ class Cluster:
     nodes: tuple[ClusterNode, ...]
     #: Ray's id of the cluster, which is the same for all of its addresses. Empty for a node table.
     id: str = ""
-    #: `gpus[run id][node name]`, the number of GPUs that the Ray jobs of Muster's runs hold now. A
-    #: run can hold fewer GPUs than its grant, because it takes them step by step. Empty for a node
-    #: table.
+    #: `taken[run id][node name]`: number of GPUs that the run's Ray jobs hold on the node now. The
+    #: jobs take their GPUs step by step, so a run may hold fewer GPUs than the queue has granted to
+    #: the run. Empty for a node table.
     taken: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     #: Ray's name for the accelerator of the cluster, from ACCELERATORS.
     accelerator: str = ACCELERATORS[0]
@@ -162,7 +164,7 @@ def run_id_of_submission(submission_id: str) -> str:
     """Return the id of the run that owns a submitted Ray job.
 
     Returns:
-        An empty string if Muster did not submit the job.
+        The run id, or an empty string if Muster did not submit the job.
     """
     match = _SUBMISSION.fullmatch(submission_id)
     return match[1] if match else ""
@@ -172,7 +174,7 @@ def list_job_ids(nodes: Iterable[NodeReport], actors: Iterable[ActorReport]) -> 
     """Return the Ray job ids, in hex, of all jobs that have actors or placement groups.
 
     Args:
-        nodes: The living nodes. Their resources show the placement groups.
+        nodes: The living nodes. Their resources contain the ids of the placement groups.
         actors: The placed actors.
     """
     job_ids = {actor.job_id for actor in actors}
@@ -187,13 +189,13 @@ def list_job_ids(nodes: Iterable[NodeReport], actors: Iterable[ActorReport]) -> 
 def compute_usage(
     nodes: Sequence[NodeReport], actors: Iterable[ActorReport], submissions: Mapping[str, str]
 ) -> Cluster:
-    """Return a snapshot with the resources that Muster's runs and others use on each node.
+    """Return a snapshot with the resources that Muster's runs and other programs use on each node.
 
     Args:
         nodes: The living nodes.
         actors: The placed actors outside placement groups.
-        submissions: `submission id[Ray job id]`. The entry is missing or empty if the Ray job was
-            not submitted through the dashboard.
+        submissions: Submission ids of the Ray jobs, by the Ray job id. The entry is missing or
+            empty if the Ray job was not submitted through the dashboard.
     """
     present = {name for node in nodes for name in ACCELERATORS if node.own.get(name)}
     accelerator = next((name for name in ACCELERATORS if name in present), ACCELERATORS[0])
@@ -206,7 +208,7 @@ def compute_usage(
         for node in nodes
     }
 
-    #: `amount[node id][resource]` that the Ray jobs of Muster's runs hold.
+    #: `ours[node id][resource]`: amount of the resource that the Ray jobs of Muster's runs hold.
     ours: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     taken: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for node_id, submission_id, amounts in _list_uses(nodes, actors, submissions):
@@ -230,13 +232,14 @@ def compute_usage(
 def _list_uses(
     nodes: Iterable[NodeReport], actors: Iterable[ActorReport], submissions: Mapping[str, str]
 ) -> Iterator[tuple[str, str, Mapping[str, float]]]:
-    """Yield node id, submission id and `amount[resource]` of each actor and each placed bundle.
+    """Yield node id, submission id and resource amounts of each actor and each placed bundle.
 
-    The submission id is an empty string if the owner was not submitted through the dashboard.
+    The submission id is an empty string if the Ray job that owns the actor or the bundle was not
+    submitted through the dashboard.
     """
     for actor in actors:
-        # The supervisor actor of a submitted job belongs to the dashboard's own Ray job. So take
-        # the submission id from its name.
+        # The supervisor actor of a submitted job belongs to the dashboard's own Ray job, but its
+        # name contains the submission id of the submitted job.
         supervised_id = ""
         if actor.name.startswith(_SUPERVISOR):
             supervised_id = actor.name.removeprefix(_SUPERVISOR)
@@ -253,13 +256,13 @@ def _list_uses(
             yield node.node_id, submissions.get(group_id[-8:], ""), amounts
 
 
-# The results are cached, because a large cluster reports the same thousands of names each time.
+# The results are cached, because each report of a large cluster has the same thousands of names.
 @lru_cache(maxsize=16_384)
 def _parse_bundle_resource(key: str) -> tuple[str, str, str] | None:
     """Return resource, bundle index and group id from the name of a bundle's resource.
 
     Returns:
-        None if the key is not the name of a bundle's resource.
+        The three parts of the name, or None if the key is not the name of a bundle's resource.
     """
     match = _BUNDLE_RESOURCE.fullmatch(key)
     return (match[1], match[2], match[3]) if match else None
@@ -267,7 +270,8 @@ def _parse_bundle_resource(key: str) -> tuple[str, str, str] | None:
 
 def _used_amount(node: NodeReport, resource: str) -> float:
     """Return the used amount of a resource of a node."""
-    # Until a new node has reported its free resources, all of its resources count as used.
+    # A new node may not have reported its free resources yet. Then all of its resources count as
+    # used.
     return node.own.get(resource, 0.0) - node.available.get(resource, 0.0)
 
 
@@ -277,10 +281,11 @@ def _make_node(
     """Convert the report of a node into a `ClusterNode`.
 
     Args:
-        node: The report of the control store.
+        node: The control store's report about the node.
         name: Unique name of the node in the cluster.
         accelerator: Ray's name for the accelerator of the cluster.
-        ours: `amount[resource]` that the Ray jobs of Muster's runs hold on the node.
+        ours: Amounts that the Ray jobs of Muster's runs hold on the node, by the name of the
+            resource.
     """
 
     def used_by_others(resource: str) -> float:
@@ -320,7 +325,7 @@ class ClusterReader:
     _dashboard: Dashboard | None = None
     #: Connection to the control store, or None before the first snapshot and after an error.
     _store: _ControlStore | None = None
-    #: Prevents two requests at the same time.
+    #: Lock that prevents two snapshots or other requests at the same time.
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def look(self, *, within_s: float) -> Cluster:
@@ -351,7 +356,8 @@ class ClusterReader:
         Does nothing if the last snapshot failed. See `control_store.request_nodes`.
 
         Args:
-            bundles: `amount[resource]` of each bundle. An empty list withdraws the request.
+            bundles: The resources of each bundle, as amounts by the name of the resource. An empty
+                list withdraws the previous request.
             within_s: Deadline of each of the two requests, in seconds.
 
         Raises:
@@ -370,8 +376,8 @@ class ClusterReader:
     async def _read_snapshot(self, within_s: float) -> Cluster:
         """Read a snapshot of the cluster over the open gRPC channel, or else over a new channel."""
         if self._store is not None:
-            # A failure is ignored here, because the control store may have a new address after a
-            # restart of the cluster's head. The code below reads the address from the dashboard.
+            # Ignore a failure here: after a restart of the cluster's head node, the control store
+            # may have a new address. The code below asks the dashboard for the address.
             with contextlib.suppress(NoAnswer):
                 return await self._read(self._store, within_s)
         if self._dashboard is None:
@@ -386,7 +392,8 @@ class ClusterReader:
         try:
             return await asyncio.to_thread(store.read, within_s)
         except BaseException:
-            # After a timeout, the thread still waits for replies. Closing the channel ends it.
+            # After a timeout, the thread still waits for replies. To end the thread, close the
+            # channel.
             self._close_store()
             raise
 
@@ -399,7 +406,7 @@ class ClusterReader:
 class _ControlStore:
     """Blocking gRPC connection to the control store of a Ray cluster.
 
-    Facts that do not change, such as the nodes' names, are requested once and cached.
+    Data that does not change, such as the names of the nodes, is requested once and cached.
     """
 
     def __init__(self, gcs_address: str, *, has_token: bool) -> None:
@@ -410,18 +417,18 @@ class _ControlStore:
         self._actors = prepare_request(self._channel, "ActorInfo", "GetAllActorInfo")
         self._jobs = prepare_request(self._channel, "JobInfo", "GetAllJobInfo")
         self._cluster = prepare_request(self._channel, "NodeInfo", "GetClusterId")
-        #: Ray's id of the cluster. Empty before the first snapshot.
+        #: Ray's id of the cluster. An empty string before the first snapshot.
         self._id = ""
         #: GcsNodeInfo message of each known node, by node id.
         self._infos: dict[bytes, Any] = {}
-        #: Ray's id of the head node, in hex. Empty before the first snapshot.
+        #: Ray's id of the head node, in hex. An empty string before the first snapshot.
         self._head = ""
-        #: `submission id[Ray job id]`. The submission id is empty if the Ray job was not submitted
-        #: through the dashboard.
+        #: Submission ids of the Ray jobs, by the Ray job id. The submission id is empty if the Ray
+        #: job was not submitted through the dashboard.
         self._submissions: dict[str, str] = {}
 
     def close(self) -> None:
-        """Close the gRPC channel. Requests that still wait for a reply fail."""
+        """Close the gRPC channel. Requests that have no reply yet fail."""
         self._channel.close()
 
     def read(self, within_s: float) -> Cluster:
@@ -443,9 +450,9 @@ class _ControlStore:
     def _request_reports(self, within_s: float) -> tuple[list[NodeReport], list[ActorReport]]:
         """Request the resources of all nodes, and the placed actors outside placement groups."""
         usage_reply = self._usage(within_s)
-        # Send all requests at once, and those for actors last. If the owner of a used resource is
-        # missing in the replies, the resource counts as used by others for one snapshot. The queue
-        # then grants too few GPUs, but never too many.
+        # Send all requests at once, and the requests for actors last. If the replies do not name
+        # the owner of a used resource, this snapshot counts the resource as used by programs that
+        # are not Muster's runs. The queue may then grant too few GPUs, but never too many.
         actor_replies = [
             self._actors(within_s, filters={"state": state}) for state in _PLACED_STATES
         ]
@@ -459,19 +466,19 @@ class _ControlStore:
             )
             for reply in actor_replies
             for actor in reply.result().actor_table_data
-            # Skip actors in placement groups, which hold resources of bundles and not the plain
-            # accelerator. Most actors are in a group, so this makes a snapshot much faster.
+            # Skip actors in placement groups. They hold resources such as `GPU_group_0_...` and not
+            # `GPU`. Most actors are in a group, so snapshots are much faster without them.
             if any(name in actor.required_resources for name in ACCELERATORS)
             and actor.address.node_id
         ]
         return nodes, actors
 
     def _make_reports(self, usages: Iterable[Any], within_s: float) -> list[NodeReport]:
-        """Combine the reported usage of each node with the cached facts about the node.
+        """Combine the reported usage of each node with the cached data about the node.
 
         Args:
             usages: One usage message of the control store for each node.
-            within_s: Deadline in seconds of a request for facts that are not cached yet.
+            within_s: Deadline in seconds of a request for data that is not cached yet.
         """
         usages = list(usages)
         if any(usage.node_id not in self._infos for usage in usages):
@@ -499,15 +506,15 @@ class _ControlStore:
         ]
         head = next((report.node_id for report in reports if _HEAD in report.own), "")
         if head != self._head or not self._id:
-            # The head node is new, so another cluster runs at this address. It numbers its Ray jobs
-            # from 1 again, so the cached submission ids are wrong.
+            # The head node is new, so another cluster runs at this address. The new cluster numbers
+            # its Ray jobs from 1 again, so the cached submission ids are wrong.
             self._head = head
             self._id = self._cluster(within_s).result().cluster_id.hex()
             self._submissions.clear()
         return reports
 
     def _request_submissions(self, job_ids: Iterable[str], within_s: float) -> None:
-        """Request the submission ids of unknown Ray jobs, and add them to the cache."""
+        """Request and cache the submission ids of Ray jobs that are not in the cache."""
         replies = {
             job_id: self._jobs(
                 within_s,
@@ -526,7 +533,7 @@ class _ControlStore:
 
 
 def _import_ray() -> None:
-    """Import Ray's modules before the deadline of a snapshot starts. This takes about a second."""
+    """Import Ray's modules before the deadline of a snapshot starts. The import takes a second."""
     importlib.import_module("ray.core.generated.gcs_service_pb2_grpc")
     importlib.import_module("ray._private.grpc_utils")
     importlib.import_module("ray._private.authentication.http_token_authentication")

@@ -3,16 +3,17 @@
     exec python -I -S -c BOOTSTRAP --grace S --signal N --stragglers S -- COMMAND ...
 
 Muster ships this file with each Ray job, as `__main__.py` of a directory that also contains
-`tree.py`. It runs with Ray's Python interpreter on the node, so it uses only the standard library.
+`tree.py`. The file runs with Ray's Python interpreter on the node, so it uses only the standard
+library.
 
 The wrapper consists of two processes between Ray's job supervisor and the command:
 
-- The *front* is the process that Ray has started. Ray reports its exit status.
-- The *keeper* starts the command and ends its process tree. It runs in its own session, because Ray
-  kills the front's process group with SIGKILL if the job supervisor dies.
+- The *front* is the process that Ray has started. Ray reports the exit status of the front.
+- The *keeper* starts the command and ends the command's process tree. The keeper runs in its own
+  session, because Ray kills the front's process group with SIGKILL if the job supervisor dies.
 
-Both processes adopt orphaned descendants. If one of them is killed, the other kills the process
-tree.
+Both processes are subreapers: they adopt orphaned descendants. If the front or the keeper is
+killed, the other one kills the process tree.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ _SIGINFO = struct.Struct("=IiiI112x")
 _PR_SET_DUMPABLE = 4
 #: Seconds between two attempts to kill all processes of the tree.
 _KILL_INTERVAL_S = 0.02
-#: Age in seconds below which the command may have got no stop signal from Ray. Ray lists the
-#: processes of the tree before it sends the signal, and misses processes that start later.
+#: If the command is younger than this number of seconds, Ray's stop signal may not have reached it.
+#: Ray first lists the processes of the tree and then sends the signal. Processes that start after
+#: the listing get no signal.
 _YOUNG_S = 0.5
 #: Message from the front process to the keeper process: stop the command. Another process than
 #: Ray's has requested the stop.
@@ -65,11 +67,11 @@ _STOP_BY_RAY = b"t"
 
 
 class Signals:
-    """Reads the signals of this process from a signalfd, which also reports the sender's pid."""
+    """Reads the signals of this process, and the pid of each signal's sender, from a signalfd."""
 
     def __init__(self) -> None:
         # Ray may start this process with SIGCHLD ignored. The kernel would then discard the exit
-        # status of every child.
+        # status of every child, so reset the signals to their default action.
         for signum in _HANDLED_SIGNALS:
             signal.signal(signum, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED_SIGNALS)
@@ -102,7 +104,7 @@ def end_like(status: int) -> None:
     # The other process may have written a core dump. This process must not write a second one.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
-    # Setting the action fails for SIGKILL, which always ends the process.
+    # The action of SIGKILL cannot be set. That is harmless, as SIGKILL always ends the process.
     with contextlib.suppress(OSError):
         signal.signal(-code, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [-code])
@@ -120,8 +122,8 @@ def kill_rest() -> None:
 def run_front(options: argparse.Namespace, argv: list[str], env: dict[str, str]) -> None:
     """Run the front process of the wrapper, which Ray treats as the process of the job.
 
-    It starts the keeper process, forwards stop requests to it, and ends as the keeper has ended.
-    This function does not return.
+    The front process starts the keeper process and forwards stop requests to the keeper. It ends
+    with the exit code or the signal of the keeper. This function does not return.
 
     Args:
         options: Parsed arguments of this program.
@@ -191,8 +193,8 @@ class Keeper:
         self._signals = Signals()
         #: Wait status of the command, or None while it runs.
         self._status: int | None = None
-        #: Time in CLOCK_MONOTONIC seconds at which the killing of the process tree begins. None if
-        #: the tree is not being ended.
+        #: Time in CLOCK_MONOTONIC seconds at which the keeper begins to kill the process tree. None
+        #: if the process tree is not being ended.
         self._kill_at: float | None = None
         #: True if the command was asked to stop.
         self._is_stopping = False
@@ -200,9 +202,9 @@ class Keeper:
         self._started_s = time.monotonic()
 
     def run(self) -> None:
-        """Wait until the process tree is empty, then end this process as the command has ended.
+        """Wait until the process tree is empty, and then end this process.
 
-        Does not return.
+        This process ends with the exit code or the signal of the command. Does not return.
         """
         poll = select.poll()
         for fd in (self._signals.fd, self._orders, self._ray):
@@ -253,9 +255,9 @@ class Keeper:
         """Send the stop signal to the command and start its grace period.
 
         Args:
-            is_sent_by_ray: True if Ray requested the stop. Ray also sends its stop signal to every
-                process of the tree. If this is the same signal as the command's stop signal, the
-                keeper sends none, because a second signal could interrupt the command's cleanup.
+            is_sent_by_ray: True if Ray requested the stop. Ray then also sends its stop signal to
+                every process of the tree. If Ray's stop signal equals the command's stop signal,
+                the keeper sends no signal: a second one could interrupt the command's cleanup.
         """
         if self._is_stopping:
             return
@@ -266,8 +268,8 @@ class Keeper:
         rays_signal_name = os.environ.get("RAY_JOB_STOP_SIGNAL", "SIGTERM")
         is_same_signal = rays_signal_name == signal.Signals(self._options.signal).name
         if self._status is None and not (has_rays_signal and is_same_signal):
-            # The pid is safe to use: the command has not been reaped, so the kernel cannot have
-            # given its pid to another process.
+            # The command has not been reaped, so the kernel cannot have given its pid to another
+            # process.
             tree.stop_group(self._command_pid, self._options.signal)
 
 
@@ -326,7 +328,7 @@ def programs_of_ray(pid: int) -> str:
         pid: Process id of a process that has loaded Ray. Its memory map shows Ray's path.
 
     Returns:
-        An empty string if the directory is not found.
+        The path, or an empty string if the directory is not found.
     """
     with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", "rb") as maps:
         for line in maps:

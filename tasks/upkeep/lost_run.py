@@ -1,12 +1,12 @@
 """Clean up after a run whose flow process was killed or lost.
 
-There are two outcomes. If another process will resume the run, its Ray jobs keep running. Otherwise
-the run is finished: its jobs and processes are ended, its record and its flow run on the Prefect
-server get their final states, and its registry entry is removed.
+There are two outcomes. If another process will resume the run, the run's Ray jobs keep running.
+Otherwise the run is finished: its jobs and processes are ended, its record and its flow run on the
+Prefect server get their final states, and its registry entry is removed.
 
-`muster reconcile` does this for the runs of this host, or of another host that is permanently gone.
-The next flow process of a run does it for the previous flow process. A `FlowLoss` collects the
-results.
+`muster reconcile` cleans up after the lost runs of this host, or of another host that is
+permanently gone. In addition, each new flow process of a run cleans up after the run's previous
+flow process. A `FlowLoss` collects the results.
 """
 
 from __future__ import annotations
@@ -51,18 +51,20 @@ from tasks.upkeep.waiting_runs import note_waiting_run, update_page_of_closed_ru
 
 _log = logging.getLogger(__name__)
 
-#: Time within which a Prefect worker starts the flow process of a flow run that it has accepted.
+#: Time limit in which a Prefect worker starts the flow process of a flow run that it has accepted.
 _START_TIMEOUT = timedelta(seconds=60)
 #: Seconds until the run's next flow process may start. By then, the old process has exited.
 _DUE_AFTER_S = 2.0
-#: Longest time after the loss of a run, in seconds, that its cleanup waits for the Prefect server.
+#: Seconds after the loss of a run during which its cleanup is postponed if the Prefect server does
+#: not answer.
 _SERVER_TIMEOUT_S = 24 * 3600.0
-#: Seconds that a new flow process waits until the previous process of its run is cleaned up.
+#: Longest time that a new flow process waits for the cleanup after the previous process of its run,
+#: in seconds.
 _PREDECESSOR_TIMEOUT_S = 120.0
 #: Seconds between two checks whether the guardian processes of a lost run have finished.
 _CHECK_INTERVAL_S = 0.2
-#: Text in a report if the Prefect server rejected the new state of a flow run because its state had
-#: changed during the reconcile.
+#: Text in a report if the Prefect server has rejected the new state of a flow run, because the flow
+#: run had changed its state in the meantime.
 CHANGED = "the state of its flow run has just changed on the Prefect server"
 
 
@@ -117,7 +119,7 @@ def _stop_job(entry: JobEntry, unknown_after_s: float) -> JobEnd:
             )
         )
     except Exception as error:
-        # The job may still run, so report it as a leftover. The next reconcile tries again.
+        # The job may still run, so report it as a leftover. A later `muster reconcile` tries again.
         _log.exception("Job %s could not be ended.", entry.submission_id)
         problem = f"job {entry.submission_id} could not be ended: {error!r}"
         return JobEnd(state=None, left=(problem,))
@@ -144,10 +146,10 @@ def keep_jobs(lost: LostRun, loss: FlowLoss) -> RunReport | None:
         loss: The results of the cleanup so far.
 
     Returns:
-        The report about the run. Its field `open` gives the reason if the next flow process could
-        not be scheduled. None if the jobs must be ended, because no flow process will resume the
-        run: the run was cancelled, is final or has no deployment on the Prefect server, or its
-        attempt was already being ended.
+        The report about the run. If the next flow process could not be scheduled, the report's
+        field `open` contains the reason. None if the jobs must be ended, because no flow process
+        will resume the run: the run was cancelled, has ended or has no deployment on the Prefect
+        server, or its attempt was already being ended.
     """
     owner = lost.owner
     report = make_report(lost, loss)
@@ -193,18 +195,20 @@ def has_adoptable_attempt(lost: LostRun) -> bool:
 
 
 def _needs_next_process(state: State[object]) -> bool:
-    """Return True if the state of a lost flow run shows that no worker starts its next process."""
+    """Return True if a lost flow run's state shows that no worker will start its next process."""
     if state.is_pending():
         return datetime.now(UTC) - state.timestamp > _START_TIMEOUT
     return state.is_running() or state.is_crashed()
 
 
 def end_processes(lost: LostRun, deadline_s: float) -> tuple[FlowLoss, str]:
-    """End the processes of a lost run, and wait for guardian processes that still do this work.
+    """End the processes of a lost run.
+
+    If guardian processes of the run are already ending its components, wait for them.
 
     Args:
         lost: The lost run.
-        deadline_s: End of the wait for guardians, in CLOCK_MONOTONIC seconds.
+        deadline_s: End of the wait for guardian processes, in CLOCK_MONOTONIC seconds.
 
     Returns:
         The results of the cleanup, and a description of the leftover processes. The description is
@@ -224,7 +228,10 @@ def end_processes(lost: LostRun, deadline_s: float) -> tuple[FlowLoss, str]:
 
 
 def _describe_remains(remains: Remains) -> str:
-    """Return a description of leftover processes and active guardians, or an empty string."""
+    """Return a description of leftover processes and active guardian processes.
+
+    An empty string if there are none.
+    """
     parts = []
     if remains.left:
         survivors = "; ".join(f"{name}: {join_commas(pids)}" for name, pids in remains.left.items())
@@ -243,9 +250,10 @@ def make_report(
     Args:
         lost: The lost run.
         loss: The results of the cleanup.
-        record: New state in the run's record, or an empty string if it was not changed.
-        server: New state name on the Prefect server, or an empty string if it was not changed.
-        open: Work that could not be done and the reason, or an empty string.
+        record: New state in the run's record, or an empty string if that state was not changed.
+        server: New state name on the Prefect server, or an empty string if that state was not
+            changed.
+        open: Description of work that could not be done, with the reason, or an empty string.
     """
     return RunReport(
         name=lost.owner.run_id,
@@ -264,18 +272,19 @@ def finish_run(lost: LostRun, loss: FlowLoss, *, goes_on_here: bool = False) -> 
     """Finish a lost run whose processes have all ended.
 
     The run's record and its flow run on the Prefect server get their final states, and the registry
-    entry of the run is removed. In these cases the entry stays, so that a later reconcile tries
-    again:
+    entry of the run is removed. In these cases the entry stays, so that a later `muster reconcile`
+    tries again:
 
-    - A Ray job may still run.
-    - The state on the Prefect server has changed during the reconcile.
-    - Another process of the same flow run runs.
+    - A Ray job of the run may still run.
+    - The state on the Prefect server has changed during the cleanup.
+    - Another process of the same flow run is running.
     - The Prefect server does not answer, and the run was lost less than a day ago.
 
     Args:
         lost: The lost run.
         loss: The results of the cleanup so far.
-        goes_on_here: True if this process resumes the run and sets the server's state itself.
+        goes_on_here: True if this process resumes the run, and itself sets the flow run's state on
+            the Prefect server.
     """
     owner = lost.owner
     flow_run_id = owner.flow_run_id
@@ -298,8 +307,9 @@ def finish_run(lost: LostRun, loss: FlowLoss, *, goes_on_here: bool = False) -> 
             with connect_to_server(owner.api_url) as client:
                 loss, state = _on_server(lost, loss, find_flow_run(client, flow_run_id))
                 if loss.elsewhere:
-                    # The other host sets the run's state on the server. With this note, a later
-                    # reconcile closes the record on this host after the run has ended there.
+                    # The other host sets the run's state on the server. The note file makes a later
+                    # `muster reconcile` close the record on this host after the run has ended on
+                    # the other host.
                     note_waiting_run(owner.run_id, flow_run_id, owner.api_url)
                 record, is_changed = write_final_record(directory, loss)
                 after = decide_closed_state(state, record, loss.cause)
@@ -309,8 +319,8 @@ def finish_run(lost: LostRun, loss: FlowLoss, *, goes_on_here: bool = False) -> 
                     else:
                         open = CHANGED
                 if server or (state is not None and state.is_final()):
-                    # The killed process may have set the final state, but not updated the run's
-                    # artifacts in the Prefect UI. So update them.
+                    # The killed process may have set the final state without an update of the run's
+                    # artifacts in the Prefect UI. So update the artifacts.
                     update_page_of_closed_run(client, flow_run_id, directory)
         except ServerAway as error:
             is_given_up = lost.seconds_lost() > _SERVER_TIMEOUT_S
@@ -335,8 +345,9 @@ def _on_server(
         flow_run: The run's flow run on the Prefect server, or None if it does not exist.
 
     Returns:
-        The completed results, and the flow run's state, which may have to be replaced. The state is
-        None if another host has taken over the run, or if there is no state.
+        The completed results, and the flow run's present state, which the caller may have to
+        replace. The state is None if another host has taken over the run, or if the flow run does
+        not exist or has no state.
     """
     if flow_run is None:
         return loss, None
@@ -356,7 +367,7 @@ def finish_predecessor(run_id: str, *, adopts: bool = False) -> None:
     """Clean up after the previous flow process of a run, and close the attempt that it ran.
 
     Does nothing if there was no previous process on this host. If another process, for example
-    `muster reconcile`, is already cleaning up, this call waits until it has finished.
+    `muster reconcile`, is already cleaning up, this call waits until that process has finished.
 
     Args:
         run_id: Id of the run.

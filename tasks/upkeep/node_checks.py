@@ -1,6 +1,6 @@
 """Check Ray nodes that could not be checked for leftover processes when a job ended.
 
-When such a node answers, the leftover processes of the job on this node are killed.
+As soon as one of these nodes answers, the leftover processes of the job on that node are killed.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _GIVES_UP_AFTER_S = 24 * 3600.0
 
 
 def check_nodes_again(host: str) -> Iterator[RunReport]:
-    """Check the nodes that the notes of a host list, and yield a report for each note.
+    """Check nodes for leftover processes of ended Ray jobs, and yield a report for each job.
 
-    Each note lists the unchecked nodes of one ended Ray job. A node that was checked or has left
-    its cluster is removed from the note.
+    A note file on the host lists the unchecked nodes of one ended Ray job. A node that was checked
+    or has left its cluster is removed from the note file.
 
     Args:
-        host: Name of the host whose notes are read.
+        host: Name of the host whose note files are read.
     """
     by_cluster = groupby(sorted(read_notes(host), key=_cluster_of), key=_cluster_of)
     for address, notes in by_cluster:
@@ -46,17 +46,18 @@ def _cluster_of(note: UncheckedNodesNote) -> str:
 
 
 async def _check_cluster(address: str, notes: Sequence[UncheckedNodesNote]) -> list[RunReport]:
-    """Check the nodes of one Ray cluster, and return a report for each note.
+    """Check the nodes of one Ray cluster, and return a report for each ended job.
 
     Args:
         address: URL of the cluster's dashboard.
-        notes: The notes about jobs of this cluster.
+        notes: The note files about ended jobs of this cluster, one for each job.
     """
     async with aclosing(Dashboard(address)) as dashboard:
         try:
             gcs_address = await dashboard.gcs_address()
         except (NoAnswer, Denied) as error:
-            # The request has a long timeout, so it is not repeated for each note of this cluster.
+            # The cluster does not answer. The request has a long timeout, so do not repeat it for
+            # each job.
             return [_report_unchecked(note, str(error)) for note in notes]
         return [await _check_nodes(note, dashboard, gcs_address) for note in notes]
 
@@ -64,10 +65,10 @@ async def _check_cluster(address: str, notes: Sequence[UncheckedNodesNote]) -> l
 async def _check_nodes(
     note: UncheckedNodesNote, dashboard: Dashboard, gcs_address: str
 ) -> RunReport:
-    """Check the nodes of one note, kill leftover processes there, and return a report.
+    """Check the nodes of one note file, kill leftover processes there, and return a report.
 
     Args:
-        note: Lists the unchecked nodes of one ended Ray job.
+        note: The note file. It lists the unchecked nodes of one ended Ray job.
         dashboard: Dashboard of the Ray cluster.
         gcs_address: `HOST:PORT` of the cluster's control store (GCS).
     """
@@ -112,10 +113,11 @@ async def _check_nodes(
 def _report_unchecked(note: UncheckedNodesNote, why: str) -> RunReport:
     """Return a report that no node of the cluster could be checked.
 
-    If the note is older than a day, also delete it, so that its nodes are not checked again.
+    If the note file is older than a day, also delete the file, so that its nodes are not checked
+    again.
 
     Args:
-        note: Lists the unchecked nodes of one ended Ray job.
+        note: The note file. It lists the unchecked nodes of one ended Ray job.
         why: Reason why the nodes could not be checked.
     """
     if time.time() - note.since < _GIVES_UP_AFTER_S:
@@ -130,10 +132,10 @@ def _report_unchecked(note: UncheckedNodesNote, why: str) -> RunReport:
 
 
 def _report(note: UncheckedNodesNote, results: tuple[str, ...], open: str) -> RunReport:
-    """Return the report about the check of a note's nodes.
+    """Return the report about the check of the nodes that a note file lists.
 
     Args:
-        note: Lists the unchecked nodes of one ended Ray job.
+        note: The note file. It lists the unchecked nodes of one ended Ray job.
         results: Phrases about the checked nodes and the killed processes.
         open: Phrase about nodes that must be checked again, or an empty string.
     """

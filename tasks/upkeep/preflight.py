@@ -89,14 +89,14 @@ class NodeResult:
     #: Reason why the node could not be checked, or an empty string.
     unreached: str = ""
     #: Facts that the node reported about itself, as `machine.gather_facts` returns them. Empty if
-    #: the node was not reached. For the machine that runs the preflight, it holds only two entries:
-    #: the problem with its own file in the shared directory, and the problem with its devices.
+    #: the node was not reached. The machine that runs the preflight has only two entries: a problem
+    #: with its own file in the shared directory, and a problem with its GPU devices.
     facts: Mapping[str, Any]
     #: True if this node and the machine that runs the preflight do not find each other's files in
-    #: the shared directory, so that they see two different directories.
+    #: the shared directory. The two machines then see two different directories.
     is_elsewhere: bool = False
     #: Difference between the node's clock and the clock of the machine that runs the preflight, in
-    #: seconds. None if it was not measured.
+    #: seconds. None if the difference was not measured.
     skew_s: float | None = None
     #: Largest error of `skew_s` in seconds, which is half of the round-trip time.
     skew_error_s: float = 0.0
@@ -104,7 +104,7 @@ class NodeResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A problem of a node that makes it unfit for runs, and the remedy."""
+    """A problem that makes a node unfit for runs, and the remedy for the problem."""
 
     #: Name of the node.
     node: str
@@ -122,11 +122,11 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """Results of the checks on all nodes of a Ray cluster, before they are judged."""
+    """Results of the checks on all nodes of a Ray cluster. `judge_nodes` finds problems in them."""
 
     #: The results of each node. The first is the machine that runs the preflight.
     nodes: tuple[NodeResult, ...]
-    #: Path of the directory that must be the same on all nodes.
+    #: Path of the directory that all nodes must share.
     shared: str
     #: Digest of the Muster code on the machine that runs the preflight.
     code: str
@@ -145,7 +145,7 @@ class PreflightVerdict:
 
     @property
     def summary(self) -> str:
-        """One line that names the unfit nodes, and one more line for each problem."""
+        """Text with a line that names the unfit nodes, and one further line for each problem."""
         count = sum(node.name != CALLER for node in self.nodes)
         unfit_nodes = list(dict.fromkeys(finding.node for finding in self.findings))
         if not unfit_nodes:
@@ -183,10 +183,10 @@ def judge_nodes(survey: Survey, limits: Limits) -> PreflightVerdict:
 
     Args:
         survey: Results of the checks on all nodes.
-        limits: Requirements that a node must meet.
+        limits: Limits that a node must keep to be fit for runs.
 
     Returns:
-        All problems, in the order of the nodes.
+        The results of the checks, and all problems in the order of the nodes.
     """
     if limits.gpus == "auto":
         has_driver = any(node.facts.get("gpus", {}).get("driver") for node in survey.nodes)
@@ -278,7 +278,7 @@ def _check_disk(node: NodeResult, survey: Survey, limits: Limits) -> _Faults:
 
 
 def _check_clock(node: NodeResult, survey: Survey, limits: Limits) -> _Faults:
-    """Yield a problem if the node's clock is wrong, even with the largest error of measurement."""
+    """Yield a problem if the node's clock differs too much, even after the measurement error."""
     if node.skew_s is not None and abs(node.skew_s) - node.skew_error_s > limits.skew_s:
         problem = (
             f"its clock differs by {node.skew_s:+.1f} s (± {node.skew_error_s:.1f} s) from this "
@@ -330,14 +330,14 @@ def _check_devices(node: NodeResult, survey: Survey, limits: Limits) -> _Faults:
 
 
 def _unaccounted_mib(gpu: Mapping[str, Any], processes: Sequence[Mapping[str, Any]]) -> int:
-    """Return the used memory of a GPU that belongs to no running process, in MiB.
+    """Return the amount of used memory of a GPU that belongs to no running process, in MiB.
 
     Args:
         gpu: The driver's report about the GPU.
         processes: The driver's reports about the processes on all GPUs of the node.
 
     Returns:
-        0 if the used memory of the GPU or of one of its processes is unknown.
+        The amount, or 0 if the used memory of the GPU or of one of its processes is unknown.
     """
     process_mib = [
         process["used_mib"]
@@ -359,9 +359,10 @@ def survey_cluster(address: str, shared: str | None, within_s: float) -> Survey:
 
     Args:
         address: URL of the Ray dashboard.
-        shared: Path of the directory that must be the same on all nodes. None means MUSTER_HOME.
+        shared: Path of the directory that all nodes must share. If None, MUSTER_HOME is used.
         within_s: Deadline in seconds for each of two steps. In the first step, every node reports
-            about itself. In the second step, the nodes look for each other's files.
+            facts about itself. In the second step, the nodes and this machine look for each other's
+            files in the shared directory.
 
     Raises:
         NoAnswer, Denied, OSError, ValueError: No node of the cluster could be checked.
@@ -369,14 +370,14 @@ def survey_cluster(address: str, shared: str | None, within_s: float) -> Survey:
     add_listed_clusters(read_listed_clusters(PREFECT_API_URL.value()))
     directory = Path(shared) if shared else muster_home()
     if not shared:
-        # The first run would create MUSTER_HOME. Its absence is therefore no problem.
+        # The first run would create MUSTER_HOME. So create it here instead of reporting a problem.
         directory.mkdir(parents=True, exist_ok=True)
     return asyncio.run(_survey_nodes(address, directory.absolute(), within_s))
 
 
 @task(name="publish", persist_result=False, cache_policy=NO_CACHE)
 def publish_verdict(verdict: PreflightVerdict) -> None:
-    """Create a Prefect artifact with the result as a table, and log a line for each problem."""
+    """Create a Prefect artifact with a table of the result, and log a line for each problem."""
     log = get_run_logger()
     for finding in verdict.findings:
         log.error("%s", finding)
@@ -384,7 +385,7 @@ def publish_verdict(verdict: PreflightVerdict) -> None:
 
 
 def conclude_preflight(verdict: PreflightVerdict) -> State[PreflightVerdict]:
-    """Return the final state of the preflight's flow run, which is Failed if a node is unfit."""
+    """Return the final state of the preflight's flow run: Failed if a node is unfit."""
     conclude = Failed if verdict.findings else Completed
     return conclude(message=verdict.summary, data=verdict)
 
@@ -446,8 +447,8 @@ async def _check_nodes(
         others = [node_id for node_id in writers if node_id not in elsewhere]
         elsewhere += find_unreadable_files(str(folder), others)["unseen"]
 
-        # These nodes see another directory. This machine cannot delete their files there, so they
-        # delete them themselves.
+        # These nodes see another directory than this machine. This machine cannot delete their test
+        # files there. So order the nodes to delete the files.
         deletions = {node_id: {"folder": str(folder)} for node_id in elsewhere}
         await connection.send_order("tidy", deletions, within_s)
     finally:
@@ -483,8 +484,8 @@ def _devices_problem() -> str:
 def _may_be_alive(run_id: str) -> bool:
     """Return True if the flow process of a run is running or may be running."""
     owner = read_owner(run_id)
-    # Several hosts can share a registry. This host cannot check a process of another host, so that
-    # process counts as running.
+    # Several hosts can share a registry of runs. This host cannot check processes of another host,
+    # so a process of another host counts as running.
     return owner is not None and (owner.host != host_name() or owner.process.is_alive())
 
 

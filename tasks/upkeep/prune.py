@@ -1,10 +1,10 @@
 """Delete old files of ended runs, unused code, old stack logs, and flow runs of the upkeep.
 
 The record `run.json` and the specs of a run's attempts are always kept. They are small, and they
-document the run and its end. Files that the run's own programs wrote, such as checkpoints and
+document the run and its result. Files that the run's own programs wrote, such as checkpoints and
 models, are kept unless the rule `outputs` is set.
 
-Pruning is safe at any time, even from several processes at once. A run is skipped if it has not
+Files may be pruned at any time, even by several processes at once. A run is skipped if it has not
 ended, if it has a registry entry, if it waits for its next attempt, or if another run uses its
 files.
 
@@ -59,7 +59,8 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _DAY_S = 24 * 3600.0
-#: Size from which a log file of the stack's processes is compressed into an archive and emptied.
+#: If a log file of the stack's processes is larger than this number of bytes, the log is compressed
+#: into an archive and emptied.
 _STACK_LOG_BYTES = 50 * 1024**2
 #: Number of days to keep completed flow runs of Muster's upkeep on the Prefect server.
 _UPKEEP_DAYS = 2.0
@@ -113,11 +114,11 @@ class Retention(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrunableRun:
-    """A run with files that may be deleted after its end."""
+    """A run that has files which may be deleted after the run's end."""
 
     #: Directory of the run, `$MUSTER_HOME/runs/<run id>`.
     directory: Path
-    #: Paths of the files that may be deleted, relative to the directory.
+    #: Paths of the files that may be deleted, relative to `directory`.
     files: frozenset[str]
     #: Total size of the files that may be deleted.
     size_bytes: int
@@ -130,10 +131,9 @@ class PrunableRun:
 class PruneResult:
     """Result of one prune of this host's MUSTER_HOME and of the Prefect server."""
 
-    #: True if this was a trial without deletions. The other fields then describe the deletions of a
-    #: real prune.
+    #: True if nothing was deleted. The other fields then describe what would have been deleted.
     is_dry: bool
-    #: Runs whose files were deleted, sorted by the time of their end.
+    #: Runs whose files were deleted, sorted by the end time of the run.
     runs: tuple[PrunableRun, ...] = ()
     #: Number of flow runs of Muster's upkeep that were deleted from the Prefect server.
     flow_runs: int = 0
@@ -144,7 +144,10 @@ class PruneResult:
 
     @property
     def summary(self) -> str:
-        """One line with the numbers of deleted runs, code files and flow runs, and the problems."""
+        """One line with the numbers of pruned runs, deleted code entries and deleted flow runs.
+
+        If problems prevented deletions, the line ends with the problems.
+        """
         parts = []
         if self.runs:
             size = decimal(sum(run.size_bytes for run in self.runs))
@@ -172,8 +175,9 @@ def prune_host(keep: Retention | None = None, *, dry_run: bool = False) -> Prune
     the server could need the files of another run.
 
     Args:
-        keep: The retention rules. None takes them from the environment variables of this process.
-        dry_run: True deletes nothing and only returns what would be deleted.
+        keep: The retention rules. If None, the rules are read from the environment variables of
+            this process.
+        dry_run: If True, nothing is deleted. The result describes what would be deleted.
 
     Raises:
         ValidationError: An environment variable has an invalid value.
@@ -221,12 +225,12 @@ def survey(keep: Retention, wanted: set[str]) -> list[PrunableRun]:
     The end time of a run is set to infinity, so that its files are kept, in these cases:
 
     - The run has not ended, has a registry entry, or waits for its next attempt.
-    - A flow run that has not ended, or a deployment, names the run.
-    - Another run has started from its files, and the files of that run were not pruned.
+    - A deployment, or a flow run that has not ended, refers to the run.
+    - Another run has started from the run's files, and the other run's files were not pruned.
 
     Args:
         keep: The retention rules. They decide whether files of the run's own programs are included.
-        wanted: Ids of the runs that flow runs or deployments on the Prefect server name.
+        wanted: Ids of the runs to which deployments or flow runs on the Prefect server refer.
     """
     paths = sorted((muster_home() / "runs").glob("*"))
     directories = {
@@ -268,7 +272,7 @@ def _ended_at(directory: Path) -> float:
 
 
 def _file_sizes(directory: Path) -> dict[str, int]:
-    """Return `bytes[path]` of every file below a directory, with the path relative to it.
+    """Return the size in bytes of every file below a directory, by the file's relative path.
 
     A symbolic link counts as a file and is not followed.
     """
@@ -283,9 +287,9 @@ def _file_sizes(directory: Path) -> dict[str, int]:
 
 
 def _named_runs(directory: Path) -> set[str]:
-    """Return the ids of the other runs that a run's record or specs name.
+    """Return the ids of the other runs to which a run's record or specs refer.
 
-    The run may have started from the files of these runs, for example from a checkpoint.
+    The run may have started from files of the other runs, for example from a checkpoint.
     """
     run_ids: set[str] = set()
     for path in (directory / "run.json", *directory.glob("attempt-*/spec.yaml")):
@@ -298,7 +302,7 @@ def _delete_files(run: PrunableRun) -> str:
     """Delete the files of a run, and then the empty folders in its directory.
 
     Returns:
-        Sentence with the first error if files could not be deleted, or an empty string.
+        An empty string if all files were deleted. Otherwise, a sentence with the first error.
     """
     directory = run.directory
     problem = ""
@@ -319,8 +323,9 @@ def _delete_files(run: PrunableRun) -> str:
 def _cut_stack_logs() -> None:
     """Compress each large log file of this host's stack into an archive, and empty the file.
 
-    The processes of the stack keep their log files open in append mode, so a file is emptied and
-    not replaced. Lines that are written between the compression and the emptying are lost.
+    The processes of the stack keep their log files open in append mode, so a log file is truncated
+    and not replaced. Lines that are written after the compression and before the truncation are
+    lost.
     """
     for path in (muster_home() / "stack" / "logs").glob("*.log"):
         try:
@@ -336,7 +341,7 @@ def _on_server(ask: Callable[[SyncPrefectClient], _T]) -> _T | None:
     """Call a function with a client of the Prefect server, and return its result.
 
     Returns:
-        None if no server is configured.
+        The result of the function, or None if no server is configured.
 
     Raises:
         ServerAway: The server did not answer.
@@ -350,7 +355,7 @@ def _on_server(ask: Callable[[SyncPrefectClient], _T]) -> _T | None:
 def _names_and_parameters(client: SyncPrefectClient) -> str:
     """Return one text with the names and parameters of all deployments and unfinished flow runs.
 
-    Ids of runs and code versions can be found in this text.
+    The text contains the ids of the runs and the code versions that are still used.
     """
     items: list[FlowRun | DeploymentResponse] = [*read_open_flow_runs(client)]
     offset = 0
@@ -365,13 +370,13 @@ def _forget_code(
 ) -> int:
     """Delete unused code from this host's code store and from the Prefect server.
 
-    Code is in use if one of these names it: a run that keeps its files, an unfinished flow run, or
-    a deployment.
+    Code is in use if a run that keeps its files, an unfinished flow run, or a deployment refers to
+    the code.
 
     Args:
         server_text: Names and parameters of all deployments and unfinished flow runs.
         kept_directories: Directories of the runs that keep their files.
-        dry_run: True deletes nothing and only counts the unused entries on this host.
+        dry_run: If True, nothing is deleted, and only the unused entries on this host are counted.
         client: Client of the Prefect server.
 
     Returns:
@@ -387,10 +392,9 @@ def _forget_code(
 
 
 def _delete_upkeep(client: SyncPrefectClient) -> int:
-    """Delete old completed flow runs of Muster's upkeep, and return the number of deleted ones.
+    """Delete old completed flow runs of Muster's upkeep, and return the number of deletions.
 
-    The upkeep creates more than a hundred flow runs a day, and Prefect never deletes flow runs by
-    itself.
+    The upkeep creates more than a hundred flow runs a day, and Prefect never deletes old flow runs.
     """
     upkeep_flows = FlowFilter.model_validate({"name": {"any_": UPKEEP_FLOWS}})
     deployments = client.read_deployments(flow_filter=upkeep_flows)
@@ -404,7 +408,8 @@ def _delete_upkeep(client: SyncPrefectClient) -> int:
     content = {"flow_runs": flow_run_filter, "limit": _MAX_DELETED}
     count = 0
     while deployment_ids:
-        # `Any` satisfies the type checker: the client's list of valid paths lacks this path.
+        # `Any` is for the type checker, because the type of `client.request` allows only a list of
+        # paths, and this path is not in the list.
         path: Any = "/flow_runs/bulk_delete"
         deleted = len(client.request("POST", path, json=content).json()["deleted"])
         count += deleted
@@ -435,7 +440,7 @@ def prune(
         days: Number of days to keep the files of a run after its end.
         outputs: Also delete the files that a run's own programs wrote into its directory.
     """
-    # The result is printed, so it is not logged as well.
+    # The result is printed to the terminal, so do not log it as well.
     logging.getLogger("tasks.upkeep.prune").setLevel(logging.ERROR)
     pruned = prune_host(Retention(days=days, outputs=outputs), dry_run=not yes)
     for line in pruned.lines():
