@@ -1,7 +1,7 @@
 """Submit and inspect runs from Python: `from tasks.client import submit`.
 
-The functions use the same Prefect server as the command `muster`, and raise the same errors. All
-of these errors are subclasses of `MusterError`.
+The functions use the same Prefect server as the command `muster`. They also raise the same errors,
+which are all subclasses of `MusterError`.
 
 Import this module before Prefect, because Prefect reads the address of its server only once.
 """
@@ -35,7 +35,7 @@ from tasks.train.run_story import tell_story  # noqa: E402
 class RunHandle:
     """A handle on a run."""
 
-    #: Id of the run. It is also the name of its flow run.
+    #: Id of the run, which is also the name of the run's flow run.
     run_id: str
 
     @property
@@ -52,7 +52,7 @@ class RunHandle:
         """Wait until the run has ended.
 
         Args:
-            within_s: Longest wait in seconds. None means no limit.
+            within_s: Longest wait in seconds, or None for no limit.
 
         Returns:
             The final state of the run.
@@ -80,8 +80,9 @@ class RunHandle:
         """Return the log lines of each component, by name of the component.
 
         Args:
-            component: Name of the only component to return. Default: all components.
-            attempt: Number of the attempt. Default: the last attempt.
+            component: Name of the component whose logs are returned. If empty, the logs of all
+                components are returned.
+            attempt: Number of the attempt. If None, the last attempt is used.
 
         Raises:
             BadArgument: There are no logs, or they are on another host.
@@ -96,7 +97,7 @@ class RunHandle:
         """Cancel the run. Each component gets its grace period.
 
         Args:
-            now: Skip the grace periods, also if the run is already being cancelled.
+            now: If True, the grace periods are skipped, even if the run is already being cancelled.
 
         Raises:
             BadArgument: The run has already ended.
@@ -109,7 +110,7 @@ class RunHandle:
         return tell_story(self.seen)
 
     def record(self) -> dict[str, Any]:
-        """Return the content of `run.json`.
+        """Return the content of the run's record `run.json`.
 
         Raises:
             BadArgument: The run has no record yet.
@@ -139,10 +140,12 @@ def submit(
     """Add a run to the queue. The run starts when all GPUs of its gang are free.
 
     Args:
-        spec: Path of a run spec, or its content. The run belongs to the project that contains the
-            file. If the content is passed, it belongs to the project of the working directory.
-        deployment: Deployment `train/NAME` that starts the run. It decides the work pool.
-        overrides: Changes of the spec, such as `progress.total=20`, as for `--set`.
+        spec: Path of a run spec, or the content of a run spec. With a path, the run belongs to the
+            project that contains the file. With the content, the run belongs to the project of the
+            working directory.
+        deployment: Deployment `train/NAME` that starts the run, in the work pool of the deployment.
+        overrides: Changes of the spec, such as `progress.total=20`. The option `--set` of `muster`
+            has the same form.
         queue: Name of the work queue: urgent, default or idle.
 
     Raises:

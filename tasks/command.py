@@ -1,4 +1,4 @@
-"""The command `muster` and the table of its verbs.
+"""The command `muster` and the table of its subcommands, which are called *verbs*.
 
 The module of a verb is imported only when the verb is called. `muster --help` and the message about
 an unknown verb are therefore fast.
@@ -28,25 +28,25 @@ from tasks.spec.ownership import UntrustedPath, refuse_foreign_settings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verb:
-    """One verb of the command, as the help shows it."""
+    """One verb, which is a subcommand of `muster`, as the help shows it."""
 
     name: str
-    #: `module:function`, which is imported when the verb is called.
+    #: Function of the verb as `module:function`. It is imported when the verb is called.
     function: str
-    #: Line in the list of all verbs.
+    #: One line about the verb, for the list of all verbs in the help.
     summary: str
-    #: A complete command.
+    #: A complete command as an example for the help.
     example: str
-    #: Document that explains the task, in the folder `docs`.
+    #: Name of the document in the folder `docs` that explains how to use the verb.
     guide: str
 
     @property
     def epilogue(self) -> str:
-        """Last lines of the verb's help."""
+        """Last lines of the verb's help, with the example and the guide."""
         return f"Example: `{self.example}`\n\nGuide: docs/{self.guide}"
 
 
-#: Verbs by group of the help.
+#: The verbs (subcommands of `muster`), by the name of their group in the help.
 VERBS = {
     "Runs": (
         Verb(
@@ -202,18 +202,18 @@ VERBS = {
         ),
     ),
 }
-#: Names of all verbs, in the order of the help.
+#: Names of all verbs (subcommands of `muster`), in the order of the help.
 NAMES = tuple(verb.name for verbs in VERBS.values() for verb in verbs)
-#: Hidden verb that `muster` without arguments runs.
+#: Verb that runs if `muster` is called without arguments. The help does not list this verb.
 _DEFAULT_VERB = "overview"
 
 
 def _build_app(called: str = "") -> App:
-    """Return the app with all verbs.
+    """Return the Cyclopts app with all verbs, which are the subcommands of `muster`.
 
     Args:
-        called: The first argument of the command. If it is a verb, the help of this verb is the
-            docstring of its function, which is imported for that.
+        called: The first argument of `muster`. If it is a verb, the function of the verb is
+            imported, because the function's docstring is the help of the verb.
     """
     epilogue = (
         "`muster VERB --help` explains a verb, with an example. `muster` without a verb shows the "
@@ -233,7 +233,8 @@ def _build_app(called: str = "") -> App:
             if verb.name != called:
                 app.command(verb.function, name=verb.name, help=verb.summary, group=group)
                 continue
-            # The whole help of this verb may be shown, so import its function.
+            # The user calls this verb and may request its help. So import the verb's function,
+            # whose docstring is the help.
             command = _import_function(verb.function)
             if isinstance(command, App):
                 command.help_epilogue = verb.epilogue
@@ -246,7 +247,11 @@ def _build_app(called: str = "") -> App:
 
 
 def _import_function(place: str) -> Any:
-    """Return the function or the app that `module:name` stands for."""
+    """Import a module, and return the function or app in it.
+
+    Args:
+        place: Module and name of the function or app, as `module:name`.
+    """
     module, name = place.split(":")
     return getattr(import_module(module), name)
 
@@ -255,26 +260,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command `muster`.
 
     Args:
-        arguments: Arguments of the command. Default: those of this process.
+        arguments: Arguments of the command. If None, the arguments of this process are used.
 
     Returns:
-        The exit code of the verb; 2 if the verb is unknown or its arguments are invalid.
+        The exit code of the subcommand. 2 if the subcommand is unknown or its arguments are
+        invalid.
     """
     words = [*(sys.argv[1:] if arguments is None else arguments)]
     if words and not words[0].startswith("-") and words[0] not in NAMES:
         suggestion = suggest_name(words[0], NAMES) or f"choose from {', '.join(NAMES)}"
         print(f"muster has no verb {words[0]!r}: {suggestion}", file=sys.stderr)
         return EXIT_INVALID
-    # Turn off the telemetry of Prefect. Prefect reads the variable when it is imported.
+    # Turn off the telemetry of Prefect. Set the variable before the import of Prefect, which reads
+    # the variable.
     os.environ.setdefault("DO_NOT_TRACK", "1")
     # Keep the working directory out of `sys.path` of child processes: a project may contain folders
     # with the names of Muster's packages.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     try:
-        # Check the home first: its files name servers, passwords and processes.
+        # First check that no other user can write to the Muster home directory, because its files
+        # contain addresses of servers, passwords and process ids.
         muster_home()
-        # Check this before Prefect is imported, because the import reads the settings. The working
-        # directory may have been removed.
+        # The import of Prefect reads settings from the working directory. So check their owner
+        # before the import. A working directory that was removed has no settings to check.
         with suppress(FileNotFoundError):
             refuse_foreign_settings(Path.cwd())
     except UntrustedPath as error:
@@ -287,15 +295,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def do(words: Sequence[str]) -> int:
-    """Run a verb with its arguments in this process, and return the exit code."""
+    """Run a verb (subcommand of `muster`) in this process, and return the exit code.
+
+    Args:
+        words: The verb and its arguments.
+    """
     return run(_build_app(words[0] if words else ""), words or [_DEFAULT_VERB])
 
 
 def find_server() -> None:
-    """Set the Prefect settings that reach the local stack, if this MUSTER_HOME has a stack.
+    """Set the Prefect settings for the server of the local stack, if this MUSTER_HOME has a stack.
 
-    The stack is used if no other PREFECT_API_URL is configured. The settings include the password
-    of the stack's server.
+    The stack's server is used if no other PREFECT_API_URL is configured. The settings include the
+    password of the stack's server.
     """
     with suppress(OSError):
         if (muster_home() / "stack" / "stack.json").exists():
@@ -305,9 +317,13 @@ def find_server() -> None:
 
 
 def _configured_server() -> str | None:
-    """Return the server address of the environment or of Prefect's active profile, or None.
+    """Return the server address from the environment or from Prefect's active profile.
 
-    The profile is read without Prefect: once imported, Prefect would keep these settings.
+    Prefect itself is not used to read the profile, because Prefect would keep the settings that it
+    has read at its import.
+
+    Returns:
+        The address, or None if no address is configured.
     """
     if "PREFECT_API_URL" in os.environ:
         return os.environ["PREFECT_API_URL"]

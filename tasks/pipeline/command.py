@@ -36,9 +36,9 @@ def run_pipeline(
 
     Args:
         pipeline: The Prefect flow that runs pipelines.
-        path: The pipeline file. None resumes a flow run with the spec that it already has.
-        overrides: Values of `--set`. They replace values of the pipeline's spec.
-        resume: Id or name of the flow run to resume. An empty string starts a new flow run.
+        path: The pipeline file. If None, the flow run `resume` is resumed with its present spec.
+        overrides: Values of the option `--set`. They replace values of the pipeline's spec.
+        resume: Id or name of the flow run to resume. If empty, a new flow run is started.
 
     Returns:
         The exit code of the command, as `get_exit_code` derives it from the final state.
@@ -71,8 +71,8 @@ def run_pipeline(
             with connect_to_server(api_url) as client:
                 if path:
                     spec = add_code(client, spec, Path.cwd())
-                # The call raises an exception if the spec of a stage is invalid. Its result is not
-                # used here. The check happens before anything starts.
+                # Call this only for the exception that it raises if the spec of a stage is invalid,
+                # so that an invalid pipeline does not start. The result is not used.
                 add_deployment_specs(spec, read_specs_of_deployments(client, spec))
 
             if flow_run is not None:
@@ -90,7 +90,7 @@ def run_pipeline(
 
 
 def _message_printer() -> Callable[[str], None]:
-    """Return a function that prints messages, each with the seconds since this call."""
+    """Return a function that prints a message after the seconds since `_message_printer` ran."""
     started_s = time.monotonic()
 
     def print_message(message: str) -> None:
@@ -117,10 +117,10 @@ def _resume(
 
 
 def _find_resumable(api_url: str, id_or_name: str) -> FlowRun:
-    """Return the pipeline's flow run with this id or name, if it can be resumed.
+    """Return the flow run of a pipeline with the given id or name, if it can be resumed.
 
     Raises:
-        MusterError: The flow run does not exist, or it may still have a process.
+        MusterError: The flow run does not exist, or may still have a process.
     """
     try:
         flow_run_filter: Mapping[str, Any] = {"id": {"any_": [UUID(id_or_name)]}}

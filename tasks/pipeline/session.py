@@ -1,4 +1,4 @@
-"""Run a pipeline in its flow process: create the run of each stage in turn, and wait for its end.
+"""Run a pipeline in its flow process: create the run of each stage, and wait for the run's end.
 
 The Prefect server stores the whole progress of a pipeline, and each step reads the progress again.
 The flow process of a pipeline can therefore be killed at any time. The next flow process continues
@@ -50,8 +50,8 @@ from tasks.spec.run import RunSpec
 
 _log = logging.getLogger(__name__)
 
-#: Function that receives each progress message of a pipeline. `muster pipeline` sets it to print
-#: the messages. By default the messages are only logged.
+#: Function that is called with each progress message of a pipeline. `muster pipeline` sets a
+#: function that prints the messages. By default, the messages are only logged.
 on_message: ContextVar[Callable[[str], None]] = ContextVar(
     "on_message", default=lambda message: None
 )
@@ -62,7 +62,7 @@ _POLL_INTERVAL_S = 2.0
 _CANCEL_TIMEOUT_S = 180.0
 #: Seconds to wait for the end of a stage run that is cancelled without grace periods.
 _HURRIED_TIMEOUT_S = 30.0
-#: Seconds to wait for a Prefect server that does not answer while the pipeline is ending.
+#: Longest wait for a Prefect server that does not answer when the pipeline must end, in seconds.
 _SERVER_TIMEOUT_S = 30.0
 #: Seconds until the pipeline's next flow process may start. By then, this process has exited.
 _DUE_AFTER_S = 5.0
@@ -92,9 +92,9 @@ class PipelineSession:
         self._runs: list[StageRun] = []
         #: The last progress message about the current stage, or an empty string.
         self._last_message = ""
-        #: True if the run of the current stage is cancelled without its grace periods.
+        #: True if the run of the current stage must be cancelled without its grace periods.
         self._is_hurried = False
-        #: Set when the pipeline must end or must be handed over to its next process.
+        #: Event that is set when the pipeline must end or must be handed over to its next process.
         self._ending = threading.Event()
 
     def interrupt(self, why: str) -> None:
@@ -116,7 +116,7 @@ class PipelineSession:
         self._ending.set()
 
     def prepare(self) -> None:
-        """Check the spec, the deployment and the secrets of every stage before the first begins.
+        """Check spec, deployment and secrets of every stage before the first stage begins.
 
         If a stage cannot begin, the reason is stored in `failure`.
         """
@@ -142,10 +142,10 @@ class PipelineSession:
         return step
 
     def begin(self, step: Begin | StageRun) -> StageRun | None:
-        """Return the stage run to wait for. If the step is a `Begin`, create this run.
+        """Return the stage run to wait for. If the step is a `Begin`, create the stage run.
 
         Returns:
-            None if the run cannot be created. The reason is then stored in `failure`.
+            The stage run. None if it cannot be created. The reason is then stored in `failure`.
 
         Raises:
             Pause: The pipeline is handed over to its next process.
@@ -178,7 +178,8 @@ class PipelineSession:
         """Wait until a stage's run ends.
 
         Returns:
-            True if the run has ended. False if the pipeline is interrupted before that.
+            True if the run has ended. False if the pipeline was interrupted while the run had not
+            ended.
 
         Raises:
             Pause: The pipeline is handed over to its next process.
@@ -190,9 +191,9 @@ class PipelineSession:
                 return True
             if self.cancel_reason:
                 return False
-            # The cancellation of a stage's run also ends the pipeline. So wait for the end of such
-            # a run and do not hand over the pipeline. Example: `muster down` cancels all runs of
-            # this machine.
+            # If the run of the stage is being cancelled, the pipeline will end, too. So wait for
+            # the end of the run, and do not hand over the pipeline. For example, `muster down`
+            # cancels all runs of this machine.
             is_cancelling = run.state in ("Cancelling", flow_runs.CANCELLING_NOW)
             if self.hand_over_reason and not is_cancelling:
                 self._hand_over(
@@ -204,8 +205,8 @@ class PipelineSession:
         """Cancel a stage's run and wait until it has ended.
 
         The wait is limited to the run's grace periods plus three minutes. After a call of `hurry`,
-        the run is cancelled without grace periods, and the wait is limited to 30 s. The result is
-        added to `cancel_reason`.
+        the run is cancelled without grace periods, and the wait is limited to 30 s. A phrase about
+        the end of the run is added to `cancel_reason`.
         """
         self.say(f"cancelling stage {run.stage}: {self.cancel_reason}")
         try:
@@ -248,15 +249,16 @@ class PipelineSession:
         return Failed(message=f"stage {run.stage}: {reason} ({format_link(run)})")
 
     def say(self, message: str) -> None:
-        """Write a progress message to the flow run's log, and pass it to `on_message`."""
+        """Write a progress message to the flow run's log, and call `on_message` with it."""
         get_run_logger().info(message)
         on_message.get()(message)
 
     def _update_tags(self, client: SyncPrefectClient) -> None:
-        """Add the tags of the pipeline's spec and its name to the flow run.
+        """Add the tags of the pipeline's spec, and the pipeline's name as a tag, to the flow run.
 
-        A tag of the flow run can name a process that a user started on the command line. If a
-        worker has started the present process, that tag is outdated and is removed.
+        If a user started an earlier process of the pipeline on the command line, the flow run has a
+        tag with that process. If a worker has started the present process, this outdated tag is
+        removed.
         """
         old_tags = set(client.read_flow_run(self.flow_run_id).tags)
         stale_tags: set[str] = set()
@@ -267,7 +269,7 @@ class PipelineSession:
             client.update_flow_run(self.flow_run_id, tags=sorted(new_tags))
 
     def _refresh(self, run: StageRun) -> StageRun:
-        """Return the stage run with its current state, and report the state if it has changed."""
+        """Return a stage run with its current state. If the state has changed, report the state."""
         flow_run = self._ask(lambda client: client.read_flow_run(UUID(run.flow_run_id)))
         current = describe_stage_run(run.stage, run.number, flow_run)
         if current != run or not self._last_message:
@@ -275,7 +277,7 @@ class PipelineSession:
         return current
 
     def _report_stage(self, run: StageRun) -> None:
-        """Write the state of a stage's run into the state message of the pipeline's flow run."""
+        """Set the state message of the pipeline's flow run to the state of a stage's run."""
         position = self.spec.stage_names.index(run.stage) + 1
         state_text = f"{run.state}: {run.message}" if run.message else run.state
         message = f"stage {run.stage} ({position} of {len(self.spec.stages)}): {state_text}"
@@ -297,11 +299,12 @@ class PipelineSession:
         """Return the value of a spec placeholder that refers to an earlier stage.
 
         Args:
-            stage: Name of the earlier stage. It has completed.
+            stage: Name of the earlier stage, which has completed.
             key: Part of the placeholder after the stage's name.
 
         Raises:
-            CannotBegin: The placeholder stands for a checkpoint, and this host finds none.
+            CannotBegin: The placeholder stands for a checkpoint, and no checkpoint was found on
+                this host.
         """
         run = completed_run(stage, self._runs)
         assert run is not None, f"stage {stage} has not completed"
@@ -320,8 +323,9 @@ class PipelineSession:
         )
 
     def _find_checkpoint(self, client: SyncPrefectClient, run: StageRun) -> Path | None:
-        """Return the path of a completed run's checkpoint, or None if there is none."""
-        # The pipeline's spec may have been changed since the run, so read the spec of the run.
+        """Return the path of a completed run's checkpoint, or None if the run has no checkpoint."""
+        # The pipeline's spec may have changed after the start of the run. So read the spec with
+        # which the run was started.
         spec = RunSpec.model_validate(
             client.read_flow_run(UUID(run.flow_run_id)).parameters.get("spec")
         )
@@ -333,7 +337,7 @@ class PipelineSession:
         """Send a request to the Prefect server, and repeat it while the server does not answer.
 
         Args:
-            request: Function that sends the request with the client that it receives.
+            request: Function that sends the request. Its argument is a client of the server.
 
         Returns:
             The result of the function.
@@ -356,7 +360,7 @@ class PipelineSession:
             self._wait(_POLL_INTERVAL_S)
 
     def _try(self, request: Callable[[SyncPrefectClient], object]) -> None:
-        """Send an optional request to the Prefect server once. A failure is only logged."""
+        """Send a request to the Prefect server once. A failure is only logged."""
         try:
             with connect_to_server(self._api_url) as client:
                 request(client)
@@ -376,14 +380,15 @@ class PipelineSession:
     def _hand_over(self, progress: str) -> NoReturn:
         """Hand the pipeline over to its next process through a state on the Prefect server.
 
-        If the server does not answer, a later `muster reconcile` finds the flow run without a
-        process and has its next process started.
+        If the server does not answer, a later `muster reconcile` finds that the flow run has no
+        process, and schedules the flow run's next process.
 
         Args:
             progress: Progress of the pipeline, for the message of the state.
 
         Raises:
-            Pause: Always. The exception tells Prefect that this process leaves the flow run.
+            Pause: Always. The exception makes Prefect leave the flow run's state unchanged when
+                this process ends.
         """
         state = flow_runs.make_handover_state(f"{self.hand_over_reason}; {progress}", _DUE_AFTER_S)
         self.say(str(state.message))
@@ -397,9 +402,9 @@ class PipelineSession:
 
 
 def pipeline_id_of_flow_run() -> str:
-    """Return the name for the pipeline's flow run that is active in this process.
+    """Return the name of the pipeline's flow run that runs in this process.
 
-    Every process of the same flow run gets the same name.
+    All processes of the same flow run get the same name.
     """
     return flow_process.make_current_run_id(
         flow_process.get_current_spec(PipelineSpec).name, "pipeline"
@@ -410,9 +415,9 @@ def pipeline_id_of_flow_run() -> str:
 def open_pipeline(spec: PipelineSpec) -> Iterator[PipelineSession]:
     """Open the pipeline of the active flow run, as a context manager.
 
-    While the pipeline is open, a signal or a cancellation ends it together with its current stage.
-    There is one exception: if a worker sends SIGTERM without a cancellation, the pipeline is handed
-    over to a process of the next worker.
+    While the context is open, a signal or a cancellation ends the pipeline and the run of the
+    current stage. There is one exception: if a worker sends SIGTERM without a cancellation, the
+    pipeline is handed over to a process of the next worker.
     """
     flow_run_id = flow_process.get_current_flow_run().id
     session = PipelineSession(spec, flow_run_id=flow_run_id, api_url=PREFECT_API_URL.value() or "")

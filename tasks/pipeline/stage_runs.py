@@ -1,12 +1,13 @@
 """List, create and cancel the runs of a pipeline's stages on the Prefect server.
 
-The run of a stage is a flow run of the flow `train`. It is created through a deployment, so it is
-queued like any other run. It is also a subflow of the pipeline's flow run, in which a task run
-shows the states of the stage's run.
+The run of a stage is a flow run of the flow `train`. The flow run is created through a deployment,
+so it is queued like any other run. It is also a subflow of the pipeline's flow run. As for every
+subflow, a task run in the pipeline's flow run shows the states of the stage's run.
 
-The idempotency key and the task run of a stage's run depend only on the pipeline, the stage and the
-number of the try. A pipeline that crashes just after it has created a run therefore finds this run
-again and creates no second run.
+A user can start a pipeline again after a failure, so a stage can have several runs. They are
+numbered from 1. The idempotency key and the task run of a stage's run depend only on the pipeline,
+the stage and the number of the run. If the flow process of a pipeline is killed just after it has
+created a run, the next flow process therefore finds the same run and creates no second run.
 """
 
 from __future__ import annotations
@@ -41,23 +42,23 @@ _ENDINGS = {
 
 
 def idempotency_key(pipeline: str, stage: str, number: int) -> str:
-    """Return the Prefect idempotency key of the flow run for one try at a stage.
+    """Return the Prefect idempotency key for one run of a pipeline's stage.
 
     The Prefect server creates only one flow run for each key, even if the request is repeated.
 
     Args:
         pipeline: Id of the pipeline's flow run.
         stage: Name of the stage.
-        number: Number of the try, from 1.
+        number: Number of the run among the runs of the stage, from 1.
     """
     return f"{pipeline}-{stage}-{number}"
 
 
 def parse_key(pipeline: str, key: str) -> tuple[str, int] | None:
-    """Return stage name and try number of an idempotency key.
+    """Return the name of the stage and the number of its run from an idempotency key.
 
     Returns:
-        None if the key does not belong to the pipeline with this flow run id.
+        None if the key does not belong to the pipeline with the given flow run id.
     """
     stage, _, number = key.removeprefix(f"{pipeline}-").rpartition("-")
     if not key.startswith(f"{pipeline}-") or not stage or not number.isdecimal():
@@ -86,7 +87,7 @@ def describe_stage_run(stage: str, number: int, flow_run: FlowRun) -> StageRun:
 
     Args:
         stage: Name of the stage.
-        number: Number of the try at the stage, from 1.
+        number: Number of the run among the runs of the stage, from 1.
         flow_run: The flow run as the Prefect server returned it.
     """
     state = flow_run.state
@@ -112,14 +113,14 @@ def create_stage_run(
     spec: Mapping[str, Any],
     tags: Iterable[str],
 ) -> StageRun:
-    """Create the flow run for one try at a stage, or return the flow run that already exists.
+    """Create the flow run for one run of a stage. If it already exists, only return it.
 
     Args:
         client: Client of the Prefect server.
         pipeline: Id of the pipeline's flow run.
         stage: The stage of the pipeline's spec.
-        number: Number of the try, from 1.
-        spec: The run spec of the stage. Its placeholders are already replaced by their values.
+        number: Number of the run among the runs of the stage, from 1.
+        spec: The run spec of the stage, in which all placeholders are replaced with their values.
         tags: Tags of the new flow run.
 
     Raises:
@@ -138,8 +139,9 @@ def create_stage_run(
         state=Pending(),
     )
 
-    # Only a run of Muster's own deployment without stored code needs the present directory as its
-    # working directory: a user's deployment has its own, and stored code runs in any directory.
+    # The run needs the present directory as working directory only if it uses Muster's own
+    # deployment and no stored code. A user's deployment has its own working directory, and stored
+    # code runs in any directory.
     has_stored_code = spec.get("code") not in (None, LIVE_CODE)
     job_variables = None
     if not stage.deployment and not has_stored_code:
@@ -171,7 +173,8 @@ def cancel_stage_run(client: SyncPrefectClient, run: StageRun, *, is_now: bool =
     Args:
         client: Client of the Prefect server.
         run: The run.
-        is_now: True cancels the run without its grace periods, as `muster cancel --now` does.
+        is_now: If True, the run is cancelled without its grace periods, as by `muster cancel
+            --now`.
     """
     message = "its pipeline was cancelled"
     flow_runs.cancel(client, UUID(run.flow_run_id), message, is_now=is_now)
@@ -181,7 +184,7 @@ def format_link(run: StageRun) -> str:
     """Return the URL of the run's page in the Prefect UI.
 
     Returns:
-        "flow run ID" if Prefect has no UI address.
+        The URL, or "flow run ID" if no address of the Prefect UI is configured.
     """
     url = url_for("flow-run", obj_id=run.flow_run_id)
     return url or f"flow run {run.flow_run_id}"
@@ -190,6 +193,6 @@ def format_link(run: StageRun) -> str:
 def _placeholder_task() -> None:
     """Do nothing. This function is never called.
 
-    Prefect needs a function for the task run that represents a stage's run in the pipeline's flow
-    run.
+    A stage's run is shown as a task run in the pipeline's flow run. Prefect can create a task run
+    only for a function.
     """

@@ -16,9 +16,9 @@ from tasks.spec.pipeline import PipelineSpec
 
 
 class CannotBegin(MusterError):
-    """A stage of a pipeline cannot begin, and another try does not help.
+    """A stage of a pipeline cannot begin, and would fail again if the pipeline tried once more.
 
-    The user must change the pipeline or the Prefect server.
+    The user must change the pipeline's spec or the Prefect server.
     """
 
 
@@ -30,7 +30,7 @@ def require_deployment(client: SyncPrefectClient, name: str) -> DeploymentRespon
         name: Name of the deployment in the form `FLOW/NAME`.
 
     Raises:
-        CannotBegin: The Prefect server has no deployment of this name.
+        CannotBegin: The Prefect server has no deployment with this name.
     """
     try:
         return client.read_deployment_by_name(name)
@@ -46,7 +46,7 @@ def read_specs_of_deployments(client: SyncPrefectClient, spec: PipelineSpec) -> 
     """Read the run specs of the stages that name a deployment instead of a spec.
 
     Returns:
-        `run_spec[stage name]`.
+        The run specs by the name of the stage.
 
     Raises:
         CannotBegin: A deployment does not exist or has no run spec.
@@ -66,8 +66,8 @@ def read_specs_of_deployments(client: SyncPrefectClient, spec: PipelineSpec) -> 
 def add_code(client: SyncPrefectClient | None, pipeline: PipelineSpec, root: Path) -> PipelineSpec:
     """Return the pipeline with a code version in the run spec of each of its stages.
 
-    The project's code is stored, and its version is written into each run spec without the key
-    `code`. Code that a run spec names is checked.
+    The project's code is stored, and the version of the stored code is written into each run spec
+    that has no key `code`. If a run spec has the key `code`, this code must be available.
 
     Args:
         client: Client of the Prefect server, or None if no server is configured.

@@ -1,7 +1,7 @@
 """Decide the next step of a pipeline from the runs that its stages have had.
 
-The decision depends only on the arguments. The same runs always give the same next step, in every
-process of the pipeline.
+The decision depends only on the function arguments. So every process of the pipeline decides on the
+same next step for the same runs.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ class StageRun:
 
     #: Name of the stage.
     stage: str
-    #: Number of this try at the stage, from 1.
+    #: Number of the run among the runs of the stage, from 1.
     number: int
     #: Prefect id of the run's flow run.
     flow_run_id: str
-    #: Name of the flow run. After the run has begun, this is its run id.
+    #: Name of the flow run. After the run has begun, the name is the run id.
     name: str
     #: Name of the flow run's state, such as "Running".
     state: str
     #: Message of the flow run's state, or an empty string.
     message: str
-    #: Final state of the run. FAILED includes a run whose process was lost. None while the run
-    #: waits or runs.
+    #: Final state of the run. A run whose process was lost is FAILED. None if the run has not
+    #: ended.
     ending: RunState | None
-    #: Time with time zone at which the run ended. None while the run waits or runs.
+    #: Time with time zone at which the run ended. None if the run has not ended.
     ended_at: datetime | None
 
 
@@ -42,7 +42,7 @@ class Begin:
 
     #: Name of the stage.
     stage: str
-    #: Number of the new try at the stage, from 1.
+    #: Number of the new run among the runs of the stage, from 1.
     number: int
 
 
@@ -51,8 +51,9 @@ def next_step(
 ) -> Begin | StageRun | None:
     """Return the next step of a pipeline.
 
-    A stage never has two runs at once. A stage whose last run failed or was cancelled is run again
-    if a user has started the pipeline again since then. Otherwise that run ends the pipeline.
+    A stage never has two runs at once. If the last run of a stage failed or was cancelled, there
+    are two cases. If a user has started the pipeline again after the end of that run, the stage is
+    run again. Otherwise, that run ends the pipeline.
 
     Args:
         stages: Names of all stages, in order.
@@ -82,10 +83,10 @@ def next_step(
 
 
 def completed_run(stage: str, runs: Iterable[StageRun]) -> StageRun | None:
-    """Return the last completed run of a stage, whose checkpoint later stages use.
+    """Return the last completed run of a stage. Later stages use the checkpoint of this run.
 
     Returns:
-        None if no run of the stage has completed.
+        The run, or None if no run of the stage has completed.
     """
     completed = [run for run in runs if run.stage == stage and run.ending is RunState.COMPLETED]
     return max(completed, key=lambda run: run.number, default=None)
@@ -95,8 +96,8 @@ def find_last_request(states: Sequence[tuple[datetime, bool]]) -> datetime:
     """Return the time at which a user last started or retried a flow run.
 
     The result is the time of the first state after the last final state. If the flow run never had
-    a final state, the result is the time of its first state. A new process that Muster starts after
-    the loss of a process does not count, because Muster sets no final state in between.
+    a final state, the result is the time of its first state. If Muster starts a new process after
+    the loss of a process, the result does not change, because Muster sets no final state before.
 
     Args:
         states: Pairs of time (with time zone) and True if the state is final, for each state that

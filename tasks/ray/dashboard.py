@@ -290,8 +290,8 @@ class Actor:
     class_name: str
     #: Ray's state of the actor, such as ALIVE or PENDING_CREATION.
     state: str
-    #: Ray's id of the node where the actor runs, in hex. An empty string if Ray has not placed the
-    #: actor on a node yet.
+    #: Ray's id of the actor's node, in hex. An empty string if Ray has not placed the actor on a
+    #: node yet.
     node_id: str
     #: Process id of the actor on its node. 0 if the actor's process has not started yet.
     pid: int

@@ -291,8 +291,8 @@ class TakeDown:
         """End the job of a submission file, and record the result in the file.
 
         Returns:
-            The result. If the cluster does not answer, the result's `left` contains a sentence that
-            says so.
+            The result. If the cluster does not answer, the result's `left` contains a sentence
+            about the missing answer.
         """
         try:
             ended = await self._end(file)
@@ -348,7 +348,7 @@ class TakeDown:
 
         Args:
             settles_within_s: Seconds to wait for the job to appear in the cluster, because the
-                submit request may still be on its way.
+                submit request may not have arrived there yet.
 
         Returns:
             The final state of the job. A state that is not final if the job has not ended although

@@ -130,7 +130,7 @@ _LOG_TIMEOUT_S = 5.0
 #: Seconds between two searches of the log for the line that shows that the component was ready.
 _LOG_INTERVAL_S = 0.2
 #: Deadline for the examination of a hanging job on all nodes, in seconds. In this time, Muster also
-#: starts its agent on nodes that have none, which takes several seconds.
+#: starts its agent on nodes without an agent, which takes several seconds.
 _EXAMINE_TIMEOUT_S = 60.0
 
 
@@ -618,7 +618,7 @@ async def _cancel(task: asyncio.Task[Any] | None) -> None:
         task.cancel()
         await asyncio.wait([task])
         if not task.cancelled():
-            # asyncio logs an exception that nobody has read. So read the exception.
+            # asyncio logs the exception of a task if no code has read it. So read the exception.
             task.exception()
 
 

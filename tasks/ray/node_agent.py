@@ -194,8 +194,8 @@ class NodeAgent:
             host: IP address of the node, at which the agent listens.
             modulus: Modulus of the RSA public key that verifies orders. If 0, the agent does not
                 listen, and orders can arrive only through Ray.
-            name: Name of the Ray actor. The name is also the key under which the agent publishes
-                its address in the cluster's key-value table.
+            name: Name of the Ray actor. In the cluster's key-value table, this name is also the key
+                of the agent's address.
         """
         ray: Any = importlib.import_module("ray")
         self._table: Any = importlib.import_module("ray.experimental.internal_kv")

@@ -13,7 +13,7 @@ The wrapper consists of two processes between Ray's job supervisor and the comma
   session, because Ray kills the front's process group with SIGKILL if the job supervisor dies.
 
 Both processes are subreapers: they adopt orphaned descendants. If the front or the keeper is
-killed, the other one kills the process tree.
+killed, the remaining process kills the process tree.
 """
 
 from __future__ import annotations

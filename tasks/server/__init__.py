@@ -1,7 +1,7 @@
 """The Prefect server: flow runs, events, artifacts, signals.
 
-When this package is imported, the clients of Prefect in this process are changed. Each client then
-checks that the server belongs to a trusted user before it sends the server's password. See
+The import of this package changes all Prefect clients of this process: before a client sends the
+server's password, it checks that the server process belongs to a trusted user. See
 `trusted_clients`.
 """
 

@@ -2,13 +2,13 @@
 
 There are three kinds:
 
-- Artifacts of a flow run or of the queue. The artifact of a key is updated in place. A new artifact
-  for each change would be listed next to all earlier artifacts in the UI.
+- Artifacts of a flow run or of the queue. They are updated in place. If each change created a new
+  artifact, the Prefect UI would list all earlier artifacts, too.
 - Reports. Each report is a new artifact.
 - The submitted code of runs. A host downloads code that its `MUSTER_HOME` does not contain.
 
-Muster does not use Prefect's own update functions. These functions would send the content of an
-artifact a second time, as an event that the server stores for days.
+Muster does not use Prefect's own update functions. Prefect's functions also send the content of an
+artifact as an event, which the server stores for days.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def find_run_logger(own: logging.Logger) -> Log:
     """Return the logger of the current flow run.
 
     Args:
-        own: Logger of the calling module. It is returned outside of a flow run.
+        own: Logger of the calling module, which is returned if there is no current flow run.
     """
     with suppress(MissingContextError):
         return get_run_logger()
@@ -58,13 +58,13 @@ def find_run_logger(own: logging.Logger) -> Log:
 def create_report(key: str, markdown: str, summary: str, log: Log) -> None:
     """Create a new artifact for a report, and link it to the current flow run if there is one.
 
-    If the server does not accept the artifact, a warning is logged and no error is raised. The work
-    that the report describes is done, and the log contains the same lines.
+    If the server does not accept the artifact, a warning is logged and no error is raised: the work
+    that the report describes is already done, and the log contains the same lines as the report.
 
     Args:
         key: Key of the artifact.
         markdown: Content of the artifact, in which text of users is already escaped.
-        summary: Plain text for the card of the artifact. Each line becomes a paragraph.
+        summary: Description of the artifact in plain text. Each line becomes a paragraph.
         log: Logger for the warning.
     """
     if not PREFECT_API_URL.value():
@@ -84,8 +84,8 @@ def find_artifacts(
 
     Args:
         client: Client of the Prefect server.
-        flow_run_id: Id of the flow run that owns the artifacts. None: artifacts of all flow runs,
-            and artifacts without a flow run.
+        flow_run_id: Id of the flow run that owns the artifacts. If None, all artifacts are
+            searched, with or without a flow run.
         keys: Keys of the artifacts.
     """
     criteria: dict[str, Any] = {"key": {"any_": list(keys)}}
@@ -98,22 +98,23 @@ def find_artifacts(
 
 @dataclass(slots=True)
 class Artifacts:
-    """The artifacts of a flow run, or artifacts without a flow run, each updated in place.
+    """Updates the artifacts of a flow run, or artifacts without a flow run, in place.
 
-    Each call sends a request to the server. Call it in a thread that may wait.
+    Each method call sends requests to the server and waits for the responses. So call the methods
+    in a thread that may block.
     """
 
-    #: Id of the flow run that owns the artifacts. None: the artifacts belong to no flow run.
+    #: Id of the flow run that owns the artifacts. None if the artifacts belong to no flow run.
     _flow_run_id: UUID | None
     #: Keys of artifacts that another process may have created already.
     _keys: Collection[str]
-    #: Replaces secrets in a text.
+    #: Function that replaces the secrets in a text.
     _mask: Callable[[str], str] = str
-    #: Ids of the artifacts by key. None until the existing artifacts are read.
+    #: Ids of the artifacts by key. None if the existing artifacts have not been read yet.
     _ids: dict[str, UUID] | None = None
 
     def show(self, client: SyncPrefectClient, key: str, shown: Shown) -> None:
-        """Update the artifact of a key, or create the artifact if it is missing.
+        """Update the artifact that has a key, or create the artifact if it is missing.
 
         Args:
             client: Client of the Prefect server.
@@ -159,10 +160,10 @@ class Artifacts:
         return True
 
 
-#: Artifact type of an entry for submitted code. The entry names the artifacts with the content. The
-#: UI does not list the entry, because it has no key.
+#: Artifact type of an entry for submitted code. An entry lists the ids of the artifacts that hold
+#: the code. The Prefect UI does not list an entry, because an entry has no key.
 _CODE = "muster-code"
-#: Artifact type of a part of the content of submitted code. The UI does not list the part.
+#: Artifact type of a part of the content of submitted code. The Prefect UI does not list a part.
 _PART = "muster-code-part"
 #: Largest size of a part in bytes. Proxies limit the size of a request.
 _PART_BYTES = 4 << 20
@@ -175,8 +176,8 @@ def store_submitted_code(client: SyncPrefectClient | None, code: str | None, roo
 
     Args:
         client: Client of the Prefect server. None if there is no server.
-        code: Name of stored code in the spec, which is returned unchanged. None: a new snapshot of
-            the project is stored.
+        code: Name of stored code in the spec, which is returned unchanged. If None, a new snapshot
+            of the project is stored.
         root: Root folder of the project.
 
     Raises:
@@ -201,7 +202,7 @@ def make_code_label(code: str | None) -> dict[str, str | int | float | bool] | N
         code: Name of the code in the run spec.
 
     Returns:
-        None if the run uses the files of its project directly.
+        The label, or None if the run uses the files of its project directly.
     """
     if code in (None, LIVE_CODE):
         return None
@@ -209,7 +210,7 @@ def make_code_label(code: str | None) -> dict[str, str | int | float | bool] | N
 
 
 def upload_code(client: SyncPrefectClient, name: str) -> None:
-    """Upload stored code of this machine, with the file tree that it names. Idempotent.
+    """Upload stored code of this machine, and the file tree that belongs to the code. Idempotent.
 
     Args:
         client: Client of the Prefect server.
@@ -217,11 +218,11 @@ def upload_code(client: SyncPrefectClient, name: str) -> None:
     """
     entry_ids = {entry_name: entry_id for entry_id, entry_name, _parts in _read_entries(client)}
     for object_name in (code_store.read_code(name).tree, name):
-        # The entry may be deleted at the same time. The content is then uploaded again.
+        # Another process may delete the entry at the same time. Then upload the content again.
         with suppress(ObjectNotFound):
             if object_name in entry_ids:
-                # Renew the update time of the entry. An old entry could otherwise be deleted before
-                # a flow run refers to it.
+                # Renew the update time of the entry. Otherwise, `delete_unused_code` could delete
+                # an old entry before a flow run refers to the entry.
                 path_params = {"id": entry_ids[object_name]}
                 client.request(
                     "PATCH", "/artifacts/{id}", path_params=path_params, json={"description": None}
@@ -238,7 +239,7 @@ def upload_code(client: SyncPrefectClient, name: str) -> None:
 
 
 def download_code(client: SyncPrefectClient, name: str) -> bytes | None:
-    """Download stored code, or a file tree that stored code names.
+    """Download stored code, or a file tree that belongs to stored code.
 
     Args:
         client: Client of the Prefect server.
@@ -292,8 +293,8 @@ def _read_entries(
 
     Args:
         client: Client of the Prefect server.
-        updated_before: Omit entries that were uploaded or renewed after this time. None: yield all
-            entries.
+        updated_before: Omit entries that were uploaded or renewed after this time. If None, all
+            entries are yielded.
     """
     entry_filter = ArtifactFilter.model_validate({"type": {"any_": [_CODE]}})
     offset = 0

@@ -30,11 +30,13 @@ from prefect.server.schemas import schedules as server_schedules
 
 from tasks.spec.formatting import format_duration
 
-#: The schedule that `muster deploy --cron` makes. Schedules made in the UI have no slug.
+#: Slug of the schedule that `muster deploy --cron` makes. Schedules that a person makes in the
+#: Prefect UI have no slug.
 CRON_SLUG = "cron"
 #: The job variable that names the folder in which a run's process starts.
 WORKING_DIR = "working_dir"
-#: A description that Muster wrote: "/home/a/spec.yaml, of the project /home/a."
+#: Pattern of the descriptions that Muster writes, such as "/home/a/spec.yaml, of the project
+#: /home/a."
 _WRITTEN_DESCRIPTION = re.compile(r"/.*, of the project /.*\.", re.DOTALL)
 
 
@@ -59,17 +61,17 @@ def renew_deployment(
 ) -> None:
     """Give a deployment a new spec. Keep everything that a person changed in the Prefect UI.
 
-    The server replaces runs that it has already scheduled by runs of the new spec.
+    Runs that the server has already scheduled are replaced with runs of the new spec.
 
     Args:
         client: Client of the Prefect server.
         existing: The deployment as the server has it now.
-        entrypoint: File and function of the flow, as Prefect writes it.
+        entrypoint: File and function of the flow in Prefect's form, such as `flow.py:train`.
         spec: The new spec as plain data.
         parameter_schema: JSON schema of the flow's parameters.
         tags: Tags of the new spec. They replace only the tags of the previous spec.
         description: New description. It is used only if Muster wrote the present description.
-        working_dir: Folder in which the processes of runs start. None: Muster sets no folder.
+        working_dir: Folder in which the processes of runs start. None if Muster sets no folder.
     """
     previous_spec = existing.parameters.get("spec")
     changes: dict[str, Any] = {
@@ -107,7 +109,7 @@ def _merge_job_variables(existing: DeploymentResponse, working_dir: str | None) 
     """Return the job variables of a deployment after its spec was replaced.
 
     All variables are kept, except the working directory. The working directory is replaced if
-    Muster, and not a person, set it for the previous spec.
+    Muster set it for the previous spec, and kept if a person set it.
     """
     variables = dict(existing.job_variables or {})
     previous_spec = existing.parameters.get("spec")
@@ -124,7 +126,7 @@ def make_cron_schedule(cron: str, timezone: str | None) -> DeploymentScheduleCre
 
     Args:
         cron: The cron line, such as `0 3 * * *`.
-        timezone: IANA name of the time zone. None: UTC.
+        timezone: IANA name of the time zone. If None, UTC is used.
 
     Raises:
         pydantic.ValidationError: The cron line is invalid or the time zone does not exist.
@@ -138,14 +140,15 @@ def set_cron(
 ) -> None:
     """Set the cron line of the schedule that `muster deploy` manages. Keep all other schedules.
 
-    If the schedule exists, it keeps its parameters, and stays paused if it is paused.
+    If the managed schedule exists already, it keeps its parameters, and a paused schedule stays
+    paused.
 
     Args:
         client: Client of the Prefect server.
         existing: The deployment as the server has it now.
         cron: The cron line, such as `0 3 * * *`.
-        timezone: IANA name of the time zone. None: the zone of the present schedule. UTC if the
-            deployment has no such schedule.
+        timezone: IANA name of the time zone. If None, the time zone of the managed schedule is
+            kept. If there is no managed schedule yet, UTC is used.
     """
     cron_schedules = [schedule for schedule in existing.schedules if schedule.slug == CRON_SLUG]
     if not cron_schedules:
@@ -176,7 +179,7 @@ def describe_schedules(deployment: DeploymentResponse, now: datetime) -> Iterato
 
 
 def _read_zone(schedule: SCHEDULE_TYPES) -> str:
-    """Return the IANA name of a schedule's time zone. Default: UTC."""
+    """Return the IANA name of a schedule's time zone, or "UTC" if the schedule has no time zone."""
     return getattr(schedule, "timezone", None) or "UTC"
 
 
@@ -217,7 +220,8 @@ def _describe_start(
 def find_next_start(schedule: SCHEDULE_TYPES, now: datetime) -> datetime | None:
     """Return the first start of a schedule after a time, or None if the schedule has ended.
 
-    The dates are computed by classes of the Prefect server. Prefect's client has no such function.
+    Classes of the Prefect server compute the dates, because Prefect's client has no function for
+    the purpose.
 
     Args:
         schedule: The schedule.

@@ -1,12 +1,12 @@
-"""Sends events about runs, the queue and operator actions to the Prefect server.
+"""Send events about runs, the queue and operator actions to the Prefect server.
 
 `docs/events.md` lists the events. A thread sends the events of runs and of the queue, and waits for
-the server's response. A slow server delays events. If it stays away, events are lost. Runs never
-wait for it.
+the server's response. If the server is slow, events arrive late. If the server does not answer for
+a long time, events are lost. Runs never wait for the server.
 
-Prefect's own `emit_event` is not used. It sends events through a websocket without a response.
-While the server is away, it retries each event for eight seconds, and the exit of the process waits
-for these retries.
+Prefect's own `emit_event` is not used, because it sends events through a websocket without a
+response. While the server does not answer, `emit_event` retries each event for eight seconds, and
+the process cannot exit during these retries.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from tasks.record.events import build_payload
 
 _log = logging.getLogger(__name__)
 
-#: Longest time to send the remaining events on close, in seconds. Events that remain after that are
-#: dropped.
+#: Longest time that `Announcer.close` waits for the pending events to be sent, in seconds. Events
+#: that are still pending after that time are dropped.
 CLOSE_WITHIN_S = 5.0
 #: Timeout of a request, in seconds.
 _TIMEOUT_S = 5.0
 #: Largest number of events in one request.
 _MAX_BATCH = 50
-#: Largest number of waiting events. Above it, the oldest events are dropped.
+#: Largest number of pending events. If there are more, the oldest events are dropped.
 _MAX_PENDING = 1000
-#: First pause before a request is retried, in seconds. Each further pause is doubled.
+#: First pause before a request is retried, in seconds. Each further pause is twice as long.
 _RETRY_AFTER_S = 1.0
 #: Longest pause before a request is retried, in seconds.
 _MAX_RETRY_AFTER_S = 30.0
@@ -56,12 +56,12 @@ _EVENTS_PATH: Final = "/events"
 def override_client_settings(*, retries: int, api_url: str | None = None) -> Iterator[None]:
     """Set the number of retries, and optionally the server, of Prefect's clients in this context.
 
-    Prefect's `temporary_settings` is not used, because it reads all settings, which needs the
-    time of ten requests.
+    Prefect's `temporary_settings` is not used, because it reads all settings. That takes as long as
+    ten requests.
 
     Args:
         retries: How often a client repeats a failed request.
-        api_url: API address of the Prefect server. None: the present server of this context.
+        api_url: API address of the Prefect server. If None, the server of this context is kept.
     """
     with _settings_with(retries, api_url):
         yield
@@ -70,8 +70,8 @@ def override_client_settings(*, retries: int, api_url: str | None = None) -> Ite
 def set_client_retries(retries: int) -> None:
     """Set the number of retries of Prefect's clients for the rest of this context.
 
-    Call this when a run has ended, because its server may be away when Prefect sends the final
-    state.
+    Call this when a run has ended. Otherwise, Prefect would retry for a long time to send the final
+    state to a server that no longer answers.
     """
     _settings_with(retries, None).__enter__()
 
@@ -93,8 +93,8 @@ def _settings_with(retries: int, api_url: str | None) -> SettingsContext:
 SendRunEvent = Callable[..., None]
 
 
-#: An event, and its flow run or None. The flow run's deployment, pool and tags are added to the
-#: related resources of the event.
+#: A pair: an event, and the flow run of the event or None. The flow run's deployment, pool and tags
+#: are added to the related resources of the event.
 _PendingEvent = tuple[Event, FlowRun | None]
 
 
@@ -109,15 +109,15 @@ class Announcer:
         """
         self._api_url = api_url
         self._again_s = again_s
-        #: Protects the attributes below, and is notified when they change.
+        #: Condition that protects the attributes below. It is notified when one of them changes.
         self._changed = threading.Condition()
         #: Events that the server has not accepted yet, oldest first.
         self._pending: deque[_PendingEvent] = deque()
         #: Number of events that were dropped because too many events were pending.
         self._dropped_count = 0
         self._is_closing = False
-        # The password of the server may be a setting of this context only. A new thread has an
-        # empty context, so run the thread in a copy of this context.
+        # The server's password may be a Prefect setting of the current context only. A new thread
+        # starts with an empty context, so run the thread in a copy of the current context.
         run_in_context = contextvars.copy_context().run
         self._thread = threading.Thread(
             target=run_in_context, args=(self._work,), name="announcer", daemon=True
@@ -136,7 +136,7 @@ class Announcer:
         Args:
             event: The event.
             flow_run: Flow run whose flow, deployment, pool and tags become related resources of the
-                event. None: no further related resources.
+                event. If None, no related resources are added.
         """
         with self._changed:
             if len(self._pending) == _MAX_PENDING:
@@ -152,13 +152,16 @@ class Announcer:
             name: Name of the event.
             flow_run: The flow run.
             run_id: Id of the run.
-            known: Known values of the payload. Keys that the event does not have are ignored.
+            known: Values for the payload of the event. Keys that `docs/events.md` does not list for
+                the event are ignored.
         """
         payload = build_payload(name, run_id=run_id, **known)
         self.announce(make_run_event(name, flow_run, run_id, payload), flow_run)
 
     def close(self, within_s: float = CLOSE_WITHIN_S) -> None:
-        """Wait a limited time until the pending events are sent, and drop the others.
+        """Wait until the pending events are sent, but not longer than `within_s` seconds.
+
+        Events that are still pending after that time are dropped.
 
         Args:
             within_s: Longest wait in seconds.
@@ -172,9 +175,9 @@ class Announcer:
             _log.warning("%d events were not sent to %s", unsent_count, self._api_url)
 
     def _work(self) -> None:
-        """Send events until the announcer is closed. The announcer's thread runs this method."""
-        # In the context of a flow, `get_client` without settings returns the client of the flow,
-        # which the flow closes.
+        """Send events until `close` is called. The announcer's thread runs this method."""
+        # Pass HTTP settings to `get_client`. Without them, it would return the client of the flow
+        # that runs in this context, and the flow closes its client.
         httpx_settings = {"timeout": _TIMEOUT_S}
         with (
             override_client_settings(retries=0, api_url=self._api_url),
@@ -183,7 +186,7 @@ class Announcer:
             self._send_all(client, _Relations(client))
 
     def _send_all(self, client: SyncPrefectClient, relations: _Relations) -> None:
-        """Send batches of events in order, and retry a batch while the server is away."""
+        """Send batches of events in order, and retry a batch while the server does not answer."""
         pause_s = self._again_s
         while batch := self._wait_for_batch():
             try:
@@ -198,16 +201,16 @@ class Announcer:
                         self._changed.wait_for(lambda: self._is_closing, timeout=pause_s)
                     pause_s = min(2 * pause_s, _MAX_RETRY_AFTER_S)
                     continue
-                # Drop this batch, so that it does not block later events.
+                # The server will never accept this batch. Drop it, so that later events are sent.
                 _log.exception("%d events are lost", len(batch))
             pause_s = self._again_s
             with self._changed:
-                # Some events of the batch may have been dropped during the request.
+                # Some events of the batch may have been removed from `_pending` during the request.
                 while self._pending and self._pending[0] in batch:
                     self._pending.popleft()
 
     def _wait_for_batch(self) -> list[_PendingEvent]:
-        """Wait for events, and return the next batch. Return an empty list after the close."""
+        """Wait for events, and return the next batch. Return an empty list after `close`."""
         with self._changed:
             self._changed.wait_for(lambda: self._pending or self._is_closing)
             return list(islice(self._pending, _MAX_BATCH))
@@ -216,8 +219,8 @@ class Announcer:
 class _Relations:
     """Finds the related resources of flow runs: flow, deployment, queue, pool and tags.
 
-    Objects of the server are read only once. The resources have the ids and roles of Prefect's own
-    events.
+    Each object is read from the server only once. The related resources have the same ids and roles
+    as in Prefect's own events.
     """
 
     def __init__(self, client: SyncPrefectClient) -> None:
@@ -263,7 +266,7 @@ def is_retryable(error: Exception) -> bool:
 
 
 def _as_json(pending: _PendingEvent, relations: _Relations) -> dict[str, Any]:
-    """Return an event with all its related resources, as Prefect's API expects it."""
+    """Return an event and all its related resources as JSON data for Prefect's API."""
     event, flow_run = pending
     related = list(event.related)
     if flow_run is not None:
@@ -298,10 +301,10 @@ def make_run_event(
     Args:
         name: Name of the event.
         flow_run: The flow run.
-        run_id: Id of the run, shown as the name of the flow run.
-        payload: Payload of the event. If it names a component, the component becomes a related
-            resource.
-        at: Time of the event in UTC epoch seconds. None: now.
+        run_id: Id of the run, which the event shows as the name of the flow run.
+        payload: Payload of the event. If the payload has the key `component`, the component of this
+            name becomes a related resource.
+        at: Time of the event in UTC epoch seconds. If None, the current time is used.
         tags: Tags in addition to the tags of the flow run.
     """
     component = payload.get("component")
@@ -327,9 +330,10 @@ def make_pool_event(name: str, pool: WorkPool, *, node: str | None = None, **kno
     Args:
         name: Name of the event.
         pool: The work pool.
-        node: Name of the node. The work pool is then a related resource. None: the event is about
-            the work pool.
-        known: Values of the payload. The definition of the event selects the keys.
+        node: Name of the node. If given, the event is about the node, and the work pool is a
+            related resource. If None, the event is about the work pool.
+        known: Values for the payload of the event. Keys that `docs/events.md` does not list for the
+            event are ignored.
     """
     pool_resource = _make_resource(f"prefect.work-pool.{pool.id}", "work-pool", pool.name)
     if node is None:
@@ -346,7 +350,8 @@ def make_pool_event(name: str, pool: WorkPool, *, node: str | None = None, **kno
 async def send_events(client: PrefectClient, *events: Event) -> None:
     """Send events in one request, without a retry. Log a warning if the server rejects them.
 
-    Call this only if the server has just answered another request.
+    Call this only if the server has just answered another request, because a request to a server
+    that does not answer would block the caller.
     """
     if not events:
         return

@@ -1,7 +1,7 @@
 """Functions for the process that executes a flow run, for runs and for pipelines.
 
-They prepare the process, return its flow run, hand the flow run over to the next process, and
-choose the exit code of the command.
+The functions prepare the process, return the flow run of the process, hand the flow run over to the
+next process, and choose the exit code of the command.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ from tasks.server.flow_runs import FLOW_RUN_VARIABLE, clear_process
 from tasks.spec.loading import find_project_root
 from tasks.spec.ownership import refuse_foreign_settings
 
-#: Matches the start of the state message of an infeasible run, or of a pipeline with such a stage.
+#: Pattern for the start of the state message of an infeasible run, or of a pipeline with an
+#: infeasible stage.
 _INFEASIBLE = re.compile(r"(stage [\w-]+: )?INFEASIBLE:")
 
 #: Exit codes of the commands that run a flow. An interrupted command first ends its processes.
 EXIT_COMPLETED, EXIT_FAILED, EXIT_INVALID, EXIT_INFEASIBLE, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 
-#: Value of `result_storage` for a flow that stores no results. Without a value, Prefect requests
-#: the default storage from the server twice before the flow begins.
+#: Value of `result_storage` for a flow that stores no results. If `result_storage` is not set,
+#: Prefect requests the default storage from the server twice before the flow begins.
 NO_RESULTS = Path(os.devnull)
 
 M = TypeVar("M", bound=BaseModel)
@@ -53,9 +54,9 @@ _is_starting = contextvars.ContextVar("is_starting", default=False)
 def retry_while_server_starts() -> None:
     """Make Prefect's clients retry refused connections until the flow of this process begins.
 
-    Prefect retries them only with a client that was connected before. Without this call, a run
-    whose process starts at the same time as the server would become CRASHED. After the flow begins,
-    Prefect's own rules apply.
+    By default, a Prefect client retries a refused connection only if the client was connected
+    before. Without this call, a run whose process starts at the same time as the server would
+    become CRASHED. After the flow has begun, Prefect's own rules apply.
     """
     _is_starting.set(True)
 
@@ -74,7 +75,7 @@ def retry_while_server_starts() -> None:
 def share_ssl_contexts() -> None:
     """Make all Prefect clients of this process share one SSL context.
 
-    Otherwise, each client would load the CA certificates again, which takes time.
+    Otherwise, each client would load the CA certificates again, which is slow.
     """
 
     @functools.cache
@@ -92,16 +93,17 @@ def share_ssl_contexts() -> None:
 
 
 def enter_project(file: Path) -> None:
-    """Make the project folder of a file the current folder, as in the process of a run.
+    """Change the working directory to the project folder of a file, as the process of a run does.
 
-    Relative paths from before this call are invalid afterwards.
+    After this call, relative paths refer to the project folder.
 
     Raises: UntrustedPath, if another user owns Prefect's settings in the project folder.
     """
     project = find_project_root(file)
     refuse_foreign_settings(project)
     os.environ["MUSTER_HOME"] = str(muster_home())
-    # If a run has started this process, the variable names the project of that run.
+    # If a run has started this process, the variable PROJECT contains the project of that run, and
+    # not the project of the file.
     os.environ.pop(PROJECT, None)
     os.chdir(project)
 
@@ -109,7 +111,8 @@ def enter_project(file: Path) -> None:
 def get_exit_code(state: State[Any]) -> int:
     """Return the exit code of a command for the final state of its flow run.
 
-    0: completed. 1: failed. 3: the cluster can never fit the run or a stage. 130: cancelled.
+    0 if completed. 1 if failed. 3 if the run or a stage can never fit on the cluster. 130 if
+    cancelled.
     """
     if state.is_completed():
         return EXIT_COMPLETED
@@ -147,9 +150,9 @@ def make_current_run_id(name: str, kind: str) -> str:
 
 
 def find_worker_flow_run() -> FlowRun | None:
-    """Return the current flow run, if a worker or a deployment server started this process for it.
+    """Return the current flow run, if a worker or a deployment server has started this process.
 
-    That worker or server also starts the next process of the flow run when it is due.
+    The worker or deployment server also starts the next process of the flow run when it is due.
 
     Returns: None if the process was started in another way, such as by a user.
     """
@@ -163,8 +166,8 @@ def find_worker_flow_run() -> FlowRun | None:
 def hand_over_flow_run(client: SyncPrefectClient, flow_run_id: UUID, state: State[Any]) -> bool:
     """Set the state in which a flow run waits for its next process. Return True on success.
 
-    The pid of the present process is first deleted on the server. Otherwise, a cancel of the flow
-    run would wait endlessly for that process.
+    The pid of the present process is first deleted from the flow run's record on the server.
+    Otherwise, a cancellation of the flow run would wait endlessly for the present process.
     """
     clear_process(client, str(flow_run_id))
     return client.set_flow_run_state(flow_run_id, state).status == SetStateStatus.ACCEPT

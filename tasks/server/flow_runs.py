@@ -1,7 +1,8 @@
-"""Flow runs on the Prefect server: queries, lost processes, and the correct state after a loss.
+"""Read the flow runs on the Prefect server, find those without a process, and set their states.
 
 State changes follow the server's orchestration rules. If a flow run ends or is cancelled between
-the query and the change, its state is kept. Only `cancel` forces a state, for an immediate cancel.
+the query and the change, its state is kept. Only `cancel` forces a state, and only if a run must be
+cancelled without grace periods.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _REMEDY = "set PREFECT_API_AUTH_STRING to the PREFECT_SERVER_API_AUTH_STRING of 
 
 
 def read_refusal(answer: httpx.Response) -> str:
-    """Return the reason that a server gave for an error response, or its HTTP status."""
+    """Return the reason in a server's error response, or its HTTP status if it has no reason."""
     try:
         return str(answer.json()["detail"])
     except (ValueError, KeyError, TypeError):
@@ -56,45 +57,47 @@ def read_refusal(answer: httpx.Response) -> str:
 #: Environment variable with the flow run id of a process.
 #: Source: prefect/runner/_starter_engine.py.
 FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
-#: Name of the Prefect state of a flow run that waits for its next process while its jobs continue.
-#: Prefect uses this name for retries. A flow run may leave a final state only for this state.
+#: Name of the Prefect state of a flow run that waits for its next process while its Ray jobs
+#: continue. Prefect uses the name for retries. The server lets a flow run change from a final state
+#: only to a state with this name.
 JOBS_GO_ON = "AwaitingRetry"
 #: Name of the Prefect state that `muster cancel --now` sets. The run then skips its grace periods.
-#: The request is a state and not a label: Prefect lets every user set states of flow runs.
+#: A state is used and not a label, because Prefect lets every user set the state of a flow run.
 CANCELLING_NOW = "CancellingNow"
 #: Names of the flows whose flow runs Muster ends or reschedules after their process was lost.
 OUR_FLOWS = ("train", "pipeline", "reconcile", "prune")
-#: Names of the maintenance flows, which each host runs for itself. Their finished flow runs can be
-#: deleted.
+#: Names of the maintenance flows, which run on each host. Their finished flow runs can be deleted.
 UPKEEP_FLOWS = ("reconcile", "prune")
 
 #: Types of the Prefect states in which a flow run has a process or will soon get a process.
 HELD = (StateType.PENDING, StateType.RUNNING, StateType.CANCELLING)
-#: Seconds without contact, until a worker counts as offline. Workers send a heartbeat every 30 s.
-#: The maintenance process of a host polls the server for flow runs every 10 s.
+#: A worker or a host counts as offline after this number of seconds without contact to the server.
+#: Workers send a heartbeat every 30 s. The maintenance process of a host polls the server for flow
+#: runs every 10 s.
 SILENT_AFTER_S = 120.0
 
 #: Keys of the labels with the name and type of a flow run's worker. Source:
 #: prefect/workers/base.py, _give_worker_labels_to_flow_run.
 _WORKER_LABEL, TYPE_LABEL = "prefect.worker.name", "prefect.worker.type"
 #: Prefix of the tag of a flow run that a command such as `muster train` started without a worker.
-#: The tag holds the host, the pid and the start time of its process, in kernel clock ticks.
+#: The tag contains the host, the pid and the start time (in kernel clock ticks) of the flow run's
+#: process.
 _PROCESS_TAG = "process:"
 #: Types of workers that run flow runs as processes on the worker's host.
 _LOCAL_TYPES = ("process", "gang")
 #: Names of the Prefect work pools of Muster's runs and pipelines.
 _POOLS = ("gang", "pipelines")
-#: Texts in the command line of a flow run's process, at least one of them. Source:
+#: The command line of a flow run's process contains at least one of these texts. Source:
 #: prefect/runner/_workspace_starter.py.
 _ENGINES = ("prefect.engine", "prefect.flow_engine", "_workspace_", "-m flows")
-#: Function that makes the Prefect state for a run state. States without an entry become Failed.
+#: Function that makes the Prefect state, by the run state. Other run states become Failed.
 STATE_OF = {RunState.COMPLETED: Completed, RunState.CANCELLED: Cancelled}
 _OPEN = (*HELD, StateType.SCHEDULED, StateType.PAUSED)
-#: Time after a state change in which a flow run without a process does not count as lost. The
-#: process of a submitted flow run needs some seconds to appear.
+#: A flow run without a process does not count as lost during this time after its last state change,
+#: because the process of a submitted flow run needs some seconds to start.
 _SETTLED_AFTER = timedelta(seconds=30)
-#: A taken flow run without a worker label counts as lost after this time. A living worker sets its
-#: label on the flow run within a second.
+#: If a worker has taken a flow run but has not set its worker label, the flow run counts as lost
+#: after this time. A living worker sets the label within a second.
 _UNLABELLED_AFTER = timedelta(seconds=60)
 _TIMEOUT_S = 10.0
 _RETRY_DELAYS_S = (0.5, 1.0, 2.0, 4.0)
@@ -104,13 +107,14 @@ _log = logging.getLogger(__name__)
 
 
 class ServerAway(MusterError):
-    """A Prefect server did not answer, or failed with a server error. Ask again later."""
+    """A Prefect server did not answer, or failed with a server error. Repeat the request later."""
 
 
 class ServerRefuses(ServerAway):
-    """A Prefect server rejects the password of this process, or requests without a password.
+    """A Prefect server rejects the password of this process, or requires a password.
 
-    The message names the setting to fix. Callers retry their requests until the setting is right.
+    The error message names the setting to correct. Callers repeat their requests until an operator
+    has corrected the setting.
     """
 
 
@@ -121,7 +125,8 @@ def convert_server_errors(api_url: str) -> Iterator[None]:
     Args:
         api_url: address of the Prefect server's API, for the error message.
 
-    Raises: ServerAway, if the server does not answer. ServerRefuses, if it rejects the password.
+    Raises: ServerAway, if the server does not answer. ServerRefuses, if the server rejects the
+        password.
     """
     try:
         yield
@@ -141,7 +146,8 @@ def convert_server_errors(api_url: str) -> Iterator[None]:
 def connect_to_server(api_url: str) -> Iterator[SyncPrefectClient]:
     """Yield a client of the Prefect server at `api_url`, even if this process uses another server.
 
-    The client retries a failed request only once, because its callers run again every minute.
+    The client retries a failed request only once, because the callers repeat their work every
+    minute.
 
     Raises: ServerAway or ServerRefuses, if a request fails within the context.
     """
@@ -156,7 +162,8 @@ def connect_to_server(api_url: str) -> Iterator[SyncPrefectClient]:
         yield client
 
 
-#: Name of the variable in a work pool's base job template that holds the operator's queue settings.
+#: Name of the variable in a work pool's base job template that contains the operator's queue
+#: settings.
 POOL_VARIABLE = "gang"
 
 
@@ -171,9 +178,9 @@ def read_listed_clusters(api_url: str | None) -> list[object]:
     """Return the entries of the setting `clusters` of all work pools, unparsed.
 
     Args:
-        api_url: address of the Prefect server's API. None: no server is set.
+        api_url: address of the Prefect server's API. None if no server is configured.
 
-    Returns: an empty list if no server is set or the server does not answer.
+    Returns: an empty list if no server is configured or the server does not answer.
     """
     if api_url is None:
         return []
@@ -192,8 +199,8 @@ def make_context_thread(
 ) -> threading.Thread:
     """Return a new daemon thread that calls `target(*given)`. The caller starts the thread.
 
-    The thread has a copy of the current context variables. Prefect keeps the server's address, the
-    credentials and the current flow run in them.
+    The thread has a copy of the current context variables, in which Prefect stores the server's
+    address, the credentials and the current flow run.
     """
     run = contextvars.copy_context().run
     return threading.Thread(target=run, args=(target, *given), name=name, daemon=True)
@@ -233,9 +240,9 @@ def read_flow_runs(
 
     Args:
         client: client of the Prefect server.
-        which: a Prefect `FlowRunFilter` in its JSON form. None: no filter.
-        flows: names of the flows. Empty: all flows.
-        sort: order of the flow runs. None: the server's default order.
+        which: a Prefect `FlowRunFilter` in its JSON form. If None, there is no such filter.
+        flows: names of the flows. If empty, flow runs of all flows are read.
+        sort: order of the flow runs. If None, the server's default order is used.
     """
     flow = FlowFilter.model_validate({"name": {"any_": flows}}) if flows else None
     run = FlowRunFilter.model_validate(which) if which else None
@@ -264,7 +271,8 @@ def read_upkeep_deployments(
 def find_worker(run: FlowRun) -> str | None:
     """Return the name of the last worker of a flow run.
 
-    Returns: None if no worker took the flow run, or if the worker runs no processes on its host.
+    Returns: None if no worker took the flow run, or if the type of the worker does not run flow
+        runs as processes on the worker's host.
     """
     name = run.labels.get(_WORKER_LABEL)
     return str(name) if name and _is_local(run) else None
@@ -297,7 +305,7 @@ def find_new_worker(run: FlowRun, host: str, worker: str | None) -> str:
         host: previous host of the flow run.
         worker: name of the previous worker. None if unknown.
 
-    Returns: an empty string if no worker on another host has the flow run.
+    Returns: an empty string if no worker on another host has taken the flow run.
     """
     now = find_worker(run)
     return now if now and now != worker and parse_worker_host(now) != host else ""
@@ -306,9 +314,10 @@ def find_new_worker(run: FlowRun, host: str, worker: str | None) -> str:
 def read_server_time(client: SyncPrefectClient) -> datetime | None:
     """Return the present time by the server's clock, to the second.
 
-    Times of states are also by this clock. The time is read from the header `date` of a response.
+    The times of flow run states come from the same clock. The time is read from the header `date`
+    of a response.
 
-    Returns: None if the header is missing, because some proxies remove it.
+    Returns: None if the header is missing. Some proxies remove the header.
     """
     try:
         return parsedate_to_datetime(client.hello().headers["date"])
@@ -318,9 +327,9 @@ def read_server_time(client: SyncPrefectClient) -> datetime | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """State of a host that is needed to find its lost flow runs.
+    """Facts about a host that are needed to find its lost flow runs.
 
-    The host is this machine. If `is_lost` is set, it is another, permanently lost host.
+    The host is this machine, or another, permanently lost host if `is_lost` is True.
     """
 
     #: Name of the host, which is also the name of its worker.
@@ -331,8 +340,8 @@ class Host:
     upkeep_deployments: frozenset[UUID]
     #: Living processes of the host, by flow run id.
     processes: Holders
-    #: Ids and names of the flow runs in the host's registry on disk. Other code finds the lost ones
-    #: among these flow runs.
+    #: Ids and names of the flow runs in the host's registry on disk. `tasks.upkeep.lost_run` cleans
+    #: up after the lost flow runs among them.
     registered: frozenset[str]
     #: Id of the flow `pipeline`, whose flow runs can continue in another process. None if unknown.
     pipeline_flow: UUID | None = None
@@ -348,7 +357,8 @@ class Host:
         hidden = self.processes.hidden.items()
         suspects = {pid for pid, line in hidden if any(part in line for part in _ENGINES)}
         pid = run.infrastructure_pid or ""
-        # If the flow run's pid is unknown, each flow process of another user may belong to it.
+        # If the flow run's pid is unknown, every flow process of another user may be the process of
+        # this flow run.
         return bool(suspects) and (not pid.isdecimal() or int(pid) in suspects)
 
     def has_been_given(self, run: FlowRun) -> bool:
@@ -389,7 +399,8 @@ def decide_lost_state(run: FlowRun, host: Host, now: datetime) -> State[Any] | N
             return Cancelled(message=f"cancelled; {gone}")
         case StateType.RUNNING if run.flow_id == host.pipeline_flow:
             return _state_of_lost_pipeline(run, host, f"{gone}: it was killed or lost")
-        # The Ray jobs of the run survive the loss of the host. A new process can attach to them.
+        # The Ray jobs of the run survive the loss of the host, and a new process can attach to the
+        # jobs.
         case StateType.RUNNING if (
             host.is_lost and spec.get("on_lost_flow") == "adopt" and run.deployment_id is not None
         ):
@@ -426,16 +437,18 @@ def decide_closed_state(
     """Return the Prefect state for a run whose record on disk is final.
 
     Args:
-        state: present state of the flow run on the server. None if the server does not know it.
+        state: present state of the flow run on the server. None if the server does not know the
+            flow run.
         run: record of the run. None if there is no record.
         cause: reason why the process of the run has ended.
 
-    Returns: None if the state on the server stays, because it is neither running nor cancelling.
+    Returns: None if the state on the server must not be changed, because it is neither running nor
+        cancelling.
     """
     if state is None or state.type not in (StateType.RUNNING, StateType.CANCELLING):
         return None
     if state.is_cancelling():
-        # The server's rules allow only the state Cancelled after Cancelling.
+        # After the state Cancelling, the server's rules allow only the state Cancelled.
         return Cancelled(message=f"cancelled; {cause}")
     if run is None or has_failed_by_loss(run) or not run.state.is_final:
         return Crashed(message=cause)
@@ -451,18 +464,19 @@ def cancel(
         client: client of the Prefect server.
         flow_run_id: id of the flow run.
         message: message of the new state.
-        is_now: True to skip the grace periods, also for a flow run that is being cancelled already.
+        is_now: If True, the run skips its grace periods, even if it is being cancelled already.
 
     Raises: ObjectNotFound, if the server does not know the flow run.
     """
-    # The state Cancelling comes first, also with `is_now`: Prefect's workers react only to it.
+    # Set the state Cancelling first, even if `is_now` is True, because Prefect's workers react only
+    # to this state.
     client.set_flow_run_state(flow_run_id, Cancelling(message=message))
     state = read_state(client, str(flow_run_id)) if is_now else None
     if state is not None and state.is_cancelling():
         now = State(type=StateType.CANCELLING, name=CANCELLING_NOW, message=message)
-        # The change is forced, because the server's rules allow only Cancelled after Cancelling. If
-        # the flow run became Cancelled since the query, the maintenance flow `reconcile` finds that
-        # it has no process, and makes it Cancelled again.
+        # Force the change, because the server's rules allow only Cancelled after Cancelling. The
+        # flow run may have become Cancelled since the query. Then `muster reconcile` finds that the
+        # flow run has no process, and sets the state Cancelled again.
         client.set_flow_run_state(flow_run_id, now, force=True)
 
 
@@ -487,15 +501,16 @@ def propose_state(
 def set_running_message(flow_run_id: UUID, message: str, over: threading.Event) -> None:
     """Set the message of a flow run's state, if the state is Running.
 
-    Each attempt reads the state first, and the client does not retry by itself. Otherwise, a retry
-    after a server outage could set an ended flow run back to Running, which the server allows.
+    If the request fails, it is repeated. Before each request, the state is read again, and the
+    client does not retry by itself. Otherwise, a retry after a server outage could set an ended
+    flow run back to Running, which the server allows.
 
     Args:
         flow_run_id: id of the flow run.
         message: new message of the state.
-        over: event that is set when the run has ended. No attempt follows after that.
+        over: event that is set when the run has ended. The request is not repeated after that.
 
-    Raises: httpx.HTTPError, if the last attempt failed.
+    Raises: httpx.HTTPError, if the last request failed.
     """
     for delay_s in (*_RETRY_DELAYS_S, None):
         try:
@@ -516,7 +531,8 @@ def make_handover_state(message: str, due_after_s: float) -> State[Any]:
 
     Args:
         message: message of the state.
-        due_after_s: seconds until the next process may start. The present process has ended then.
+        due_after_s: seconds until the next process may start. The present process must exit within
+            this time.
     """
     due = datetime.now(UTC) + timedelta(seconds=due_after_s)
     return Scheduled(name=JOBS_GO_ON, scheduled_time=due, message=message)
@@ -525,7 +541,8 @@ def make_handover_state(message: str, due_after_s: float) -> State[Any]:
 def clear_process(client: SyncPrefectClient, flow_run_id: str) -> None:
     """Delete the pid in a flow run's record on the server.
 
-    If the process has ended, a cancel of the flow run would wait for it endlessly.
+    If the process has ended and its pid is not deleted, a cancellation of the flow run waits
+    endlessly for the process.
     """
     # Prefect's `update_flow_run` does not send None values, so the request is sent directly.
     content = {"infrastructure_pid": None}
@@ -542,18 +559,18 @@ def make_process_tag() -> str:
 
 
 def find_process_tags(tags: Iterable[str]) -> set[str]:
-    """Return those tags of a flow run that name a process, as `make_process_tag` makes them."""
+    """Return the tags of a flow run that `make_process_tag` has made."""
     return {tag for tag in tags if tag.startswith(_PROCESS_TAG)}
 
 
 def has_lost_process(run: FlowRun) -> bool:
-    """Return True if a flow run was started without a worker on this host and its process ended."""
+    """Return True if a flow run has lost its process, which ran on this host without a worker."""
     process = _process_of(run, host_name())
     return process is not None and not process.is_alive()
 
 
 def _process_of(run: FlowRun, host: str) -> ProcessId | None:
-    """Return the process in a flow run's tag, or None if no tag names a process of the host."""
+    """Return the process in a flow run's tag, or None if no tag contains a process of the host."""
     for tag in run.tags:
         name, _, numbers = tag.removeprefix(_PROCESS_TAG).partition(":")
         pid, _, ticks = numbers.partition(":")
@@ -569,7 +586,7 @@ def _is_unlabelled(run: FlowRun, age: timedelta) -> bool:
 
     Args:
         run: the flow run.
-        age: time since the last change of its state.
+        age: time since the last change of the flow run's state.
     """
     is_pending = run.state is not None and run.state.is_pending()
     is_taken = run.work_pool_name in _POOLS and is_pending

@@ -1,8 +1,9 @@
-"""Requests to end a run or pipeline: signals to its process, or a cancel on the Prefect server.
+"""End a run or pipeline if its process gets a signal or its flow run is cancelled on the server.
 
-One cancel may arrive several times. If a user cancels a run in the Prefect UI, the run's process
-reads the new state from the server, and the worker sends it SIGTERM. A stack that stops may send
-SIGTERM again. All of these mean the same: end the run, with every grace period.
+One cancellation may arrive several times. If a user cancels a run in the Prefect UI, the run's
+process reads the new state from the server, and the worker sends SIGTERM to the process. A stack
+that stops may send SIGTERM again. All of these requests have the same effect: the run ends, with
+all grace periods.
 
 Only two requests shorten the grace periods. The first is a second Ctrl-C in the terminal of a run
 that was started without a worker. The second is `muster cancel --now`, which gives the flow run the
@@ -50,7 +51,11 @@ class Cancel(Enum):
 
     @staticmethod
     def of_state(state: State[object] | None) -> Cancel:
-        """Return the cancellation that a flow run's state requests. None: the state is unknown."""
+        """Return the cancellation that a flow run's state requests.
+
+        Args:
+            state: state of the flow run, or None if the state is unknown.
+        """
         if state is None or not (state.is_cancelling() or state.is_cancelled()):
             return Cancel.NONE
         return Cancel.NOW if state.name == CANCELLING_NOW else Cancel.GRACEFUL
@@ -60,7 +65,7 @@ def read_cancel(flow_run_id: UUID) -> Cancel:
     """Return the cancellation that is requested for a flow run on the Prefect server.
 
     Returns: Cancel.NONE if the server does not answer. Also Cancel.NONE if the server does not know
-        the flow run: its record there was deleted, but the training should continue.
+        the flow run. A user has then deleted the flow run, but the training should continue.
     """
     try:
         with get_client(sync_client=True) as client:
@@ -77,7 +82,7 @@ class Interruptible(Protocol):
     """
 
     def interrupt(self, why: str) -> None:
-        """Start to end the run or pipeline as cancelled, with every grace period.
+        """Start to end the run or pipeline as cancelled, with all grace periods.
 
         Args:
             why: reason of the cancellation, for the run's record.
@@ -95,14 +100,14 @@ class Interruptible(Protocol):
 
 
 class ForwardedRequests:
-    """Translates signals and cancels on the server into calls of a run or pipeline."""
+    """Calls methods of a run or pipeline when a signal or a cancellation on the server arrives."""
 
     def __init__(self, session: Interruptible, flow_run_id: UUID, *, may_be_left: bool) -> None:
         """
         Args:
             session: the run or pipeline that this process executes.
-            flow_run_id: id of its flow run.
-            may_be_left: True if a SIGTERM without a cancel hands the session over to the next
+            flow_run_id: id of the flow run of the run or pipeline.
+            may_be_left: True if a SIGTERM without a cancellation hands the session over to the next
                 worker. False if every SIGTERM ends the session.
         """
         self._session = session
@@ -119,7 +124,8 @@ class ForwardedRequests:
             at_s: time at which the signal arrived, in CLOCK_MONOTONIC seconds.
         """
         if signum == signal.SIGTERM and self._may_be_left:
-            # Read the state in another thread, because the server may take long to answer.
+            # Read the flow run's state in another thread, because the server may take long to
+            # answer.
             make_context_thread("on-term", self._leave_unless_cancelled).start()
             return
         if signum == signal.SIGHUP and self._is_direct:
@@ -130,7 +136,7 @@ class ForwardedRequests:
             self._session.hurry()
 
     def take_cancel(self, cancel: Cancel) -> None:
-        """End the session if a cancel is requested on the server."""
+        """End the session if a cancellation is requested on the server."""
         if cancel is not Cancel.NONE:
             self._session.interrupt(_CANCELLED)
         if cancel is Cancel.NOW:
@@ -148,27 +154,28 @@ class ForwardedRequests:
 def end_on_request(
     session: Interruptible, flow_run_id: UUID, *, may_be_left: bool
 ) -> Iterator[None]:
-    """In the `with` block, a cancel, SIGINT, SIGTERM and SIGHUP end the session, not this process.
+    """End the session if a cancellation, SIGINT, SIGTERM or SIGHUP arrives in the `with` block.
 
-    Signals raise no exception in the main thread, because it may hold a lock. Another thread
-    receives the signal and starts to end the session. The caller waits until the session has ended.
-    If the caller is not in the main thread, Python cannot handle signals, and only cancels have an
-    effect.
+    A signal does not end this process, and raises no exception in the main thread, because the main
+    thread may hold a lock. Another thread receives the signal and starts to end the session. The
+    caller waits until the session has ended. If the caller is not in the main thread, Python cannot
+    handle signals, and only cancellations have an effect.
 
     Args:
         session: the run or pipeline that this process executes.
-        flow_run_id: id of its flow run.
-        may_be_left: True if a SIGTERM without a cancel hands the session over to the next worker. A
-            worker sends SIGTERM when the flow run is cancelled, and also when the worker itself is
-            stopped. The state of the flow run on the server shows which of the two it is.
+        flow_run_id: id of the flow run of the run or pipeline.
+        may_be_left: True if a SIGTERM without a cancellation hands the session over to the next
+            worker. A worker sends SIGTERM when the flow run is cancelled, and also when the worker
+            itself is stopped. In the first case only, the state of the flow run on the server is a
+            cancelled state.
     """
     wishes = ForwardedRequests(session, flow_run_id, may_be_left=may_be_left)
     is_over = threading.Event()
 
     def watch_server() -> None:
-        # The loop continues after a cancel, because `muster cancel --now` may follow. The client
-        # must not retry: during a server outage, it would sleep for a minute and delay the run's
-        # end.
+        # The loop continues after a cancellation, because `muster cancel --now` may follow. The
+        # client must not retry: during a server outage, it would sleep for a minute and delay the
+        # end of the run.
         with override_client_settings(retries=0):
             while not is_over.wait(_POLL_EVERY_S):
                 wishes.take_cancel(read_cancel(flow_run_id))
@@ -180,5 +187,5 @@ def end_on_request(
             yield
     finally:
         is_over.set()
-        # The wait has a limit, because a request to a hung server may take long.
+        # Limit the wait for the thread, because its request to a hung server may take long.
         watcher.join(_JOIN_TIMEOUT_S)

@@ -62,12 +62,13 @@ def prefect_server(password: str | None = None) -> Iterator[str]:
     """Yield the API address of a Prefect server that answers.
 
     If `PREFECT_API_URL` is set, in the environment or in the Prefect profile, that server is used.
-    Otherwise a temporary server with an empty database is started. It is restarted if it dies. It
-    ends with the context or with this process, even if this process is killed.
+    Otherwise, a temporary server with an empty database is started. The temporary server is
+    restarted if it dies. It ends with the context or with this process, even if this process is
+    killed.
 
     Args:
-        password: `user:password` of a temporary server. Empty: the server requires no password.
-            None: the password of this MUSTER_HOME.
+        password: `user:password` of a temporary server. If empty, the temporary server requires no
+            password. If None, it has the password of this MUSTER_HOME.
 
     Raises:
         NoServer: The configured server does not answer, or the temporary server did not start.
@@ -81,8 +82,8 @@ def prefect_server(password: str | None = None) -> Iterator[str]:
         port_name = f"{_NAME}.port"
         ports = PortsReserved([port_name])
         url = f"http://127.0.0.1:{ports.numbers[port_name]}/api"
-        # Copy an empty database of this Prefect release. Without a copy, the server needs 5 s to
-        # create its tables.
+        # Start with a copy of an empty database of this Prefect release. Without the copy, the
+        # server needs 5 s to create its tables.
         template = muster_home() / "cache" / f"prefect-{prefect.__version__}.db"
         if template.exists():
             (Path(home) / _DATABASE).write_bytes(read_own_file(template))
@@ -92,8 +93,8 @@ def prefect_server(password: str | None = None) -> Iterator[str]:
         register = RunRegister.opened(plan.run_id, leftovers=(Path(home),))
         with (
             closing(register),
-            # `Services` restarts the server if the server dies. The run continues without the
-            # server, and repeats all reports that the server did not accept.
+            # `Services` restarts the server if the server dies. Meanwhile, the run continues, and
+            # later repeats all requests that the server did not accept.
             Services(plan, ports, lambda *event, **fields: None, register=register) as services,
         ):
             try:
@@ -115,8 +116,8 @@ def prefect_server(password: str | None = None) -> Iterator[str]:
                     yield url
                 finally:
                     _is_temporary.reset(token)
-                    # Send Prefect's pending log lines and events while the server still runs. After
-                    # that, Prefect would try for a minute to reach the server.
+                    # Send Prefect's pending log lines and events while the server still runs.
+                    # Otherwise, Prefect would try for a minute to reach the stopped server.
                     APILogWorker.drain_all(timeout=_FLUSH_TIMEOUT_S)
                     EventsWorker.drain_all(timeout=_FLUSH_TIMEOUT_S)
 
@@ -125,8 +126,8 @@ def find_lasting_api_url() -> str | None:
     """Return the API address of this context's Prefect server.
 
     Returns:
-        None if the server is a temporary server, which ends with this process. None also if no
-        server is configured.
+        The address. None if no server is configured, or if the server is a temporary server, which
+        ends with this process.
     """
     return None if _is_temporary.get() else PREFECT_API_URL.value()
 
@@ -167,8 +168,8 @@ def read_secrets(client: SyncPrefectClient, spec: RunSpec) -> dict[str, str]:
         Value of each block, by the name of the block.
 
     Raises:
-        InvalidSpec: A block is missing or holds no text. The error has a fault for each variable of
-            the spec that uses such a block.
+        InvalidSpec: A block is missing or holds no text. The error lists each variable of the spec
+            that uses a missing or invalid block.
     """
     values: dict[str, str] = {}
     problems: dict[str, str] = {}
@@ -190,7 +191,7 @@ def read_secrets(client: SyncPrefectClient, spec: RunSpec) -> dict[str, str]:
 
 
 def _make_block_error(spec: RunSpec, problems: Mapping[str, str], remedy: str) -> InvalidSpec:
-    """Return an error with a fault for each variable that uses a Secret block with a problem.
+    """Return an error that lists each variable that uses a Secret block with a problem.
 
     Args:
         spec: The run spec.
@@ -222,10 +223,10 @@ def make_server_command(
     inherited = {
         name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")
     }
-    # A person may open the server's pages by the IP address or by the name `localhost`.
+    # A user may open the server's pages with the IP address or with the name `localhost`.
     origins = dict.fromkeys(f"http://{host}:{port}" for host in (address, "localhost"))
     return Command(
-        # Start the server without Prefect's command line, whose import takes seconds.
+        # Do not start the server with the command `prefect`, because its import takes seconds.
         argv=(
             *(sys.executable, "-P", "-m", "tasks.server.sqlite_server", "--factory"),
             "prefect.server.api.server:create_app",
@@ -252,7 +253,7 @@ def make_server_command(
 
 
 def _ui_folder() -> Path:
-    """Return the folder for the files of Prefect's UI, which differ for each Prefect release."""
+    """Return the folder for the files of Prefect's UI. Each Prefect release has its own folder."""
     return muster_home() / "cache" / f"prefect-ui-{prefect.__version__}"
 
 
@@ -278,7 +279,7 @@ def _make_plan(home: Path, port: int, url: str, password: str) -> AttemptPlan:
 
 
 def _save_template(database: Path, template: Path) -> None:
-    """Copy the database of a new server, so that later servers need not create their tables."""
+    """Save a new server's database as template, so that later servers need not create tables."""
     draft = template.with_name(f"{template.name}.{os.getpid()}")
     try:
         template.parent.mkdir(parents=True, exist_ok=True)
@@ -291,9 +292,9 @@ def _save_template(database: Path, template: Path) -> None:
 
 
 def _require_answer(url: str) -> None:
-    """Check that a Prefect server answers.
+    """Check that a Prefect server answers requests.
 
-    The request uses Prefect's client, which knows the configured password, proxy and certificate.
+    The request uses Prefect's client, which applies the configured password, proxy and certificate.
 
     Args:
         url: API address of the server.
@@ -312,15 +313,15 @@ def _require_answer(url: str) -> None:
 
 
 def _is_critical(record: logging.LogRecord) -> bool:
-    """Return True for log records of level CRITICAL. Used as a logging filter."""
+    """Logging filter that accepts only log records of level CRITICAL."""
     return record.levelno >= logging.CRITICAL
 
 
 def skip_event_retries() -> None:
     """Make Prefect give up at once if the server does not accept an event.
 
-    Call this in a process with a temporary server. Otherwise Prefect would try for some seconds to
-    send each event to the stopped server, and this process would wait before it exits.
+    Call this in a process with a temporary server. Otherwise, Prefect would try for some seconds to
+    send each pending event to the stopped server, and this process could not exit during that time.
     """
     EventsWorker.set_client_override(PrefectEventsClient, reconnection_attempts=2)
 
@@ -328,12 +329,13 @@ def skip_event_retries() -> None:
 def hide_prefect_logs() -> None:
     """Keep Prefect's log lines out of the terminal. Prefect still sends them to its server.
 
-    Prefect also prints no error if the server does not accept a log line. The files of the run
-    contain the same information.
+    If the server does not accept a log line, Prefect prints no error. The log line is also in the
+    log files of the run.
     """
     os.environ.setdefault("DO_NOT_TRACK", "1")
     logging.raiseExceptions = False
-    # Prefect configures its loggers again later. That resets their levels, but keeps filters.
+    # Add a filter and do not set a level: Prefect later configures its loggers again, which resets
+    # their levels but keeps their filters.
     logging.getLogger("prefect._internal.concurrency").addFilter(_is_critical)
     for name in list(logging.root.manager.loggerDict):
         for handler in logging.getLogger(name).handlers:

@@ -3,16 +3,17 @@
 `python -m tasks.server.sqlite_server OPTION...` takes the options of uvicorn. Two things differ
 from Prefect's own server process.
 
-A separate thread collects garbage. By default, Python collects garbage in any thread, in most cases
-in that of the event loop. The garbage may include a cursor of a failed query. Freeing a cursor
-needs the lock of its database connection. That connection's thread may wait for a transaction of
-another connection, and that transaction may wait for the event loop. The server would then answer
-no request until SQLite gives up after a minute.
+First, a separate thread collects garbage. By default, Python collects garbage in any thread, mostly
+in the thread of the event loop. The garbage may include a cursor of a failed query. To free a
+cursor, Python needs the lock of the cursor's database connection. The connection's thread may hold
+this lock while it waits for a transaction of another connection, and that transaction may wait for
+the event loop. The server would then answer no request until SQLite gives up after a minute.
 
-Write transactions run one after the other. Prefect begins most transactions as readers. If such a
-transaction writes after another transaction has written, SQLite rejects it at once, regardless of
-the busy timeout: status 503, "database is locked". Prefect's own clients retry after some seconds.
-A browser does not retry, and a click on *Run* in the Prefect UI would be lost.
+Second, write transactions run one after the other. Prefect begins most transactions as read
+transactions. If a read transaction begins to write after another transaction has written, SQLite
+rejects the write at once, regardless of the busy timeout. The server then responds with status 503,
+"database is locked". Prefect's own clients retry after some seconds. A browser does not retry, so a
+click on *Run* in the Prefect UI would be lost.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ from weakref import WeakKeyDictionary
 from prefect.server.database.configurations import SQLITE_BEGIN_MODE, AioSqliteConfiguration
 from sqlalchemy.ext.asyncio import AsyncSession, AsyncSessionTransaction
 
-#: Seconds between two collections of young objects.
+#: Seconds between two garbage collections of young objects.
 _COLLECT_EVERY_S = 2.0
-#: Each 30th collection includes old objects. It takes some tenths of a second.
+#: Every 30th garbage collection includes old objects, and takes some tenths of a second.
 _FULL_COLLECTION_EVERY = 30
 
-#: Lock that a write transaction holds, by event loop. asyncio grants it in the order of arrival.
+#: The lock that a write transaction holds, for each event loop. Transactions get an asyncio lock in
+#: the order in which they requested the lock.
 _write_locks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
 #: True if the current task holds the write lock of its event loop.
 _holds_write_lock: ContextVar[bool] = ContextVar("holds_write_lock", default=False)
@@ -52,8 +54,8 @@ def main() -> None:
 def serialize_writes() -> None:
     """Make each SQLite transaction of Prefect take the write lock at its start.
 
-    Transactions get the lock in the order of arrival. SQLite's own lock keeps no order: waiting
-    transactions poll for the lock, and some of them never get it.
+    Transactions get the write lock in the order in which they requested it. SQLite's own lock has
+    no order: waiting transactions poll for SQLite's lock, and some of them never get it.
     """
     begin = AioSqliteConfiguration.begin_transaction
 
@@ -62,14 +64,16 @@ def serialize_writes() -> None:
         self: AioSqliteConfiguration, session: AsyncSession, with_for_update: bool = False
     ) -> AsyncIterator[AsyncSessionTransaction]:
         if _holds_write_lock.get():
-            # A nested transaction would wait for its own task without end.
+            # This task already holds the write lock. If a nested transaction took the lock again,
+            # the task would wait for itself forever.
             async with begin(self, session, with_for_update) as transaction:
                 yield transaction
             return
         async with _write_lock(), begin(self, session, with_for_update=True) as transaction:
             await session.connection()
-            # The transaction has begun as a writer. Other sessions that this task opens during the
-            # transaction must begin as readers, because a second writer would wait for the first.
+            # The transaction has begun as a write transaction. If this task opens other sessions
+            # during the transaction, they must begin as read transactions: a second write
+            # transaction would wait for the first.
             SQLITE_BEGIN_MODE.set("DEFERRED")
             yield transaction
 

@@ -9,7 +9,8 @@ parts of Prefect are therefore replaced in memory:
 - the HTTP client of the version check, which sends the password, too;
 - the function that opens the websockets of events, logs and workers.
 
-If a release of Prefect moves one of these parts, an error is raised, and no password is sent.
+If a future release of Prefect does not have one of these parts, an error is raised, and no password
+is sent.
 """
 
 from __future__ import annotations
@@ -33,15 +34,16 @@ from tasks.processes.trusted_server import (
 )
 from tasks.record.places import server_password
 
-#: Environment variables for a program of Prefect that must check its servers. The program then
-#: loads Muster's plugin, which imports this module.
+#: Environment variables for a program of Prefect that must check the server process before it sends
+#: the password. The program then loads Muster's plugin, which imports this module.
 GUARDED_PREFECT = {"PREFECT_PLUGINS_ENABLED": "true", "PREFECT_PLUGINS_ALLOW": "muster"}
-#: Environment variables for a program that imports `tasks.server` itself. It loads no plugin.
+#: Environment variables for a program that imports `tasks.server` itself. The program then loads no
+#: plugin.
 UNPLUGGED_PREFECT = {"PREFECT_PLUGINS_ENABLED": "false"}
 
 
 def guard_prefect_clients() -> None:
-    """Make all Prefect clients of this process check the listening process first. Idempotent.
+    """Make all Prefect clients of this process check the owner of the server process. Idempotent.
 
     Raises:
         ImportError: This release of Prefect has a different structure, or another program has
@@ -61,7 +63,7 @@ def guard_prefect_clients() -> None:
 
 
 def _add_check(constructor: Callable[..., None], password: str) -> Callable[..., None]:
-    """Return a constructor of an HTTP client whose connections are checked.
+    """Return a constructor for HTTP clients that check the owner of the server process.
 
     Args:
         constructor: The original `__init__` of the client class.
@@ -82,20 +84,21 @@ def _add_check(constructor: Callable[..., None], password: str) -> Callable[...,
 class RenewedPassword(httpx.Auth):
     """HTTP authentication that reads the server password again after a refused request.
 
-    Each start of a stack sets a new password. A training may outlive a stack. It then reports to
-    the next stack at the same address, with the new password.
+    Each start of a stack sets a new password. A training may continue after its stack has stopped.
+    It then sends its requests to the next stack at the same address, with the new password.
     """
 
     def __init__(self, password: str) -> None:
         """
         Args:
-            password: Password at the start of this process. Only a request with this password is
-                repeated. Any other password was configured by the operator, and is not replaced.
+            password: Password of the server at the start of this process. A refused request is
+                repeated only if it has this password. Any other password was configured by the
+                operator and is not replaced.
         """
         self._old_header = make_auth_header(password)
 
     def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
-        """Yield the request, and after a refusal once more with the present password."""
+        """Yield the request. If the server refuses it, yield it again with the new password."""
         response = yield request
         is_refused = response.status_code == httpx.codes.UNAUTHORIZED
         if is_refused and request.headers.get("Authorization") == self._old_header:
@@ -113,7 +116,7 @@ def make_auth_header(password: str) -> str:
 
 
 class _CheckedAsyncClient(httpx.AsyncClient):
-    """HTTP client that checks the listening process of each connection."""
+    """HTTP client that checks the owner of the server process for each connection."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -121,7 +124,7 @@ class _CheckedAsyncClient(httpx.AsyncClient):
 
 
 class _CheckedConnect(connect):
-    """Opens a websocket, and checks the listening process before it sends the handshake."""
+    """Opens a websocket, and checks the owner of the server process before the handshake."""
 
     async def create_connection(self) -> ClientConnection:
         check = ListenerCheck()

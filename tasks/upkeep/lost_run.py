@@ -51,7 +51,7 @@ from tasks.upkeep.waiting_runs import note_waiting_run, update_page_of_closed_ru
 
 _log = logging.getLogger(__name__)
 
-#: Time limit in which a Prefect worker starts the flow process of a flow run that it has accepted.
+#: A Prefect worker starts the flow process of an accepted flow run within this time.
 _START_TIMEOUT = timedelta(seconds=60)
 #: Seconds until the run's next flow process may start. By then, the old process has exited.
 _DUE_AFTER_S = 2.0

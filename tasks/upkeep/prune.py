@@ -287,7 +287,7 @@ def _file_sizes(directory: Path) -> dict[str, int]:
 
 
 def _named_runs(directory: Path) -> set[str]:
-    """Return the ids of the other runs to which a run's record or specs refer.
+    """Return the ids of the other runs in a run's record and specs.
 
     The run may have started from files of the other runs, for example from a checkpoint.
     """

@@ -1,11 +1,12 @@
 """Finish the runs of this host whose flow process was killed or lost, and correct their records.
 
-A reconcile is safe at any time, even from several processes at once, because one process claims
-each lost run. It changes nothing for a run that is running or waiting or whose state is unknown.
+The functions of this module may be called at any time, even by several processes at once, because
+each lost run is locked by the process that finishes it. The functions do not change a run that is
+running or waiting, or whose state is unknown.
 
-Muster's maintenance process of each host reconciles the host every minute and creates no flow run
-for that. Most reconciles change nothing, and their flow runs would hide the users' runs in the
-Prefect UI.
+Muster's maintenance process of each host calls `reconcile_host` every minute, and does not create a
+flow run for the call. Most calls change nothing, and their flow runs would hide the users' runs in
+the Prefect UI.
 """
 
 from __future__ import annotations
@@ -66,10 +67,10 @@ from tasks.upkeep.waiting_runs import close_ended_waiting_runs
 
 _log = logging.getLogger(__name__)
 
-#: Seconds that one reconcile waits in total for the guardian processes of lost runs, which may
-#: still be stopping their components.
+#: Longest time that one call of `reconcile_host` waits in total for the guardian processes of lost
+#: runs, in seconds. The guardian processes may still be stopping the components of the runs.
 _SETTLE_TIMEOUT_S = 20.0
-#: Longest time that a reconcile waits for a Ray cluster that does not answer, in seconds.
+#: Longest time that `reconcile_host` waits for a Ray cluster that does not answer, in seconds.
 _CLUSTER_TIMEOUT_S = 5.0
 #: Seconds to wait until the Prefect events have been sent.
 _FLUSH_TIMEOUT_S = 5.0
@@ -85,8 +86,9 @@ def reconcile_host(lost: str | None = None) -> Report:
       their true state on the Prefect server.
 
     Args:
-        lost: Name of another host that is permanently gone. Its runs are finished by this host,
-            and its processes count as ended. None reconciles this host.
+        lost: Name of another host that is permanently gone. This host finishes the other host's
+            runs, and the other host's processes count as ended. If None, the runs of this host are
+            finished.
 
     Returns:
         Reports about all runs whose recorded state was wrong.
@@ -115,11 +117,11 @@ def publish(report: Report) -> None:
         else:
             resource_id = f"prefect.muster.run.{run.name}"
         resource = {"prefect.resource.id": resource_id, "prefect.resource.name": run.name}
-        # `emit_event` raises no exception, so an error here cannot stop the reconcile.
+        # `emit_event` never raises an exception, so no error handling is needed here.
         emit_event("muster.run.reconciled", resource=resource, payload=run.as_payload())
     if FlowRunContext.get() is None:
-        # A thread of Prefect sends the events. Wait for it, because this process may soon exit. The
-        # log level is raised because Prefect logs a warning during the wait.
+        # A thread of Prefect sends the events. Wait for the thread, because this process may soon
+        # exit. Raise the log level, because Prefect would log a warning during the wait.
         logging.getLogger(EventsWorker.__name__).setLevel(logging.ERROR)
         EventsWorker.drain_all(timeout=_FLUSH_TIMEOUT_S)
 
@@ -133,8 +135,8 @@ def _finish_lost_runs(host: str) -> Iterator[RunReport]:
                 if lost is not None and (run := _finish(lost, deadline_s)) is not None:
                     yield run
         except Exception as error:
-            # Continue with the other runs. The registry entry of this run remains, so the next
-            # reconcile retries it.
+            # Continue with the other runs. The registry entry of this run remains, so a later call
+            # tries to finish this run again.
             _log.exception("Run %s could not be reconciled.", run_id)
             yield RunReport(name=run_id, found="its process was gone", open=repr(error))
 
@@ -144,10 +146,10 @@ def _finish(lost: LostRun, deadline_s: float) -> RunReport | None:
 
     Args:
         lost: The lost run.
-        deadline_s: End of the wait for guardians, in CLOCK_MONOTONIC seconds.
+        deadline_s: End of the wait for guardian processes, in CLOCK_MONOTONIC seconds.
 
     Returns:
-        The report about the run. None if its jobs keep running and nothing was changed.
+        The report about the run. None if the run's Ray jobs keep running and nothing was changed.
     """
     loss, leftovers = end_processes(lost, deadline_s)
     if leftovers:
@@ -162,7 +164,7 @@ def _finish(lost: LostRun, deadline_s: float) -> RunReport | None:
 def _close_lost_flow_runs(host: str) -> list[RunReport]:
     """Correct the states of flow runs that have neither a process nor a registry entry.
 
-    Such a flow run was submitted but never began, or its registry entry was already removed.
+    A flow run without a registry entry was submitted but never began, or its entry was removed.
 
     Args:
         host: Name of the host of the flow runs.
@@ -174,14 +176,15 @@ def _close_lost_flow_runs(host: str) -> list[RunReport]:
         with connect_to_server(api_url) as client:
             return list(_close_flow_runs(client, _describe_host(client, host)))
     except ServerRefuses as error:
-        # Another try does not help: an operator must set the password.
+        # The server rejects the password. Another try does not help, because an operator must set
+        # the right password.
         return [RunReport(name=api_url, found="its flow runs cannot be read", open=str(error))]
     except ServerAway as error:
         _log.warning("Flow runs without a process were not checked: %s", error)
         return []
     except Exception:
-        # For example, the server can be of another release. Such an error must not prevent the
-        # start of a worker, and must not discard the reports about lost runs.
+        # An unexpected error occurred, for example because the server has another release. The
+        # error must not prevent the start of a worker or discard the reports about lost runs.
         _log.exception("Flow runs without a process could not be checked on %s.", api_url)
         return []
 
@@ -191,7 +194,7 @@ def _close_flow_runs(client: SyncPrefectClient, host: Host) -> Iterator[RunRepor
 
     Args:
         client: Client of the Prefect server.
-        host: The host of the flow runs, with its processes.
+        host: The host of the flow runs, and the processes that run there.
     """
     flow_runs = read_held_flow_runs(client)
     # Read the server's clock after the states, so that no state looks newer than the clock.
@@ -204,8 +207,9 @@ def _close_flow_runs(client: SyncPrefectClient, host: Host) -> Iterator[RunRepor
             continue
         after = _recorded_end(run) or after
         if after.is_scheduled() and run.state.is_running():
-            # Delete the recorded process, which has ended. Otherwise, a cancellation of the
-            # scheduled flow run would wait for this process forever.
+            # Delete the pid of the ended process from the flow run's record on the server.
+            # Otherwise, a cancellation of the scheduled flow run would wait forever for the
+            # process.
             clear_process(client, str(run.id))
         is_accepted = propose_state(client, str(run.id), run.state, after)
         yield RunReport(
@@ -218,12 +222,14 @@ def _close_flow_runs(client: SyncPrefectClient, host: Host) -> Iterator[RunRepor
 
 
 def _recorded_end(run: FlowRun) -> State[Any] | None:
-    """Return the final Prefect state according to the run's record on this host.
+    """Return a flow run's final Prefect state according to the run's record on this host.
 
-    After an outage of the Prefect server, a delayed update can have replaced the final state there.
+    After an outage of the Prefect server, a delayed update may have replaced the final state on the
+    server.
 
     Returns:
-        None if the record is missing or not final, or if a reconcile closed it as lost.
+        The final state. None if the record is missing, if the record has no final state, or if
+        `muster reconcile` has closed the record because the run was lost.
     """
     with suppress(OSError, ValueError):
         record = RunJson.read_for_flow_run(RunPlace.of(run.name).record, str(run.id))
@@ -251,19 +257,20 @@ def _describe_host(client: SyncPrefectClient, name: str) -> Host:
     )
 
 
-#: Seconds between two reconciles of this host.
+#: Seconds between two calls of `reconcile_host` in the maintenance process of this host.
 _EVERY_S = 60.0
-#: Seconds to wait for a reconcile in progress when its process ends. After that, it is cut short,
-#: and the next reconcile repeats its work.
+#: When the maintenance process ends, it waits at most this number of seconds for a running call of
+#: `reconcile_host`. After that, the call is interrupted, and a later call repeats the work.
 _END_TIMEOUT_S = 5.0
 
 
 @contextmanager
 def reconcile_every_minute() -> Iterator[None]:
-    """Reconcile this host every minute in a thread, as a context manager.
+    """Call `reconcile_host` for this host every minute in a thread, as a context manager.
 
-    The first reconcile begins after one minute. While the context is open, no other thread of this
-    process may reconcile. The file locks of the registry only exclude other processes.
+    The first call begins after one minute. While the context is open, no other thread of this
+    process may call `reconcile_host`, because the file locks of the registry exclude only other
+    processes.
     """
     ending = threading.Event()
 
@@ -288,9 +295,9 @@ def reconcile_every_minute() -> Iterator[None]:
 def give_up_host(name: str) -> Report:
     """Finish every run of a host that an operator has declared permanently gone.
 
-    Muster cannot decide this by itself. A host without network looks like a host that is switched
-    off, but its processes still use their GPUs. A host that has recently contacted the Prefect
-    server is rejected.
+    Muster cannot decide by itself whether a host is gone. A host without network looks like a host
+    that is switched off, but its processes still use their GPUs. A host that has recently contacted
+    the Prefect server is rejected.
 
     Args:
         name: Name of the host.
@@ -316,7 +323,8 @@ def _check_is_silent(client: SyncPrefectClient, name: str) -> None:
     """Check that a host exists and has not contacted the Prefect server recently.
 
     Raises:
-        BadArgument: The host has contacted the server recently, or no worker and no run names it.
+        BadArgument: The host has contacted the server recently, or no worker and no run on the
+            server has the name of the host.
     """
     last_contacts = dict(_last_contacts(client, name))
     now = read_server_time(client) or datetime.now(UTC)
@@ -338,7 +346,7 @@ def _check_is_silent(client: SyncPrefectClient, name: str) -> None:
 
 
 def _last_contacts(client: SyncPrefectClient, name: str) -> Iterator[tuple[str, datetime]]:
-    """Yield a phrase for each Muster process of a host, and the time of its last report.
+    """Yield a description of each Muster process of a host, and the time of its last contact.
 
     The time is the last contact of the process with the Prefect server, in UTC.
     """
@@ -365,7 +373,7 @@ def reconcile(*, lost_host: str | None = None) -> int:
             switched off: on a host that only lost its network, old and new runs would share the
             GPUs. A host that has reported in the last two minutes is refused.
     """
-    # The result is printed, so it is not logged as well.
+    # The result is printed to the terminal, so do not log it as well.
     _log.setLevel(logging.ERROR)
     report = give_up_host(lost_host) if lost_host else reconcile_host()
     publish(report)

@@ -35,8 +35,8 @@ class RunReport:
     killed: tuple[int, ...] = ()
     #: Submission ids of the Ray jobs that were ended.
     jobs: tuple[str, ...] = ()
-    #: Phrases about Ray nodes that this reconcile has checked for leftover processes. These nodes
-    #: could not be checked when the job there ended.
+    #: Phrases about Ray nodes that were checked for leftover processes now, because they could not
+    #: be checked when the Ray job ended.
     nodes: tuple[str, ...] = ()
     #: Files, directories and cgroups that were removed.
     removed: tuple[Path, ...] = ()
@@ -45,12 +45,13 @@ class RunReport:
     #: New name of the flow run's state on the Prefect server, or an empty string if the state was
     #: not changed.
     server: str = ""
-    #: Phrase about the work that could not be done yet and the reason, or an empty string.
+    #: Phrase about work that could not be done yet, with the reason. An empty string if all work is
+    #: done.
     open: str = ""
 
     @property
     def has_changes(self) -> bool:
-        """True if the reconcile has changed anything for this run."""
+        """True if `muster reconcile` has changed anything for this run."""
         return any(getattr(self, name) for name in _FIELD_TEXTS if name != "open")
 
     def as_payload(self) -> dict[str, object]:
@@ -70,7 +71,7 @@ class RunReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Result of one reconcile of a host: a report for each run with a wrong state."""
+    """Result of one `muster reconcile` of a host: a report for each run with a wrong state."""
 
     #: Name of the host whose runs were reconciled.
     host: str
@@ -79,12 +80,12 @@ class Report:
 
     @property
     def changed_runs(self) -> tuple[RunReport, ...]:
-        """Reports about the runs that the reconcile has changed."""
+        """Reports about the runs that `muster reconcile` has changed."""
         return tuple(run for run in self.runs if run.has_changes)
 
     @property
     def summary(self) -> str:
-        """One line with the host and the numbers of reconciled and of open runs."""
+        """One line with the host, the number of changed runs, and the number of unfinished runs."""
         if not self.runs:
             return "nothing to do"
         open_count = sum(bool(run.open) for run in self.runs)
@@ -92,6 +93,6 @@ class Report:
         return f"{summary}, {open_count} still open" if open_count else summary
 
     def as_markdown(self) -> str:
-        """Return a Markdown list of the runs that the reconcile has changed."""
+        """Return a Markdown list of the runs that `muster reconcile` has changed."""
         lines = [f"- {escape_markdown(run)}" for run in self.changed_runs]
         return "\n".join((f"Reconciled on **{escape_markdown(self.host)}**\n", *lines))

@@ -1,12 +1,13 @@
 """Close the records of runs that end on the Prefect server while they have no process.
 
-A run that waits for its next attempt has no process. If a user cancels it in this state, its flow
-run becomes Cancelled at once, and no process of the run starts that could close its record. A note
-file on this host lists each such run, and `muster reconcile` closes their records after their end.
+A run that waits for its next attempt has no process. If a user cancels a waiting run, its flow run
+becomes Cancelled at once, and no process of the run starts that could close the run's record. This
+host therefore has a note file for each waiting run. `muster reconcile` reads the note files, and
+closes the record of each run that has ended.
 
-The artifacts of a run in the Prefect UI must be updated together with its record. They also contain
-a copy of the record `run.json`. Hosts without a record of the run, or with an older record, read
-this copy.
+The artifacts of a run in the Prefect UI must be updated together with the run's record. The
+artifacts also contain a copy of the record `run.json`. Hosts without a record of the run, or with
+an older record, read this copy.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def update_page_of_closed_run(client: SyncPrefectClient, flow_run_id: str, direc
     try:
         record = RunJson.read(place.record).decided()
         if record.attempt is None:
-            # No attempt began, so the run has no artifacts.
+            # No attempt has begun, so the run has no artifacts.
             return
         spec = load_resolved(place.attempt(record.attempt.number).spec)
         seen = ObservedRun(spec)
@@ -74,7 +75,7 @@ def update_page_of_closed_run(client: SyncPrefectClient, flow_run_id: str, direc
             page.ATTEMPTS: page.show_attempts(view),
             page.RECORD: page.show_record(view),
         }
-        # `Artifacts` gets no secrets to mask, because they are masked in the files that were read.
+        # `Artifacts` need not mask secrets, because the files of the run contain masked text.
         artifacts = Artifacts(UUID(flow_run_id), shown)
         for key, content in shown.items():
             artifacts.show(client, key, content)
@@ -86,7 +87,7 @@ def read_page_record(client: SyncPrefectClient, flow_run_id: UUID) -> RunJson | 
     """Return the copy of `run.json` from a run's artifacts on the Prefect server.
 
     Returns:
-        None if the server has no such copy.
+        The copy, or None if the server has no copy.
     """
     artifacts = find_artifacts(client, flow_run_id, [page.RECORD])
     return page.parse_record(str(artifacts[0].data)) if artifacts else None
@@ -96,8 +97,8 @@ def read_earlier_record(api_url: str, flow_run_id: UUID) -> RunJson | None:
     """Return the copy of `run.json` on the Prefect server, for a process that resumes the run.
 
     Returns:
-        None if there is no copy, or if the server does not answer: the start of a run must not wait
-        for the records of its earlier attempts.
+        The copy. None if there is no copy, or if the server does not answer. The start of a run
+        must not wait for the records of its earlier attempts.
     """
     try:
         with connect_to_server(api_url) as client:
@@ -121,7 +122,7 @@ class WaitingRunNote(BaseModel):
 
 
 def note_waiting_run(run_id: str, flow_run_id: str, api_url: str) -> None:
-    """Write the note file of a run that waits for its next attempt and will have no process.
+    """Write the note file of a run that has no process while it waits for its next attempt.
 
     Args:
         run_id: Id of the run.
@@ -150,8 +151,8 @@ def list_waiting_runs() -> list[str]:
 def close_ended_waiting_runs() -> Iterator[RunReport]:
     """Close the record of each run of this host that ended while it waited without a process.
 
-    A run is skipped if it still waits, if it has a process again, or if its Prefect server does not
-    answer.
+    A run is skipped if it is still waiting, if it has a process again, or if its Prefect server
+    does not answer.
 
     Yields:
         A report for each run whose record was closed.
@@ -176,11 +177,11 @@ def _close_if_ended(note: WaitingRunNote) -> RunReport | None:
         note: Note file about the run.
 
     Returns:
-        None if the record was not closed.
+        The report, or None if the record was not closed.
     """
     if read_owner(note.run_id) is not None:
         # The next process of the run has started. If that process was killed, `muster reconcile`
-        # closes the record of the run as that of a lost run.
+        # treats the run as a lost run and closes its record.
         return None
     with connect_to_server(note.api_url) as client:
         state = read_state(client, note.flow_run_id)
@@ -218,8 +219,8 @@ def _close_record(
             host can have written this copy. None if there is no copy.
 
     Returns:
-        The state that was written. None if this host's record does not say that the run waits, or
-        if the run ended on another host.
+        The state that was written. None if the run is not waiting according to this host's record,
+        or if the run has ended on another host.
     """
     place = RunPlace.of(note.run_id)
     try:
@@ -227,8 +228,8 @@ def _close_record(
     except (OSError, ValueError):
         return None
 
-    # Another host may have resumed the attempt that ran here. Its record is then newer, although it
-    # has the same number of attempts.
+    # Another host may have resumed the attempt that ran on this host. The other host's record is
+    # then newer, although both records have the same number of attempts.
     is_newer = page_record is not None and len(page_record.attempts) >= len(local_record.attempts)
     if page_record is not None and page_record.state.is_final and is_newer:
         write_json(place.record, page_record.as_json())
