@@ -77,7 +77,7 @@ class RunHandle:
         return read_metrics(self.seen)
 
     def logs(self, component: str = "", *, attempt: int | None = None) -> dict[str, list[str]]:
-        """Return the log lines of each component, by name of the component.
+        """Return the log lines of each component, by the name of the component.
 
         Args:
             component: Name of the component whose logs are returned. If empty, the logs of all
@@ -85,7 +85,7 @@ class RunHandle:
             attempt: Number of the attempt. If None, the last attempt is used.
 
         Raises:
-            BadArgument: There are no logs, or they are on another host.
+            BadArgument: There are no logs, or the logs are on another host.
         """
         run = self.seen
         number = attempt or find_last_attempt(run)
@@ -125,7 +125,7 @@ def find(name: str = "latest") -> RunHandle:
         name: Id of the run or of its flow run, a unique beginning of the run id, or `latest`.
 
     Raises:
-        BadArgument: There is no such run, or there are several.
+        BadArgument: No run has this name, or several runs have a name with this beginning.
     """
     return RunHandle(find_run(name).run_id)
 

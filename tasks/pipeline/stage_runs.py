@@ -32,7 +32,7 @@ from tasks.server.flow_runs import read_flow_runs, read_refusal
 from tasks.spec.pipeline import STAGE_DEPLOYMENT, Stage
 from tasks.spec.run import LIVE_CODE
 
-#: Final state of a run by the final state type of its Prefect flow run.
+#: Final states of a run, by the state type of the run's Prefect flow run.
 _ENDINGS = {
     StateType.COMPLETED: RunState.COMPLETED,
     StateType.CANCELLED: RunState.CANCELLED,

@@ -96,12 +96,13 @@ def find_last_request(states: Sequence[tuple[datetime, bool]]) -> datetime:
     """Return the time at which a user last started or retried a flow run.
 
     The result is the time of the first state after the last final state. If the flow run never had
-    a final state, the result is the time of its first state. If Muster starts a new process after
-    the loss of a process, the result does not change, because Muster sets no final state before.
+    a final state, the result is the time of its first state. If a process was lost and Muster
+    starts a new process, the result does not change, because Muster then sets no final state.
 
     Args:
-        states: Pairs of time (with time zone) and True if the state is final, for each state that
-            the flow run has had. At least one pair is needed. The order does not matter.
+        states: One pair for each state that the flow run has had, in any order. A pair is the time
+            of the state (with time zone), and True if the state is final. At least one pair is
+            required.
     """
     ordered = sorted(states)
     final_indexes = [index for index, (_, is_final) in enumerate(ordered) if is_final]

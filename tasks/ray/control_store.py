@@ -44,7 +44,7 @@ async def kill_actors(gcs_address: str, actor_ids: Iterable[str]) -> None:
 
 
 async def remove_groups(gcs_address: str, group_ids: Iterable[str]) -> None:
-    """Remove Ray placement groups, which frees the resources that they hold.
+    """Remove Ray placement groups, so that the resources of the groups become free.
 
     Args:
         gcs_address: `HOST:PORT` of the control store.

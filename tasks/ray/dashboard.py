@@ -282,7 +282,7 @@ class JobState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Actor:
-    """A Ray actor that has not ended."""
+    """A Ray actor that is alive or pending."""
 
     #: Ray's id of the actor, in hex.
     actor_id: str
@@ -683,7 +683,7 @@ def require_trusted_control_store(gcs_address: str) -> None:
 
 
 def driver_env(gcs_address: str) -> dict[str, str]:
-    """Return the additional environment variables that a Ray driver of this cluster needs.
+    """Return the additional environment variables that a Ray driver of a cluster needs.
 
     Args:
         gcs_address: `HOST:PORT` of the cluster's control store (GCS).

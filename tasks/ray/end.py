@@ -218,16 +218,17 @@ _KILL_TIMEOUT_S = 30.0
 #: Seconds to wait before Muster removes the actors and placement groups of an ended job. Most of
 #: them end together with their driver, but detached actors and placement groups do not.
 _REMOVAL_DELAY_S = 3.0
-#: Seconds to wait before actors and placement groups that still exist are reported as leftovers.
+#: Seconds to wait for the end of a job's actors and placement groups. Those that still exist after
+#: this time are reported as leftovers.
 _FREE_TIMEOUT_S = 30.0
-#: Largest number of nodes that one message lists.
+#: Largest number of unchecked nodes that one message lists.
 _MAX_LISTED_NODES = 5
 #: Pause between two requests to the cluster during the wait for a job's end, as a share of the time
 #: waited so far.
 _PAUSE_SHARE = 0.1
-#: Shortest pause between two requests to the cluster during that wait, in seconds.
+#: Shortest pause between two requests to the cluster during the wait for a job's end, in seconds.
 _MIN_PAUSE_S = 0.04
-#: Longest pause between two requests to the cluster during that wait, in seconds.
+#: Longest pause between two requests to the cluster during the wait for a job's end, in seconds.
 _MAX_PAUSE_S = 0.25
 
 _T = TypeVar("_T")
@@ -253,8 +254,8 @@ class JobEnd:
     #: Descriptions of the job's leftovers: resources and processes that still exist or may still
     #: exist. Empty if the job has no leftovers.
     left: tuple[str, ...]
-    #: Descriptions of the nodes that could not be checked for leftover processes. Nodes that are
-    #: no longer in the cluster are included.
+    #: Descriptions of the nodes that could not be checked for leftover processes of the job. Nodes
+    #: that are no longer in the cluster are included.
     unseen: tuple[str, ...] = ()
     #: True if the job was pending or running when Muster began to end it.
     was_alive: bool = False
@@ -284,7 +285,7 @@ class TakeDown:
     #: If True, the rest of the grace period is skipped. The attribute may be set to True while the
     #: job is being ended.
     is_hurried: bool = False
-    #: True if the cluster has reported the job as pending or running since `run` began.
+    #: True if the cluster has reported the job as pending or running since the call of `run`.
     _was_alive: bool = False
 
     async def run(self, file: SubmissionFile) -> JobEnd:

@@ -122,7 +122,8 @@ _GPUS_INTERVAL_S = 2.0
 #: Seconds to wait for the last lines of a job's log before the job's exit is reported. The last
 #: lines usually name the cause of a failure.
 _LAST_LINES_TIMEOUT_S = 0.8
-#: Seconds to wait until `RayJob.exited` has a result after the job has reached a final state.
+#: Longest wait for the result of `RayJob.exited` after the job has reached a final state, in
+#: seconds.
 _EXIT_TIMEOUT_S = 10.0
 #: Seconds to wait for the log line that shows that the component was ready. The log is copied from
 #: another node, so the line can arrive later than the job's final state.
@@ -439,7 +440,9 @@ class RayJob(Member):
         await self._report_exit(self._state)
 
     def _note_contact(self, problem: str) -> None:
-        """Record the result of a request, and emit an event if contact was lost or restored.
+        """Record the result of a request to the cluster.
+
+        An event is emitted if contact with the cluster was lost or restored.
 
         Args:
             problem: Error of the request, or an empty string if the cluster answered.
@@ -478,7 +481,7 @@ class RayJob(Member):
         """Return "node ADDRESS" for the node of the job's driver.
 
         Returns:
-            An empty string if the driver has not started.
+            The text, or an empty string if the driver has not started.
         """
         if self._state is None or not self._state.driver_ip:
             return ""

@@ -83,7 +83,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeAnswers:
-    """Results of one order that was sent to several nodes."""
+    """Results of one order (a request that nodes carry out) that was sent to several nodes."""
 
     #: Results of the nodes that have carried out the order, by the id of the node.
     answers: Mapping[str, Any]
@@ -93,9 +93,9 @@ class NodeAnswers:
 
 @dataclass(frozen=True, slots=True)
 class AgentKey:
-    """Key pair with which this user signs orders to the agents on Ray nodes.
+    """RSA key pair of this user, which signs orders to Muster's agents on Ray nodes.
 
-    The file of the key pair is readable only for this user.
+    Only this user can read the file with the key pair.
     """
 
     #: The RSA private key.
@@ -194,7 +194,7 @@ class AgentConnection:
         return None
 
     async def order(self, key: AgentKey, what: str, given: Any, within_s: float) -> Any:
-        """Send a signed order to the agent, return its reply, and close the connection.
+        """Send a signed order to the agent of the node. Return the reply, and close the connection.
 
         Args:
             key: The key pair that signs the order.
@@ -237,7 +237,7 @@ class NodeClient:
     nodes: tuple[Node, ...]
     #: `HOST:PORT` of the cluster's control store (GCS).
     _gcs_address: str
-    #: Key pair that signs the orders.
+    #: Key pair that signs the orders to the nodes.
     _key: AgentKey
     #: Addresses that the agents have published, as `HOST:PORT`, by the id of the node.
     _agents: dict[str, str]
@@ -355,8 +355,8 @@ class NodeClient:
             question = {"what": what, "each": dict(each), "within_s": within_s}
             results = NodeAnswers(**await self._ask(question, within_s + _REPLY_MARGIN_S))
         except NoAnswer as error:
-            # The driver process may still send a late reply. It would be mistaken for the reply to
-            # the next question, so end the process.
+            # The driver process may still send a late reply, which would look like the reply to the
+            # next question. So end the driver process.
             await self.end()
             return NodeAnswers(answers={}, unreached=dict.fromkeys(each, str(error)))
         self._agents |= {node: reply["address"] for node, reply in results.answers.items()}
@@ -466,7 +466,7 @@ def _parse_nodes(node_infos: Iterable[Any]) -> tuple[Node, ...]:
     nodes = []
     for node_id, info in infos.items():
         host = info.node_manager_address
-        # The path of the raylet's socket is .../session_2026-.../sockets/raylet.
+        # The path of the raylet's socket is SESSION_DIRECTORY/sockets/raylet.
         session_dir = os.path.dirname(os.path.dirname(info.raylet_socket_name))
         nodes.append(
             Node(
@@ -520,11 +520,11 @@ class SweepReport:
 
     @property
     def is_clean(self) -> bool:
-        """True if every node was checked and no leftover process runs on any of them."""
+        """True if every node was checked and no leftover process runs on any node."""
         return not self.left and not self.unreached
 
     def fields(self, describe: Callable[[LeftoverProcess], str]) -> dict[str, Any]:
-        """Return the fields of the event `job.swept`.
+        """Return the fields of the event `job.swept`, which reports the killed processes.
 
         Args:
             describe: Function that returns the text about a process.

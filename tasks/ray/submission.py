@@ -48,7 +48,8 @@ class JobPlan:
     entrypoint_resources: Mapping[str, float] = field(default_factory=dict)
     #: Ray labels that the driver's node must have: values by the name of the label.
     entrypoint_label_selector: Mapping[str, str] = field(default_factory=dict)
-    #: Names of the nodes that the queue granted to the run. Empty if the run has no grant.
+    #: Names of the nodes that the queue has granted to the run. Empty if the queue has granted no
+    #: nodes.
     nodes: Collection[str] = ()
     #: Number of GPUs that the whole job must take. 0 means that the job needs no GPU.
     gpus: float = 0

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 #: Seconds from the stop signal to SIGKILL for processes that outlive the command of a job.
 STRAGGLERS_S = 0.3
-#: Amount of the resource `worker_node` that a driver takes. It is small so that drivers do not
-#: compete: a node with one unit of the resource has room for 1000 drivers.
+#: Amount of the Ray resource `worker_node` that a job's driver takes. The amount is small, so that
+#: a node with one unit of the resource has room for 1000 drivers.
 _WORKER_SHARE = 0.001
 #: Ray resource with which operators mark the nodes of a cluster that run jobs.
 _WORKER_RESOURCE = "worker_node"
@@ -241,7 +241,7 @@ def wrapper_sources() -> dict[str, str]:
 def _package() -> Iterator[Path]:
     """Create a temporary directory with the wrapper program's files, as a context manager.
 
-    The files always have the same content, so Ray uploads them only once to each cluster.
+    The files are the same for all jobs, so Ray uploads them only once to each cluster.
     """
     with tempfile.TemporaryDirectory(prefix="muster-ship-") as parent:
         package = Path(parent) / _PACKAGE
@@ -305,7 +305,7 @@ async def finish_thread_work(blocking: Coroutine[Any, Any, None]) -> None:
     thread has finished.
 
     Args:
-        blocking: Waits for the thread, for example `asyncio.to_thread(...)`.
+        blocking: Coroutine that waits for the thread, for example `asyncio.to_thread(...)`.
     """
     task = asyncio.ensure_future(blocking)
     try:
@@ -317,7 +317,7 @@ async def finish_thread_work(blocking: Coroutine[Any, Any, None]) -> None:
 
 @dataclass(slots=True)
 class Submitter:
-    """Submits one job, and asks the cluster for the job's state if a submit request fails."""
+    """Submits one Ray job. If a submit request fails, asks the cluster whether it has the job."""
 
     _plan: JobPlan
     _dashboard: Dashboard

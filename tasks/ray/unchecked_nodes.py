@@ -27,7 +27,8 @@ _log = logging.getLogger(__name__)
 class UncheckedNode:
     """A Ray node, or a whole Ray cluster, that could not be checked for leftover processes."""
 
-    #: Ray's node id in hex, or an empty string if no node of the cluster could be checked.
+    #: Ray's node id in hex. An empty string if this object stands for a whole cluster, because no
+    #: node of the cluster could be checked.
     node_id: str
     #: Name of the node. If `node_id` is empty, the address of the cluster's control store (GCS).
     name: str
@@ -74,8 +75,7 @@ class UncheckedNodesNote(BaseModel):
     """Note file that lists the nodes that could not be checked after a Ray job had ended.
 
     The file exists until every listed node has been checked or is no longer in the cluster. A check
-    only kills processes of the attempt that has ended, so it is safe even if the run has new
-    attempts.
+    kills only processes of the ended attempt. So processes of a new attempt of the run are safe.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")

@@ -48,7 +48,7 @@ _SUPERVISOR = "_ray_internal_job_actor_"
 _MEMORY = ("memory", "object_store_memory")
 #: Ray resource that only the head node of a cluster has.
 _HEAD = "node:__internal_head__"
-#: Tolerance for the comparison of resource amounts. Ray rounds them to ten-thousandths.
+#: Tolerance for the comparison of resource amounts, because Ray rounds the amounts to 0.0001.
 _SLACK = 1e-4
 
 
@@ -68,7 +68,7 @@ class NodeReport:
     #: Total amounts of the resources that Ray has set aside for placement groups on the node, by
     #: the name of the resource, such as `GPU_group_0_<group id>`.
     grouped: Mapping[str, float] = field(default_factory=dict)
-    #: True if Ray is about to remove the node and starts no new work on it.
+    #: True if Ray is about to remove the node. Ray then starts no new tasks or actors on the node.
     is_draining: bool = False
 
 
@@ -83,7 +83,7 @@ class ActorReport:
     #: Ray's job id of the driver process that created the actor, in hex.
     job_id: str
     #: Amounts of the resources that the actor holds, by the name of the resource. For an actor in a
-    #: placement group, the names are names such as `GPU_group_0_<group id>`.
+    #: placement group, the resources have names such as `GPU_group_0_<group id>`.
     resources: Mapping[str, float]
 
 
@@ -91,7 +91,7 @@ class ActorReport:
 class ClusterNode:
     """One living node of a Ray cluster, or of a node table that an operator has configured.
 
-    "GPU" stands for the accelerator of the cluster. It can also be, for example, Ray's resource
+    In this class, "GPU" means the accelerator of the cluster, for example Ray's resource `GPU` or
     `NPU`. A *gang* is the set of GPUs that the queue grants to one run.
     """
 
@@ -150,7 +150,8 @@ class Cluster:
 
     #: The living nodes, sorted by name.
     nodes: tuple[ClusterNode, ...]
-    #: Ray's id of the cluster, which is the same for all of its addresses. Empty for a node table.
+    #: Ray's id of the cluster. It does not depend on the address that was used to reach the cluster.
+    #: An empty string for a node table.
     id: str = ""
     #: `taken[run id][node name]`: number of GPUs that the run's Ray jobs hold on the node now. The
     #: jobs take their GPUs step by step, so a run may hold fewer GPUs than the queue has granted to
@@ -175,7 +176,7 @@ def list_job_ids(nodes: Iterable[NodeReport], actors: Iterable[ActorReport]) -> 
 
     Args:
         nodes: The living nodes. Their resources contain the ids of the placement groups.
-        actors: The placed actors.
+        actors: The actors that have been placed on a node.
     """
     job_ids = {actor.job_id for actor in actors}
     for node in nodes:
@@ -388,7 +389,10 @@ class ClusterReader:
         return await self._read(self._store, within_s)
 
     async def _read(self, store: _ControlStore, within_s: float) -> Cluster:
-        """Read a snapshot of the cluster in a thread. After an error, close the gRPC channel."""
+        """Read a snapshot of the cluster's resources in a thread.
+
+        After an error, the gRPC channel is closed.
+        """
         try:
             return await asyncio.to_thread(store.read, within_s)
         except BaseException:

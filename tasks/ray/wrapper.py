@@ -52,17 +52,17 @@ _HANDLED_SIGNALS = (
 _SIGINFO = struct.Struct("=IiiI112x")
 #: Number of the prctl option PR_SET_DUMPABLE. Source: prctl(2).
 _PR_SET_DUMPABLE = 4
-#: Seconds between two attempts to kill all processes of the tree.
+#: Seconds between two attempts to kill all processes of the command's process tree.
 _KILL_INTERVAL_S = 0.02
 #: If the command is younger than this number of seconds, Ray's stop signal may not have reached it.
 #: Ray first lists the processes of the tree and then sends the signal. Processes that start after
 #: the listing get no signal.
 _YOUNG_S = 0.5
-#: Message from the front process to the keeper process: stop the command. Another process than
-#: Ray's has requested the stop.
+#: Message "stop the command" from the front process to the keeper process, if the stop request came
+#: from another process than Ray's.
 _STOP = b"s"
-#: Message from the front process to the keeper process: stop the command. Ray has requested the
-#: stop, and also sends its stop signal to every process of the tree.
+#: Message "stop the command" from the front process to the keeper process, if the stop request came
+#: from Ray. Ray then also sends its stop signal to every process of the tree.
 _STOP_BY_RAY = b"t"
 
 
@@ -101,7 +101,8 @@ def end_like(status: int) -> None:
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         os._exit(code)
-    # The other process may have written a core dump. This process must not write a second one.
+    # Disable core dumps: the other process may have written a core dump, and this process must not
+    # write a second core dump.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     # The action of SIGKILL cannot be set. That is harmless, as SIGKILL always ends the process.

@@ -165,9 +165,10 @@ class Artifacts:
 _CODE = "muster-code"
 #: Artifact type of a part of the content of submitted code. The Prefect UI does not list a part.
 _PART = "muster-code-part"
-#: Largest size of a part in bytes. Proxies limit the size of a request.
+#: Largest size of a part of submitted code, in bytes. Parts are small because HTTP proxies limit
+#: the size of a request.
 _PART_BYTES = 4 << 20
-#: Number of entries that are read with one request.
+#: Number of entries for submitted code that are read with one request.
 _PAGE_SIZE = 200
 
 

@@ -35,8 +35,8 @@ from tasks.spec.formatting import format_duration
 CRON_SLUG = "cron"
 #: The job variable that names the folder in which a run's process starts.
 WORKING_DIR = "working_dir"
-#: Pattern of the descriptions that Muster writes, such as "/home/a/spec.yaml, of the project
-#: /home/a."
+#: Pattern of the deployment descriptions that Muster writes, for example
+#: "/home/a/spec.yaml, of the project /home/a."
 _WRITTEN_DESCRIPTION = re.compile(r"/.*, of the project /.*\.", re.DOTALL)
 
 

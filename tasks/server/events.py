@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 #: Longest time that `Announcer.close` waits for the pending events to be sent, in seconds. Events
 #: that are still pending after that time are dropped.
 CLOSE_WITHIN_S = 5.0
-#: Timeout of a request, in seconds.
+#: Timeout of a request to the Prefect server, in seconds.
 _TIMEOUT_S = 5.0
 #: Largest number of events in one request.
 _MAX_BATCH = 50
@@ -363,7 +363,8 @@ async def send_events(client: PrefectClient, *events: Event) -> None:
         _log.warning("The Prefect server did not take the events %s: %r", names, error)
 
 
-#: Announcer of the run that the current context belongs to. None outside of a run.
+#: The `Announcer` that sends the events of the current context's run. None if the context belongs
+#: to no run.
 current_announcer: ContextVar[Announcer | None] = ContextVar("announcer", default=None)
 
 

@@ -260,7 +260,7 @@ def read_upkeep_deployments(
 ) -> Iterator[tuple[str, DeploymentResponse]]:
     """Yield the name and the deployment of each maintenance flow of a host.
 
-    A flow without a deployment on the server is left out.
+    A flow is omitted if it has no deployment on the server.
     """
     for flow in UPKEEP_FLOWS:
         name = f"{flow}/{host}"

@@ -130,7 +130,8 @@ class Survey:
     shared: str
     #: Digest of the Muster code on the machine that runs the preflight.
     code: str
-    #: Ids of the runs that have processes on the nodes and whose flow process runs or may run.
+    #: Ids of the runs that have processes on the nodes, and whose flow process is running or may be
+    #: running.
     running_run_ids: frozenset[str]
 
 
@@ -489,7 +490,7 @@ def _may_be_alive(run_id: str) -> bool:
     return owner is not None and (owner.host != host_name() or owner.process.is_alive())
 
 
-#: Type of a command's parameter that offers one option for each field of `Limits`.
+#: Type of a command's parameter. The command then has one option for each field of `Limits`.
 LimitOptions = Annotated[Limits, Parameter(name="*")]
 
 

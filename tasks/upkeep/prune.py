@@ -129,7 +129,7 @@ class PrunableRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PruneResult:
-    """Result of one prune of this host's MUSTER_HOME and of the Prefect server."""
+    """Result of `prune_host`, which deletes old data on this host and on the Prefect server."""
 
     #: True if nothing was deleted. The other fields then describe what would have been deleted.
     is_dry: bool
@@ -171,8 +171,8 @@ class PruneResult:
 def prune_host(keep: Retention | None = None, *, dry_run: bool = False) -> PruneResult:
     """Delete the old files of this host that the retention rules do not keep.
 
-    If a Prefect server is configured but does not answer, all files are kept: a run that waits on
-    the server could need the files of another run.
+    If a Prefect server is configured but does not answer, all files are kept, because a queued run
+    on the server could need the files of another run.
 
     Args:
         keep: The retention rules. If None, the rules are read from the environment variables of
@@ -220,7 +220,7 @@ def publish(pruned: PruneResult) -> None:
 
 
 def survey(keep: Retention, wanted: set[str]) -> list[PrunableRun]:
-    """Return the runs on this host that have files to delete, sorted by the time of their end.
+    """Return the runs on this host that have files to delete, sorted by the end time of the run.
 
     The end time of a run is set to infinity, so that its files are kept, in these cases:
 
