@@ -90,7 +90,7 @@ def run_pipeline(
 
 
 def _message_printer() -> Callable[[str], None]:
-    """Return a function that prints a message after the seconds since `_message_printer` ran."""
+    """Return a function that prints a message with the time since this call, in seconds."""
     started_s = time.monotonic()
 
     def print_message(message: str) -> None:

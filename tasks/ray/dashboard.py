@@ -282,7 +282,7 @@ class JobState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Actor:
-    """A Ray actor that is alive or pending."""
+    """A Ray actor in any state except DEAD."""
 
     #: Ray's id of the actor, in hex.
     actor_id: str
@@ -356,7 +356,7 @@ class Dashboard:
             await self._client.aclose()
 
     async def session(self) -> str:
-        """Return the name of the cluster's Ray session. A restarted head node has a new name."""
+        """Return the name of the cluster's Ray session. A restart of the head changes the name."""
         return str((await self._json("/api/version"))["session_name"])
 
     async def nodes(self) -> list[LiveNode]:

@@ -210,16 +210,16 @@ def earliest_end(
     return min(max(lower_bounds, default=monotonic_s), monotonic_s)
 
 
-#: Longest time in seconds that a stop may take in addition to the grace period. In this time, Ray
-#: kills the job and notices its end.
+#: Longest time in seconds that a stop may take in addition to the grace period. The time covers 5 s
+#: that Ray waits after the grace period, and the delay until Ray notices the end of the job.
 _STOP_MARGIN_S = 8.0
 #: Seconds from the SIGKILL of the job's supervisor actor until Ray must report a final state.
 _KILL_TIMEOUT_S = 30.0
 #: Seconds to wait before Muster removes the actors and placement groups of an ended job. Most of
 #: them end together with their driver, but detached actors and placement groups do not.
 _REMOVAL_DELAY_S = 3.0
-#: Seconds to wait for the end of a job's actors and placement groups. Those that still exist after
-#: this time are reported as leftovers.
+#: Seconds to wait for the end of a job's actors and placement groups. After this time, the
+#: remaining actors and placement groups are reported as leftovers.
 _FREE_TIMEOUT_S = 30.0
 #: Largest number of unchecked nodes that one message lists.
 _MAX_LISTED_NODES = 5

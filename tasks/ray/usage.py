@@ -150,7 +150,7 @@ class Cluster:
 
     #: The living nodes, sorted by name.
     nodes: tuple[ClusterNode, ...]
-    #: Ray's id of the cluster. It does not depend on the address that was used to reach the cluster.
+    #: Ray's id of the cluster. It does not depend on the address with which the cluster is reached.
     #: An empty string for a node table.
     id: str = ""
     #: `taken[run id][node name]`: number of GPUs that the run's Ray jobs hold on the node now. The

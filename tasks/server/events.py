@@ -350,8 +350,8 @@ def make_pool_event(name: str, pool: WorkPool, *, node: str | None = None, **kno
 async def send_events(client: PrefectClient, *events: Event) -> None:
     """Send events in one request, without a retry. Log a warning if the server rejects them.
 
-    Call this only if the server has just answered another request, because a request to a server
-    that does not answer would block the caller.
+    Call this only if the server has just answered another request. Otherwise, the caller could wait
+    for a server that does not answer.
     """
     if not events:
         return

@@ -166,8 +166,8 @@ def end_on_request(
         flow_run_id: id of the flow run of the run or pipeline.
         may_be_left: True if a SIGTERM without a cancellation hands the session over to the next
             worker. A worker sends SIGTERM when the flow run is cancelled, and also when the worker
-            itself is stopped. In the first case only, the state of the flow run on the server is a
-            cancelled state.
+            itself is stopped. Only in the first case, the flow run's state on the server is
+            Cancelling or Cancelled.
     """
     wishes = ForwardedRequests(session, flow_run_id, may_be_left=may_be_left)
     is_over = threading.Event()

@@ -31,7 +31,7 @@ def check_nodes_again(host: str) -> Iterator[RunReport]:
     """Check nodes for leftover processes of ended Ray jobs, and yield a report for each job.
 
     A note file on the host lists the unchecked nodes of one ended Ray job. A node that was checked
-    or has left its cluster is removed from the note file.
+    or is no longer in its cluster is removed from the note file.
 
     Args:
         host: Name of the host whose note files are read.

@@ -490,7 +490,7 @@ def _may_be_alive(run_id: str) -> bool:
     return owner is not None and (owner.host != host_name() or owner.process.is_alive())
 
 
-#: Type of a command's parameter. The command then has one option for each field of `Limits`.
+#: Type for a parameter of a command function. The command has an option for each `Limits` field.
 LimitOptions = Annotated[Limits, Parameter(name="*")]
 
 

@@ -131,7 +131,8 @@ class PrunableRun:
 class PruneResult:
     """Result of `prune_host`, which deletes old data on this host and on the Prefect server."""
 
-    #: True if nothing was deleted. The other fields then describe what would have been deleted.
+    #: True if nothing was deleted because of `dry_run`. The other fields then describe the data
+    #: that a real call would have deleted.
     is_dry: bool
     #: Runs whose files were deleted, sorted by the end time of the run.
     runs: tuple[PrunableRun, ...] = ()
@@ -177,7 +178,7 @@ def prune_host(keep: Retention | None = None, *, dry_run: bool = False) -> Prune
     Args:
         keep: The retention rules. If None, the rules are read from the environment variables of
             this process.
-        dry_run: If True, nothing is deleted. The result describes what would be deleted.
+        dry_run: If True, nothing is deleted. The result describes the data that would be deleted.
 
     Raises:
         ValidationError: An environment variable has an invalid value.
