@@ -33,7 +33,7 @@ from tasks.train.run_story import tell_story  # noqa: E402
 
 @dataclass(frozen=True, slots=True)
 class RunHandle:
-    """A handle on a run."""
+    """Handle on one run. Its methods inspect the run, wait for its end, or cancel it."""
 
     #: Id of the run, which is also the name of the run's flow run.
     run_id: str
@@ -119,7 +119,7 @@ class RunHandle:
 
 
 def find(name: str = "latest") -> RunHandle:
-    """Return a run.
+    """Find a run by its name, and return a handle on the run.
 
     Args:
         name: Id of the run or of its flow run, a unique beginning of the run id, or `latest`.

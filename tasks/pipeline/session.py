@@ -64,7 +64,7 @@ _CANCEL_TIMEOUT_S = 180.0
 _HURRIED_TIMEOUT_S = 30.0
 #: Longest wait for a Prefect server that does not answer when the pipeline must end, in seconds.
 _SERVER_TIMEOUT_S = 30.0
-#: Seconds until the pipeline's next flow process may start. By then, this process has exited.
+#: Seconds until the pipeline's next flow process may start. This process exits within this time.
 _DUE_AFTER_S = 5.0
 
 T = TypeVar("T")

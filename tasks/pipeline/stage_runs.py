@@ -58,7 +58,8 @@ def parse_key(pipeline: str, key: str) -> tuple[str, int] | None:
     """Return the name of the stage and the number of its run from an idempotency key.
 
     Returns:
-        None if the key does not belong to the pipeline with the given flow run id.
+        The name and the number, or None if the key does not belong to the pipeline with the given
+        flow run id.
     """
     stage, _, number = key.removeprefix(f"{pipeline}-").rpartition("-")
     if not key.startswith(f"{pipeline}-") or not stage or not number.isdecimal():

@@ -544,7 +544,7 @@ class RayJob(Member):
         return await self._log.complete(self._state.driver_node_id)
 
     async def _check_loss(self) -> GiveUpReason | None:
-        """Return the reason why the job is lost, or None if it is not lost.
+        """Return the reason why the job is lost, or None if the job is not lost.
 
         A job is lost if the cluster has not answered for too long or no longer knows the job.
         """
@@ -563,8 +563,8 @@ class RayJob(Member):
         """Return the reason why the job is given up if it did not take its GPUs in time.
 
         Returns:
-            None if the job has its GPUs, if the job has more time to take its GPUs, or if the
-            cluster does not answer.
+            The reason. None if the job has its GPUs, if the job has more time to take its GPUs, or
+            if the cluster does not answer.
         """
         if self._file is None or self._state is None or self._state.status != "RUNNING":
             return None

@@ -566,7 +566,8 @@ async def sweep(
             includes all components.
         only: Names of the nodes to check, by the id of the node. If empty or None, all nodes are
             checked.
-        within_s: Deadline in seconds. Nodes that have not answered by then count as `unreached`.
+        within_s: Deadline in seconds. Nodes that have not answered before the deadline count as
+            `unreached`.
     """
     wanted = _marker_variables(run_id, attempt, component)
     names = dict(only or {})

@@ -365,7 +365,7 @@ class Submitter:
         """Return the reason why the cluster has no record of a job that it had accepted.
 
         Returns:
-            None if the cluster does not answer.
+            The reason, or None if the cluster does not answer.
         """
         try:
             session = await self._dashboard.session()

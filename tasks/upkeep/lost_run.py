@@ -53,7 +53,7 @@ _log = logging.getLogger(__name__)
 
 #: A Prefect worker starts the flow process of an accepted flow run within this time.
 _START_TIMEOUT = timedelta(seconds=60)
-#: Seconds until the run's next flow process may start. By then, the old process has exited.
+#: Seconds until the run's next flow process may start. The old flow process exits within this time.
 _DUE_AFTER_S = 2.0
 #: Seconds after the loss of a run during which its cleanup is postponed if the Prefect server does
 #: not answer.
@@ -63,8 +63,8 @@ _SERVER_TIMEOUT_S = 24 * 3600.0
 _PREDECESSOR_TIMEOUT_S = 120.0
 #: Seconds between two checks whether the guardian processes of a lost run have finished.
 _CHECK_INTERVAL_S = 0.2
-#: Text in a report if the Prefect server has rejected the new state of a flow run, because the flow
-#: run had changed its state in the meantime.
+#: Text in a report about a lost run. The Prefect server has then rejected a new state for the run's
+#: flow run, because the state of the flow run had just changed.
 CHANGED = "the state of its flow run has just changed on the Prefect server"
 
 

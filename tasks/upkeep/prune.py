@@ -314,7 +314,7 @@ def _delete_files(run: PrunableRun) -> str:
             problem = problem or str(error)
 
     folders = (Path(parent) / name for parent, names, _ in os.walk(directory) for name in names)
-    # The reverse order puts subfolders before their parent folder.
+    # Delete subfolders before their parent folder, which the reverse order of the paths ensures.
     for folder in sorted(folders, reverse=True):
         with suppress(OSError):
             folder.rmdir()
