@@ -110,7 +110,10 @@ def _prepare_gate(scene: Scene) -> None:
 
 
 def _kill_dependency_at_gate(scene: Scene) -> None:
-    """Kill the component that is ready, before the component that depends on it may start."""
+    """Kill a ready component while the test still delays the start of the next component.
+
+    The next component depends on the killed component, so it must not be started.
+    """
     dependent = scene.phase.starting
     scene.until("gate.reached", dependent)
     dependency = NAMES[NAMES.index(dependent) - 1]

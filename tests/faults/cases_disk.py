@@ -65,7 +65,8 @@ def _prepare_home_on_disk(
     scene.stack.enter_context(disk(mount_point))
     scene.witness_arguments |= {
         "env": {"MUSTER_HOME": str(mount_point / "home")},
-        # The record is larger than the space that is freed when the registry entries are deleted.
+        # The run's record must be larger than the disk space that becomes free when the registry
+        # entries are deleted.
         "record_bytes": 1 << 16,
     }
 
@@ -93,13 +94,20 @@ def _prepare_registry_on_small_disk(scene: Scene) -> None:
 
 
 def _check_component_was_not_started(scene: Scene) -> None:
-    """Check that the component was not started: no reconcile could find it without an entry."""
+    """Check that the component was not started.
+
+    The full disk has no room for the component's registry entry, and without an entry
+    `muster reconcile` could not find the component.
+    """
     assert scene.witness.seen("component.spawned", scene.phase.starting) == []
     _check_record_is_closed_later(scene)
 
 
 def _check_record_is_closed_later(scene: Scene) -> None:
-    """Check that the run stays registered while the disk is full, then free space and reconcile."""
+    """Check that the run stays registered while the disk is full.
+
+    Then free space on the disk and run `muster reconcile`, which must close the run's record.
+    """
     assert not scene.witness.record().state.is_final
     assert any(scene.witness.home.glob("live/*")), "no reconcile would close the record"
     _filler_path(scene).unlink()
@@ -152,7 +160,7 @@ HOME_ON_FULL_DISK = [
 
 
 def _freeze_and_kill(scene: Scene) -> None:
-    """Kill the trainer while the disk is frozen, and thaw the disk after the teardown."""
+    """Kill the trainer while the file system is frozen, and unfreeze it after the teardown."""
     disk = str(scene.directory / "disk")
     subprocess.run(["fsfreeze", "-f", disk], check=True)
     scene.signal("trainer")

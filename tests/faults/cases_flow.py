@@ -25,7 +25,8 @@ from tests.support.shapes import SHAPES
 from tests.support.stage import Stage, sh, wait_until
 from tests.support.witness import Witness
 
-#: Title of each case and the name of the oddity in `tests.support.supervising`, by fault number.
+#: Unusual states of the flow process, by the number of the fault: title of the case, and name of
+#: the function in `tests.support.supervising` that brings the flow process into the state.
 _ODDITIES = {
     21: ("SIGCHLD ignored, inherited", "sigchld-ignored"),
     22: ("blocked signal mask, inherited", "signals-blocked"),
@@ -35,7 +36,10 @@ _ODDITIES = {
 
 
 def _prepare_daemons(scene: Scene) -> None:
-    """Give each component a daemon that only the guardian of the component can find."""
+    """Let each component start a daemon.
+
+    Only the guardian, the process that starts and ends the component, can find this daemon.
+    """
     for name in NAMES if scene.phase is not Phase.STOPPING else NAMES[:-1]:
         scene.components[name]["argv"] = SHAPES["scrubbed-daemon"]
 
@@ -50,6 +54,8 @@ def _prepare_first_gate(scene: Scene) -> None:
 
 def _prepare_death_before_registration(scene: Scene) -> None:
     """Let the flow process die after it has forked a guardian, before it registers the component.
+
+    The guardian is the process that starts and ends the component.
 
     The program of the component must not start. Its stop signal is SIGWINCH, which it ignores. If
     the program is started by mistake, it has its whole grace period to write to the log.
@@ -117,7 +123,10 @@ GUARDIAN_KILLED = [
 
 
 def _kill_outer_guardian(scene: Scene) -> None:
-    """Kill the process outside the namespace that waits for the guardian in it (level L4)."""
+    """Kill the process that waits, outside the PID namespace, for the guardian inside (level L4).
+
+    The guardian is the process that starts and ends the component.
+    """
     inner = scene.guardian("trainer")
     [outer] = set(scene.guardians("trainer")) - {inner}
     os.kill(outer, signal.SIGKILL)
@@ -193,7 +202,7 @@ TEMPLATE_LOST = [
 
 
 def _kill_flow_and_guardians(scene: Scene) -> None:
-    """Kill the flow process and all guardians, then reconcile.
+    """Kill the flow process and the guardian processes of all components, then reconcile.
 
     All of these processes are stopped first, so that no guardian reacts to the end of the flow.
     """
@@ -203,7 +212,8 @@ def _kill_flow_and_guardians(scene: Scene) -> None:
     for pid in (*guardians, scene.witness.pid):
         os.kill(pid, signal.SIGKILL)
     if scene.level == "L4":
-        # The kernel kills the processes of a PID namespace together with its guardian.
+        # The guardian is the first process of the PID namespace. When it dies, the kernel kills all
+        # other processes of the namespace.
         assert scene.witness.testimony().left == ()
     else:
         wait_until(lambda: not scene.witness.is_there(), "the flow is gone")
@@ -213,7 +223,7 @@ def _kill_flow_and_guardians(scene: Scene) -> None:
 
 def _check_second_reconcile_does_nothing(scene: Scene) -> None:
     assert not any(scene.witness.home.glob("live/*")), "the registry entry still exists"
-    # At L4 the oracle has removed the cgroups itself, before the reconcile.
+    # At level L4 (PID namespace), the observing oracle process has already removed the cgroups.
     if scene.level != "L4":
         assert scene.witness.testimony().cgroups == ()
     assert scene.reconcile() == {}
@@ -279,7 +289,8 @@ def _kill_trainer(scene: Scene) -> None:
     lines = Path(f"/proc/{scene.pid('trainer')}/status").read_text().splitlines()
     status = dict(line.split(":\t", 1) for line in lines)
     assert int(status["SigBlk"], 16) == 0
-    # The trainer's script ignores SIGTERM. The C library reserves the signals 32 and 33.
+    # No signal may be ignored except SIGTERM, which the trainer's script ignores, and the signals
+    # 32 and 33, which the C library reserves for itself.
     ignored_by_script = 1 << (signal.SIGTERM - 1)
     reserved_by_c_library = 0b11 << 31
     ignored = int(status["SigIgn"], 16)

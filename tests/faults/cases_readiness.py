@@ -17,7 +17,7 @@ def _prepare_never_ready(scene: Scene) -> None:
 
 
 def _prepare_hanging_server(scene: Scene) -> None:
-    """Start a server that accepts the connection of the probe and never answers."""
+    """Start a server that accepts the connection of the readiness probe and never answers."""
     port = free_port()
     ready = ReadyProbe(http=f"http://127.0.0.1:{port}/ready", within_s=1.0)
     scene.components[scene.phase.starting] |= {"argv": server(port, "-"), "ready": ready}
@@ -111,7 +111,10 @@ def _prepare_gate(scene: Scene) -> None:
 
 
 def _start_stale_instance(scene: Scene) -> None:
-    """Start a leftover process of an earlier attempt, which answers the probe of the new one."""
+    """Start a leftover process of an earlier attempt.
+
+    The process answers the readiness probe of the component that the new attempt starts.
+    """
     scene.until("gate.reached", scene.phase.starting)
     env = {**os.environ, "MUSTER_RUN_ID": scene.witness.run_id, "MUSTER_ATTEMPT": "0"}
     port = urlsplit(scene.components[scene.phase.starting]["ready"].http).port

@@ -51,7 +51,10 @@ def _registry_entries(scene: Scene) -> list[Path]:
 
 
 def _kill_flow(scene: Scene) -> None:
-    """Kill the flow process. Its guardians end all components, and the registry entry remains."""
+    """Kill the flow process. The components end, and the run's registry entry remains.
+
+    The guardian process that owns a component ends the component when the flow process is dead.
+    """
     scene.witness.kill()
     assert scene.witness.testimony().left == ()
 
@@ -96,7 +99,10 @@ PID_REUSE = [
 
 
 def _rewrite_registry_for_other_boot(scene: Scene) -> None:
-    """Write process ids of running processes into the registry, but with another boot id."""
+    """Write process ids of running processes, with another boot id, into the registry.
+
+    The other boot id shows that the machine has restarted, so the ids name other processes now.
+    """
     _kill_flow(scene)
     pids = scene.bystanders[0][0]
     for path in _registry_entries(scene):
@@ -122,7 +128,7 @@ REBOOT = Case(
 
 
 def _segment_paths(scene: Scene) -> tuple[Path, Path]:
-    """Return the path of the run's shared memory segment, and that of an unrelated process."""
+    """Return two paths of shared memory segments: the run's, and an unrelated process's."""
     return tuple(  # type: ignore[return-value]
         Path(f"/dev/shm/muster-fault-{name}-{scene.tag}") for name in ("ours", "others")
     )
@@ -138,7 +144,7 @@ def _prepare_segment_leak(scene: Scene) -> None:
 def _leak_segment_of_other_process(scene: Scene) -> None:
     """Leak a segment of an unrelated process during the run, and wait for the run's own segment.
 
-    The unrelated process ends before the run. Muster must have noted only the run's segment.
+    The unrelated process ends before the run. Muster must have registered only the run's segment.
     """
     own_segment, foreign_segment = _segment_paths(scene)
     with helper(*python(_LEAKS_SEGMENT), foreign_segment.name, cwd=scene.directory):

@@ -40,7 +40,8 @@ def _prepare_leaky_flow(scene: Scene) -> None:
 def _wait_for_three_descriptors(scene: Scene) -> None:
     for event in scene.witness.seen("component.spawned"):
         directory = f"/proc/{event['pid']}/fd"
-        # The dynamic loader of the program opens a fourth descriptor for a moment.
+        # At its start, the program has a fourth open descriptor for a moment: its dynamic loader
+        # reads a library.
         wait_until(
             lambda directory=directory: sorted(os.listdir(directory)) == ["0", "1", "2"],
             f"{event['component']} has its three descriptors and no other",
@@ -66,16 +67,16 @@ def _prepare_gate(scene: Scene) -> None:
 
 
 def _limit_guardian(scene: Scene, limit: int, value: int) -> None:
-    """Set a resource limit of the guardian that will start the component.
+    """Set a resource limit of the guardian process that will start the component.
 
     Args:
-        scene: The run, whose start of the component waits at a gate.
+        scene: The run. The test delays the start of its component until the limit is set.
         limit: Number of the limit, for example `resource.RLIMIT_NOFILE`.
         value: New soft and hard limit.
     """
     starting = scene.phase.starting
     scene.until("gate.reached", starting)
-    # At L4 the guardian outside the namespace starts a second guardian inside.
+    # At level L4, the guardian outside the PID namespace starts a second guardian inside.
     expected = 2 if scene.level == "L4" else 1
     wait_until(lambda: len(scene.guardians(starting)) == expected, "its guardians are there")
     for guardian in scene.guardians(starting):
@@ -120,13 +121,16 @@ SPAWN = [
 
 
 def _freeze(scene: Scene) -> None:
-    """Keep the trainer in uninterruptible sleep until the run has reported its verdict."""
+    """Keep the trainer in uninterruptible sleep until the run has reported its final state."""
     with frozen(scene.pid("trainer")):
         _stop_and_wait_for_verdict(scene)
 
 
 def _trace(scene: Scene) -> None:
-    """Trace the trainer, so that no process can reap it, until the run has reported its verdict."""
+    """Trace the trainer until the run has reported its final state.
+
+    The parent of a traced process cannot reap it, so the killed trainer stays a zombie.
+    """
     with traced(scene.pid("trainer"), scene.directory):
         _stop_and_wait_for_verdict(scene)
 
@@ -145,7 +149,10 @@ def _check_trainer_is_not_reported_as_stopped(scene: Scene) -> None:
 
 
 def _check_verdict_names_pid(scene: Scene) -> None:
-    """Check that the verdict has the pid with which a person can read /proc/PID/stack."""
+    """Check that the run's reported failure names the pid of the process that did not end.
+
+    With this pid, a person can read /proc/PID/stack.
+    """
     _check_trainer_is_not_reported_as_stopped(scene)
     assert scene.pid("trainer") in scene.witness.verdict()["left"]["trainer"]
 
@@ -165,8 +172,9 @@ def _unkillable(
         inject: Injects the fault into the run.
         check: Checks the result of the run.
         survivor: Name of the component with the surviving process, or `ANYTHING`.
-        levels: Containment levels at which the fault is injected.
-        obstacle: Returns the reason why the fault cannot be injected, or an empty string.
+        levels: Containment levels ("L2" to "L4") at which the fault is injected.
+        obstacle: Returns the reason why this machine cannot inject the fault, or an empty string
+            if it can.
     """
     expected = Expected(state="failed", survivor=survivor, message_part="survived SIGKILL")
     return Case(
@@ -193,7 +201,8 @@ UNKILLABLE = [
     _unkillable(
         "a process that cannot be reaped", _trace, _check_verdict_names_pid, levels=LEVELS[:-1]
     ),
-    # At L4 the namespace itself survives. The verdict does not assign it to a component.
+    # At level L4, the PID namespace itself survives. The reported failure names no component for
+    # this survivor.
     _unkillable(
         "a process that cannot be reaped",
         _trace,
@@ -205,7 +214,7 @@ UNKILLABLE = [
 
 
 def _check_reason_of_lower_level(scene: Scene, reason: str) -> None:
-    """Check that the run uses a lower level and reports the reason."""
+    """Check that the run uses a lower containment level than it requested, and reports why."""
     missing = scene.until("containment")["missing"]
     assert reason in missing[scene.level], missing
 
@@ -273,10 +282,11 @@ DROPS = [
 
 
 def _starve_flow(scene: Scene) -> None:
-    """Leave the flow process without file descriptors when it starts the component.
+    """Leave the flow process without free file descriptors when it starts the component.
 
-    The flow process may fail at the start, or already have all its descriptors. Then the component
-    fails its readiness probe. In both cases no process may survive the run.
+    The flow process may then fail to start the component. If it already has all descriptors for
+    the start, the component starts and then fails its readiness probe. In both cases no process may
+    survive the run.
     """
     scene.components[scene.phase.starting]["ready"] = ReadyProbe(
         http=f"http://127.0.0.1:{free_port()}/", within_s=0.5
@@ -292,7 +302,8 @@ STARVED = [
         prepare=_starve_flow,
         is_at_once=True,
         expect=Expected(state="failed"),
-        # Without a free descriptor, the flow cannot list the directories and remove them.
+        # Without a free file descriptor, the flow process cannot list the directories that must be
+        # removed after the run.
         is_tidy=False,
     )
     for phase in STARTING

@@ -39,7 +39,7 @@ def _prepare_shape(shape: str, scene: Scene) -> None:
 def _kill_leader_while_stopping(scene: Scene) -> None:
     """Kill the trainer's first process while the environment component is in its grace period.
 
-    In other phases there is no such fault: the run is only stopped.
+    This fault is possible only while the run stops. In the other phases, the run is only stopped.
     """
     if scene.phase is Phase.STOPPING:
         scene.signal("trainer")
@@ -70,7 +70,7 @@ SHAPED = [
 def _prepare_burst(scene: Scene) -> None:
     """Let the trainer fork until the process limit of the whole run is reached.
 
-    The flow process and the guardians cannot fork then either.
+    Then the flow process and the guardian processes of the components cannot fork, either.
     """
     cgroup = scene.stack.enter_context(pids_cgroup(_MAX_PROCESSES))
     enter_cgroup = f'echo $$ > {cgroup}/cgroup.procs && exec "$@"'
@@ -138,7 +138,7 @@ def _prepare_goodbye(scene: Scene) -> None:
 
 
 def _check_goodbye_was_printed(scene: Scene) -> None:
-    """Check that Muster continued the stopped process, so that it could handle SIGTERM."""
+    """Check that Muster continued the stopped process, so that the process could handle SIGTERM."""
     assert "bye" in (scene.directory / "trainer.log").read_text()
 
 
@@ -204,7 +204,7 @@ def _press_ctrl_c(scene: Scene) -> None:
 def _press_ctrl_c_twice(scene: Scene) -> None:
     scene.has_stopped = True
     _press_ctrl_c(scene)
-    # SIGINTs that arrive within ONE_PRESS_S are one press of the key.
+    # SIGINTs that arrive within ONE_PRESS_S count as a single press of Ctrl-C.
     second_press_at = time.monotonic() + 2 * ONE_PRESS_S
     wait_until(lambda: time.monotonic() > second_press_at, "time for a second press")
     _press_ctrl_c(scene)

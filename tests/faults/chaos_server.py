@@ -19,7 +19,7 @@ from tests.support.dummy_server import DummyServer, Fault, Request, _Connection
 class LedgerServer(DummyServer):
     """Fake inference server that appends one JSON line per finished generation to a file.
 
-    The line is written just before the last bytes of the answer are sent.
+    The line is written just before the server sends the last bytes of the generation's answer.
     """
 
     def __init__(self, rank: int, *, token_s: float, ledger: str) -> None:

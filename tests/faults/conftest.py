@@ -9,8 +9,8 @@ pytest.register_assert_rewrite("tests.support.stage", "tests.support.witness", "
 from tests.faults import table  # noqa: E402
 
 _rows: list[table.Row] = []
-#: Result of test_grace.py by the way in which the runs were ended. A result such as `9/10` means
-#: that the components of 9 of 10 runs saved their state.
+#: Results of test_grace.py, by the way in which the runs were ended. The result `9/10` means that
+#: 10 runs were ended, and the components of 9 of these runs saved their state.
 _saved: dict[str, str] = {}
 
 

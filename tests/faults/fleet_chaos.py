@@ -48,15 +48,15 @@ _ENGINES = 8
 _CLIENTS = 24
 _HEALTH = {"interval_s": 1.0, "timeout_s": 2.0, "misses": 2}
 _RECOVERY = {"budget": "unlimited", "backoff_s": 0.1, "max_backoff_s": 1.0, "parallel": 4}
-#: A request without a complete answer after this time counts as lost.
+#: A request without a complete answer after this time, in seconds, counts as lost.
 _ANSWER_WITHIN_S = 60.0
-#: Time within which all engines must be ready.
+#: Time limit, in seconds, within which all engines must be ready.
 _READY_WITHIN_S = 60.0
-#: Time at the end of the run in which no fault is injected.
+#: Duration, in seconds, of the last part of the test. No fault is injected in this part.
 _LAST_FAULT_BEFORE_S = 10.0
-#: Limit on one request to a server.
+#: Time limit, in seconds, on one request to a server.
 _PUSH_WITHIN_S = 2.0
-#: Time between the end of an answer and a failure of its server within which the answer may not
+#: If a server fails within this time, in seconds, after the end of an answer, the answer may not
 #: reach the gateway.
 _SAME_MOMENT_S = 0.2
 #: Faults that justify a restart of the server. The server must survive all other faults.
@@ -91,7 +91,7 @@ class Outcome:
 
 @dataclass(slots=True, kw_only=True)
 class Chaos:
-    """One run of the fleet with its clients, its trainer and its faults."""
+    """One test run of the rollout fleet: its clients, its trainer, and the injected faults."""
 
     #: Port of the gateway.
     port: int
@@ -99,7 +99,8 @@ class Chaos:
     random: Random
     #: Directory with the files of the fleet.
     directory: Path
-    #: End of the requests and faults, in UTC epoch seconds.
+    #: Time at which the clients send the last requests and the last faults are injected, in UTC
+    #: epoch seconds.
     until: float
     #: HTTP client that all tasks share.
     client: aiohttp.ClientSession
@@ -109,11 +110,12 @@ class Chaos:
     faults: list[tuple[float, int, str]] = field(default_factory=list)
     #: Committed weight versions, each with the time of its commit in UTC epoch seconds.
     synced: list[tuple[float, int]] = field(default_factory=list)
-    #: Start and end of each call that aborted the running requests to begin a weight update.
+    #: Start and end, in UTC epoch seconds, of each call that aborted the running requests because
+    #: a weight update began.
     aborted: list[tuple[float, float]] = field(default_factory=list)
-    #: Number of weight updates per result.
+    #: Number of weight updates by their result, as `_sync` returns it.
     ends: Counter[str] = field(default_factory=Counter)
-    #: Running tasks that hold stolen ports.
+    #: Running tasks of this program that listen on the port of a killed server.
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     @property
@@ -123,7 +125,7 @@ class Chaos:
 
     @property
     def is_over(self) -> bool:
-        """True if the time of the run is over."""
+        """True if the clients must send no more requests, because the time of the test is over."""
         return time.time() > self.until
 
     async def snapshot(self) -> dict[str, Any]:
@@ -133,9 +135,10 @@ class Chaos:
         return snapshot
 
     async def ask(self, number: int) -> None:
-        """Act as one client: send requests one by one until the run is over.
+        """Act as one client: send requests one by one until the time of the test is over.
 
-        A request demands a stream, and belongs to a session, with a probability of one half each.
+        Half of the requests ask for a stream. Half of the requests belong to a session. Both are
+        drawn at random.
         """
         random = Random(f"{self.random.random()} {number}")
         count = 0
@@ -209,9 +212,9 @@ class Chaos:
         """Send one weight version to the fleet and return the result of the weight update.
 
         Returns:
-            "refused" if the gateway did not begin the update, "late" if a later call failed, and
-            otherwise the way in which the trainer ended the update: "commit", "give up" or
-            "forget".
+            "refused" if the gateway did not begin the update. "late" if a later call failed.
+            Otherwise the way in which the trainer ended the update: "commit", "give up" (abort)
+            or "forget" (no further call).
         """
         random = self.random
         in_flight = random.choice(["wait", "abort"])
@@ -237,12 +240,14 @@ class Chaos:
         if status != 200:
             return "late"
         if end == "forget":
-            # The update ends at its deadline. Until then the gateway refuses the next update.
+            # The trainer abandons the update. The gateway ends it at its deadline, and refuses
+            # every other update before the deadline.
             return end
         if end == "give up":
             status, _ = await self._order("DELETE", sync)
             return end if status == 200 else "late"
-        # The commit also names engines that answered 500. The gateway must not use them anyway.
+        # The commit also names engines that answered the broadcast with 500. The gateway must
+        # nevertheless send no requests to these engines.
         answers = [answer for answer in broadcast["answers"] if answer["status"] is not None]
         epochs = {
             str(answer["engine"]): answer["epoch"] for answer in answers if random.random() < 0.95
@@ -276,7 +281,7 @@ class Chaos:
                 self.faults.append((at, server["rank"], kind))
 
     async def _inject(self, kind: str, server: dict[str, Any]) -> bool:
-        """Inject one fault into a server, and return True if it was possible."""
+        """Inject one fault into a server, and return True if the fault could be injected."""
         match kind:
             case "kill" | "steal" | "stop":
                 return self._signal(kind, server["port"])
@@ -298,7 +303,9 @@ class Chaos:
             return False
 
     def _signal(self, kind: str, port: int) -> bool:
-        """Kill or stop the process that listens on the port, and return True if there was one.
+        """Kill or stop the process that listens on the port.
+
+        Return True if a process listened on the port.
 
         For the kind "steal", this program then listens on the port for some seconds.
         """
@@ -330,7 +337,10 @@ async def _hold_port(port: int, seconds: float) -> None:
 
 
 def _pieces(text: str) -> list[dict[str, Any]]:
-    """Return the metadata of each piece of an answer, or an empty list if it is not valid."""
+    """Return the metadata of each chunk of a streamed answer.
+
+    The list is empty if the answer is not valid.
+    """
     try:
         if text.startswith("data:"):
             lines = [line[6:] for line in text.split("\n\n") if line.startswith("data: {")]
@@ -344,14 +354,14 @@ def _pieces(text: str) -> list[dict[str, Any]]:
 class Judgement:
     """Result of a run of the fleet."""
 
-    #: Broken promises, one sentence each. Empty if there are none.
+    #: Violated requirements, one sentence each. Empty if the fleet met all requirements.
     faults: list[str]
     #: Numbers of requests, faults, restarts and weight updates.
     summary: str
 
 
 def judge(chaos: Chaos, ledger: Path, events: Path) -> Judgement:
-    """Check all promises and return the broken ones.
+    """Check all requirements that the module's docstring lists.
 
     Args:
         chaos: The run, with the results of its clients.
@@ -404,7 +414,7 @@ def judge(chaos: Chaos, ledger: Path, events: Path) -> Judgement:
 
 
 def _wrong_weights(outcome: Outcome, synced: Sequence[tuple[float, int]]) -> str:
-    """Return the error in the weight version of an answer, or an empty string.
+    """Return the error in the weight version of an answer, or an empty string if it is correct.
 
     Args:
         outcome: Result of a request that was answered.
@@ -428,13 +438,14 @@ def _answered_twice(
 ) -> list[str]:
     """Return a message for each request that the gateway sent to a second server without need.
 
-    A second server is right if the first server failed, or a weight update aborted the request,
-    at the time of the first answer. The first answer may then not have reached the gateway.
+    The gateway needs a second server if, at the time of the first answer, the first server failed
+    or a weight update aborted the request: the first answer may not have reached the gateway.
 
     Args:
         generations: Records of the servers.
         events: File with the events of the fleet.
-        aborted: Start and end of each call that aborted the running requests.
+        aborted: Start and end, in UTC epoch seconds, of each call that aborted the running
+            requests because a weight update began.
     """
     failed = [
         (line["at"], line["ranks"])
@@ -464,7 +475,10 @@ def _answered_twice(
 
 
 def _restarts(events: Path) -> list[tuple[float, int, str]]:
-    """Return the time, the rank and the cause of each recovery; retries are not included."""
+    """Return the time, the server's rank and the cause of each recovery.
+
+    Further tries of the same recovery are not included.
+    """
     lines = [json.loads(line) for line in events.read_text().splitlines()]
     return [
         (line["at"], rank, line["cause"])
@@ -566,7 +580,7 @@ async def storm(minutes: float, seed: int, directory: Path) -> Judgement:
 
 
 async def _until_ready(chaos: Chaos) -> None:
-    """Wait until each engine serves, or only lacks the weights of the next update.
+    """Wait until each engine serves, or waits only for the weights of the next weight update.
 
     Raises:
         TimeoutError: An engine was not ready in time.

@@ -55,11 +55,11 @@ from tests.support.postgres import Postgres, postgres, why_no_postgres
 from tests.support.production import migrate, settings_of
 from tests.support.ray_cluster import RAY_ENV, RayCluster
 
-#: Time limit per run. A flow process needs about 3 s of a core.
+#: Time limit per run, in seconds. A flow process needs about 3 s of a CPU core.
 _SECONDS_A_RUN = 15.0
-#: Time that is added to the limit of all runs.
+#: Seconds that are added to the time limit of all runs together.
 _ONE_MORE_S = 120.0
-#: Time within which the processes and files of the runs must be gone.
+#: Seconds after the end of the runs within which their processes and files must be gone.
 _LEFT_WITHIN_S = 30.0
 #: Time within which Ray must place an admitted run. Ray notices freed GPUs in less than a second.
 _RAY_ROOM_WITHIN_S = 3.0
@@ -105,7 +105,7 @@ _NODES = {"host-a": 8, "host-b": 8, "host-c": 8}
 
 @dataclass(kw_only=True)
 class Storm:
-    """One variant while it runs."""
+    """One running variant of the test; the module's docstring lists the variants."""
 
     #: Work pool with its Prefect server.
     pool: GangPool
@@ -115,10 +115,11 @@ class Storm:
     random: Random
     #: Number of runs.
     runs: int
-    #: Allowed final states by flow run id, for runs that need not complete.
+    #: Allowed final states of the runs that were cancelled, by flow run id. All other runs must
+    #: complete.
     may_end: dict[str, frozenset[str]] = field(default_factory=dict)
-    #: A run may start this many seconds after a younger run, although both fitted on the free GPUs.
-    #: The time covers the way from the grant to the state PENDING on a machine with busy cores.
+    #: Seconds by which a run may start after a run that was submitted later, although both fitted
+    #: on the free GPUs. A busy machine needs this time between the grant and the state PENDING.
     late_s: float = 20.0
     #: Descriptions of the injected faults.
     done: list[str] = field(default_factory=list)
@@ -141,7 +142,7 @@ class Storm:
 
     @contextlib.contextmanager
     def submitting(self, specs: Iterator[dict[str, Any]]) -> Iterator[None]:
-        """Submit half of the runs at once, and the others one by one in a thread."""
+        """Submit half of the runs now, and the other half one by one in a thread."""
         for _ in range(self.runs // 2):
             self.pool.submit(next(specs))
         is_over = threading.Event()
@@ -150,7 +151,8 @@ class Storm:
             for spec in specs:
                 is_over.wait(self.random.uniform(0, 3.0))
                 while not is_over.is_set():
-                    # Retry while the server is being restarted.
+                    # The server may be down, because the variant restarts it. Then submit the run
+                    # again.
                     with contextlib.suppress(httpx.HTTPError):
                         self.pool.submit(spec, key=spec["name"])
                         break
@@ -193,7 +195,7 @@ def nothing(storm: Storm) -> None:
 
 def kill_worker(storm: Storm) -> None:
     """Kill a random worker three times, and start it again each time."""
-    # Runs that were granted to the host wait until the host has a worker again.
+    # Runs whose GPUs are on this host wait until the host has a worker again.
     storm.late_s = 60.0
     moments = [_granted, _pending, None]
     for number in range(_KILLS):
@@ -209,14 +211,14 @@ def kill_at(storm: Storm, host: WorkingHost, moment: Callable[[Storm], str] | No
     Args:
         storm: The variant.
         host: Host whose worker is killed.
-        moment: Returns a description once the moment has come, and an empty string before. None
-            for a random time within 2 s.
+        moment: Returns an empty string until the moment for the kill has come, and then a
+            description of the moment. None to kill the worker at a random time within 2 s.
     """
     description = "any moment"
     if moment is None:
         time.sleep(storm.random.uniform(0, 2))
     else:
-        # After 30 s the worker is killed anyway.
+        # If the moment does not come within 30 s, the worker is killed nevertheless.
         with contextlib.suppress(AssertionError):
             deadline = time.monotonic() + 30
             while not (description := moment(storm)):
@@ -226,13 +228,19 @@ def kill_at(storm: Storm, host: WorkingHost, moment: Callable[[Storm], str] | No
 
 
 def _granted(storm: Storm) -> str:
-    """Return the name of a run that has a grant and is not PENDING yet, or an empty string."""
+    """Return the name of a run whose GPUs are granted and that is not PENDING yet.
+
+    Return an empty string if there is no such run.
+    """
     runs = [run for run in storm.first_in("SCHEDULED") if run["labels"].get("muster.gang.grant")]
     return f"{runs[0]['name']} granted" if runs else ""
 
 
 def _pending(storm: Storm) -> str:
-    """Return the name of a run that is PENDING without a process, or an empty string."""
+    """Return the name of a run that is PENDING and has no process yet.
+
+    Return an empty string if there is no such run.
+    """
     runs = [run for run in storm.first_in("PENDING") if not run["infrastructure_pid"]]
     return f"{runs[0]['name']} pending" if runs else ""
 
@@ -267,7 +275,7 @@ def cancel_some(storm: Storm) -> None:
 
 
 def cancel(storm: Storm, run: dict[str, Any], kind: str) -> None:
-    """Cancel a run that was not cancelled before, and note its allowed final states.
+    """Cancel a run that was not cancelled before, and store its allowed final states.
 
     Args:
         storm: The variant.
@@ -359,8 +367,8 @@ def _hosts(
 
 def lose_host(storm: Storm) -> None:
     """Kill a worker that has just received a run, and do not start it again."""
-    # The run is requeued, and the host removed from the pool, only after the worker's heartbeats
-    # have been missing for a while.
+    # The run returns to the queue, and the host is removed from the pool, only after the worker
+    # has sent no heartbeats for a while. Other runs may start in this time.
     storm.late_s = 150.0
     storm.until_ended(1 / 3)
     name = until(lambda: _starting_host(storm), "one is pending")
@@ -375,13 +383,16 @@ def _counts_by_host(storm: Storm) -> list[str]:
 
 
 def _starting_host(storm: Storm) -> str:
-    """Return the host of a run that is PENDING without a process, or an empty string."""
+    """Return the host of a run that is PENDING and has no process yet.
+
+    Return an empty string if there is no such run.
+    """
     runs = [run for run in storm.first_in("PENDING") if not run["infrastructure_pid"]]
     return _host_of(runs[0]) if runs else ""
 
 
 def _host_of(run: Mapping[str, Any]) -> str:
-    """Return the host of a flow run's grant, or an empty string if it has no grant."""
+    """Return the host whose GPUs were granted to a flow run, or an empty string without a grant."""
     grant = json.loads(run["labels"].get("muster.gang.grant") or "{}")
     return str((grant.get("by") or {}).get("host", ""))
 
@@ -400,7 +411,7 @@ _POSTGRES, _RAY = "postgresql", "ray"
 
 
 def run_variant(name: str, runs: int, seed: int, directory: Path) -> list[str]:
-    """Run one variant, print its result, and return the broken promises."""
+    """Run one variant, print its result, and return a message for each violated requirement."""
     began = time.monotonic()
     with gang_pool(directory, nodes=_NODES) as pool, _hosts(pool) as hosts:
         storm = Storm(pool=pool, hosts=hosts, random=Random(f"{seed} {name}"), runs=runs)
@@ -415,7 +426,10 @@ def run_variant(name: str, runs: int, seed: int, directory: Path) -> list[str]:
 
 
 def verdict_of(storm: Storm, nodes: Mapping[str, int], *, by_states: bool = True) -> list[str]:
-    """Wait until all runs have ended, check their histories, and return the broken promises.
+    """Wait until all runs have ended, and check their histories.
+
+    Returns:
+        A message for each violated requirement.
 
     Args:
         storm: The variant.
@@ -441,9 +455,10 @@ def verdict_of(storm: Storm, nodes: Mapping[str, int], *, by_states: bool = True
 
 
 def run_on_postgres(runs: int, seed: int, directory: Path) -> list[str]:
-    """Run the variant on PostgreSQL, print its result, and return the broken promises.
+    """Run the variant on PostgreSQL, print its result, and return the violated requirements.
 
-    The hosts reach the server through separate networks. Each part is killed and started again.
+    The hosts reach the Prefect server through separate networks. The server, the database and the
+    workers are killed and started again.
     """
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
@@ -460,7 +475,8 @@ def run_on_postgres(runs: int, seed: int, directory: Path) -> list[str]:
             _hosts(pool, network_cables, settings_of("muster.env"), is_shared=True)
         )
         storm = Storm(pool=pool, hosts=hosts, random=Random(f"{seed} {_POSTGRES}"), runs=runs)
-        # Runs of a killed worker are requeued only after its heartbeats have been missing.
+        # Runs of a killed worker return to the queue only after it has sent no heartbeats for a
+        # while.
         storm.late_s = 60.0
         specs = list(storm.specs(failing_share=0.1))
         with storm.submitting(iter(specs)):
@@ -506,13 +522,16 @@ def _restart_each_part(storm: Storm, hosts: Sequence[WorkingHost], database: Pos
 
 
 def _registered(host: WorkingHost) -> list[str]:
-    """Return the names of the host's registry entries of live runs."""
+    """Return the names of the live runs in the host's registry."""
     live = host.ground.home / "live"
     return sorted(entry.name for entry in live.iterdir()) if live.exists() else []
 
 
 def _lost_rows(database: Postgres, runs: int) -> list[str]:
-    """Count the flow runs in the database itself, and return a message if some are missing."""
+    """Count the flow runs in the tables of the database.
+
+    Return a message if flow runs are missing, and otherwise an empty list.
+    """
     of_train = "from flow_run join flow on flow.id = flow_run.flow_id where flow.name = 'train'"
     states = database.query(f"select state_type, count(*) {of_train} group by 1 order by 1")
     print(f"  in PostgreSQL: {', '.join(states.splitlines())}", flush=True)
@@ -521,7 +540,7 @@ def _lost_rows(database: Postgres, runs: int) -> list[str]:
 
 
 def run_on_ray(runs: int, seed: int, directory: Path) -> list[str]:
-    """Run the variant on a real Ray cluster, print its result, and return the broken promises.
+    """Run the variant on a real Ray cluster, print its result, and return violated requirements.
 
     Each run is a Ray job that reserves its GPUs on the cluster.
     """
@@ -532,7 +551,8 @@ def run_on_ray(runs: int, seed: int, directory: Path) -> list[str]:
         pool.start_worker()
         with storm.submitting(_ray_specs(storm, cluster, directory)):
             nothing(storm)
-        # If several nodes share an address, the queue adds the node id to the name of each.
+        # All nodes of this cluster share an address, so the queue appends the node id to the name
+        # of each node.
         nodes = {f"127.0.0.1/{node.node_id[:8]}": node.gpus for node in cluster.nodes}
         faults = verdict_of(storm, nodes, by_states=False)
         waits = [line["waited_s"] for line in pool.all_noted() if "waited_s" in line]

@@ -45,11 +45,11 @@ from tests.support.help import HelpFormatter
 _ENGINES, _CLIENTS = 2, 8
 #: Time limit on all answers of one client connection.
 _ANSWER_WITHIN_S = 60.0
-#: Time within which the gateway must have closed all requests and connections.
+#: Seconds after the last request within which the gateway must have closed all connections.
 _LEFT_WITHIN_S = 20.0
-#: Time that a client waits for the refusal of an invalid request.
+#: Seconds that a client waits until the gateway refuses an invalid request.
 _UNDECIDED_S = 3.0
-#: Headers that concern one connection and must not be passed on.
+#: Headers that concern only one connection. A proxy must not pass them on to another connection.
 _HOP = frozenset(
     b"connection keep-alive proxy-connection proxy-authenticate proxy-authorization te trailer "
     b"transfer-encoding upgrade host expect content-length".split()
@@ -57,8 +57,8 @@ _HOP = frozenset(
 _TOKEN = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
 _TARGET = re.compile(rb"/[\x21\x22\x24-\x7e]*")
-#: Chunk size with its extensions. An extension may lack its name or value, because its end is
-#: nevertheless unambiguous.
+#: Pattern of a chunk size with its extensions. The name or the value of an extension may be empty,
+#: because the end of the extension is still clear.
 _SIZE = re.compile(
     rb"([0-9A-Fa-f]{1,16})(?:;(?:%b)?(?:=(?:%b|\"[\t\x20-\x21\x23-\x5b\x5d-\x7e\x80-\xff]*\")?)?)*"
     % (_TOKEN.pattern, _TOKEN.pattern)
@@ -85,7 +85,7 @@ class Message:
     headers: list[tuple[bytes, bytes]]
     #: Body without the chunked framing.
     body: bytes
-    #: True if only the end of the connection marks the end of the body.
+    #: True if the body has no length, and ends when the connection is closed.
     is_open_ended: bool = False
     #: True if the sender of this request expects that the connection is closed after the answer.
     is_last: bool = False
@@ -96,9 +96,10 @@ class Message:
 
     @property
     def id(self) -> bytes:
-        """Id of the request, or empty bytes if it has no unique id.
+        """Id of the request, or empty bytes if the request has no unique id.
 
-        The id "smuggled" occurs in many requests. With that id, they would share one script.
+        The id "smuggled" does not count as unique, because many requests contain it. With that id,
+        these requests would share one `Script`.
         """
         id = self.get(b"x-fuzz-id") or b""
         return b"" if id == b"smuggled" else id
@@ -109,14 +110,14 @@ class Message:
         return int(self.first.split(b" ")[1])
 
     def passed_on(self) -> list[tuple[bytes, bytes]]:
-        """Return the headers that a proxy must pass on to another connection."""
+        """Return the headers, without those that concern only one connection."""
         connection_options = _joined(self, b"connection")
         dropped = _HOP | {option.strip().lower() for option in connection_options.split(b",")}
         return [(key, value) for key, value in self.headers if key.lower() not in dropped]
 
 
 def _line(data: bytes, at: int) -> tuple[bytes, int]:
-    """Return the line that begins at this offset, and the offset of the next line."""
+    """Return the line that begins at the offset `at`, and the offset of the next line."""
     end = data.find(b"\n", at)
     if end < 0:
         raise Incomplete
@@ -126,7 +127,7 @@ def _line(data: bytes, at: int) -> tuple[bytes, int]:
 
 
 def _fields(data: bytes, at: int) -> tuple[list[tuple[bytes, bytes]], int]:
-    """Return the headers that begin at this offset, and the offset after the empty line."""
+    """Return the headers that begin at the offset `at`, and the offset of the body."""
     headers: list[tuple[bytes, bytes]] = []
     while True:
         line, at = _line(data, at)
@@ -151,8 +152,8 @@ def _body(
         is_old: True for HTTP/1.0, which has no chunked framing.
 
     Returns:
-        The body, the offset of its end, and True if only the connection's end marks that end. In
-        the last case, the body is empty.
+        The body; the offset of its end; True if the body has no length and ends with the
+        connection. If the last value is True, the returned body is empty.
     """
     lengths = [value for name, value in headers if name.lower() == b"content-length"]
     codings = [value for name, value in headers if name.lower() == b"transfer-encoding"]
@@ -236,7 +237,7 @@ def _joined(message: Message, name: bytes) -> bytes:
 
 
 def answer_in(data: bytes, at: int, method: bytes, *, is_over: bool) -> tuple[Message, int]:
-    """Parse the next final answer; answers with a status below 200 are skipped.
+    """Parse the next final answer of a server, and skip answers with a status below 200.
 
     Args:
         data: All bytes of the connection.
@@ -304,7 +305,8 @@ def _content(dice: Random) -> bytes:
     if kind < 0.3:
         return b""
     if kind < 0.6:
-        # A parser that loses the length of the body takes this for a request and an answer.
+        # These bytes look like a request and an answer to a parser that does not know where the
+        # body ends.
         inner = b"POST /smuggled HTTP/1.1\r\nHost: localhost\r\nX-Fuzz-Id: smuggled\r\n"
         return inner + b"Content-Length: 0\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
     return dice.randbytes(dice.choice((1, 10, 1000, 70_000, 300_000)) if kind < 0.9 else 20)
@@ -394,7 +396,7 @@ _BAD_CHUNKS = (
     b"3\r\nabc\r\n0\r\nX-T : 1\r\n\r\n",
     b"3\r\nabc\r\n0\r\nX-T: 1\n\r\n",
 )
-#: Answers of engines. Most are invalid, and a client must not accept an invalid answer.
+#: Answers of engines, most of them invalid. A client of the gateway must receive no invalid answer.
 _HOSTILE_ANSWERS = (
     b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip\r\n\r\nabc",
@@ -437,8 +439,9 @@ class Script:
     expected: Message | None
     #: True if the engine does not answer and waits until the gateway closes the connection.
     hangs: bool = False
-    #: Offset from which the bytes are sent in one piece. Then the bytes after the answer arrive
-    #: together with its end, and the gateway cannot take them for the next answer.
+    #: Offset in `raw` from which all bytes are sent in one piece. Then the invalid bytes after an
+    #: answer arrive together with the end of the answer, and the gateway cannot mistake them for
+    #: the next answer. None if all pieces are random.
     whole_from: int | None = None
 
 
@@ -456,21 +459,22 @@ class World:
     arrived: Counter[bytes] = field(default_factory=Counter)
     #: Set when an engine has received a request that it does not answer, by request id.
     hung: dict[bytes, asyncio.Event] = field(default_factory=dict)
-    #: Set when the gateway has closed the connection of such a request, by request id.
+    #: Set when the gateway has closed the connection of a request that the engine does not answer,
+    #: by request id.
     gone: dict[bytes, asyncio.Event] = field(default_factory=dict)
     #: Tasks that serve the connections of the engines.
     engines: set[asyncio.Task[None]] = field(default_factory=set)
-    #: Broken promises, one text each.
+    #: Violated requirements, one text each.
     findings: list[str] = field(default_factory=list)
     #: Number of requests per result.
     ends: Counter[str] = field(default_factory=Counter)
 
     def find(self, problem: str, *details: object) -> None:
-        """Record and print a broken promise.
+        """Record and print a violation of one of the requirements in the module's docstring.
 
         Args:
-            problem: Description of the broken promise.
-            details: Messages, scripts or bytes that show it.
+            problem: Description of the violation.
+            details: Messages, scripts or bytes that show the violation.
         """
         self.findings.append(" | ".join([problem, *(repr(detail)[:600] for detail in details)]))
         print("FOUND", self.findings[-1], flush=True)
@@ -502,10 +506,10 @@ class Fleet:
 
 
 async def engine(world: World, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Serve one connection of an engine.
+    """Serve one connection from the gateway to an engine.
 
     Each request is compared with the requests that the clients have sent. Then the engine answers
-    as the script for the id of the request defines.
+    with the `Script` for the id of the request.
     """
     data = b""
     task = asyncio.current_task()
@@ -540,7 +544,8 @@ async def engine(world: World, reader: asyncio.StreamReader, writer: asyncio.Str
                     await asyncio.sleep(world.dice.random() * 0.003)
             if script.closes:
                 return
-        # The client left, or was refused, while the gateway passed on the body of its request.
+        # The gateway has sent only a part of the request's body. While it did so, the client closed
+        # its connection, or the gateway refused the rest of the body.
         if data:
             world.ends["cut at an engine"] += 1
     except ConnectionError:
@@ -578,7 +583,7 @@ def _plain(id: bytes, body: bytes) -> Script:
 
 
 def _script(dice: Random, id: bytes, method: bytes) -> Script:
-    """Draw the answer of an engine to a request, and compute the result for the client."""
+    """Draw the answer of an engine to a request, and the answer that the client must then get."""
     kind = dice.random()
     if kind < 0.15:
         raw = dice.choice(_HOSTILE_ANSWERS)
@@ -709,7 +714,7 @@ async def client(world: World, port: int, seed: str) -> None:
     for request in requests:
         world.sent.setdefault(request.id, []).append(request)
         script = _script(dice, request.id, request.first.partition(b" ")[0])
-        # All requests without an id share one script, so that script must be a valid answer.
+        # All requests without an id share one script, so the answer in that script must be valid.
         world.scripts.setdefault(request.id, script if request.id else _plain(b"", b"default"))
     if hangs:
         id = requests[-1].id
@@ -775,7 +780,7 @@ async def _read_answers(
         reader: Stream from the gateway.
         requests: Valid requests of the client.
         wants_end: True if the gateway should close the connection after the answers, because an
-            invalid request follows or the last request demands it.
+            invalid request follows or the last request asks for the close.
 
     Returns:
         The complete answers, the bytes of an incomplete answer, and True if the connection was
@@ -801,7 +806,8 @@ async def _read_answers(
             async with asyncio.timeout(_UNDECIDED_S if is_refusal_due else None):
                 piece = await reader.read(1 << 20)
         except TimeoutError:
-            # The gateway may wait for more bytes of a line that is not a valid request yet.
+            # The client's last bytes may be the beginning of a line. Then the gateway waits for the
+            # rest of the line, and does not refuse the request yet.
             return answers, data[at:], False
         is_over = not piece
         data += piece
@@ -820,7 +826,7 @@ def _judge(
     """Compare the answers that a client received with the scripts of its requests.
 
     Args:
-        world: Shared state of the round, which records broken promises.
+        world: Shared state of the round, which records violated requirements.
         requests: Valid requests of the client.
         end_reason: Reason why no further valid request follows.
         received: Result of `_read_answers`.
@@ -867,7 +873,7 @@ def _judge(
 
 
 def _refusal_of(message: Message) -> str | None:
-    """Return the error type if the answer is an error of the gateway itself, or None."""
+    """Return the type of the error if the gateway itself made the answer, or else None."""
     if message.get(b"x-muster-rank") is not None or message.status < 400:
         return None
     with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -879,7 +885,10 @@ def _refusal_of(message: Message) -> str | None:
 def _compare(
     world: World, request: Message, received: Message, expected: Message, seed: str
 ) -> None:
-    """Compare a client's answer with the engine's answer, except for the gateway's own headers."""
+    """Compare the answer that a client received with the answer that the engine sent.
+
+    The headers that the gateway adds are not compared.
+    """
     world.ends["answered"] += 1
     body = expected.body
     content_type = (expected.get(b"content-type") or b"").partition(b";")[0].strip()
@@ -902,7 +911,10 @@ def _compare(
 
 @contextlib.asynccontextmanager
 async def _running_gateway(world: World) -> AsyncIterator[Gateway]:
-    """Start the engines and the gateway, and check at the end that the gateway has closed all."""
+    """Start the engines and the gateway.
+
+    Check at the end that the gateway has closed all requests and connections.
+    """
     fleet = Fleet()
     servers = [
         await asyncio.start_server(lambda r, w: engine(world, r, w), "127.0.0.1", 0, limit=1 << 22)
@@ -945,7 +957,7 @@ async def _run_on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Non
 
 
 class _Errors(logging.Handler):
-    """Record each logged error as a broken promise."""
+    """Log handler that records each logged error as a violated requirement."""
 
     def __init__(self, world: World) -> None:
         super().__init__(logging.ERROR)
@@ -956,7 +968,7 @@ class _Errors(logging.Handler):
 
 
 async def fuzz(seed: int, *, for_s: float = 0.0, rounds: int = 1) -> World:
-    """Fuzz the gateway for a number of rounds and, if it is longer, for a time.
+    """Fuzz the gateway until both a number of rounds and a duration have been reached.
 
     Args:
         seed: Seed of all draws.
@@ -964,7 +976,7 @@ async def fuzz(seed: int, *, for_s: float = 0.0, rounds: int = 1) -> World:
         rounds: Smallest number of rounds. Each round has a new gateway.
 
     Returns:
-        The broken promises, and the number of requests per result.
+        The violated requirements, and the number of requests per result.
     """
     until = time.monotonic() + for_s
     number = 0

@@ -124,9 +124,9 @@ def traced(pid: int, cwd: Path) -> contextlib.AbstractContextManager[int]:
 
 
 def why_no_pid_to_choose() -> str:
-    """Return the reason why a process cannot be started with a chosen process id.
+    """Return the reason why this machine cannot start a process with a chosen process id.
 
-    The result is an empty string if it is possible.
+    The result is an empty string if the machine can.
     """
     ended = subprocess.Popen(["true"])
     ended.wait()
@@ -141,7 +141,7 @@ def _cgroup_v1(controller: str) -> Path | None:
     """Return the cgroup directory of this process in a hierarchy of cgroup version 1.
 
     Returns:
-        None if the controller is not mounted as version 1.
+        None if no hierarchy of version 1 has this controller.
     """
     lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     paths = [path for _, names, path in lines if controller in names.split(",")]
@@ -154,7 +154,10 @@ def _cgroup_v1(controller: str) -> Path | None:
 
 
 def why_no_cgroup_v1(controller: str) -> str:
-    """Return the reason why no cgroup of version 1 can be created, or an empty string."""
+    """Return the reason why no cgroup of version 1 can be created.
+
+    The result is an empty string if a cgroup can be created.
+    """
     if _cgroup_v1(controller) is None:
         return f"no {controller} cgroup of version 1 is mounted"
     try:
@@ -181,7 +184,7 @@ def _new_cgroup(controller: str) -> Iterator[Path]:
 def _remove_cgroup(path: Path) -> None:
     """Remove the directory of an empty cgroup."""
 
-    # The kernel refuses the removal for a moment after the last process was reaped.
+    # For a moment after the last process was reaped, the kernel refuses to remove the cgroup.
     def is_removed() -> bool:
         with contextlib.suppress(OSError):
             path.rmdir()
@@ -262,7 +265,7 @@ def freezable_disk(place: Path) -> Iterator[None]:
 
 
 def why_no_disks(make: Callable[[Path], contextlib.AbstractContextManager[None]]) -> str:
-    """Return the reason why `make` cannot mount its file system, or an empty string."""
+    """Return the reason why `make` cannot mount its file system, or an empty string if it can."""
     with tempfile.TemporaryDirectory() as directory:
         try:
             with make(Path(directory) / "disk"):
@@ -281,12 +284,15 @@ def in_mounts(script: str) -> tuple[str, ...]:
 
 
 def why_no_mounts() -> str:
-    """Return the reason why no mount namespace can be created, or an empty string."""
+    """Return the reason why no mount namespace can be created.
+
+    The result is an empty string if a namespace can be created.
+    """
     return why_not(*in_mounts("mount -t tmpfs -o size=64k none /mnt"), "true")
 
 
 def why_not(*command: str) -> str:
-    """Run the command, and return the reason why it failed, or an empty string."""
+    """Run the command, and return the reason why it failed, or an empty string if it succeeded."""
     try:
         completed = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:

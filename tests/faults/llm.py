@@ -47,13 +47,13 @@ TRAINER = "tests/faults/llm_trainer.py"
 TOLERANCE = 1e-3
 #: Learning rate with which the model still learns at the time of the last fault.
 LEARNING_RATE = 0.0006
-#: Time for the start of an engine on a busy machine.
+#: Time limit, in seconds, on the start of an engine on a busy machine.
 BACK_WITHIN_S = 600.0
 STEP_WITHIN_S = 120.0
 
 
 class LlmRun:
-    """Run of the vLLM quickstart: its process, its rollout fleet and its metrics."""
+    """Run of the vLLM quickstart. Gives access to its process, inference engines and metrics."""
 
     def __init__(self, home: Path, log: Path, *, in_flight: str) -> None:
         """Start the run.
@@ -114,8 +114,8 @@ class LlmRun:
         return []
 
     def engines(self) -> dict[int, dict[str, Any]]:
-        """Return the state of each engine, or an empty dict if the gateway does not answer."""
-        # The spec or the gateway may not exist yet.
+        """Return the state of each engine by its number, or {} if the gateway does not answer."""
+        # The run's spec file may not exist yet, or the gateway may not answer yet.
         with suppress(OSError, httpx.HTTPError):
             snapshot = httpx.get(f"{self.url}/muster/rollout", trust_env=False, timeout=10.0).json()
             return {int(engine["engine"]): engine for engine in snapshot["engines"]}
@@ -150,7 +150,7 @@ class LlmRun:
         )
 
     def has_learned(self) -> bool:
-        """Return True if the reward of the last step is above 0.85."""
+        """Return True if the reward of the last training step is above 0.85."""
         return [line["reward"] for line in self.lines()][-1:] > [0.85]
 
     def server(self, engine: int) -> psutil.Process:
@@ -175,7 +175,7 @@ def vllm_processes() -> list[int]:
 
 
 def fault_free(run: LlmRun) -> str:
-    """Wait for the first three steps without a fault."""
+    """Wait for the first three training steps, and inject no fault."""
     run.wait(lambda: len(run.lines()) >= 3, "the first steps", BACK_WITHIN_S)
     return f"{len(run.lines())} steps"
 
@@ -188,7 +188,8 @@ def kill_core(run: LlmRun) -> str:
 def stop_core(run: LlmRun) -> str:
     """Stop the engine core process of engine 1.
 
-    The next request of a weight update to this engine hangs, and the update continues without it.
+    The next request of a weight update to this engine hangs, and the update continues without the
+    engine.
     """
     return _lose_engine(run, 1, lambda: run.core(1).suspend())
 
@@ -217,8 +218,8 @@ def _write_atomically(path: Path, text: str) -> None:
 def _lose_engine(run: LlmRun, engine: int, inject: Callable[[], object]) -> str:
     """Inject a fault into an engine, and wait until the engine has recovered.
 
-    The other engine must serve alone for a step. Then the engine must serve again with a higher
-    epoch.
+    The other engine must serve alone for a training step. Then the engine must serve again, with a
+    higher epoch. The epoch of an engine rises with each of its starts.
 
     Args:
         run: The run.
@@ -263,7 +264,7 @@ FAULTS: tuple[Callable[[LlmRun], str], ...] = (
 
 
 def judged(run: LlmRun) -> list[str]:
-    """Print a summary of the run's metrics, and return the errors that they show."""
+    """Print a summary of the run's metrics, and return the errors that the metrics show."""
     lines = run.lines()
     errors = []
     if not lines:

@@ -23,7 +23,7 @@ from rollout_client import RolloutClient, Synced
 from torch_grpo import Batch, StepStats, train_step
 from transformers import LlamaForCausalLM
 
-#: Name of the file that names an engine.
+#: Name of the file that contains the number of the engine that receives a truncated checkpoint.
 ORDER = "break-weights"
 #: Standard deviation of the noise that is added to each weight in a step. It is too small to undo
 #: the training, but it changes the log-probabilities by more than the test's tolerance.
@@ -47,8 +47,9 @@ class BreakingClient(RolloutClient):
     def sync(self, folder: str, **options: Any) -> Synced:
         """Send the weights of a folder to all engines.
 
-        If the file `break-weights` exists, each engine receives its own copy of the folder, and
-        the copy of the named engine is truncated.
+        If the file `break-weights` exists, each engine receives its own copy of the folder. The
+        file contains the number of an engine, and the checkpoint in that engine's copy is
+        truncated.
         """
         order = Path(folder).parent.parent / ORDER
         if order.exists():

@@ -53,10 +53,10 @@ for step in range(int(sys.argv[2])):
     time.sleep(0.1)
 print("done", flush=True)
 """
-#: Time within which the flow process must start, and within which the moment of the kill is
-#: awaited.
+#: Time limit, in seconds, on the start of a flow process, and on the wait for the moment in which
+#: the flow process is killed.
 _COMES_WITHIN_S = 150.0
-#: Time within which a run must have its final state after its flow process was killed.
+#: Seconds after the kill of the flow process within which the run must have its final state.
 _TRUE_WITHIN_S = 240.0
 #: States on the Prefect server that agree with each state in `run.json`.
 _AGREE = {"completed": {"COMPLETED"}, "failed": {"FAILED", "CRASHED"}, "cancelled": {"CANCELLED"}}
@@ -83,18 +83,20 @@ class Trial:
     ground: Ground
     #: Ray cluster that runs the job.
     cluster: RayCluster
-    #: "adopt" or "stop" if a worker starts the run, "direct" if no worker is used. The flow
-    #: process that follows adopts the job only for "adopt".
+    #: "adopt" or "stop" if a worker starts the run, "direct" if the run is started without a
+    #: worker. With "adopt", the run's next flow process adopts the running Ray job. Otherwise
+    #: `muster reconcile` stops the job.
     way: str
     #: Moment of the kill, a key of `_MOMENTS`.
     moment: str
-    #: Part of the moment's length that passes before the kill, from 0 to 1.
+    #: Share of the moment's duration that passes before the kill, from 0 to 1.
     share: float
     #: Number of steps of the job, 0.1 s each.
     steps: int
     #: Id of the flow run, or an empty string if it is not known yet.
     flow_run_id: str = ""
-    #: Process id of a directly started run, which is a tag of its flow run. Otherwise 0.
+    #: Process id of a run that is started without a worker. A tag of its flow run has this id, too.
+    #: 0 for other runs.
     pid: int = 0
     #: Last event of the run before the kill.
     met: str = "not killed"
@@ -110,7 +112,7 @@ class Trial:
 
     @property
     def starts_path(self) -> Path:
-        """File in which each start of the job records its attempt."""
+        """File to which each start of the Ray job appends the number of the run's attempt."""
         return self.ground.home / f"began-{self.number}"
 
     def spec(self) -> dict[str, Any]:
@@ -152,7 +154,10 @@ class Trial:
         return read_json(self.attempt / "submission.json")
 
     def events(self) -> list[str]:
-        """Return the names of the run's events. A job state event includes the state."""
+        """Return the names of the run's events.
+
+        The name of an event about the state of the Ray job is followed by that state.
+        """
         names = []
         for line in text_of(self.attempt / "events.jsonl").splitlines():
             with contextlib.suppress(ValueError):
@@ -161,7 +166,7 @@ class Trial:
         return names
 
     def log(self) -> list[str]:
-        """Return the lines that the job itself has printed."""
+        """Return the lines of the log that the Ray job itself has printed."""
         lines = text_of(self.attempt / "trainer.log").splitlines()
         return [line for line in lines if line.startswith(("step ", "done"))]
 
@@ -201,7 +206,8 @@ def text_of(path: Path) -> str:
         return ""
 
 
-#: Moments of the kill. Each has a condition that begins the moment, and its length in seconds.
+#: Moments in which the flow process is killed, by name. Each has two functions: the condition with
+#: which the moment begins, and the duration of the moment in seconds.
 _MOMENTS: dict[str, tuple[Callable[[Trial], object], Callable[[Trial], float]]] = {
     "start": (lambda trial: True, lambda trial: 8.0),
     "submission.json": (lambda trial: trial.submission(), lambda trial: 0.1),
@@ -239,7 +245,7 @@ def begin(trial: Trial) -> None:
 
 
 def kill_at_its_moment(trial: Trial) -> None:
-    """Kill the flow process of the run in the drawn moment, unless it has ended before."""
+    """Kill the run's flow process in the drawn moment, unless the process has ended before."""
     is_due, length_s = _MOMENTS[trial.moment]
     if not came(lambda: flow_pid(trial), _COMES_WITHIN_S):
         trial.faults.append("its flow process never began")
@@ -252,7 +258,7 @@ def kill_at_its_moment(trial: Trial) -> None:
     came(lambda: is_over() or is_due(trial), _COMES_WITHIN_S)
     is_late: Callable[[], object] = is_over
     if trial.moment == "start":
-        # This moment ends with the submission of the job.
+        # The moment before the submission of the Ray job is over when the job has been submitted.
         is_late = trial.submission
     came(is_late, trial.share * length_s(trial))
     events = trial.events()
@@ -302,7 +308,7 @@ def _wrong_states(kind: str, record: dict[str, Any]) -> list[str]:
 
 
 def _wrong_jobs(trial: Trial, record: dict[str, Any], jobs: dict[str, str]) -> list[str]:
-    """Return errors in the Ray jobs of the run, for example a job that ran twice."""
+    """Return a message for each error in the Ray jobs of the run, for example a second job."""
     errors = [f"{job} is {status}" for job, status in jobs.items() if status not in _FINAL_AT_RAY]
     attempts = record.get("attempts", [])
     if unknown := set(jobs) - {f"{record.get('run_id')}--a{a['number']:02d}" for a in attempts}:
@@ -325,7 +331,7 @@ def _wrong_jobs(trial: Trial, record: dict[str, Any], jobs: dict[str, str]) -> l
 
 
 def _leftovers(trial: Trial) -> list[str]:
-    """Return a message for each kind of process or registry entry that the run left."""
+    """Return messages about processes and registry entries that are left after the run."""
     messages = []
     if pids := processes_with("MUSTER_RUN_ID", f"{trial.name}-", begins=True):
         messages.append(f"processes of the job left: {pids}")
@@ -339,7 +345,10 @@ def _leftovers(trial: Trial) -> list[str]:
 
 
 def drawn(runs: int, seed: int, ground: Ground, cluster: RayCluster) -> list[Trial]:
-    """Draw the runs. Each way is combined with each moment about equally often."""
+    """Draw the runs at random.
+
+    Each way to start a run is combined with each moment of the kill about equally often.
+    """
     # The shared random generator also chooses free ports, so the draws need their own generator.
     random = Random(seed)
     moments = list(_MOMENTS)
@@ -363,7 +372,10 @@ def drawn(runs: int, seed: int, ground: Ground, cluster: RayCluster) -> list[Tri
 
 
 def _is_stopped_early(way: str, moment: str) -> bool:
-    """Return True if a reconcile usually stops the job, so that a long job costs no time."""
+    """Return True if `muster reconcile` usually stops the run's job before the job's end.
+
+    The job of a run like this can have many steps without a longer test.
+    """
     return way != "adopt" and moment not in ("end", "teardown")
 
 
@@ -407,7 +419,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def prepare(server: Server, ground: Ground) -> None:
-    """Start the Prefect server, a worker, and a process that reconciles repeatedly."""
+    """Start the Prefect server, a worker, and a process that runs `muster reconcile` repeatedly."""
     server.start()
     (ground.home / "code").mkdir(parents=True)
     (ground.home / "code" / "train.py").write_text(TRAINER)
@@ -428,7 +440,7 @@ def line_of(trial: Trial) -> str:
 
 def summary(trials: Sequence[Trial], seed: int, took_s: float) -> bool:
     """Check all runs once more, print the results, and return True if there is any error."""
-    # After all reconciles, the state of a run must not have changed again.
+    # Later passes of `muster reconcile` must not have changed the final state of any run.
     ground = trials[0].ground
     with contextlib.suppress(AssertionError):
         until(lambda: ground.reconcile_without_flow() == "nothing to do", "nothing to reconcile")

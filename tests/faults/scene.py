@@ -37,11 +37,12 @@ from tests.support.witness import Testimony, Witness, bystander
 
 #: Names of the components of the run, in the order of their start.
 NAMES = ("api", "trainer", "environment")
-#: Containment levels at which the cases are played.
+#: Containment levels at which the fault cases are run: guardian processes (L2), with cgroups (L3),
+#: with a PID namespace (L4).
 LEVELS = ("L2", "L3", "L4")
-#: Readiness probe that succeeds when the component prints `up`.
+#: Readiness probe that succeeds when the component prints `up` to its log.
 UP = ReadyProbe(log="up", within_s=DEADLINE_S)
-#: Readiness probe that does not succeed before the scene ends.
+#: Readiness probe that never succeeds during a test.
 NEVER = ReadyProbe(log="never", within_s=DEADLINE_S)
 #: Program that ignores SIGTERM until the file `release` exists in its working directory.
 _WAITS_FOR_RELEASE = sh(
@@ -84,10 +85,10 @@ def phases_with(component: str) -> tuple[Phase, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """The correct result of a run. A field that is None or empty is not compared."""
+    """The correct result of a run. Fields that are None or empty are not compared."""
 
-    #: State of the run: "completed", "failed" or "cancelled". An empty string if the flow process
-    #: was killed and could not write a verdict.
+    #: Final state of the run: "completed", "failed" or "cancelled". An empty string if the flow
+    #: process was killed and could not report a final state.
     state: str
     #: Name of the component that the failure must name.
     component: str | None = None
@@ -97,7 +98,7 @@ class Expected:
     signal: str | None = None
     #: Exit code of the component.
     exit_code: int | None = None
-    #: Text that the message of the verdict must contain.
+    #: Text that the message of the run's final state must contain.
     message_part: str = ""
     #: Name of the component with a process that survives SIGKILL, or `ANYTHING`.
     survivor: str = ""
@@ -106,7 +107,7 @@ class Expected:
 #: Value of `Expected.survivor` that matches every component.
 ANYTHING = "*"
 CANCELLED = Expected(state="cancelled")
-#: The flow process is killed, so it writes no verdict.
+#: Expected result if the flow process is killed, so that it reports no final state.
 KILLED = Expected(state="")
 
 
@@ -122,37 +123,44 @@ def failed(component: str, **fields: Any) -> Expected:
 
 @dataclass(slots=True)
 class Scene:
-    """A run in one phase, with the operations that a case may apply to it."""
+    """The run of one fault test, with operations that a case may apply to the run.
 
-    #: Phase into which the run is brought before the fault is injected.
+    A case is a fault with its expected result, and a phase is a section of the run's life, for
+    example STOPPING.
+    """
+
+    #: Phase that the run must reach before the fault is injected.
     phase: Phase
     #: Containment level that the run requests: "L2", "L3" or "L4".
     level: str
     #: Working directory of the components, with their logs.
     directory: Path
-    #: Closed when the scene ends. A case registers its cleanups here.
+    #: Exit stack that is closed at the end of the test. A case registers its cleanups here.
     stack: contextlib.ExitStack
     #: Server that forks the flow process of the run.
     forkserver: ForkServer
-    #: Arguments of `Stage.component` by component name. A case changes them before the run starts.
+    #: Arguments of the function that makes a component's plan (`Stage.component`), by the name of
+    #: the component. A case changes these arguments before the run starts.
     components: dict[str, dict[str, Any]] = field(default_factory=dict)
-    #: Further keyword arguments of the `Witness`.
+    #: Further keyword arguments of `Witness`, the object that starts and observes the run.
     witness_arguments: dict[str, Any] = field(default_factory=dict)
-    #: Processes outside the run that must survive, as pairs of process ids and a description.
+    #: Processes outside the run that must survive the test. A pair has their process ids and their
+    #: description.
     bystanders: list[tuple[tuple[int, ...], str]] = field(default_factory=list)
-    #: True if the scene has requested the end of the run.
+    #: True if the test has requested the end of the run.
     has_stopped: bool = False
     #: Time at which the fault was injected, in UTC epoch seconds.
     injected_at: float = 0.0
-    #: Random part of the names of files that are created outside the scene's directory.
+    #: Random part of the names of files that the test creates outside its directory.
     tag: str = field(default_factory=lambda: os.urandom(4).hex())
     #: Controls and observes the flow process of the run. Set when the run starts.
     witness: Witness = field(init=False)
 
     def set_components(self) -> None:
-        """Set the arguments of the components for the phase.
+        """Set the arguments of the components, as the phase of the test requires.
 
-        All components exit on SIGTERM. The component that is starting never becomes ready.
+        All components exit on SIGTERM. If a component must be starting in the phase, it never
+        becomes ready.
         """
         for name in NAMES:
             self.components[name] = {"argv": SHAPES["polite"], "ready": UP}
@@ -171,7 +179,7 @@ class Scene:
         self.stack.callback(self.witness.clear)
 
     def reach_phase(self) -> None:
-        """Wait until the run is in its phase."""
+        """Wait until the run is in the phase in which the fault is injected."""
         if starting := self.phase.starting:
             self.until("component.spawned", starting)
             self.until_log(starting, "up")
@@ -209,20 +217,24 @@ class Scene:
         return pid
 
     def guardian(self, name: str) -> int:
-        """Return the process id of the guardian that starts, or has started, the component."""
+        """Return the process id of a component's guardian.
+
+        The guardian is the process that starts the component and ends it.
+        """
         if self.witness.seen("component.spawned", name):
             return tree.read_parent(self.pid(name))
         [guardian, *_] = self.guardians(name)
         return guardian
 
     def guardians(self, name: str) -> list[int]:
-        """Return the process ids of all guardian processes that name the component.
+        """Return the process ids of all guardians whose command line names the component.
 
-        At level L4 a component has two: the guardian in the namespace and its parent outside.
+        A guardian is the process that starts a component and ends it. At containment level L4, a
+        component has two guardians: one in the PID namespace, and the parent of this one outside.
         """
         pids = []
         for pid in tree.descendants(self.witness.pid):
-            # The process may exit before its command line is read.
+            # A process may exit before its command line is read.
             with contextlib.suppress(OSError):
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
                 if any(word.endswith("/guardian.py") for word in words) and name in words:
@@ -243,12 +255,15 @@ class Scene:
         (self.directory / file).touch()
 
     def until_verdict(self) -> None:
-        """Wait until the flow process has written its verdict."""
+        """Wait until the flow process has reported the final state of the run to the test."""
         wait_until((self.directory / "verdict.json").exists, "the verdict is there")
 
     @property
     def reconcile(self) -> Callable[[], dict[str, Any]]:
-        """Function that reconciles all runs and returns the results by run id."""
+        """Function that closes the records of lost runs, as `muster reconcile` does.
+
+        The function returns the results by run id.
+        """
         return self.witness.reconcile
 
 
@@ -276,9 +291,11 @@ class Case:
     levels: tuple[str, ...] = LEVELS
     #: True if the fault makes the run use a lower containment level than it requested.
     drops: bool = False
-    #: True if the fault occurs before the phase is reached: `inject` runs without waiting.
+    #: True if the fault occurs before the run reaches the phase. Then `inject` is called without
+    #: waiting for the phase.
     is_at_once: bool = False
-    #: True if the registry entry and the cgroups of the run must be gone without a reconcile.
+    #: True if the registry entry and the cgroups of the run must be gone at the end of the run,
+    #: before `muster reconcile` is used.
     is_tidy: bool = True
     #: Returns the reason why this machine cannot inject the fault, or an empty string if it can.
     obstacle: Callable[[], str] = lambda: ""
@@ -300,8 +317,8 @@ class Outcome:
     #: Seconds until the run had no process left. They count from the fault or, if the run began
     #: its teardown after the fault, from the beginning of the teardown.
     empty_after_s: float
-    #: Kernel interfaces that confirmed that no process remained: "ECHILD", and "populated" if the
-    #: run had a cgroup.
+    #: Kernel interfaces that confirmed that no process was left. "ECHILD": waitpid(2) found no
+    #: child. "populated": the file cgroup.events of the run's cgroup, if the run had a cgroup.
     oracles: tuple[str, ...]
 
 
@@ -350,7 +367,8 @@ def play(case: Case, phase: Phase, level: str, directory: Path, forkserver: Fork
         _judge_record(scene, expected)
         _judge_flow_run(scene, expected)
         events = scene.witness.seen("containment")
-        # A flow process that was killed may not have emitted its containment event.
+        # Each flow process emits an event about its containment level, but a killed flow process
+        # may have died before this event.
         assert len(events) == 1 or not (events or expected.state), events
         for containment in events:
             assert (containment["level"] != level) == case.drops, containment
@@ -365,9 +383,11 @@ def play(case: Case, phase: Phase, level: str, directory: Path, forkserver: Fork
 
 
 def _judge(scene: Scene, expected: Expected, testimony: Testimony) -> str:
-    """Check the verdict and the exit code of the flow process, and return a short description.
+    """Check the final state that the flow process reported, and its exit code.
 
-    The description has the state, the failure kind, the component, and the signal or exit code.
+    Returns:
+        A short description of the final state: the state, the failure kind, the component, and
+        the signal or the exit code.
     """
     witness = scene.witness
     if not expected.state:
@@ -393,7 +413,7 @@ def _judge(scene: Scene, expected: Expected, testimony: Testimony) -> str:
 
 
 def _judge_record(scene: Scene, expected: Expected) -> None:
-    """Check `run.json`, after a reconcile if the run still has a registry entry.
+    """Check `run.json`. If the run still has a registry entry, first reconcile the lost runs.
 
     Every component must have an end time, except those with processes that survive SIGKILL.
     """
@@ -417,7 +437,7 @@ def _judge_record(scene: Scene, expected: Expected) -> None:
     verdict = witness.verdict()
     assert (record.state.value, record.message) == (verdict["state"], verdict["message"])
     for key, value in (verdict["failure"] or {}).items():
-        # A record that was written without room on the disk has no last lines of the log.
+        # If the disk was full when the record was written, the record has no last lines of the log.
         if key != "log_tail" or failure[key]:
             assert failure[key] == value, key
 
@@ -425,8 +445,8 @@ def _judge_record(scene: Scene, expected: Expected) -> None:
 def _judge_flow_run(scene: Scene, expected: Expected) -> None:
     """Check the state of the flow run on the Prefect server.
 
-    If the flow process was killed, a reconcile must have run before. `play` calls this function
-    also after the reconcile, to check that the state stays the same.
+    If the flow process was killed, `muster reconcile` must have run before this check. `play`
+    calls this function also after the reconcile, to check that the state stays the same.
     """
     state = scene.witness.flow_run()["state"]
     state_fields = state["type"], state["name"], state["message"]
@@ -445,10 +465,10 @@ def _judge_flow_run(scene: Scene, expected: Expected) -> None:
 
 
 def _ending_since(scene: Scene) -> float:
-    """Return the time from which the end of the run is measured, in UTC epoch seconds.
+    """Return the time from which the duration of the run's end is measured, in UTC epoch seconds.
 
-    It is the beginning of the teardown. If the run had no teardown, or began to stop before the
-    fault was injected, it is the time of the fault.
+    This is the beginning of the teardown. If the run had no teardown, or if its teardown began
+    before the fault was injected, this is the time of the fault.
     """
     teardown_events = scene.witness.seen("teardown.begun")
     if teardown_events and scene.phase is not Phase.STOPPING:
@@ -458,12 +478,13 @@ def _ending_since(scene: Scene) -> float:
 
 @functools.cache
 def missing_levels() -> dict[str, str]:
-    """Return the containment levels that this machine lacks, each with the reason."""
+    """Return the reason why this machine lacks a containment level, by the name of the level."""
     code = (
         "import json; from tasks.processes.containment import probe\n"
         "print(json.dumps({k.value: v for k, v in probe(namespace=True).missing.items()}))"
     )
-    # The probe makes its process a subreaper, which must not happen to the process of the tests.
+    # The check of the levels turns its process into a subreaper. It runs in a new process, because
+    # the process of the tests must not become a subreaper.
     completed = subprocess.run(
         [sys.executable, "-c", code], cwd=_ROOT, capture_output=True, check=True
     )
@@ -472,9 +493,10 @@ def missing_levels() -> dict[str, str]:
 
 
 def act(case: Case, phase: Phase, level: str, request: pytest.FixtureRequest) -> None:
-    """Run the test of one case, phase and level, and add its table row to the pytest report.
+    """Run the test of one fault case in one phase and at one containment level.
 
-    The test is skipped if the machine lacks the level or cannot inject the fault.
+    The result is added to the pytest report, as a row of the result table. The test is skipped if
+    the machine lacks the level or cannot inject the fault.
     """
     add_property = request.node.user_properties.append
     add_property(("row", {"case": str(case), "phase": str(phase), "level": level}))

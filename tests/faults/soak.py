@@ -42,9 +42,9 @@ from tests.support.prefect_api import ask
 from tests.support.stage import came, processes_with
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Time within which a run must start, and must end after the fault.
+#: Time limit, in seconds, on the start of a run, and on its end after the fault.
 _BEGIN_WITHIN_S = 120.0
-#: Time within which the record of a run must be correct after the run has ended.
+#: Seconds after the end of a run within which its record must be correct.
 _TRUE_WITHIN_S = 120.0
 #: Pause between two checks of a running run.
 _CHECK_EVERY_S = 0.1
@@ -154,7 +154,7 @@ def kill_flow_and_guardians(trial: Trial) -> None:
 
 
 def suspend_flow(trial: Trial) -> None:
-    """Stop the flow process for 2 to 8 seconds, as on a machine without a free core."""
+    """Stop the flow process for 2 to 8 seconds, as if the machine had no free CPU core for it."""
     trial.process.send_signal(signal.SIGSTOP)
     came(lambda: trial.process.poll() is not None, random.uniform(2, 8))
     trial.process.send_signal(signal.SIGCONT)
@@ -251,8 +251,8 @@ def watch_running_run(trial: Trial, api_url: str) -> list[str]:
     while True:
         record = trial.record()
         state = state_on(api_url, trial)
-        # The process is checked after the record. If it is still alive now, it was also alive when
-        # the record was read.
+        # The record was read before this check of the flow process. A process that is alive now was
+        # also alive when the record was read.
         if trial.process.poll() is not None:
             return []
         rules = [(attempt["failure"] or {}).get("rule") for attempt in record.get("attempts", [])]
@@ -327,7 +327,7 @@ while True:
 
 @contextlib.contextmanager
 def reconciling(home: Path, api_url: str) -> Iterator[None]:
-    """Run two processes that reconcile repeatedly, until the context ends."""
+    """Run two processes that call `muster reconcile` repeatedly, until the context ends."""
     env = {**os.environ, "MUSTER_HOME": str(home), "PREFECT_API_URL": api_url}
     with (home / "reconcile.txt").open("wb") as log, contextlib.ExitStack() as stack:
         for _ in range(2):

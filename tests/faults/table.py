@@ -27,18 +27,19 @@ class Row:
     phase: str
     #: Containment level: "L2", "L3" or "L4".
     level: str
-    #: Verdict of the run, or the reason why the case was skipped or failed.
+    #: Final state of the run with its failure, or the reason why the test was skipped or failed.
     verdict: str
     #: Seconds until the run had no process left. None if the test did not finish.
     empty_after_s: float | None
-    #: Kernel interfaces that confirmed it, joined by "+", for example "ECHILD+populated".
+    #: Kernel interfaces that confirmed that no process was left, joined by "+". "ECHILD":
+    #: waitpid(2) found no child. "populated": the file cgroup.events of the run's cgroup.
     oracles: str
     #: Result of the test: "ok", "FAILED" or "skipped".
     result: str
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """Text of the row's cells, in the order of the columns."""
+        """Texts of the row's cells, in the order of the table's columns."""
         time = "" if self.empty_after_s is None else f"{self.empty_after_s:.2f}"
         return (self.case, self.phase, self.level, self.verdict, time, self.oracles, self.result)
 
@@ -87,7 +88,7 @@ def lines(rows: Iterable[Row]) -> list[str]:
 
 
 def summary(rows: list[Row]) -> str:
-    """Return one line with the number of rows per result and the levels of this machine."""
+    """Return one line: the number of rows per result, and this machine's containment levels."""
     counts = {result: sum(row.result == result for row in rows) for result in _RESULTS}
     levels = [level for level in LEVELS if level not in missing_levels()]
     played = len({row.case.split()[0] for row in rows if row.result == "ok"})

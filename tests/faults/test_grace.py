@@ -28,7 +28,7 @@ from tests.support.saving import has_saved, is_training, saving_spec, until_trai
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-#: Time limit for many processes at once on a busy machine.
+#: Time limit, in seconds, on each wait. A busy machine with many processes needs long.
 WITHIN_S = 600.0
 until_late = partial(until, within_s=WITHIN_S)
 MUSTER = str(Path(sys.executable).with_name("muster"))
@@ -38,7 +38,7 @@ GANG = {"nodes": 1, "gpus_per_node": 1}
 
 @dataclass(kw_only=True)
 class Scene:
-    """A work pool, and runs whose components save their state when they are ended."""
+    """A test with a work pool and runs. The runs' components save their state when they end."""
 
     #: Work pool with its Prefect server.
     pool: GangPool
@@ -65,7 +65,7 @@ class Scene:
             yield saving_spec(self.files[-1], **fields)
 
     def submitted(self, **fields: Any) -> list[Run]:
-        """Submit the runs to the worker, and return them when all of them train."""
+        """Submit the runs to the worker, and return the runs when all of them are training."""
         self.worker = self.worker or self.pool.start_worker()
         runs = [self.pool.submit(spec) for spec in self.specs(**fields)]
         until_training(*self.files, within_s=WITHIN_S)
@@ -74,14 +74,14 @@ class Scene:
         return runs
 
     def started(self, *words: str, terminals: bool = False) -> list[Any]:
-        """Start each run with a command, and return when all of them train.
+        """Start each run with a command, and return when all runs are training.
 
         Args:
             words: Command line without the path of the spec file.
             terminals: True to run each command in its own pseudo terminal.
 
         Returns:
-            The pseudo terminals, or else the processes of the commands.
+            The pseudo terminals if `terminals` is True, otherwise the processes of the commands.
         """
         pseudo_terminals = []
         for number, spec in enumerate(self.specs()):
@@ -122,11 +122,11 @@ class Scene:
         self.pool.ground.post(path, state={"type": type, "name": type.title()}, force=force)
 
     def command(self, *words: str, may_come_late: bool = False) -> None:
-        """Run a verb of `muster`, and check that it succeeds.
+        """Run a command of `muster`, and check that the command succeeds.
 
         Args:
-            words: The verb and its arguments.
-            may_come_late: True if the verb may also fail because the run has ended already.
+            words: The command, for example "cancel", and its arguments.
+            may_come_late: True if the command may also fail because the run has ended already.
         """
         completed = subprocess.run([MUSTER, *words], env=self.env, capture_output=True, text=True)
         output = completed.stdout + completed.stderr
@@ -175,7 +175,10 @@ def by_signal_to_flow_process(scene: Scene, signals: Sequence[signal.Signals]) -
 
 
 def by_cancel_and_its_signals(scene: Scene) -> None:
-    """Cancel each run and signal its processes, as a stack does that stops during a cancel."""
+    """Cancel each run, and send SIGTERM to its processes during the cancel.
+
+    The same happens if the stack is stopped while it cancels its runs.
+    """
     for run in scene.submitted():
         scene.set_state(run, "CANCELLING")
         os.kill(run.flow_pid(), signal.SIGTERM)
@@ -190,7 +193,7 @@ def by_signal_to_worker(scene: Scene, signum: signal.Signals) -> None:
 
 
 def by_stop_of_unit(scene: Scene) -> None:
-    """Run the commands with which systemd stops the unit of a worker."""
+    """Run the commands that systemd runs when the service of a worker is stopped."""
     scene.submitted()
     assert scene.worker is not None
     command = [sys.executable, "-m", "deployments.stack.runs", str(scene.worker.pid)]
@@ -225,7 +228,10 @@ def by_ctrl_c(scene: Scene) -> None:
 
 
 def by_ctrl_c_of_forked_run(scene: Scene) -> None:
-    """Press Ctrl-C in a terminal of `muster train`, whose run is forked by the worker's zygote."""
+    """Press Ctrl-C in a terminal of `muster train`, whose run is forked from the zygote.
+
+    The zygote is a process of the worker that has imported Muster. A fork of it starts quickly.
+    """
     scene.worker = scene.pool.start_worker()
     until_late((scene.pool.ground.home / "zygote").is_socket, "a zygote")
     for terminal in scene.started(MUSTER, "train", terminals=True):
@@ -252,7 +258,7 @@ def by_cancel_of_direct_run(scene: Scene) -> None:
 TERM = signal.SIGTERM
 INT = signal.SIGINT
 HUP = signal.SIGHUP
-#: Functions that end all runs, by the description of the way.
+#: Functions that end all runs in one way, by the description of the way.
 WAYS: dict[str, Callable[[Scene], None]] = {
     "muster cancel": by_cancel_of_muster,
     "Cancel in the UI": by_cancel_in_the_ui,

@@ -76,7 +76,10 @@ def assert_cancelled(run: Run) -> None:
 
 
 def assert_crashed(run: Run) -> None:
-    """Wait until the run is CRASHED on the server, reported by the worker or a reconcile."""
+    """Wait until the run is CRASHED on the Prefect server.
+
+    The state is set by the run's worker or by `muster reconcile`.
+    """
     run.until_state("CRASHED")
     run.until_gone()
     until(lambda: run.record()["state"] == "failed", "run.json says failed")
@@ -121,7 +124,7 @@ def test_run_survives_its_worker_and_a_new_worker_does_not_touch_it(
     ground.reconcile()
 
     assert_continues(run, pids)
-    # The new run is cancelled by its worker, the old run by its own flow process.
+    # The worker cancels the new run. The old run's own flow process cancels the old run.
     for each_run in (run, other):
         cancel(each_run)
         assert_cancelled(each_run)
@@ -131,7 +134,8 @@ def test_pending_run_of_a_killed_worker_is_started_by_the_next_worker(
     ground: Ground, worker: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     mark = tmp_path / "first"
-    # The first process of the run never starts the flow. The second process does.
+    # The run's first process never starts the flow, and only sleeps. The second process starts the
+    # flow.
     script = f"[ -e {mark} ] && exec {sys.executable} -m prefect.engine; : >{mark}; exec sleep 600"
     run = ground.submit(sleepers(), command=f"sh -c '{script}'")
     (pid,) = until(lambda: mark.exists() and run.processes(), "its first process")
@@ -152,13 +156,14 @@ def test_run_continues_while_the_server_is_down(ground: Ground, run: Run, server
     restart_at = time.monotonic() + 60
     try:
         while time.monotonic() < restart_at:
-            # A reconcile that cannot reach the server must not touch the run.
+            # `muster reconcile` cannot reach the Prefect server, so it must not change the run.
             assert ground.reconcile_without_flow() == "nothing to do"
     finally:
         server.start()
 
     assert_continues(run, pids)
-    # The upkeep process must reconcile again after the time without a server.
+    # The server runs again. The upkeep process, which runs `muster reconcile` each minute, must now
+    # find the killed run.
     run.kill_flow()
     assert_crashed(run)
 

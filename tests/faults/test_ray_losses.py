@@ -28,8 +28,8 @@ from tests.support.ray_jobs import Wire, wire_to
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
-#: Program that runs `flows.train` with time limits of seconds, instead of minutes, for a cluster
-#: that does not answer.
+#: Program that runs `flows.train`. Its time limits on a Ray cluster that does not answer are some
+#: seconds long, instead of minutes.
 IMPATIENT = """
 import functools, sys
 from tasks.ray import job, nodes
@@ -41,7 +41,7 @@ from flows.train import command
 from tasks.show.arguments import run_alone
 raise SystemExit(run_alone(command, "train"))
 """
-#: Program of a Ray job that counts until the file of its first argument exists.
+#: Program of a Ray job that counts until a file exists, whose path is the first argument.
 COUNTING = """
 import os, sys, time
 step = 0
@@ -109,14 +109,14 @@ def ground(server: Server, tmp_path: Path) -> Iterator[Ground]:
 
 @pytest.fixture
 def own_cluster() -> Iterator[RayCluster]:
-    """Return a Ray cluster that a test may break, and that quickly notices dead nodes."""
+    """Return a Ray cluster that a test may break. The cluster notices dead nodes quickly."""
     with RayCluster.started(is_fast_to_notice=True) as cluster:
         yield cluster
 
 
 @pytest.fixture
 def patient_cluster() -> Iterator[RayCluster]:
-    """Return a Ray cluster that a test may break, and that does not declare nodes dead."""
+    """Return a Ray cluster that a test may break. The cluster does not declare nodes as dead."""
     patience = {"RAY_health_check_failure_threshold": "100"}
     with RayCluster.started(head_env=patience) as cluster:
         yield cluster
@@ -158,7 +158,7 @@ def spec_of(address: str, directory: Path, code: str, *arguments: str, **fields:
 
 
 def start_impatient(ground: Ground, spec: dict[str, Any]) -> subprocess.Popen[bytes]:
-    """Start a run that waits only seconds, instead of minutes, for a cluster without an answer."""
+    """Start a run that waits only some seconds for a Ray cluster that does not answer."""
     ground.home.mkdir(parents=True, exist_ok=True)
     path = ground.home / "spec.yaml"
     path.write_text(yaml.safe_dump(in_checkout(spec), sort_keys=False))
@@ -166,7 +166,7 @@ def start_impatient(ground: Ground, spec: dict[str, Any]) -> subprocess.Popen[by
 
 
 def only_run(ground: Ground) -> Run:
-    """Wait until a run has begun on the host, and return it."""
+    """Wait until a run has begun on the simulated host, and return the run."""
 
     def read_flow_run_id() -> str:
         paths = list((ground.home / "live").glob("trial-*/owner.json"))
@@ -243,7 +243,7 @@ def reconciled(ground: Ground) -> tuple[int, str]:
 
 
 def living(pids: list[int]) -> list[int]:
-    """Return the process ids of running processes; exited ones and zombies are left out."""
+    """Return those of the process ids whose processes run. Zombies do not count as running."""
     return [pid for pid in pids if Path(f"/proc/{pid}/exe").exists()]
 
 
@@ -253,7 +253,10 @@ def is_stopped(pid: int) -> bool:
 
 
 async def until_holds(condition: Any, description: str) -> None:
-    """Wait for a condition in a thread, so that the test's event loop still serves the proxy."""
+    """Wait in a thread until a condition holds.
+
+    Meanwhile, the event loop of the test still serves the proxy of the dashboard.
+    """
     await asyncio.to_thread(until, condition, description)
 
 
@@ -296,7 +299,7 @@ def test_job_of_a_killed_head_is_unknown_and_each_reconcile_asks_again(
     assert own_cluster.address in failure["message"]
     assert f"job {run.name}--a01: state unknown" in failure["message"]
     assert run.state()[0] == "FAILED"
-    # The job stays registered, with an unknown state.
+    # The job stays registered, and its recorded status is `unknown`.
     assert submission_of(run)["status"] == "unknown"
     assert (ground.home / "live" / run.name / "job-trainer.json").exists()
     for output in (first, second):
@@ -347,8 +350,8 @@ def test_node_that_does_not_answer_the_sweep_is_named_until_a_reconcile_reaches_
         is_still_stopped = is_stopped(silent_node.raylet)
     finally:
         os.kill(silent_node.raylet, signal.SIGCONT)
-    # A process of the job may still run on the node. This process has the variables of such a
-    # process.
+    # The node answers again, but a process of the job may still run there. `sleep` stands for this
+    # process: it has the environment variables of a process of the job.
     variables = {"MUSTER_RUN_ID": run.name, "MUSTER_ATTEMPT": "1", "MUSTER_COMPONENT": "trainer"}
     with subprocess.Popen(["sleep", "600"], env={**os.environ, **variables}) as leftover:
         try:

@@ -29,13 +29,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 
 SEED = int(os.environ.get("MUSTER_SEED") or time.time())
 KILLS = int(os.environ.get("MUSTER_KILLS") or 5)
-#: Parts that are killed while the complete stack runs. The part `deployments` only runs while the
-#: stack starts, so it is killed then.
+#: Processes of the stack ("parts") that are killed while the complete stack runs. The part
+#: `deployments` is not in this list: it only runs while the stack starts, and is killed then.
 PARTS = ("prefect-server", "ray-head", "ray-node-1", "upkeep", "pipelines", "worker")
 RUNS = ("one", "two", "three", "four", "five")
-#: GPU demand of each training. The stack has two GPUs, so two trainings run at a time.
+#: GPUs that each training needs. The stack has two GPUs, so two trainings run at a time.
 GANG = {"nodes": 1, "gpus_per_node": 1, "hours": 1}
-#: Duration of a training step.
+#: Duration of a training step, in seconds.
 PAUSE_S = 0.25
 
 
@@ -81,12 +81,13 @@ def test_all_trainings_complete_while_parts_of_the_stack_are_killed(stack: OwnSt
     for part, count in deaths.items():
         print(f"  {part:<15} {count} {recorded_deaths[part]}", flush=True)
     assert faults == []
-    # The test compares the order of the admissions. The order of the first steps may differ,
-    # because a forked flow process starts faster than a spawned flow process.
+    # The test compares the order in which the queue admits the trainings, and not the order of
+    # their first steps. The first steps may come in another order, because a forked flow process
+    # starts faster than a flow process that is a new program.
     assert [len(moments) for moments in admissions] == [1] * len(RUNS), "each was started once"
     assert admissions == sorted(admissions), "the runs were admitted in the order of the queue"
     assert dict(deaths) == {part: KILLS for part in ("deployments", *PARTS)}
-    # The stack must have recorded at least one death of the part for each kill.
+    # For each kill of a part, the stack must have recorded a death of that part.
     assert all(recorded_deaths[part] >= count for part, count in deaths.items())
 
 
@@ -99,7 +100,8 @@ def start_stack_under_kills(
         kill_while_starting(stack, random_draws, deaths, up)
         output = up.communicate()[0]
     finally:
-        # If the test is interrupted, `muster down` would wait for this command.
+        # `muster up` may still run if the test was interrupted. Then `muster down` would wait for
+        # it.
         up.terminate()
         up.wait()
     assert up.returncode == 0, output
