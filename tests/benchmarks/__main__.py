@@ -74,7 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.page:
         _write_pages()
         return 0
-    # Quick figures are imprecise. They replace recorded figures only if `--record` is given.
+    # Figures of a run with `--quick` are imprecise. They replace recorded figures only with
+    # `--record`.
     keeps_figures = options.record or not (options.names or options.quick)
     versions = records.versions_here()
     machine = Machine()
@@ -109,7 +110,8 @@ def _measure_all(chosen: set[str], *, quick: bool) -> Iterator[_Outcome]:
         yield _measure(name, quick=quick)
     names_with_server = sorted(chosen & _NEED_SERVER)
     if names_with_server:
-        # Prefect reads the environment when it is imported, so the import must be here.
+        # Prefect reads the environment variables when it is imported. So it is imported here, after
+        # the variables are set.
         from tasks.server.server import prefect_server
 
         with prefect_server(password=""):
@@ -129,7 +131,8 @@ def _measure(name: str, *, quick: bool) -> _Outcome:
         result = str(reason)
         say(f"{name} is skipped: {reason}")
     except Exception:
-        # The figures of the other benchmarks, which took hours, must not be lost.
+        # An error of one benchmark must not stop the program: the figures of the other benchmarks
+        # took hours, and must not be lost.
         result = None
         traceback.print_exc()
         say(f"{name} failed; its recorded figures stay unchanged")

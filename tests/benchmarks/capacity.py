@@ -24,13 +24,13 @@ from typing import Any
 from tests.benchmarks.report import Result, Row, say
 from tests.support.ray_cluster import RAY_ENV, ROOT, RayCluster
 
-#: Number of further answers.
+#: Number of further readings after the first, which is slower because of its imports.
 _ANSWERS, _QUICK_ANSWERS = 200, 5
-#: Numbers of nodes of the cluster.
+#: Numbers of nodes of the Ray clusters on which the readings are measured.
 _SIZES, _QUICK_SIZES = (1, 4), (1,)
-#: Time limit on one process.
+#: Time limit on the process that measures one way, in seconds.
 _LIMIT_S = 120.0
-#: Time limit on one answer.
+#: Time limit on one reading, in seconds.
 _WITHIN_S = 30.0
 _WAYS = ("Muster", "a driver", "state API", "GcsClient")
 _NOTES = {
@@ -40,7 +40,7 @@ _NOTES = {
 
 
 def measure(*, quick: bool) -> Result:
-    """Measure all ways on clusters of different sizes."""
+    """Measure all ways to read the resources, on Ray clusters of different sizes."""
     rows: dict[str, list[Row]] = {}
     with RayCluster.started(nodes=0) as cluster:
         for size in _QUICK_SIZES if quick else _SIZES:
@@ -70,7 +70,11 @@ def measure(*, quick: bool) -> Result:
 def _measure_way(
     cluster: RayCluster, way: str, *, quick: bool
 ) -> list[tuple[str, list[float], str]]:
-    """Measure one way in a new process; return the name, the values and the unit of each figure."""
+    """Measure one way to read the resources in a new process.
+
+    Returns:
+        The name, the values and the unit of each figure.
+    """
     answers = _QUICK_ANSWERS if quick else _ANSWERS
     completed = subprocess.run(
         (
@@ -84,7 +88,7 @@ def _measure_way(
         timeout=_LIMIT_S,
         check=True,
     )
-    # Ray may have printed other lines before.
+    # The figures are in the last line. Ray may have printed other lines before it.
     figures = json.loads(completed.stdout.splitlines()[-1])
     return [
         ("first answer", [figures["first_ms"]], "ms"),
@@ -103,17 +107,17 @@ def _memory_mb() -> float:
 def _time_answers(
     ask: Callable[[], Any], answers: int, began: float, before_mb: float
 ) -> dict[str, Any]:
-    """Measure the first answer and further answers.
+    """Measure the first reading of a cluster's resources, and further readings.
 
     Args:
-        ask: Reads the cluster, and returns a true value if the answer names a node.
-        answers: Number of further answers.
+        ask: Reads the resources, and returns a true value if the answer contains a node.
+        answers: Number of further readings.
         began: Start of this process's work, on the clock of `time.perf_counter`.
         before_mb: Resident memory at that time, in megabytes.
 
     Returns:
-        The time of the first answer, the time of each further answer, the CPU time of a further
-        answer, and the additional memory.
+        Name, values and unit of each figure: the time of the first reading, the time of each
+        further reading, the CPU time of a further reading, and the additional memory.
     """
     while not ask():
         # A head node that has just started is not in its own list of nodes yet.
@@ -182,7 +186,7 @@ def _gcs_client(address: str, gcs_address: str, *measured: Any) -> dict[str, Any
 
 
 def _main(way: str, address: str, gcs_address: str, answers: str) -> None:
-    """Measure one way in this process, and print the figures as one line of JSON."""
+    """Measure one way to read the resources, and print the figures as one line of JSON."""
     ways = dict(zip(_WAYS, (_muster, _driver, _state_api, _gcs_client), strict=True))
     figures = ways[way](address, gcs_address, int(answers), time.perf_counter(), _memory_mb())
     print(json.dumps(figures), flush=True)

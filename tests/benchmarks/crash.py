@@ -36,18 +36,19 @@ from tests.benchmarks.stage import (
     wait_until,
 )
 
-#: Component that is killed.
+#: Name of the component that is killed.
 _VICTIM = "trainer"
-#: Polling periods of launchers whose samples are taken at the same time, because each takes long.
+#: Polling periods, in seconds, of launchers that check the components rarely. All samples of a
+#: launcher are taken at the same time, because each takes as long as the period.
 _PERIODS_S = {"Hermes": 30.0, "the plan": 60.0}
-#: Feature of each supervisor that ends all components when one component dies.
+#: Name of the feature with which each supervisor ends all components when one component dies.
 _MEANS = {"supervisord": "event listener", "circus": "hook"}
-#: Time limit on the end of a supervisor.
+#: Time limit on the end of a supervisor, in seconds.
 _WITHIN_S = 60.0
 
 
 def measure(*, quick: bool) -> Result:
-    """Measure the reaction of Muster, of other supervisors and of the models."""
+    """Measure the reaction to a crash of Muster, other supervisors, and models of launchers."""
     rounds, triples = (2, 0) if quick else (20, 20)
     installed_peers, missing = peers.find_installed()
     notice_times_ms: dict[str, list[float]] = {peer.name: [] for peer in installed_peers}
@@ -250,8 +251,8 @@ def _by_peer(peer: peers.Peer, notice_times_ms: list[float]) -> float:
 
     Args:
         peer: The supervisor.
-        notice_times_ms: This function appends the time until the supervisor noticed the death, if
-            the supervisor records it.
+        notice_times_ms: This function appends the milliseconds until the supervisor noticed the
+            death, if the supervisor records the time of the notice.
     """
     with folder() as place:
         commands = {name: part("wait", name, place) for name in NAMES}
@@ -268,20 +269,20 @@ def _by_peer(peer: peers.Peer, notice_times_ms: list[float]) -> float:
 
 
 def _victim_in(place: Path) -> int:
-    """Return the process id that the victim has recorded in the folder."""
+    """Return the process id of the component to kill, as it has recorded it in the folder."""
     pid = recorded_ns(place, _VICTIM, "pid")
     assert pid is not None
     return pid
 
 
 def _by_slow_polls(triples: int) -> list[Row]:
-    """Measure the models that poll rarely.
+    """Measure the models of launchers that check the components once in 30 or 60 s.
 
-    A sample sleeps for up to a minute, so all samples run at the same time. Each begins at a random
-    time within the polling period.
+    A sample takes up to a minute, so all samples run at the same time. The component of a sample
+    is killed at a random time within the polling period.
 
     Args:
-        triples: Number of samples of each model. A sample has three components.
+        triples: Number of samples of each model. Each sample has its own three components.
     """
     say(f"  {triples} runs polled every 30 s and {triples} every 60 s, side by side")
     values: dict[str, list[float]] = {launcher: [] for launcher in _PERIODS_S}
@@ -307,7 +308,10 @@ def _by_slow_polls(triples: int) -> list[Row]:
 
 
 def _computed(launcher: str) -> Row:
-    """Return the computed row of a launcher whose reaction time is uniform over its period."""
+    """Return the row of a launcher as computed from its polling period, without a measurement.
+
+    The reaction time is distributed uniformly between 0 and the period.
+    """
     values = [_PERIODS_S[launcher] * 1000 * share for share in (0.5, 0.99, 1.0)]
     quantiles = [values[0]] * 98 + values[1:]
     return Row(
@@ -320,7 +324,7 @@ def _computed(launcher: str) -> Row:
 
 
 def _title_of_poll(launcher: str) -> str:
-    """Return the title of a launcher's row."""
+    """Return the title of a launcher's row in the table of figures."""
     return f"poll every {_PERIODS_S[launcher]:g} s ({launcher})"
 
 

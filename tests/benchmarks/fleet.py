@@ -34,19 +34,19 @@ from tests.support.fleet_fakes import TOKEN, FakeHost, plan_of, settings_of
 
 _KILLS, _QUICK_KILLS = 20, 1
 _STOPS, _QUICK_STOPS = 5, 0
-#: Number of servers in a sweep.
+#: Number of servers in a sweep. A sweep is one health check of all servers of a fleet.
 _SERVERS, _QUICK_SERVERS = 1_000, 20
 _SWEEPS, _QUICK_SWEEPS = 5, 1
-#: Pause between two reads of the gateway's status.
+#: Pause between two reads of the gateway's status, in seconds.
 _READ_EVERY_S = 0.001
-#: Timeout of a health probe.
+#: Timeout of a health probe, in seconds.
 _TIMEOUT_S = 2.0
-#: Time limit on the removal of a server.
+#: Time limit, in seconds, on the removal of a failed server from the gateway's routing.
 _WITHIN_S = 60.0
 
 
 def measure(*, quick: bool) -> Result:
-    """Measure removals of failed servers, and sweeps over many servers."""
+    """Measure removals of failed servers from routing, and health checks of many servers."""
     rows = asyncio.run(_removals(quick=quick))
     rows += asyncio.run(_sweeps(quick=quick))
     return Result(
@@ -57,7 +57,7 @@ def measure(*, quick: bool) -> Result:
 
 
 async def _removals(*, quick: bool) -> list[Row]:
-    """Kill and stop servers, and measure the time until each is out of routing."""
+    """Kill and stop servers, and measure the time until the gateway sends no requests to them."""
     killed: list[float] = []
     stopped: list[float] = []
     with tempfile.TemporaryDirectory(prefix="muster-bench-") as name:
@@ -98,7 +98,7 @@ def _compute_polling(health: FleetHealth, count: int) -> list[float]:
     """Return the times, in seconds, until a polling launcher declares a server as failed.
 
     The server dies at a random moment of the polling interval. The launcher declares the server as
-    failed at the last of the allowed misses.
+    failed after a number of failed probes in a row (`health.misses`).
     """
     interval, misses = health.interval_s, health.misses
     return [interval * (misses - 1 + Random(number).random()) for number in range(count)]
@@ -112,7 +112,11 @@ class _Fleet:
         self._client = httpx.Client(trust_env=False, timeout=_WITHIN_S)
 
     async def hit(self, rank: int, signum: int) -> float:
-        """Send a signal to a server; return the milliseconds until it is out of routing."""
+        """Send a signal to a server.
+
+        Returns:
+            The milliseconds until the gateway sends no more requests to the server.
+        """
         await self._until(lambda snapshot: bool(snapshot["ready"]))
         server = self._snapshot()["servers"][rank]
         [pid] = (listener.pid for listener in listeners(server["port"]))
@@ -140,14 +144,14 @@ class _Fleet:
 
 
 def _is_out(snapshot: dict[str, Any], rank: int, epoch: int) -> bool:
-    """Return True if the server is out of routing, or was replaced by a new one."""
+    """Return True if the gateway sends no requests to the server, or a new server replaced it."""
     server = snapshot["servers"][rank]
     serves = server["state"] in ("active", "suspect") and server["reachable"]
     return not serves or server["epoch"] != epoch
 
 
 async def _sweeps(*, quick: bool) -> list[Row]:
-    """Measure sweeps over healthy servers and over servers that do not answer."""
+    """Measure health checks of all servers of a fleet: healthy servers, and silent servers."""
     count = _QUICK_SERVERS if quick else _SERVERS
     rounds = _QUICK_SWEEPS if quick else _SWEEPS
     async with dummy_running() as url:
@@ -187,7 +191,8 @@ async def dummy_running() -> AsyncIterator[str]:
 class SingleServerProber(HttpProber):
     """Prober that sends the probes of all servers to one server.
 
-    A probe costs the same as one of many servers, because each probe opens its own connection.
+    A probe takes as long as a probe of its own server would, because each probe opens its own
+    connection.
     """
 
     def __init__(self, url: str) -> None:
@@ -199,7 +204,12 @@ class SingleServerProber(HttpProber):
 
 
 async def sweep_ms(prober: HttpProber, count: int) -> float:
-    """Sweep a fleet with this number of active servers once; return the time in milliseconds."""
+    """Check the health of all servers of a fleet once; return the time in milliseconds.
+
+    Args:
+        prober: Sends the probes.
+        count: Number of active servers of the fleet.
+    """
     plan = plan_of(count)
     host = FakeHost()
     registry = Registry(plan)
@@ -219,7 +229,8 @@ async def sweep_ms(prober: HttpProber, count: int) -> float:
         epoch = registry.begin(group)
         registry.mark_started(group, epoch)
         host[slot.rank].is_alive = True
-        # A probe from the server's own host fails at once, so that only the sweep is measured.
+        # A server that does not answer is probed again from its own host. This second probe fails
+        # at once here, so that only the first probes are measured.
         host[slot.rank].at_home = "refuse"
         health.watch(group, epoch)
     began = time.perf_counter()

@@ -54,12 +54,15 @@ def cpu_ns(pids: Sequence[int]) -> int:
 
 
 def _on_cpu_ns(schedstat: Path) -> int:
-    """Return the CPU time in a schedstat file, in nanoseconds."""
+    """Return the CPU time of a task in nanoseconds, from its file `schedstat` in /proc."""
     return int(schedstat.read_text().split()[0])
 
 
 def memory_mb(pid: int) -> tuple[float, float]:
-    """Return the memory of a process in MB: resident (RSS), and with shared pages divided (PSS)."""
+    """Return the memory of a process in MB: the resident set size (RSS), and the PSS.
+
+    PSS divides each shared page among the processes that share it.
+    """
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     kb = {line.partition(":")[0]: int(line.split()[1]) for line in lines}
     return kb["Rss"] / 1024, kb["Pss"] / 1024

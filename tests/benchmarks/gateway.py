@@ -41,7 +41,8 @@ from tests.benchmarks.stage import folder, wait_until
 _DUMMY = Path(__file__).parents[1] / "support" / "dummy_server.py"
 _SERVERS = 2
 _CONNECTIONS = 32
-#: Number of rounds, and the duration of the load of one way and one kind of request.
+#: Number of rounds. In each round, requests of each kind are sent through each gateway for `_FOR_S`
+#: seconds.
 _ROUNDS, _FOR_S = 5, 2.0
 _QUICK_ROUNDS, _QUICK_FOR_S = 1, 0.2
 #: Environment variable with the path of a Python interpreter that has sglang-router.
@@ -60,27 +61,31 @@ _BODIES = {
     b'], "stream": true, "max_tokens": %d}' % _TOKENS,
 }
 _DECISION_SERVERS, _DECISION_SESSIONS = 1_000, 100_000
-#: Number of decisions that are timed together. One decision is as short as one read of the clock.
+#: Number of routing decisions that are timed together, because one decision takes no longer than
+#: one read of the clock.
 _BATCH = 100
 
 
 @dataclass(slots=True, kw_only=True)
 class _Way:
-    """One way in which requests reach the servers, with its figures by the kind of request."""
+    """One way in which requests reach the servers: through a gateway, or directly.
+
+    The figures are stored by the kind of request.
+    """
 
     #: Hosts and ports that receive the requests.
     addresses: Sequence[tuple[str, int]]
     #: Process id of the gateway, or None if the requests go directly to the servers.
     pid: int | None = None
-    #: Latency of each request, in milliseconds.
+    #: Latency of each request in milliseconds, by the kind of request.
     latencies_ms: dict[str, list[float]] = field(default_factory=dict)
-    #: Requests per second in each round.
+    #: Requests per second in each round, by the kind of request.
     per_second: dict[str, list[float]] = field(default_factory=dict)
-    #: CPU time of the gateway per request in each round, in microseconds.
+    #: CPU time of the gateway per request in each round, in microseconds, by the kind of request.
     cpu_us: dict[str, list[float]] = field(default_factory=dict)
 
     def take(self, kind: str, for_s: float) -> None:
-        """Send requests of one kind for some seconds, and add the figures."""
+        """Send requests of one kind for some seconds, and append the figures to the lists."""
         before_s = self._cpu_s()
         result = asyncio.run(
             load(self.addresses, _BODIES[kind], connections=_CONNECTIONS, for_s=for_s)
@@ -93,7 +98,7 @@ class _Way:
         self.cpu_us.setdefault(kind, []).append(1e6 * used_s / len(result.latencies_ms))
 
     def _cpu_s(self) -> float:
-        """Return the CPU time of the gateway so far, in seconds, or 0 without a gateway."""
+        """Return the CPU time that the gateway has used, in seconds, or 0 without a gateway."""
         if self.pid is None:
             return 0.0
         times = psutil.Process(self.pid).cpu_times()
@@ -101,7 +106,7 @@ class _Way:
 
 
 def measure(*, quick: bool) -> Result:
-    """Measure requests through each way, and the routing decision alone."""
+    """Measure requests through each gateway and without one, and the routing decision alone."""
     rounds, for_s = (_QUICK_ROUNDS, _QUICK_FOR_S) if quick else (_ROUNDS, _FOR_S)
     with _ways() as ways:
         turns = [(name, kind) for name in ways for kind in _BODIES]
@@ -142,7 +147,7 @@ def _rows(ways: Mapping[str, _Way]) -> Iterator[Row]:
 
 @contextlib.contextmanager
 def _ways() -> Iterator[dict[str, _Way]]:
-    """Start the servers and the gateways, and yield the ways by their name."""
+    """Start the servers and the gateways, and yield the ways to the servers by their name."""
     with folder() as place, contextlib.ExitStack() as stack:
 
         def start(name: str, *argv: str) -> subprocess.Popen[bytes]:
@@ -207,7 +212,7 @@ def _sglang_python() -> str | None:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Return this number of ports that are free now."""
+    """Return the numbers of `count` TCP ports on which no program listens now."""
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [listener.getsockname()[1] for listener in listeners]
     for listener in listeners:
@@ -216,7 +221,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _answers(port: int) -> bool:
-    """Return True if a request through this port reaches a server."""
+    """Return True if the gateway on this port answers a request with a server's answer."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
     try:
         connection.request(
@@ -233,10 +238,9 @@ def _answers(port: int) -> bool:
 
 
 def _decisions(batches: int) -> Iterator[Row]:
-    """Measure the routing decision.
+    """Measure the router's choice of a server for a request.
 
-    Each decision is followed by the end of another request, so that the number of outstanding
-    requests stays the same.
+    After each choice, another request ends, so that the number of running requests stays the same.
     """
     dice = random.Random(0)
     names = [f"session-{i}" for i in range(_DECISION_SESSIONS)]
@@ -250,7 +254,7 @@ def _decisions(batches: int) -> Iterator[Row]:
     outstanding = [router.pick(None) for _ in range(10 * _DECISION_SERVERS)]
 
     def decision_times_us(draw_session: Callable[[], str | None]) -> list[float]:
-        """Return the mean time of a decision in each batch, in microseconds."""
+        """Return the mean time of a routing decision in each batch, in microseconds."""
         times_us = []
         for _ in range(batches):
             sessions = [draw_session() for _ in range(_BATCH)]

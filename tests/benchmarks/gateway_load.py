@@ -10,18 +10,18 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Load:
-    """Result of a load."""
+    """Answers to the requests that the load generator has sent."""
 
     #: Latency of each answered request in milliseconds, in the order of the answers.
     latencies_ms: list[float] = field(default_factory=list)
     #: Time from the first request to the last answer, in seconds.
     took_s: float = 0.0
-    #: Number of answers other than 200 and of lost connections.
+    #: Number of lost connections and of answers with another status than 200.
     failures: int = 0
 
     @property
     def per_second(self) -> float:
-        """Answered requests per second."""
+        """Number of answered requests per second."""
         return len(self.latencies_ms) / self.took_s
 
 
@@ -95,7 +95,7 @@ class _Client(asyncio.Protocol):
 
 
 def _is_complete(answer: bytes) -> bool:
-    """Return True if the bytes are one complete answer."""
+    """Return True if the bytes are one complete HTTP answer."""
     end = answer.find(b"\r\n\r\n")
     if end < 0:
         return False

@@ -16,7 +16,7 @@ from tasks.spec.rollout import Rollout
 
 
 class FixedFleet:
-    """Fleet with servers that do not change and that are always ready."""
+    """Replacement for a fleet: its servers never change and are always ready."""
 
     def __init__(self, urls: list[str]) -> None:
         self.router = Router()

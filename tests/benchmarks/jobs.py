@@ -30,13 +30,14 @@ from tests.support.ray_cluster import RAY_ENV, RayCluster
 _ROUNDS, _QUICK_ROUNDS = 10, 1
 _LIMIT_S = 120.0
 _STOP, _LEFT = "stop until it is reported as ended", "remaining processes of its actors"
-#: Polling period of the SDK loop. Source: example in the documentation of Ray's SDK.
+#: Seconds between two polls of the loop that uses Ray's SDK. Source: example in the documentation
+#: of Ray's SDK.
 _ASK_EACH_S = 1.0
 #: Program of a short job. Its last line is the time of that line, in seconds of CLOCK_MONOTONIC,
 #: which is the same clock in all processes of this machine. The job lasts a random time. Otherwise
 #: the end of the job would always have the same phase in the polling period.
 _SHORT = "import time; time.sleep({lasts}); print('last', time.monotonic(), flush=True)"
-#: Shortest and longest duration of the short job.
+#: Shortest and longest duration of the short job, in seconds.
 _LASTS_S = (1.0, 2.0)
 #: Program of a job with two actors. Each has a GPU and a child process in its own session.
 _LONG = """
@@ -90,7 +91,7 @@ def measure(*, quick: bool) -> Result:
 
 
 def _muster(cluster: RayCluster, directory: Path, short_code: str) -> dict[str, float]:
-    """Run a short and a long job through Muster; return the figures by their name."""
+    """Run a short and a long Ray job through Muster; return the figures by their name."""
     return asyncio.run(_measure_muster(cluster, directory, short_code))
 
 
@@ -155,7 +156,7 @@ async def _measure_muster(
 
 
 def _sdk(cluster: RayCluster, directory: Path, short_code: str) -> dict[str, float]:
-    """Run a short and a long job through Ray's SDK; return the figures by their name."""
+    """Run a short and a long Ray job through Ray's SDK; return the figures by their name."""
     from ray.job_submission import JobStatus, JobSubmissionClient
 
     client = JobSubmissionClient(cluster.address)
@@ -168,7 +169,7 @@ def _sdk(cluster: RayCluster, directory: Path, short_code: str) -> dict[str, flo
         )
 
     def until(condition: Callable[[], bool]) -> float:
-        """Poll until the condition holds, and return the time."""
+        """Poll until the condition holds, and return the monotonic time in seconds."""
         deadline = time.monotonic() + _LIMIT_S
         while not condition():
             assert time.monotonic() < deadline, "not in time"
@@ -199,20 +200,24 @@ def _sdk(cluster: RayCluster, directory: Path, short_code: str) -> dict[str, flo
 
 
 def _has_taken(log: str) -> bool:
-    """Return True if the job has started its actors.
+    """Return True if the log shows that the job has started its actors.
 
-    Ray's log begins with the program itself, so only lines that begin with the text count.
+    Ray's log begins with the source of the program, which contains the searched text. So the text
+    must be at the beginning of a line.
     """
     return any(line.startswith("taken [") for line in log.splitlines())
 
 
 def _mark() -> str:
-    """Return an unusual number of seconds that identifies the child processes of one job."""
+    """Return an unusual duration, as text, for the `sleep` processes of one job.
+
+    The job's child processes are found by this duration in their command lines.
+    """
     return f"{7000 + uuid.uuid4().int % 1_000_000 / 1_000_000:.6f}"
 
 
 def _find_sleepers(mark: str) -> list[int]:
-    """Return the process ids of all `sleep` processes with this number of seconds."""
+    """Return the process ids of all `sleep` processes whose argument is `mark`."""
     pids = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
