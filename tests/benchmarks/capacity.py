@@ -116,8 +116,9 @@ def _time_answers(
         before_mb: Resident memory at that time, in megabytes.
 
     Returns:
-        Name, values and unit of each figure: the time of the first reading, the time of each
-        further reading, the CPU time of a further reading, and the additional memory.
+        The figures by their name: "first_ms" (time of the first reading), "each_ms" (time of each
+        further reading), "cpu_ms" (CPU time of a further reading), and "memory_mb" (additional
+        memory since the start).
     """
     while not ask():
         # A head node that has just started is not in its own list of nodes yet.

@@ -11,7 +11,7 @@ from tests.benchmarks.report import Result, say
 
 
 def measure(*, quick: bool) -> Result:
-    """Measure all series."""
+    """Measure the rows of all series. A series has one row for each tested load."""
     say("  the queue")
     rows, missing = limits_queue.rows(quick=quick)
     say("  runs")

@@ -19,11 +19,12 @@ from tests.benchmarks.report import Row, say
 
 _SERVERS, _QUICK_SERVERS = (10, 100, 1_000), (5, 20)
 _IN_FLIGHT, _QUICK_IN_FLIGHT = (100, 400, 1_600), (10, 40)
-#: Numbers of servers in a sweep.
+#: Numbers of servers in a health sweep, which is one check of all servers.
 _SWEPT, _QUICK_SWEPT = (10, 100, 1_000, 3_000), (10, 50)
-#: Number of sweeps for each number of servers.
+#: Number of health sweeps that are measured for each number of servers.
 _SWEEPS, _QUICK_SWEEPS = 5, 1
-#: Time limit on the arrival of all requests, and on one request to the fake server.
+#: Time limit, in seconds, on one request to the fake server, and on the arrival of all requests
+#: there.
 _WITHIN_S = 60.0
 _BODY = b'{"model": "m", "messages": [{"role": "user", "content": "What is 6 x 7?"}]}'
 _REQUEST = (
@@ -33,7 +34,7 @@ _REQUEST = (
 
 
 def rows(*, quick: bool) -> list[Row]:
-    """Measure the series of the gateway."""
+    """Measure the gateway's memory and its health sweeps at different loads."""
     measured: list[Row] = []
     for count in _QUICK_SERVERS if quick else _SERVERS:
         say(f"    a gateway before {count:,} servers")
@@ -66,7 +67,7 @@ def _gateway(urls: list[str]) -> Iterator[tuple[int, int]]:
 
 
 async def _in_flight(counts: tuple[int, ...]) -> list[Row]:
-    """Measure a gateway with requests that a server has received and does not answer."""
+    """Measure the memory of a gateway while its requests wait for answers of a server."""
     measured: list[Row] = []
     async with dummy_running() as url:
         _set_misbehaviour(url, kind="hang")
@@ -81,7 +82,9 @@ async def _in_flight(counts: tuple[int, ...]) -> list[Row]:
 
 @asynccontextmanager
 async def _requests(url: str, count: int) -> AsyncIterator[int]:
-    """Send requests through a new gateway, and yield its process id when the server has them all.
+    """Send requests through a new gateway, and wait until the server has received all of them.
+
+    Yields the process id of the gateway.
 
     Args:
         url: URL of the fake server.

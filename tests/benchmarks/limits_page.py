@@ -19,9 +19,10 @@ _BLOCK = re.compile(
     r"(<!-- figures: (?P<name>[a-z-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL
 )
 _NOTHING = "Not measured yet: `make bench ARGS='limits --record'`."
-#: Benchmarks with figures on the page.
+#: Names of the benchmarks whose figures the page docs/limits.md shows.
 _TAKEN_FROM = ("limits", "queue", "capacity", "gateway", "nodes")
-#: A limit is not extrapolated beyond this multiple of the largest measured count.
+#: Largest factor by which a limit may exceed the largest measured count. Further extrapolation
+#: would be unreliable.
 _BEYOND = 10
 _DAY_S = 86_400
 
@@ -44,7 +45,11 @@ class Line:
     most: int
 
     def reaches(self, bound: float) -> int | None:
-        """Return the count at which the line reaches the bound, or None if it does not rise."""
+        """Return the count at which the line reaches the bound.
+
+        Returns:
+            None if the line does not rise.
+        """
         if self.each <= 0:
             return None
         return max(0, math.floor((bound - self.base) / self.each))
@@ -57,20 +62,21 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """Bound on the figures of a series, which limits the count."""
+    """Largest acceptable figure of a series. It limits the count, for example of runs."""
 
-    #: Name of the counted things and of their carrier, for the table.
+    #: Text for the table: the counted things and the program that carries them, for example
+    #: "waiting runs of a scheduler".
     what: str
     #: Group of the figures in the record of the benchmark `limits`.
     group: str
     #: Largest acceptable figure, in the unit of the series.
     bound: float
-    #: The bound as text, for the table.
+    #: The bound as text for the table, for example "a pass takes 1 s".
     bound_text: str
 
 
 def _on_each_database(what: str, figure: str, bound: float, bound_text: str) -> Iterator[Limit]:
-    """Yield the same limit for SQLite and for PostgreSQL."""
+    """Yield a limit twice: for the figures with SQLite, and for the figures with PostgreSQL."""
     for database in ("SQLite", "PostgreSQL"):
         yield Limit(
             what=f"{what}, {database}",
@@ -80,8 +86,8 @@ def _on_each_database(what: str, figure: str, bound: float, bound_text: str) -> 
         )
 
 
-#: All limits of the page. They hold for the measured machine. On a faster machine, the limits that
-#: are bounds on time are higher.
+#: All limits of the page. They are valid for the measured machine. On a faster machine, limits that
+#: come from a bound on time are higher.
 LIMITS = (
     *_on_each_database(
         "waiting runs, scheduler",
@@ -220,10 +226,10 @@ def line_through(points: Sequence[tuple[int, float]], unit: str) -> Line | None:
 
 
 def carried(limit: Limit, line: Line) -> str:
-    """Return the count at which a line reaches its limit, as text.
+    """Return, as text, the count at which the line of a series reaches the bound of a limit.
 
-    The count is rounded down to two digits. It is "over N" if it is larger than ten times the
-    largest measured count.
+    The count is rounded down to two digits. The text is "over N" if the count is larger than ten
+    times the largest measured count.
     """
     count, furthest = line.reaches(limit.bound), _BEYOND * line.most
     if count is None or count > furthest:
@@ -315,7 +321,7 @@ def _each_rate(records: Records) -> Iterator[tuple[str, str, str]]:
 
 
 def _queue(records: Records) -> str:
-    """Return the table of the passes of the queue's policy, which need no server."""
+    """Return the table with the durations of scheduling passes that need no Prefect server."""
     record = records.get("queue")
     if record is None:
         return _NOTHING.replace("limits", "queue")
@@ -330,7 +336,7 @@ def _all(records: Records) -> str:
 
 
 def _taken(records: Records) -> str:
-    """Return a list of the benchmarks with the machine and the time of their figures."""
+    """Return a list of the benchmarks, each with the machine and the time of its measurement."""
     names = [name for name in _TAKEN_FROM if name in records]
     if not names:
         return _NOTHING
@@ -353,7 +359,7 @@ def _by_way(records: Records, name: str) -> dict[str, Figure]:
 
 
 def _line_of(figures: Sequence[Figure]) -> Line | None:
-    """Return the line through a series, or None if the series has fewer than two counts."""
+    """Return the straight line through a series, or None if it has fewer than two counts."""
     points = [(figure.at, figure.median) for figure in figures if figure.at is not None]
     return line_through(points, figures[0].unit) if points else None
 

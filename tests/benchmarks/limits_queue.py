@@ -34,22 +34,23 @@ _WAITING, _QUICK_WAITING = (200, 1_000, 5_000), (20, 60)
 _RUNNING, _QUICK_RUNNING = (10, 100, 500), (5, 20)
 #: Number of scheduling passes for each figure.
 _PASSES, _QUICK_PASSES = 20, 3
-#: Number of waiting runs that cannot start, before a run that can.
+#: Number of waiting runs that cannot start and that are in the queue before a run that can start.
 _HIDING, _QUICK_HIDING = 1_000, 60
 #: Number of nodes of the cluster.
 _NODES = 512
 #: Name of the only node with a worker.
 _SERVED = "n000"
 _GPUS = 8
-#: Time within which a worker has written the reason for waiting to the runs.
+#: Seconds within which a worker has written the reason for waiting into the state of each run.
 _SETTLE_S, _QUICK_SETTLE_S = 30.0, 5.0
-#: Pause before a request is repeated. A busy server rejects requests with status 503.
+#: Seconds after which a rejected request is repeated. A busy server rejects requests with status
+#: 503.
 _BUSY_AGAIN_S = 0.2
 _SQLITE, _POSTGRES = "SQLite", "PostgreSQL"
 
 
 def rows(*, quick: bool) -> tuple[list[Row], list[Missing]]:
-    """Measure the series of the queue; return the rows, and the reason for missing rows."""
+    """Measure the queue at different loads; return the rows, and the reason for missing rows."""
     measured = [*_on(_SQLITE, quick=quick), *_runs_behind_blocked_runs(quick=quick)]
     missing = []
     if reason := why_no_postgres():
@@ -61,7 +62,7 @@ def rows(*, quick: bool) -> tuple[list[Row], list[Missing]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stage:
-    """A queue with its own Prefect server."""
+    """Environment of a measurement: a queue with its own Prefect server."""
 
     #: Work pool with its server.
     pool: GangPool
@@ -79,7 +80,7 @@ class _Stage:
 
 
 def _on(database: str, *, quick: bool) -> Iterator[Row]:
-    """Measure the series on a server with this database."""
+    """Measure the queue at different loads on a Prefect server with this database."""
     with ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="muster-bench-")))
         if database == _POSTGRES:
@@ -106,7 +107,7 @@ def _on(database: str, *, quick: bool) -> Iterator[Row]:
 
 
 def _series(stage: _Stage, runs: WaitingRuns) -> Iterator[Row]:
-    """Measure the series by the number of waiting runs, and then by the number of running runs."""
+    """Measure the queue with different numbers of waiting runs, and then of running runs."""
     runs.hold(_SERVED)
     for count in _QUICK_WAITING if stage.quick else _WAITING:
         say(f"    {count:,} waiting, {stage.database}")
@@ -142,7 +143,11 @@ class WaitingRuns:
         self._count = 0
 
     def grow_to(self, count: int) -> float:
-        """Submit runs until there are this many; return the runs per second that were accepted."""
+        """Submit runs until `count` runs exist.
+
+        Returns:
+            The number of runs that the server accepted per second.
+        """
         began = time.monotonic()
         for _ in range(self._count, count):
             self._ask(
@@ -160,7 +165,10 @@ class WaitingRuns:
         return bool(self._ask("POST", "/flow_runs/count", {"flow_runs": waits}) >= self._count)
 
     def hold(self, node: str) -> None:
-        """Create a record of a running run that holds all GPUs of a node. No process runs."""
+        """Create a flow run in the state RUNNING that holds all GPUs of a node.
+
+        The flow run has no process.
+        """
         gang = {"nodes": 1, "gpus_per_node": _GPUS, "hours": 1}
         content = {
             "flow_id": self._flow,
@@ -234,7 +242,7 @@ async def time_passes(
 
 
 def _worker(stage: _Stage, by: By) -> Iterator[Row]:
-    """Measure the memory of a worker that has read all waiting runs."""
+    """Measure the memory of a worker that has read all waiting runs from the server."""
     worker = stage.pool.start_worker(f"worker-{by.count}@{_SERVED}")
     try:
         time.sleep(_QUICK_SETTLE_S if stage.quick else _SETTLE_S)
@@ -245,7 +253,7 @@ def _worker(stage: _Stage, by: By) -> Iterator[Row]:
 
 
 def _runs_behind_blocked_runs(*, quick: bool) -> Iterator[Row]:
-    """Measure how soon a run that can start becomes PENDING, behind runs that cannot start."""
+    """Measure how soon a run becomes PENDING if it can start, but the runs before it cannot."""
     count = _QUICK_HIDING if quick else _HIDING
     by = By(what="runs of a tag at its limit before it", count=count)
     with ExitStack() as stack:

@@ -18,13 +18,13 @@ from tests.benchmarks.report import Row, say
 from tests.benchmarks.stage import FlowProcess, await_sleepers, folder, sleepers
 from tests.support.ground import Server
 
-#: Numbers of components of a run.
+#: Numbers of components of the measured runs.
 _COMPONENTS, _QUICK_COMPONENTS = (1, 10, 100, 1_000), (1, 5)
-#: Numbers of runs that start together.
+#: Numbers of runs that start at the same moment.
 _AT_ONCE, _QUICK_AT_ONCE = (1, 4, 16), (1, 2)
-#: Time over which CPU use is measured.
+#: Length of the time window in which the CPU use is measured, in seconds.
 _WINDOW_S, _QUICK_WINDOW_S = 30.0, 2.0
-#: Time limit on the start of a run.
+#: Time limit on the start of a run, in seconds.
 _STARTED_WITHIN_S = 900.0
 _STEPS = 20
 #: Program that writes one training step each half second to a file, and then ends.
@@ -38,7 +38,7 @@ with open(sys.argv[1], "a") as f:
 
 
 def rows(*, quick: bool) -> list[Row]:
-    """Measure the series of runs."""
+    """Measure runs with different numbers of components, and runs that start together."""
     measured: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="muster-bench-") as name:
         server = Server(Path(name))
@@ -57,7 +57,7 @@ def rows(*, quick: bool) -> list[Row]:
 
 
 def _components(server: Server, count: int, *, quick: bool) -> Iterator[Row]:
-    """Measure one run with this number of components."""
+    """Measure the resources of one run with `count` components."""
     by = By(what="components", count=count)
     with folder() as place:
         began = time.monotonic()
@@ -85,7 +85,7 @@ def _components(server: Server, count: int, *, quick: bool) -> Iterator[Row]:
 
 
 def _at_once(server: Server, home: Path, count: int) -> Iterator[Row]:
-    """Start this number of runs with three components at the same moment, and measure them."""
+    """Start `count` runs at the same moment, each with three components, and measure them."""
     by = By(what="runs at once", count=count)
     before_mb = database_mb(home)
     with ExitStack() as stack:
@@ -153,7 +153,10 @@ def _runs_guardian(pid: int) -> bool:
 
 
 def _belongs_to_muster(pid: int) -> bool:
-    """Return True for a flow process or a guardian, and False for a component."""
+    """Return True if the process is a flow process or a guardian, and False for a component.
+
+    A guardian is the process of Muster that starts a component and ends it.
+    """
     return b"guardian.py" in _command_line(pid) or b"flows.train" in _command_line(pid)
 
 

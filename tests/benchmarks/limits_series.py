@@ -12,7 +12,10 @@ from tests.benchmarks.report import Row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class By:
-    """One load in a series of loads, for example 100 components. It builds the rows of the load."""
+    """One load in a series of loads, for example 100 components.
+
+    The object makes the rows of figures that are measured at this load.
+    """
 
     #: Name of the counted things, for example "components" or "runs waiting".
     what: str
@@ -20,7 +23,7 @@ class By:
     count: int
 
     def row(self, figure: str, values: float | list[float], unit: str, note: str = "") -> Row:
-        """Return the row of a figure at this load.
+        """Return the row with the values of a figure that were measured at this load.
 
         Args:
             figure: Name of the figure, for example "gateway, RSS".

@@ -34,14 +34,14 @@ from tests.faults.injections import in_mounts, why_no_mounts
 
 #: Number of files per second that are created in /dev/shm.
 _A_SECOND = 20
-#: Time limit on the start of a run, even on a busy machine.
+#: Time limit, in seconds, on the start of a run on a busy machine.
 _STARTS_WITHIN_S = 300.0
 _PROCESSES, _MAPPINGS = 17, 3000
 _SEGMENTS_TEXT = f"{_A_SECOND} foreign segments a second in /dev/shm"
 
 
 def measure(*, quick: bool) -> Result:
-    """Measure the reaction under each load, and the CPU use of the watch on /dev/shm."""
+    """Measure the reaction to a crash under each load, and the CPU use of the watch on /dev/shm."""
     rounds, window_s = (1, 2.0) if quick else (6, 10.0)
     missing = []
     with prefect_server(password="") as url:
@@ -127,7 +127,10 @@ def _reaction(
 
 @contextmanager
 def _segments(place: Path) -> Iterator[None]:
-    """Run a process outside the run that creates files in /dev/shm, until the context ends."""
+    """Start a process that creates files in /dev/shm and belongs to no run.
+
+    The process ends when the context ends.
+    """
     maker = subprocess.Popen(part("segments", _A_SECOND, "segments", place))
     try:
         wait_until(lambda: recorded_ns(place, "segments", "ready"), "the maker of segments")
@@ -138,7 +141,7 @@ def _segments(place: Path) -> Iterator[None]:
 
 
 def _cpu_of_watching(windows: int, window_s: float) -> tuple[list[float], list[float]]:
-    """Measure the CPU use of Muster's watch on /dev/shm, and of the model's watch.
+    """Measure the CPU use of watching /dev/shm: by Muster, and by the model `look_for_makers`.
 
     Args:
         windows: Number of time windows.

@@ -59,10 +59,10 @@ def measure(*, quick: bool) -> Result:
 
 
 def _start_and_stop(count: int) -> list[Row]:
-    """Measure start and stop with two kinds of guardians.
+    """Measure the start and the stop of components in two ways.
 
-    Muster forks its guardians from a template process. The other way starts a new Python program
-    for each guardian.
+    A component is started and ended by its guardian process. Muster forks the guardians from a
+    template process. The other way starts a new Python program for each guardian.
     """
     rows = []
     for way, guardians in (
@@ -101,13 +101,16 @@ def _pids(supervisor: Supervisor, names: Iterable[str]) -> list[int]:
 
 @contextmanager
 def _guardians_started() -> Iterator[None]:
-    """Let Muster start a program for each guardian, as it does if the template process has died."""
+    """Let Muster start a new program for each guardian process until the context ends.
+
+    Muster does this if the template process, from which it forks the guardians, has died.
+    """
     with mock.patch.object(guarded.GuardianTemplate, "fork", side_effect=OSError):
         yield
 
 
 def _idle(count: int, windows: int, window_s: float) -> list[Row]:
-    """Measure the CPU use of the supervisor and the guardians while all components are idle.
+    """Measure the CPU use of the supervisor and the guardian processes with idle components.
 
     Args:
         count: Number of components.
@@ -158,7 +161,7 @@ def _idle(count: int, windows: int, window_s: float) -> list[Row]:
 
 
 def _kill(count: int) -> float:
-    """Kill a run with this number of components; return the milliseconds until all have ended."""
+    """Kill a run with `count` components; return the milliseconds until all have ended."""
     with folder() as place:
         commands = sleepers(place, count)
         with supervisor_of(place, commands, dict.fromkeys(commands)) as supervisor:
@@ -171,14 +174,20 @@ def _kill(count: int) -> float:
 
 
 def _kill_with_listing(count: int) -> float:
-    """Do the same with guardians that find their descendants by a list of all processes."""
+    """Kill a run with `count` components; return the milliseconds until all have ended.
+
+    The guardian processes find their descendants in a list of all processes.
+    """
     with _guardians_that_list():
         return _kill(count)
 
 
 @contextmanager
 def _guardians_that_list() -> Iterator[None]:
-    """Let guardians list all of /proc, as they do if the kernel has no list of child processes."""
+    """Let guardian processes find their descendants in a list of all processes in /proc.
+
+    Guardians do this if the kernel has no list of the child processes of a process.
+    """
     source_folder = Path(guarded.__file__).parent
     original_command = guarded._GUARDIAN
     with folder() as place:

@@ -85,7 +85,7 @@ def resource_loop(
 
 
 def open_logs(logs: Sequence[Path], is_over: Callable[[], bool]) -> None:
-    """Open each log twice a second and read its size, until the benchmark is over.
+    """Open each log file twice a second and read its size, until the benchmark is over.
 
     Source: an early version of Muster.
     """
@@ -99,9 +99,9 @@ def open_logs(logs: Sequence[Path], is_over: Callable[[], bool]) -> None:
 def look_for_makers(
     directory: Path, own_pids: Callable[[], set[int]], is_over: Callable[[], bool]
 ) -> None:
-    """Check four times which process has opened each new file, with a period of 50 ms.
+    """Find the process that has created each new file: check four times, every 50 ms.
 
-    Source: an early version of Muster, without a limit on the number of checks.
+    Source: an early version of Muster, which had no limit on the number of its checks.
 
     Args:
         directory: Directory with the files.

@@ -29,7 +29,10 @@ _RUN_ID = "benchmark-of-nodes"
 
 
 def measure(*, quick: bool) -> Result:
-    """Measure sweeps and preflights on clusters of different sizes."""
+    """Measure two operations on all nodes of Ray clusters of different sizes.
+
+    A sweep searches a node for leftover processes. A preflight checks a node before a run.
+    """
     rows: list[Row] = []
     os.environ.update(RAY_ENV)
     with (
@@ -41,7 +44,8 @@ def measure(*, quick: bool) -> Result:
             while len(cluster.nodes) < count:
                 cluster.add_node()
             say(f"  {count} nodes and the head")
-            # The first sweep starts the agents. In production, the upkeep process starts them.
+            # The first search for leftover processes starts Muster's agents on the nodes, so it is
+            # not measured. In production, the upkeep process starts the agents.
             _sweep(cluster)
             values = interleaved(
                 {
@@ -86,7 +90,11 @@ def _took_ms(call: Callable[[], None]) -> float:
 
 
 def _without_agents(cluster: RayCluster) -> float:
-    """Kill Muster's agents on all nodes, and return the duration of a sweep in milliseconds."""
+    """Kill Muster's agents on all nodes, and measure a search for leftover processes.
+
+    Returns:
+        The duration of the search in milliseconds.
+    """
     for pid in cluster.pids():
         with suppress(OSError):
             if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::NodeAgent"):
@@ -121,10 +129,11 @@ def _plain(task: str, cluster: RayCluster, shared: str) -> None:
 
 
 def plain(task: str, gcs_address: str, shared: str) -> None:
-    """Run a sweep or a preflight on all nodes with plain Ray tasks.
+    """Search or check all nodes with plain Ray tasks.
 
     Args:
-        task: "sweep" for a sweep, any other text for a preflight.
+        task: "sweep" to search the nodes for leftover processes. Any other text to check the
+            nodes, as before a run (preflight).
         gcs_address: Address of Ray's control store.
         shared: Directory that all nodes share.
     """

@@ -26,14 +26,15 @@ from tests.benchmarks.stubborn import ROLES
 
 _ROUNDS, _QUICK_ROUNDS = 3, 1
 _GRACE_S = 2.0
-#: Time limit on the stop of a supervisor.
+#: Time limit on the stop of a supervisor, in seconds.
 _STOPPED_WITHIN_S = 15.0
-#: A process that still runs after this time is a leftover. The time exceeds the grace period.
+#: Seconds after the signal to the supervisor. A process that still runs then is a leftover. The
+#: time is longer than the grace period.
 _WATCHED_S, _QUICK_WATCHED_S = 10.0, 6.0
 _SCRIPT = Path(__file__).with_name("stubborn.py")
 _MUSTER = "Muster: the flow `train`"
 
-#: Process id and start time of a process, in clock ticks since boot.
+#: Identity of a process: its id, and its start time in clock ticks since boot.
 _Id = tuple[int, int]
 #: Function that measures one supervisor. It runs the components in the folder, sends the signal to
 #: their supervisor, and then calls the `_Watch`.
@@ -44,7 +45,7 @@ _Watch = Callable[[float], None]
 
 
 def measure(*, quick: bool) -> Result:
-    """Count the leftover processes of Muster and of other supervisors."""
+    """Count the processes that are left after the end of Muster and of other supervisors."""
     rounds = _QUICK_ROUNDS if quick else _ROUNDS
     watched_s = _QUICK_WATCHED_S if quick else _WATCHED_S
     installed_peers, missing = peers.find_installed()
@@ -96,8 +97,8 @@ def _sample(way: _Way, signum: signal.Signals, watched_s: float) -> tuple[int, f
     """Stop or kill a supervisor with its components.
 
     Returns:
-        The number of leftover processes, and the time until the last process ended or the watch
-        was over, in milliseconds.
+        The number of leftover processes. The time in milliseconds until the last process ended, or
+        until the end of the watch if a process is left.
     """
     results: list[tuple[int, float]] = []
     with folder() as place:
@@ -149,7 +150,7 @@ def _end(supervisor: subprocess.Popen[bytes], signum: signal.Signals, watch: _Wa
     """Send a signal to the supervisor, wait for the supervisor's end, and watch its components."""
     began = time.monotonic()
     supervisor.send_signal(signum)
-    # honcho does not end while a process of the component keeps its output open.
+    # honcho does not end while a process of a component keeps the component's output open.
     with suppress(subprocess.TimeoutExpired):
         supervisor.wait(_STOPPED_WITHIN_S)
     watch(began)
@@ -158,7 +159,8 @@ def _end(supervisor: subprocess.Popen[bytes], signum: signal.Signals, watch: _Wa
 def _commands(place: Path) -> dict[str, tuple[str, ...]]:
     """Return the commands of the two components.
 
-    One component must end on SIGTERM, because honcho kills the others only after the first end.
+    One component must end on SIGTERM: when honcho is stopped, it kills the other components only
+    after one of them has ended.
     """
     return {"api": part("wait", "api", place), "trainer": python_alone(_SCRIPT, place)}
 
@@ -168,7 +170,7 @@ def _await_tree(place: Path) -> None:
 
 
 def _processes(place: Path) -> list[_Id]:
-    """Return the processes that have recorded themselves in the folder."""
+    """Return the processes that have written their own ids to files in the folder."""
     processes = []
     for path in place.glob("*.process"):
         with suppress(ValueError):

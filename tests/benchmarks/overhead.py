@@ -25,17 +25,17 @@ from tests.benchmarks.report import Result, Row, Sample, interleaved
 from tests.benchmarks.stage import NAMES
 
 _ROUNDED = "Prefect rounds it up to a second"
-#: CPU use, in percent of a core, below which the server counts as idle.
+#: CPU use, in percent of a core. Below it, the Prefect server counts as idle.
 _IDLE_PERCENT = 10.0
-#: Time over which the CPU use is measured.
+#: Length of the time window in which the CPU use is measured, in seconds.
 _WINDOW_S = 0.2
-#: Time limit on the wait for an idle server.
+#: Time limit, in seconds, on the wait until the Prefect server is idle.
 _IDLE_WITHIN_S = 30.0
 _TASKS = ("admit", *(f"start-{name}" for name in NAMES), "monitor", "teardown")
 
 
 def measure(*, quick: bool) -> Result:
-    """Measure both flows, with and without Prefect's heartbeats."""
+    """Measure `train` and the flow of six tasks, each with and without Prefect's heartbeats."""
     rounds = 2 if quick else 20
     _quieten()
     with prefect_server():
@@ -73,7 +73,7 @@ def measure(*, quick: bool) -> Result:
 
 
 def _once_idle(sample: Sample) -> Sample:
-    """Return a sample that waits for an idle server before it measures.
+    """Return a measuring function that first waits until the Prefect server is idle.
 
     The server is busy for a second after a flow has returned. Without the wait, the next sample
     would be slower.
@@ -90,7 +90,7 @@ def _once_idle(sample: Sample) -> Sample:
 
 
 def _without_heartbeats(sample: Sample) -> Sample:
-    """Return a sample that measures without Prefect's heartbeats.
+    """Return a measuring function that switches Prefect's heartbeats off.
 
     At its end, a flow run waits for the heartbeat thread, which sleeps for whole seconds. That
     would hide the overhead.
@@ -115,7 +115,8 @@ def _train() -> float:
     began = time.monotonic()
     state = train(spec, return_state=True)
     took_ms = (time.monotonic() - began) * 1000
-    # Reports that are still being written would slow down the next sample.
+    # The last artifacts may still be on their way to the server, which would slow down the next
+    # sample.
     await_last_artifacts()
     if not state.is_completed():
         raise RuntimeError(f"the flow `train` did not complete: {state.message}")

@@ -59,7 +59,7 @@ def _total(recorded: Sequence[Record], names: Sequence[str]) -> str:
 
 
 def _not_run(records: Mapping[str, Record], names: Sequence[str]) -> Iterator[str]:
-    """Yield a line for each benchmark or way without figures, with the reason."""
+    """Yield a line for each benchmark, or compared program, without figures. It has the reason."""
     for name in names:
         record = records.get(name)
         if record is None:
@@ -86,14 +86,17 @@ def _distinct_machines(records: Sequence[Record]) -> list[tuple[str, ...]]:
 
 
 def _machine(record: Record) -> tuple[str, ...]:
-    """Return CPU, number of CPUs, memory, kernel and Python version of a record's machine."""
+    """Return the CPU model, number of CPUs, memory, kernel and Python version of a machine.
+
+    The machine is the one on which the figures of the record were measured.
+    """
     machine = record.machine
     memory = f"{machine['memory_gb']:g} GB"
     return (machine["cpu"], str(machine["cpus"]), memory, machine["kernel"], machine["python"])
 
 
 def _letter(number: int) -> str:
-    """Return the letter of the machine with this number: 0 is A."""
+    """Return the letter that BENCHMARKS.md uses for the machine with this number: 0 is A."""
     return chr(ord("A") + number)
 
 

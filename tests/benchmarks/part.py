@@ -31,7 +31,7 @@ import sys  # noqa: E402
 
 
 def note(folder: str, name: str, event: str, number: int) -> None:
-    """Write a number to the file of an event so that a reader never sees a part of the number."""
+    """Write a number to the file of an event, so that no reader finds an incomplete number."""
     path = os.path.join(folder, f"{name}.{event}")
     with open(f"{path}.draft", "w") as f:
         f.write(str(number))
@@ -103,7 +103,7 @@ def need(seconds: float, kind: str, name: str, folder: str, port: int) -> None:
 
 
 def warm_up(seconds: float, name: str, folder: str, port: int) -> None:
-    """Listen at once, and answer 503 until the component is ready, and 200 afterwards."""
+    """Listen at once. Answer HTTP 503 until the component is ready, and 200 afterwards."""
     listener = socket.create_server(("127.0.0.1", port))
     while (timeout_s := remaining_s(seconds)) > 0:
         listener.settimeout(timeout_s)

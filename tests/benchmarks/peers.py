@@ -20,15 +20,15 @@ from pathlib import Path
 
 from tests.benchmarks.report import Missing, NotHere
 
-#: Environment variable of a supervisor and of all its descendants, with the folder of the job.
+#: Environment variable with the folder of a `Job`. It marks a supervisor and all its descendants.
 _PLACE = "MUSTER_BENCH_PLACE"
-#: Time limit on the stop of a supervisor.
+#: Time limit on the stop of a supervisor, in seconds.
 _STOP_WITHIN_S = 30.0
-#: Number of file descriptors that supervisord needs per component, and for itself.
+#: Number of file descriptors that supervisord needs for each component, and number for itself.
 _FDS_EACH, _FDS_OWN = 4, 1000
 
-#: Name and suffix of the file with the time at which supervisord or circus noticed the death of a
-#: component, in nanoseconds of CLOCK_MONOTONIC.
+#: Name and suffix of a file. It contains the time at which supervisord or circus noticed the death
+#: of a component, in nanoseconds of CLOCK_MONOTONIC.
 DEATH_NOTICE = ("death", "heard")
 _NOTE = f"""\
 import os, signal, sys, time
@@ -70,7 +70,7 @@ class Job:
     commands: Mapping[str, Sequence[str]]
     #: True if the end of one component ends all components.
     ends_together: bool
-    #: Time from SIGTERM to SIGKILL. honcho ignores it and always waits 5 s.
+    #: Seconds from SIGTERM to SIGKILL. honcho ignores this value and always waits 5 s.
     grace_s: float = 5.0
 
 
@@ -78,16 +78,16 @@ class Job:
 class Peer:
     """Another process supervisor."""
 
-    #: Name of its process.
+    #: Name of the supervisor's process.
     name: str
-    #: Name of its Python package.
+    #: Name of the supervisor's Python package.
     package: str
     #: Writes the configuration of a job, and returns the arguments of the Python interpreter.
     configure: Callable[[Job], Sequence[str]]
 
     @property
     def version(self) -> str:
-        """Version of the package.
+        """Version of the supervisor's Python package.
 
         Raises:
             NotHere: The package is not installed.
@@ -114,7 +114,7 @@ def find_installed() -> tuple[list[Peer], list[Missing]]:
 
 @contextmanager
 def running(peer: Peer, job: Job) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a supervisor, yield its process, and kill all its processes when the context ends."""
+    """Start a supervisor and yield its process. Kill its whole tree when the context ends."""
     with (job.place / "supervisor.out").open("wb") as output:
         popen = subprocess.Popen(
             [sys.executable, *peer.configure(job)],

@@ -78,7 +78,7 @@ def _figures(result: Replay, fifo: Replay) -> list[str]:
     job_counts = f"{len(result.jobs)}; {len(result.infeasible)} can never fit and are left out"
     if not result.jobs:
         return [_line("jobs", job_counts)]
-    # A `Row` computes its quantiles in the same way as all benchmarks.
+    # The quantiles are computed by `Row`, as in all benchmarks.
     waits = Row(way="", values=result.waits_s)
     passes = Row(way="", values=[1000 * took_s for took_s in result.passes_s])
     delays = {job.id: result.starts_s[job.id] - fifo.starts_s[job.id] for job in result.jobs}
@@ -100,7 +100,7 @@ def _figures(result: Replay, fifo: Replay) -> list[str]:
 
 
 def _line(name: str, figure: str) -> str:
-    """Return a printed line with the name of a figure and the figure."""
+    """Return the line that the command prints for a figure: its name and its text."""
     return f"{name:<26}{figure}"
 
 

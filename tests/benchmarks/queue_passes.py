@@ -22,7 +22,10 @@ _DAY_S = 86400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queue:
-    """Queue of gangs on a cluster, as the input of a scheduling pass."""
+    """Input of a scheduling pass: waiting runs, running runs, and the nodes of a cluster.
+
+    Each run needs a gang: GPUs that are granted all at once or not at all.
+    """
 
     #: Name of the queue, for the titles of the rows.
     name: str
@@ -58,7 +61,7 @@ def measure(*, quick: bool) -> Result:
 
 
 def _sample(algorithm: Callable[..., Plan], queue: Queue) -> Sample:
-    """Return a sample that runs one pass and returns its duration in milliseconds."""
+    """Return a function that runs one scheduling pass and returns its duration in milliseconds."""
 
     def sample() -> float:
         began = time.perf_counter()
@@ -69,9 +72,10 @@ def _sample(algorithm: Callable[..., Plan], queue: Queue) -> Sample:
 
 
 def _queues(count: int) -> list[Queue]:
-    """Return queues whose passes are slow.
+    """Return queues whose scheduling passes are slow.
 
-    Either no run may start before the first run, or each run must be checked by itself.
+    In some of the queues, no run may start before the first run. In the others, a pass must check
+    each run separately.
 
     Args:
         count: Number of waiting runs in each queue.
@@ -114,15 +118,15 @@ def _queues(count: int) -> list[Queue]:
 
 
 def _waiting(count: int, *, least_gpus: int, small_every: int | None = None) -> list[Waiting]:
-    """Return waiting runs: the first needs the whole cluster, the others are of all sizes.
+    """Return waiting runs: the first needs the whole cluster, the others have different sizes.
 
-    Two runs rarely have the same demand, so that a result for one run is rarely useful for another.
+    Two runs rarely have the same demand. So a pass can rarely reuse the result for another run.
 
     Args:
         count: Number of runs.
         least_gpus: Smallest number of GPUs per node.
-        small_every: Every run with a multiple of this number is small and short. None for no small
-            runs.
+        small_every: Every N-th run is small and short, where N is this number. None if no run is
+            small.
     """
     random_draws = random.Random(count)
     runs = [_run(0, _NODES, _GPUS, _DAY_S)]
@@ -136,13 +140,20 @@ def _waiting(count: int, *, least_gpus: int, small_every: int | None = None) -> 
 
 
 def _run(number: int, nodes: int, gpus: int, seconds: float) -> Waiting:
-    """Return a waiting run with this place in the queue, demand and estimated duration."""
+    """Return a waiting run.
+
+    Args:
+        number: Position of the run in the queue.
+        nodes: Number of nodes that the run needs.
+        gpus: Number of GPUs on each of these nodes.
+        seconds: Estimated duration of the run.
+    """
     demand = Demand(nodes=nodes, gpus_per_node=gpus, cpus_per_gpu=3)
     return Waiting(id=f"run-{number}", demand=demand, place=(number,), estimate_s=seconds)
 
 
 def _held(node: str, number: int) -> Held:
-    """Return a running run that holds one GPU of a node for a day."""
+    """Return a running run that has one GPU of a node for a day."""
     return Held(
         id=f"{node}-{number}",
         gpus={node: 1},

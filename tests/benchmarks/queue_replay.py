@@ -65,7 +65,7 @@ def replay(
         policy: Policy of the queue.
         estimate_s: Returns the expected duration of a job, in seconds. It must not be shorter than
             the actual duration.
-        plan: Function with the signature of `tasks.queue.policy.plan`, for one scheduling pass.
+        plan: Function for one scheduling pass, with the signature of `tasks.queue.policy.plan`.
     """
     cluster = Cluster(
         nodes=tuple(ClusterNode(name=node.name, gpus=node.gpus, cpus=node.cpus) for node in nodes)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tasks.queue.packing import Demand
 
-#: Shortest duration of a job. A trace may record a duration of 0 for a very short job.
+#: Shortest duration of a job, in seconds. A trace may record the duration 0 for a very short job.
 _SHORTEST_S = 1.0
 _NEEDED = ("job_id", "submit_s", "duration_s")
 _SHAPE = ("gpus", "nodes", "gpus_per_node")

@@ -26,7 +26,7 @@ from tests.benchmarks.stage import (
     wait_until,
 )
 
-#: Time that each component needs to become ready, and the sum for all components.
+#: Seconds that each component needs to become ready, and the sum of this time for all components.
 _NEED_S = 0.5
 _OWN_S = _NEED_S * len(NAMES)
 #: Kinds of readiness. A component of the kind `warming` listens at once and answers 503 until it is
@@ -40,9 +40,14 @@ Started = subprocess.Popen[bytes]
 
 
 def measure(*, quick: bool) -> Result:
-    """Measure the lag of Muster for each kind of readiness, and of the models."""
+    """Measure the readiness lag of Muster for each kind of readiness, and of the models.
+
+    The readiness lag is the duration of the start minus the time that the components themselves
+    need to become ready.
+    """
     rounds = 1 if quick else 8
-    # Parts of the lag by kind and phase. A value is the sum over the three components, in ms.
+    # Parts of the readiness lag, in ms: `parts[kind][phase]`, with the kind of readiness and the
+    # phase of the start. Each value is the sum over the three components.
     parts: dict[str, dict[str, list[float]]] = {
         kind: {"making": [], "first line": [], "seen": []} for kind in _KINDS
     }
@@ -92,7 +97,13 @@ def measure(*, quick: bool) -> Result:
 
 
 def _lag_ms(began: float) -> float:
-    """Return the lag of a start that began at this monotonic time and has just ended."""
+    """Return the readiness lag, in ms, of a start that has just ended.
+
+    The lag is the duration of the start minus the time that the components themselves need.
+
+    Args:
+        began: Monotonic time of the beginning of the start, in seconds.
+    """
     return (time.monotonic() - began - _OWN_S) * 1000
 
 
@@ -110,7 +121,14 @@ def _probe(kind: str, port: int) -> ReadyProbe:
 
 
 def _by_supervisor(kind: str, parts: dict[str, list[float]]) -> float:
-    """Return the lag of Muster's supervisor, and add the parts of the lag to `parts`."""
+    """Start three components with Muster's supervisor, and return the readiness lag in ms.
+
+    The lag is the duration of the start minus the time that the components themselves need.
+
+    Args:
+        kind: Kind of readiness.
+        parts: This function appends the duration of each phase of the start, in ms.
+    """
     ports = PortsReserved([f"{name}.port" for name in NAMES])
     numbers = {name: ports.numbers[f"{name}.port"] for name in NAMES}
     with folder() as place:
@@ -143,7 +161,11 @@ def _wait_for_record(place: Path, name: str, event: str) -> int:
 
 
 def _by_flow(url: str) -> float:
-    """Return the lag of a flow, computed from the times of its components in `run.json`."""
+    """Run a flow with three components, and return the readiness lag in ms.
+
+    The lag is the duration of the start minus the time that the components themselves need. It is
+    computed from the times in `run.json`.
+    """
     with folder() as place:
         spec = {
             "name": "bench",
@@ -166,7 +188,9 @@ def _by_flow(url: str) -> float:
 
 
 def _by_popen(kind: str, await_ready: Callable[[Started, int], None]) -> float:
-    """Return the lag of components without a supervisor.
+    """Start three components without a supervisor, and return the readiness lag in ms.
+
+    The lag is the duration of the start minus the time that the components themselves need.
 
     Args:
         kind: Kind of readiness.

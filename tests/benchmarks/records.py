@@ -17,7 +17,8 @@ from tests.benchmarks.report import How, Machine, Missing, Result, machine_as_js
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(__file__).with_name("results")
-#: Files that are written from the figures. Changes in them do not mark the commit as changed.
+#: Files that the benchmarks write. If only these files differ from the commit, the recorded version
+#: of Muster is the commit without ", changed".
 WRITTEN = ("tests/benchmarks/results", "BENCHMARKS.md", "docs/limits.md")
 #: Largest number of samples of a row that are recorded.
 _SAMPLES_KEPT = 100
@@ -67,11 +68,11 @@ class Record:
 
     #: Name of the benchmark.
     name: str
-    #: Description of the measurement, or an empty string if the benchmark did not run.
+    #: Description of what is measured, or an empty string if the benchmark did not run.
     question: str = ""
     #: Recorded rows.
     figures: Sequence[Figure] = ()
-    #: Ways that could not be measured.
+    #: Compared programs that could not be measured, each with the reason.
     missing: Sequence[Missing] = ()
     #: Reason why the benchmark did not run, or an empty string.
     not_run: str = ""
@@ -79,7 +80,7 @@ class Record:
     quick: bool
     #: Duration of the benchmark, in seconds.
     took_s: float
-    #: Fields of `report.Machine`.
+    #: Machine and time of the measurement: the fields of `report.Machine` by name.
     machine: Mapping[str, Any]
     #: Version of each package by its name. The version of `Muster` includes the commit.
     versions: Mapping[str, str]
@@ -123,9 +124,12 @@ def record_of(
 
 
 def _figure(row: Mapping[str, Any]) -> Figure:
-    """Return the figure of a row that `rows_as_json` has made.
+    """Return the recorded figure of a row.
 
-    The values are rounded. If there are more than 100 samples, the figure has no samples.
+    The numbers are rounded. If the row has more than 100 samples, the samples are left out.
+
+    Args:
+        row: The row, as `rows_as_json` returns it.
     """
     values = row["values"] if len(row["values"]) <= _SAMPLES_KEPT else []
     rounded = {name: _rounded(row[name]) for name in ("median", "p99", "max", "times_muster")}
@@ -171,7 +175,7 @@ def versions_here() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Return the current commit, with the text ", changed" if files differ from the commit."""
+    """Return the current git commit, with ", changed" appended if files differ from the commit."""
     try:
         commit = _git("rev-parse", "--short=10", "HEAD")
         exclusions = [f":(exclude){path}" for path in WRITTEN]

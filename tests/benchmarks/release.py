@@ -35,21 +35,22 @@ from tests.support.gang_referee import FINAL, History
 from tests.support.ground import Server
 
 _ROUNDS, _QUICK_ROUNDS = 2, 1
-#: Number of pairs of successive runs in a round.
+#: Number of measured pairs of a run and its successor in each round.
 _LENGTH, _QUICK_LENGTH = 6, 1
-#: Time over which CPU use is measured.
+#: Length of the time window in which the CPU use is measured, in seconds.
 _IDLE_S, _QUICK_IDLE_S = 60.0, 2.0
-#: Time that a worker needs to finish its start.
+#: Seconds that a worker needs to finish its start.
 _SETTLE_S = 5.0
-#: Duration of a run.
+#: Duration of a run, in seconds.
 _LASTS_S = 0.3
-#: Time limit on all runs of a round.
+#: Time limit on all runs of a round, in seconds.
 _WITHIN_S = 300.0
 #: Number of waiting runs while the CPU use of a worker with a queue is measured.
 _WAITING = 10
-#: Number of loops that run at the same time, each with another phase.
+#: Number of polling loops that are measured at the same time. Each checks at another second of the
+#: minute.
 _LOOPS = 20
-#: Period of a loop.
+#: Period of a polling loop, in seconds.
 _PLAN_S = 60.0
 _AT_ITS_BEST = "no server, no flow"
 
@@ -74,14 +75,15 @@ _WAYS = (
     _Way(name="process worker, every 1 s", type="process", poll_s=1, limit=1),
 )
 _MUSTER = _WAYS[0].name
-#: Way with a cold start on the gang worker's pool. A run with an environment variable of Python is
-#: not forked, because Python reads such a variable only when it starts.
+#: Title of the rows with a cold start, and environment variables of their runs. The gang worker
+#: starts a new program for a run with a variable PYTHON*, instead of a fork, because Python reads
+#: these variables only when it starts.
 _COLD, _COLD_ENV = "Muster: gang worker, cold", {"PYTHON_COLD": "1"}
 _STEPS = ("to PENDING", "to RUNNING", "to its first line")
 
 
 def measure(*, quick: bool) -> Result:
-    """Measure the start of the next run, and the CPU use of idle workers."""
+    """Measure the time from the end of a run to the next start, and the CPU use of idle workers."""
     rounds, length = (_QUICK_ROUNDS, _QUICK_LENGTH) if quick else (_ROUNDS, _LENGTH)
     times_ms: dict[str, dict[str, list[float]]] = {step: {} for step in _STEPS}
     with (
@@ -120,7 +122,10 @@ def measure(*, quick: bool) -> Result:
 
 
 def _by_plan(*, quick: bool) -> Row:
-    """Return the row of the loop: from the free GPUs to the first line of the next component."""
+    """Return the row of the loop that checks once a minute if the GPUs are free.
+
+    The measured time ends with the first line that the component of the next run prints.
+    """
     title, step = f"a loop every {_PLAN_S:g} s (the plan), {_STEPS[-1]}", _STEPS[-1]
     if quick:
         values = [1000 * _PLAN_S * share for share in (0.5, 0.99, 1.0)]
@@ -165,7 +170,7 @@ def _note(name: str) -> str:
 
 @contextmanager
 def _served(directory: Path) -> Iterator[Mapping[str, tuple[GangPool, subprocess.Popen[bytes]]]]:
-    """Start a Prefect server, and yield a work pool and its worker for each way."""
+    """Start a Prefect server, and yield a work pool and its worker for each kind of worker."""
     server = Server(directory / "server")
     with ExitStack() as stack:
         stack.callback(server.kill)
@@ -197,13 +202,13 @@ def _time_successors(
         env: Environment variables of the runs in addition to the worker's.
 
     Yields:
-        The name of a step, and its time in seconds after the end of the previous run.
+        The name of a step of the start, and its time in seconds after the end of the previous run.
     """
     pool.asked.clear()
     for number in range(count + 1):
         spec = pool.spec(gpus=8, lasts_s=_LASTS_S)
         if pool.type != "gang":
-            # A process worker cannot grant GPUs.
+            # Prefect's process worker cannot grant GPUs, so the spec must not request any.
             del spec["gang"]
         pool.submit({**spec, "name": f"r{number}"}, env=env)
     pool.until_all_end(_WITHIN_S)
@@ -222,7 +227,10 @@ def _pending_at(run: History) -> float:
 
 
 def _idle(workers: Mapping[str, subprocess.Popen[bytes]], *, quick: bool) -> dict[str, float]:
-    """Return the CPU use of each idle worker in the same time window, in percent of a core."""
+    """Return the CPU use of each idle worker, in percent of a core.
+
+    All workers are measured in the same time window.
+    """
     time.sleep(_SETTLE_S)
     say("  nothing to do")
     return _cpu_percent({name: worker.pid for name, worker in workers.items()}, quick=quick)
@@ -241,7 +249,10 @@ def _busy_waiting(pool: GangPool, worker: subprocess.Popen[bytes], *, quick: boo
 
 
 def _cpu_percent(pids: Mapping[str, int], *, quick: bool) -> dict[str, float]:
-    """Return the CPU use of each process in the same time window, in percent of a core."""
+    """Return the CPU use of each process, in percent of a core.
+
+    All processes are measured in the same time window.
+    """
     before = {name: _cpu_ns(pid) for name, pid in pids.items()}
     began = time.monotonic_ns()
     time.sleep(_QUICK_IDLE_S if quick else _IDLE_S)

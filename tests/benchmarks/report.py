@@ -15,24 +15,25 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-#: Function that takes one sample and returns its value.
+#: Function that measures once and returns the measured value.
 Sample = Callable[[], float]
 #: Kind of a row. "measured": a real program ran. "modelled": a small model of another project ran.
 #: "computed": no program ran.
 How = Literal["measured", "modelled", "computed"]
 
-#: Units of counts. Units such as "of 5" are also units of counts.
+#: Units of values that are counts. Units that begin with "of", such as "of 5", are also for counts.
 _COUNTED = frozenset({"fds", "threads", "processes"})
 _HEAD = ("benchmark", "way", "median", "p99", "max", "n", "x Muster", "note")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Figures of one way of doing the work."""
+    """One row of a table of figures: the samples of one program, or of one way to do the work."""
 
     #: Title of the row.
     way: str
-    #: Samples in `unit`, in the order in which they were taken. A computed row has its quantiles.
+    #: Samples in the unit `unit`, in the order in which they were taken. The values of a computed
+    #: row are its quantiles.
     values: Sequence[float]
     #: Unit of the values.
     unit: str = "ms"
@@ -40,7 +41,7 @@ class Row:
     note: str = ""
     #: Kind of the row.
     how: How = "measured"
-    #: Number of samples. None for the number of values, 0 for a computed row.
+    #: Number of samples. None if it is the number of `values`. 0 for a computed row.
     samples: int | None = None
     #: Name of the group. The rows of a group are compared with its first row.
     group: str = ""
@@ -71,16 +72,16 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Missing:
-    """A way that was not measured, because this machine lacks something that it needs."""
+    """A program that was not measured, because this machine lacks something that it needs."""
 
-    #: Title of the way.
+    #: Title of the row that the program would have.
     way: str
     #: The missing thing, and how to install it.
     why: str
 
 
 class NotHere(Exception):
-    """This machine lacks something that a benchmark, or one of its ways, needs.
+    """This machine lacks something that a benchmark, or one of its measured programs, needs.
 
     The message names the missing thing and how to install it. Any other exception is an error of
     the benchmark.
@@ -97,11 +98,15 @@ class Result:
     question: str
     #: All rows, in the order of the table.
     rows: Sequence[Row]
-    #: Ways that were not measured.
+    #: Programs that were not measured, each with the reason.
     missing: Sequence[Missing] = ()
 
     def ratio(self, row: Row) -> float | None:
-        """Return the row's median divided by Muster's median, or None if it has no meaning."""
+        """Return the row's median divided by the median of Muster's row.
+
+        Returns:
+            None if the ratio has no meaning.
+        """
         base = next(other for other in self.rows if other.group == row.group).median
         return None if row.is_detail or base <= 0 else row.median / base
 
@@ -135,12 +140,12 @@ class Machine:
 def interleaved(
     ways: Mapping[str, Sample], rounds: int, *, per_round: Mapping[str, int] | None = None
 ) -> dict[str, list[float]]:
-    """Take samples of all ways in turn, in a random order in each round.
+    """Measure all ways to do a work in turn, in a random order in each round.
 
     Args:
-        ways: Function that takes a sample, by the name of the way.
+        ways: Function that measures one sample, by the name of the way.
         rounds: Number of rounds.
-        per_round: Number of samples per round by the name of the way. Default: 1.
+        per_round: Number of samples per round, by the name of the way. Default: 1.
 
     Returns:
         The samples by the name of the way.
@@ -224,7 +229,7 @@ def rows_as_json(result: Result) -> list[dict[str, Any]]:
 def with_unit(figure: float, unit: str) -> str:
     """Return a figure with its unit as text.
 
-    A count is shown exactly, because it is a whole number, or a half for a median.
+    A count is not rounded: it is a whole number. Only a median of counts may end with .5.
     """
     is_count = unit in _COUNTED or unit.startswith("of ")
     text = f"{figure:,g}" if is_count and figure < 1e5 else shown_figure(figure)

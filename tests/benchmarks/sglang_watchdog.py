@@ -92,7 +92,8 @@ def watch(path: Path, place: Path) -> None:
 
 def load_class(path: Path) -> type[Any]:
     """Load the class SubprocessWatchdog from its source file, without the package `sglang`."""
-    # The file's imports from its package would import torch.
+    # The file imports modules of the package `sglang`, which would import torch. So these modules
+    # are replaced by empty modules.
     sys.meta_path.insert(0, _Stubs())
     spec = importlib.util.spec_from_file_location("watchdog", path)
     assert spec is not None and spec.loader is not None

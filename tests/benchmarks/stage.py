@@ -29,7 +29,7 @@ from tests.support.ground import in_checkout
 #: Names of the components of a run, in the order of their start.
 NAMES = ("api", "trainer", "environment")
 
-#: Default time limit on a wait.
+#: Default time limit on a wait, in seconds.
 _DEADLINE_S = 60.0
 _PART = Path(__file__).with_name("part.py")
 _MARKED = Path(__file__).with_name("marked.sh")
@@ -157,8 +157,8 @@ def supervisor_of(
         ports: Ports that are reserved for the components.
         live: Liveness probe of each component by its name. A component may have no entry.
         register: Registry entry of the run.
-        stall_after_s: The run is stalled after this number of seconds without output. None for no
-            limit.
+        stall_after_s: The run counts as stalled after this number of seconds without output. None
+            if it never counts as stalled.
     """
     env = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")}
     components = tuple(
@@ -212,7 +212,8 @@ class FlowProcess:
                 start_new_session=True,
                 env={**os.environ, "PREFECT_API_URL": api_url, "MUSTER_HOME": str(home)},
             )
-        #: MUSTER_HOME of the flow process, as its mount namespace shows it.
+        #: MUSTER_HOME of the flow process. This path leads into the mount namespace of the flow
+        #: process.
         self.home = Path(f"/proc/{self._popen.pid}/root{home}")
 
     def __enter__(self) -> FlowProcess:
@@ -224,9 +225,9 @@ class FlowProcess:
         return self._popen
 
     def __exit__(self, *error: object) -> None:
-        """End the flow process: SIGTERM twice, as two Ctrl-C do, and then SIGKILL.
+        """End the flow process: send SIGTERM twice, as for two Ctrl-C, and then SIGKILL.
 
-        After SIGKILL of the flow process, the guardians end the components.
+        When the flow process was killed, the guardian processes of the components end them.
         """
         for signum, limit_s in ((signal.SIGTERM, 20.0), (signal.SIGTERM, 10.0)):
             if self._popen.poll() is None:

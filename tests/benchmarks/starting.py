@@ -24,7 +24,11 @@ _SLEEP_S = "60"
 
 
 def measure(*, quick: bool) -> Result:
-    """Measure starts with a waiting guardian, with a new guardian, and without a guardian."""
+    """Measure the start of a component in three ways.
+
+    A guardian is the process of Muster that starts and ends a component. The ways are: a guardian
+    that waits for its component, a guardian that is forked for the start, and no guardian.
+    """
     rounds = 10 if quick else 100
     taken = interleaved(
         {
@@ -59,7 +63,8 @@ def _guarded(launch: Callable[[Command], Awaitable[tuple[GuardedProcess, float]]
             process, took_ms = await launch(_command(place))
             process.kill()
             await process.empty
-            # Wait until the guardian is reaped, so that it does not disturb the next sample.
+            # Wait until the guardian process is reaped, so that it does not disturb the next
+            # sample.
             while tree.read_parent(process.guardian_pid):
                 await asyncio.sleep(0.005)
             return took_ms

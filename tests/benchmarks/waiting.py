@@ -19,14 +19,14 @@ from tests.benchmarks.report import Result, Row, say
 from tests.support.gang_pool import gang_pool
 
 _SERVED, _GPUS, _WORKERS = "n000", 8, 4
-#: Number of time windows for each figure.
+#: Number of time windows in which the CPU use is measured for each figure.
 _WINDOWS = 3
-#: Period of a worker's scheduling passes.
+#: Seconds between two scheduling passes of a worker.
 _PASS_EVERY_S = 2.0
 
 
 def measure(*, quick: bool) -> Result:
-    """Measure the server without a worker, with one worker and with several workers."""
+    """Measure the CPU use of the Prefect server with no worker, one worker and several workers."""
     count, settle_s, window_s = (60, 5.0, 2.0) if quick else (1_000, 45.0, 20.0)
     with ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="muster-bench-")))

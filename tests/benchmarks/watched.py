@@ -20,7 +20,7 @@ import psutil
 
 from tests.benchmarks.stage import sleepers, supervisor_of
 
-#: Polling period of the ways `psutil` and `poll`.
+#: Seconds between two polls of the components, for the ways `psutil` and `poll`.
 _POLL_EVERY_S = 1.0
 
 #: Event that is set when the watch must end.

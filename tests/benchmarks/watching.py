@@ -24,12 +24,12 @@ from tests.benchmarks.stage import await_sleepers, folder, sleepers
 #: Names of the ways in `watched.py`, with the titles of the models.
 _MUSTER = "muster"
 _MODELS = {"psutil": "psutil every 1 s", "poll": "Popen.poll every 1 s"}
-#: Time between the start of all components and the first window.
+#: Seconds between the start of all components and the first time window.
 _SETTLE_S = 1.0
 
 
 def measure(*, quick: bool) -> Result:
-    """Measure all ways for each number of components."""
+    """Measure all ways to watch components, for each number of components."""
     counts, windows, window_s = ((10,), 2, 1.0) if quick else ((1000, 100, 10), 5, 10.0)
     installed_peers, missing = peers.find_installed()
     rows: list[Row] = []
@@ -51,7 +51,7 @@ def _watch(
     installed_peers: list[peers.Peer],
     missing: list[Missing],
 ) -> list[Row]:
-    """Measure all ways for one number of components.
+    """Measure all ways to watch components, for one number of components.
 
     Args:
         count: Number of components that each way watches.
@@ -155,7 +155,7 @@ def _peer(peer: peers.Peer, count: int) -> Iterator[tuple[int, float]]:
 
 
 def _supervising(pid: int) -> list[int]:
-    """Return the processes of a supervisor: its whole tree without the components."""
+    """Return the ids of a supervisor's processes: its whole tree without the components."""
     component_programs = ("sh", "sleep", "")
     return [
         pid,
