@@ -19,7 +19,7 @@ from tasks.ray.dashboard import ListedCluster
 
 
 class Server:
-    """A server that accepts states."""
+    """A fake Prefect server that accepts new states of flow runs."""
 
     def __init__(self) -> None:
         self.messages: list[str] = []
@@ -29,7 +29,14 @@ class Server:
 
 
 def make_pass(run: UUID, *, place: int, length: int, reason: str) -> Any:
-    """Return a scheduling pass with a run at a position of a queue of the given length."""
+    """Return a scheduling pass in which a run waits in the queue.
+
+    Args:
+        run: Id of the flow run.
+        place: Position of the run in the queue, from 1.
+        length: Number of runs in the queue.
+        reason: Reason why the run waits.
+    """
     ids = [uuid4() for _ in range(length)]
     ids[place - 1] = run
     message = SimpleNamespace(text=f"needs 1 GPU; {reason}")
@@ -43,7 +50,8 @@ def make_pass(run: UUID, *, place: int, length: int, reason: str) -> Any:
         ({"place": 3, "length": 3, "reason": "waits"}, [], 0),
         # another run has joined the queue behind the run
         ({"place": 3, "length": 4, "reason": "waits"}, [], 0),
-        # the queue moves: the position is reported, but the state's message stays
+        # the run's position has changed: it is printed, but the message of the state is not
+        # replaced
         (
             {"place": 2, "length": 2, "reason": "waits"},
             ["position 2 of 2 in the queue; needs 1 GPU; waits"],
@@ -79,7 +87,7 @@ def test_position_and_reason_are_reported_when_they_change(
     [
         # the run's own pool
         ("other", {}, "http://b:8265"),
-        # started directly, or by a worker of another type
+        # the run was started without a worker, or by a worker of another type than gang
         ("", {}, "http://a:8265"),
         ("process", {}, "http://a:8265"),
         # the granted cluster, even if the pool lists another cluster now
@@ -116,7 +124,7 @@ def test_pool_without_exactly_one_cluster_is_explained(
 
 
 class Pools:
-    """A server with work pools that list clusters, and one flow run."""
+    """A fake Prefect server with one flow run, and with work pools that list Ray clusters."""
 
     def __init__(self, pools: dict[str, list[str]], pool: str, labels: dict[str, Any]) -> None:
         self._pools = pools

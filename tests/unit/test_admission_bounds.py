@@ -13,10 +13,10 @@ from tasks.rollout.admission import Bounds, compute_bounds
         (65536, 36, False, 0, 32622, 256, 64),
         (65536, 36, True, 0, 32622, 8192, 4096),
         (65536, 36, True, 1000, 28622, 8192, 4096),
-        # few files: strangers get a smaller number of connections
+        # few open files are allowed: clients without a token get fewer connections
         (1024, 24, False, 0, 372, 186, 64),
         (1024, 24, True, 0, 372, 186, 93),
-        # too few files: one connection is still possible
+        # almost no open files are allowed: one connection is still possible
         (64, 60, False, 0, 1, 1, 1),
     ],
 )

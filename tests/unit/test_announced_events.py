@@ -49,7 +49,10 @@ def announcements() -> RunAnnouncements:
 
 @pytest.fixture
 def tell(announcements: RunAnnouncements) -> Tell:
-    """Return a function that passes an event of the run on, and returns the server events."""
+    """Return a function that handles an event of the run.
+
+    The function returns the events that are sent to the Prefect server for it.
+    """
 
     def one(name: str, component: str | None = None, **fields: Any) -> list[Event]:
         return list(
@@ -174,7 +177,7 @@ def test_failure_event_has_kind_component_log_and_hint(tell: Tell) -> None:
     )
     assert payload["message"] == FAILURE.message
     assert (payload["log"], payload["hint"]) == ("/runs/a/trainer.log", "a smaller batch")
-    # The event contains only the last lines of the log, because notifications show them.
+    # Notifications show these log lines, so the event contains only the last lines of the log.
     assert payload["log_tail"].splitlines()[-1] == "line 99"
     assert len(payload["log_tail"].splitlines()) == 15
 
@@ -231,7 +234,7 @@ def test_degraded_and_restored_are_sent_once(tell: Tell) -> None:
     ]
     assert group(tell, 2, "suspect", "inactive") == ["muster.rollout.engine.failed"]
     assert group(tell, 2, "inactive", "recovering") == []
-    # A failed recovery of an inactive engine is not a new failure.
+    # The engine stays inactive because its recovery failed. This is not a new failure.
     assert group(tell, 2, "recovering", "inactive") == []
     assert group(tell, 1, "recovering", "active") == []
     assert group(tell, 2, "recovering", "stale") == ["muster.rollout.restored"]
@@ -267,7 +270,7 @@ def test_floor_event_has_the_numbers_of_engines(tell: Tell) -> None:
     assert floor.name == "muster.rollout.floor"
     payload = floor.fields
     assert (payload["serving"], payload["engines"], payload["min_active"]) == (1, 3, 2)
-    # The process of the fleet stops the other engines, which is no failure.
+    # The fleet itself stops the other engines. This is no failure.
     assert group(tell, 2, "active", "inactive") == []
 
 

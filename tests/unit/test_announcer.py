@@ -43,7 +43,7 @@ class PrefectServer:
         return (200, content) if content else (404, None)
 
     def objects(self) -> dict[str, Any]:
-        """Return the flow and the deployment of the server, by path."""
+        """Return the server's flow and deployment, by the path of their URL."""
         return {
             f"/flows/{FLOW}": {"id": str(FLOW), "name": "train"},
             f"/deployments/{DEPLOYMENT}": {
@@ -55,7 +55,7 @@ class PrefectServer:
         }
 
     def take(self, content: list[dict[str, Any]]) -> int:
-        """Receive events, and return the status code of the response."""
+        """Receive events, and return the HTTP status code of the server's response."""
         if self.is_slow.is_set():
             self.may_continue.wait(WITHIN_S)
         if self.answers:
@@ -69,7 +69,7 @@ class PrefectServer:
 
 @pytest.fixture
 def server() -> Iterator[PrefectServer]:
-    """A fake Prefect server that listens at the URL `api`."""
+    """A fake Prefect server. Its attribute `api` is the URL at which it listens."""
     server = PrefectServer()
     with serving(server.answer) as url:
         server.api = f"{url}/api"
@@ -83,7 +83,7 @@ def flow_run(**fields: Any) -> FlowRun:
 
 
 def ready(run: FlowRun) -> Event:
-    """Return the event that the trainer of a run is ready."""
+    """Return the event that reports that the trainer of a run is ready."""
     name = "muster.component.ready"
     payload = build_payload(name, run_id="a-run", component="trainer", after_s=1.5)
     return make_run_event(name, run, "a-run", payload, at=1_700_000_000.0, tags=("demo",))

@@ -1,4 +1,7 @@
-"""The verdict of an attempt for given histories of its components; the processes are scripted."""
+"""Tests of the final state of an attempt, for given histories of its components.
+
+The processes of the components are fakes that follow a script.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,13 @@ from tasks.spec.run import Progress
 
 pytestmark = pytest.mark.asyncio
 
-#: Second 0 of a history. It is in the past, so that every event precedes the attempt's actions.
+#: Monotonic time of second 0 of a history. It is in the past, so that every event of the history is
+#: earlier than the actions of the attempt.
 ORIGIN_S = time.monotonic() - 1000
 
 
 class ScriptedProcess:
-    """Replaces a GuardedProcess; it ends when the test or the teardown ends it."""
+    """Fake of `GuardedProcess`. The process ends when the test or the teardown ends it."""
 
     made: dict[str, ScriptedProcess]
     refuses: dict[str, OSError]
@@ -61,7 +65,7 @@ class ScriptedProcess:
         self.empty.set_result(None)
 
     def stop(self) -> None:
-        """End a moment later, so that events of the test's script come first."""
+        """End the process a moment later, so that the events of the test's script come first."""
         self.told.append("stop")
         asyncio.get_running_loop().call_later(0.02, self._end_politely)
 
@@ -105,7 +109,10 @@ def events() -> Events:
 
 @pytest.fixture
 def begin(tmp_path: Path, events: Events) -> MakeAttempt:
-    """Starts an attempt with components given as `name="on_exit_zero"`."""
+    """Return a function that starts an attempt.
+
+    Its keyword arguments are the components: each has the value of `on_exit_zero` by the name.
+    """
 
     async def begin(
         plan: Mapping[str, Any] | None = None,
@@ -154,9 +161,9 @@ async def reports_arrive() -> None:
 @pytest.mark.parametrize(
     ("api", "trainer", "cause"),
     [
-        # the earlier of two failures
+        # two failures: the earlier failure decides
         ((2.0, 1), (1.0, 1), "trainer"),
-        # complete before another component failed, and not before it
+        # the trainer completes after, or before, the failure of another component
         ((2.0, 1), (1.0, 0), None),
         ((1.0, 1), (2.0, 0), "api"),
     ],
@@ -307,7 +314,7 @@ async def test_gpu_utilisation_of_a_run_is_published(
     cluster = iter([{"n1": 0.1}])
 
     async def of_cluster() -> Mapping[str, float]:
-        # Later, the cluster does not answer.
+        # After the last entry of the script, the cluster does not answer.
         return next(cluster, None) or {}["no answer"]
 
     attempt = await begin({"devices": (1, 2, 3), "gpu_use": of_cluster}, trainer="complete")
@@ -355,10 +362,10 @@ async def test_bug_in_a_watcher_fails_the_run(
         (PermissionError(13, "Permission denied: x"), FailureKind.USER_ERROR),
         (OSError(8, "Exec format error: x"), FailureKind.USER_ERROR),
         (OSError(7, "Argument list too long: x"), FailureKind.USER_ERROR),
-        # What Python refuses by itself.
+        # Python itself rejects the command.
         (OSError(0, "ValueError('embedded null byte')"), FailureKind.USER_ERROR),
         (OSError(28, "No space left on device: x.log"), FailureKind.STORAGE),
-        # The machine's fault, not the user's.
+        # The machine has too few resources, so the user made no error.
         (OSError(24, "Too many open files"), FailureKind.UNKNOWN),
         (OSError(12, "Cannot allocate memory"), FailureKind.UNKNOWN),
         (BlockingIOError(11, "Resource temporarily unavailable"), FailureKind.UNKNOWN),
@@ -456,7 +463,10 @@ async def test_pending_component_is_not_silent(begin: MakeAttempt) -> None:
 async def test_readiness_is_asked_once_more_at_the_deadline(
     begin: MakeAttempt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A supervisor that was stopped finds its deadline passed, though the answer became yes."""
+    """A supervisor was stopped by a signal, and continues after the deadline of a probe.
+
+    Meanwhile, the component has become ready.
+    """
     attempt = await begin(start=False, trainer="complete")
     member = attempt.members["trainer"]
     ready = ReadyProbe(file="registered", within_s=0.01)

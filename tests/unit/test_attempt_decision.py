@@ -17,7 +17,7 @@ from tasks.record.states import RunState
 
 
 def decision(at: float, state: RunState = RunState.FAILED) -> Decision:
-    """Return a decision that was made at a time, in seconds."""
+    """Return a decision about an attempt that was made at the time `at`, in seconds."""
     return Decision(
         at_monotonic_s=at,
         state=state,
@@ -59,7 +59,7 @@ def test_only_decisions_up_to_a_reserved_time_count() -> None:
 
 
 class NoGuardian:
-    """A fake guardian process."""
+    """A fake of the guardian process, which starts and ends a component."""
 
     pid = 0
 

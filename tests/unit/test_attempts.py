@@ -30,7 +30,7 @@ def failed(kind: FailureKind, **more: Any) -> Verdict:
 def decide_without_jitter(
     kind: FailureKind, *before: FailureKind | None, resume_from: str = "", **policy: Any
 ) -> RetryDecision:
-    """Decide without jitter."""
+    """Return the decision after an attempt, with a delay that has no random part."""
     return decide_retry(
         failed(kind),
         before,
@@ -43,15 +43,15 @@ def decide_without_jitter(
 @pytest.mark.parametrize(
     ("kind", "before", "attempts", "text"),
     [
-        # missing resources never count as an attempt
+        # an attempt that ends because of missing resources never counts
         (FULL, (), None, "requeued: INSUFFICIENT_RESOURCES, next try in 10 s"),
         (LATE, (), None, "requeued: START_TIMEOUT, next try in 10 s"),
         (FULL, (FULL,) * 500, None, "requeued: INSUFFICIENT_RESOURCES, next try in 100 s"),
-        # unless the spec limits them; then attempts of the same kind count
+        # the spec limits the attempts for missing resources, so these attempts count
         (FULL, (), 2, "requeued: INSUFFICIENT_RESOURCES, next try (2 of 2) in 10 s"),
         (FULL, (FULL,), 2, "final: INSUFFICIENT_RESOURCES, 2 of 2 attempts used"),
         (FULL, (LATE, NODE), 2, "requeued: INSUFFICIENT_RESOURCES, next try (2 of 2) in 10 s"),
-        # other kinds have the attempts of the spec
+        # other failure kinds have the number of attempts that the spec gives
         (NODE, (), 3, "retried: NODE_LOST, next try (2 of 3) in 10 s"),
         (NODE, (NODE,), 3, "retried: NODE_LOST, next try (3 of 3) in 20 s"),
         (NODE, (NODE, NODE), 3, "final: NODE_LOST, 3 of 3 attempts used"),
@@ -67,7 +67,7 @@ def decide_without_jitter(
         # except requeues
         (NODE, (FULL, LATE, FULL), 2, "retried: NODE_LOST, next try (2 of 2) in 10 s"),
         (NODE, (FULL, NODE, LATE), 2, "final: NODE_LOST, 2 of 2 attempts used"),
-        # FLEET_LOST has its own count
+        # attempts that end with FLEET_LOST are counted separately
         (FLEET, (), 4, "requeued: FLEET_LOST, next try (2 of 4) in 10 s"),
         (FLEET, (NODE, FLEET), 4, "requeued: FLEET_LOST, next try (3 of 4) in 20 s"),
         (FLEET, (FLEET, FULL, FLEET), 4, "requeued: FLEET_LOST, next try (4 of 4) in 40 s"),
@@ -202,12 +202,12 @@ def test_record_without_decisions_has_empty_cells() -> None:
     ("kind", "line", "nodes"),
     [
         (FailureKind.GPU_HARDWARE, "(Actor pid=7, ip=10.0.0.2) NVRM: Xid 79", ["10.0.0.2"]),
-        # if the log names no node, all nodes are blamed
+        # the log names no node, so all nodes of the attempt count as its possible cause
         (FailureKind.NODE_LOST, "a node died", ["10.0.0.2", "10.0.0.20", "gpu-1/0a1b2c3d"]),
         (FailureKind.STORAGE, "gpu-1: No space left on device", ["gpu-1/0a1b2c3d"]),
         (FailureKind.PORT_CONFLICT, "address in use: 10.0.0.20:8000", ["10.0.0.20"]),
         (FailureKind.COLLECTIVE_TIMEOUT, "[rank7] on 10.0.0.20 timed out", ["10.0.0.20"]),
-        # in a collective timeout, every rank waits for another
+        # in a collective timeout, every rank waits for another rank, so no node is the cause
         (FailureKind.COLLECTIVE_TIMEOUT, "on 10.0.0.20: timed out", []),
         (FailureKind.CUDA_OOM, "on 10.0.0.20: out of memory", []),
     ],

@@ -25,7 +25,11 @@ KNOWN = {backend: facts.load(backend) for backend in facts.VERSIONS}
 
 
 def server_of(layout: str) -> tuple[Facts, tuple[str, ...]]:
-    """Return the facts of a layout's backend, and the command of the layout's last server."""
+    """Return the stored options of a layout's backend, and the command of the last server.
+
+    `Facts` are the options of a backend's command line, as read from tests/peers/backends. A
+    layout is a fleet with a backend, sizes and nodes.
+    """
     fleet = check.LAYOUTS[layout]
     return KNOWN[fleet["backend"]], check.plan_of(fleet).servers[-1].argv
 
@@ -147,7 +151,8 @@ def test_lmdeploy_launcher_serves_only_its_replica(monkeypatch: pytest.MonkeyPat
         served.append((model_path, backend_config, rest))
 
     def run() -> None:
-        # LMDeploy's command line looks up the function in its module after reading its arguments.
+        # LMDeploy's command line looks up the function `launch_server` in a module after it has
+        # read its arguments.
         launcher.launch_server(16, 9, "m", backend_config=config, server_port=7, server_name="h")
 
     modules = {

@@ -12,7 +12,7 @@ from tests.benchmarks.records import read_all
 
 
 def limit(bound: float) -> Limit:
-    """Return a limit of the number of runs: a duration may be at most `bound` milliseconds."""
+    """Return a limit on the number of runs: the duration must not exceed `bound` milliseconds."""
     return Limit(what="runs", group="a", bound=bound, bound_text="so much")
 
 
@@ -21,12 +21,12 @@ def limit(bound: float) -> Limit:
     [
         # 5 + 0.5 n
         ((10.0, 55.0, 505.0), 1_000, "1,900"),
-        # at most ten times the largest measured size
+        # the result is at most ten times the largest measured number of runs
         ((10.0, 55.0, 505.0), 100_000, "over 10,000"),
         # constant and falling durations
         ((7.0, 7.0, 7.0), 1_000, "over 10,000"),
         ((9.0, 8.0, 7.0), 1_000, "over 10,000"),
-        # the line is above the bound at every size
+        # the measured line is above the bound for every number of runs
         ((10.0, 55.0, 505.0), 1, "0"),
         # small limits are not rounded
         ((10.0, 55.0, 505.0), 12, "14"),

@@ -14,7 +14,7 @@ KILLED = "  traceback : Signal 9 (SIGKILL) received by PID 14750"
 
 
 def ended(code: int | None = 1, signal: int | None = None) -> Exit:
-    """Return the exit of a process."""
+    """Return an `Exit` with this exit code and signal."""
     return Exit(exit_code=code, signal=signal, at_monotonic_s=0.0)
 
 
@@ -35,7 +35,7 @@ def test_failure_has_the_rule_the_log_line_and_a_hint() -> None:
         # The log names a cause, which is more precise than the signal.
         (OOM, 6, FailureKind.CUDA_OOM, "cuda-oom"),
         (NCCL, 6, FailureKind.COLLECTIVE_TIMEOUT, "collective-timeout"),
-        # The log says only that a process was killed.
+        # The log only reports that a process was killed, and not why.
         (KILLED, 11, FailureKind.RUNTIME_ERROR, "sigkill"),
         (KILLED, None, FailureKind.UNKNOWN, "sigkill"),
         # The log names no cause.

@@ -52,7 +52,7 @@ class FakeReader:
     def __init__(self) -> None:
         self.credentials = Credentials(has_token=False)
         self.answer: Cluster | Exception = USE
-        #: While this event is not set, every read ends with a time-out.
+        #: Set when the cluster answers. While it is not set, every read ends with a time-out.
         self.answers = asyncio.Event()
         self.answers.set()
         self.reads = 0
@@ -96,9 +96,9 @@ async def test_cluster_is_returned_with_its_usage(capacity: Capacity) -> None:
         # Ray itself is draining the node
         ((), {"far"}),
         ((ONE,), {ONE, "far"}),
-        # all nodes of a host
+        # an address without a node id stands for all nodes at this address
         (("10.0.0.5",), {ONE, TWO, "far"}),
-        # the suffix belongs to an earlier node
+        # no present node has this node id after the slash
         (("10.0.0.5/ffffffff", "gone"), {"far"}),
     ],
 )
@@ -210,7 +210,7 @@ async def test_silent_cluster_delays_a_caller_only_once(
     reader.answers.set()
     cluster = await _answer(capacity)
 
-    # One read of the caller, and one in the background.
+    # There were two reads while the cluster was silent: by the first caller, and in the background.
     assert looks_while_silent == 2
     assert cluster == USE
 
@@ -226,7 +226,7 @@ async def _answer(capacity: Capacity) -> Cluster:
 
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch, muster_home: Path) -> FakeNvml:
-    """A driver with two GPUs."""
+    """A fake GPU driver with two GPUs."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("MUSTER_GPUS", raising=False)
     monkeypatch.setattr(devices, "_PREFIX", f"muster/test-{os.getpid()}/")

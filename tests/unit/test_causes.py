@@ -117,7 +117,7 @@ TEXTS = {
     "non-finite-metric": "{'loss': nan, 'grad_norm': 0.2, 'epoch': 0.1}",
     "traceback": "Traceback (most recent call last):",
 }
-#: Kinds that the queue, the flow and the supervisor recognise without a log.
+#: Failure kinds that the queue, the flow and the supervisor recognise without reading a log.
 OUR_OWN_KINDS = {
     "INFEASIBLE",
     "NOT_READY",
@@ -130,7 +130,7 @@ OUR_OWN_KINDS = {
 
 
 def header_and_log(path: Path) -> tuple[dict[str, str], str]:
-    """Return the header of a stored log, by key, and the log itself."""
+    """Return the header of a stored log as a dict, and the log without its header."""
     head, _, log = path.read_text(encoding="utf-8").partition("\n---\n")
     return dict(line.split(": ", 1) for line in head.splitlines()), log
 
@@ -142,7 +142,7 @@ def rule_of(text: str) -> str | None:
 
 
 def traceback(error: str, mark: str = "") -> str:
-    """Return a traceback that ends with `error`. Each line begins with `mark`."""
+    """Return a Python traceback that ends with `error`. Each line begins with `mark`."""
     lines = ("Traceback (most recent call last):", '  File "train.py", line 8, in run', error)
     return "".join(f"{mark}{line}\n" for line in lines)
 
@@ -188,7 +188,8 @@ def test_invalid_rule_is_named(fault: str) -> None:
 
 def test_every_rule_has_a_source_and_every_cause_a_hint() -> None:
     assert [rule.id for rule in RULES if not rule.source or not rule.seen_in] == []
-    # A rule needs no hint if its kind is requeued, or if its line only follows from a failure.
+    # A rule needs no hint if runs with its failure kind are requeued, or if its log line is only
+    # the consequence of another failure.
     without_hint = {rule.id for rule in RULES if not rule.hint}
     requeued = {r.id for r in RULES if r.kind in ("INSUFFICIENT_RESOURCES", "START_TIMEOUT")}
     assert without_hint - requeued == {"python-value", "exception", "traceback"}
@@ -265,7 +266,8 @@ def test_survived_errors_are_not_a_cause(path: Path) -> None:
 @pytest.mark.parametrize(
     ("cause", "symptom"),
     [
-        # One rank runs out of memory, and the other ranks wait for it.
+        # One rank runs out of memory. The other ranks wait for it until their timeout, which is
+        # only a consequence.
         ("cuda-oom", "collective-timeout"),
         ("nvidia-xid", "collective-timeout"),
         ("host-oom", "network"),
@@ -289,7 +291,7 @@ def test_survived_errors_are_not_a_cause(path: Path) -> None:
         ("configuration-assert", "child-failed"),
         ("storage", "peer-gone"),
         ("port-conflict", "rendezvous-timeout"),
-        # The more specific of two consequences wins.
+        # Both lines are consequences of a failure. The more specific rule is reported.
         ("collective-timeout", "child-failed"),
         ("sigkill", "engine-died"),
         ("collective-timeout", "absurd-request"),

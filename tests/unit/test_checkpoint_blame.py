@@ -22,7 +22,7 @@ LOADING = """Traceback (most recent call last):
   File "/w/train.py", line 5, in load_checkpoint
     state = unpack(path)
 ValueError: bad header"""
-#: Traceback of an error during training, in a program whose name has the word checkpoint.
+#: Log with an error during training. The path of the program contains the word checkpoint.
 TRAINING = """loading checkpoint step_20
 Traceback (most recent call last):
   File "/w/hangs_on_a_checkpoint.py", line 9, in <module>
@@ -96,11 +96,11 @@ def blames(spec: RunSpec, *attempts: dict[str, Any]) -> list[str]:
         (attempt_of("STALLED", step=20), Blame.GIVEN_UP),  # only an evaluation
         (attempt_of("TIME_LIMIT", component=None), Blame.GIVEN_UP),
         (attempt_of("NOT_READY"), Blame.GIVEN_UP),
-        # nothing shows the loading
+        # the log does not show that the checkpoint was loaded
         (attempt_of(), Blame.SUSPECTED),
         (attempt_of(log_tail=TRAINING), Blame.SUSPECTED),
         (attempt_of(message="No CUDA GPUs are available"), Blame.SUSPECTED),
-        # another cause
+        # the failure has another cause than the checkpoint
         (attempt_of("PORT_CONFLICT"), Blame.NONE),
         (attempt_of("NETWORK"), Blame.NONE),
         (attempt_of("GPU_HARDWARE"), Blame.NONE),
@@ -109,7 +109,7 @@ def blames(spec: RunSpec, *attempts: dict[str, Any]) -> list[str]:
         (attempt_of("UNKNOWN", signal="SIGTERM"), Blame.NONE),
         (attempt_of(component="api"), Blame.NONE),
         (attempt_of(exit_code=0, rule="success-not-reached"), Blame.NONE),
-        # the training went on after the loading
+        # the training continued after the checkpoint was loaded
         (attempt_of("STALLED", step=21), Blame.NONE),
         (attempt_of(log_tail=LOADING, step=25), Blame.NONE),
         (attempt_of("STALLED", step=3), Blame.NONE),  # the trainer counts from zero

@@ -49,7 +49,8 @@ def test_damaged_checkpoint_is_not_complete(tmp_path: Path, write: Write, damage
     original = tmp_path / "original"
     older = write(original, 10)
     newest = write(original, 20)
-    # Files whose loss no reader can notice: a marker, and parts of Orbax, which renames its folder.
+    # Damage that no reader can notice: changed content of the marker file `STABLE`, and a missing
+    # data file of Orbax, whose checkpoint is complete if its folder has the final name.
     unnoticed = {"STABLE"} if damage in ("empty", "half") else {"d/0123abcd"}
     for file in files_below(newest):
         name = file.relative_to(original).as_posix()

@@ -48,7 +48,12 @@ class Run:
                 file.write(json.dumps({"at": at, "event": "run.progress", "step": step}) + "\n")
 
     def resume(self) -> tuple[str, dict[str, str]]:
-        """Return the name of the checkpoint to resume from, and the refused ones with reasons."""
+        """Return the checkpoint to resume from, and the checkpoints that must not be used.
+
+        Returns:
+            The name of the checkpoint to resume from. The reason against each other checkpoint, by
+            its name.
+        """
         plan = plan_resume(self.spec, self.place, self.attempts, self.foreign)
         refused = {Path(one.path).name: one.why for one in plan.refused}
         return plan.path.name if plan.path else "", refused

@@ -22,7 +22,10 @@ from tasks.spec.run import Progress, RunSpec
 
 
 def create_files(root: Path, *paths: str) -> None:
-    """Create files and folders, oldest first. A path that ends with a slash becomes a folder."""
+    """Create files and folders in `root`. The first path gets the oldest modification time.
+
+    A path that ends with a slash becomes a folder.
+    """
     for age, name in enumerate(paths):
         path = root / name
         if name.endswith("/"):
@@ -61,7 +64,8 @@ def create_files(root: Path, *paths: str) -> None:
             "checkpoint-10",
         ),
         (["config.json", "events.log"], None),  # no file name contains a step
-        # verl and SkyRL write the pointer last, so this folder is incomplete
+        # verl and SkyRL write the pointer file last; it is missing, so this checkpoint is
+        # incomplete
         (["global_step_5/"], None),
         (["iter_0000005/"], None),
         ([], None),
@@ -103,9 +107,9 @@ def test_last_complete_checkpoint_of_a_folder(
         ),  # the named checkpoint was deleted
         ("latest", "", ["step-000020.npz"], None),  # the disk was full
         ("latest_checkpointed_iteration.txt", "10", ["global_step_20/"], None),
-        # checkpoints with lower steps were complete earlier
+        # the named checkpoint was deleted; checkpoints with lower steps are complete, too
         ("latest", "step-30.pt", ["step-10.pt", "step-20.pt", "step-40.pt"], "step-20.pt"),
-        # the pointer is damaged, so the newest checkpoint is skipped
+        # the pointer file is damaged, so the newest checkpoint may be incomplete and is not used
         ("latest", "", ["step-10.pt", "step-20.pt", "step-40.pt"], "step-20.pt"),
         ("latest", "step-1", ["step-10.pt", "step-20.pt", "step-40.pt"], "step-20.pt"),
         ("latest_checkpointed_iteration.txt", "1", ["iter_10/", "iter_20/"], "iter_10"),
@@ -186,7 +190,10 @@ def test_folder_whose_name_looks_like_a_pattern_is_a_folder(tmp_path: Path) -> N
 
 
 def attempts(count: int, **of_last: object) -> list[AttemptRecord]:
-    """Return a number of failed attempts; `of_last` has further fields of the last attempt."""
+    """Return the records of `count` failed attempts.
+
+    The keyword arguments are further fields of the last attempt.
+    """
     attempt_fields: list[dict[str, object]] = [{} for _ in range(count)]
     for last in attempt_fields[-1:]:
         last.update(of_last)
@@ -273,7 +280,7 @@ def recorded(*attempts: dict[str, object]) -> list[AttemptRecord]:
 
 
 def failed_to_load(checkpoint: Path, kind: str = "USER_ERROR") -> dict[str, object]:
-    """Return an attempt that died while it loaded a checkpoint."""
+    """Return the fields of an attempt that failed while it loaded a checkpoint."""
     attempt = failed(kind, resume_from=str(checkpoint))
     message = f"RuntimeError: cannot load {checkpoint.name}"
     attempt["failure"] = {**attempt["failure"], "message": message}  # type: ignore[dict-item]
@@ -296,7 +303,8 @@ def test_older_checkpoint_is_used_if_loading_failed(
         find_resume_checkpoint(spec, place, recorded(first, *back[:count])) for count in range(4)
     ]
 
-    # With the last one given up, the newest is tried again: nothing is overwritten.
+    # Each checkpoint has failed to load once. Then the newest checkpoint is tried again, because a
+    # start without a checkpoint could overwrite the checkpoints.
     names = ["step-30.pt", "step-20.pt", "step-10.pt", "step-30.pt"]
     assert found == [folder / name for name in names]
     assert has_failed_by_checkpoint(spec, recorded(first, back[0]))
@@ -326,7 +334,7 @@ def test_run_resumes_from_before_an_alarm(tmp_path: Path) -> None:
     assert find_resume_checkpoint(spec, place, recorded(ended)) == folder / "step-10.pt"
     beyond = failed("NODE_LOST", step=33)
     assert find_resume_checkpoint(spec, place, recorded(ended, beyond)) == folder / "step-30.pt"
-    # An alarm with `then: tell` was raised after the alarm that ended the attempt.
+    # A later alarm, with `then: tell`, only notifies. It follows the alarm that ended the attempt.
     later = {"rule": "length", "since": 31.0, "step": 32.0}
     ended = failed("ALARM", step=32, alarms=[alarm, later])
     ended["failure"] = {**ended["failure"], "rule": "watch-kl"}  # type: ignore[dict-item]
@@ -361,7 +369,8 @@ def test_only_attempts_since_the_last_new_step_count(
         (None, {}, 3),  # the rule itself shows that the loading failed
         (Progress(jsonl="m", step="step"), {"component": "api"}, 4),
         (Progress(jsonl="m", step="step"), {}, 3),  # a checkpoint is given up once
-        # the trainer reports the step of its checkpoint before it trains
+        # this step does not show progress: the trainer reports the checkpoint's step before it
+        # trains
         (Progress(http="http://a", step="step"), {"step": 50}, 3),
         (Progress(jsonl="m", step="step"), {"step": 50}, 3),
         (Progress(jsonl="m", step="step"), {"step": 51}, 4),
@@ -386,9 +395,9 @@ def test_attempts_blamed_on_a_checkpoint_do_not_count(
 @pytest.mark.parametrize(
     ("paths", "says", "resumed_from", "gone"),
     [
-        # the named checkpoint is complete; newer checkpoints may be incomplete
+        # step 3 is complete, because the pointer file names it; newer checkpoints may be incomplete
         (["step-1.pt", "step-2.pt", "step-3.pt", "step-4.pt"], "step-3.pt", "", ["step-1.pt"]),
-        # without a pointer, the last checkpoint may be incomplete
+        # without a pointer file, the last checkpoint may be incomplete, so it is kept
         (["step-1.pt", "step-2.pt", "step-3.pt", "step-4.pt"], "", "", ["step-1.pt"]),
         (
             ["a-1/trainer_state.json", "a-2/trainer_state.json", "a-3/trainer_state.json"],
@@ -400,7 +409,7 @@ def test_attempts_blamed_on_a_checkpoint_do_not_count(
         (["a-1/trainer_state.json", "a-2/trainer_state.json", "a-3/model.pt"], "", "", []),
         (["step-1.pt", "step-2.pt", "step-3.pt"], "step-3.pt", "step-1.pt", []),
         (["step-1.pt", "step-2.pt"], "step-2.pt", "", []),
-        # another file in the folder
+        # a file that is no checkpoint
         (
             ["a1.cfg", "b2.cfg", "step-3.pt", "step-4.pt", "step-5.pt"],
             "step-5.pt",
@@ -441,7 +450,7 @@ def test_keep_counts_over_all_attempts_and_spares_link_targets(
         spec, place, attempts(2, resume_from=str(first / "step-20.pt"))
     )
 
-    # The newest one stays, and the one to step back to.
+    # The newest checkpoint is kept, and the checkpoint before it, in case the newest is damaged.
     assert found == [first / "step-10.pt", second / "step-35.pt"]
 
 
@@ -496,7 +505,7 @@ def test_growing_incomplete_checkpoint_is_being_saved(
     for path in tmp_path.rglob("*"):
         os.utime(path, (1000, 1000))
 
-    # An incomplete checkpoint after a crash does not grow.
+    # A checkpoint that a crash left incomplete does not grow, so no program is writing it.
     assert (now, is_writing_checkpoint(".", tmp_path)) == (grows, False)
 
 

@@ -30,7 +30,8 @@ VERDICTS = {
     "cancelled": Verdict(state=RunState.CANCELLED, message="enough"),
 }
 
-#: States in the order in which a flow process writes them. A run may be killed after each.
+#: States of a run in the order in which the flow process writes them to the record. The flow
+#: process may be killed in each state.
 HISTORY = ("queued", "admitted", "starting", "running", "stopping")
 
 
@@ -106,16 +107,16 @@ def test_current_attempt_and_components_get_an_end_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("verdict", "retried", "loss", "state", "message"),
     [
-        # the attempt has a verdict, but the run is not final yet
+        # the attempt has its final state, but the run does not have one yet
         ("completed", False, FlowLoss(pid=1), "completed", "completed; the flow process"),
         ("failed", False, FlowLoss(pid=1), "failed", "STORAGE: disk full"),
         ("cancelled", False, FlowLoss(pid=1), "cancelled", "cancelled; the flow process"),
-        # a verdict is kept even if a cancel follows
+        # the attempt has its final state; a later cancel does not change it
         ("completed", False, FlowLoss(pid=1, is_cancelled=True), "completed", "completed;"),
         ("failed", False, FlowLoss(pid=1, is_cancelled=True), "failed", "STORAGE: disk full"),
-        # no verdict, and the run is being cancelled
+        # the attempt has no final state, and the run is being cancelled
         ("", False, FlowLoss(pid=1, is_cancelled=True), "cancelled", "cancelled;"),
-        # killed while the run waited for its retry
+        # the flow process was killed while the run waited for its next attempt
         ("failed", True, FlowLoss(pid=1), "failed", "STORAGE: disk full"),
         ("failed", True, FlowLoss(pid=1, is_cancelled=True), "cancelled", "cancelled;"),
         # the flow run is scheduled again on the server
@@ -152,7 +153,8 @@ def test_failure_of_the_attempt_is_kept(tmp_path: Path) -> None:
 def test_record_of_an_ended_run_is_not_touched(state: RunState, tmp_path: Path) -> None:
     path = record_of(tmp_path, "stopping", state.value)
     content = content_of(path)
-    # This JSON text has another layout than Muster writes, so that a rewrite would change it.
+    # Muster writes JSON with another indentation. So the test notices if Muster writes the file
+    # again.
     path.write_text(json.dumps({**content, "state": state.value}))
     content_before = path.read_bytes()
 

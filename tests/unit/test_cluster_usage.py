@@ -45,14 +45,17 @@ LONG_S, SHORT_S = 30.0, 0.5
 
 
 def node(node_id: str = ONE, name: str = "n1", used: dict[str, float] | None = None) -> NodeReport:
-    """A node with 8 GPUs and 32 CPUs, some of them in use."""
+    """Return the report of a node with 8 GPUs and 32 CPUs, of which `used` are in use."""
     own = {"GPU": 8.0, "CPU": 32.0, "worker_node": 100.0, "memory": 1e9, "node:10.0.0.5": 1.0}
     free = {key: amount - (used or {}).get(key, 0.0) for key, amount in own.items()}
     return NodeReport(node_id=node_id, name=name, own=own, available=free)
 
 
 def with_group(node: NodeReport, job: str, *bundles: dict[str, float]) -> NodeReport:
-    """The node after a job has created a placement group on it, with Ray's resource names."""
+    """Return the report of a node after a Ray job has created a placement group on the node.
+
+    The resources have the names that Ray gives to the bundles of a placement group.
+    """
     group = "0f" * 14 + job
     made = {**node.grouped, f"bundle_group_{group}": 1000.0 * len(bundles)}
     available = dict(node.available)
@@ -86,7 +89,7 @@ def test_placement_groups_belong_to_the_run_of_their_job() -> None:
 
     assert use.taken == {RUN: {"n1": 4}}
     assert use.nodes[0].others_gpus == 1
-    # A CPU of a bundle without GPUs counts as used by others.
+    # One bundle has CPUs and no GPUs. Its CPUs count as used by programs outside the queue.
     assert use.nodes[0].others_cpus == 2
 
 
@@ -96,7 +99,7 @@ def test_actors_outside_placement_groups_belong_to_their_driver() -> None:
         actor(GPU=2, CPU=3),
         actor(GPU=0.5),
         actor(FOREIGN_JOB, GPU=1),
-        # an actor in a placement group, whose resources are counted for the group
+        # an actor in a placement group: its resources are already counted for the group
         actor(**{f"GPU_group_0_{'0f' * 14}{JOB}": 1}),
         # an actor whose driver is unknown
         actor("03000000", GPU=1),
@@ -105,7 +108,7 @@ def test_actors_outside_placement_groups_belong_to_their_driver() -> None:
     use = compute_usage([busy], actors, SUBMISSIONS)
 
     assert use.taken == {RUN: {"n1": 2.5}}
-    # This includes the GPU of a plain Ray task, because the owner of a task is unknown.
+    # The GPU of a plain Ray task counts as used by others, because the task's owner is unknown.
     assert use.nodes[0].others_gpus == 3
     assert use.nodes[0].others_cpus == 7
 
@@ -145,7 +148,7 @@ def test_nodes_with_equal_names_get_a_suffix() -> None:
     ("has", "accelerator"),
     [
         (({"NPU": 8.0},), "NPU"),
-        # one node with GPUs decides for the whole cluster
+        # if one node has GPUs, the whole cluster counts as a cluster with GPUs
         (({"NPU": 8.0}, {"GPU": 1.0}), "GPU"),
         (({"HPU": 8.0}, {"TPU": 4.0}), "HPU"),
         (({"TPU": 4.0},), "TPU"),
@@ -194,13 +197,13 @@ class Store(
 
     def __init__(self) -> None:
         self.asked: list[str] = []
-        #: Entries that were written for version 1 of the autoscaler.
+        #: Written entries of the key-value table, which version 1 of Ray's autoscaler reads.
         self.keys: dict[bytes, Any] = {}
         #: Bundles that were requested from version 2 of the autoscaler, with their counts.
         self.constraints: list[tuple[dict[str, float], int]] = []
         #: Ray tokens that were received.
         self.received_tokens: list[str] = []
-        #: Set while the control store answers.
+        #: The control store answers requests while this event is set.
         self.answers = threading.Event()
         self.answers.set()
         self.refuses: grpc.StatusCode | None = None
@@ -248,7 +251,7 @@ class Store(
             entry.address.node_id = bytes.fromhex(self.head)
             entry.required_resources.update({"GPU": 2})
         elif request.filters.state == 1:
-            # This actor is pending, so it has no node.
+            # This actor is still pending, so it has no node yet.
             reply.actor_table_data.add().required_resources.update({"GPU": 1})
         return reply
 

@@ -45,7 +45,7 @@ def write(root: Path, **files: str) -> None:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A repository with a commit, ignored data, and changes that are in no commit."""
+    """A git repository with a commit, ignored data, and changes that are not committed."""
     root = tmp_path / "project"
     write(root, train_py="old", gone_py="gone", src__pkg__a_py="a", data__big="weights")
     (root / ".gitignore").write_text("/data/\n*.log\n__pycache__/\n")
@@ -146,7 +146,7 @@ def test_folder_without_git_is_copied_without_environments_and_outputs(
     write(root, a_py="a", **{".venv__bin__python": "", "wandb__x": "", "out__big": "w"})
     (root / ".gitignore").write_text("out/\n")
     if is_ignored:
-        # A repository around the folder ignores the folder.
+        # The folder is inside another git repository, which ignores the folder.
         git(root.parent, "init", "-q")
         (root.parent / ".gitignore").write_text("*\n")
 
@@ -163,11 +163,11 @@ def test_links_out_of_the_project_keep_their_targets(project: Path, tmp_path: Pa
     write(tmp_path, secret__key="key")
     (project / "out").symlink_to("../secret")
     (project / "abs").symlink_to(tmp_path / "secret")
-    # In the copy, these links must lead to the copied files.
+    # Symbolic links to files of the project. In the copy, they must point to the copied files.
     (project / "within").symlink_to(project / "train.py")
     (project / "back").symlink_to(f"../{project.name}/data")
     (project / "..hidden").symlink_to("..odd")
-    # A link replaces a folder whose file git tracks.
+    # Replace a folder, whose file git tracks, with a symbolic link.
     (project / "src" / "pkg" / "a.py").unlink()
     (project / "src" / "pkg").rmdir()
     (project / "src" / "pkg").symlink_to(tmp_path / "secret")

@@ -30,7 +30,7 @@ STACK_URL = "http://127.0.0.1:4321/api"
 
 @pytest.fixture(autouse=True)
 def unset_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unset the environment variables that `muster` sets, and restore them after the test."""
+    """Remove the environment variables that `muster` sets, and restore them after the test."""
     names = (
         "PYTHONSAFEPATH",
         "PREFECT_API_URL",
@@ -50,7 +50,7 @@ def unset_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         (["trian", "spec.yaml"], "muster has no verb 'trian': did you mean `train`?"),
         (["log"], "muster has no verb 'log': did you mean `logs`?"),
         (["sideways"], "muster has no verb 'sideways': choose from init, train, submit, "),
-        # a subcommand of `muster queue`, not a verb
+        # `drain` is a subcommand of `muster queue`, and no command of `muster` itself
         (["drain", "gpu-1"], "muster has no verb 'drain': "),
     ],
 )
@@ -115,11 +115,11 @@ def test_names_of_verbs_are_unique(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 class Gone(MusterError):
-    """An error with the default exit code."""
+    """A `MusterError` with the default exit code."""
 
 
 class Wrong(MusterError):
-    """An error with exit code 2: the arguments are wrong."""
+    """A `MusterError` with exit code 2, which means that the arguments are wrong."""
 
     exit_code = 2
 
@@ -350,10 +350,10 @@ def test_server_in_the_environment_is_kept(
     [
         ("far", None, True),
         ("local", None, False),
-        # PREFECT_PROFILE overrides the active profile
+        # the profile in PREFECT_PROFILE is used instead of the active profile
         ("local", "far", True),
         ("far", "local", False),
-        # no profile has this name
+        # PREFECT_PROFILE names a profile that does not exist
         ("gone", None, False),
     ],
 )
@@ -395,5 +395,6 @@ def test_verbs_use_the_server_of_the_stack(stack: Callable[..., None]) -> None:
 
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
 
-    # The supervisor is this test's process, so the stack counts as running in the child too.
+    # The state file names this test's process as the supervisor of the stack. So `muster`, which
+    # runs in a child process, finds that the stack is running.
     assert done.stdout.splitlines()[-1] == f"asks {STACK_URL}", done.stderr

@@ -21,11 +21,11 @@ def demand(nodes: int, gpus: int, cpus_per_gpu: float = 3) -> Demand:
     ("requested", "nodes"),
     [
         (demand(1, 8), [node(8)]),
-        # more nodes than the gang needs
+        # the cluster has more nodes than the gang needs
         (demand(2, 4), [node(8), node(8), node(0)]),
-        # the number of CPUs that the gang needs
+        # the node has exactly the number of CPUs that the gang needs
         (demand(1, 8), [node(8, cpus=24)]),
-        # unknown numbers of CPUs
+        # the number of CPUs of the node is unknown
         (demand(1, 8), [node(8, cpus=None)]),
     ],
 )
@@ -40,9 +40,9 @@ def test_feasible_gang_is_accepted(requested: Demand, nodes: list[ClusterNode]) 
         (demand(1, 9), [node(8), node(8)]),
         # one node too few
         (demand(3, 8), [node(8), node(8)]),
-        # one CPU too few: verl's bundles would wait without end
+        # one CPU too few: verl's placement group would wait forever
         (demand(1, 8), [node(8, cpus=23)]),
-        # only a head
+        # the cluster has only a head node without GPUs
         (demand(1, 1), [node(0)]),
         (demand(1, 1), []),
     ],

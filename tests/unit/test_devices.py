@@ -23,7 +23,7 @@ from tests.support.fake_nvml import FakeNvml, Gpu
 
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
-    """Install a fake driver with four GPUs, and separate the test's leases from real ones."""
+    """Install a fake driver with four GPUs, and separate their leases from those of real GPUs."""
     monkeypatch.setattr(module, "_PREFIX", f"muster/test-{os.getpid()}/")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return FakeNvml.installed(monkeypatch, [Gpu() for _ in range(4)])
@@ -31,7 +31,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
 
 @pytest.fixture
 def numbers_without_gpus(monkeypatch: pytest.MonkeyPatch, muster_home: Path) -> None:
-    """Make this a machine without a GPU driver, on which MUSTER_GPUS defines four devices."""
+    """Simulate a machine without a GPU driver, on which MUSTER_GPUS defines four devices."""
     FakeNvml.installed(monkeypatch, None)
     monkeypatch.setenv("MUSTER_GPUS", "0-3")
 

@@ -21,13 +21,13 @@ from tests.support.stage import DEADLINE_S
 
 @pytest.fixture
 def disk() -> DiskThread:
-    """A thread that writes files."""
+    """The thread that writes files for the rest of the program."""
     return DiskThread("disk")
 
 
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
-    """A very small file system."""
+    """Directory of a very small file system, which a test can fill."""
     place = tmp_path / "small"
     place.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(place)]
