@@ -13,7 +13,8 @@ from tasks.rollout.admission import Bounds, compute_bounds
         (65536, 36, False, 0, 32622, 256, 64),
         (65536, 36, True, 0, 32622, 8192, 4096),
         (65536, 36, True, 1000, 28622, 8192, 4096),
-        # few open files are allowed: clients without a token get fewer connections
+        # few open files are allowed: clients that are not known yet (strangers) get fewer
+        # connections
         (1024, 24, False, 0, 372, 186, 64),
         (1024, 24, True, 0, 372, 186, 93),
         # almost no open files are allowed: one connection is still possible

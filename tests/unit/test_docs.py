@@ -36,7 +36,7 @@ DOCS = ROOT / "docs"
 
 each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=str)
 
-#: Spec that a part of a spec from a document is merged into.
+#: Complete run spec. The partial specs in the documents are merged into it, to check them.
 BASE: Mapping[str, Any] = {
     "name": "example",
     "workload": "grpo",
@@ -52,7 +52,10 @@ def document(name: str) -> Document:
 
 
 def blocks_with(info: str) -> list[Any]:
-    """Return the code blocks of all documents with this info string, as test parameters."""
+    """Return the code blocks of all documents with this info string, as pytest parameters.
+
+    The info string is the text after the opening fence, for example "yaml".
+    """
     return [
         pytest.param(block, id=f"{page}:{block.line}")
         for page in DOCUMENTS
@@ -62,7 +65,7 @@ def blocks_with(info: str) -> list[Any]:
 
 
 def merged(base: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with the keys of `part`. Mappings in both are merged key by key."""
+    """Return `base` with the keys of `part`. Nested mappings are merged in the same way."""
     result = dict(base)
     for key, value in part.items():
         both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
@@ -80,7 +83,10 @@ def test_every_link_has_a_target(document: Document) -> None:
 
 
 def has_target(document: Document, link: str) -> bool:
-    """Return True for a link to an existing file and heading, and for any web address."""
+    """Return True if the target of a link exists: its file and its heading.
+
+    A web address always counts as existing.
+    """
     parts = urlsplit(link)
     if parts.scheme:
         return parts.scheme in ("http", "https") and bool(parts.hostname)
@@ -141,11 +147,11 @@ def test_example_parts_of_a_run_spec_are_valid(block: Block) -> None:
 
 
 def complete_spec(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a whole spec that contains this part of a spec."""
+    """Return a complete run spec that contains this part of a spec."""
     spec = merged(BASE, part)
     jobs = part.get("components", {})
     if part.get("on_lost_flow") == "adopt":
-        # Such a run may have only components that are Ray jobs.
+        # A run with this key may only have components that are Ray jobs.
         spec["components"] = dict(jobs)
     return spec
 
@@ -165,7 +171,8 @@ def test_documented_faults_of_a_faulty_spec_are_reported(block: Block) -> None:
     assert [str(fault) for fault in error_info.value.faults] == shown.splitlines()
 
 
-#: Specs for the examples of keys that are not valid in BASE, by the part that has the key.
+#: Complete specs for examples of keys that are not valid in BASE, by the part of the spec that
+#: contains the key.
 SPECS: Mapping[str, Mapping[str, Any]] = {
     "progress": {"progress": {"step": "step"}},
     "success": {"progress": {"step": "step", "jsonl": "metrics.jsonl"}},
@@ -189,7 +196,7 @@ COMMAND = {
 
 
 def with_example(base: Mapping[str, Any], example: spec_reference.Example) -> dict[str, Any]:
-    """Return the spec `base` with the example value of a key, and the other keys it requires."""
+    """Return the spec `base` with the example value of a key, and the other required keys."""
     # A preset defines the rule `kl`, so none of its keys is required.
     names = {"NAME": "kl" if "rules" in example.part else "trainer", "KIND": "NODE_LOST"}
     steps = [] if example.part == spec_reference.ROOT else example.part.split(".")
@@ -262,7 +269,8 @@ def test_every_state_and_every_kind_of_failure_is_explained() -> None:
 def test_every_failure_rule_is_explained() -> None:
     text = document("docs/states-and-failures.md").text
     source = "\n".join(path.read_text("utf-8") for path in (ROOT / "tasks").rglob("*.py"))
-    # A rule is a keyword argument, or an argument of the supervisor's methods.
+    # The source contains the name of a rule as a keyword argument, or as an argument of the
+    # supervisor's methods.
     rules = set(re.findall(r'\brule="([a-z-]+)"', source))
     rules |= set(re.findall(r'FLOW_LOST = "([a-z-]+)"', source))
     rules |= set(
@@ -276,7 +284,11 @@ def test_every_failure_rule_is_explained() -> None:
 
 
 def example_of(mark: str) -> ModuleType:
-    """Return a module with the code of the example of this name in docs/extending.md."""
+    """Return a module with the code of an example in docs/extending.md.
+
+    Args:
+        mark: Name of the example.
+    """
     blocks = document("docs/extending.md").blocks
     [block] = [block for block in blocks if block.info == f"python {mark}"]
     module = ModuleType(mark)
@@ -358,7 +370,8 @@ def test_documented_messages_of_waiting_runs_exist_in_the_code() -> None:
     text = document("docs/queue.md").text.partition("## Why a run waits")[2].partition("\n## ")[0]
     messages = re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
 
-    # Names and figures differ from the code, so the clauses between them are compared.
+    # Names and numbers in the documents differ from those in the code. So only the text between
+    # names and numbers is compared.
     ends = r"\b[A-Z]+\b|[\d:]*\d|(?:as )?\bthe work pool gang\b|\.\.\.|[,;:]"
     clauses = [clause.strip() for message in messages for clause in re.split(ends, message)]
     clauses = [clause for clause in clauses if " " in clause]

@@ -16,8 +16,8 @@ DOCUMENTS = documents()
 #: Suffixes of the files that may contain commands for a reader to type.
 SOURCES = frozenset((".py", ".yaml", ".service", ".timer", ".sh", ".env"))
 
-#: Languages of code blocks. Blocks of `console` and `sh` contain commands. A test runs those of
-#: `console`.
+#: Allowed languages of code blocks. Blocks with `console` and `sh` contain commands. A test runs
+#: the commands of `console` blocks.
 LANGUAGES = frozenset(
     ("", "console", "sh", "text", "yaml", "python", "json", "toml", "ini", "mermaid", "sql")
 )
@@ -54,7 +54,8 @@ def test_commands_within_sentences_exist(document: Document) -> None:
             if target not in make_targets():
                 wrong.append(f"line {line}: there is no `make {target}`")
         if code.startswith("muster "):
-            # A command without options may only name a verb: its required arguments may be missing.
+            # A text may name a command of `muster` without its required arguments. So missing
+            # arguments are ignored if the command has no options.
             complaint = complaint_about(code)
             if complaint and not ("--" not in code and "requires an argument" in complaint):
                 wrong.append(f"line {line}: {complaint}")

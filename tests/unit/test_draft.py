@@ -95,14 +95,14 @@ def project(tmp_path: Path, files: dict[str, str]) -> Path:
             "grpo",
             ("uv", "run", "rl", "@", "configs/rl.toml", "--output-dir", "${run.dir}"),
         ),
-        # a framework wins over a plain script
+        # the configuration of a framework is preferred to a plain script
         (
             {"train.py": "print()\n", "sub/grpo.py": "import trl\n"},
             "TRL",
             "grpo",
             ("accelerate", "launch", "sub/grpo.py", "--output_dir", SAVED),
         ),
-        # the script with a likely name wins
+        # a script whose name contains `train` is preferred
         (
             {"data.py": "print()\n", "train_it.py": "print()\n", "zz.py": "print()\n"},
             "a script",

@@ -1,4 +1,7 @@
-"""The block at the end: how a run ended, what failed first, and where to go on reading."""
+"""Tests of the text that the terminal shows at the end of a run.
+
+The text has the final state of the run, the first failure, and the files to read next.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def attempt(number: int, failure: dict[str, Any] | None = None, state: str = "fa
 
 @pytest.fixture
 def run_record(tmp_path: Path) -> Path:
-    """Of a run that failed in its first attempt."""
+    """Return the record of a run that failed in its first attempt."""
     return written(tmp_path, attempt(1, FAILURE))
 
 

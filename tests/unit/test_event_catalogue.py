@@ -71,7 +71,8 @@ def test_readable_fields_are_in_the_catalogue() -> None:
     readable = {name for name, value in vars(Event).items() if type(value).__name__ == "_Field"}
     documented = {field for fields in CATALOGUE.values() for field in fields}
 
-    # The field of the key `try` has another name, because `try` is a Python keyword.
+    # The documented key `try` is read into a field with another name, because `try` is a Python
+    # keyword.
     assert readable - {"tried"} <= documented
 
 

@@ -33,7 +33,7 @@ for line in sys.stdin:
         print("reaped", flush=True)
 """
 
-#: Shell code, with the exit code and the signal that it ends with.
+#: Pairs of shell code and the exit status of the shell: an exit code or a signal.
 ENDS = [
     ("exit 42", 42, None),
     ("exit 0", 0, None),
@@ -44,7 +44,7 @@ ENDS = [
 
 @contextmanager
 def grandchild(code: str) -> Iterator[tuple[int, ProcessId, subprocess.Popen[str]]]:
-    """Yield the pidfd and the identity of an ended process that is not reaped, and its parent."""
+    """Yield the pidfd, the identity and the parent of a zombie: an ended, not reaped process."""
     command = [sys.executable, "-I", "-S", "-c", PARENT, f"read line; {code}"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -70,7 +70,7 @@ def send_line(parent: subprocess.Popen[str], line: str) -> None:
 
 
 def reap(parent: subprocess.Popen[str]) -> None:
-    """Make the parent reap its child, and wait until it has done so."""
+    """Make the parent reap its child, and wait until the child is reaped."""
     send_line(parent, "reap")
     assert parent.stdout is not None
     assert parent.stdout.readline() == "reaped\n"

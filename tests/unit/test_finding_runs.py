@@ -43,7 +43,7 @@ SHOW = App(name="show", default_command=show)
 
 
 def write_record(run_id: str, /, **changes: Any) -> None:
-    """Write the record of one of the runs, with changed keys."""
+    """Write the record of one of the test's runs. The keyword arguments replace keys of it."""
     number = list(FLOW_RUNS).index(run_id)
     record = {
         "run_id": run_id,

@@ -177,7 +177,8 @@ async def test_dead_engine_behind_a_live_http_server_is_detected(servers: int) -
     await stage.until_out(within_s=31.0)
 
     assert stage.cause_of() == "rank 0 does not work: 503 Scheduler is dead"
-    # Only the entrypoint is probed. The other server would answer 200 even for a dead engine.
+    # Of the two servers of an engine, only the entrypoint, which receives requests, is probed. The
+    # other server answers 200 even if the engine is dead.
     assert stage.prober.times(1) == []
 
 
@@ -281,7 +282,8 @@ async def test_one_failed_rank_removes_and_restores_its_whole_group() -> None:
 
 @in_virtual_time
 async def test_only_entrypoints_get_requests() -> None:
-    # Ranks 0 and 2 are the entrypoints of two engines with two servers each.
+    # The fleet has two engines with two servers each. Ranks 0 and 2 are the entrypoints, which are
+    # the servers that receive requests.
     stage = await serving(servers=2)
     routed = [stage.routed()]
     stage.host.die(3)
@@ -334,7 +336,7 @@ async def test_trainer_reads_one_consistent_snapshot() -> None:
     assert [engine["epoch"] for engine in snapshot["engines"]] == [1, 2, 1]
     assert snapshot["epoch"] == training["epoch"]
     assert stage.fleet.snapshot()["training"]["epoch"] > training["epoch"]
-    # Engine 0 has died since the snapshot, so a commit of its old epoch must not count.
+    # Engine 0 has died since the trainer's snapshot, so a commit for its old epoch is ignored.
     stage.fleet.registry.commit(2, {0: 1, 1: 2, 2: 1})
     assert [group.index for group in stage.fleet.registry.view.serving] == [1, 2]
 

@@ -30,7 +30,7 @@ def collect_evidence(history: str, threshold: int = 3) -> Evidence:
             `x` is a probe without an answer, during which a request got tokens.
             `r` is a failed request.
             `t` is a token for a request.
-        threshold: Number of misses at which a server has failed.
+        threshold: Number of failed probes and requests after which a server counts as failed.
     """
     evidence = Evidence()
     for event in history:
@@ -55,15 +55,15 @@ def collect_evidence(history: str, threshold: int = 3) -> Evidence:
         ("nn", 3, "suspect"),
         ("nnn", 3, "sick"),
         ("sss", 3, "silent"),
-        # the last failure decides between silent and sick
+        # the last failure decides between the results "silent" (no answer) and "sick" (bad answer)
         ("nns", 3, "silent"),
         ("ssn", 3, "sick"),
-        # a success resets the count
+        # a successful probe resets the number of failures
         ("nnyn", 3, "suspect"),
         # a threshold of 1
         ("n", 1, "sick"),
         ("s", 1, "silent"),
-        # failed requests and failed probes are added
+        # failed requests and failed probes are counted together
         ("rrn", 3, "sick"),
         ("rns", 3, "silent"),
         ("nrs", 3, "silent"),
@@ -71,15 +71,15 @@ def collect_evidence(history: str, threshold: int = 3) -> Evidence:
         ("rrrrrrrrr", 3, "suspect"),
         ("rrrrrrrrr", 1, "well"),
         ("nnrrrrr", 3, "suspect"),
-        # tokens during a probe excuse a missing answer
+        # if a request gets tokens during a probe, a missing answer to the probe is no failure
         ("xxxxx", 3, "well"),
         ("ssx", 3, "suspect"),
-        # tokens during a probe do not excuse a bad answer
+        # if a request gets tokens during a probe, a bad answer to the probe is still a failure
         ("bbb", 3, "sick"),
-        # a token resets the count of missing answers
+        # a token resets the number of missing answers
         ("ssts", 3, "suspect"),
         ("rrt", 3, "well"),
-        # a token does not reset the count after a bad answer
+        # a token does not reset the number of failures after a bad answer
         ("nntn", 3, "sick"),
     ],
 )
@@ -149,7 +149,7 @@ def test_budget_is_charged_once_for_each_attempt_of_an_incident() -> None:
 @pytest.mark.parametrize(
     ("recovery", "engines", "budget"),
     [
-        # the default, which depends on the number of engines
+        # the default restart budget, which depends on the number of engines
         ({}, 1, 10),
         ({}, 3, 10),
         ({"parallel": 2}, 4, 12),

@@ -25,7 +25,7 @@ RECOVERING = GroupState.RECOVERING
 
 
 def hang(stage: Stage, *ranks: int) -> None:
-    """Make servers hang as by SIGSTOP: the process runs and answers no request."""
+    """Make servers hang, as after SIGSTOP: the process exists and answers no request."""
     for rank in ranks:
         stage.host[rank].answers = "hang"
         stage.host[rank].at_home = "hang"
@@ -38,7 +38,7 @@ def cut_off(stage: Stage, *ranks: int) -> None:
 
 
 async def repeat(seconds: float, piece: bytes) -> AsyncIterator[bytes]:
-    """Yield the same piece again and again, after a pause of some seconds each time."""
+    """Yield the same piece of an answer repeatedly, each time after a pause of some seconds."""
     while True:
         await asyncio.sleep(seconds)
         yield piece
@@ -46,9 +46,9 @@ async def repeat(seconds: float, piece: bytes) -> AsyncIterator[bytes]:
 
 @dataclass(kw_only=True)
 class Answer:
-    """A server's response in the form of a `ServedConnection`.
+    """Fake `ServedConnection` with the response of a server.
 
-    A response without `whole` sends its pieces and then never ends.
+    If `whole` is False, the response never ends after its last piece.
     """
 
     status: int = 200
@@ -111,7 +111,7 @@ class Clients:
     def send(
         self, *, method: str = "POST", path: str = "/v1/chat/completions", **answer: Any
     ) -> None:
-        """Start a request. The keywords in `answer` are the fields of the server's response."""
+        """Start a request. The keyword arguments are the fields of the server's `Answer`."""
 
         async def return_answer(*_: Any, **__: Any) -> Answer:
             return Answer(**answer)
@@ -257,7 +257,7 @@ async def test_missing_answer_is_excused_while_another_stream_gets_tokens() -> N
     [
         pytest.param({"method": "GET", "path": "/v1/models", "whole": b"{}"}, id="models"),
         pytest.param({"method": "GET", "path": "/metrics", "pieces": [b"up 1"]}, id="metrics"),
-        # the HTTP server sends the head of the stream, and the engine sends no piece
+        # the HTTP server sends the headers of a stream, but the engine generates nothing
         pytest.param({"pieces": None}, id="heads of streams"),
         pytest.param({"pieces": [b": ping\r\n\r\n"]}, id="comments of streams"),
         pytest.param({"status": 400, "whole": b"{}"}, id="refusals"),
@@ -439,7 +439,7 @@ async def test_burst_of_failed_requests_does_not_end_a_server_with_good_probes()
     assert stage.states() == [ACTIVE, ACTIVE]
     assert len(stage.host.times("start", 0)) == 1
     assert stage.host.faults == []
-    # Far fewer probes than the 5,000 failed requests.
+    # There were 5,000 failed requests. They must not cause a probe each.
     assert len(stage.prober.times(0)) < 60
 
 
@@ -536,10 +536,11 @@ async def test_snapshot_names_the_unreachable_servers() -> None:
 @pytest.mark.parametrize(
     ("lost_count", "is_restarted"),
     [
-        # few machines are unreachable: the machines have failed
+        # if few machines are unreachable, these machines count as failed
         pytest.param(1, True, id="one of five"),
         pytest.param(2, True, id="two of five"),
-        # more than half of the machines are unreachable: the network has failed
+        # if more than half of the machines are unreachable, the network counts as failed, not the
+        # machines
         pytest.param(3, False, id="three of five"),
         pytest.param(5, False, id="all"),
     ],

@@ -27,7 +27,7 @@ EVENTS = 60
 
 @dataclass(slots=True)
 class Witness:
-    """Causes random events in a fleet, and notes each violation of a rule."""
+    """Causes random events in a fleet, and records each violation of a rule."""
 
     stage: Stage
     dice: Random
@@ -35,15 +35,17 @@ class Witness:
     broadcasts: int = 0
     #: Descriptions of the violations.
     violations: list[str] = field(default_factory=list)
-    #: Groups that the history has damaged since their last start. Only these may fail.
+    #: Lifecycle groups (servers that start and stop together) that the random events have damaged
+    #: since their last start. Only these groups may fail.
     damaged: set[int] = field(default_factory=set)
-    #: Number of generated pieces of answers.
+    #: Number of answer pieces that the servers have generated.
     pieces: int = 0
-    #: How often requests to each rank have failed since its last generated piece.
+    #: Number of failed requests to each server since the server's last generated piece, by its
+    #: rank.
     failed: Counter[int] = field(default_factory=Counter)
-    #: True while a sync is open.
+    #: True between the begin and the end of a weight sync.
     is_syncing: bool = False
-    #: Last committed epoch and number of the broadcast, by group. None before the first commit.
+    #: Epoch and number of the broadcast in the last commit, by group. None before the first commit.
     committed: dict[int, tuple[int, int]] | None = None
     #: Number of the broadcast that each `(engine, epoch)` received last.
     loaded: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -72,7 +74,7 @@ class Witness:
             self.damaged.discard(after.index)
 
     def check_rules(self) -> None:
-        """Note violations of the rules that hold at any moment."""
+        """Record violations of the rules that apply at any moment."""
         fleet = self.stage.fleet
         for entrypoint in fleet.router.entrypoints:
             group = fleet.registry.view.groups[fleet.registry.group_of(entrypoint.rank)]
@@ -85,7 +87,7 @@ class Witness:
             self._check_weights(entrypoint)
 
     def _check_weights(self, entrypoint: Entrypoint) -> None:
-        """Note a violation if a server would generate with weights that were not committed."""
+        """Record a violation if a server that gets requests has weights that are not committed."""
         if self.is_syncing and self.stage.fleet.router.is_closed:
             return
         rank = entrypoint.rank
@@ -149,7 +151,7 @@ class Witness:
         epoch = self.dice.choice([1, self.stage.host[rank].epoch])
         for _ in range(self.dice.randrange(20)):
             self.stage.fleet.note_failure(rank, epoch, "reset")
-        # This number of failures without a generated token lets the engine fail.
+        # An engine may fail after a number of failed requests without a generated token.
         self.failed[rank] += 1
         if self.failed[rank] > self.stage.settings.health.misses:
             self._note_damage(rank)
@@ -167,7 +169,7 @@ class Witness:
         self.stage.host.stop_takes_s = self.dice.choice([0.0, 0.0, 4.0, 1000.0])
 
     async def act_as_trainer(self) -> None:
-        """Act as the trainer: bring new weights. Some syncs fail, are late or are not committed."""
+        """Act as the trainer: send new weights. Some syncs fail, are late or are not committed."""
         fleet, dice = self.stage.fleet, self.dice
         if dice.random() < 0.3:
             await fleet.check()
@@ -194,7 +196,7 @@ class Witness:
         version = fleet.registry.view.version + dice.choice([0, 1, 3])
         self.broadcasts += 1
         broadcast_number = self.broadcasts
-        # An engine that cannot receive weights over the network may fail.
+        # An engine that cannot be reached over the network receives no weights, so it may fail.
         for server in self.stage.host.servers.values():
             if server.answers != "yes":
                 self.damaged.add(fleet.registry.group_of(server.rank))
@@ -207,7 +209,8 @@ class Witness:
             answers = (await fleet.syncs.broadcast(sync, ask, dice.choice([1.0, 20.0])))["answers"]
         finally:
             self.stage.prober.statuses.clear()
-        # Each engine that received the request may have the weights, even after an error.
+        # Each engine that received the broadcast may have the new weights, even if it answered with
+        # an error.
         for answer in answers:
             self.loaded[answer["engine"], answer["epoch"]] = broadcast_number
         await asyncio.sleep(dice.uniform(0, 40))
@@ -252,7 +255,8 @@ async def play_history(seed: int) -> tuple[Witness, float]:
     """Play a random history.
 
     Returns:
-        The witness, and by how many seconds the final stop exceeded its time limit.
+        The `Witness` with its recorded violations, and the number of seconds by which the final
+        stop exceeded its time limit.
     """
     dice = Random(seed)
     stage = Stage(
@@ -292,7 +296,7 @@ async def play_history(seed: int) -> tuple[Witness, float]:
         witness.check_rules()
     if trainer_tasks:
         await asyncio.wait(trainer_tasks)
-    # Repair everything, so that each group can recover.
+    # Repair all servers and networks, so that each group can recover.
     stage.host.stop_takes_s = 0.0
     stage.host.foreign_ports.clear()
     for server in stage.host.servers.values():

@@ -21,7 +21,8 @@ from tests.support.fleet_clock import in_virtual_time
 from tests.support.fleet_fakes import serving
 
 CRASH = 'Traceback (most recent call last):\n  File "fleet.py", line 8, in run\nKeyError: 7\n'
-#: Log of a fleet that ends by itself: a server's error, its reason, and a failed clean-up.
+#: Log of a fleet that has ended because of an error: the error of a server, the reason of the end,
+#: and an error during the clean-up.
 GAVE_UP = f"CUDA out of memory\nFleetError: ranks 0 failed to start 3 times\nERROR x\n{CRASH}"
 
 
@@ -55,7 +56,10 @@ def judge(
     signal: int | None = None,
     component: str = "rollout",
 ) -> Failure:
-    """Return the verdict of an attempt whose component ended in this way with this log."""
+    """Return the failure of an attempt.
+
+    The arguments give the end of the failed component, and its log.
+    """
     place.log(component).write_text(log)
     place.fleet_events.write_text("".join(f"{event.as_line()}\n" for event in LIFE))
     ended = Exit(exit_code=code, signal=signal, at_monotonic_s=1.0)
@@ -74,11 +78,11 @@ def judge(
         # an uncaught exception, even if its text would otherwise mean USER_ERROR
         ({"code": 1}, CRASH),
         ({"code": 1}, ""),
-        # stopped by a signal from outside the run
+        # a process outside the run has stopped the fleet with a signal
         ({"code": 0}, "INFO stopped\n"),
-        # earlier errors of its servers are not the cause
+        # earlier errors of the fleet's servers are not the cause of its end
         ({"signal": 9}, "WARNING server.died why=ray.exceptions.NodeDiedError: lost\n"),
-        # killed together with its guardian
+        # the fleet's process was killed together with its guardian, so the exit status is unknown
         ({}, "INFO gateway on http://127.0.0.1:8000\n"),
     ],
 )
@@ -99,9 +103,9 @@ def test_killed_or_crashed_fleet_is_lost(
         ({"code": 1}, GAVE_UP, "CUDA_OOM"),
         ({"code": 1}, "FleetError: 1 of 2 engines remain, 2 are needed\n", "RUNTIME_ERROR"),
         ({"code": 2}, "FleetError: the fleet could not be placed: no GPUs\n", "RUNTIME_ERROR"),
-        # killed while it was ending
+        # the fleet's process was killed while it was already ending because of an error
         ({"signal": 9}, GAVE_UP, "CUDA_OOM"),
-        # out of memory, which would happen again
+        # the fleet ran out of memory, which would happen again in the next attempt
         ({"code": 1}, "MemoryError\n", "HOST_OOM"),
         ({"signal": 9}, "Memory cgroup out of memory: Killed process 7 (python)\n", "HOST_OOM"),
         # another component failed
@@ -145,7 +149,7 @@ def test_verdict_of_a_lost_fleet_keeps_its_leftovers(place: AttemptPlace) -> Non
 
     assert lost.left == {"rollout": (7,)}
     assert lost.failure is not None and lost.failure.kind is FailureKind.FLEET_LOST
-    # the process wrote no events
+    # the process of the fleet wrote no events, so the engine counts as starting
     assert lost.message.endswith("at its end 0 of 1 engines served, starting: 0")
 
 

@@ -36,7 +36,7 @@ CPU = {"backend": "command", "engines": 2, "command": ["serve", "${server.port}"
 
 
 class FakeNodes:
-    """Nodes that assign ports in ascending order."""
+    """Fake Ray nodes that assign ports in ascending order."""
 
     def __init__(self, *hosts: str) -> None:
         self.addresses = list(hosts)
@@ -116,7 +116,7 @@ async def test_ports_of_a_node_are_requested_in_one_call() -> None:
 
 
 def bind(port: int) -> socket.socket:
-    """Bind a port in the way that most servers do.
+    """Bind a TCP port with SO_REUSEADDR, as most servers do.
 
     Raises:
         OSError: Another socket is bound to the port.
@@ -133,7 +133,8 @@ async def test_reserved_port_cannot_be_used_until_its_server_starts() -> None:
     for port in (first, second, meeting):
         with pytest.raises(OSError, match="in use"):
             bind(port)
-    # The keeper's own reserved ports do not count as taken, other keepers' ports do.
+    # A keeper reserves ports on a node. Ports that this keeper has reserved do not count as taken,
+    # and ports of other keepers do.
     assert await keeper.list_taken([first, second]) == []
     assert await other_keeper.list_taken([first]) == [first]
 
@@ -144,7 +145,8 @@ async def test_reserved_port_cannot_be_used_until_its_server_starts() -> None:
         assert await keeper.list_taken([first, second]) == [first]
     with pytest.raises(OSError, match="in use"):
         bind(second)
-    # The name that reserves the port for this run remains bound after the release.
+    # A name in the abstract socket namespace reserves the port for this run. The name remains bound
+    # after the port itself was released.
     with socket.socket(socket.AF_UNIX) as lock, pytest.raises(OSError, match="in use"):
         lock.bind(lock_name(first, key))
 
@@ -160,8 +162,9 @@ async def test_second_reservation_frees_the_earlier_port() -> None:
     assert await keeper.list_taken([earlier, later]) == []
 
 
-#: Program that cannot import Muster. It gets `PortKeeper` and `ServerActor` by value. It reserves
-#: two ports, and lets the actor check a port that only the program itself listens on.
+#: Program that cannot import Muster, so it receives the classes `PortKeeper` and `ServerActor` in
+#: pickled form. It reserves two ports, and lets the actor check a port on which only the program
+#: itself listens.
 _PROGRAM_ON_A_NODE = """
 import asyncio, json, socket, sys
 sys.modules["tasks"] = None
@@ -219,5 +222,5 @@ async def test_server_has_moved_if_its_node_has_another_address() -> None:
 
     assert find_moved_ranks(servers, ("10.0.0.1", "10.0.0.2")) == frozenset()
     assert find_moved_ranks(servers, ("10.0.0.1", "10.0.0.9")) == {1}
-    # The first node is missing.
+    # The first node has no address, because it has left the cluster.
     assert find_moved_ranks(servers, ("", "10.0.0.2")) == {0}

@@ -59,7 +59,7 @@ def test_status_200_is_a_yes() -> None:
 @pytest.mark.parametrize(
     ("handle", "reason"),
     [
-        # The reason quotes the text of the answer.
+        # The reported reason quotes the text of the server's answer.
         (http("503 Busy", '{"detail":\n "Scheduler is dead"}'), r'503 \{"detail": "Scheduler is'),
         (http("500 Error"), r"500$"),
         # A redirect is not followed.

@@ -31,7 +31,10 @@ def serving(registry: Registry) -> list[int]:
 
 
 def registry_with_group_in(state: GroupState) -> Registry:
-    """Return a registry with one group, which is in this state and at epoch 1 or 2."""
+    """Return a registry with one group, which is in this state.
+
+    The epoch of the group, which counts its starts, is 1 or 2.
+    """
     registry = Registry(plan_of(1), serves_as_loaded=state is not G.STALE)
     path: dict[GroupState, list[Callable[[], object]]] = {
         G.STARTING: [],
@@ -56,8 +59,9 @@ def registry_with_group_in(state: GroupState) -> Registry:
     return registry
 
 
-#: States in which each method may be called, and a call of it. In all other states, the method
-#: raises IllegalTransition or changes nothing.
+#: For each method of the registry: the states of a group in which the method may be called, and a
+#: function that calls the method. In all other states, the method raises IllegalTransition or
+#: changes nothing.
 METHODS: dict[str, tuple[set[GroupState], Callable[[Registry, int], object]]] = {
     "mark_started": ({G.STARTING, R}, lambda registry, epoch: registry.mark_started(0, epoch)),
     "suspect": ({A, U, S}, lambda registry, epoch: registry.suspect(0, epoch, "slow")),
@@ -79,7 +83,7 @@ def test_method_changes_a_group_only_in_its_legal_states(method: str, state: Gro
     if state in legal:
         call(registry, epoch)
     elif method in ("mark_started", "suspect") and state in (X, G.RETIRED):
-        # The epoch has ended, so a late report about it is ignored.
+        # The epoch has ended, because the group was restarted. A late report about it is ignored.
         call(registry, epoch)
         assert registry.view is before
     else:
@@ -110,7 +114,8 @@ def test_second_failure_of_a_group_changes_nothing() -> None:
     assert registry.fail(0, 1, "rank 0 died")
     assert not registry.fail(1, 1, "rank 1 died")
     registry.claim(0)
-    # The group is claimed but has not begun again, so it still has the epoch that failed.
+    # A recovery has claimed the group, but has not started it yet. So the group still has the epoch
+    # that has already failed.
     assert not registry.fail(1, 1, "rank 1 died")
 
     [group, _] = registry.view.groups

@@ -54,23 +54,23 @@ def test_fleet_is_written_unchanged() -> None:
 @pytest.mark.parametrize(
     ("fleet", "gpus", "servers", "ranks"),
     [
-        # no GPUs: a rank is a process
+        # a fleet without GPUs: each rank is a process
         (COMMAND, 0, 1, 1),
         ({**COMMAND, "data_parallel": 3}, 0, 3, 3),
         ({**COMMAND, "nodes_per_engine": 2}, 0, 2, 2),
         # one server with all of a node's GPUs
         ({**COMMAND, "gpus_per_node": 4}, 4, 1, 4),
         ({**COMMAND, "gpus_per_node": 4, "data_parallel": 2}, 4, 2, 4),
-        # GPUs calculated from the parallelism
+        # the number of GPUs is calculated from the parallelism
         ({**SGLANG, "tensor_parallel": 8, "expert_parallel": 4}, 8, 1, 8),
         ({**SGLANG, "tensor_parallel": 2, "data_parallel": 4}, 8, 1, 8),
-        # DP attention uses the ranks of tensor parallelism
+        # data-parallel (DP) attention uses the ranks of tensor parallelism, and no further GPUs
         ({**SGLANG, "tensor_parallel": 8, "data_parallel": 8, "dp_attention": True}, 8, 1, 8),
         ({**SGLANG, "tensor_parallel": 4, "args": ["--pp-size", "2"]}, 8, 1, 8),
         ({**SGLANG, "tensor_parallel": 16, "nodes_per_engine": 2, "gpus_per_node": 8}, 16, 2, 16),
         ({**VLLM, "tensor_parallel": 4, "args": ["-pp=2"]}, 8, 1, 8),
         ({**VLLM, "tensor_parallel": 2, "data_parallel": 8, "expert_parallel": 16}, 16, 1, 16),
-        # experts are spread over replicas
+        # the experts of the model are spread over several replicas
         ({**LMDEPLOY, "tensor_parallel": 8}, 8, 1, 8),
         ({**LMDEPLOY, "expert_parallel": 8}, 8, 8, 8),
         ({**LMDEPLOY, "expert_parallel": 8, "data_parallel": 4}, 8, 4, 8),
@@ -319,7 +319,8 @@ def test_fleet_is_invalid(fleet: dict[str, Any], path: str, problem: str, remedy
 @pytest.mark.parametrize(
     ("fleet", "word", "remedy"),
     [
-        # with its value in the next word, with =VALUE, and in another spelling
+        # arguments that Muster sets itself: the value is in the next word, or after `=`, and the
+        # option has another spelling
         (SGLANG, "--port", "leave it out"),
         (SGLANG, "--port=1", "leave it out"),
         (SGLANG, "--tensor-parallel-size", "write tensor_parallel: N instead"),
@@ -354,10 +355,10 @@ def test_reserved_argument_is_rejected(fleet: dict[str, Any], word: str, remedy:
         # other arguments are not checked
         {**SGLANG, "args": ["--mem-fraction-static", 0.8, "--no-such-option"]},
         {**COMMAND, "args": ["--port", "1"]},
-        # the port as a variable or an argument
+        # the server gets its port in an environment variable or in an argument
         {"backend": "command", "command": ["serve"], "env": {"PORT": "${server.port}"}},
         {"backend": "command", "command": ["serve"], "args": ["${server.port}"]},
-        # the newer spelling of DP attention
+        # the newer option for data-parallel (DP) attention
         {**SGLANG, "tensor_parallel": 8, "args": ["--attn-dp-size", "8"], "gpus_per_node": 8},
         # an escaped placeholder, and a placeholder of the run
         {**COMMAND, "args": ["$${server.x}", "${run.dir}"]},

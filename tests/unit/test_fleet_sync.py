@@ -20,7 +20,7 @@ WAIT, ABORT, INTERRUPT = InFlight
 
 
 async def begin(stage: Stage, timeout_s: float = 100.0, in_flight: InFlight = WAIT) -> str:
-    """Begin a sync, and return its id."""
+    """Begin a weight sync, and return the id of the sync."""
     return str((await stage.fleet.begin_sync(timeout_s, in_flight))["sync"])
 
 
@@ -144,7 +144,7 @@ async def test_new_requests_wait_in_order_until_the_commit() -> None:
     requests = [asyncio.create_task(request(number)) for number in range(3)]
     await asyncio.sleep(50.0)
     assert (served, router.waiting) == ([], 3)
-    # A request that generates nothing does not wait.
+    # A request that generates nothing does not wait for the end of the sync.
     router.done(await router.take(None, generates=False))
     await stage.fleet.syncs.commit(sync, 3, {0: 1})
     await asyncio.gather(*requests)
@@ -227,7 +227,8 @@ async def test_sync_with_interrupt_pauses_and_resumes_requests() -> None:
 
     paths = [ask.path for url, ask in stage.prober.calls if url.endswith("8000")]
     assert paths == ["/pause", "/load", "/resume"]
-    # An engine that does not resume must fail: its requests would stay paused without end.
+    # An engine that does not resume after the sync must fail. Otherwise its requests would stay
+    # paused forever.
     assert stage.cause_of(2).endswith("in a weight sync: POST /resume: 500 truncated file")
     assert stage.fleet.router.outstanding == 1
 
@@ -274,7 +275,7 @@ async def test_engine_that_fails_to_load_is_restarted_and_not_committed() -> Non
     sync = await begin(stage)
     stage.prober.statuses = {0: 500, 1: 503}
     await stage.fleet.syncs.broadcast(sync, LOAD, 5.0)
-    # The second broadcast succeeds on engine 1, so only engine 0 has failed.
+    # Only engine 0 fails in the second broadcast. Engine 1 receives the weights.
     stage.prober.statuses = {0: 500}
     await stage.fleet.syncs.broadcast(sync, LOAD, 5.0)
     assert stage.states() == [A, A, A]
@@ -323,7 +324,8 @@ async def test_restart_that_has_begun_continues_during_a_sync() -> None:
     stage.host.die(0)
     await stage.until(lambda: stage.host[0].is_alive)
 
-    # If a sync ended the restart, a trainer that syncs each minute would prevent every restart.
+    # The sync must not end the restart. Otherwise a trainer with a sync each minute would prevent
+    # every restart.
     sync = await begin(stage)
     await asyncio.sleep(60.0)
     await stage.fleet.syncs.commit(sync, 1, {1: 1})
@@ -377,7 +379,8 @@ async def test_placeholders_of_a_broadcast_form_one_process_group() -> None:
     stage.host.die(2)
     await stage.fleet.syncs.broadcast(sync, Ask(method="POST", path="/init", body=body), 5.0)
 
-    # The trainer is rank 0. The two engines that still run follow without a gap.
+    # In the process group for the weights, the trainer is rank 0. The two engines that still run
+    # have the next ranks, without a gap.
     assert {url[-4:]: ask.body for url, ask in stage.prober.calls} == {
         "8000": {
             **body,
