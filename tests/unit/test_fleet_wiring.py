@@ -131,7 +131,8 @@ def test_forwarded_event_keeps_its_original_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("states", "note"),
     [
-        # Without news, or if all engines serve, the status has no note.
+        # If no engine has reported yet, or all engines serve, the status of the run has no text
+        # about the fleet.
         ({}, ""),
         ({0: "active", 1: "suspect", 2: "active"}, ""),
         # Engine 2 has not reported yet, so it does not serve.
@@ -192,7 +193,7 @@ def spec_of(**fleet: object) -> RunSpec:
 
 
 def of_fleet(fleet: dict[str, Any], **changes: Any) -> RunSpec:
-    """Return a run with this fleet.
+    """Return the spec of a run with a fleet.
 
     Args:
         fleet: The component `rollout`.
@@ -228,7 +229,8 @@ def planned(
     ("initial", "resumes", "serves"),
     [
         (None, False, True),
-        # The trainer resumes from a checkpoint, but the servers load the original model.
+        # The trainer resumes from a checkpoint, but the servers of the fleet load the original
+        # model.
         (None, True, False),
         ("stale", False, False),
         ("loaded", True, True),
@@ -261,10 +263,10 @@ def test_no_local_ports_are_reserved_for_servers_on_ray() -> None:
     [
         ("127.0.0.1", "http://127.0.0.1:15000"),
         ("localhost", "http://127.0.0.1:15000"),
-        # It listens on every address, also on loopback.
+        # The gateway listens on every address of the machine, including loopback.
         ("0.0.0.0", "http://127.0.0.1:15000"),
         ("::", "http://127.0.0.1:15000"),
-        # It listens on one address only.
+        # The gateway listens on one address only.
         ("10.0.0.7", "http://10.0.0.7:15000"),
         ("::1", "http://[::1]:15000"),
     ],
@@ -342,7 +344,7 @@ def test_ray_job_gets_a_reachable_address_of_the_gateway() -> None:
             "rollout runs on the cluster",
             "",
         ),
-        # Addresses of engines.
+        # The trainer's command contains placeholders for addresses of engines.
         (
             {"placement": "ray"},
             {"command": ["train", "${rollout.engines}"]},
@@ -412,7 +414,8 @@ def test_fleet_is_a_component_in_the_order_of_the_spec(place: AttemptPlace) -> N
     assert rollout.command.argv[-2:] == ("-m", "tasks.rollout.process")
     assert rollout.command.log == place.log("rollout")
     assert rollout.on_exit_zero == "fail"
-    # The fleet's process needs longer than its servers: it waits for their guardians.
+    # The process of the fleet needs a longer grace period than its servers, because it waits for
+    # the guardian processes that end the servers.
     assert rollout.command.grace_s > 3
 
 
@@ -519,8 +522,8 @@ def test_every_component_gets_the_order_token_without_a_trainer(place: AttemptPl
     [
         (Level.L2, "local", True),
         (Level.L3, "local", True),
-        # In a PID namespace, the end of its first process ends all, and its pids mean nothing
-        # outside.
+        # In a PID namespace, the kernel ends all servers together with the first process, and the
+        # servers' pids have no meaning outside.
         (Level.L4, "local", False),
         # The servers run on other machines.
         (Level.L2, "ray", False),
@@ -593,7 +596,7 @@ ONE_MACHINE = "a local fleet runs only on this machine, but an engine spans 2"
 @pytest.mark.parametrize(
     ("fleet", "placement", "problem", "remedy"),
     [
-        # A single server spans several nodes.
+        # A single server of this backend spans several nodes.
         (LMDEPLOY_TP16, "ray", "requests the GPUs of the other nodes from Ray", "expert_parallel"),
         (LMDEPLOY_TP16, "local", ONE_MACHINE, "write 1"),
         # The nodes of an engine cannot be on a single machine.
@@ -636,7 +639,7 @@ def test_engine_may_span_nodes_on_ray(layout: dict[str, Any]) -> None:
         ("ascend", {"ASCEND_RT_VISIBLE_DEVICES": "3,5"}, {}, ("3", "5")),
         # ROCm reads CUDA's variable if its own variable is not set.
         ("amd", {"CUDA_VISIBLE_DEVICES": "3,5"}, {}, ("3", "5")),
-        # The variable is for another kind of GPUs than this machine has.
+        # HIP_VISIBLE_DEVICES is for AMD GPUs, and this machine has NVIDIA GPUs.
         ("nvidia", {"HIP_VISIBLE_DEVICES": "3,5"}, {}, ()),
         # A variable of the fleet takes precedence.
         ("nvidia", {"CUDA_VISIBLE_DEVICES": "3,5"}, {"CUDA_VISIBLE_DEVICES": "1"}, ("1",)),

@@ -54,7 +54,14 @@ def host(
     registered: tuple[str, ...] = (),
     is_lost: bool = False,
 ) -> Host:
-    """Return the host `here` with these living, unreadable and registered processes."""
+    """Return the host `here` as `muster reconcile` finds it.
+
+    Args:
+        alive: Ids of living processes, by the flow run id in their environment.
+        hidden: Processes whose environment cannot be read: their programs by process id.
+        registered: Ids or names of the flow runs in the process registry.
+        is_lost: True if `here` is another host, which was given up.
+    """
     processes = Holders(pids=alive or {}, hidden=hidden or {})
     return Host(
         name="here",
@@ -80,49 +87,52 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
 @pytest.mark.parametrize(
     ("run", "here", "state"),
     [
-        # no process: each state is replaced by the state that is true
+        # the flow run has no process, so its state is replaced
         (flow_run(PENDING, 60), host(), "Scheduled"),
         (flow_run(RUNNING, 60), host(), "Crashed"),
         (flow_run(CANCELLING, 60), host(), "Cancelled"),
-        # a process
+        # the flow run has a process
         (flow_run(PENDING, 60), ALIVE, None),
         (flow_run(RUNNING, 60), ALIVE, None),
         (flow_run(CANCELLING, 60), ALIVE, None),
-        # the process of another flow run
+        # the host has a process, but it belongs to another flow run
         (flow_run(RUNNING, 60), host(alive={str(uuid4()): (7,)}), "Crashed"),
-        # too young to be judged, and just old enough
+        # the state is too new for a decision, or exactly old enough
         (flow_run(PENDING, 29.9), host(), None),
         (flow_run(PENDING, 30), host(), "Scheduled"),
         (flow_run(RUNNING, 29.9), host(), None),
-        # from the future, as after a jump of the clock
+        # the time of the state is in the future, for example because the clock was changed
         (flow_run(RUNNING, -3600), host(), None),
         # scheduled, paused and finished flow runs keep their states
         (flow_run(StateType.SCHEDULED, 9000), host(), None),
         (flow_run(StateType.PAUSED, 9000), host(), None),
         (flow_run(StateType.COMPLETED, 9000), host(), None),
         (flow_run(StateType.CRASHED, 9000), host(), None),
-        # given to the worker of another host, even if the pid exists on this host
+        # the worker of another host has the flow run; its pid may also exist on this host
         (flow_run(PENDING, 60, labels=THERE), host(), None),
         (flow_run(RUNNING, 60, labels=THERE, infrastructure_pid="7"), host(), None),
-        # started directly, without a worker: only the process registry can say if it lives
+        # started without a worker: only the process registry shows whether the flow run has a
+        # process
         (flow_run(RUNNING, 9000, labels={}), host(), None),
         (flow_run(PENDING, 9000, labels={}), host(), None),
-        # ... or the tag that names its process, which exists before the registry entry
+        # started without a worker, before the registry entry: the tag names the process of the flow
+        # run
         (flow_run(RUNNING, 60, labels={}, tags=[GONE_TAG]), host(), "Crashed"),
         (flow_run(PENDING, 60, labels={}, tags=[GONE_TAG]), host(), "Crashed"),
         (flow_run(RUNNING, 29, labels={}, tags=[GONE_TAG]), host(), None),
         (flow_run(RUNNING, 60, labels={}, tags=[LIVING_TAG]), host(), None),
         (flow_run(PENDING, 60, labels={}, tags=["demo", "process:there:7:7"]), host(), None),
         (flow_run(RUNNING, 60, labels={}, tags=["process:here:x:7", "process:"]), host(), None),
-        # taken from a work pool by a worker that was killed before it set its label
+        # a worker took the flow run from a work pool, and was killed before it wrote its label
         (flow_run(PENDING, 60, labels={}, work_pool_name="gang"), host(), "Scheduled"),
         (flow_run(PENDING, 59, labels={}, work_pool_name="gang"), host(), None),
         (flow_run(RUNNING, 60, labels={}, work_pool_name="gang"), host(), None),
         (flow_run(PENDING, 9000, labels={}, work_pool_name="push"), host(), None),
-        # a kubernetes worker of this name: its flow runs are not processes of this host
+        # flow runs of a worker of type gang are processes of this host, those of type kubernetes
+        # are not
         (flow_run(RUNNING, 60, labels=HERE | {"prefect.worker.type": "gang"}), host(), "Crashed"),
         (flow_run(RUNNING, 60, labels=HERE | {"prefect.worker.type": "kubernetes"}), host(), None),
-        # the reconcile flow run of this host, which has no worker, and that of another host
+        # flow runs of the flow `reconcile`, which has no worker: of this host, and of another host
         (flow_run(RUNNING, 60, labels={}, deployment_id=DEPLOYMENT), host(), "Crashed"),
         (flow_run(RUNNING, 60, labels={}, deployment_id=uuid4()), host(), None),
         # a pipeline with a deployment continues in its next process
@@ -130,7 +140,7 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
         (flow_run(RUNNING, 29, flow_id=PIPELINE, deployment_id=uuid4()), host(), None),
         (flow_run(RUNNING, 60, flow_id=PIPELINE, deployment_id=uuid4()), ALIVE, None),
         (flow_run(CANCELLING, 60, flow_id=PIPELINE, deployment_id=uuid4()), host(), "Cancelled"),
-        # ... but a pipeline that was started directly gets no next process
+        # a pipeline that was started without a deployment gets no next process
         (flow_run(RUNNING, 60, flow_id=PIPELINE, labels={}, tags=[GONE_TAG]), host(), "Crashed"),
         (
             flow_run(RUNNING, 60, flow_id=PIPELINE, deployment_id=uuid4(), tags=[GONE_TAG]),
@@ -138,24 +148,26 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
             "Crashed",
         ),
         (flow_run(PENDING, 60, labels={}, work_pool_name="pipelines"), host(), "Scheduled"),
-        # in the registry, by its id or its name: finished from there, or alive
+        # the process registry has the flow run, by id or by name: this check does not change its
+        # state
         (flow_run(RUNNING, 60), host(registered=(str(FLOW_RUN),)), None),
         (flow_run(PENDING, 60), host(registered=("a-run",)), None),
-        # a process whose environment is unreadable may belong to the flow run ...
+        # a process whose environment is unreadable may belong to the flow run, so nothing changes
         (flow_run(PENDING, 60), host(hidden={7: ENGINE}), None),
         (flow_run(RUNNING, 60, infrastructure_pid="7"), host(hidden={7: ENGINE}), None),
-        # ... but not under another pid, nor if it is another program
+        # a process with another pid, or of another program, cannot belong to the flow run
         (flow_run(RUNNING, 60, infrastructure_pid="8"), host(hidden={7: ENGINE}), "Crashed"),
         (flow_run(PENDING, 60), host(hidden={7: "sshd"}), "Scheduled"),
-        # a lost host: processes of this host do not count, except those of the flow run itself
+        # the flow run's host is lost: processes of this host do not count, except the flow run's
+        # own
         (flow_run(RUNNING, 60), host(is_lost=True, hidden={7: ENGINE}), "Crashed"),
         (flow_run(RUNNING, 60, tags=[LIVING_TAG]), host(is_lost=True), "Crashed"),
-        # ... whose silence was longer than a process needs to start: no minimum age
+        # the flow run's host is lost: the state may be new, because the host was silent for long
         (flow_run(CANCELLING, 1), host(is_lost=True), "Cancelled"),
         (flow_run(PENDING, 60), host(is_lost=True), "Scheduled"),
         (flow_run(RUNNING, 60), host(is_lost=True, alive={str(FLOW_RUN): (7,)}), None),
         (flow_run(RUNNING, 60, labels=THERE), host(is_lost=True), None),
-        # ... whose Ray jobs still run: the next process of the deployment adopts them
+        # the flow run's Ray jobs still run: the next process of its deployment adopts the jobs
         (flow_run(RUNNING, 60, deployment_id=uuid4(), parameters=ADOPTS), GONE, "AwaitingRetry"),
         (flow_run(RUNNING, 60, parameters=ADOPTS), GONE, "Crashed"),
     ],
@@ -166,7 +178,7 @@ def test_lost_flow_run_gets_its_true_state(run: FlowRun, here: Host, state: str 
     assert (proposed and proposed.name) == state
 
 
-# In the second case, only the work pool knows the Ray address.
+# In the second case, the spec has no Ray address; only the work pool has it.
 @pytest.mark.parametrize("ray", [{"address": "http://127.0.0.1:8265"}, {}])
 def test_message_mentions_ray_jobs_left_by_a_lost_host(ray: dict[str, str]) -> None:
     run = flow_run(RUNNING, 60, parameters={"spec": {"ray": ray}})
@@ -186,7 +198,7 @@ def test_message_mentions_ray_jobs_left_by_a_lost_host(ray: dict[str, str]) -> N
         # a worker of this host that has another name than the host
         (flow_run(RUNNING, 60, labels=THERE), "there", ""),
         (flow_run(RUNNING, 60, labels={}), None, ""),
-        # not a process of a host
+        # the flow run is a Kubernetes job, and no process of a host
         (flow_run(RUNNING, 60, labels=THERE | {"prefect.worker.type": "kubernetes"}), None, ""),
     ],
 )
@@ -209,7 +221,10 @@ def test_host_of_a_flow_run_is_read_from_labels_or_tags(run: FlowRun, name: str 
 
 
 def closed(state: RunState, by_loss: bool = False) -> RunJson:
-    """Return the record of an ended run. With `by_loss`, its failure is the loss of its process."""
+    """Return the record of an ended run.
+
+    If `by_loss` is True, the failure in the record is the loss of the flow process.
+    """
     rule = FLOW_LOST if by_loss else "of its own"
     failure = Failure(kind=FailureKind.UNKNOWN, message="m", rule=rule)
     attempt = AttemptRecord(number=1, state=state, failure=failure)
@@ -220,17 +235,18 @@ def closed(state: RunState, by_loss: bool = False) -> RunJson:
     ("judged_state", "record", "name", "message"),
     [
         (RUNNING, closed(RunState.FAILED, by_loss=True), "Crashed", "the cause"),
-        # the run ended, but its process was killed before the server got the final state
+        # the record has a final state, but the process was killed before it sent the state to the
+        # server
         (RUNNING, closed(RunState.COMPLETED), "Completed", "the run's own"),
         (RUNNING, closed(RunState.FAILED), "Failed", "the run's own"),
         (RUNNING, closed(RunState.CANCELLED), "Cancelled", "the run's own"),
-        # no record was ever written
+        # the run has no record
         (RUNNING, None, "Crashed", "the cause"),
         # the server allows only Cancelled after Cancelling
         (CANCELLING, closed(RunState.CANCELLED), "Cancelled", "cancelled; the cause"),
         (CANCELLING, closed(RunState.COMPLETED), "Cancelled", "cancelled; the cause"),
         (CANCELLING, None, "Cancelled", "cancelled; the cause"),
-        # scheduled, about to start, finished, or unknown to the server
+        # the server's flow run is scheduled, pending or finished, or the server does not have it
         (StateType.SCHEDULED, closed(RunState.PENDING_RESOURCES), None, None),
         (PENDING, closed(RunState.PENDING_RESOURCES), None, None),
         (StateType.CRASHED, closed(RunState.FAILED, by_loss=True), None, None),
@@ -250,7 +266,7 @@ def test_closed_record_decides_the_state_on_the_server(
 
 @dataclass
 class FakeServer:
-    """Prefect client that returns scripted states and keeps the states proposed to it."""
+    """Fake Prefect client that returns scripted states and records the proposed states."""
 
     states: list[State[Any]] = field(default_factory=list)
     accepts: bool = True

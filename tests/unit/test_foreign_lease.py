@@ -22,7 +22,7 @@ time.sleep(600)
 @needs_another_user
 def test_other_users_cannot_lease_a_device_number(muster_home: Path) -> None:
     devices = Devices(kind="nvidia", indices=(0,), uuids={}, problems={})
-    # Another user knows only these texts about the device.
+    # Another user can only guess these names of the lease from public facts about the device.
     known = [f"{muster_home} {host_name()} 0", f"device {host_name()} 0", f"{host_name()} 0", "0"]
     guesses = [hashlib.sha256(text.encode()).hexdigest()[:32] for text in known]
     process = start_as_another_user(_SQUAT, *(f"muster/device/{guess}" for guess in guesses))

@@ -26,14 +26,16 @@ from tests.support.another_user import (
 pytestmark = needs_another_user
 
 RLIMIT_LOCKS = 10
-#: Program that copies a run's mark, which every user can read in /proc/PID/limits, and continues.
+#: Program that copies the mark of a run's processes, which is a resource limit. Every user can read
+#: the mark in /proc/PID/limits.
 _COPY = """
 mark = int(sys.argv[1])
 resource.setrlimit(10, (mark, resource.RLIM_INFINITY))
 print("marked", flush=True)
 time.sleep(600)
 """
-#: Program of root's run that gives up its rights, as some daemons do.
+#: Program of a run of root. It has the mark of the run, and changes to another user, as some
+#: daemons do.
 _DAEMON = f"""
 import os, resource, sys, time
 resource.setrlimit({RLIMIT_LOCKS}, (int(sys.argv[1]), resource.RLIM_INFINITY))
@@ -48,7 +50,10 @@ Impostor = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def impostor() -> Iterator[Impostor]:
-    """Starts a process of another user with the mark and the variables of a run."""
+    """Return a function that starts a process of another user.
+
+    The process has the mark (a resource limit) and the environment variables of a run.
+    """
     started: list[subprocess.Popen[str]] = []
 
     def start(mark: int = 0, **variables: str) -> subprocess.Popen[str]:

@@ -22,7 +22,13 @@ def cluster(*nodes: ClusterNode, **taken: Mapping[str, float]) -> Cluster:
 
 
 def holder(run_id: str, demand: Demand, promised: Mapping[str, int]) -> Any:
-    """Return a fake ledger entry of a run that holds GPUs, for `compute_shares`."""
+    """Return a fake flow run that holds GPUs, as the queue reads it from the server.
+
+    Args:
+        run_id: Id of the run.
+        demand: Nodes and GPUs that the run has requested.
+        promised: Number of granted GPUs by node.
+    """
     request = SimpleNamespace(name=run_id)
     return SimpleNamespace(id=run_id, request=request, demand=demand, promised=promised)
 
@@ -64,19 +70,19 @@ def test_idle_cluster_is_all_free_in_node_order() -> None:
         ({"a": 4, "b": 4}, {"a": 4, "b": 4}, {"a": 4, "b": 4}),
         # Ray placed the run on other nodes
         ({"a": 4, "b": 4}, {"c": 4, "b": 4}, {"c": 4, "b": 4}),
-        # the run uses some of its GPUs, perhaps on other nodes
+        # the run uses only a part of its GPUs, on other nodes than granted, so both count
         ({"a": 4, "b": 4}, {"c": 4}, {"a": 4, "b": 4, "c": 4}),
         ({"a": 4, "b": 4}, {"a": 2}, {"a": 4, "b": 4}),
         # the run uses more GPUs than it was granted
         ({"a": 4, "b": 4}, {"a": 8, "b": 4}, {"a": 8, "b": 4}),
-        # a part of a GPU blocks the whole GPU
+        # a run that uses a part of a GPU holds the whole GPU
         ({"a": 4, "b": 4}, {"a": 4.5, "b": 4}, {"a": 5, "b": 4}),
         # rounding errors of Ray
         ({"a": 4, "b": 4}, {"a": 4.00001, "b": 3.99999}, {"a": 4, "b": 4}),
         # the run was started without a grant
         ({}, {"c": 4}, {"c": 4}),
         ({}, {}, {}),
-        # GPUs on a node that has disappeared count for limits
+        # granted GPUs on a node that has disappeared still count for the limits of tags
         ({"a": 4, "gone": 4}, {"a": 4}, {"a": 4, "gone": 4}),
     ],
 )
@@ -164,7 +170,7 @@ FIRST, SECOND = "10.0.0.5/0a1b2c3d", "10.0.0.5/4e5f6071"
 @pytest.mark.parametrize(
     ("promised", "node_names", "held"),
     [
-        # a second node of that name has appeared, and each can be the granted node
+        # a second node with the granted address has appeared, and each can be the granted node
         ({"10.0.0.5": 8}, (FIRST, SECOND), {FIRST: 8, SECOND: 8}),
         # the other node has disappeared
         ({FIRST: 8}, ("10.0.0.5",), {"10.0.0.5": 8}),
@@ -197,7 +203,10 @@ ENDING, NEXT = promise("ending", {"n1": 6}), promise("next", {"n2": 7})
 
 
 def test_ending_run_and_its_successor_both_count() -> None:
-    """The first run has returned its GPUs to Ray, and Ray has placed the second run on them."""
+    """The first run has not ended, but its GPUs are free in Ray, which now runs the second run.
+
+    The first run ends only when its processes have ended.
+    """
     shares = compute_shares(two_nodes({"next": {"n1": 7.0}}), [ENDING, NEXT])
 
     held_on = {
@@ -216,7 +225,10 @@ def test_grant_moves_with_a_run_if_no_other_run_was_granted_the_gpus() -> None:
 
 
 def test_gpus_of_the_old_grant_are_free_after_a_move() -> None:
-    """Otherwise later runs could start before the first run, which would wait for these GPUs."""
+    """Ray has placed a run on other nodes than granted, so the granted GPUs are free.
+
+    If they counted as held, the first waiting run would wait for them.
+    """
     shares = compute_shares(two_nodes({"next": {"n1": 7.0}}), [NEXT])
 
     assert [node.usable_gpus for node in shares.nodes] == [8, 8]

@@ -34,7 +34,7 @@ GONE = SchedulerProcess(host=host_name(), pid=2**22, start_ticks=1, boot_id=boot
 
 
 class Killed(BaseException):
-    """The process of the scheduler was killed."""
+    """Exception that stands for the death of the scheduler's process."""
 
 
 def template(*gpus: int, **settings: Any) -> dict[str, Any]:
@@ -48,7 +48,10 @@ TWO_NODES = template(8, 8)
 
 @pytest.fixture(autouse=True)
 def no_other_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the lease, so that no other scheduler exists, and hide the processes of runs."""
+    """Replace the scheduling lease, so that the test's scheduler always has it.
+
+    The scheduler also finds no processes of runs on this machine.
+    """
     monkeypatch.setattr(gate, "GateLease", FreeLease)
     monkeypatch.setattr(scheduling_pass, "find_holders", lambda _variable: SimpleNamespace(pids={}))
 
@@ -134,12 +137,12 @@ def test_refused_run_lists_every_fault(server: ScriptedPrefect) -> None:
 @pytest.mark.parametrize(
     ("changed_keys", "beginning", "name"),
     [
-        # the parts of the run id are valid
+        # only the workload is invalid, so the run id contains the valid name `trial`
         ({"workload": "dance"}, "the spec of trial has ", "trial-dance-"),
         ({"workload": None}, "the spec of trial has ", "idealistic-harrier"),
-        # the spec has no valid name
+        # the name is invalid, so the run id contains the name of the flow run
         ({"name": 7}, "the spec has ", "idealistic-harrier"),
-        # the gang is checked before everything else
+        # the gang is invalid, which is checked before the rest of the spec
         ({"gang": {"gpus": 8}}, "the spec of trial has ", "trial-grpo-"),
     ],
 )
@@ -177,7 +180,10 @@ def about_to_start(server: ScriptedPrefect) -> UUID:
 
 
 def run_of_a_lost_worker(server: ScriptedPrefect) -> UUID:
-    """Return a run whose worker and whose process have both ended before the start of the flow."""
+    """Return a PENDING run whose worker and whose process have ended.
+
+    The process ended before it started the flow.
+    """
     hold(server, n1=8)
     run = server.submit(spec(), labels=granted(n2=8), infrastructure_pid="7")
     server.set(run, State(type=StateType.PENDING))
@@ -217,7 +223,7 @@ def test_cancel_survives_every_timing_and_every_kill_of_the_scheduler(
 
 
 def count_requests(scene: Callable[[ScriptedPrefect], UUID]) -> int:
-    """Return the number of requests to the server in two passes without a cancel or a kill."""
+    """Return the number of requests that two undisturbed scheduling passes send to the server."""
     server = ScriptedPrefect(TWO_NODES)
     scene(server)
     before = server.requests
@@ -253,7 +259,7 @@ def find_final_state(
     with suppress(Killed):
         run_passes(server, 2)
     server.before.clear()
-    # If the scheduler sends fewer requests, the run is cancelled after all of them.
+    # The scheduler may send fewer requests than `cancelled`. Then the run is cancelled afterwards.
     if "Cancelled" not in server.history(run) and "Cancelling" not in server.history(run):
         server.cancel(run)
     run_passes(server, 2)
@@ -381,7 +387,7 @@ def test_late_grant_promises_no_gpu_twice() -> None:
         slow, fast = (Gate(client, capacity=capacity) for _ in range(2))
         _pass, granted = await fast.decide(lambda entry, nodes: True)
         assert [entry.id for entry in granted] == [early]
-        # The slow scheduler has lost the lease, but its request to write a grant arrives now.
+        # The slow scheduler has lost the lease. Its delayed request to write a grant arrives now.
         state = server.run(late).state
         assert state is not None
         written = Grant(
@@ -436,8 +442,8 @@ def test_run_requeued_during_a_reading_keeps_its_position(
         _pass, started = asyncio.run(scheduler.decide(lambda entry, nodes: True))
         return [entry.id for entry in started] == [first]
 
-    # Three requests read the runs that hold GPUs. The second pass reads these runs again. If
-    # another scheduler has decided in between, it first reads the waiting runs.
+    # Number of requests until the runs that hold GPUs have been read twice. Three requests read
+    # these runs once. If another scheduler has decided in between, the waiting runs are read first.
     holds_again = 3 + 1 + 3 + is_passed + 1
     assert all(starts_first_if_requeued_before(reading) for reading in range(1, holds_again + 1))
 
@@ -470,7 +476,7 @@ def test_waiting_runs_are_read_once_if_no_other_scheduler_decides() -> None:
 async def run_pass_after(
     server: ScriptedPrefect, scheduler: Gate, *changed: UUID
 ) -> SchedulingPass:
-    """Run a pass of a scheduler that got events about the given flow runs only."""
+    """Run a scheduling pass after the scheduler has received events about some flow runs."""
     last_pass, _started = await scheduler.decide(lambda entry, nodes: True, changed=changed)
     return last_pass
 

@@ -32,7 +32,7 @@ NAME = "muster_gate"
 
 
 class Clock:
-    """A clock that moves only during calls of its method `sleep`."""
+    """A fake clock that moves forward only during calls of its method `sleep`."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -73,7 +73,7 @@ class Server:
         return self._rows.get(NAME)
 
     def put(self, value: Any = None) -> None:
-        """Store the lease of another process, which does not give it back."""
+        """Store a lease of another process, which never gives the lease back."""
         value = value if value is not None else {"holder": uuid4().hex, "lock": None}
         self._rows[NAME] = {"id": str(uuid4()), "name": NAME, "value": value}
 
@@ -140,7 +140,10 @@ def server() -> Server:
 
 @pytest.fixture
 def make_lease(server: Server, clock: Clock, tmp_path: Path) -> Callable[..., GateLease]:
-    """Return a function that makes a lease object on a host. A host has one MUSTER_HOME."""
+    """Return a function that makes the lease object of a scheduler on a host.
+
+    Each host has its own MUSTER_HOME.
+    """
 
     def make(host: str = "here", **changes: Any) -> GateLease:
         transport = httpx.MockTransport(server.answer)
@@ -167,7 +170,7 @@ async def can_take(gate_lease: GateLease, within_s: float = 0.0) -> bool:
 
 
 def host_lock(tmp_path: Path) -> HostLock:
-    """Return the file lock of the host `here`, as another process of that host uses it."""
+    """Return the file lock of the host `here`, in the role of another process of this host."""
     (path,) = (tmp_path / "here" / "gate").iterdir()
     return HostLock(path)
 
@@ -192,7 +195,7 @@ async def test_last_decision_stays_until_another_scheduler_decides(make_lease: M
     first = await here.read_last_decision()
     async with here.acquire() as holding:
         assert holding is not None
-        # This holder begins no decision.
+        # This holder of the lease begins no decision, so the last decision stays the same.
         assert await here.read_last_decision() == first
         assert await there.read_last_decision() is None
     assert await here.read_last_decision() == await there.read_last_decision() == first
@@ -279,13 +282,13 @@ async def test_tasks_that_share_a_lease_object_take_turns(make_lease: MakeLease)
     assert sorted(holders) == [("a",), ("b",), ("c",), ("d",)]
 
 
-# A holder that does not give the lease back.
+# Tests of a holder that does not give the lease back.
 
 
 @pytest.mark.parametrize(
     ("within_s", "is_taken_over"),
     [
-        # the holder may still be writing
+        # the lease has expired, but its holder may still be writing to the server
         (14.0, False),
         (16.0, True),
     ],
@@ -510,7 +513,7 @@ async def test_silent_server_is_given_up(make_lease: MakeLease, server: Server) 
     ):
         await can_take(gate_lease)
 
-    # The server answered after the time-out.
+    # The server stored the lease, but answered after the time-out of the request.
     assert server.lease is None
 
 
@@ -542,7 +545,7 @@ async def test_lease_is_returned_under_repeated_cancels(
     server.faults["DELETE"].append("slow")
     asyncio.get_running_loop().call_later(0.05, server.may_answer.set)
 
-    # Prefect's worker ends its tasks in this way: the scope cancels every wait in it.
+    # Prefect's worker cancels its tasks with a cancel scope, in which every further wait fails.
     with anyio.CancelScope() as scope:
         async with holding(make_lease()):
             scope.cancel()
@@ -638,7 +641,7 @@ async def test_lock_id_belongs_to_one_file(tmp_path: Path) -> None:
 
     assert find_lock_id(original) == first
     assert find_lock_id(copy) != first
-    # While a process has a removed file open, no new file gets the inode number of that file.
+    # This lock keeps the removed file open. So no new file can get the inode number of that file.
     lock = HostLock(original)
     assert lock.try_lock()
     original.unlink()

@@ -34,7 +34,11 @@ def cluster(*gpus: int, cpus: float | None = None) -> tuple[ClusterNode, ...]:
 def held(
     id: str, left_s: float = 100, place: int = 0, cpus: float = 0, tags: str = "", **gpus: int
 ) -> Held:
-    """Return a running gang with `cpus` for each GPU. It is expected to end in `left_s` seconds."""
+    """Return a running gang.
+
+    The keyword arguments are its GPUs by node. It has `cpus` CPUs for each GPU, and is expected to
+    end in `left_s` seconds.
+    """
     return Held(
         id=id,
         gpus=gpus,
@@ -56,7 +60,10 @@ def waits(
     tags: str = "",
     avoid: str = "",
 ) -> Waiting:
-    """Return the waiting gang `w<place>` at position `place`. It may start in `in_s` seconds."""
+    """Return the waiting gang with the name `w<place>`, at the position `place` of the queue.
+
+    It must wait for at least `in_s` seconds, for example after a requeue.
+    """
     return Waiting(
         id=f"w{place}",
         demand=Demand(nodes=nodes, gpus_per_node=gpus, cpus_per_gpu=cpus),
@@ -115,7 +122,7 @@ def check(case: Case, policy: Policy) -> None:
         ),
         # a gang gets the nodes with the fewest free GPUs
         Case([waits(1, 3)], [], {"w1": "b"}, nodes=cluster(8, 4, 6)),
-        # of equal nodes, the first
+        # two nodes have equally many free GPUs: the gang gets the first
         Case([waits(1, 3)], [], {"w1": "b"}, nodes=cluster(8, 4, 4)),
         # a node that is too small is not used
         Case([waits(1, 3)], [], {"w1": "b"}, nodes=cluster(2, 8, 1)),
@@ -157,14 +164,14 @@ def check(case: Case, policy: Policy) -> None:
             {"w1": "a"},
             nodes=cluster(4, cpus=1.0),
         ),
-        # the head waits for the gangs whose ends make room for it, in the order of their ends
+        # the first gang waits until enough running gangs have ended, in the order of their ends
         Case(
             [waits(1, 8)],
             [held("late", 300, a=4), held("unneeded", 400, b=8), held("early", 200, a=4)],
             {},
             {"w1": reason(GPUS, "early", "late", in_s=300)},
         ),
-        # ... but not for a gang that ends earlier on a node that is too small
+        # the first gang does not wait for a gang on a node that is too small, which ends earlier
         Case(
             [waits(1, 8)],
             [held("small", 50, b=2), held("large", 100, a=8)],
@@ -218,10 +225,10 @@ def check(case: Case, policy: Policy) -> None:
             nodes=cluster(0, 8),
             free={"a": 0, "b": 4},
         ),
-        # nodes to avoid are not used while others suffice
+        # a gang avoids the nodes of an earlier failure, if there are enough other nodes
         Case([waits(1, 8, 2, avoid="ab")], [], {"w1": "cd"}, nodes=cluster(8, 8, 8, 8)),
         Case([waits(1, 4, avoid="bz")], [held("h", b=4)], {"w1": "a"}),
-        # the smallest number of nodes to avoid is used, and all of them before the gang waits
+        # too few other nodes: the gang uses some of the nodes to avoid, but as few as possible
         Case([waits(1, 8, 2, avoid="abc")], [], {"w1": "ad"}, nodes=cluster(8, 8, 8, 8)),
         Case([waits(1, 8, avoid="ab")], [held("h", a=1)], {"w1": "b"}),
         # GPUs that are held on a node that has disappeared do not count as used
@@ -265,7 +272,8 @@ def test_fifo_rules(case: Case) -> None:
     check(case, "fifo")
 
 
-#: Node b is free now, and node a in 100 s. The head needs both.
+#: The first waiting gang (the head) needs the nodes a and b. Node b is free now, and node a in 100
+#: s.
 HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
 
 
@@ -275,7 +283,7 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
         # a gang that ends before or exactly when the head can start may pass
         Case([HEAD, waits(2, 8, for_s=99)], [OTHER], {"w2": "b"}, {"w1": GPUS}),
         Case([HEAD, waits(2, 8, for_s=100)], [OTHER], {"w2": "b"}, {"w1": GPUS}),
-        # a gang that ends later may not
+        # a gang that ends after the expected start of the head may not pass the head
         Case(
             [HEAD, waits(2, 8, for_s=101)],
             [OTHER],
@@ -289,7 +297,7 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {"w2": "b", "w3": "b"},
             {"w1": GPUS, "w4": BEHIND},
         ),
-        # the GPUs of all gangs that start before the head are added up
+        # the GPUs of all gangs that pass the head and still run at its start are added up
         Case(
             [waits(1, 6, 2), waits(2, 2), waits(3, 2), waits(4, 1)],
             [held("h1", 100, a=8), held("h2", 100, b=4)],
@@ -311,7 +319,7 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {"w3": "a", "w4": "b"},
             {"w1": GPUS, "w2": WOULD_DELAY},
         ),
-        # the reason of a gang that does not fit now is BEHIND
+        # a gang that does not fit on the free GPUs gets the reason BEHIND
         Case(
             [HEAD, waits(2, 8, 2, for_s=1)], [OTHER], {}, {"w1": GPUS, "w2": reason(BEHIND, "w1")}
         ),
@@ -336,7 +344,7 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {},
             {"w1": reason(GPUS, "h2", in_s=100), "w2": WOULD_DELAY},
         ),
-        # CPUs are reserved for the head
+        # CPUs are reserved for the first waiting gang, too
         Case(
             [waits(1, 6, cpus=1), waits(2, 1, cpus=3)],
             [held("h", 100, a=4, cpus=1)],
@@ -351,7 +359,7 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {"w2": "b"},
             {"w1": reason(GPUS), "w3": reason(BEHIND, "w1")},
         ),
-        # a requeued gang has a reservation
+        # GPUs are reserved for a requeued gang at the head of the queue
         Case(
             [
                 *(waits(1, 8, 2, in_s=30), waits(2, 4, for_s=30)),
@@ -361,7 +369,8 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {"w2": "a"},
             {"w1": RETRY, "w3": WOULD_DELAY, "w4": RETRY},
         ),
-        # the reservation counts ends until its time: without the end of h, it would need node b
+        # gangs that end before the reserved time count as ended: if h did not, node b would be
+        # reserved
         Case(
             [waits(1, 8, in_s=30), waits(2, 8)],
             [held("h", 20, a=8)],

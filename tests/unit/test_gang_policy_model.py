@@ -102,13 +102,16 @@ passes = st.builds(
 )
 
 
-#: No deadline: durations are measured by a benchmark.
+#: Settings of Hypothesis. There is no deadline, because a benchmark measures the durations.
 thousands = settings(max_examples=1500, deadline=None)
 hundreds = settings(max_examples=400, deadline=None)
 
 
 def is_same(found: Plan, expected: Plan) -> bool:
-    """Compare plans with the orders of admission and of the queue, which `==` ignores."""
+    """Return True if two plans are equal, including the order of their dicts.
+
+    The operator `==` ignores the order of admissions, and the order of the waiting gangs.
+    """
     orders = [(list(one.admitted), list(one.reasons)) for one in (found, expected)]
     return found == expected and orders[0] == orders[1]
 
@@ -160,7 +163,10 @@ def test_no_node_and_no_limit_is_exceeded(arguments: dict[str, Any]) -> None:
 
 
 def trace_of(seed: int, nodes: int, jobs: int) -> tuple[list[ClusterNode], list[Job]]:
-    """A cluster and jobs for it. Some jobs may never fit; several come and end at the same time."""
+    """Return a random cluster and random jobs.
+
+    Some jobs may be too large for the cluster. Several jobs arrive or end at the same time.
+    """
     roll = random.Random(seed)
     counts_cpus = roll.random() < 0.3
     cluster = [
@@ -184,7 +190,7 @@ def trace_of(seed: int, nodes: int, jobs: int) -> tuple[list[ClusterNode], list[
 
 
 def guess_s(job: Job) -> float:
-    """An estimate that is exact or too long, always the same for a job."""
+    """Return the estimated duration of a job. It is exact or too long, and depends on the job."""
     return job.duration_s + int(job.id.removeprefix("job-")) % 4
 
 
@@ -215,7 +221,7 @@ def test_feasible_runs_start_in_order_and_as_promised(
     assert set(found.starts_s) == {job.id for job in found.jobs}
     assert len(found.jobs) + len(found.infeasible) == len(jobs)
     assert all(wait >= 0 for wait in found.waits_s)
-    # The head never starts later than its first reservation.
+    # The first waiting gang never starts later than the time that was first reserved for it.
     assert all(found.starts_s[id] <= at for id, at in promised.items())
     if policy == "fifo":
         assert list(found.starts_s) == [job.id for job in found.jobs]

@@ -26,16 +26,16 @@ def run(
     seen: str = "",
     **changes: Any,
 ) -> History:
-    """Return the history of a correct run with one component, submitted at `number` / 100 s.
+    """Return the history of a correct run with one component. It is submitted at `number` / 100 s.
 
     Args:
         number: Number of the run, which also is its position in the queue.
-        pending: Time of its admission, in seconds.
-        ends: Time of its end, in seconds.
+        pending: Time at which the run is admitted, in seconds.
+        ends: Time at which the run ends, in seconds.
         gpus: Number of GPUs on each node.
-        on: Names of its nodes.
-        rank: Priority of its queue: a lower number goes first.
-        end: Type of its final state.
+        on: Names of the run's nodes.
+        rank: Priority of the run's queue. The queue with the lowest number is served first.
+        end: Type of the run's final state.
         seen: Devices that the component saw, one character each. Default: the granted devices.
         changes: Fields of the history to replace.
     """
@@ -70,7 +70,10 @@ def run(
 
 
 def requeued(requeued_at: float, readmitted_at: float, ends: float) -> History:
-    """Return the history of run 1, which is requeued and admitted a second time. Times in s."""
+    """Return the history of run 1, which is requeued and admitted a second time.
+
+    The arguments are times in seconds: of the requeue, of the second admission, and of the end.
+    """
     first = run(1, 1, requeued_at)
     second = run(1, readmitted_at, ends)
     queued = State(at=requeued_at, type="SCHEDULED", name="PendingResources", due=requeued_at + 1)
@@ -95,7 +98,10 @@ def with_part(attempt: int, began: float, ended: float) -> History:
 
 
 def seeing(*devices: str | None, host: str = "n1") -> History:
-    """Return the history `ONE` with other devices, or with None if the component saw no list."""
+    """Return the history `ONE` with other devices that its component saw.
+
+    None stands for a component that got no list of devices.
+    """
     devices_seen = None if None in devices else devices
     return replace(ONE, parts=[replace(ONE.parts[0], devices=devices_seen, host=host)])
 
@@ -119,7 +125,7 @@ def test_correct_history_has_no_fault(runs: list[History], nodes: dict[str, int]
 @pytest.mark.parametrize(
     ("runs", "fault"),
     [
-        # more GPUs are used on a node than it has, according to the components
+        # the components report that they use more GPUs on a node than the node has
         ([run(1, 1, 5, 5), run(2, 4.9, 8, 4)], "by their states: 9 of 8 n1 at 4.900: r1, r2"),
         (
             [replace(ONE, parts=[replace(ONE.parts[0], ended=7)]), run(2, 5.1, 9)],
@@ -147,9 +153,9 @@ def test_correct_history_has_no_fault(runs: list[History], nodes: dict[str, int]
             [requeued(5, 9.5, 12), run(2, 5.5, 9), run(3, 1, 20, on=["n2"], place=(0, 0))],
             "r2 passed r1, for which there was no room",
         ),
-        # never started, although it fitted
+        # the first run was not started for a long time, although its GPUs were free
         ([run(1, 30, 35), run(2, 1, 5, on=["n2"])], "r1 was admitted 29.00 s after r2"),
-        # a missing or different end
+        # a run has no final state, or another final state than expected
         ([replace(ONE, states=ONE.states[:5])], "r1 never ended: it is RUNNING Running"),
         ([run(1, 1, 5, end="CRASHED")], "r1 ended as CRASHED"),
         # a component saw other devices than granted, or ran on another node

@@ -15,7 +15,7 @@ MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
     ("hours", "expected_s"),
     [
         (0.01, 10 * MINUTE),
-        # exactly the class, and a little more
+        # an estimate that is exactly a class, and an estimate a little longer than the class
         (1 / 6, 10 * MINUTE),
         (0.17, HOUR),
         (1, HOUR),

@@ -34,7 +34,7 @@ from tasks.queue.worker import GangWorker
 #: Method of Prefect's worker that the gang worker overrides to decide which runs start.
 METHOD = "_get_scheduled_flow_runs"
 REQUEST = httpx.Request("GET", "http://a/api")
-#: Internals of Prefect's worker that the scheduler relies on, with a check of each.
+#: Private attributes of Prefect's worker that the scheduler uses, each with its expected type.
 KINDS: dict[str, type | tuple[type, ...]] = {
     "_submitting_flow_run_ids": set,
     "_exit_stack": AsyncExitStack,
@@ -97,7 +97,7 @@ async def _check_submission(base: type[Any], class_name: str) -> list[str]:
     submitted: list[UUID] = []
 
     class Overridden(base):
-        # Each name must be unique.
+        # Prefect registers each worker class by its type, so each type must be unique.
         type = f"overridden-{run.id}"
 
         async def _get_scheduled_flow_runs(self) -> list[WorkerFlowRunResponse]:
@@ -140,9 +140,9 @@ def test_every_private_prefect_name_in_use_is_checked_here() -> None:
 
 
 def test_gang_worker_overrides_only_checked_methods() -> None:
-    """`run` and the name are public, and every worker type has its own.
+    """The method `run` and the class's name are public, so every worker class may define them.
 
-    `__aenter__` only chooses the folder for temporary files before Prefect's begins.
+    `__aenter__` only chooses the folder for temporary files, and then calls Prefect's method.
     """
     overridden = {
         name
@@ -182,7 +182,10 @@ def test_worker_type_is_found_by_name() -> None:
 
 
 class SchedulerOfAnotherLeader:
-    """A fake scheduler. Its passes find that worker `a` is the leader, and some runs to start."""
+    """A fake scheduler whose process is not the leader: another worker, `a`, decides.
+
+    Each scheduling pass returns some runs that this worker must start.
+    """
 
     def __init__(self, *granted: int) -> None:
         """
@@ -234,7 +237,7 @@ def test_worker_runs_a_pass_only_if_it_is_offered_a_run_or_the_leader_is_silent(
 
     results = asyncio.run(scenario())
 
-    # At 55 s the worker finds a run that it was not offered.
+    # At 55 s, the worker finds a granted run about which the leader has not notified it.
     assert results == [
         (1, False),
         (1, False),
@@ -271,7 +274,7 @@ def test_run_not_taken_by_a_worker_is_offered_again() -> None:
 
 
 class Process:
-    """A flow run's process that ends after a number of checks whether it is alive."""
+    """Fake process of a flow run. It ends after some checks of whether it is alive."""
 
     pid = 4711
 
@@ -296,7 +299,7 @@ class Process:
 
 
 class StateProposer:
-    """Records in a list that a flow run is cancelled."""
+    """Fake of Prefect's proposer of states. It records the state of a cancelled flow run."""
 
     def __init__(self, actions: list[str]) -> None:
         self.actions = actions
@@ -307,7 +310,7 @@ class StateProposer:
 
 
 class EventEmitter:
-    """Emits no events."""
+    """Fake of Prefect's event emitter. It emits no events."""
 
     async def get_flow_and_deployment(self, *_: object) -> tuple[None, None]:
         return None, None

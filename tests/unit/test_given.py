@@ -22,7 +22,7 @@ def spec(gang: dict[str, Any] | None = None, **components: Any) -> Any:
 
 
 def program(**keys: Any) -> dict[str, Any]:
-    """Return a component that runs a command, with further keys."""
+    """Return the spec of a component that runs a command. The keywords are further keys."""
     return {"command": ["run"], **keys}
 
 
@@ -36,7 +36,7 @@ def program(**keys: Any) -> dict[str, Any]:
         ({"api": program(gpus=0), "trainer": program()}, {"api": "", "trainer": "4567"}),
         # inference servers reserve the devices of their engines
         ({"rollout": FLEET, "trainer": program()}, {"rollout": "45", "trainer": "67"}),
-        # if no device remains, the other components share all devices
+        # no device remains for the trainer, so it shares all devices with the other components
         (
             {"rollout": {**FLEET, "engines": 2}, "trainer": program()},
             {"rollout": "4567", "trainer": "4567"},

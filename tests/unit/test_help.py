@@ -17,7 +17,7 @@ from tasks.command import NAMES, main
 from tasks.queue.command import app as queue
 
 ROOT = Path(__file__).parents[2]
-#: Help text of `muster queue`. Another test that lists all verbs may have replaced it.
+#: Help text of `muster queue`, read at import: a test that lists all commands replaces it later.
 HELP_OF_QUEUE = queue.help
 #: Programs that people start with `python -m`. `python -m deployments.worker` is missing, because
 #: its options come from Prefect; it has its own test below.
@@ -164,7 +164,8 @@ def test_every_program_is_listed_here() -> None:
         for folder in ("flows", "tasks", "deployments", "tests/faults", "tests/benchmarks")
         for path in (ROOT / folder).rglob("*.py")
         if re.search(r"^if __name__ == .__main__.:", path.read_text(encoding="utf-8"), re.MULTILINE)
-        # Run specs start these programs as scripts, as components of a run.
+        # These programs are components of runs. Run specs start them as scripts, and not with
+        # `python -m`.
         and not {"quickstart", "quickstart-llm"} & {*path.parts}
     }
 

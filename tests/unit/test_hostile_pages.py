@@ -60,9 +60,9 @@ def rendered(markdown: str) -> str:
 
 
 def dangers_in(markdown: str) -> list[str]:
-    """Return the dangerous tags and the linked addresses in a Markdown page."""
+    """Return the dangerous HTML tags and the addresses that become links in a Markdown page."""
     html = rendered(markdown)
-    # Muster's pictures contain their data, so they load nothing from outside.
+    # Muster's own pictures are data URLs, so they load nothing from another server.
     html = re.sub(r'<img src="data:image/svg\+xml;base64,[^"]*"', "<p", html)
     tags = [name for _, name, _ in _TAGS.findall(html) if name in ("a", "img", "script", "iframe")]
     return tags + [address.group() for address in _BARE.finditer(_CODE.sub("", html))]
@@ -93,7 +93,7 @@ def dangers_in_cell(text: str) -> list[str]:
 
 @pytest.fixture(params=HOSTILE.values(), ids=HOSTILE)
 def hostile(request: pytest.FixtureRequest) -> str:
-    """Each of the hostile texts."""
+    """Return one of the hostile texts. A test that uses this fixture runs with each of them."""
     return str(request.param)
 
 
@@ -155,7 +155,7 @@ def view(hostile: str, tmp_path: Path) -> RunView:
 
 
 def curve_of(view: RunView) -> Shown | None:
-    """Return the curve of the run's metrics."""
+    """Return the artifact with the curve of the run's metrics, or None if there is no curve."""
     assert view.spec.progress is not None and view.spec.progress.jsonl is not None
     figures = Figures(Path(view.spec.progress.jsonl), "step")
     figures.read_new()

@@ -47,7 +47,7 @@ def test_standalone_programs_exist(path: str) -> None:
         ("tasks/show/a.py", "from tasks.processes import tree"),
         # a folder without a layer
         ("tasks/extra/a.py", ""),
-        # packages that the folder must not use
+        # imports of packages that the module's folder must not use
         ("tasks/spec/a.py", "import psutil"),
         ("tasks/processes/a.py", "import prefect.client"),
         ("tasks/queue/a.py", "import ray"),

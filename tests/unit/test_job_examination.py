@@ -41,7 +41,7 @@ print(json.dumps(examine(**given)))
 
 @pytest.fixture
 def hanging() -> Iterator[subprocess.Popen[str]]:
-    """A program with the environment of a job, and a second program of another job."""
+    """Start a program with the environment of a Ray job, and a program of another Ray job."""
     with (
         subprocess.Popen(
             [sys.executable, "-c", HANGS],
@@ -95,7 +95,7 @@ NODE = HangEvidence(
 
 
 class Clusters:
-    """Fake dashboard that reports the address of its control store, or does not answer."""
+    """Fake Ray dashboard. It reports the address of its control store, or does not answer."""
 
     def __init__(self, *, answers: bool = True) -> None:
         self._answers = answers
@@ -164,8 +164,8 @@ async def test_unreachable_cluster_does_not_prevent_the_end_of_a_job(tmp_path: P
     assert events == [] and not (tmp_path / "trainer.hang.txt").exists()
 
 
-#: Program that answers like NCCL's RAS service. Like a stopped process, it never answers the first
-#: client.
+#: Program that answers like NCCL's RAS service, which reports the state of the ranks. It never
+#: answers its first client, as if its process were stopped.
 RAS = """
 import socket
 listening = socket.create_server(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""What /proc says of processes, as a text; the /proc here is a folder of the test's own."""
+"""Tests of the text about the state of a process in /proc. The test creates its own /proc."""
 
 from __future__ import annotations
 
@@ -11,12 +11,18 @@ import pytest
 
 from tasks.processes.hang_report import handles_signal, kernel_view, read_status
 
-#: Nobody's: the kernel gives none as high.
+#: Process id that no process has: it is above the kernel's maximum.
 PID = 1 << 22
 
 
 def plant(proc: Path, pid: int, files: dict[str, str]) -> None:
-    """Files of /proc/PID by their path in it."""
+    """Create the files of a process below the folder `proc`.
+
+    Args:
+        proc: Folder that replaces /proc.
+        pid: Process id.
+        files: Content of each file, by its path below /proc/PID.
+    """
     at = proc / str(pid)
     for name, text in files.items():
         (at / name).parent.mkdir(parents=True, exist_ok=True)
@@ -91,10 +97,10 @@ def test_own_process_is_described_by_the_real_kernel() -> None:
         ("0000000000000020", signal.SIGABRT, True),
         ("0000000000000020", signal.SIGTERM, False),
         ("0000000000004000", signal.SIGTERM, True),
-        # the first and the last there is
+        # the signals with the lowest and the highest number
         ("0000000000000001", 1, True),
         ("8000000000000000", 64, True),
-        # a process that is gone
+        # the process has ended, so /proc has no file about it
         (None, signal.SIGABRT, False),
     ],
 )

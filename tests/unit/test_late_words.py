@@ -22,7 +22,7 @@ class Server:
 
     def __init__(self) -> None:
         self.states: list[dict[str, Any]] = []
-        #: Number of the next requests to set a state that the server answers with 503.
+        #: Number of requests that the server still answers with 503 before it accepts a state.
         self.remaining_refusals = 0
         #: Type of the state that the flow run gets after the last refusal, or an empty string.
         self.state_after_refusals = ""

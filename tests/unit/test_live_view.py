@@ -1,4 +1,4 @@
-"""Tests of the live region in the terminal: its content after each event, and its size."""
+"""Tests of the live region: the lines at the bottom of the terminal that show a running run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def spec(**fields: Any) -> RunSpec:
 
 
 def viewed(*events: Event, of: RunSpec | None = None) -> ObservedRun:
-    """Return the view of a run after the begin of its attempt and these events."""
+    """Return the displayed state of a run after its attempt has begun and these events."""
     seen = ObservedRun(of or spec())
     for event in (BEGUN, *events):
         seen.observe(event)
@@ -40,12 +40,12 @@ BEGUN = event("attempt.begun", attempt=1, run_id="x", directory="/x/attempt-01")
 
 
 def rows(view: ObservedRun) -> dict[str, tuple[Standing, str]]:
-    """Return the stage and the note of each component."""
+    """Return the displayed stage of each component, for example ready, and the text after it."""
     return {row.name: (row.stage, row.note) for row in view.rows.values()}
 
 
 def lines(view: ObservedRun, columns: int = 80, at: float = T) -> list[str]:
-    """Return the lines of the live region, without colours and trailing spaces."""
+    """Return the lines that show the run in the terminal, without colours and trailing spaces."""
     console = Console(width=columns, color_system="truecolor", force_terminal=True)
     rows = console.render_lines(build_region(view, at), pad=False)
     return ["".join(segment.text for segment in row).rstrip() for row in rows]
@@ -78,7 +78,8 @@ def test_ready_component_shows_no_failed_probe() -> None:
         event("component.spawned", "api", pid=7, argv=[]),
         event("probe.failed", "api", reason="refused"),
         event("component.ready", "api", pid=7, after_s=0.5),
-        # a failed liveness probe is printed as a line, not shown in the region
+        # a failed liveness probe is printed once as a line, and not shown in the repeatedly drawn
+        # lines
         event("probe.failed", "api", reason="no answer", misses=1, probe="live"),
     )
 
@@ -219,7 +220,10 @@ def test_state_of_a_component_is_shown_even_if_its_name_is_long(columns: int) ->
 
 @pytest.fixture
 def pace() -> Iterator[Callable[..., Pace]]:
-    """Return a function that makes a `Pace` from pairs of a time and a step."""
+    """Return a function that makes a `Pace`, which computes the training steps per second.
+
+    Its argument is a list of pairs: a time in seconds, and the step at that time.
+    """
 
     def make_pace(*steps: tuple[float, float], total: float | None = 100) -> Pace:
         pace = Pace(total)

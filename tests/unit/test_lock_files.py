@@ -1,5 +1,8 @@
-"""A lock keeps others out only where its file is the one that they find: each lock here is taken
-just when somebody replaces its file, between the opening and the locking."""
+"""Tests that a file lock is not used if its file was replaced.
+
+A lock on a removed file excludes no other process. In each test, the file is replaced after a
+program has opened it and before the program locks it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from tasks.queue.lease import HostLock
 
 @pytest.fixture
 def replaced(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
-    """Has a file replaced when it is about to be locked for the first time."""
+    """Return a function that lets a file be replaced just before its first lock."""
 
     def arrange(path: Path) -> None:
         left = [path]

@@ -46,22 +46,22 @@ class RotatedLog:
         self._writer = self._open()
 
     def write_on(self, text: str) -> None:
-        """Write to the renamed file, which another process still has open."""
+        """Write to the renamed file, as a process does that still has this file open."""
         assert self._renamed is not None
         os.write(self._renamed, text.encode())
 
     def copy(self) -> None:
-        """Copy the log, and truncate it."""
+        """Copy the log to a new file, and then truncate the log."""
         shutil.copy(self.path, self._next_name())
         os.truncate(self.path, 0)
 
     def copy_begun(self, count: str) -> None:
-        """Copy a number of bytes, as if the copy were not finished."""
+        """Begin to copy the log: copy only the first `count` bytes."""
         self._copied = self._next_name()
         self._copied.write_bytes(self.path.read_bytes()[: int(count)])
 
     def copy_ended(self) -> None:
-        """Finish the copy, and truncate the log."""
+        """Finish the begun copy of the log, and truncate the log."""
         shutil.copy(self.path, self._copied)
         os.truncate(self.path, 0)
 
@@ -76,7 +76,7 @@ class RotatedLog:
 
 
 def read(folder: Path, script: Script) -> list[str]:
-    """Return the lines that the reads of a script and a last read return."""
+    """Run a script, read the log once more, and return the lines of all reads."""
     rotated = RotatedLog(folder)
     log = LogFile(rotated.path)
     lines: list[str] = []
@@ -97,22 +97,22 @@ READ = ("read",)
     ("script", "lines"),
     [
         ([("write", "a\nb\n"), READ, ("write", "c\n"), READ], ["a", "b", "c"]),
-        # a line is returned when it is complete
+        # a line is returned only when its newline has been written
         ([("write", "a"), READ, READ, ("write", "b\nc"), READ, ("write", "d\n")], ["ab", "cd"]),
         # the last line needs no newline; an empty line counts
         ([("write", "a\n\nb")], ["a", "", "b"]),
         ([("write", "a\r\nb\r\n")], ["a", "b"]),
         ([READ], []),
-        # renamed before a read, after it, and with unread lines
+        # the log is renamed: after all lines were read, and with unread lines
         ([("write", "a\n"), READ, ("rename",), ("write", "b\n")], ["a", "b"]),
         (
             [READ, ("write", "a\n"), READ, ("write", "b\n"), ("rename",), ("write", "c\n"), READ],
             ["a", "b", "c"],
         ),
-        # before the first read
+        # the log is renamed before it is read for the first time
         ([("write", "a\n"), ("rename",), ("write", "b\n"), READ], ["a", "b"]),
         ([("write", "a\n"), ("copy",), ("write", "b\n"), READ, READ], ["a", "b"]),
-        # after a read of the empty log
+        # the log is copied and truncated after a read of the empty log
         ([READ, ("write", "a\n"), ("copy",), ("write", "b\n"), READ, READ], ["a", "b"]),
         # the copy is empty or incomplete, and the log is not truncated yet
         (
@@ -157,12 +157,12 @@ READ = ("read",)
         ),
         # copied and truncated after all lines were read
         ([("write", "a\nb\n"), READ, ("copy",), READ, ("write", "c\n")], ["a", "b", "c"]),
-        # the unread bytes are only in the copy
+        # the log is truncated before all bytes were read: the unread bytes are only in the copy
         (
             [("write", "a\n"), READ, ("write", "b\n"), ("copy",), ("write", "c\n"), READ],
             ["a", "b", "c"],
         ),
-        # the log has grown beyond its old length
+        # the truncated log has already grown beyond the length that it had before
         (
             [
                 ("write", "a\n"),
@@ -175,12 +175,12 @@ READ = ("read",)
             ],
             ["a", "b", "c", "d", "e", "f", "g"],
         ),
-        # rotated in the middle of a line
+        # the log is rotated while a line is incomplete
         (
             [("write", "a\nb"), READ, ("write", "c"), ("copy",), ("write", "d\ne\n"), READ],
             ["a", "bcd", "e"],
         ),
-        # rotated twice; the newest copy counts
+        # the log is rotated twice between two reads; the unread lines are in the newest copy
         (
             [
                 ("write", "a\n"),
@@ -210,7 +210,7 @@ def test_each_line_is_returned_once(tmp_path: Path, script: Script, lines: list[
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Folder for the logs of all examples."""
+    """Folder for the logs of all examples that Hypothesis generates."""
     yield tmp_path_factory.mktemp("logs")
 
 
@@ -241,7 +241,7 @@ def test_random_rotations_lose_and_repeat_no_line(folders: Path, acts: list[str]
                 operations = [("write", text), READ, ("rename",)]
                 is_renamed = True
             case "copy":
-                # Some lines were not read.
+                # The last line before the copy has not been read yet.
                 operations = [("write", text), READ, ("write", text), ("copy",)]
                 text += text
             case "on":

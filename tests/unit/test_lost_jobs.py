@@ -1,4 +1,4 @@
-"""Ray jobs of a run whose flow process was killed are report for the run's next process."""
+"""Ray jobs of a run whose flow process was killed are kept for the run's next process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GONE = ProcessId(pid=1 << 22, start_ticks=1, boot_id=boot_id())
 
 @pytest.fixture
 def lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LostRun:
-    """A run in the middle of an attempt, started by a worker of this host."""
+    """A run whose flow process was killed during an attempt. A worker of this host started it."""
     monkeypatch.setattr(lost_run, "has_adoptable_attempt", lambda _lost: True)
     owner = Owner(
         run_id="a-run",

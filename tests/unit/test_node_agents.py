@@ -27,7 +27,7 @@ WANTED = {"MUSTER_RUN_ID": RUN, "MUSTER_ATTEMPT": "1", "MUSTER_COMPONENT": "trai
 
 
 class Cluster:
-    """Fake control store: its key-value table and its living nodes."""
+    """Fake of Ray's control store, with a key-value table and a list of living nodes."""
 
     def __init__(self) -> None:
         self.table: dict[tuple[str, str], str] = {}
@@ -91,7 +91,7 @@ def key(muster_home: Path) -> AgentKey:
 
 @pytest.fixture
 def address(cluster: Cluster, key: AgentKey) -> str:
-    """Address of the agent of NODE."""
+    """Return the address at which Muster's agent on the node NODE listens."""
     agent = NodeAgent(NODE, "127.0.0.1", int(key.modulus, 16), f"{key.prefix}{NODE}")
     return agent.address
 
@@ -113,7 +113,10 @@ async def send_order(address: str, key: AgentKey, what: str, **arguments: Any) -
 
 
 async def send_lines(address: str, make: Callable[[str], tuple[bytes, str]]) -> dict[str, Any]:
-    """Send an order and a signature, both made from the agent's nonce, and return the reply."""
+    """Send an order and its signature to the agent at an address, and return the reply.
+
+    The function `make` makes both from the nonce that the agent sends first.
+    """
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
@@ -210,7 +213,7 @@ def test_forged_and_replayed_orders_are_refused(
         lambda nonce: (order, ""),
         lambda nonce: (order, "00" * 256),
         lambda nonce: (order, another.sign(signed_text(NODE, nonce, order))),
-        # signed for another node, for an earlier connection, or for another order
+        # the signature is for another node, for an earlier connection, or for another order
         lambda nonce: (order, key.sign(signed_text(OTHER, nonce, order))),
         replayed,
         lambda nonce: (order, key.sign(signed_text(NODE, nonce, order.replace(b"1", b"2")))),

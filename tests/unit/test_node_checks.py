@@ -32,14 +32,17 @@ FOUND = LeftoverProcess(node="10.0.0.5", pid=812, command="train --token s3cret"
 
 
 class Cluster:
-    """Fake Ray cluster. It records its requests and returns a fixed result for each sweep."""
+    """Fake Ray cluster. It records the requests, and returns a fixed result for each sweep.
+
+    A sweep searches the nodes for leftover processes of a job.
+    """
 
     def __init__(self) -> None:
         self.living = ["aa", "bb"]
         self.lost: list[tuple[str, float]] = []
         self.is_away = False
         self.report = SweepReport()
-        #: Ids of the nodes of each sweep. An empty set means all nodes.
+        #: Ids of the nodes that each sweep has searched. An empty set means all nodes.
         self.swept: list[set[str]] = []
         self.asked: list[str] = []
 
@@ -98,7 +101,10 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 @pytest.fixture
 def end(cluster: Cluster, tmp_path: Path, muster_home: Path) -> Callable[..., JobEnd]:
-    """Function that ends a job. Its arguments are the nodes that the sweep cannot reach."""
+    """Return a function that ends a job.
+
+    Its arguments are the nodes that the search for leftover processes cannot reach.
+    """
     content = SubmissionJson(
         address=ADDRESS,
         submission_id="r--a01",
@@ -127,7 +133,10 @@ def end(cluster: Cluster, tmp_path: Path, muster_home: Path) -> Callable[..., Jo
 
 
 def read_noted_nodes() -> dict[str, dict[str, str]]:
-    """Return `name[submission id][node id]` from the note files of this host."""
+    """Return the nodes that must still be checked, as recorded in files on this host.
+
+    The result has the node's name by the submission id of the job and by the node id.
+    """
     return {note.job.submission_id: dict(note.nodes) for note in read_notes(host_name())}
 
 
@@ -329,7 +338,7 @@ def test_planned_removals_are_not_reported_as_lost(
             entry("cc", 10, "Terminated due to idle (no Ray activity)"),
             entry("dd", 10, "Terminated due to preemption"),
             entry("ee", 10, None),
-            # this node left before the job was submitted
+            # this node had left the cluster before the job was submitted
             entry("ff", 9, None),
         ]
 

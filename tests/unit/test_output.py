@@ -35,7 +35,8 @@ HOSTILE = {
     "emoji code": ":smile: :warning:",
     "link markup": "[link=http://evil]here[/link]",
 }
-#: Texts with control characters that terminals execute, each with the text that must be shown.
+#: Texts with control characters that terminals execute. Each has the text that must be shown
+#: instead.
 OBEYED = {
     "clear the screen": ("a\x1b[2Jb", "ab"),
     "colours": ("a\x1b[31mb\x1b[0m", "ab"),
@@ -73,7 +74,10 @@ def console(out: io.StringIO) -> SafeConsole:
 
 
 def shown(out: io.StringIO, columns: int = 100) -> str:
-    """Return the text on the terminal after all writes. Fail if it contains an unknown code."""
+    """Return the text on the terminal after all writes.
+
+    The test fails if the output contains a control sequence that the function does not know.
+    """
     emulator = Emulator(columns)
     emulator.write(out.getvalue())
     assert emulator.unknown == []
@@ -99,7 +103,8 @@ def test_control_characters_never_reach_the_terminal(
 ) -> None:
     guarded = GuardedStream(cast(TextIO, out))
 
-    # The text is printed as a line, as text, in a widget of Rich, as Markdown and by `print`.
+    # The same text is printed in five ways: as a line, as Rich text, in a widget, as Markdown and
+    # by `print`.
     console.print(line_of(text))
     console.print(text)
     console.print(Panel(text))
@@ -210,7 +215,10 @@ def test_run_takes_more_lines_on_a_narrower_terminal(width: int, lines: int) -> 
 
 
 def risky_calls(source: str) -> list[str]:
-    """Return the calls and imports that can turn text into markup or print it without the guard."""
+    """Return the calls and imports in a source that bypass the safe console.
+
+    They can interpret text as markup, or print it without removing control characters.
+    """
     risks = []
     for node in ast.walk(ast.parse(source)):
         match node:

@@ -100,7 +100,12 @@ def test_listener_on_the_port_of_a_client_does_not_give_the_user() -> None:
 
 
 def played(story: Callable[[Stage], object], **settings: object) -> Stage:
-    """Run a fleet of two engines through a story in virtual time, and return its stage."""
+    """Run a fleet of two engines in virtual time, and return the simulated environment.
+
+    Args:
+        story: Function that causes the events of the test, in the environment.
+        settings: Settings of the environment.
+    """
     stages: list[Stage] = []
 
     async def play() -> None:
