@@ -126,7 +126,7 @@ def test_secrets_are_masked_in_texts_and_pictures() -> None:
 
 
 class Clock:
-    """A clock that the test sets, in seconds."""
+    """A fake clock. The test sets its time, in seconds."""
 
     now = 1000.0
 
@@ -171,7 +171,7 @@ def run(tmp_path: Path) -> SimpleNamespace:
 
 
 def begin_attempt(run: SimpleNamespace, page: RunPage) -> None:
-    """Begin the first attempt of the run and notify the page."""
+    """Begin the first attempt of the run, and notify the run's page about it."""
     run.record.begin_attempt(1)
     run.attempt = run.place.attempt(1)
     page.observe(Event(at=1.0, name="attempt.begun", fields={"attempt": 1}))
@@ -205,7 +205,8 @@ def test_events_at_the_start_of_an_attempt_are_sent_together(
     page.send()
 
     assert 0 < due_in_s <= 1
-    # One request per artifact. A first process does not search for existing artifacts.
+    # There is one request per artifact. The first process of a run does not search for existing
+    # artifacts.
     assert [request.partition(" ")[0] for request in server.requests] == ["POST"] * 5
     assert sorted(artifact["key"] for artifact in server.stored.values()) == [
         "attempts",
@@ -336,7 +337,7 @@ def test_summary_of_a_lost_run_names_its_failure(
     assert shown["description"].startswith("**failed**: UNKNOWN")
     assert "812" in shown["data"] and "not retried" in shown["data"]
     assert len(server.stored) == 5
-    # Another host resumes the run from this copy of the record.
+    # The artifact contains a copy of the record, with which another host can resume the run.
     copy = parse_record(server.shown("record")["data"])
     record = json.loads(run.place.record.read_text())
     assert copy is not None and copy.attempts[0].decision == "final: failed"
@@ -351,7 +352,7 @@ def test_summary_of_a_lost_run_names_its_failure(
         "```\n{}\n```",
         "```\n[1]\n```",
         "```\n{\n```",
-        # an unknown state, and no state
+        # the state is unknown, or missing
         '```\n{"state": "***", "attempts": []}\n```',
         '```\n{"attempts": []}\n```',
         # invalid attempts

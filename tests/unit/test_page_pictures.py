@@ -54,7 +54,7 @@ def attempt(number: int = 1, **fields: Any) -> dict[str, Any]:
 
 
 def component(started: float, ready: float | None, ended: float | None = None) -> Any:
-    """Return the record of a component."""
+    """Return the record of a component with its times, in seconds."""
     times = {"started_at": started, "ready_at": ready, "ended_at": ended}
     return {"pid": 1, **times, "exit_code": None, "signal": None}
 
@@ -135,7 +135,7 @@ def test_picture_becomes_one_line_of_markdown() -> None:
     [
         # a single point
         [(1.0, 0.5)],
-        # equal values, so the range of the axis cannot come from the values
+        # all values are equal, so the axis needs a range around the value
         [(1.0, 0.5), (2.0, 0.5)],
         [(0.0, 0.0), (1.0, 0.0)],
         [(1.0, -3.0), (2.0, 8e9)],
@@ -171,9 +171,9 @@ def test_ticks_are_round_numbers_within_the_range() -> None:
 @pytest.mark.parametrize(
     ("line", "name"),
     [
-        # trainer of the quickstart
+        # metrics of the quickstart's trainer
         ({"step": 1, "reward": 0.5, "loss": 3.0}, "reward"),
-        # verl's file logger
+        # metrics that verl's file logger writes
         (
             {"step": 1, "data": {"critic/rewards/mean": 0.5, "actor/pg_loss": 1}},
             "critic/rewards/mean",

@@ -111,11 +111,11 @@ def view(
     servers: Sequence[Event] = (),
     **more: Any,
 ) -> RunView:
-    """Return the view of a run from which its page is made.
+    """Return the observed state of a run, from which the page of the run is made.
 
     Args:
-        unready: Reason that the failed probe of the trainer gave, or an empty string.
-        servers: Events to observe, such as those of the rollout servers.
+        unready: Reason of the trainer's failed readiness probe, or an empty string if none failed.
+        servers: Events of the run, for example of its rollout servers.
     """
     spec = RunSpec.model_validate({**SPEC, **more.pop("spec", {})})
     seen = ObservedRun(spec)

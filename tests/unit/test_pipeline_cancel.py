@@ -18,7 +18,11 @@ from tasks.spec.pipeline import parse_pipeline
 
 
 class FakeServer:
-    """Prefect server with one run, which ends after a number of reads or a cancel without grace."""
+    """Fake Prefect server with one run.
+
+    The run ends after its state was read a number of times, or if it is cancelled without a grace
+    period.
+    """
 
     def __init__(self, reads: int) -> None:
         self.reads_left = reads

@@ -107,7 +107,7 @@ A = {"name": "a", "spec": spec()}
                 "`${stage.aa.checkpoint}` (did you mean `${stage.a.checkpoint}`?)"
             ],
         ),
-        # a stage cannot use its own names or those of later stages
+        # a placeholder cannot name the stage itself or a later stage
         *(
             (
                 pipeline(
@@ -160,7 +160,7 @@ A = {"name": "a", "spec": spec()}
                 "item has the index 0)"
             ],
         ),
-        # a file name is allowed only in a file
+        # a stage may name a spec file only if the pipeline spec itself is read from a file
         (
             pipeline({"name": "a", "spec": "mine.yaml"}),
             [
@@ -228,7 +228,7 @@ def test_pipeline_survives_a_round_trip() -> None:
 
     assert again == loaded == parse_pipeline(loaded)
     deployed = load_pipeline_spec(QUICKSTART)
-    # The stored copy of the project, shared by all stages.
+    # The specs of all stages name the same stored copy of the project's code.
     [code] = {stage["spec"].pop("code") for stage in deployed["spec"]["stages"]}
     assert read_code(code).project == str(Path.cwd())
     assert deployed == {"spec": loaded.written()}

@@ -51,15 +51,15 @@ B_CANCELLED = run("b", 1, CANCELLED, 20)
     ("runs", "requested_at", "step"),
     [
         ([], 0, Begin(stage="a", number=1)),
-        # the run waits or runs
+        # the run of stage a is waiting or running
         ([A_OPEN], 0, A_OPEN),
-        # ... even if a user has started the pipeline again since
+        # the run of stage a is waiting or running, and a user has started the pipeline again
         ([A_OPEN], 99, A_OPEN),
         # a complete stage is never repeated
         ([A_DONE], 0, Begin(stage="b", number=1)),
         ([A_DONE], 99, Begin(stage="b", number=1)),
         ([A_DONE, run("b", 1, DONE, 20)], 0, None),
-        # a failure after the last start of the pipeline ends the pipeline
+        # a stage that fails after the last start of the pipeline ends the pipeline
         ([A_FAILED], 0, A_FAILED),
         ([A_DONE, B_FAILED], 19.9, B_FAILED),
         ([A_DONE, B_FAILED], 20, B_FAILED),
@@ -73,12 +73,12 @@ B_CANCELLED = run("b", 1, CANCELLED, 20)
             21,
             run("b", 2, FAILED, 30),
         ),
-        # a user has retried the flow run of an earlier try, so this try counts
+        # a user has retried the flow run of the first try of stage b, so the first try counts
         ([A_DONE, run("b", 1, None), run("b", 2, FAILED, 30)], 99, run("b", 1, None)),
         ([A_DONE, run("b", 1, DONE, 40), run("b", 2, FAILED, 30)], 99, None),
-        # runs in any order
+        # the order of the runs does not matter
         ([run("b", 2, None), B_FAILED, A_DONE], 21, run("b", 2, None)),
-        # a run of a stage that was removed from the pipeline
+        # the run of a stage that is no longer in the pipeline is ignored
         ([run("z", 1, FAILED, 5), A_DONE], 0, Begin(stage="b", number=1)),
     ],
 )
@@ -97,11 +97,11 @@ def test_next_step_follows_from_the_runs(
         ([(0, False), (2, False), (9, True), (20, False), (21, False)], 20),
         # failed and retried twice
         ([(0, False), (9, True), (20, False), (29, True), (40, False), (41, False)], 40),
-        # scheduled again by reconcile after the loss of its process, which is no user's request
+        # `muster reconcile` has scheduled the lost pipeline again, which is no new start by a user
         ([(0, False), (2, False), (30, False), (31, False)], 0),
-        # states in any order
+        # the order of the states does not matter
         ([(20, False), (0, False), (9, True)], 20),
-        # only a final state
+        # the last state is final
         ([(0, False), (9, True)], 9),
     ],
 )
@@ -139,9 +139,9 @@ def test_last_completed_run_is_used_by_later_stages() -> None:
 @pytest.mark.parametrize(
     ("checkpoint", "found"),
     [
-        # default: the checkpoint from which the run would be resumed
+        # by default, the newest checkpoint from which the run could be resumed
         (None, "trainer/step-9"),
-        # a path, or a file name pattern
+        # the stage names its checkpoint with a path, or with a file name pattern
         ("${run.dir}/hf", "hf/model-3"),
         ("${attempt.dir}/export-*", "attempt-02/export-1"),
         ("${run.dir}/${run.id}.bin", "one.bin"),

@@ -18,22 +18,28 @@ from tests.support.dialect import (
 )
 from tests.support.house import ROOT
 
-#: Places with docstrings and comments that are not yet rewritten. Remove a place once it is plain.
+#: Folders and files whose docstrings and comments are not yet in plain English. Remove a place when
+#: it is rewritten.
 CODE_NOT_REWRITTEN: set[str] = set()
-#: Places with messages that are not yet rewritten. Remove a place once it is plain.
+#: Folders and files whose messages are not yet in plain English. Remove a place when it is
+#: rewritten.
 MESSAGES_NOT_REWRITTEN = {
     "tests/integration",
     "tests/support",
 }
-#: Documents that are not yet rewritten. Remove a document once it is plain.
+#: Documents that are not yet in plain English. Remove a document when it is rewritten.
 DOCUMENTS_NOT_REWRITTEN: set[str] = set()
 
-#: These files name the constructions, so they contain them.
+#: Files that list the unwanted constructions, and therefore contain them.
 _EXAMPLES = {"tests/support/dialect.py", "tests/unit/test_plain_english.py"}
 
 
 def _places_of_code() -> list[str]:
-    """The folders of `tasks/` and `tests/`, the files beside them, `flows` and `deployments`."""
+    """Return the places whose code is checked, relative to the root of the project.
+
+    They are the folders in `tasks/` and `tests/`, the files beside these folders, `flows` and
+    `deployments`.
+    """
     places = [
         path
         for parent in ("tasks", "tests")
@@ -57,7 +63,10 @@ def _passages(place: str) -> list[Passage]:
 
 
 def _check(place: str, kind: Kind, not_rewritten: set[str]) -> None:
-    """Fail if a text is not plain, or if a plain text is listed as not yet rewritten."""
+    """Fail if a text is not in plain English.
+
+    Also fail if a text is in plain English, and `not_rewritten` still lists its place.
+    """
     report = examine(passage for passage in _passages(place) if passage.kind is kind)
 
     if place in not_rewritten:

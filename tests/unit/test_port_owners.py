@@ -22,10 +22,12 @@ with socket.create_server(("127.0.0.1", 0)) as server:
 
 
 def is_foreign(*, user: int) -> bool:
-    """Return True if a process with the run id, outside the component's tree, is refused.
+    """Return True if a process may not listen on the port of a component.
+
+    The process has the run's id in its environment, and is outside the component's process tree.
 
     Args:
-        user: Uid of the process.
+        user: User id of the process.
     """
     process = subprocess.Popen(
         (sys.executable, "-I", "-c", _LISTENS, str(user)),

@@ -74,11 +74,11 @@ def test_healthy_node_has_no_finding() -> None:
         (node(skew_s=2.2, skew_error_s=0.1), "clock"),
         (node(skew_s=-2.2, skew_error_s=0.1), "clock"),
         (node(carriers=[carrier("ended")]), "leftovers"),
-        # one GPU fell off the bus
+        # Ray has eight GPUs, but the driver finds only seven
         (node(gpus=8.0, facts=node().facts | {"gpus": gpus(7)}), "gpus"),
         # the driver does not answer
         (node(facts=node().facts | {"gpus": LOGICAL | {"problem": "nvidia-smi failed"}}), "gpus"),
-        # a dead process holds memory
+        # a process that has ended still holds GPU memory
         (
             node(facts=node().facts | {"gpus": gpus(8, 40_000, used_mib=39_000, alive=False)}),
             "gpus",
@@ -92,15 +92,15 @@ def test_fault_is_found(checked_node: NodeResult, check: str) -> None:
 @pytest.mark.parametrize(
     "checked_node",
     [
-        # exactly at the limits
+        # the free space is exactly as large as required
         node(shared_free_bytes=10 * GIB, ray_free_bytes=5 * GIB),
-        # the clock may be right, because the round trip was long
+        # the clock may be correct, because the skew was measured with a large error
         node(skew_s=4.0, skew_error_s=2.5),
         node(carriers=[carrier("live")]),
-        # a living process holds the memory, or a process whose share is unknown
+        # a living process holds the GPU memory, or the holder of the memory is unknown
         node(gpus=1.0, facts=node().facts | {"gpus": gpus(1, 40_000, used_mib=39_500, alive=True)}),
         node(gpus=1.0, facts=node().facts | {"gpus": gpus(1, 40_000, used_mib=None, alive=True)}),
-        # memory of the driver itself
+        # the driver itself uses this GPU memory
         node(facts=node().facts | {"gpus": gpus(8, 1024)}),
     ],
 )

@@ -52,7 +52,7 @@ def modes(home: Path) -> dict[str, str]:
 
 
 def read_by_another(home: Path, *, group: int = NOBODY) -> list[str]:
-    """Return the files and folders that another user, with this group, can read."""
+    """Return the files and folders that another user with the group `group` can read."""
     find = ("find", str(home), "-readable")
     listing = subprocess.run(
         find, user=NOBODY, group=group, extra_groups=(), capture_output=True, text=True, cwd="/"

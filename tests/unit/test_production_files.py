@@ -49,7 +49,7 @@ def prefect_settings(model: type[BaseModel] = Settings) -> Iterator[str]:
 
 
 def read_unit(path: Path) -> dict[str, list[str]]:
-    """Return `values[key]` of a systemd unit, with all sections together."""
+    """Return the values of each key in a systemd unit. All sections are read together."""
     values: dict[str, list[str]] = {}
     for line in path.read_text().splitlines():
         key, separator, value = line.partition("=")
@@ -90,7 +90,7 @@ def test_prefect_and_muster_accept_every_value(name: str, monkeypatch: pytest.Mo
         assert settings.server.api.cors_allowed_origins != "*"
     if name == "muster.env":
         assert settings.client.retry_extra_codes == {500, 504}
-        # The values of the file are the defaults.
+        # The file for production sets the same values as the defaults in the code.
         assert retention == Retention()
 
 
@@ -146,7 +146,7 @@ def test_death_of_a_worker_kills_no_run() -> None:
     assert unit["KillMode"] == ["process"]
     assert unit["Delegate"] == ["yes"]
     assert unit["OOMPolicy"] == ["continue"]
-    # Each of these options would hide something that Muster or a run needs.
+    # Each of these options would hide files, devices or cgroups that Muster or a run needs.
     harmful = {"PrivateTmp", "PrivateDevices", "ProtectControlGroups", "RestrictNamespaces"}
     assert not harmful & set(unit)
 

@@ -18,7 +18,7 @@ HOUR_S = 3600.0
 
 
 class CountedSilence(Silence):
-    """Silence on the clock of the loop, which counts its checks."""
+    """`Silence` that uses the clock of the event loop, and counts its checks of the log."""
 
     def __init__(self, *logs: Path) -> None:
         super().__init__(logs, clock=lambda: asyncio.get_running_loop().time())

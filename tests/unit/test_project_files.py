@@ -135,7 +135,7 @@ def test_flows_and_tasks_import_only_what_the_project_depends_on() -> None:
         canonicalize_name(Requirement(r).name) for r in pyproject()["project"]["dependencies"]
     }
     owners = packages_distributions()
-    # The guardian imports modules of its own folder by their bare names.
+    # The guardian program imports the modules of its own folder without the name of the package.
     guardian_modules = {path.stem for path in (ROOT / "tasks" / "processes").glob("*.py")}
     own_packages = {"deployments", "flows", "tasks", *guardian_modules}
 
@@ -172,7 +172,7 @@ def test_make_lists_every_target() -> None:
 
 @pytest.mark.parametrize("workers", ["-n0", "-n1"])
 def test_session_with_a_leftover_process_fails_and_names_it(tmp_path: Path, workers: str) -> None:
-    # The copy waits 0.2 s for leftover processes to exit, instead of many seconds.
+    # The copied conftest.py waits only 0.2 s until the leftover processes have exited.
     conftest = re.sub(r"(?m)^(_LEFTOVERS_WITHIN_S) = .*$", r"\1 = 0.2", CONFTEST.read_text())
     (tmp_path / "conftest.py").write_text(conftest)
     (tmp_path / "test_it.py").write_text(

@@ -18,17 +18,17 @@ from tasks.spec.run import RunSpec
 @pytest.mark.parametrize(
     ("markers", "root"),
     [
-        # no marker: the folder of the spec file
+        # no file marks the root of the project: the root is the folder of the spec file
         ([], "outer/inner/runs"),
         (["outer/.git/"], "outer"),
         # in a linked work tree of git, `.git` is a file
         (["outer/.git"], "outer"),
         (["outer/pyproject.toml"], "outer"),
-        # the nearest marker counts
+        # two files mark a root: the nearest root is used
         (["outer/.git/", "outer/inner/pyproject.toml"], "outer/inner"),
         (["outer/pyproject.toml", "outer/inner/.git/"], "outer/inner"),
         (["outer/.git/", "outer/inner/runs/pyproject.toml"], "outer/inner/runs"),
-        # markers in subfolders and in sibling folders do not count
+        # files that mark a root do not count in subfolders and sibling folders
         (["outer/.git/", "outer/inner/runs/deeper/pyproject.toml"], "outer"),
         (["outer/.git/", "outer/other/pyproject.toml"], "outer"),
     ],
@@ -87,7 +87,8 @@ def test_interpreter_of_the_project_s_venv_is_preferred_to_muster_s(
 
     python = find_python(tmp_path)
 
-    # The link is not resolved: its target belongs to another environment.
+    # The link to the interpreter is not resolved, because its target belongs to another Python
+    # environment.
     assert python == (str(own) if kind in ("program", "link") else sys.executable)
 
 

@@ -102,7 +102,7 @@ def test_link_is_deleted_but_not_its_target(muster_home: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("variable", "days_ago", "is_removed"),
     [
-        # the default number of days
+        # by default, files are deleted 60 days after the end of the run
         ("", 59.9, False),
         ("", 60.1, True),
         # a number of days that an operator has set
@@ -308,7 +308,7 @@ def test_served_flow_keeps_its_parameters() -> None:
         "print(flow.validate_parameters({'keep': {'days': 3}})['keep'].days)"
     )
 
-    # Prefect's runner serializes the parameters of a served flow in this way.
+    # Prefect's runner serializes the parameters of a served flow in the same way as this program.
     done = subprocess.run(
         (sys.executable, "-c", code), input=cloudpickle.dumps(prune), capture_output=True, cwd=ROOT
     )

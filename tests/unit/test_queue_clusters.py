@@ -45,13 +45,16 @@ def spec(gpus: int | None = 8, nodes: int = 1, **ray: Any) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def no_other_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the lease, so that no other scheduler exists, and hide the processes of runs."""
+    """Replace the scheduling lease, so that the test's scheduler always has it.
+
+    The scheduler also finds no processes of runs on this machine.
+    """
     monkeypatch.setattr(gate, "GateLease", FreeLease)
     monkeypatch.setattr(scheduling_pass, "find_holders", lambda _variable: SimpleNamespace(pids={}))
 
 
 class OneNode:
-    """A cluster with 8 GPUs."""
+    """Fake reader of a Ray cluster with one node, which has 8 GPUs."""
 
     def __init__(self, address: str, credentials: Credentials) -> None:
         self.credentials = credentials
@@ -131,7 +134,7 @@ def test_granted_run_stays_on_its_cluster_if_the_pool_changes() -> None:
 
     on_a, on_b = server.submit(spec(address=A)), server.submit(spec())
 
-    # All GPUs of cluster A are taken.
+    # All GPUs of cluster A are held by other runs.
     assert [entry.id for entry in started(server)] == [on_b]
     assert message(server, on_a).startswith("PendingResources: needs 1 node with 8 GPUs; waits")
 

@@ -135,7 +135,7 @@ def server() -> Server:
 def command(
     server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str]]:
-    """Run a verb against the server, and return its exit code and its output."""
+    """Run a command of `muster` against the fake server; return its exit code and its output."""
     why = App(name="why", default_command=queue_command.why)
 
     @asynccontextmanager
@@ -280,7 +280,7 @@ def test_changes_of_an_operator_are_emitted_as_events(command: Command, server: 
         command(*arguments)
 
     assert [(event, what, pool) for event, what, pool, _who in server.events] == [
-        # gpu-9 was drained before
+        # gpu-9 was drained before this command, so it needs no event
         ("muster.node.drained", "gpu-1", "gang"),
         ("muster.node.undrained", "gpu-1", "gang"),
     ]
@@ -329,7 +329,8 @@ def test_unknown_node_is_refused_with_the_known_names(
         (("set", "node.a.b=2"), {"nodes": (*SET.nodes, TableNode(name="a.b", gpus=2))}),
         (("unset", "node.gpu-1"), {"nodes": ()}),
         (("set", f"cluster.{RAY}/=0"), {"clusters": (KNOWN, ListedCluster(address=RAY))}),
-        # the cluster keeps its headers
+        # only the largest number of nodes changes, and the HTTP headers of the cluster stay the
+        # same
         (
             ("set", "cluster.http://known:8265=4"),
             {"clusters": (KNOWN.model_copy(update={"max_nodes": 4}),)},

@@ -79,7 +79,7 @@ def entry(run: FlowRun, pool: str = "gang") -> QueueEntry:
 
 
 def holder(nodes: dict[str, int], number: int, **more: Any) -> QueueEntry:
-    """Return the ledger entry of a run that is running on the given nodes."""
+    """Return the queue's entry of a flow run that is running on the given nodes."""
     granted = Grant(nodes=nodes, state_id="", at=NOW, by=None).label()
     run = flow_run(
         max(nodes.values()),
@@ -186,7 +186,10 @@ def test_limit_of_a_pools_queue_is_kept() -> None:
 
 
 def test_full_pool_does_not_block_a_run_with_a_process() -> None:
-    """A run that waits in its process counts for the limit, so it must not wait for the limit."""
+    """The pool's concurrency limit counts a run that waits in its own process.
+
+    So this run must not wait until the pool is below its limit.
+    """
     in_process = flow_run(8, number=2, type=StateType.RUNNING, name="PendingResources")
     waiting = [entry(flow_run(8, number=1)), entry(in_process)]
 
@@ -416,14 +419,14 @@ def test_running_jobs_hold_their_gang_without_a_process() -> None:
     run.run_count = 2
 
     assert before == (True, granted)
-    # The flow run was retried after its end, and has had another process.
+    # The flow run was retried and has had another process since, so the earlier grant is not valid.
     assert (is_handed_over(run), grant_of(run)) == (False, None)
 
 
 @pytest.mark.parametrize(
     ("spec", "fault"),
     [
-        # the gang is invalid
+        # the spec has an invalid gang
         ({"gang": {"gpus_per_node": "many"}}, "gang.gpus_per_node: must be a whole number"),
         ({"gang": {"gpus": 8}}, "gang.gpus: unknown key"),
     ],

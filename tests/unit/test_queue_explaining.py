@@ -23,7 +23,10 @@ SILENT = (
 
 
 class Server:
-    """A flow run, and the workers of its pool with the seconds since their last heartbeat."""
+    """Fake Prefect server with a flow run and the workers of its pool.
+
+    Each worker has its name and the seconds since its last heartbeat, or None if they are unknown.
+    """
 
     def __init__(self, state: Any, workers: list[tuple[str, float | None]]) -> None:
         labels = {"prefect.worker.name": "there", "prefect.worker.type": "gang"}
@@ -58,7 +61,7 @@ async def read_view(pool: str) -> QueueView:
         (Running(), [("there", 840.0)], True),
         (Cancelling(), [("other", 1.0), ("there", 840.0)], True),
         (Running(), [("there", 119.0)], False),
-        # the worker was started again, and both are on record
+        # the worker was started again, and the server still has the record of the earlier worker
         (Running(), [("there", 840.0), ("there", 3.0)], False),
         # the worker is unknown
         (Running(), [("there", None)], False),

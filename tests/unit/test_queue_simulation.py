@@ -84,19 +84,20 @@ def test_starts_are_written_in_the_order_of_submission(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "options", "started"),
     [
-        # `whole` ends when `pair` and `short` arrive: both start at that moment
+        # `pair` and `short` are submitted when `whole` ends, and both start at once
         (
             ("whole,0,60,8", "pair,60,60,8", "short,60,60,1"),
             ("--policy", "backfill"),
             {"whole": 0, "pair": 60, "short": 120},
         ),
-        # the class decides: by the class of `half`, `head` can start after 3600 s
+        # backfill uses the duration class of a job: with the class of `half`, `head` starts after
+        # 3600 s
         (
             ("half,0,3000,4", "head,1,100,8", "fits,2,600,4", "long,3,3000,4"),
             ("--policy", "backfill"),
             {"half": 0, "fits": 2, "head": 3000, "long": 3100},
         ),
-        # submission times are compressed, but not durations
+        # `--compress` divides the times of submission, but not the durations
         (
             ("a,0,100,8", "b,400,100,8", "c,1000,100,8"),
             ("--compress", "4"),
@@ -134,7 +135,7 @@ def test_infeasible_jobs_are_left_out_and_counted(
     ("gpus", "nodes", "per_node", "expected"),
     [
         (6, 3, 2, (3, 2)),
-        # the smallest possible number of nodes, with equal shares
+        # a job without `nodes` uses as few nodes as possible, with equal numbers of GPUs
         (3, "", "", (1, 3)),
         (6, "", "", (2, 3)),
         (10, "", "", (3, 4)),

@@ -37,14 +37,14 @@ def first(
     now: float = NOW,
     **there: Any,
 ) -> Message:
-    """The message for the first run of the queue."""
+    """Return the message with the reason why the first run of the queue waits."""
     starts_at = None if in_s is None else NOW + in_s
     reason = Reason(why=Why.GPUS, waits_for=waits_for, starts_at=starts_at)
     return explain_wait(WIDE, reason, NAMES, **{"free": THREE, "now": now, **there})
 
 
 def later(why: Why, number: int = 2, free: dict[str, int] | None = None, **more: Any) -> Message:
-    """The message for a later run of the queue."""
+    """Return the message with the reason why a later run of the queue waits."""
     reason = Reason(why=why, waits_for=("1",), starts_at=NOW + number, tag="team-a")
     return explain_wait(SMALL, reason, NAMES, free=free or THREE, now=NOW, number=number, **more)
 
@@ -63,11 +63,12 @@ def test_first_run_sees_free_gpus_and_the_runs_it_waits_for() -> None:
     ("in_s", "expected"),
     [
         (None, "expected time unknown"),
-        # later than estimated: no time that would move with the clock
+        # the run is later than estimated: the text contains no time, which would change with the
+        # clock
         (-7200, "expected any moment"),
         (59, "expected any moment"),
         (60, "expected 13:06 UTC"),
-        # on another day
+        # the start is expected on another day, so the text contains the date
         (86400, "expected 2026-01-03 13:05 UTC"),
     ],
 )
@@ -93,12 +94,12 @@ def test_expected_start_is_shown(in_s: float | None, expected: str) -> None:
         (first(drained={"n3": 7}), "waits for missing nodes to return: the present nodes are"),
         # programs outside the queue use the GPUs
         (first(others=5), "programs outside this queue use 5 GPUs"),
-        # the GPUs are free, but too few CPUs
+        # enough GPUs are free, but too few CPUs
         (
             first("1", free={"n0": 8, "n1": 8}),
             "too few nodes with free GPUs also have 24 free CPUs; free now: 8 on 2 nodes",
         ),
-        # a run without a known name, and many runs
+        # the queue waits for a run whose name is unknown, or for many runs
         (first("unknown"), "waits for unknown to end"),
         (first("1", "2", "3", "4"), "waits for grpo-a, ppo-b, sft-c and grpo-d to end"),
         (first("1", "2", "3", "4", "5"), "waits for grpo-a, ppo-b, sft-c and 2 more to end"),
@@ -166,19 +167,20 @@ def test_each_reason_is_one_line_after_the_demand(message: Message, expected: st
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        # times that move with the clock
+        # only the current time is different, so the state is not rewritten
         (first("1", in_s=-60), first("1", in_s=-60, now=NOW + 600)),
         (first("1", in_s=4500), first("1", in_s=4510)),
-        # free GPUs, and the position of later runs
+        # only the free GPUs or the positions of later runs are different
         (first("1"), first("1", free={"n0": 8, "n1": 1, "n2": 3})),
         (later(Why.BEHIND), later(Why.BEHIND, free={"n0": 1})),
         (later(Why.BEHIND), later(Why.BEHIND, number=3)),
-        # an error that contains a port or a memory address
+        # only a port or a memory address in the error is different
         (
             no_answer_message(None, "http://ray:8265", "at 0x1"),
             no_answer_message(None, "http://ray:8265", "0x2"),
         ),
-        # far back in the queue, the first run and the rule are not named
+        # the text of a run far back in the queue does not name the first run and the scheduling
+        # rule
         (
             later(Why.BEHIND, number=MAX_POSITION_WITH_FIRST_RUN + 1),
             later(Why.WOULD_DELAY, number=MAX_POSITION_WITH_FIRST_RUN + 2),
