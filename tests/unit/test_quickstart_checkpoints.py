@@ -84,15 +84,17 @@ def test_truncated_checkpoint_is_rejected(tmp_path: Path, kept_fraction: float) 
 @pytest.mark.parametrize(
     ("resumed_step", "last_text", "kept_steps"),
     [
-        # A new training in a used folder removes all lines.
+        # A new training starts in a used folder, and removes all lines of the metrics file.
         (0, "", []),
-        # Steps after the checkpoint are trained again, so their lines are removed.
+        # Steps after the checkpoint are trained again, so their lines in the metrics file are
+        # removed.
         (2, "", [1, 2]),
-        # The checkpoint contains all steps.
+        # The checkpoint contains all trained steps, so no line is removed.
         (4, "", [1, 2, 3, 4]),
         # A crash of the machine can cut the last line.
         (4, '{"step": 5, "at"', [1, 2, 3, 4]),
-        # A line without a newline is also removed. The next line would be appended to it.
+        # The last line has no newline and is also removed. Otherwise the next line would be
+        # appended to it.
         (5, '{"step": 5}', [1, 2, 3, 4]),
     ],
 )

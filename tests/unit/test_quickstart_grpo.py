@@ -94,12 +94,12 @@ def test_gradient_agrees_with_finite_differences(name: str) -> None:
         (1.0, +1.0, False),
         (1.0 + CLIP_RANGE - 0.01, +1.0, False),
         (1.0 + CLIP_RANGE + 0.01, +1.0, True),
-        # If the probability of a good token fell, the gradient is never cut.
+        # If the probability of a good token has fallen, its gradient is never set to 0.
         (0.1, +1.0, False),
         # The probability of a bad token may fall by CLIP_RANGE.
         (1.0 - CLIP_RANGE + 0.01, -1.0, False),
         (1.0 - CLIP_RANGE - 0.01, -1.0, True),
-        # If the probability of a bad token rose, the gradient is never cut.
+        # If the probability of a bad token has risen, its gradient is never set to 0.
         (3.0, -1.0, False),
     ],
 )

@@ -34,8 +34,8 @@ class Gateway(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self) -> None:
-        #: `responses[method, path]`: status and JSON body of each response. The last response is
-        #: repeated.
+        #: `responses[method, path]`: status and JSON body of each prepared response. When all have
+        #: been sent, the last response is repeated.
         self.responses: dict[tuple[str, str], list[tuple[int, dict[str, Any]]]] = {}
         #: Method, path and JSON body of each request.
         self.requests: list[tuple[str, str, dict[str, Any]]] = []
@@ -119,7 +119,7 @@ def test_run_spec_is_valid_and_names_existing_programs() -> None:
     [
         (b"12345678", 1.0),
         (b"1234abcd", 0.5),
-        # A short answer counts as if its missing tokens were no digits.
+        # The missing tokens of a short answer count as wrong.
         (b"1234", 0.5),
         (b"", 0.0),
     ],
@@ -221,9 +221,9 @@ def test_sync_is_aborted_if_no_engine_loaded_the_weights(
 @pytest.mark.parametrize(
     ("begin", "broadcast"),
     [
-        # Running requests did not end in time.
+        # The gateway refuses the sync, because running requests did not end in time.
         (409, 200),
-        # The deadline of the sync has passed.
+        # The gateway does not know the sync any more, because its deadline has passed.
         (200, 404),
     ],
 )

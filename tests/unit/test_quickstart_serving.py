@@ -88,15 +88,15 @@ def test_generate_responds_in_the_format_of_vllm(server: InferenceServer) -> Non
 @pytest.mark.parametrize(
     ("body", "complaint"),
     [
-        # Not JSON, and JSON of another shape.
+        # The request is not JSON, or is no JSON object.
         (b"{", "not JSON"),
         ([], "not a JSON object"),
-        # No prompt, and tokens outside the vocabulary.
+        # The prompt is missing, or has tokens outside the vocabulary.
         ({}, "prompt"),
         ({"prompt": {"prompt_token_ids": [len(VOCABULARY)]}}, "prompt"),
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": ["7"]}, "prompt"),
-        # Numbers out of range, and a boolean instead of a number.
+        # A number is out of range, or the value is a boolean instead of a number.
         ({"prompt": "7", "n": 0}, "n:"),
         ({"prompt": "7", "n": True}, "n:"),
         ({"prompt": "7", "max_tokens": 10**9}, "max_tokens:"),

@@ -48,7 +48,8 @@ def test_batch_holds_a_row_for_each_generated_token() -> None:
     [
         # The API was restarted and knows no trainer.
         {"status": "error", "message": "Trainer not registered.", "batch": []},
-        # A training step on an empty batch would look like progress.
+        # The batch is empty. The trainer must not use it, because the training step would look like
+        # progress.
         {"batch": []},
         # The Atropos API never gives this response.
         {},
@@ -63,7 +64,7 @@ def test_response_without_a_batch_raises_an_error(answer: object) -> None:
 @pytest.mark.parametrize(
     ("answer", "reward"),
     [
-        # The right answer, without and with a further token.
+        # The answer is correct; after its end there is no token, or a further token.
         ([7, 0, 4, 2, EOS], 1.0),
         ([7, 0, 4, 2, EOS, 7], 1.0),
         # The answer ends too early.

@@ -16,7 +16,8 @@ from tasks.ray.end import RAY_POLLS_EACH_S, earliest_end, job_exit
         ("SUCCEEDED", None, 0, None),
         ("FAILED", 3, 3, None),
         ("FAILED", -9, None, 9),
-        # 128+n is the exit code of the program itself, not of a signal
+        # the program itself has exited with 128+n, so the code does not mean that a signal killed
+        # it
         ("FAILED", 137, 137, None),
         ("FAILED", None, None, None),
         ("STOPPED", None, None, None),
@@ -63,13 +64,14 @@ def test_lost_node_is_named_first() -> None:
 @pytest.mark.parametrize(
     ("ended_at", "seen_running_s", "expected"),
     [
-        # the job ended two seconds ago by the node's clock; subtract the delays of Ray and wrapper
+        # the job ended two seconds ago by the node's clock, minus the delays of Ray and of its
+        # wrapper
         (998.0, 90.0, 98.0 - 0.301 - RAY_POLLS_EACH_S),
         # the node's clock is slow: a later request found the job running
         (900.0, 99.0, 99.0 - 0.301 - RAY_POLLS_EACH_S),
-        # the node's clock is fast: the end cannot be later than now
+        # the node's clock is fast: its time of the end is in the future, so the end is now
         (2000.0, 99.0, 100.0),
-        # no request found the job running
+        # no request has found the job running, so only the time that Ray reports is known
         (998.0, None, 98.0 - 0.301 - RAY_POLLS_EACH_S),
         # Ray reports no end time
         (None, 99.0, 99.0 - 0.301 - RAY_POLLS_EACH_S),

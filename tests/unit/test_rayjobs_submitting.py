@@ -60,7 +60,7 @@ HEAD = node("head", is_head=True, CPU=4)
         ([HEAD, node("a", worker_node=100)], {"worker_node": 0.001}, {}),
         # the cluster marks no worker nodes, so any node but the head fits
         ([HEAD, node("a", CPU=1)], {}, {"ray.io/node-id": "!head-id"}),
-        # the cluster has only a head node, which may be marked as a worker
+        # the cluster has only a head node, so the job runs on it, even if it is marked as a worker
         ([HEAD], {}, {}),
         ([node("head", is_head=True, worker_node=1)], {}, {}),
     ],
@@ -94,7 +94,7 @@ def test_job_that_another_host_may_have_submitted_is_not_new(plan: JobPlan) -> N
 
     file = SubmissionFile.read(plan.submission_file)
     assert file is not None and file.content.submit_began_at == 7.0
-    # Only the cluster knows whether it has the job.
+    # The submission got no answer, so only the cluster knows whether it has the job.
     assert file.content.submitted_at is None
 
 
@@ -137,7 +137,7 @@ def test_muster_home_inside_the_working_directory_is_not_shipped(
         (b"", [b"abc"], b"abc"),
         (b"ab", [b"abc"], b"abc"),
         (b"abc", [b"abc"], b"abc"),
-        # the local copy ends within the second chunk
+        # the local copy of the log ends within the second chunk
         (b"abcde", [b"abc", b"", b"def"], b"abcdef"),
     ],
 )

@@ -27,15 +27,15 @@ WAITING = RunReport(
     ("run", "has_changes"),
     [
         (LOST, True),
-        # nothing was changed yet, so no event is emitted every minute
+        # nothing was changed, so no event is emitted; otherwise there would be an event each minute
         (WAITING, False),
-        # a change in any field counts
+        # a change in any field of the report causes an event
         (RunReport(name="a", found="x", killed=(1,)), True),
         (RunReport(name="a", found="x", nodes=("checked node b",)), True),
         (RunReport(name="a", found="x", removed=(Path("/tmp/a"),)), True),
         (RunReport(name="a", found="x", record="failed"), True),
         (RunReport(name="a", found="x", server="Crashed"), True),
-        # only the registry entry of an ended run was removed
+        # only the registry entry of an ended run was removed, which causes no event
         (RunReport(name="a", found="x"), False),
     ],
 )

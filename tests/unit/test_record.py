@@ -27,7 +27,10 @@ def path(tmp_path: Path) -> Path:
 
 
 def make_record(path: Path, **options: Any) -> RunRecord:
-    """Open a record, as each flow process of a run does. Its clock shows 1, 2, 3 and so on."""
+    """Open the record of a run, as each flow process of the run does.
+
+    The record's clock shows 1, 2, 3 and so on.
+    """
     ticks = itertools.count(1)
     clock = options.pop("clock", lambda: float(next(ticks)))
     return RunRecord(path, run_id="a-run", flow_run_id="f", clock=clock, **options)
@@ -67,7 +70,7 @@ def test_new_record_is_queued(path: Path) -> None:
 
 @pytest.mark.parametrize("end", [RunState.FAILED, RunState.CANCELLED])
 def test_restarted_run_continues_with_its_next_attempt(path: Path, end: RunState) -> None:
-    """This happens if a user presses Retry in the Prefect UI."""
+    """A run is started again if a user presses Retry in the Prefect UI after its end."""
     first = make_record(path)
     first.begin_attempt(1)
     first.move(RunState.ADMITTED)
@@ -315,7 +318,10 @@ def test_file_that_cannot_be_replaced_stays_unchanged(tmp_path: Path) -> None:
 
 
 def test_record_and_event_log_cannot_deadlock(path: Path, tmp_path: Path) -> None:
-    """One thread changes the state, which emits an event; another thread emits a state event."""
+    """One thread changes the state of the record, which emits an event into the event log.
+
+    At the same time, another thread emits an event, which changes the state of the record.
+    """
     log: EventLog
 
     def emit_state(state: RunState, message: str) -> None:
@@ -342,13 +348,13 @@ def test_record_and_event_log_cannot_deadlock(path: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("events", "submission", "is_adoptable"),
     [
-        # the attempt has no verdict yet
+        # the attempt has no final state yet
         ((), None, True),
         (("attempt.begun",), {}, True),
         (("attempt.begun", "attempt.ready"), {}, True),
-        # in the teardown; the job has ended by itself or still runs
+        # the attempt is in its teardown; the job has ended by itself, or still runs
         (("attempt.begun", "attempt.ready", "teardown.begun"), {}, True),
-        # the job was asked to stop
+        # Muster has requested the stop of the job
         (("attempt.begun", "teardown.begun"), {"stop_asked_at": 7.0}, False),
     ],
 )
@@ -405,7 +411,7 @@ def test_record_of_another_host_is_continued(path: Path, tmp_path: Path) -> None
         (1, "node-7"),
         (2, "node-8"),
     ]
-    # This transition raises an error if the state of the other host's record does not allow it.
+    # This must not raise an error: the state in the other host's record allows the transition.
     record.move(RunState.ADMITTED)
 
 

@@ -35,7 +35,7 @@ FAILURE = Failure(
 
 
 def record_at(path: Path, **options: Any) -> RunRecord:
-    """Open the record at a path. Its clock shows 100.25, 101.25 and so on."""
+    """Open the record at a path. The record's clock shows 100.25, 101.25 and so on."""
     ticks = itertools.count(100)
     return RunRecord(
         path,
@@ -50,7 +50,7 @@ def record_at(path: Path, **options: Any) -> RunRecord:
 
 
 def play(record: RunRecord, *events: tuple[str, str | None, dict[str, Any]]) -> None:
-    """Notify the record of events, each given as name, component and fields."""
+    """Notify the record of events. An event is a tuple of its name, component and fields."""
     for number, (name, component, fields) in enumerate(events):
         record.observe(Event(at=200.5 + number, name=name, component=component, fields=fields))
 
@@ -148,7 +148,7 @@ def newer(path: Path) -> None:
 
 
 def newer_lost(path: Path) -> None:
-    """A run of a version with more keys, whose flow process is killed and scheduled again."""
+    """A run of a version with more keys. Its flow process is killed, and it is scheduled again."""
     shutil.copyfile(DATA / "newer.json", path)
     path.parent.joinpath("attempt-01").mkdir()
     write_final_record(path.parent, FlowLoss(pid=812, is_waiting=True), lambda: 300.5)

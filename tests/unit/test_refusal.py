@@ -43,7 +43,7 @@ SPEC = RunSpec.model_validate(
 
 @pytest.fixture(scope="module")
 def refusing() -> Iterator[str]:
-    """URL of a server that answers each request with HTTP 401."""
+    """Return the URL of a server that answers each request with HTTP 401."""
     with (
         serving(lambda *_: (401, None)) as url,
         temporary_settings({PREFECT_API_URL: f"{url}/api"}),
@@ -185,7 +185,11 @@ def test_prefect_commands_get_the_password_of_the_stack(
     monkeypatch.setattr(plugin, "to_reach_stack", lambda url: settings if url == "here" else {})
 
     def environment_for(url: str | None) -> Mapping[str, str] | None:
-        """Return the variables that the plugin sets for a command with this API URL."""
+        """Return the environment variables that Muster's Prefect plugin sets for a command.
+
+        Args:
+            url: URL of the Prefect API that the command uses.
+        """
         context = HookContext(prefect_version="", api_url=url, logger_factory=logging.getLogger)
         result = plugin.setup_environment(ctx=context)
         return result and result.env

@@ -48,7 +48,7 @@ def home(muster_home: Path) -> Path:
 
 @pytest.fixture
 def owner(home: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that owns the run `a-run`."""
+    """Start another process that owns the run `a-run`: it has registered the run."""
     with subprocess.Popen(
         [sys.executable, "-c", OWNER],
         stdin=subprocess.PIPE,
@@ -77,7 +77,7 @@ def entry(**changes: object) -> RegisterEntry:
 
 
 def lost_owner(home: Path, **changes: object) -> None:
-    """Write the registry of `a-run` as a dead owner leaves it."""
+    """Write the registry entries of the run `a-run`, whose flow process was killed."""
     gone = ProcessId.of(os.getpid()).model_copy(update={"start_ticks": 1})
     fields = {"run_id": "a-run", "host": host_name(), "process": gone}
     owner = Owner.model_validate({**fields, **changes})
@@ -113,7 +113,11 @@ def test_second_process_cannot_own_the_same_run(owner: subprocess.Popen[str], ho
 def test_locked_run_cannot_be_claimed_even_if_its_owner_seems_dead(
     owner: subprocess.Popen[str], home: Path
 ) -> None:
-    """The owner's pid can be wrong in another PID namespace or after a change of the clock."""
+    """The owner, which is the run's flow process, locks the registry of the run.
+
+    Its recorded identity seems dead if the pid is from another PID namespace, or if the clock was
+    changed. The lock shows that the owner is alive.
+    """
     path = home / "live" / "a-run" / "owner.json"
     content = Owner.model_validate_json(path.read_text())
     gone = content.process.model_copy(update={"start_ticks": 1})
@@ -312,7 +316,8 @@ def test_teardown_time_is_the_sum_of_the_grace_periods(home: Path) -> None:
     for component, grace_s in (("trainer", 60.0), ("api", 5.0), ("rollout.0", 30.0)):
         enter(directory, entry(component=component, grace_s=grace_s))
 
-    # Each component may save before it is stopped. The part ends with its component.
+    # Each component may save its state before it is stopped. A part of a component has no own grace
+    # period, because it ends together with the component.
     assert before == 0.0
     assert teardown_s() == 130.0
     assert teardown_s(os.getpid()) == 130.0

@@ -33,14 +33,14 @@ def git(root: Path, *words: str) -> str:
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """A folder, like `/tmp`, in which every user may write."""
+    """Return a folder, like `/tmp`, in which every user may write."""
     with shared_folder() as place:
         yield place
 
 
 @pytest.fixture
 def proof(shared: Path) -> Path:
-    """Path of the file that each program of the attacker writes to when it runs."""
+    """Path of a file. Each program of the attacker writes to this file when it runs."""
     return shared / "proof"
 
 
@@ -214,7 +214,7 @@ def test_repository_with_a_part_of_another_user_is_not_used(
 
     assert code.commit == ""
     assert "is not used: " in caplog.text and caplog.text.count("\n") <= 2
-    # The files are copied even so, without git's index.
+    # The files are nevertheless copied, without the help of git.
     assert {path.name for path in (shared / "out").iterdir()} >= {"train.py", "muster.yaml"}
 
 
@@ -289,7 +289,7 @@ def test_programs_named_by_the_user_s_repository_do_not_run(
     assert not proof.exists()
     assert len(code.commit) == 40
     assert "+name: b\n" in code.diff
-    # An exact comparison of train.py would run the filter program.
+    # train.py is not compared, because git would run the attacker's filter program for that.
     assert "train.py: not compared" in code.diff and "print(2)" not in code.diff
 
 

@@ -32,7 +32,8 @@ from tasks.spec.run import RunSpec
 from tests.support import checkpoint_files as files
 from tests.support.checkpoint_files import Write
 
-#: Layouts whose files show by themselves whether a checkpoint is complete.
+#: Layouts of checkpoints. In each of them, the files of a checkpoint alone show whether it is
+#: complete.
 LAYOUTS: tuple[Write, ...] = (
     files.distributed,
     files.hugging_face,
@@ -50,7 +51,7 @@ def files_of(checkpoint: Path) -> list[Path]:
 
 
 def report_step(place: RunPlace, attempt: int, step: int) -> None:
-    """Write the event of a step, as the supervisor of a run does."""
+    """Write the event of a training step to the event log, as the supervisor of a run does."""
     event = {"at": time.time(), "event": "run.progress", "step": step}
     with place.attempt(attempt).events.open("a", encoding="utf-8") as file:
         file.write(json.dumps(event) + "\n")
@@ -58,7 +59,7 @@ def report_step(place: RunPlace, attempt: int, step: int) -> None:
 
 @dataclass
 class History:
-    """A folder of checkpoints, the run that writes to it, and the truth about both."""
+    """A folder of checkpoints, the run that writes to it, and a list of correct checkpoints."""
 
     folder: Path
     write: Write
@@ -66,7 +67,7 @@ class History:
     spec: RunSpec
     foreign: dict[str, str] = field(default_factory=dict)
     attempts: list[AttemptRecord] = field(default_factory=list)
-    #: Checkpoints of the run that were saved to their end, and were not damaged since.
+    #: Complete checkpoints of the run, which were not damaged after they were saved.
     whole: set[Path] = field(default_factory=set)
     #: Checkpoints of another run.
     of_others: set[Path] = field(default_factory=set)
@@ -88,7 +89,7 @@ class History:
         self.whole.add(checkpoint)
 
     def rival_saves(self) -> None:
-        """Have another run save a checkpoint, after it has claimed the folder."""
+        """Let another run use the folder and save a checkpoint in it."""
         rival = RunPlace.of("rival")
         if self.rival_step is None:
             rival.attempt(1).directory.mkdir(parents=True)
@@ -99,7 +100,7 @@ class History:
         self.of_others.add(self.write(self.folder, self.rival_step))
 
     def killed_save(self, choice: int) -> None:
-        """Write a checkpoint, but without some of its bytes."""
+        """Write an incomplete checkpoint, as if the run were killed while it saves."""
         self.step += 10
         report_step(self.place, len(self.attempts), self.step)
         checkpoint = self.write(self.folder, self.step)
@@ -153,7 +154,7 @@ class History:
             remove_checkpoint(path)
 
     def resume(self) -> None:
-        """Start the next attempt, and compare its checkpoint with the truth."""
+        """Start the next attempt, and compare its checkpoint with the newest correct checkpoint."""
         plan = plan_resume(self.spec, self.place, self.attempts, self.foreign)
         newest = self.newest()
         refused = {Path(one.path): one.why for one in plan.refused}
@@ -163,7 +164,7 @@ class History:
         if plan.path != newest:
             assert newest is not None
             assert refused.get(newest), f"{newest} was passed over: {plan}"
-            # The damage of another checkpoint never makes a whole one incomplete.
+            # A complete checkpoint must not be refused because another checkpoint is damaged.
             raise AssertionError(f"{newest} is whole, but was refused: {refused[newest]}")
         self.begin_attempt(plan.path)
 

@@ -117,7 +117,7 @@ def test_gateway_with_a_token_accepts_the_token_on_loopback() -> None:
         ({"Host": ""}, False),
         ({"Host": "[127.0.0.1"}, False),  # malformed
         ({"Host": "127.0.0.1:8000", "Origin": "http://127.0.0.1:8000"}, True),
-        # a page of another server of this machine, possibly of another user
+        # the request comes from a web page of another server on this machine, maybe of another user
         ({"Host": "127.0.0.1:8000", "Origin": "http://localhost:4200"}, False),
         (
             {"Host": "127.0.0.1:8000", "Origin": "https://evil.example"},
@@ -125,7 +125,7 @@ def test_gateway_with_a_token_accepts_the_token_on_loopback() -> None:
         ),  # a page of another website
         ({"Host": "127.0.0.1:8000", "Origin": "http://127.0.0.1:8000.evil.example"}, False),
         ({"Host": "127.0.0.1:8000", "Origin": "null"}, False),  # a page that hides its origin
-        # a request that a page makes without an Origin, for example for a picture
+        # a web page sends this request without an Origin header, for example for a picture
         ({"Host": "127.0.0.1:8000", "Sec-Fetch-Site": "cross-site"}, False),
         ({"Host": "127.0.0.1:8000", "Sec-Fetch-Site": "same-site"}, False),
         (

@@ -26,7 +26,7 @@ _RANK_0 = make_entrypoint(0, 2)
 
 
 class FakeRequest(HttpRequest):
-    """A request without a body that keeps its response in `sent`."""
+    """A request without a body. It keeps the received response in its attribute `sent`."""
 
     sent: Answer
 
@@ -39,7 +39,10 @@ class FakeRequest(HttpRequest):
 
 
 class Scene:
-    """A forwarder in front of servers that answer when the test calls `let_server_answer`."""
+    """A `Forwarder`, which sends requests to fake servers.
+
+    The servers answer when the test calls `let_server_answer`.
+    """
 
     def __init__(self) -> None:
         self.router = Router()
@@ -127,7 +130,7 @@ async def test_answer_at_the_moment_of_an_abort_is_discarded() -> None:
     scene = Scene()
     task, request = await scene.start_request()
 
-    # The request's task does not run between these two calls.
+    # Between these two calls, the event loop does not run the task of the request.
     scene.let_server_answer()
     scene.remove_entrypoints()
 

@@ -23,10 +23,13 @@ def router_of(*ranks: int, limit: int = 1) -> Router:
 
 
 class Waiting:
-    """Waiting requests of a router, and the order in which they got an entrypoint."""
+    """Requests that wait in a router, and the order in which they got an entrypoint.
+
+    An entrypoint is an inference server that receives requests.
+    """
 
     def __init__(self, router: Router) -> None:
-        #: Name of each served request and the rank of its entrypoint.
+        #: Name of each request that got an entrypoint, and the rank of this entrypoint, in order.
         self.turns: list[tuple[str, int]] = []
         self._router = router
 

@@ -39,7 +39,7 @@ def write_spec(folder: Path, fleet: dict[str, Any] | None, **keys: Any) -> Path:
 
 
 def run_plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    """Run the command with `--json`, and return the parsed plan."""
+    """Run `muster plan` with `--json`, and return the parsed plan."""
     assert run(PLAN, [*arguments, "--json"]) == 0
     plan: dict[str, Any] = json.loads(capsys.readouterr().out)
     return plan
@@ -104,7 +104,7 @@ def test_plan_as_text_names_nodes_and_ranks(spec: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("fleet", "gang", "faults"),
     [
-        # two faults, which are reported together
+        # the spec has two faults, which are reported together
         (
             {"backend": "vllm", "args": ["-tp", "2"]},
             None,

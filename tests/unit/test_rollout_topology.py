@@ -196,9 +196,10 @@ def test_placeholders_of_a_command_are_replaced_for_each_server() -> None:
 @pytest.mark.parametrize(
     ("sizes", "entrypoints", "weights"),
     [
-        # Each replica updates its own weights.
+        # Each data-parallel replica of an engine updates its own weights.
         ({"data_parallel": 2}, [0, 1], [(0,), (1,)]),
-        # One program on several nodes: the first server updates the weights of all.
+        # An engine is one program on several nodes: its first server updates the weights of all
+        # ranks.
         ({"nodes_per_engine": 2}, [0], [(0, 1), ()]),
         ({"nodes_per_engine": 2, "data_parallel": 2}, [0, 1], [(0,), (1,)]),
     ],
@@ -230,13 +231,13 @@ def test_training_mesh_has_an_entry_for_each_server_that_updates_weights() -> No
         # Two engines fit on one node of the gang.
         ({"backend": "sglang", "tensor_parallel": 4, "engines": 3}, 8, [(0,), (0,), (1,)]),
         ({"backend": "sglang", "tensor_parallel": 3, "engines": 3}, 8, [(0,), (0,), (1,)]),
-        # An engine that spans nodes shares them with no other engine.
+        # An engine on several nodes does not share these nodes with another engine.
         (
             {"backend": "sglang", "tensor_parallel": 2, "nodes_per_engine": 2, "engines": 2},
             8,
             [(0, 1), (2, 3)],
         ),
-        # Without a gang, each engine has its own node on Ray; local engines share one.
+        # The run has no gang: on Ray each engine has its own node, and local engines share a node.
         ({"backend": "sglang", "engines": 2}, None, [(0,), (1,)]),
         ({"backend": "sglang", "engines": 2, "placement": "local"}, None, [(0,), (0,)]),
         # Engines without GPUs share the first node.
@@ -261,9 +262,9 @@ def test_engine_larger_than_a_node_is_rejected() -> None:
 @pytest.mark.parametrize(
     ("env", "devices", "expected"),
     [
-        # The default is GPU 0, 1 and so on, by rank.
+        # By default, the servers use GPU 0, 1 and so on, in the order of their ranks.
         ({}, (), ["0,1", "2,3"]),
-        # The GPUs of the run take precedence over a variable in the spec.
+        # The GPUs that the run was granted take precedence over a variable in the spec.
         ({"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, ("2", "3", "0", "1"), ["2,3", "0,1"]),
     ],
 )
@@ -280,7 +281,7 @@ def test_local_servers_see_the_gpus_of_their_ranks(
 @pytest.mark.parametrize(
     ("kind", "devices", "expected"),
     [
-        # The GPUs of the run, in the variable of their kind.
+        # The granted GPUs are in the environment variable for their kind of GPU.
         (
             "amd",
             ("4", "5"),
@@ -294,7 +295,7 @@ def test_local_servers_see_the_gpus_of_their_ranks(
             ("4", "5"),
             [{"ASCEND_RT_VISIBLE_DEVICES": "4"}, {"ASCEND_RT_VISIBLE_DEVICES": "5"}],
         ),
-        # The default is GPU 0, 1 and so on.
+        # By default, the servers use GPU 0, 1 and so on.
         (
             "ascend",
             (),

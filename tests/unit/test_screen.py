@@ -16,7 +16,7 @@ from tests.support.emulator import Emulator
 
 
 class Terminal(io.StringIO):
-    """A fake terminal with a size. Its emulator keeps the text on screen."""
+    """A fake terminal with a size. A terminal emulator in it keeps the text on the screen."""
 
     def __init__(self, columns: int = 40, lines: int = 10) -> None:
         super().__init__()
@@ -72,10 +72,10 @@ def test_control_sequences_are_removed(text: str, shown: str) -> None:
     ("is_terminal", "environ", "expected"),
     [
         (True, {"TERM": "xterm-256color"}, True),
-        # a pipe or a file, even if the environment forces colours
+        # the output is a pipe or a file, even if the environment variables force colours
         (False, {"TERM": "xterm-256color", "FORCE_COLOR": "1"}, False),
         (True, {"TERM": "xterm", "NO_COLOR": "1"}, False),
-        # empty counts as not set: https://no-color.org
+        # an empty NO_COLOR counts as not set: https://no-color.org
         (True, {"TERM": "xterm", "NO_COLOR": ""}, True),
         (True, {"TERM": "xterm", "CI": "true"}, False),
         (True, {"TERM": "xterm", "CI": "false"}, True),
@@ -127,7 +127,7 @@ def test_region_is_replaced_after_the_terminal_became_narrower() -> None:
     terminal = Terminal(columns=20)
     screen = terminal.screen()
     screen.show([line_of("first")], region("a" * 15, "b" * 5))
-    # Many terminals wrap their lines again when their width changes.
+    # The terminal becomes narrower. Many terminals then wrap the lines on the screen again.
     terminal.columns = 10
     terminal.emulator = Emulator(10)
     terminal.emulator.write(f"first\n{'a' * 15}\n{'b' * 5}\n")

@@ -33,17 +33,17 @@ POLICY = RestartPolicy(first_delay_s=1.0, most_delay_s=8.0, steady_s=30.0, give_
 @pytest.mark.parametrize(
     ("deaths", "delays"),
     [
-        # (time of the death, seconds of readiness before it)
+        # a pair is the time of a death, and the seconds that the service was ready before it
         ([(0, 50)], [1]),
         ([(0, 50), (10, 5), (20, 5), (30, 5), (40, 5)], [1, 2, 4, 8, 8]),
-        # steady for long enough: the delays start again
+        # the service was ready for at least 30 s before its death, so the delays start again
         ([(0, 50), (10, 5), (50, 30)], [1, 2, 1]),
         ([(0, 50), (10, 5), (50, 29)], [1, 2, 4]),
-        # never ready again: given up
+        # the service is not ready again within 100 s after its first death, so it is not restarted
         ([(0, 50), (60, None), (100, None), (101, None)], [1, 2, 4, None]),
-        # ready once in between: not given up
+        # the service was ready again in this time, so it is restarted
         ([(0, 50), (60, None), (100, 1), (160, None), (201, None)], [1, 2, 4, 8, None]),
-        # it was never ready at all
+        # the service was never ready
         ([(0, None), (101, None)], [1, None]),
     ],
 )
@@ -72,7 +72,7 @@ def test_log_of_an_earlier_process_does_not_prove_readiness(tmp_path: Path) -> N
 
 
 class Process:
-    """The process of a member. `empty` resolves when no process remains."""
+    """Fake process of a service. Its future `empty` has a result when no process remains."""
 
     def __init__(self) -> None:
         self.guardian = ProcessId(pid=1, start_ticks=0, boot_id="nowhere")
@@ -80,7 +80,7 @@ class Process:
 
 
 class Member:
-    """A process of a service that follows a script."""
+    """Fake member of a service's processes: a process that follows the script of a test."""
 
     def __init__(self, stage: Stage, plan: ComponentPlan) -> None:
         self.stage = stage
@@ -128,7 +128,7 @@ class Member:
 
 
 class Stage:
-    """Services with scripted processes and without real waiting."""
+    """Environment of a test: services with fake processes, and a clock that does not wait."""
 
     def __init__(self, *plans: ComponentPlan, needs: dict[str, str] | None = None) -> None:
         self.members: dict[str, list[Member]] = {plan.name: [] for plan in plans}
@@ -267,7 +267,7 @@ def test_service_is_restarted_after_the_service_it_needs(stages: list[Stage]) ->
     assert stage.order.index("start head") < stage.order.index("start node")
     assert "end node" in stage.order
     assert "start worker" not in stage.order
-    # The node did not die by itself.
+    # The service `node` did not die by itself: it was stopped because the service `head` died.
     assert stage.reports["node"].deaths == 0
 
 
