@@ -26,14 +26,15 @@ from tests.support.ray_cluster import RAY_ENV, RayCluster
 os.environ.update(RAY_ENV)
 
 #: Environment variable of all processes that the tests start. Its value has the id of this test
-#: session, and before it the ids of the sessions around this session, each after a slash.
+#: session. If another test session has started this session, its id comes first. Each id follows a
+#: slash.
 SESSION_VARIABLE = "MUSTER_TEST_SESSION"
 
-#: Environment variables of the tests, with which no program sends data to the internet.
+#: Environment variables of the tests. They prevent programs from sending data to the internet.
 _QUIET = {
     "DO_NOT_TRACK": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    # The tests need no plugins, and the import of Prefect is a tenth faster without them.
+    # The tests need no Prefect plugins. Without plugins, the import of Prefect is a tenth faster.
     "PREFECT_PLUGINS_ENABLED": "false",
     "RAY_USAGE_STATS_ENABLED": "0",
     "HF_HUB_OFFLINE": "1",
@@ -70,7 +71,7 @@ class Leftover:
     pid: int
     #: Command line of the process.
     command: str
-    #: MUSTER_RUN_ID of the process. Empty if it belongs to no run.
+    #: Value of the process's variable MUSTER_RUN_ID. Empty if the process belongs to no run.
     run_id: str
 
     def __str__(self) -> str:
@@ -82,7 +83,8 @@ def leftovers_of(session_id: str) -> list[Leftover]:
     """Return the living processes of this machine with `session_id` in SESSION_VARIABLE.
 
     Two kinds of processes are not found: a process that cleared its environment, and a fork of
-    pytest without an exec. The tests of supervision find these with an oracle.
+    pytest without an exec. The tests of supervision find these with an oracle, which is a parent
+    process that asks the kernel for remaining descendants.
     """
     leftovers = []
     for entry in Path("/proc").iterdir():
@@ -184,7 +186,7 @@ def pytest_terminal_summary(
 
 @pytest.fixture(scope="session", autouse=True)
 def quiet_environment() -> None:
-    """Check that the import of the test modules did not change the environment variables."""
+    """Check that the import of the test modules has not changed the environment variables."""
     changed = [name for name, value in _QUIET.items() if os.environ.get(name) != value]
     changes = [f"{name} is {os.environ.get(name)!r}" for name in changed]
     changes += [f"{name} is set" for name in _FOREIGN if name in os.environ]

@@ -102,7 +102,7 @@ class Verdict:
     outcome: str
     #: Duration of the tests in seconds.
     seconds: float
-    #: pytest's line about the failed test. Empty if no test failed.
+    #: Line in which pytest reports the failed test. Empty if no test failed.
     by: str = ""
 
 
@@ -154,7 +154,7 @@ def environment_of(copy: Path) -> dict[str, str]:
 def lines_run(state: Path, copy: Path) -> CoverageData:
     """Return the unit tests that execute each line of the code.
 
-    The first call measures this with coverage; later calls read the result.
+    The first call runs the tests with coverage. Later calls read the stored result.
     """
     data = state / "coverage"
     if not (state / "failed.json").exists():
@@ -196,7 +196,9 @@ def lines_run(state: Path, copy: Path) -> CoverageData:
 
 
 def places(group: str, path: str, code: str) -> dict[tuple[object, ...], list[Mutant]]:
-    """Return the possible mutants of a file, by the place of the change.
+    """Return the possible mutants of a file, by the position of the change in the code.
+
+    A mutant is the code with one small change.
 
     Args:
         group: Name of the file's group.
@@ -305,7 +307,7 @@ def tests_of(mutant: Mutant, copy: Path, data: CoverageData, failed: set[str]) -
     )
     lines = range(mutant.first_line, mutant.last_line + 1)
     tests = {test for line in lines for test in tests_of_line.get(line, ())}
-    # The empty name stands for the import of the file.
+    # The empty string, instead of the name of a test, stands for the import of the file.
     if "" in tests:
         tests |= {test for tests_on_line in tests_of_line.values() for test in tests_on_line}
     usable = tests - failed - {""}
@@ -313,7 +315,9 @@ def tests_of(mutant: Mutant, copy: Path, data: CoverageData, failed: set[str]) -
 
 
 def judge(mutant: Mutant, copy: Path, state: Path, tests: list[str]) -> Verdict:
-    """Run unit tests on a mutant, restore the copy, and return the verdict.
+    """Run unit tests on a mutant (the code with one change), and return their result.
+
+    The function restores the copy of the project afterwards.
 
     Args:
         mutant: The mutant.
@@ -368,7 +372,10 @@ def judge(mutant: Mutant, copy: Path, state: Path, tests: list[str]) -> Verdict:
 def verdicts(
     mutants: list[Mutant], copy: Path, state: Path, data: CoverageData
 ) -> Iterator[tuple[Mutant, Verdict]]:
-    """Yield the verdict on each mutant. Verdicts of earlier calls are read from their file."""
+    """Yield the result of the unit tests for each mutant.
+
+    Results of earlier calls are read from a file, and their tests do not run again.
+    """
     failed = set(json.loads((state / "failed.json").read_text(encoding="utf-8")))
     path = state / "verdicts.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
@@ -384,7 +391,7 @@ def verdicts(
 
 
 def change_in(copy: Path, mutant: Mutant) -> str:
-    """Return the place of a mutant's change, with the line before and after the change."""
+    """Return text about a mutant: its file and line, with the code before and after the change."""
     code = (copy / mutant.path).read_text(encoding="utf-8")
     old_lines = code.splitlines()
     new_lines = mutated(code, mutant).splitlines()
@@ -397,7 +404,7 @@ def change_in(copy: Path, mutant: Mutant) -> str:
 
 
 def report(judged: list[tuple[Mutant, Verdict]], copy: Path) -> None:
-    """Print the number of mutants by file and outcome, and the mutants that were not noticed."""
+    """Print the number of mutants by file and outcome, and the mutants that no test noticed."""
     outcomes = ("killed", "timeout", "survived", "not reached")
     print(f"\n{'':44}" + "".join(f"{outcome:>13}" for outcome in outcomes))
     counts: dict[str, Counter[str]] = defaultdict(Counter)
@@ -419,7 +426,7 @@ def report(judged: list[tuple[Mutant, Verdict]], copy: Path) -> None:
 
 
 def main() -> None:
-    """Measure the noticed mutants of a sample, and print them."""
+    """Run the unit tests on a sample of mutants, and print how many of them the tests notice."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--seed", type=int, default=DEFAULT_SEED)
     parser.add_argument("--count", type=int, default=160, help="how many mutants (default 160)")

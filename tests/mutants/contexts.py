@@ -26,7 +26,7 @@ def function_of(nodeid: str) -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Record the lines that are executed during a test in a context with the test's name."""
+    """Tell coverage which test runs, so that it stores the executed lines by the test's name."""
     measurement = coverage.Coverage.current()
     assert measurement is not None, "start pytest with `coverage run -m pytest`"
     measurement.switch_context(function_of(item.nodeid))

@@ -142,7 +142,7 @@ def test_value_of_a_secret_block_reaches_components_but_no_file(
 
 
 class CountingSupervisor(Supervisor):
-    """A supervisor that counts the calls of `hurry`."""
+    """A supervisor that counts the calls of `hurry`, which skips the grace periods."""
 
     hurried = 0
 
@@ -152,7 +152,7 @@ class CountingSupervisor(Supervisor):
 
 @pytest.fixture
 def counting_supervisor(monkeypatch: pytest.MonkeyPatch) -> type[CountingSupervisor]:
-    """The class of the supervisor that a session starts during the test."""
+    """Return the class of the supervisor that a run's session starts during the test."""
     monkeypatch.setattr(running_attempt, "Supervisor", CountingSupervisor)
     monkeypatch.setattr(CountingSupervisor, "hurried", 0)
     return CountingSupervisor

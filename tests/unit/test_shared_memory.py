@@ -15,7 +15,10 @@ from tests.support.stage import DEADLINE_S
 
 
 class Crowd:
-    """Ten seconds in which others make 20 files a second, and a check takes 50 ms of CPU."""
+    """Simulated ten seconds in which other processes create 20 files per second in /dev/shm.
+
+    Each check of which process uses a file takes 50 ms of CPU time.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.now = 0.0
@@ -64,7 +67,7 @@ def test_shared_memory_watch_uses_a_limited_share_of_a_core(
 
     assert len(list(tmp_path.iterdir())) == 200 and not noted
     assert crowd.checks >= 2
-    # The first and the last check are not limited.
+    # Two checks, the first and the last, are not subject to the limit of 2 % of a core.
     assert crowd.cpu_s <= 0.02 * crowd.now + 2 * 0.05
 
 

@@ -33,7 +33,7 @@ HUP = signal.SIGHUP
 
 
 class RecordingSession:
-    """A session that records its calls."""
+    """Fake session of a run. It records the calls of its methods."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -51,7 +51,7 @@ class RecordingSession:
 
     @property
     def verbs(self) -> list[str]:
-        """Names of the calls since the last read, in order."""
+        """Names of the methods that were called since the last read, in order."""
         return [self.calls.get().partition(":")[0] for _ in range(self.calls.qsize())]
 
 
@@ -83,15 +83,16 @@ def wishes_of(
         # The worker sends a signal for a cancellation that the server also reports.
         (True, [TERM, Cancel.GRACEFUL, Cancel.GRACEFUL]),
         (True, [Cancel.GRACEFUL, TERM]),
-        # The worker and its process group, or a stack that stops after a cancel.
+        # The signal goes to the worker and to its process group, or a stack stops after a cancel.
         (True, [TERM, TERM, TERM]),
-        # A worker's runs have no terminal.
+        # A run under a worker has no terminal, so two SIGINTs are not two presses of Ctrl-C.
         (True, [(INT, 0.0), (INT, 5.0)]),
-        # A terminal that closes: the kernel, the shell, and an init system.
+        # A terminal is closed: the kernel, the shell and an init system each send a signal.
         (False, [HUP, HUP, TERM]),
-        # One press of Ctrl-C, which a wrapper in the terminal's group passes on.
+        # One press of Ctrl-C. A wrapper program in the terminal's process group sends the signal
+        # again.
         (False, [(INT, 10.0), (INT, 10.02), (INT, 10.05)]),
-        # Cancel in the UI, and one press of Ctrl-C.
+        # The user cancels the run in Prefect's UI, and presses Ctrl-C once.
         (False, [Cancel.GRACEFUL, (INT, 3.0)]),
         (False, [TERM, (INT, 3.0)]),
     ],
@@ -192,7 +193,8 @@ def test_message_after_a_hangup_explains_runs_without_a_terminal(
         ([0.0], [False]),
         ([0.0, 0.05], [False, False]),
         ([0.0, 0.1], [False, True]),
-        # Each delivery of one press follows the one before it closely.
+        # These signals belong to one press of Ctrl-C, because each follows the previous signal
+        # closely.
         ([0.0, 0.06, 0.12], [False, False, False]),
         ([0.0, 1.0, 1.05], [False, True, False]),
     ],
@@ -213,7 +215,7 @@ def test_signal_during_a_held_lock_is_handled_afterwards(dispositions: None) -> 
 
     with end_on_request(session, uuid4(), may_be_left=False):
         with session.lock:
-            # Python handles the signals here, while the lock is held.
+            # Python runs the signal handler in this call, while this thread holds the lock.
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGINT)
         calls = [session.calls.get(timeout=10), session.calls.get(timeout=10)]
@@ -259,7 +261,7 @@ def test_ignored_signals_are_copied_from_another_program(dispositions: None) -> 
     assert signal.getsignal(INT) is signal.default_int_handler
 
 
-#: Program that receives a signal at one stage of its single run.
+#: Program that executes one run and receives a signal before, during or after the run.
 PROGRAM = """
 import os, signal, sys
 from tasks.processes.signals import *

@@ -27,7 +27,10 @@ class Watched:
         self.write("a line to begin with\n")
 
     def write(self, text: str, *, step: float | None = None) -> float:
-        """Add a text to the log, ten seconds later, and return the silence in seconds."""
+        """Let ten seconds pass, add a text to the log, and return the seconds of silence.
+
+        The silence is the time since the last training step or the last new log line.
+        """
         self.now += 10
         with self.log.open("a") as f:
             f.write(text)
@@ -57,7 +60,7 @@ def test_lines_that_differ_only_in_numbers_are_silence(run: Watched, step: float
         "a line without its end",
         "{'loss': 0.5}\n",
         " 12%|█▏        | 12/100\r",
-        # after more text than is read at once
+        # the new line follows more text than the program reads in one call
         "a line to begin with\n" * 10_000 + "another line\n",
     ],
 )

@@ -16,7 +16,12 @@ from tasks.show.slow import Slow, TimeSpent
 
 
 def slow(rows: Iterable[Mapping[str, float]] = (), events: Iterable[Event] = ()) -> Slow:
-    """Return the time analysis of a run with these metrics rows, one a step, and these events."""
+    """Return the analysis of the time of a run.
+
+    Args:
+        rows: Metrics of the run, one row per training step.
+        events: Events of the run.
+    """
     spent = TimeSpent()
     for event in events:
         spent.observe(event)
@@ -48,12 +53,12 @@ SLIME = {"perf/step_time": 100.0, "perf/train_time": 30.0, "perf/train_wait_time
         (VERL, {"rollout": 0.6, "training": 0.25, "other": 0.1, "weight sync": 0.05}),
         # verl's own metrics file nests the figures under the key `data`.
         ({"data": VERL}, {"rollout": 0.6, "training": 0.25, "other": 0.1, "weight sync": 0.05}),
-        # The trainer waits for the rollout: this time counts as rollout, not as waiting ...
+        # The trainer waits until the rollout ends: this time counts as rollout and not as waiting.
         (
             {**SLIME, "perf/rollout_time": 62.0, "perf/update_weights_time": 3.0},
             {"rollout": 0.62, "training": 0.3, "waiting": 0.05, "weight sync": 0.03, "other": 0.0},
         ),
-        # ... but if the rollout runs during the training, only the waiting time counts.
+        # The rollout runs during the training: only the time that the trainer waits for it counts.
         (
             {**SLIME, "perf/rollout_time": 95.0},
             {"waiting": 0.7, "training": 0.3, "other": 0.0},
@@ -62,12 +67,12 @@ SLIME = {"perf/step_time": 100.0, "perf/train_time": 30.0, "perf/train_wait_time
             {"time/step": 10.0, "time/wait_for_batch": 7.0, "time/forward_backward": 3.0},
             {"waiting": 0.7, "training": 0.3, "other": 0.0},
         ),
-        # Without a figure for the whole step, the step is the sum of its parts.
+        # The metrics have no duration of the whole step, so it is the sum of the parts.
         (
             {"timeperf/rollout": 6.0, "timeperf/train_step": 2.0},
             {"rollout": 0.75, "training": 0.25, "other": 0.0},
         ),
-        # A figure for the whole step, and none for its parts.
+        # The metrics have only the duration of the whole step.
         ({"step_time": 10.0}, {}),
     ],
 )
@@ -100,7 +105,7 @@ def test_few_or_equal_steps_are_not_compared(count: int) -> None:
 def test_repeated_step_counts_once_and_its_lines_are_merged() -> None:
     spent = TimeSpent()
     rows: list[tuple[int, dict[str, float]]] = [
-        # The first step includes the start of all components, so it is left out.
+        # The first step is left out, because it includes the start of all components.
         (0, SLIME),
         (1, SLIME),
         (1, {"perf/rollout_time": 70.0}),
@@ -169,7 +174,7 @@ def test_gateway_reports_response_times_since_the_last_request() -> None:
     ("granted_gpus", "expected"),
     [
         ({}, {"n1": 0.45, "n2": 0.0}),
-        # For a part of a node, the busiest GPUs count: it is unknown which GPUs are granted.
+        # The run has only some GPUs of the node. It is unknown which, so the busiest GPUs count.
         ({"n1": 1}, {"n1": 0.9}),
         ({"n2/abcdef01": 2}, {"n2/abcdef01": 0.0}),
         ({"elsewhere": 8}, {}),

@@ -27,7 +27,7 @@ components:
     command: [python, train.py]
 """
 
-#: The complete example of the design.
+#: Complete run spec from the first design of Muster.
 EXAMPLE = """\
 name: quickstart                 # [a-z][a-z0-9-]{0,31}
 workload: grpo                   # ppo | grpo | sft
@@ -125,7 +125,7 @@ def test_example_spec_of_the_design_loads(tmp_path: Path) -> None:
             "components.trainer.ready.notify",
             "cannot send READY=1 to this machine",
         ),
-        # processes end together with the flow process, so they cannot be adopted
+        # local processes end together with the flow process, so the next one cannot adopt them
         (
             {"components": {"trainer": JOB, "api": {"command": ["a"]}}, "on_lost_flow": "adopt"},
             "on_lost_flow",

@@ -79,7 +79,7 @@ def faults_of(root: Path, component: dict[str, Any], **keys: object) -> list[Fau
         ["sh", "run.sh", "--config", "none.yaml"],  # the script may change its directory first
         ["node", "app.js"],
         ["torchrun", "--standalone", "--nproc_per_node=8", "--rdzv-id", "none.py", "train.py"],
-        # the options of other programs are unknown
+        # Muster does not know the options of these programs, so it does not check their files
         ["env", "--chdir", "/nowhere", "python", "none.py", "--config", "none.yaml"],
         ["run-api", "--config", "none.yaml"],
         ["python", "-m", "module", "--config", "none.yaml"],
@@ -273,7 +273,7 @@ def test_programs_beside_the_interpreter_are_found() -> None:
     ("placement", "paths"),
     [
         ("local", ["components.rollout.command.0"]),
-        # not checked, because the nodes of the cluster have the program
+        # the program of a Ray job is not checked, because it must exist on the nodes of the cluster
         ("ray", []),
     ],
 )

@@ -103,7 +103,7 @@ def test_run_leaves_server_placeholders_to_the_fleet() -> None:
     assert find_placeholder_faults(spec.written()) == ()
     assert filled is not None
     assert filled.command == ("serve", "--port", "${server.port}")
-    # The fleet fills in the texts again, for each server.
+    # The fleet replaces the placeholders of a server later, so `${server.rank}` and `$${` remain.
     assert filled.args == ("--out", "/runs/x/${server.rank}", "$${HOME}")
     assert filled.env == {"PEER": "15000"}
 

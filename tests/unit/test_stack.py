@@ -85,7 +85,7 @@ def place(muster_home: Path) -> StackPlace:
 
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that carries the id `fff...` of a stack."""
+    """Start a process that has the id `fff...` of a stack in its environment."""
     process = subprocess.Popen(("sleep", "300"), env=os.environ | {STACK_VARIABLE: "f" * 32})
     yield process
     process.kill()
@@ -210,7 +210,7 @@ def test_wrong_options_are_rejected(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    # In a wide terminal, an error message is not wrapped.
+    # Simulate a wide terminal, so that an error message is not wrapped.
     monkeypatch.setenv("COLUMNS", "200")
 
     code = run(STACK, arguments)
@@ -324,9 +324,9 @@ def test_status_shows_the_reason_for_the_end_of_a_stack(
         ({}, True),
         # an earlier process with the same pid
         ({"start_ticks": 1}, False),
-        # a process with the same numbers before a restart of the machine
+        # a process had the same pid and start time before a restart of the machine
         ({"boot_id": "another"}, False),
-        # no process had this pid
+        # the start time 0 means that no process had this pid when the identity was recorded
         ({"start_ticks": 0}, False),
     ],
 )
@@ -448,9 +448,9 @@ def test_programs_of_the_stack_get_no_address_of_another_server(
     ("text", "nodes", "gpus", "cpus"),
     [
         ("2x8", 2, 8, 32),
-        # a number of GPUs without a number of nodes
+        # the text has only a number of GPUs, so the stack has one node
         ("8", 1, 8, 32),
-        # at least the 24 CPUs that verl needs on a node
+        # each node gets at least 24 CPUs, which verl needs on a node
         ("4x2", 4, 2, 24),
         ("16x16", 16, 16, 64),
     ],
@@ -473,7 +473,8 @@ def test_nodes_start_after_the_head_and_have_their_own_ports(place: StackPlace) 
     assert len({numbers[f"{name}.agent"] for name in names[2:-3]}) == 4
     assert [node.gpus for node in blueprint.stack.nodes] == [4, 4, 4]
     for component in blueprint.plan.components[2:-3]:
-        # With Ray's subreaper, a crashed child process would appear to have exited with code 0.
+        # Ray's subreaper must be off. Otherwise a crashed child process seems to have exited with
+        # code 0.
         env = component.command.env
         assert env["RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper"] == "false"
         assert env["RAY_process_group_cleanup_enabled"] == "true"
@@ -499,7 +500,8 @@ def test_all_parts_of_a_stack_are_set_to_listen_on_loopback(place: StackPlace) -
     parts = ["prefect-server", "deployments", "ray-head", "upkeep", "pipelines", "worker"]
     assert list(components) == parts
     assert "127.0.0.1" in components["prefect-server"].argv
-    # This variable is Ray's only setting for that. An integration test checks Ray's open ports.
+    # This variable is Ray's only setting with which it does not listen on all addresses. An
+    # integration test checks Ray's open ports.
     assert components["ray-head"].env["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
     assert components["worker"].env["PREFECT_WORKER_WEBSERVER_HOST"] == "127.0.0.1"
     stack_ids = {command.env[STACK_VARIABLE] for command in components.values()}
@@ -560,7 +562,7 @@ def test_worker_does_not_keep_an_ignored_sigint(monkeypatch: pytest.MonkeyPatch)
     finally:
         signal.signal(signal.SIGINT, original_handler)
 
-    # Prefect's worker ends itself by SIGINT.
+    # The worker must not ignore SIGINT, because Prefect's worker ends itself with this signal.
     assert handlers == [signal.SIG_DFL]
 
 

@@ -105,10 +105,10 @@ def test_run_of_a_stage_starts_in_the_order_of_its_deployment(file: Path) -> Non
         ({}, NAMES),
         # a key without a value
         ({"start_order": None}, NAMES),
-        # an empty list, as the form of the UI sends it
+        # an empty list, which the form in Prefect's UI sends
         ({"start_order": []}, NAMES),
         ({"start_order": NAMES[::-1]}, NAMES[::-1]),
-        # components that were added in the form of the UI come last
+        # components that were added in the form in Prefect's UI come last
         ({"start_order": ["trainer", "judge"]}, ["trainer", "judge", "environment", "sandbox"]),
         # a repeated name counts once
         ({"start_order": [*NAMES, NAMES[0]]}, NAMES),

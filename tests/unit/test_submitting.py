@@ -266,7 +266,8 @@ def test_new_cron_line_changes_the_own_schedule_alone(server: SubmitServer, spec
     assert deploy(spec, "--cron", "0 4 * * *") == 0
 
     own, *others = server.deployments["trial"].schedules
-    # The command contained no time zone, and did not resume the schedule.
+    # The command named no time zone, and did not resume the paused schedule. So the schedule keeps
+    # its time zone, and stays paused.
     assert own.schedule == CronSchedule(cron="0 4 * * *", timezone="Europe/Berlin")
     assert not own.active
     assert others == before.schedules[1:]
@@ -304,7 +305,7 @@ def test_deploy_prints_each_schedule_with_its_next_start(
     with_paused_cron = capsys.readouterr().out
 
     assert "  schedule  none: runs start only by hand\n" in first
-    # Tokyo has no summer time.
+    # Tokyo has no daylight saving time, so the abbreviation of its time zone is always JST.
     told = r'  schedule  cron "0 3 \* \* \*" in Asia/Tokyo; next start \d{4}-\d\d-\d\d 03:00 JST, '
     assert re.search(told + r"which is \d{4}-\d\d-\d\d 18:00 UTC\n", with_cron)
     assert "in Asia/Tokyo; paused, so it starts no run" in with_paused_cron

@@ -77,12 +77,12 @@ def test_second_sweep_finds_no_process(start: Start, run_id: str) -> None:
 @pytest.mark.parametrize(
     "variables",
     [
-        # a run whose id begins with this run id, and a run whose id is its beginning
+        # the id of another run begins with the id of this run, or is the beginning of it
         {"MUSTER_RUN_ID": "{run_id}-2"},
         {"MUSTER_RUN_ID": "swept"},
-        # the id in another variable
+        # the id of the run is in another variable
         {"MY_MUSTER_RUN_ID": "{run_id}"},
-        # another attempt, another component, neither attempt nor component
+        # the process belongs to another attempt, to another component, or to neither
         {"MUSTER_RUN_ID": "{run_id}", "MUSTER_ATTEMPT": "2", "MUSTER_COMPONENT": "trainer"},
         {"MUSTER_RUN_ID": "{run_id}", "MUSTER_ATTEMPT": "1", "MUSTER_COMPONENT": "api"},
         {"MUSTER_RUN_ID": "{run_id}"},
@@ -144,12 +144,16 @@ def test_process_that_executes_another_program_is_killed(
     reads = 0
 
     def read_twice(pid: int) -> dict[str, str]:
-        """Return an empty environment after two reads, as after an `execve` without variables."""
+        """Return the environment of a process in the first two calls, and then an empty one.
+
+        A process has an empty environment after an `execve` without variables.
+        """
         nonlocal reads
         if pid != process.pid:
             return read_environment(pid)
         reads += 1
-        # The first read finds the process, and the second confirms it.
+        # The first read finds the process of the run, and the second read confirms that it belongs
+        # to the run.
         return read_environment(pid) if reads <= 2 else {}
 
     monkeypatch.setattr(ending, "read_environment", read_twice)
@@ -164,7 +168,7 @@ def test_process_that_executes_another_program_is_killed(
 def test_endless_new_processes_are_reported_as_leftover() -> None:
     new_pids = iter(range(1 << 30, 1 << 31))
 
-    # No process has these pids, so each counts as ended at once.
+    # No process has these pids, so each of them counts as ended immediately.
     ended, left = end_all(lambda: {(next(new_pids), 1)}, within_s=0.2)
 
     assert len(left) == 1

@@ -33,7 +33,7 @@ SPEC = RunSpec.model_validate(
 
 
 class Out(io.StringIO):
-    """A fake terminal or pipe. It keeps each write, and the text on screen after the writes."""
+    """A fake terminal or pipe. It keeps each written text, and the text on the screen."""
 
     def __init__(self, *, is_terminal: bool = True) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def test_plain_output_consists_of_lines_only(tmp_path: Path) -> None:
         f"files in {tmp_path}/attempt-01",
         "api: started, pid 7",
         "api: ready after 0.50 s",
-        # one line for each twentieth of the steps
+        # a line is printed after each twentieth part of the steps
         *(f"step {step} of 60" for step in range(3, 61, 3)),
     ]
 

@@ -39,7 +39,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def family() -> Iterator[tuple[int, set[int]]]:
-    """A process and the pids of its descendants."""
+    """Start a process with descendants; yield its pid and the pids of the descendants."""
     with subprocess.Popen(
         [sys.executable, "-c", FAMILY],
         stdin=subprocess.PIPE,
@@ -54,7 +54,7 @@ def family() -> Iterator[tuple[int, set[int]]]:
 
 @pytest.fixture
 def unlisted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine has too many processes to list them all."""
+    """Let the test fail if it lists all processes of the machine, which may be too many."""
 
     def refuse(proc: str = "/proc") -> list[int]:
         raise AssertionError("every process of the machine was looked at")
@@ -78,7 +78,8 @@ def test_descendants_are_ended_without_reading_other_processes(
 ) -> None:
     pid, below = family
 
-    # Parents are ended first. The process then adopts their children, for the next round.
+    # Each round ends the parents first. This process then adopts their children, which the next
+    # round ends.
     wait_until(
         lambda: (
             not tree.signal_descendants(pid, signal.SIGTERM)

@@ -172,7 +172,7 @@ def test_own_home_in_a_sticky_folder_is_accepted(home: Path) -> None:
 
 @needs_another_user
 def test_home_made_by_another_user_after_a_first_check_is_rejected(shared: Path) -> None:
-    # The folder does not exist yet, so the first check accepts it.
+    # The folder of the path does not exist yet, so the first check accepts the path.
     assert muster_home() == shared / "home"
 
     attack("mkdir", shared / "home")
@@ -316,7 +316,11 @@ def test_attacker_s_zygote_receives_no_data_of_a_training(
 def test_zygote_of_another_user_receives_nothing_even_if_the_victim_owns_its_socket_file(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel knows which user listens. The owner of the socket file does not matter."""
+    """The victim asks the kernel which user listens on the socket of the zygote.
+
+    The zygote is the process from which `muster` commands are forked. The owner of its socket file
+    does not matter.
+    """
     monkeypatch.setenv("HF_TOKEN", SECRET)
     home.chmod(0o777)
     with attackers_socket(home / "zygote") as received_bytes:
@@ -344,7 +348,7 @@ def test_zygote_rejects_a_request_of_another_user(shared: Path) -> None:
     listener.listen()
 
     def send_request() -> None:
-        """Ask the zygote, as the attacker, to run `muster ls`."""
+        """Send the zygote, as the attacker, a request to run `muster ls`."""
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(str(place))
             content = json.dumps(

@@ -44,7 +44,8 @@ def test_process_with_an_unreadable_environment_is_hidden(
 ) -> None:
     original_open = builtins.open
 
-    # File modes would not be enough, because root may read every file.
+    # The function refuses the read itself. File modes would not be enough, because root may read
+    # every file.
     def refuse_environ(path: str, *mode: str) -> IO[bytes]:
         if path.endswith("/environ"):
             raise PermissionError

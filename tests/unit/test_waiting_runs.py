@@ -24,9 +24,9 @@ RUN, FLOW_RUN = "a-run", "1b4e28ba-2fa1-4d3b-a3f5-ef19b5a7633b"
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Fake Prefect server on which the run is Cancelled.
+    """Fake Prefect server on which the run has the state Cancelled.
 
-    The attribute `record` is the server's copy of the run's record.
+    Its attribute `record` is the server's copy of the run's record.
     """
 
     @contextmanager

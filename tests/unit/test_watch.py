@@ -74,7 +74,7 @@ def simulate_training(
 def find_alarms(
     lines: Lines, watch: Watch | None = None, workload: str = "grpo"
 ) -> dict[str, float]:
-    """Return the step of each alarm, by rule."""
+    """Return the training step of each alarm, by the name of the rule."""
     alarms = Alarms((watch or Watch()).choose_rules(workload))
     found = [alarm for line in lines for alarm in alarms.evaluate(float(str(line["step"])), line)]
     assert len({alarm.rule for alarm in found}) == len(found), "one was heard twice"
@@ -109,7 +109,7 @@ def test_constant_reward_raises_an_alarm_within_fifteen_steps(reward: float) -> 
         (curve("actor/grad_norm", [1.0, math.inf]), {"gradient_not_finite": 2}),
         (curve("grad_norm", [5e3] * 3), {"gradient": 3}),
         (curve("grad_norm", [5e3, 1.0] * 20), {}),
-        # a metrics file of verl
+        # the metrics have the names that verl uses
         (
             [{"step": n, "data": {"actor/ppo_kl": 20.0}} for n in (1, 2, 3)],
             {"kl": 3},

@@ -20,7 +20,10 @@ STEP = "prefect.deployments.steps.set_working_directory"
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Create a checkout, a folder of packages and Prefect's settings files, and use them here."""
+    """Create a checkout, a folder of packages and Prefect's settings files.
+
+    This process uses them during the test.
+    """
     for folder in ("project/tasks/queue", "packages/prefect-3.8.8.dist-info", "home"):
         (tmp_path / folder).mkdir(parents=True)
     for file in ("project/tasks/queue/gate.py", "home/profiles.toml", "home/logging.yml"):
@@ -128,7 +131,7 @@ def deployment(entrypoint: str, *steps: dict[str, Any]) -> DeploymentResponse:
     [
         ("flows.train.train", [], ("flows.train.train", None)),
         ("flows/train.py:train", [{STEP: {"directory": str(ROOT)}}], ("flows.train.train", ROOT)),
-        # Flows of another checkout or project, and flows that need another pull step.
+        # The flow is from another checkout or project, or its deployment needs another pull step.
         ("flows/train.py:train", [{STEP: {"directory": "/elsewhere"}}], (None, None)),
         ("project.flow", [], (None, None)),
         ("flows/train.py:train", [{STEP: {"directory": "{{ fetched.directory }}"}}], (None, None)),
