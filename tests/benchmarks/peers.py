@@ -24,7 +24,7 @@ from tests.benchmarks.report import Missing, NotHere
 _PLACE = "MUSTER_BENCH_PLACE"
 #: Time limit on the stop of a supervisor, in seconds.
 _STOP_WITHIN_S = 30.0
-#: Number of file descriptors that supervisord needs for each component, and number for itself.
+#: Numbers of file descriptors that supervisord needs: for each component, and for itself.
 _FDS_EACH, _FDS_OWN = 4, 1000
 
 #: Name and suffix of a file. It contains the time at which supervisord or circus noticed the death

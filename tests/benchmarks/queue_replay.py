@@ -21,7 +21,7 @@ from tests.benchmarks.queue_trace import Job
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """Result of a replay."""
+    """Result of replaying a trace of jobs through the queue's policy in virtual time."""
 
     #: Jobs that fit on the empty cluster, in the order of their submission.
     jobs: Sequence[Job]

@@ -56,7 +56,8 @@ class Figure:
     group: str
     #: True if the row is a part of another row, or is not compared with any row.
     is_detail: bool
-    #: Load of the row in a series of loads, or None.
+    #: Load at which the row was measured, for example the number of components. None if the row
+    #: belongs to no series of loads.
     at: int | None
     #: All samples. Empty if there were too many.
     values: Sequence[float] = ()

@@ -47,7 +47,8 @@ class Row:
     group: str = ""
     #: True if the row is a part of another row, or is not comparable with the other rows.
     is_detail: bool = False
-    #: Load of the row in a series of loads, for example the number of components. Otherwise None.
+    #: Load at which the row was measured, for example the number of components. None if the row
+    #: belongs to no series of loads.
     at: int | None = None
 
     @property

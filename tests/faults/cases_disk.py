@@ -19,7 +19,7 @@ from tests.faults.injections import (
 from tests.faults.scene import STARTING, Case, Phase, Scene, failed, phases_with
 from tests.support.stage import sh
 
-#: Size of the output burst.
+#: Number of bytes that a component writes to its log at once.
 _BURST_BYTES = 1 << 30
 #: Shell command that mounts a disk of 256 KiB at a directory.
 _MOUNT_DISK = "mount -t tmpfs -o size=256k none %s"

@@ -63,7 +63,7 @@ _AGREE = {"completed": {"COMPLETED"}, "failed": {"FAILED", "CRASHED"}, "cancelle
 _FINAL_AT_RAY = {"SUCCEEDED", "FAILED", "STOPPED"}
 #: Ways to start and to recover a run, in the order in which the runs use them.
 _WAYS = ("adopt", "stop", "adopt", "direct")
-#: Program that reconciles every two seconds.
+#: Program that closes the records of lost runs every two seconds, as `muster reconcile` does.
 _RECONCILE_REPEATEDLY = """
 import time
 from tasks.upkeep.reconcile import publish, reconcile_host

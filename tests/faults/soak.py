@@ -315,7 +315,8 @@ def drawn(runs: int, home: Path) -> list[Trial]:
     return trials
 
 
-#: Program that reconciles every two seconds. Two processes run it during the whole test.
+#: Program that closes the records of lost runs every two seconds, as `muster reconcile` does. Two
+#: processes run this program during the whole test.
 _RECONCILE_REPEATEDLY = """
 import time
 from tasks.upkeep.reconcile import reconcile_host

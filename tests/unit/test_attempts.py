@@ -56,7 +56,7 @@ def decide_without_jitter(
         (NODE, (NODE,), 3, "retried: NODE_LOST, next try (3 of 3) in 20 s"),
         (NODE, (NODE, NODE), 3, "final: NODE_LOST, 3 of 3 attempts used"),
         (NODE, (), 1, "final: NODE_LOST, 1 of 1 attempts used"),
-        # `attempts` is the total number of tries of all kinds
+        # `attempts` limits the number of tries of the run, with failures of all kinds
         (NODE, (DISK, NODE), 3, "final: NODE_LOST, 3 of 3 attempts used"),
         (
             NODE,

@@ -97,7 +97,7 @@ def test_backend_accepts_the_command_of_every_server_of_any_fleet(fleet: dict[st
         ("LMDeploy TP16", "--server-port", "--port", "has no argument --port"),
         # vLLM reads the option -rank as -r with the value "ank"
         ("vLLM TP16 over 2 nodes", "-r", "-rank", "invalid int value: 'ank'"),
-        # a value for an option without a value, and the reverse
+        # an option that takes no value gets a value, and an option that needs a value gets none
         ("vLLM DP16 EP over 2 nodes", "--headless", "--headless=1", "ignored explicit argument"),
         ("SGLang TP16 over 2x8", "node-0:30000", "--verbose", "expected one argument"),
         ("SGLang DP attention over 2x4", "--enable-dp-attention", "--enable-dp", "has no argument"),

@@ -23,7 +23,7 @@ def limit(bound: float) -> Limit:
         ((10.0, 55.0, 505.0), 1_000, "1,900"),
         # the result is at most ten times the largest measured number of runs
         ((10.0, 55.0, 505.0), 100_000, "over 10,000"),
-        # constant and falling durations
+        # the durations are constant, or become shorter with more runs
         ((7.0, 7.0, 7.0), 1_000, "over 10,000"),
         ((9.0, 8.0, 7.0), 1_000, "over 10,000"),
         # the measured line is above the bound for every number of runs

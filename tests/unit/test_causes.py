@@ -398,7 +398,7 @@ def test_progress_bar_counts_as_training_steps() -> None:
     [
         # An asynchronous trainer continues for a few steps with queued batches.
         pytest.param(steps(11, 13), id="few-steps"),
-        # Inference and loading continue without the trainer.
+        # Inference and loading still print progress bars, although the trainer prints nothing.
         pytest.param(
             "".join(f"Rollout generation: {i}%|█  | {i}/99 [0:10<0:20]\r" for i in range(50)),
             id="other-bars",

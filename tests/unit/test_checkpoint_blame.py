@@ -112,7 +112,7 @@ def blames(spec: RunSpec, *attempts: dict[str, Any]) -> list[str]:
         # the training continued after the checkpoint was loaded
         (attempt_of("STALLED", step=21), Blame.NONE),
         (attempt_of(log_tail=LOADING, step=25), Blame.NONE),
-        (attempt_of("STALLED", step=3), Blame.NONE),  # the trainer counts from zero
+        (attempt_of("STALLED", step=3), Blame.NONE),  # each attempt counts its steps from zero
         (attempt_of(checkpoint=None), Blame.NONE),
         (attempt_of(kind=None), Blame.NONE),
     ],
@@ -126,7 +126,7 @@ def test_checkpoint_is_blamed_only_for_a_failed_load(attempt: dict[str, Any], bl
     [
         (attempt_of(log_tail=LOADING), Blame.GIVEN_UP),
         (attempt_of("STALLED"), Blame.GIVEN_UP),
-        (attempt_of("TIME_LIMIT", component=None), Blame.NONE),  # it may have trained
+        (attempt_of("TIME_LIMIT", component=None), Blame.NONE),  # the trainer may have trained
         (attempt_of(lifetime_s=60.0), Blame.SUSPECTED),
         (attempt_of(lifetime_s=7200.0), Blame.NONE),
     ],

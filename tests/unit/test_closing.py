@@ -36,7 +36,10 @@ HISTORY = ("queued", "admitted", "starting", "running", "stopping")
 
 
 def record_of(directory: Path, until: str, verdict: str = "", retried: bool = False) -> Path:
-    """Write the record of a run that was killed in the state `until`, and return its path."""
+    """Write the record of a run, and return the path of the record.
+
+    The flow process of the run was killed when the run had the state `until`.
+    """
     path = directory / "run.json"
     record = RunRecord(path, run_id="a-run", flow_run_id="f", clock=lambda: 1.0)
     points = HISTORY[: HISTORY.index(until) + 1]

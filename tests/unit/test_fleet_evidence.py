@@ -60,7 +60,7 @@ def collect_evidence(history: str, threshold: int = 3) -> Evidence:
         ("ssn", 3, "sick"),
         # a successful probe resets the number of failures
         ("nnyn", 3, "suspect"),
-        # a threshold of 1
+        # the threshold is 1, so the first failed probe decides
         ("n", 1, "sick"),
         ("s", 1, "silent"),
         # failed requests and failed probes are counted together

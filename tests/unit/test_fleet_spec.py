@@ -389,7 +389,7 @@ def test_all_faults_of_a_fleet_are_reported_together() -> None:
 @pytest.mark.parametrize(
     ("timeout_s", "seconds"),
     [
-        (15, 12),  # shorter than the fleet's timeout
+        (15, 12),  # SGLang's timeout is shorter than the fleet's
         (60, 20),  # SGLang's own default
         (1.5, 1),  # whole seconds, at least 1
     ],

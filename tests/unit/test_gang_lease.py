@@ -609,7 +609,7 @@ async def test_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     first, second = HostLock(path), HostLock(path)
     first.try_lock()
     (fd,) = (int(fd.name) for fd in Path("/proc/self/fd").iterdir() if leads_to(fd, path))
-    of_child = os.dup(fd)  # the same open file, as in a child
+    of_child = os.dup(fd)  # a copy of the descriptor, as in a child process
 
     first.unlock()
     taken = second.try_lock()

@@ -244,7 +244,7 @@ def test_rules_of_every_policy(case: Case, policy: Policy) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        # no gang passes the first gang that does not fit
+        # no later gang may start before the first gang that does not fit
         Case(
             [waits(1, 4), waits(2, 8), waits(3, 1)],
             [held("h", a=4, b=1)],
@@ -323,7 +323,7 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
         Case(
             [HEAD, waits(2, 8, 2, for_s=1)], [OTHER], {}, {"w1": GPUS, "w2": reason(BEHIND, "w1")}
         ),
-        # the end of a gang that starts in the same pass can free the GPUs for the head
+        # the first gang that does not fit may wait for a gang that starts in the same pass
         Case(
             [waits(1, 8, for_s=300), waits(2, 8, 2), waits(3, 8, for_s=300)],
             [],
@@ -352,7 +352,7 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {"w1": GPUS, "w2": WOULD_DELAY},
             nodes=cluster(8, cpus=8),
         ),
-        # later gangs may start if the head can never fit
+        # later gangs may start if the first gang can never fit
         Case(
             [waits(1, 8, 3), waits(2, 8, for_s=9000), waits(3, 8)],
             [OTHER],
@@ -377,8 +377,9 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {"w2": "b"},
             {"w1": reason(RETRY, in_s=30)},
         ),
-        # the limit of the head's tag is reserved, too: at its time, w2 may use two more GPUs of the
-        # tag. Then w3 would exceed the limit, although the head would still fit
+        # the limit of a tag is reserved for the first gang, too: when it starts, w2 may still use
+        # two GPUs of the tag. With w3 as well, the limit would be exceeded, although enough GPUs
+        # would be free
         Case(
             [
                 *(waits(1, 8, tags="red"), waits(2, 2, tags="red"), waits(3, 2, tags="red")),

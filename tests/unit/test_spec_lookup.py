@@ -235,7 +235,7 @@ def test_path_variable_of_a_component_is_used(root: Path) -> None:
     )  # relative to the directory of the component
     assert (
         faults_of(root, command, env={"PATH": "${run.dir}/bin"}) == []
-    )  # unknown before the start
+    )  # `${run.dir}` is unknown before the start
     assert len(faults_of(root, {"command": ["python"], "env": {"PATH": "/nowhere"}})) == 1
 
 
