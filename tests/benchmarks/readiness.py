@@ -33,7 +33,8 @@ _OWN_S = _NEED_S * len(NAMES)
 #: ready, as inference servers do.
 _KINDS = ("http", "tcp", "log", "notify", "warming")
 _TITLES = {"warming": "http probe, 503 until ready"}
-#: Sleeps of Hermes after the start of each component: api, trainer (30 + 90), environment.
+#: Seconds that Hermes' RL training tool sleeps after the start of each component: api, trainer (30
+#: + 90), environment.
 _HERMES_SLEEPS_S = (5.0, 30.0 + 90.0, 10.0)
 
 Started = subprocess.Popen[bytes]

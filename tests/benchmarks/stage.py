@@ -107,7 +107,7 @@ def await_sleepers(place: Path, count: int, limit_s: float = 300.0) -> None:
 
 
 def recorded_ns(place: Path, name: str, event: str) -> int | None:
-    """Return the number that a component has recorded, or None if it has not.
+    """Return the number that a component has recorded for an event, or None if there is none.
 
     Args:
         place: Folder of the component's files.

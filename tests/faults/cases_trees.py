@@ -15,7 +15,7 @@ from tests.faults.scene import ALIVE, CANCELLED, Case, Phase, Scene, failed, pha
 from tests.support.shapes import SHAPES
 from tests.support.stage import DEADLINE_S, free_port, python, sh, wait_until
 
-#: Program that forks until the kernel refuses, and ignores SIGTERM.
+#: Program that ignores SIGTERM, and forks until the kernel refuses a further process.
 _FORKS_UP_TO_LIMIT = """
 import os, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

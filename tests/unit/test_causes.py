@@ -277,7 +277,8 @@ def test_survived_errors_are_not_a_cause(path: Path) -> None:
         ("module-not-found", "traceback"),
         ("verl-total-gpus", "python-value"),
         ("cuda-oom", "traceback"),
-        # A bug in one rank is not a network failure.
+        # One rank fails because of a bug, and the other ranks report a network failure. The bug is
+        # the cause.
         ("exception", "collective-timeout"),
         ("python-value", "collective-error"),
         ("device-assert", "collective-timeout"),

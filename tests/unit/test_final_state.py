@@ -27,7 +27,7 @@ def terminal_with_record(place: Path, state: RunState, message: str) -> Any:
 
 
 def raising() -> State[Any]:
-    """A flow that raises an error because the Prefect server is away."""
+    """Flow that raises an error because the Prefect server does not answer."""
     raise httpx.ConnectError("All connection attempts failed")
 
 

@@ -76,10 +76,10 @@ def records(muster_home: Path) -> Path:
     ("name", "run_id"),
     [
         (OLD, OLD),
-        # unique beginnings of the run id
+        # the name is the beginning of only one run id
         ("sft", OLD),
         ("trial-grpo-20260102-000000-bbb", FAILED),
-        # the id of the flow run, and unique beginnings of it
+        # the name is the id of a flow run, or the beginning of only one id
         (FLOW_RUNS[LIVE], LIVE),
         ("1", OLD),
         ("223", LIVE),

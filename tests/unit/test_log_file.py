@@ -261,7 +261,7 @@ def test_random_rotations_lose_and_repeat_no_line(folders: Path, acts: list[str]
 
 def test_invalid_utf8_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "trainer.log"
-    # The read splits a character of two bytes.
+    # At the first read, the file has only the first byte of a character that has two bytes.
     path.write_bytes("ä".encode()[:1])
     log = LogFile(path)
     first = list(log.read_new())

@@ -114,7 +114,7 @@ def test_reason_of_the_first_run_is_shown(message: Message, expected: str) -> No
     [
         ({}, "none"),
         ({"a": 3}, "3 on 1 node"),
-        # more GPUs are held than exist
+        # the runs hold more GPUs of a node than the node has
         ({"a": 0, "b": -8}, "0 on 2 nodes"),
         ({"a": 1, "b": 4, "c": 8}, "8 on 1 node, 4 on 1 node, 1 on 1 node"),
         ({f"n{i}": 8 if i < 2 else 0 for i in range(128)}, "8 on 2 nodes, 0 on 126 nodes"),

@@ -60,7 +60,7 @@ def event(name: str, component: str | None = None, **fields: Any) -> Event:
 
 
 def begun(folder: Path, number: int = 1) -> Event:
-    """Create the folder of an attempt and return the event of its begin."""
+    """Create the folder of an attempt, and return the event that the attempt has begun."""
     directory = folder / f"attempt-{number:02d}"
     directory.mkdir(exist_ok=True)
     return event("attempt.begun", attempt=number, run_id="x-grpo", directory=directory)

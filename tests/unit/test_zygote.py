@@ -97,7 +97,7 @@ def test_fingerprint_ignores_caches_and_logs_in_a_checkout(place: Path) -> None:
     ("variables", "is_allowed"),
     [
         ({"WANDB_MODE": "offline", "PREFECT_API_URL": "http://other/api", "TZ": "UTC"}, True),
-        # Python and the loader read these variables only when a program starts.
+        # Python and the dynamic loader read these variables only when a program starts.
         ({"PYTHONPATH": "/elsewhere"}, False),
         ({"LD_PRELOAD": "/libjemalloc.so"}, False),
         ({"LANG": "C"}, False),
