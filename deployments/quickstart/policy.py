@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Tokens = NDArray[np.int64]
 
-#: Number of preceding tokens that the policy reads: enough to include the digit to copy.
+#: Number of preceding tokens that the policy reads. They include the digit that the policy must
+#: repeat next.
 CONTEXT_TOKENS = ANSWER_TOKENS
 #: Number of units of the hidden layer.
 HIDDEN_UNITS = 64

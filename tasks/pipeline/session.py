@@ -62,9 +62,10 @@ _POLL_INTERVAL_S = 2.0
 _CANCEL_TIMEOUT_S = 180.0
 #: Seconds to wait for the end of a stage run that is cancelled without grace periods.
 _HURRIED_TIMEOUT_S = 30.0
-#: Longest wait for a Prefect server that does not answer when the pipeline must end, in seconds.
+#: Seconds to wait for a Prefect server that does not answer, once the pipeline must end.
 _SERVER_TIMEOUT_S = 30.0
-#: Seconds until the pipeline's next flow process may start. This process exits within this time.
+#: Seconds between a handover and the earliest start of the pipeline's next flow process. The old
+#: flow process exits within this time.
 _DUE_AFTER_S = 5.0
 
 T = TypeVar("T")

@@ -499,7 +499,7 @@ class Member(ABC):
                 return GiveUpReason(kind=FailureKind.STALLED, rule="live", message=message)
 
     async def until_process_lost(self) -> GiveUpReason:
-        """Wait until a process of the component that must stay alive has ended.
+        """Wait until one of the processes has ended that the component needs (`live.processes`).
 
         Returns:
             A description of the ended process.

@@ -252,7 +252,7 @@ class _Service:
         try:
             return await self._watch(member, needed_is_gone)
         finally:
-            # After a cancel, `end` ends the process.
+            # If this task was cancelled, the method `end` of this class ends the part's process.
             if (task := asyncio.current_task()) is None or not task.cancelling():
                 await self._end_leftovers(member)
 

@@ -282,7 +282,7 @@ class QueueArtifacts:
     #: The two artifacts of each work pool, by pool name.
     _artifacts: dict[str, Artifacts] = field(default_factory=dict)
     #: For each artifact key: the content that was written last, without the time in its headline,
-    #: and the time of the write by `clock`.
+    #: and the time of the write, measured with `clock`.
     _written: dict[str, tuple[Shown, float]] = field(default_factory=dict)
 
     async def show(self, view: QueueView) -> None:

@@ -119,7 +119,7 @@ class ClusterNode:
     is_drained: bool = False
     #: Name of the node's cluster in the queue.
     cluster: str = ""
-    #: Numbers of GPUs on this node that the queue has granted, by the run that has the grant.
+    #: How many GPUs of this node the queue has granted to each run, by the id of the run.
     held: Mapping[str, int] = field(default_factory=dict)
 
     @property

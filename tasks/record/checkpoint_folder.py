@@ -197,8 +197,8 @@ def list_checkpoints(written: str, root: Path, *, is_running: bool) -> Listing:
             candidate = _read_candidate(Content.read(path), NameKind.CHECKPOINT)
             return _judge([candidate], [], is_running=is_running)
         except (FileNotFoundError, NotADirectoryError):
-            # A trainer removed a file during the listing, so the folder is listed again. An empty
-            # result would be wrong.
+            # A trainer removed a file during the listing, so the folder is listed again. After the
+            # last try, the error is raised: an empty list would mean that there are no checkpoints.
             if is_last_try:
                 raise
     raise AssertionError
@@ -466,7 +466,11 @@ def _key_of(content: Content, name: str) -> str:
 
 
 def _sizes_by_name(content: Content) -> dict[str, int]:
-    """Return the size in bytes of the smallest file for each key of `_key_of`.
+    """Return the smallest size of the files of each kind, by the key that `_key_of` returns.
+
+    Sizes are in bytes.
+
+    Files with the same key differ only in the numbers in their names.
 
     Only files that contain state of the training are taken into account.
     """

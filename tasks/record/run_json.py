@@ -114,7 +114,7 @@ class ResumeRecord(Recorded):
 
     #: Checkpoint that Muster passed to the components as `${attempt.resume_from}`, or None.
     passed: str | None = Field(None, alias="from")
-    #: Evidence that the checkpoint is complete, or the reason why no checkpoint was passed.
+    #: Evidence that the checkpoint is complete, or the reason why the trainer got no checkpoint.
     rule: str = ""
     #: Newer checkpoints from which the attempt should not start, the newest first.
     refused: tuple[RefusedCheckpoint, ...] = ()

@@ -295,8 +295,8 @@ class Forwarder:
         self.by_user = settings.session_by_user
         #: Names of the request headers that are not forwarded, in lower case.
         self.dropped_headers = _NOT_FOR_SERVERS | ({"authorization"} if is_token_own else set())
-        #: Reason why the gateway stops, so that failed requests are not retried. None while the
-        #: gateway is open.
+        #: Reason why the gateway stops. None while the gateway is open. Failed requests are not
+        #: retried once a reason is set.
         self.stop_reason: str | None = None
         #: Number of pieces of response bodies that each entrypoint has sent, by the entrypoint's
         #: rank and epoch.

@@ -248,8 +248,9 @@ def find_step_counts(data: object) -> Iterator[tuple[str, str, int]]:
 def fill_in_run(data: object, value_of: Callable[[str], str]) -> object:
     """Return a run spec with its placeholders replaced, except `${server.NAME}` of the fleet.
 
-    In a regular expression, a value is escaped. If a whole argument of a command is
-    `${rollout.engines}`, it becomes one argument for each engine, for options with `nargs="+"`.
+    If a placeholder is in a regular expression of a probe, its value is escaped. If a whole
+    argument of a command is `${rollout.engines}`, it becomes one argument for each engine, for
+    options with `nargs="+"`.
 
     Args:
         data: The run spec as plain data.

@@ -203,8 +203,8 @@ def test_every_command_of_a_document_works(page: Document, stack: Reader) -> Non
 def _find_expected_output(page: Document, line: int) -> str | None:
     """Return the output that a document shows for a command in a block ```console exact.
 
-    None if the command is in another kind of block. Only the output in such a block must match
-    exactly.
+    Return None if the command is in a block of another kind: only output in `console exact` blocks
+    must match.
     """
     blocks: list[Block] = [
         block for block in page.blocks if block.info == "console exact" and block.line + 1 == line

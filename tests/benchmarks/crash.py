@@ -329,7 +329,7 @@ def _title_of_poll(launcher: str) -> str:
 
 
 class _Popened:
-    """Context with the three components as child processes without a supervisor."""
+    """Context manager that runs the three measured components without a supervisor."""
 
     def __init__(self, place: Path) -> None:
         self._place = place

@@ -40,7 +40,7 @@ class Queue:
 
 
 def measure(*, quick: bool) -> Result:
-    """Measure scheduling passes of both algorithms over long queues."""
+    """Measure scheduling passes over long queues with Muster's policy and a plain algorithm."""
     rows: list[Row] = []
     for queue in _queues(200) if quick else [*_queues(1_000), *_queues(10_000)]:
         is_long = len(queue.waiting) > 1_000

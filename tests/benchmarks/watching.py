@@ -21,7 +21,8 @@ from tests.benchmarks.footprint import cpu_percent, memory_mb, program, shared_m
 from tests.benchmarks.report import Missing, Result, Row, say
 from tests.benchmarks.stage import await_sleepers, folder, sleepers
 
-#: Names of the ways in `watched.py`, with the titles of the models.
+#: Names of the ways to watch processes that `watched.py` implements: Muster's, and two models of
+#: other programs with their row titles.
 _MUSTER = "muster"
 _MODELS = {"psutil": "psutil every 1 s", "poll": "Popen.poll every 1 s"}
 #: Seconds between the start of all components and the first time window.

@@ -555,7 +555,11 @@ async def engine(world: World, reader: asyncio.StreamReader, writer: asyncio.Str
 
 
 def _take_request(world: World, received: Message) -> Script:
-    """Compare a request at an engine with the requests of the clients, and return its script."""
+    """Check that a client sent the request that an engine received.
+
+    Returns:
+        The script that tells the engine how to answer the request.
+    """
     world.arrived[received.id] += 1
     candidates = world.sent.get(received.id, [])
     if not candidates:
