@@ -470,8 +470,6 @@ def _sizes_by_name(content: Content) -> dict[str, int]:
 
     Sizes are in bytes.
 
-    Files with the same key differ only in the numbers in their names.
-
     Only files that contain state of the training are taken into account.
     """
     sizes: dict[str, int] = {}
