@@ -109,7 +109,7 @@ class Grant(BaseModel):
         return self.model_copy(update={"nodes": dict(nodes)})
 
     def label(self) -> dict[str, Any]:
-        """Return the label that stores this grant on a flow run, by the name of the label."""
+        """Return the name and the value of the flow run label that stores this grant."""
         return {GRANT: self.model_dump_json()}
 
 

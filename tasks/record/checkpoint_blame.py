@@ -65,7 +65,8 @@ class Blame(Enum):
     #: failed for another reason.
     NONE = "none"
     #: The attempt failed before its first training step, and its checkpoint may be the cause. If a
-    #: second attempt with the same checkpoint fails in this way, its value is `GIVEN_UP`.
+    #: second attempt with the same checkpoint fails in this way, the answer for the second attempt
+    #: is `GIVEN_UP`.
     SUSPECTED = "suspected"
     #: The attempt died or hung while it loaded the checkpoint. No later attempt starts from this
     #: checkpoint.

@@ -84,7 +84,7 @@ class Completeness(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint in a folder, in the state in which the folder was listed."""
+    """A checkpoint, as it was when its folder was listed."""
 
     path: Path
     #: Files and folders of the checkpoint. There are several if each rank writes its own file.

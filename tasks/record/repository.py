@@ -38,8 +38,8 @@ _PATCHED_FILES = 300
 #: Largest number of files with a git filter that are compared with the commit.
 _COMPARED_FILES = 100
 
-#: Names of the repository's settings that are passed to git. These settings cannot name
-#: programs.
+#: Names of the repository's settings that are passed to git. Their
+#: values are never programs that git would execute.
 _SETTINGS = (
     *("core.autocrlf", "core.eol", "core.excludesfile", "core.filemode", "core.ignorecase"),
     *("core.symlinks", "core.sparsecheckout", "core.sparsecheckoutcone"),
@@ -200,10 +200,10 @@ class GitView:
     def __init__(self, folder: Path, repository: Repository | None, place: Path) -> None:
         """
         Args:
-            folder: The folder.
+            folder: Folder whose files are compared with a commit.
             repository: Git repository that contains the folder, or None. Without a repository, git
                 treats all files as new.
-            place: Empty folder, which becomes the git directory.
+            place: Empty folder in which git keeps its data for these comparisons.
         """
         self._folder = folder
         self._repository = repository

@@ -179,7 +179,7 @@ class Recovery:
         self._released.set()
 
     def has_case(self, group: int) -> bool:
-        """Return True if a failure of the group is being handled. Old processes may still run."""
+        """Return True if the group of servers has failed and is not restarted yet."""
         return group in self._cases
 
     def hold(self) -> None:

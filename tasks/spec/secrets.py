@@ -93,8 +93,9 @@ def looks_secret(name: str) -> bool:
     The words of the name decide. HF_TOKEN, db_password and GitHubToken look secret.
     TOKENIZERS_PARALLELISM, MAX_TOKENS, AUTHOR, MONKEY and SSH_KEY_FILE do not.
 
-    An ambiguous name counts as secret. If the variable is harmless, its value is still in the spec
-    file of the user. A leaked key would be a security incident.
+    An ambiguous name counts as secret. It does little harm to hide the value of a harmless
+    variable, because the user still has the value in the spec file. A leaked key would be a
+    security incident.
     """
     if name.upper() in _NEVER_SECRET:
         return False

@@ -151,7 +151,7 @@ class Storm:
             for spec in specs:
                 is_over.wait(self.random.uniform(0, 3.0))
                 while not is_over.is_set():
-                    # The server may be down, because the variant restarts it. Then submit the run
+                    # The server may be down, because this test restarts it. Then submit the run
                     # again.
                     with contextlib.suppress(httpx.HTTPError):
                         self.pool.submit(spec, key=spec["name"])

@@ -138,7 +138,7 @@ class DummyServer:
         self._up_at = 0.0
         #: Set when the current fault ends.
         self._fault_over = asyncio.Event()
-        #: Pieces of answers that the fault `step` may still send.
+        #: Number of pieces of answers that the server may still send during the fault `step`.
         self._steps = asyncio.Semaphore(0)
         self._connections: set[_Connection] = set()
         self._server: asyncio.Server | None = None

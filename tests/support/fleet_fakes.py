@@ -115,8 +115,8 @@ class FakeServer:
     #: Answer to probes over the network: `yes` (success), `slow` (success after 4 s), `hang` (no
     #: answer), `refuse` (connection refused) or `503` (HTTP status 503).
     answers: str = "yes"
-    #: Answer to probes from the server's own host, with the values of `answers`. The value `lost`
-    #: means that the host itself does not answer.
+    #: Answer to probes from the server's own host, with the same possible values as
+    #: `answers`. The value `lost` means that the host itself does not answer.
     at_home: str = "yes"
     #: Seconds from the next start until the server answers `yes`.
     loads_for_s: float = 0.0

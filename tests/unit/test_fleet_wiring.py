@@ -641,7 +641,7 @@ def test_engine_may_span_nodes_on_ray(layout: dict[str, Any]) -> None:
         ("amd", {"CUDA_VISIBLE_DEVICES": "3,5"}, {}, ("3", "5")),
         # HIP_VISIBLE_DEVICES is for AMD GPUs, and this machine has NVIDIA GPUs.
         ("nvidia", {"HIP_VISIBLE_DEVICES": "3,5"}, {}, ()),
-        # A variable of the fleet takes precedence.
+        # The `env` of the fleet takes precedence over the environment of the process.
         ("nvidia", {"CUDA_VISIBLE_DEVICES": "3,5"}, {"CUDA_VISIBLE_DEVICES": "1"}, ("1",)),
         ("amd", {"HIP_VISIBLE_DEVICES": "3,5"}, {"HIP_VISIBLE_DEVICES": "1"}, ("1",)),
     ],

@@ -146,7 +146,7 @@ def test_leftovers_of_an_ended_job_are_killed(
     [
         (WANTED, f"{RUN}--a01"),
         (WANTED, f"{RUN}--a01-trainer"),
-        # an order for all attempts of the run
+        # a request to end the processes of all attempts of the run
         ({"MUSTER_RUN_ID": RUN}, f"{RUN}--a07-judge"),
     ],
 )

@@ -45,7 +45,7 @@ class Facts:
     version: str
     #: Name of the configuration of each program, by the program's module.
     entries: Mapping[str, str]
-    #: Keys by their dotted names, for each configuration.
+    #: `configurations[name]`: the keys of a configuration, by their dotted names.
     configurations: Mapping[str, Mapping[str, Key]]
 
 
