@@ -50,7 +50,8 @@ class Batch:
     mask: Tensor
     #: Log-probabilities of the tokens in nats, as the engines reported them, [row, ANSWER_TOKENS].
     old_log_probs: Tensor
-    #: Advantage of each answer within its group, in standard deviations, [row].
+    #: GRPO's advantage of each answer: the distance of its reward from the mean of its group, in
+    #: standard deviations of the group. Shape [row].
     advantages: Tensor
     #: Mean reward of the answers, from 0 to 1.
     reward: float

@@ -287,7 +287,7 @@ class Silence:
         return self._clock() - self._since
 
 
-#: Time limit in seconds of one check whether a component's checkpoint has grown.
+#: Seconds after which a check for growth of a checkpoint is given up.
 _GROWTH_WITHIN_S = 20.0
 #: Default number of seconds between two reads of the step.
 _READ_EVERY_S = 0.5

@@ -206,8 +206,8 @@ class Gate:
                     old_devices = entry.grant.devices if entry.grant else {}
                     devices = scheduling_pass.devices.get(entry.id) or old_devices
                     runs_to_start.append(await self._grant(entry, gpus, devices, held_lease))
-        # The time -math.inf lets the next scheduling pass read the queue again. That pass then sees
-        # the changes that this call has written.
+        # With the time -math.inf, the next scheduling pass reads the queue again, and sees the
+        # grants that this pass has written to the server.
         self._last = scheduling_pass, decision_id, complete_read_at, -math.inf
         return scheduling_pass, runs_to_start
 

@@ -433,8 +433,8 @@ class GangWorker(ProcessWorker):
                 env={**configuration.env, **UNPLUGGED_PREFECT},
                 stream_output=configuration.stream_output,
                 control_channel=context.control_channel,
-                # The process gets a new process group. So a signal to the worker's process
-                # group, such as Ctrl-C in a terminal, does not reach the run.
+                # A separate process group keeps signals to the worker's group away from the
+                # run, such as Ctrl-C in the worker's terminal.
                 isolate_process_group=True,
                 env_overrides_settings=True,
             )

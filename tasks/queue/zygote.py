@@ -598,7 +598,7 @@ class ForkServer:
         return forked_run
 
     def _count_fork(self, change: int) -> None:
-        """Change the number of forks in progress.
+        """Add 1 or -1 to the number of runs that are being forked at this moment.
 
         The worker is a subreaper while the number is above 0.
 

@@ -322,7 +322,7 @@ class RayJob(Member):
             self._emit_event("component.diagnosed", pid=None, path=str(path))
 
     def stop(self) -> None:
-        """Begin to end the job with its grace period, and return at once.
+        """Request the end of the job, with its grace period. Return at once.
 
         The call may be repeated. It does nothing while the job is ending.
         """

@@ -79,7 +79,7 @@ class NameKind(IntEnum):
     #: The name contains only words that are usual for checkpoints, as in `global_step_10`,
     #: `checkpoint-10` and `last`.
     CHECKPOINT = 0
-    #: The name contains a word for a step and also other words, as in `qwen-step-20`.
+    #: The name contains `step` or a similar word and further words, as in `qwen-step-20`.
     NAMED_CHECKPOINT = 1
     #: The name contains a number, but no word for a step, as in `policy-20`.
     NUMBERED = 2

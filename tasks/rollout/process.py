@@ -300,8 +300,8 @@ async def _run_until_failure(fleet: Fleet, gateway: Gateway, emit: Emit) -> str:
     except FleetFailed as error:
         return str(error)
     finally:
-        # Stop the fleet and the gateway at the same time: while the servers end, the gateway still
-        # answers the open requests with the reason.
+        # Stop the fleet and the gateway at the same time. While the servers end, the gateway still
+        # answers the open requests, with an error that says why the fleet stops.
         remaining, _ = await asyncio.gather(fleet.stop(), gateway.stop(_ANSWERS_WITHIN_S))
         load_reports.cancel()
         emit_load()

@@ -302,7 +302,7 @@ def test_run_completes_although_another_user_took_a_port(
 
 
 def find_spawned_ports(directory: Path) -> list[int]:
-    """Return the port of each api process, from the events of the runs below a directory.
+    """Return the ports of all processes of the component `api`, from the event files of the runs.
 
     The port is the last argument of the process.
     """

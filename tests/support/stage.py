@@ -102,8 +102,8 @@ def is_alive(pid: int) -> bool:
     return not tree.is_zombie(pid)
 
 
-#: Ports that `free_port` has returned. The kernel may return a port again as soon as it is free,
-#: and a fleet needs several different ports at the same time.
+#: Ports that `free_port` has returned. They are not returned again: the kernel may offer the same
+#: port twice, and a fleet needs several different ports.
 _returned_ports: set[int] = set()
 
 

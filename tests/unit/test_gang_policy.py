@@ -283,7 +283,7 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
         # a gang that ends before or exactly when the head can start may pass
         Case([HEAD, waits(2, 8, for_s=99)], [OTHER], {"w2": "b"}, {"w1": GPUS}),
         Case([HEAD, waits(2, 8, for_s=100)], [OTHER], {"w2": "b"}, {"w1": GPUS}),
-        # a gang that ends after the expected start of the head may not pass the head
+        # a run that would end after the expected start of the first run may not start before it
         Case(
             [HEAD, waits(2, 8, for_s=101)],
             [OTHER],
