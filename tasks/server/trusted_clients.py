@@ -9,6 +9,9 @@ parts of Prefect are therefore replaced in memory:
 - the HTTP client of the version check, which sends the password, too;
 - the function that opens the websockets of events, logs and workers.
 
+The same clients also replace NUL characters, which a server on PostgreSQL cannot store. See
+`storable_text`.
+
 If a future release of Prefect does not have one of these parts, an error is raised, and no password
 is sent.
 """
@@ -33,6 +36,7 @@ from tasks.processes.trusted_server import (
     check_transport,
 )
 from tasks.record.places import server_password
+from tasks.server.storable_text import replace_nul_in_messages, replace_nul_in_requests
 
 #: Environment variables for a program of Prefect that must check the server process before it sends
 #: the password. The program then loads Muster's plugin, which imports this module.
@@ -58,6 +62,7 @@ def guard_prefect_clients() -> None:
     password = server_password()
     for client in (PrefectHttpxAsyncClient, PrefectHttpxSyncClient):
         client.__init__ = _add_check(client.__init__, password)  # type: ignore[method-assign]
+        client.build_request = replace_nul_in_requests(client.build_request)  # type: ignore[method-assign]
     version_names["httpx"] = SimpleNamespace(**{**vars(httpx), "AsyncClient": _CheckedAsyncClient})
     websockets_names["connect"] = _CheckedConnect
 
@@ -134,4 +139,5 @@ class _CheckedConnect(connect):
         except OSError:
             connection.transport.abort()
             raise
+        replace_nul_in_messages(connection)
         return connection
