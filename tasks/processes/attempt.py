@@ -14,7 +14,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -24,6 +24,7 @@ from tasks.processes.guarded import GuardianTemplate
 from tasks.processes.hang_report import within
 from tasks.processes.identity import host_name
 from tasks.processes.machine import gpus_seen
+from tasks.processes.owned_tasks import OwnedTasks, cancel_tasks
 from tasks.processes.ports import PortsReserved, listening_sockets
 from tasks.processes.probes import size_of
 from tasks.processes.process_component import ProcessMember
@@ -50,6 +51,8 @@ _log = logging.getLogger(__name__)
 _SAVING_WITHIN_S = 2.0
 #: Time limit in seconds of the search for the last checkpoint of a trainer that was killed.
 _FIND_CHECKPOINT_WITHIN_S = 30.0
+#: Time limit in seconds for the search in a log for the reason why a component could not start.
+_READ_LOG_WITHIN_S = 10.0
 #: Pattern of a log line in which a trainer reports that it has received SIGTERM.
 _SIGTERM_HEARD = re.compile(
     r"(?:receiv|caught|catch|got |handl|by )\w*[^\n]{0,30}?(?:SIGTERM|signal 15)"
@@ -238,12 +241,15 @@ class SupervisedAttempt:
         self._plan = plan
         self._replan = replan
         self._moves_left = _MOVES_AT_MOST
-        self._context = AttemptContext(plan, ports, emit, register, template)
+        self._context = AttemptContext(plan, ports, emit, register, template, self.crash)
         self._emit = emit
         #: All components by name, in the order of their start.
         self.members: dict[str, Member] = {}
         self._launched: list[Member] = []
-        self._watchers: list[asyncio.Task[None]] = []
+        #: Tasks that watch the whole attempt. The tasks that watch one component belong to it.
+        self._watchers = OwnedTasks(self.crash)
+        #: Tasks that decide about the end of a component. The teardown waits for their results.
+        self._examinations = OwnedTasks(self.crash)
         self._alarms = Alarms(plan.alarms) if plan.alarms else None
         silence = Silence(
             (component.command.log for component in plan.components),
@@ -252,7 +258,6 @@ class SupervisedAttempt:
         self._progress = ProgressWatch(plan, self._step_source(), silence, emit, self._is_quiet)
         #: Keeps the decision about the earliest event so far.
         self.earliest = EarliestDecision()
-        self._conclusion: asyncio.Task[None] | None = None
         self._teardown: asyncio.Task[Verdict] | None = None
         self._is_hurried = False
         #: Set when the end of the run is decided.
@@ -274,11 +279,11 @@ class SupervisedAttempt:
             kind = _SPAWN_ERRORS.get(error.errno, FailureKind.UNKNOWN)
             self.fail(Failure(kind=kind, message=message, rule="spawn"))
             return
-        self._watch(self._follow_progress())
-        self._watch(self._follow_load())
-        self._watch(self._follow_ports())
+        self._watchers.start(self._follow_progress())
+        self._watchers.start(self._follow_load())
+        self._watchers.start(self._follow_ports())
         if self._plan.time_limit_s is not None:
-            self._watch(self._follow_clock(self._plan.time_limit_s))
+            self._watchers.start(self._follow_clock(self._plan.time_limit_s))
 
     async def start(self, name: str) -> None:
         """Start one component and wait until it is ready.
@@ -299,28 +304,28 @@ class SupervisedAttempt:
             await self._move(member)
             self._check_undecided(name)
         self._progress.silence.restart()
-        self._watch(self._follow(member, member.until_unresponsive))
-        self._watch(self._follow(member, member.until_process_lost))
+        member.tasks.start(self._follow(member, member.until_unresponsive))
+        member.tasks.start(self._follow(member, member.until_process_lost))
         if all(m.is_ready for m in self.members.values()):
             self._emit("attempt.ready", step=self._progress.step)
 
     async def _until_settled(self, member: Member) -> None:
         """Wait until a component is ready, its port is taken, or the attempt's end is decided."""
-        ready = asyncio.create_task(self._await_ready(member))
-        ready.add_done_callback(self._on_task_done)
-        over = asyncio.create_task(self.decided.wait())
-        lost = asyncio.create_task(member.lost_port.wait())
+        starting = member.tasks.start(self._await_ready(member))
+        waits = [
+            asyncio.create_task(event.wait())
+            for event in (member.became_ready, member.lost_port, self.decided)
+        ]
         try:
-            await asyncio.wait({ready, over, lost}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (ready, over, lost):
-                task.cancel()
+            await cancel_tasks(starting, *waits)
 
     def _can_move(self, member: Member) -> bool:
         """Return True if a component whose port is taken may be started again on another port."""
         return (
             self._replan is not None
-            and self._context.can_prepare_again
+            and self._context.guards.can_prepare_again
             and self._moves_left > 0
             and not member.is_ready
             and not self.decided.is_set()
@@ -502,7 +507,7 @@ class SupervisedAttempt:
             await member.until_running()
             # After the decision, the teardown would not cancel a new watcher any more.
             if not self.decided.is_set():
-                self._watch(self._follow(member, member.until_job_lost))
+                member.tasks.start(self._follow(member, member.until_job_lost))
             await member.until_ready()
         except GivenUp as error:
             self._give_up(member, error.loss)
@@ -519,13 +524,13 @@ class SupervisedAttempt:
         if member.lost_port.is_set() or not self.earliest.is_open_at(exit.at_monotonic_s):
             return
         if not exit.is_zero and self._can_move(member):
-            self._watch(self._judge_failed_start(member, exit))
+            self._examinations.start(self._judge_failed_start(member, exit))
         elif not exit.is_zero and self._may_be_finished(member, exit):
             self._conclude(member, exit)
         elif not exit.is_zero:
             self._fail_by_exit(member, exit)
         elif not member.is_ready:
-            self._watch(self._judge_early_exit(member, exit))
+            self._examinations.start(self._judge_early_exit(member, exit))
         else:
             self._judge_exit_zero(member, exit)
 
@@ -535,13 +540,7 @@ class SupervisedAttempt:
         If it failed because its port was taken, it is started again on another port. Otherwise the
         attempt fails.
         """
-        try:
-            line = await asyncio.to_thread(self._port_conflict_of, member)
-        except asyncio.CancelledError:
-            # A teardown cancels this check. Report the failure of the component anyway, because it
-            # may be the earliest failure.
-            self._fail_by_exit(member, exit)
-            raise
+        line = await within(_READ_LOG_WITHIN_S, lambda: self._port_conflict_of(member), "")
         if line:
             message = f"{member.name} could not listen on its port: {line}"
             kind = FailureKind.PORT_CONFLICT
@@ -575,7 +574,7 @@ class SupervisedAttempt:
         Otherwise the attempt fails.
         """
         if await member.says_it_was_ready():
-            member.is_ready = True
+            member.mark_ready()
             self._judge_exit_zero(member, exit)
         else:
             self._fail_by_exit(member, exit)
@@ -595,8 +594,7 @@ class SupervisedAttempt:
     def _conclude(self, member: Member, exit: Exit) -> None:
         # From now on, ignore the ends of other components. The run does not need them any more.
         self.earliest.reserve(exit.at_monotonic_s)
-        self._conclusion = asyncio.create_task(self._check_success(member, exit))
-        self._conclusion.add_done_callback(self._on_task_done)
+        self._examinations.start(self._check_success(member, exit))
 
     def _may_be_finished(self, member: Member, exit: Exit) -> bool:
         """Return True if a component may have done all its work before a signal ended it."""
@@ -769,22 +767,23 @@ class SupervisedAttempt:
     async def _take_down(self, decision: Decision) -> Verdict:
         self._context.hurry()
         self._emit("teardown.begun", reason=decision.reason, cause=decision.component)
-        for watcher in self._watchers:
-            watcher.cancel()
+        await self._cancel_watchers()
         # Examine components that hang before any component is stopped. A component may hang because
         # it waits for another component. After the end of that other component, the stacks of the
         # waiting component would no longer show this.
-        await asyncio.gather(*(member.examine() for member in self._hung().values()))
+        await self._for_each(self._hung().values(), lambda member: member.examine())
         left: dict[str, tuple[int | str, ...]] = {}
+        errors: dict[str, str] = {}
         for member in reversed(self._launched):
-            await self._until_saved(member)
-            if pids := await member.end():
-                left[member.name] = pids
-        await asyncio.gather(*(m.end() for m in self.members.values() if not m.is_launched))
-        if self._conclusion is not None:
-            await asyncio.wait({self._conclusion})
-        if (pids := await self._context.close()) and not left:
-            left[self._launched[-1].name if self._launched else "run"] = pids
+            await self._end_member(member, left, errors)
+        unused = [member for member in self.members.values() if not member.is_launched]
+        await asyncio.gather(*(self._end_member(member, left, errors) for member in unused))
+        await self._examinations.finish()
+        try:
+            left = {**await self._context.close(), **left}
+        except Exception as error:
+            _log.exception("the teardown of %s could not be completed", self._plan.run_id)
+            errors["teardown"] = repr(error)
         if self._plan.progress is not None and self._plan.progress.jsonl is not None:
             try:
                 # Read the last step again. It shows whether the attempt has made progress.
@@ -792,11 +791,63 @@ class SupervisedAttempt:
             except Exception:
                 _log.exception("the last step of %s could not be read", self._plan.run_id)
         self._emit("teardown.ended", left=left or None)
-        # Make the verdict in a thread, because the search in a long log can take two seconds.
-        verdict = await asyncio.to_thread((self.earliest.decision or decision).make_verdict)
+        verdict = await self._make_verdict(self.earliest.decision or decision)
         if left:
             verdict = verdict.with_leftovers(left)
+        if errors:
+            verdict = verdict.with_failed_ends(errors)
         return verdict.with_unseen({m.name: m.unseen for m in self._launched if m.unseen})
+
+    async def _cancel_watchers(self) -> None:
+        """Cancel the tasks that watch the attempt and its components, and wait for their end."""
+        owners = [self._watchers, *(member.tasks for member in self.members.values())]
+        await asyncio.gather(*(owner.cancel() for owner in owners))
+
+    async def _end_member(
+        self,
+        member: Member,
+        left: dict[str, tuple[int | str, ...]],
+        errors: dict[str, str],
+    ) -> None:
+        """End a component. An error does not prevent the end of the other components.
+
+        Args:
+            member: The component.
+            left: Receives the processes that could not be ended, by the name of the component.
+            errors: Receives the error, by the name of the component. The processes of the component
+                are then killed.
+        """
+        try:
+            if member.is_launched:
+                await self._until_saved(member)
+            if leftovers := await member.end():
+                left[member.name] = leftovers
+        except Exception as error:
+            _log.exception("the end of %s has failed", member.name)
+            errors[member.name] = repr(error)
+            with contextlib.suppress(Exception):
+                member.kill()
+
+    async def _for_each(
+        self, members: Iterable[Member], work: Callable[[Member], Awaitable[None]]
+    ) -> None:
+        """Do some work for several components at the same time. Errors are only logged."""
+        members = list(members)
+        results = await asyncio.gather(*map(work, members), return_exceptions=True)
+        for member, error in zip(members, results, strict=True):
+            if error is not None:
+                _log.error("%s: a step of the end has failed", member.name, exc_info=error)
+
+    async def _make_verdict(self, decision: Decision) -> Verdict:
+        """Return the verdict of a decision. An error in Muster's own code is a verdict, too."""
+        try:
+            # Use a thread, because the search in a long log can take two seconds.
+            return await asyncio.to_thread(decision.make_verdict)
+        except Exception as error:
+            _log.exception("the result of %s could not be determined", self._plan.run_id)
+            message = f"{decision.reason}; Muster could not find the cause: {error!r}"
+            failure = Failure(kind=FailureKind.UNKNOWN, message=message, rule="internal-error")
+            return Verdict.failed(failure, decision.at_monotonic_s)
 
     async def _until_saved(self, member: Member) -> None:
         """Wait while a component writes a checkpoint, at most for its grace period."""
@@ -809,20 +860,13 @@ class SupervisedAttempt:
 
     async def _hand_over(self, decision: Decision) -> Verdict:
         self._emit("attempt.left", reason=decision.reason)
-        for watcher in self._watchers:
-            watcher.cancel()
-        await asyncio.gather(*(member.let_go() for member in self.members.values()))
-        await self._context.close()
+        await self._cancel_watchers()
+        await self._for_each(self.members.values(), lambda member: member.let_go())
+        try:
+            await self._context.close()
+        except Exception:
+            _log.exception("the resources of %s could not be closed", self._plan.run_id)
         return decision.make_verdict()
-
-    def _watch(self, watching: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(watching)
-        task.add_done_callback(self._on_task_done)
-        self._watchers.append(task)
-
-    def _on_task_done(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self.crash(error)
 
     async def _follow(
         self, member: Member, until_lost: Callable[[], Awaitable[GiveUpReason]]
@@ -914,7 +958,7 @@ class SupervisedAttempt:
         granted = self._plan.devices
         gpu_processes = seen.get("processes", ())
         # List the processes of the run only if they are needed. There may be thousands.
-        pids = self._context.own_pids() if gpu_processes and not granted else set[int]()
+        pids = self._context.guards.own_pids() if gpu_processes and not granted else set[int]()
         used_uuids = {process["uuid"] for process in gpu_processes if process["pid"] in pids}
 
         def is_own(gpu: Mapping[str, Any]) -> bool:

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Never
 
 import httpx
 
-from tasks.processes import cgroup, probes, registry, tree
-from tasks.processes.containment import Containment, Level, PidNamespace
-from tasks.processes.guarded import Command, GuardedProcess, GuardianTemplate
+from tasks.processes import probes, registry
+from tasks.processes.containment import Containment, Level
+from tasks.processes.guarded import Command, GuardianTemplate
+from tasks.processes.guards import Guards
+from tasks.processes.owned_tasks import OwnedTasks
 from tasks.processes.ports import PortsReserved
 from tasks.processes.probes import ComponentProbe, make_client, until_yes
 from tasks.processes.shared_memory import SharedMemoryWatch
@@ -36,6 +38,8 @@ from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import LiveProbe, ReadyProbe
 from tasks.spec.run import Progress
 from tasks.spec.watch import WatchRule
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,135 +143,73 @@ _LAST_ASK_S = 1.0
 PORT_TAKEN = "port-taken"
 
 
-def tag_of(run_id: str, attempt: int) -> dict[str, str]:
-    """Return the environment variables that identify an attempt.
-
-    The guardians, the processes that own the attempt's components, are started with them.
-    """
-    return {"MUSTER_RUN_ID": run_id, "MUSTER_ATTEMPT": str(attempt)}
+def _log_error(error: BaseException) -> None:
+    _log.error("the supervision of a component has failed", exc_info=error)
 
 
 @dataclass
 class AttemptContext:
     """Resources that the components of one attempt share.
 
-    The shared resources include the guardians (the processes that own the components), the cgroups,
-    the PID namespace and the run's registry. The level of containment in the plan decides which of
-    these resources are used.
+    The level of containment in the plan decides which of the shared resources are used.
 
-    Call `begin`, then `prepare` for each component, then `settle`. Call `enter` before a component
-    is started and `release` after its end. Call `close` at the end of the attempt.
+    Call `begin`, then create the components, then call `settle`. Call `close` at the end of the
+    attempt.
     """
 
     plan: AttemptPlan
     ports: PortsReserved
     emit: Emit
+    #: Registry of the run on disk; None if the run is not registered.
     register: registry.RunRegister | None
-    template: GuardianTemplate | None = None
+    #: Helper process that forks the guardians, the processes that own the components. If None,
+    #: `begin` starts the helper process when it is needed.
+    template: InitVar[GuardianTemplate | None] = None
+    #: Called with each error that a background task of a component raises.
+    on_error: Callable[[BaseException], None] = _log_error
     client: httpx.AsyncClient = field(default_factory=make_client)
-    _namespace: PidNamespace | None = None
-    _processes: list[GuardedProcess] = field(default_factory=list)
-    _gone: list[GuardedProcess] = field(default_factory=list)
+    #: Owner of all processes of the attempt on this machine.
+    guards: Guards = field(init=False)
     _shared_memory: SharedMemoryWatch | None = None
-    #: Directory of the existing cgroup of each component, by the name of the component.
-    _cgroups: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self, template: GuardianTemplate | None) -> None:
+        self.guards = Guards(
+            self.plan.run_id,
+            self.plan.number,
+            registry=self.register,
+            containment=self.plan.containment,
+            template=template,
+        )
 
     @property
     def disk(self) -> DiskThread | None:
         """Thread that writes the files of the run; None if the run is not registered."""
         return self.register.disk if self.register is not None else None
 
-    @property
-    def _tag(self) -> dict[str, str]:
-        return tag_of(self.plan.run_id, self.plan.number)
-
     def begin(self) -> None:
-        """Start the processes that `prepare` needs.
-
-        For containment level L4, the first process of the PID namespace is started. If there are
-        several components, the helper process that forks their guardians is started.
+        """Start the processes that are needed to start the guardians of all components.
 
         Raises:
             OSError: A process could not be started.
         """
-        level = self.plan.containment.level
-        count = sum(component.make_member is None for component in self.plan.components)
-        if level is Level.L4 and count:
-            self._namespace = PidNamespace()
-        if level is not Level.L1 and count > 1:
-            self.template = self.template or GuardianTemplate(self._tag)
-
-    def prepare(self, component: ComponentPlan) -> GuardedProcess:
-        """Start the guardian process that will own a component.
-
-        The guardian executes nothing before `launch` is called on the returned object.
-
-        Raises:
-            OSError: No guardian could be started.
-        """
-        make = partial(
-            GuardedProcess.prepare,
-            component.name,
-            tag={**self._tag, "MUSTER_COMPONENT": component.name},
-            namespace=self._namespace,
-            gone=self._gone,
-        )
-        try:
-            process = make(template=self.template)
-        except OSError:
-            if self.template is None:
-                raise
-            # The helper process that forks guardians may have been killed. From now on, start each
-            # guardian as a new process.
-            self._close_template()
-            process = make()
-        # Forget processes whose guardian processes have ended. The kernel may reuse the pids of
-        # those guardians.
-        self._processes = [other for other in self._processes if not other.empty.done()]
-        self._processes.append(process)
-        return process
-
-    def own_pids(self) -> set[int]:
-        """Return the pids of all processes of the attempt on this machine, without guardians.
-
-        Safe in any thread.
-        """
-        return set(tree.descendants(*(process.guardian_pid for process in self._processes)))
+        self.guards.begin(sum(part.make_member is None for part in self.plan.components))
 
     def settle(self) -> None:
-        """End the preparation. Call it after `prepare` was called for each component.
+        """End the preparation. Call it after the objects of all components were created.
 
-        The helper process that forks guardians is ended, and the PID namespace accepts no further
-        guardian. The watch on the shared memory of the run begins.
+        The watch on the shared memory of the run begins.
         """
-        self._close_template()
-        if self._namespace is not None:
-            self._namespace.settle()
+        self.guards.settle()
         if self.register is not None:
             note = self.register.note_leftovers
-            self._shared_memory = SharedMemoryWatch(self.own_pids, note)
+            self._shared_memory = SharedMemoryWatch(self.guards.own_pids, note)
 
-    @property
-    def can_prepare_again(self) -> bool:
-        """True if `prepare` may be called after `settle`.
-
-        If the components run in a PID namespace, the value is False, because the namespace accepts
-        no further guardian process after `settle`.
-        """
-        return self._namespace is None
-
-    async def enter(
-        self,
-        kind: type[registry.RegisterEntry | registry.JobEntry],
-        component: ComponentPlan,
-        **about: object,
-    ) -> None:
-        """Write the registry entry of a component. Await this before the component is started.
+    async def enter_job(self, component: ComponentPlan, **about: object) -> None:
+        """Write the registry entry of a Ray job. Await this before the job is submitted.
 
         Args:
-            kind: Class of the entry.
-            component: The component.
-            about: Further fields of the entry.
+            component: The component that the job runs.
+            about: Further fields of `JobEntry`.
 
         Raises:
             OSError: The entry could not be written.
@@ -279,33 +221,10 @@ class AttemptContext:
                 "component": component.name,
                 "grace_s": component.command.grace_s,
             }
-            await self.register.enter(kind.model_validate(own | about))
+            await self.register.enter(registry.JobEntry.model_validate(own | about))
 
-    def make_cgroup(self, component: str) -> str | None:
-        """Create a cgroup for a component, and return its directory.
-
-        Returns:
-            None if the level of containment uses no cgroups or the cgroup could not be created.
-        """
-        parent = self.plan.containment.cgroup_parent
-        if parent is None:
-            return None
-        name = f"{self.plan.run_id}-a{self.plan.number:02d}-{component}"
-        # Without a cgroup, the component still starts, and its registry entry has no cgroup.
-        with contextlib.suppress(OSError):
-            self._cgroups[component] = cgroup.create(parent, name)
-        return self._cgroups.get(component)
-
-    def release(self, component: str) -> None:
-        """Remove the cgroup and the registry entry of a component.
-
-        Call this after all processes of the component have ended.
-        """
-        path = self._cgroups.pop(component, None)
-        if path is not None and not cgroup.remove(path):
-            # The cgroup could not be removed. Keep the registry entry, so that a later `reconcile`
-            # removes the cgroup.
-            return
+    def leave_job(self, component: str) -> None:
+        """Remove the registry entry of a Ray job. Call it after the complete end of the job."""
         if self.register is not None:
             self.register.leave(component)
 
@@ -317,29 +236,22 @@ class AttemptContext:
         if self._shared_memory is not None:
             self._shared_memory.hurry()
 
-    async def close(self) -> tuple[int, ...]:
-        """Close the PID namespace, the HTTP client and the ports.
+    async def close(self) -> dict[str, tuple[int, ...]]:
+        """End all processes of the attempt that still run, and close the shared resources.
+
+        If one of the resources cannot be closed, the others are closed first, and then its error is
+        raised.
 
         Returns:
-            Empty if all processes of the namespace have ended. Otherwise the pid of the first
-            process of the namespace, which cannot end before all others.
+            `left[component]`: pids of the processes that could not be ended. Empty if all processes
+            have ended.
         """
-        self._close_template()
-        if self._shared_memory is not None:
-            await asyncio.to_thread(self._shared_memory.close)
-        namespace = self._namespace
-        self._namespace = None
-        left: tuple[int, ...] = ()
-        if namespace is not None and not await asyncio.to_thread(namespace.close):
-            left = (namespace.init_pid,)
-        await self.client.aclose()
-        self.ports.close()
-        return left
-
-    def _close_template(self) -> None:
-        if self.template is not None:
-            self.template.close()
-            self.template = None
+        async with contextlib.AsyncExitStack() as stack:
+            stack.callback(self.ports.close)
+            stack.push_async_callback(self.client.aclose)
+            if self._shared_memory is not None:
+                stack.push_async_callback(asyncio.to_thread, self._shared_memory.close)
+            return await self.guards.close()
 
 
 class Member(ABC):
@@ -363,8 +275,8 @@ class Member(ABC):
         self.is_pending = True
         #: True after the launch was begun, so that `end` must end a process or a job.
         self.is_launched = False
-        #: True after the readiness probe has succeeded.
-        self.is_ready = False
+        #: Set after the component was reported as ready.
+        self.became_ready = asyncio.Event()
         #: Set if another process has taken the component's port before the component was ready, and
         #: the component can be started again on another port.
         self.lost_port = asyncio.Event()
@@ -381,6 +293,8 @@ class Member(ABC):
         #: Descriptions of machines that could not be checked for leftover processes after the
         #: component's end.
         self.unseen: tuple[str, ...] = ()
+        #: Background tasks that watch the component. `end` cancels them.
+        self.tasks = OwnedTasks(context.on_error)
         self._context = context
         self._emit = context.emit
         #: Identity that each file of a probe had before the component's start, by the path of the
@@ -393,6 +307,17 @@ class Member(ABC):
     @property
     def name(self) -> str:
         return self.plan.name
+
+    @property
+    def is_ready(self) -> bool:
+        """True after the component was reported as ready."""
+        return self.became_ready.is_set()
+
+    def mark_ready(self) -> None:
+        """Report that the component is ready. Further calls do nothing."""
+        if not self.is_ready:
+            self.became_ready.set()
+            self._emit("component.ready", self.name, pid=self.pid, after_s=self.seconds_alive())
 
     def _note_start(self) -> None:
         """Record the start time, and the identity of each file that a probe will check."""
@@ -423,7 +348,10 @@ class Member(ABC):
         self.is_pending = False
 
     async def until_ready(self) -> None:
-        """Wait until the readiness probe succeeds.
+        """Wait until the readiness probe succeeds, and report the component as ready.
+
+        If the component has ended before that, the coroutine waits until it is cancelled. The
+        caller then decides whether the component was ready (`says_it_was_ready`).
 
         Raises:
             GivenUp: The probe did not succeed in time, or a process that is not part of this run
@@ -450,8 +378,10 @@ class Member(ABC):
                     raise GivenUp(loss) from None
             self._refuse_foreign(probe.local_port)
         self.refuse_foreign_ports()
-        self.is_ready = True
-        self._emit("component.ready", self.name, pid=self.pid, after_s=self.seconds_alive())
+        if self.exited.done():
+            # The component must not be reported as ready and as ended before it was ready.
+            await forever()
+        self.mark_ready()
 
     async def says_it_was_ready(self) -> bool:
         """Return True if a component that has ended was ready before its end.

@@ -409,6 +409,11 @@ class GuardedProcess:
         if not self.empty.done() and not self.stuck:
             self.abandon_guardian()
             await asyncio.wait([self.empty], timeout=KILL_WITHIN_S)
+        return self.leftover_pids
+
+    @property
+    def leftover_pids(self) -> tuple[int, ...]:
+        """Pids that have not ended; empty if the process tree and the guardian have ended."""
         if self.empty.done():
             return ()
         return self.stuck or tuple(self.processes()) or (self.guardian_pid,)

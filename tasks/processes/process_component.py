@@ -6,24 +6,19 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import AsyncExitStack, nullcontext
 from dataclasses import replace
 
 from tasks.processes.child_watch import ProcessWatch
 from tasks.processes.component import PORT_TAKEN, AttemptContext, ComponentPlan, Member, forever
-from tasks.processes.guarded import GuardedProcess
 from tasks.processes.hang_report import Diagnosis
-from tasks.processes.identity import ProcessId
+from tasks.processes.owned_tasks import cancel_tasks
 from tasks.processes.ports import Listener, has_listener, listeners
 from tasks.processes.probes import ComponentProbe, NotifyProbe, size_of
-from tasks.processes.registry import RegisterEntry
 from tasks.record.outcome import GivenUp, GiveUpReason
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import LiveProbe, ReadyProbe
 
-#: Seconds to wait for the end of a guardian process that has started no command. The end takes
-#: longer only if SIGSTOP has stopped the guardian.
-_LEAVE_WITHIN_S = 2.0
 #: Seconds that a component may run after it has ended its own worker processes. If it runs longer,
 #: the end of the workers counts as a failure.
 _LEAVES_WITHIN_S = 1.0
@@ -46,8 +41,12 @@ class ProcessMember(Member):
             OSError: The guardian could not be started.
         """
         super().__init__(plan, context)
-        self.process = context.prepare(plan)
+        self.process = context.guards.prepare(plan.name)
         self.exited = self.process.exited
+        #: Context in which the process runs, from `launch` to `end`.
+        self._running = AsyncExitStack()
+        #: Set when a call of `launch` has returned or raised an error.
+        self._launch_is_over = asyncio.Event()
         self._notify: NotifyProbe | None = None
         self._publishing: asyncio.Task[None] | None = None
         self._diagnosis: Diagnosis | None = None
@@ -62,6 +61,12 @@ class ProcessMember(Member):
         self.process.kill()
 
     async def launch(self) -> None:
+        try:
+            await self._launch()
+        finally:
+            self._launch_is_over.set()
+
+    async def _launch(self) -> None:
         self._emit("component.starting", self.name)
         command = self.plan.command
         if any(spec is not None and spec.notify for spec in (self.plan.ready, self.plan.live)):
@@ -77,20 +82,10 @@ class ProcessMember(Member):
         self.is_launched = True
         self._note_start()
         self._log_since = max(0, size_of(command.log))
-        cgroup = self._context.make_cgroup(self.name)
-        self.pid = await self.process.launch(command, cgroup=cgroup, register=self._enter)
+        running = self._context.guards.running(self.name, "", command)
+        await self._running.enter_async_context(running)
+        self.pid = self.process.pid
         self._emit("component.spawned", self.name, pid=self.pid, argv=list(command.argv))
-
-    async def _enter(self, process: GuardedProcess) -> None:
-        """Write the component's process to the run's registry, before its program is executed."""
-        await self._context.enter(
-            RegisterEntry,
-            self.plan,
-            mark=process.mark,
-            guardian=process.guardian,
-            process=ProcessId.of(process.pid or 0),
-            cgroup=process.cgroup,
-        )
 
     async def until_process_lost(self) -> GiveUpReason:
         live = self.plan.live
@@ -118,19 +113,23 @@ class ProcessMember(Member):
             self._emit("component.diagnosed", self.name, pid=self.pid, path=str(report))
 
     async def end(self) -> tuple[int | str, ...]:
+        await self.tasks.cancel()
         if not self.is_launched:
-            self._close_notify()
-            self.process.dismiss()
-            await self.process.end(_LEAVE_WITHIN_S)
+            await self._close_notify()
+            await self._context.guards.dismiss(self.name)
             return ()
         async with self._diagnosis.listening() if self._diagnosis else nullcontext():
             self.process.stop()
-            left = await self.process.end(self.plan.command.ends_within_s)
-            self._close_notify()
+            await self._context.guards.end(self.process, self.plan.command.ends_within_s)
+            # `launch` may still wait for the start of the process. It returns now, because the
+            # process has ended.
+            await self._launch_is_over.wait()
+            await self._running.aclose()
+            left = self.process.leftover_pids
+            await self._close_notify()
             if left:
                 self._emit("component.stuck", self.name, pid=self.pid, pids=left)
             else:
-                self._context.release(self.name)
                 self._emit("component.stopped", self.name, pid=self.pid)
         if self._diagnosis is not None:
             self.hangs_in = self._diagnosis.hangs_in
@@ -152,10 +151,10 @@ class ProcessMember(Member):
         notify.has_news.clear()
         self._emit("component.status", self.name, message=notify.status)
 
-    def _close_notify(self) -> None:
+    async def _close_notify(self) -> None:
         if self._notify is None or self._publishing is None:
             return
-        self._publishing.cancel()
+        await cancel_tasks(self._publishing)
         self._notify.glance()
         if self._notify.has_news.is_set():
             self._publish_status(self._notify)
@@ -170,7 +169,7 @@ class ProcessMember(Member):
         if port is None:
             return
         # A listener may also be a process of another component of this run, which is allowed.
-        ours = self._context.own_pids()
+        ours = self._context.guards.own_pids()
         for listener in self._listeners(port, ours):
             if listener.pid not in ours and self._is_foreign(listener):
                 holder = "a process of another user"

@@ -171,7 +171,35 @@ def leave(directory: Path, component: str) -> None:
     (directory / JobEntry.file_of(component)).unlink(missing_ok=True)
 
 
-class RunRegister:
+class EntryWriter:
+    """Writes and removes the registry entries of one run, in the thread that writes its files."""
+
+    def __init__(self, directory: Path, disk: DiskThread) -> None:
+        """
+        Args:
+            directory: Directory of the run in the registry.
+            disk: Thread that writes the files of the run.
+        """
+        self.directory = directory
+        self.disk = disk
+
+    async def enter(self, entry: RegisterEntry | JobEntry) -> None:
+        """Write the registry entry of a component. Await this before the component is started.
+
+        Raises:
+            OSError: The entry was not written. The component must not be started.
+        """
+        await asyncio.wrap_future(self.disk.do(partial(enter, self.directory, entry)))
+
+    def leave(self, component: str) -> None:
+        """Remove the registry entries of a component whose processes have all ended.
+
+        Returns at once. Another thread removes the files.
+        """
+        self.disk.do(partial(leave, self.directory, component))
+
+
+class RunRegister(EntryWriter):
     """The registry directory of one run, locked by the process that supervises the run.
 
     `close` removes the directory.
@@ -191,11 +219,9 @@ class RunRegister:
             FileExistsError: The run is registered with the id of another flow run.
             OSError: The registry cannot be written.
         """
-        #: Directory of the run in the registry.
-        self.directory = _registry_directory() / owner.run_id
+        disk = DiskThread(f"disk of {owner.run_id}")
+        super().__init__(_registry_directory() / owner.run_id, disk)
         self.owner = owner
-        #: Thread that writes the files of the run.
-        self.disk = DiskThread(f"disk of {owner.run_id}")
         self._lock_fd: int | None = None
         deadline = time.monotonic() + _CLAIM_WITHIN_S
         while self._lock_fd is None:
@@ -245,21 +271,6 @@ class RunRegister:
         if leftovers != self.owner.leftovers:
             self.owner = self.owner.model_copy(update={"leftovers": leftovers})
             self.disk.replace(self.directory / _OWNER, self._owner_text)
-
-    async def enter(self, entry: RegisterEntry | JobEntry) -> None:
-        """Write the registry entry of a component. Await this before the component is started.
-
-        Raises:
-            OSError: The entry was not written. The component must not be started.
-        """
-        await asyncio.wrap_future(self.disk.do(partial(enter, self.directory, entry)))
-
-    def leave(self, component: str) -> None:
-        """Remove the registry entries of a component whose processes have all ended.
-
-        Returns at once. Another thread removes the files.
-        """
-        self.disk.do(partial(leave, self.directory, component))
 
     def settle(self, record: RunJson) -> None:
         """Wait until the final record of the run is on disk.

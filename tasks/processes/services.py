@@ -22,6 +22,7 @@ from tasks.processes.attempt import failure_of
 from tasks.processes.component import AttemptContext, AttemptPlan, ComponentPlan
 from tasks.processes.identity import ProcessId
 from tasks.processes.loop_thread import LoopThread
+from tasks.processes.owned_tasks import cancel_tasks
 from tasks.processes.ports import PortsReserved
 from tasks.processes.process_component import ProcessMember
 from tasks.processes.registry import RunRegister
@@ -224,13 +225,22 @@ class _Service:
         """End all processes of the service.
 
         Returns:
-            Pids that cannot be ended.
+            Pids that cannot be ended, and descriptions of errors in Muster's own code.
         """
         if self.keeper is not None:
             self.keeper.cancel()
             await asyncio.wait([self.keeper])
-        results = await asyncio.gather(*(member.end() for member in self.members))
-        return tuple(pid for survivors in results for pid in survivors)
+        results = await asyncio.gather(
+            *(member.end() for member in self.members), return_exceptions=True
+        )
+        left: list[int | str] = []
+        for result in results:
+            if isinstance(result, BaseException):
+                _log.error("the end of %s has failed", self.plan.name, exc_info=result)
+                left.append(f"its end has failed: {result!r}")
+            else:
+                left += result
+        return tuple(left)
 
     async def _run_process(self) -> _Death | None:
         """Run one process of the service, from its start to its end.
@@ -282,8 +292,7 @@ class _Service:
                 watched.remove(getting_ready)
                 await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            getting_ready.cancel()
-            following.cancel()
+            await cancel_tasks(getting_ready, following)
         if not member.exited.done():
             # The needed service has died, so this service will be ended, too. Report the new state
             # now, because it may take some seconds to end this service.
@@ -446,7 +455,8 @@ class Services:
         """End the services in the reverse order of their start. May be called any number of times.
 
         Returns:
-            `left[service]`: pids of processes that survived SIGKILL. Empty if all have ended.
+            `left[service]`: pids of processes that survived SIGKILL, and descriptions of errors in
+            Muster's own code. Empty if all processes have ended.
         """
         if self._left is None:
             self._left = self._loop.call(self._teardown())
@@ -466,8 +476,10 @@ class Services:
 
     def __exit__(self, *_: object) -> None:
         if self._loop.is_open:
-            self.teardown()
-            self._loop.close()
+            try:
+                self.teardown()
+            finally:
+                self._loop.close()
 
     async def _start(self, name: str) -> None:
         service = self._services[name]
@@ -477,8 +489,7 @@ class Services:
         first = asyncio.create_task(service.was_up.wait())
         over = asyncio.create_task(self._is_over.wait())
         await asyncio.wait({first, over}, return_when=asyncio.FIRST_COMPLETED)
-        first.cancel()
-        over.cancel()
+        await cancel_tasks(first, over)
         if self._is_over.is_set():
             why = self.failure.message if self.failure is not None else self.stopped_by
             raise RunEnded(f"{name} is not started: {why}")
@@ -509,7 +520,7 @@ class Services:
             await asyncio.wait(keepers)
         left: dict[str, tuple[int | str, ...]] = {}
         for name, service in reversed(self._services.items()):
-            if remains := await service.end():
-                left[name] = remains
-        await self.context.close()
-        return left
+            if leftovers := await service.end():
+                left[name] = leftovers
+        # This also ends the processes whose own end has failed.
+        return {**await self.context.close(), **left}

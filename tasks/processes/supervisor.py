@@ -123,5 +123,7 @@ class Supervisor:
 
     def __exit__(self, *_: object) -> None:
         if self._loop.is_open:
-            self.teardown()
-            self._loop.close()
+            try:
+                self.teardown()
+            finally:
+                self._loop.close()

@@ -21,7 +21,6 @@ from typing import Any
 
 from tasks.processes import hang_report
 from tasks.processes.component import AttemptContext, ComponentPlan, Member
-from tasks.processes.registry import JobEntry
 from tasks.ray import control_store
 from tasks.ray.dashboard import Dashboard, Denied, JobState, NoAnswer
 from tasks.ray.end import JobEnd, TakeDown, count_held_gpus, earliest_end, job_exit, job_last_words
@@ -216,8 +215,8 @@ class RayJob(Member):
         """
         self._emit_event("component.starting")
         self._context.ports.release(self.name)
-        await self._context.enter(
-            JobEntry, self.plan, submission_id=self._job.submission_id, log=self.plan.command.log
+        await self._context.enter_job(
+            self.plan, submission_id=self._job.submission_id, log=self.plan.command.log
         )
         self.is_launched = True
         is_adopted = self._job.may_be_submitted_since is not None
@@ -245,7 +244,8 @@ class RayJob(Member):
             GivenUp: The job could not be submitted or did not start in time.
         """
         assert self._submitting is not None
-        await self._submitting
+        # If this call is cancelled, only `end` and `let_go` cancel the submission, and wait for it.
+        await asyncio.shield(self._submitting)
         self.is_pending = False
         # The time limits of the component count from now, because the job may have been pending for
         # a long time.
@@ -349,6 +349,7 @@ class RayJob(Member):
             Descriptions of leftovers that did not end in time. The nodes that could not be checked
             are not included. They are in the attribute `unseen`.
         """
+        await self.tasks.cancel()
         if not self.is_launched:
             await self._close()
             return ()
@@ -357,7 +358,7 @@ class RayJob(Member):
         if leftovers := await asyncio.shield(self._ending):
             self._emit_event("component.stuck", pid=None, pids=leftovers)
             return leftovers
-        self._context.release(self.name)
+        self._context.leave_job(self.name)
         self._emit_event("component.stopped", pid=None)
         return ()
 
@@ -389,6 +390,7 @@ class RayJob(Member):
 
     async def let_go(self) -> None:
         """Stop watching the job without ending it. The next process of the run attaches to it."""
+        await self.tasks.cancel()
         await _cancel(self._submitting)
         await self._close()
 

@@ -181,17 +181,40 @@ class Verdict:
         Args:
             left: The leftover processes of each component; see the field `left`.
         """
-        remains = (
+        problem = (
             f"some processes survived SIGKILL ({_by_name(left)}). They probably wait for a device "
             "or a file system, see /proc/PID/stack. Their GPUs are not free"
         )
+        return self._with_incomplete_teardown(problem, left)
+
+    def with_failed_ends(self, errors: Mapping[str, str]) -> Verdict:
+        """Return the result with the state FAILED, because Muster failed to end a component.
+
+        Args:
+            errors: The error of each component. They are added to the leftovers, because processes
+                of the component may remain.
+        """
+        listed = "; ".join(f"{name}: {error}" for name, error in errors.items())
+        problem = (
+            f"the end of these components has failed in Muster's own code ({listed}). "
+            "If processes remain, `muster reconcile` ends them"
+        )
+        left = {
+            **self.left,
+            **{name: (*self.left.get(name, ()), error) for name, error in errors.items()},
+        }
+        return self._with_incomplete_teardown(problem, left)
+
+    def _with_incomplete_teardown(
+        self, problem: str, left: Mapping[str, tuple[int | str, ...]]
+    ) -> Verdict:
         if self.failure is not None:
-            failure = self.failure.with_changes(message=f"{self.failure.message}; and {remains}")
+            failure = self.failure.with_changes(message=f"{self.failure.message}; and {problem}")
         else:
             failure = Failure(
                 kind=FailureKind.UNKNOWN,
                 component=next(iter(left)),
-                message=f"{self.message}, but {remains}",
+                message=f"{self.message}, but {problem}",
                 rule="teardown-incomplete",
             )
         return replace(Verdict.failed(failure, self.at_monotonic_s), left=left)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import os
 import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tasks.processes import tree
 from tasks.processes.guarded import KILL_WITHIN_S, Command, GuardedProcess
-from tasks.processes.identity import ProcessId
+from tasks.processes.guards import Guards
 from tasks.processes.ports import PortsReserved, has_listener, listeners
-from tasks.processes.registry import RegisterEntry, enter, leave
+from tasks.processes.registry import EntryWriter
 from tasks.processes.shortage import OWN_SHORTAGES
 from tasks.record.causes import read_tail
 from tasks.record.disk import DiskThread
@@ -26,6 +26,8 @@ from tasks.rollout.ownership import LocalListeners
 from tasks.rollout.probing import Death, HttpProber, NoRoomToStart, StartFailed
 from tasks.rollout.topology import LOOPBACK, ServerSlot, nodes_needed
 from tasks.spec.component import FLEET
+
+_log = logging.getLogger(__name__)
 
 #: Largest number of bytes at the end of a server's log that are reported when the server has died.
 #: Reading more bytes would delay the report.
@@ -45,6 +47,8 @@ class _LocalServer:
     log_began_at: int
     #: True if the fleet is stopping the server. Its end is then not reported as a death.
     is_stopping: bool = False
+    #: Context in which the server runs.
+    running: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
 
     @property
     def is_gone(self) -> bool:
@@ -69,7 +73,9 @@ class LocalHost:
     def __init__(self, plan: FleetPlan, env: Mapping[str, str], disk: DiskThread) -> None:
         self._plan = plan
         self._env = env
-        self._disk = disk
+        registry = EntryWriter(plan.register_at, disk) if plan.register_at is not None else None
+        #: Owner of the servers' processes.
+        self._guards = Guards(plan.run_id, plan.attempt, registry=registry)
         self.on_death: Callable[[Death], None] = lambda death: None
         #: The last incarnation of each server by its rank.
         self._servers: dict[int, _LocalServer] = {}
@@ -118,13 +124,10 @@ class LocalHost:
             )
         log = self._plan.log_of(rank)
         stop = self._plan.fleet.stop
-        tag = {
-            "MUSTER_RUN_ID": self._plan.run_id,
-            "MUSTER_ATTEMPT": str(self._plan.attempt),
-            "MUSTER_COMPONENT": FLEET,
-        }
+        if earlier is not None:
+            await earlier.running.aclose()
         try:
-            process = GuardedProcess.prepare(name, tag=tag)
+            process = self._guards.prepare(FLEET, f"r{rank}")
         except OSError as error:
             message = f"{name}: its guardian can't be started: {error.strerror or error}"
             raise _start_error(message, error) from error
@@ -132,8 +135,6 @@ class LocalHost:
             slot=slot, epoch=epoch, process=process, log=log, log_began_at=_size_of(log)
         )
         self._servers[rank] = server
-        process.exited.add_done_callback(lambda _: self._on_exit(server))
-        process.empty.add_done_callback(lambda _: self._unregister(rank))
         if (url := slot.url) is not None:
             expected = self.listeners.expect(url, process.processes)
             process.empty.add_done_callback(lambda _: self.listeners.forget(url, expected))
@@ -146,17 +147,14 @@ class LocalHost:
             grace_s=stop.grace_s,
         )
         try:
-            await process.launch(command, register=partial(self._register, rank))
+            running = self._guards.running(FLEET, f"r{rank}", command)
+            await server.running.enter_async_context(running)
         except OSError as error:  # TimeoutError is a subclass of OSError.
-            server.is_stopping = True
-            await self._end(server, 0.0)
             reason = error.strerror or str(error) or "its guardian does not answer"
             message = f"{name} can't be started: {slot.argv[0]}: {reason}"
             raise _start_error(message, error) from error
-        except asyncio.CancelledError:
-            # The caller ends the process by `stop`. Until then, its end must not be reported.
-            server.is_stopping = True
-            raise
+        # Only the end of a server that has started is reported as a death.
+        process.exited.add_done_callback(lambda _: self._on_exit(server))
 
     async def stop(self, ranks: Collection[int], *, grace_s: float) -> tuple[str, ...]:
         """Stop servers, and kill their remaining processes after the grace period.
@@ -171,8 +169,17 @@ class LocalHost:
         servers = [self._servers[rank] for rank in sorted(ranks) if rank in self._servers]
         for server in servers:
             server.is_stopping = True
-        leftovers = await asyncio.gather(*(self._end(server, grace_s) for server in servers))
-        return tuple(text for text in leftovers if text)
+        results = await asyncio.gather(
+            *(self._end(server, grace_s) for server in servers), return_exceptions=True
+        )
+        leftovers: list[str] = []
+        for server, result in zip(servers, results, strict=True):
+            if isinstance(result, BaseException):
+                _log.error("the end of rank %d has failed", server.slot.rank, exc_info=result)
+                leftovers.append(f"rank {server.slot.rank}: its end has failed: {result!r}")
+            elif result:
+                leftovers.append(result)
+        return tuple(leftovers)
 
     async def ask(self, rank: int, question: Ask, timeout_s: float) -> str | None:
         """Send a request to a server.
@@ -201,37 +208,7 @@ class LocalHost:
     async def close(self) -> None:
         """Kill all servers."""
         await self.stop(list(self._servers), grace_s=0.0)
-
-    async def _register(self, rank: int, process: GuardedProcess) -> None:
-        """Write an entry for a server into the register of the run's processes.
-
-        If all processes of the run are killed at once, `muster reconcile` finds leftover processes
-        of the server by this entry.
-
-        Args:
-            rank: Rank of the server.
-            process: The server's process.
-
-        Raises:
-            OSError: The register cannot be written.
-        """
-        if self._plan.register_at is not None:
-            entry = RegisterEntry(
-                run_id=self._plan.run_id,
-                attempt=self._plan.attempt,
-                component=f"{FLEET}.r{rank}",
-                mark=process.mark,
-                guardian=process.guardian,
-                process=ProcessId.of(process.pid or 0),
-                grace_s=self._plan.fleet.stop.grace_s,
-            )
-            writing = self._disk.do(partial(enter, self._plan.register_at, entry))
-            await asyncio.wrap_future(writing)
-
-    def _unregister(self, rank: int) -> None:
-        """Remove the entry of a server from the register of the run's processes."""
-        if self._plan.register_at is not None:
-            self._disk.do(partial(leave, self._plan.register_at, f"{FLEET}.r{rank}"))
+        await self._guards.close()
 
     async def _end(self, server: _LocalServer, grace_s: float) -> str:
         """Stop a server, and kill its remaining processes after the grace period.
@@ -249,7 +226,9 @@ class LocalHost:
             await asyncio.wait([process.empty], timeout=grace_s)
         if not server.is_gone:
             process.kill()
-        leftover_pids = await process.end(KILL_WITHIN_S)
+        await self._guards.end(process, KILL_WITHIN_S)
+        await server.running.aclose()
+        leftover_pids = process.leftover_pids
         if not leftover_pids:
             return ""
         return f"rank {server.slot.rank}: pid {', '.join(map(str, leftover_pids))}"

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
-from tasks.processes.component import AttemptPlan, tag_of
+from tasks.processes.component import AttemptPlan
 from tasks.processes.containment import Containment, Level
 from tasks.processes.guarded import GuardianTemplate
+from tasks.processes.guards import tag_of
 from tasks.processes.registry import RunRegister
 from tasks.processes.supervisor import Supervisor
 from tasks.record.causes import recognize_fleet_loss

@@ -14,7 +14,16 @@ from tasks.record.states import RunState
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import LiveProbe, ReadyProbe
 from tasks.spec.run import Progress
-from tests.support.stage import DEADLINE_S, FOREVER, Stage, free_port, python, sh, wait_until
+from tests.support.stage import (
+    DEADLINE_S,
+    FOREVER,
+    Stage,
+    free_port,
+    is_alive,
+    python,
+    sh,
+    wait_until,
+)
 
 UP = ReadyProbe(log="up", within_s=DEADLINE_S)
 
@@ -256,3 +265,41 @@ def test_readable_part_of_a_binary_log_is_shown(stage: Stage) -> None:
     verdict = stage.run(stage.component("trainer", sh(garbage)))
 
     assert verdict.failure is not None and "ok" in verdict.failure.log_tail
+
+
+@pytest.mark.parametrize("name", ["api", "trainer"])
+def test_component_whose_end_raises_an_error_leaves_no_process(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    supervisor = stage.running(stage.component("api"), stage.component("trainer"))
+    pids = [stage.pid_of("api"), stage.pid_of("trainer")]
+
+    async def fail() -> tuple[int | str, ...]:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(supervisor._attempt.members[name], "end", fail)
+    supervisor.interrupt("enough")
+    verdict = stage.end(supervisor)
+
+    assert not any(is_alive(pid) for pid in pids)
+    assert verdict.state is RunState.FAILED
+    assert verdict.left == {name: ("RuntimeError('a bug')",)}
+
+
+def test_components_end_if_the_examination_of_one_raises_an_error(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor = stage.running(stage.component("api"), stage.component("trainer"))
+    pids = [stage.pid_of("api"), stage.pid_of("trainer")]
+
+    async def fail() -> None:
+        raise RuntimeError("a bug")
+
+    trainer = supervisor._attempt.members["trainer"]
+    trainer.is_hung = True
+    monkeypatch.setattr(trainer, "examine", fail)
+    supervisor.interrupt("enough")
+    verdict = stage.end(supervisor)
+
+    assert not any(is_alive(pid) for pid in pids)
+    assert verdict.state is RunState.CANCELLED

@@ -6,6 +6,7 @@ The processes of the components are fakes that follow a script.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -15,10 +16,10 @@ from typing import Any
 import pytest
 
 from tasks.processes.attempt import SupervisedAttempt
-from tasks.processes.component import AttemptPlan, ComponentPlan
+from tasks.processes.component import AttemptPlan, ComponentPlan, forever
 from tasks.processes.guarded import Command, GuardedProcess
 from tasks.processes.ports import PortsReserved
-from tasks.record.outcome import Exit, Verdict
+from tasks.record.outcome import Exit, GiveUpReason, Verdict
 from tasks.record.states import RunState
 from tasks.spec.errors import RunEnded
 from tasks.spec.failure_kinds import FailureKind
@@ -85,6 +86,7 @@ class ScriptedProcess:
             self.empty.set_result(None)
 
     end = GuardedProcess.end
+    leftover_pids = GuardedProcess.leftover_pids
 
     def abandon_guardian(self) -> None:
         self.told.append("abandon")
@@ -92,7 +94,7 @@ class ScriptedProcess:
 
 @pytest.fixture(autouse=True)
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("tasks.processes.component.GuardedProcess", ScriptedProcess)
+    monkeypatch.setattr("tasks.processes.guards.GuardedProcess", ScriptedProcess)
     monkeypatch.setattr("tasks.processes.progress._LAST_STEP_WITHIN_S", 0.2)
     ScriptedProcess.made, ScriptedProcess.refuses = {}, {}
     yield
@@ -503,3 +505,73 @@ async def test_error_survived_by_later_steps_is_no_cause(
 
     assert verdict.failure is not None
     assert verdict.failure.kind is FailureKind.COLLECTIVE_TIMEOUT
+
+
+@pytest.mark.parametrize("code", [0, 1])
+async def test_component_that_ends_at_once_is_not_reported_as_ready_and_as_not_ready(
+    begin: MakeAttempt, events: Events, code: int
+) -> None:
+    attempt = await begin(start=False, trainer="fail")
+    launch = process("trainer").launch
+
+    async def launch_and_end(command: Command, **more: object) -> int:
+        pid = await launch(command, **more)
+        process("trainer").ends(1.0, code=code)
+        return pid
+
+    process("trainer").launch = launch_and_end  # type: ignore[method-assign]
+    with contextlib.suppress(RunEnded):
+        await attempt.start("trainer")
+    verdict = await verdict_of(attempt)
+
+    was_reported_ready = ("component.ready", "trainer") in events
+    assert was_reported_ready != ("before it was ready" in verdict.message)
+
+
+async def test_start_waits_for_the_end_of_the_tasks_that_it_cancels(begin: MakeAttempt) -> None:
+    attempt = await begin(start=False, trainer="complete")
+    ended: list[str] = []
+    has_begun = asyncio.Event()
+
+    async def until_ready() -> None:
+        has_begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.05)
+            ended.append("until_ready")
+
+    attempt.members["trainer"].until_ready = until_ready  # type: ignore[method-assign]
+    starting = asyncio.create_task(attempt.start("trainer"))
+    await has_begun.wait()
+    attempt.interrupt("enough")
+    with pytest.raises(RunEnded):
+        await starting
+
+    assert ended == ["until_ready"]
+    await verdict_of(attempt)
+
+
+async def test_watch_over_a_component_has_ended_before_the_component_is_stopped(
+    begin: MakeAttempt,
+) -> None:
+    attempt = await begin(start=False, api="fail", trainer="complete")
+    order: list[str] = []
+
+    async def until_unresponsive() -> GiveUpReason:
+        try:
+            return await forever()
+        finally:
+            await asyncio.sleep(0.05)
+            order.append("watch has ended")
+
+    attempt.members["api"].until_unresponsive = until_unresponsive  # type: ignore[method-assign]
+    for name in ("api", "trainer"):
+        await attempt.start(name)
+    stop = process("api").stop
+    process("api").stop = lambda: (order.append("stop"), stop())  # type: ignore
+    await reports_arrive()
+    attempt.interrupt("enough")
+    await verdict_of(attempt)
+
+    assert order[:2] == ["watch has ended", "stop"]

@@ -327,3 +327,20 @@ def test_services_end_in_the_reverse_order_of_their_start(stages: list[Stage]) -
 
     assert stage.order == ["end worker", "end head", "end server"]
     assert (stage.services.stopped_by, stage.services.failure) == ("asked to", None)
+
+
+def test_service_whose_end_raises_an_error_does_not_keep_the_others_alive(
+    stages: list[Stage],
+) -> None:
+    stages.append(stage := Stage(plan("server"), plan("worker")))
+    for name in ("server", "worker"):
+        stage.services.start(name)
+
+    async def fail() -> tuple[int | str, ...]:
+        raise RuntimeError("a bug")
+
+    stage.members["worker"][-1].end = fail  # type: ignore[method-assign]
+    left = stage.services.teardown()
+
+    assert stage.members["server"][-1].was_ended
+    assert left == {"worker": ("its end has failed: RuntimeError('a bug')",)}

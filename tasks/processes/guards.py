@@ -1,0 +1,344 @@
+"""Run the processes of an attempt under guardians, and release everything that they have used.
+
+A guardian is a small process that owns the process tree of a component, or of one part of a
+component. `Guards` starts a guardian for each process, registers the process before its program is
+executed, and ends the whole process tree. `guarded` contains the code for a single process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Protocol
+
+from tasks.processes import cgroup, tree
+from tasks.processes.containment import Containment, Level, PidNamespace
+from tasks.processes.guarded import KILL_WITHIN_S, Command, GuardedProcess, GuardianTemplate
+from tasks.processes.identity import ProcessId
+from tasks.processes.registry import RegisterEntry
+
+_log = logging.getLogger(__name__)
+
+#: Seconds to wait for the end of a guardian process that has started no command. The end takes
+#: longer only if SIGSTOP has stopped the guardian.
+_UNUSED_WITHIN_S = 2.0
+
+
+def tag_of(run_id: str, attempt: int) -> dict[str, str]:
+    """Return the environment variables that identify an attempt.
+
+    The guardians, the processes that own the attempt's components, are started with them.
+    """
+    return {"MUSTER_RUN_ID": run_id, "MUSTER_ATTEMPT": str(attempt)}
+
+
+class ProcessRegistry(Protocol):
+    """The part of the run's registry that `Guards` uses."""
+
+    async def enter(self, entry: RegisterEntry) -> None: ...
+    def leave(self, component: str) -> None: ...
+
+
+class Guards:
+    """Owns the processes of one attempt on this machine, each under its own guardian process.
+
+    Run each process in the context `running`. If the start must be fast, call `begin`, then
+    `prepare` for each process, then `settle`, all before the first process is started. Call `close`
+    at the end of the attempt.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        attempt: int,
+        *,
+        registry: ProcessRegistry | None,
+        containment: Containment | None = None,
+        template: GuardianTemplate | None = None,
+    ) -> None:
+        """
+        Args:
+            run_id: Id of the run.
+            attempt: Number of the attempt, from 1.
+            registry: The registry of the run's processes. None if the processes are not registered.
+            containment: Mechanisms which ensure that all processes can be ended. If None, only
+                guardians are used.
+            template: Helper process that forks the guardians. If None, `begin` starts the helper
+                process when it is needed.
+        """
+        self._run_id = run_id
+        self._attempt = attempt
+        self._registry = registry
+        self._containment = containment or Containment(level=Level.L2)
+        self._template = template
+        self._namespace: PidNamespace | None = None
+        #: Processes whose guardians have not ended, in the order of their preparation.
+        self._processes: list[GuardedProcess] = []
+        #: The last process of each component and of each part, by its name.
+        self._current: dict[str, GuardedProcess] = {}
+        #: Names of the processes that are prepared and not started.
+        self._prepared: set[str] = set()
+        #: Processes in the order in which the kernel has reported their ends.
+        self._gone: list[GuardedProcess] = []
+        #: Directory of the existing cgroup of each process, by the name of the process.
+        self._cgroups: dict[str, str] = {}
+        #: Tasks that wait for the end of a process, by the process. They continue if the code that
+        #: waits for them is cancelled.
+        self._endings: dict[GuardedProcess, asyncio.Task[tuple[int, ...]]] = {}
+
+    @property
+    def _tag(self) -> dict[str, str]:
+        return tag_of(self._run_id, self._attempt)
+
+    def begin(self, count: int) -> None:
+        """Start the processes that `prepare` needs.
+
+        For containment level L4, the first process of the PID namespace is started. If there are
+        several components, the helper process that forks their guardians is started.
+
+        Args:
+            count: Number of components that will be prepared.
+
+        Raises:
+            OSError: A process could not be started.
+        """
+        level = self._containment.level
+        if level is Level.L4 and count:
+            self._namespace = PidNamespace()
+        if level is not Level.L1 and count > 1:
+            self._template = self._template or GuardianTemplate(self._tag)
+
+    def prepare(self, component: str, part: str = "") -> GuardedProcess:
+        """Start the guardian process that will own a process. The guardian executes nothing yet.
+
+        Pass the same names to `running` or `dismiss` later.
+
+        Args:
+            component: Name of the component.
+            part: Name of a part of the component, for example of one inference server. Empty for
+                the component itself.
+
+        Raises:
+            OSError: No guardian could be started.
+        """
+        name = _name_of(component, part)
+        make = partial(
+            GuardedProcess.prepare,
+            f"{component}-{part}" if part else component,
+            tag={**self._tag, "MUSTER_COMPONENT": component},
+            namespace=self._namespace,
+            gone=self._gone,
+        )
+        try:
+            process = make(template=self._template)
+        except OSError:
+            if self._template is None:
+                raise
+            # The helper process that forks guardians may have been killed. From now on, start each
+            # guardian as a new process.
+            self._close_template()
+            process = make()
+        # Forget processes whose guardian processes have ended. The kernel may reuse the pids of
+        # those guardians.
+        self._processes = [other for other in self._processes if not other.empty.done()]
+        self._processes.append(process)
+        self._endings = {key: end for key, end in self._endings.items() if not key.empty.done()}
+        self._current[name] = process
+        self._prepared.add(name)
+        return process
+
+    def settle(self) -> None:
+        """End the preparation. Call it after `prepare` was called for each component.
+
+        The helper process that forks guardians is ended, and the PID namespace accepts no further
+        guardian.
+        """
+        self._close_template()
+        if self._namespace is not None:
+            self._namespace.settle()
+
+    @property
+    def can_prepare_again(self) -> bool:
+        """True if `prepare` may be called after `settle`.
+
+        If the components run in a PID namespace, the value is False, because the namespace accepts
+        no further guardian process after `settle`.
+        """
+        return self._namespace is None
+
+    def own_pids(self) -> set[int]:
+        """Return the pids of all processes of the attempt on this machine, without guardians.
+
+        Safe in any thread.
+        """
+        return set(tree.descendants(*(process.guardian_pid for process in self._processes)))
+
+    @asynccontextmanager
+    async def running(
+        self, component: str, part: str, command: Command
+    ) -> AsyncIterator[GuardedProcess]:
+        """Run a command in this context, under its own guardian.
+
+        The process is registered before the command is executed. At the end of the context, the
+        command gets its stop signal and its grace period, and the context waits until the whole
+        process tree has ended. The registry entry is removed when the process tree has ended.
+        `GuardedProcess.leftover_pids` contains the processes that could not be ended.
+
+        If the caller is cancelled while the context waits for the end, the process still gets its
+        grace period, and `close` waits for its end. To end the process before the end of the
+        context, call its method `stop` or `kill`, and then `end` of this class.
+
+        Args:
+            component: Name of the component.
+            part: Name of a part of the component. Empty for the component itself.
+            command: The command.
+
+        Raises:
+            OSError: The command could not be started, or the registry could not be written. No
+                process remains. `TimeoutError`: the guardian does not answer.
+        """
+        name = _name_of(component, part)
+        if name not in self._prepared:
+            self.prepare(component, part)
+        self._prepared.discard(name)
+        process = self._current[name]
+        process.empty.add_done_callback(lambda _: self._release(name, process))
+        register = partial(self._register, name, command)
+        try:
+            await process.launch(command, cgroup=self._make_cgroup(name), register=register)
+        except OSError:
+            process.kill()
+            await self.end(process, KILL_WITHIN_S)
+            raise
+        except BaseException:
+            process.stop()
+            await self.end(process, command.ends_within_s)
+            raise
+        try:
+            yield process
+        finally:
+            process.stop()
+            await self.end(process, command.ends_within_s)
+
+    async def end(self, process: GuardedProcess, within_s: float) -> None:
+        """Wait until a process has ended. Call its method `stop` or `kill` before.
+
+        Several callers may wait for the end of one process; the time limit of the first one counts.
+
+        Args:
+            process: The process.
+            within_s: Time limit in seconds. A guardian that has sent no report by then is killed.
+        """
+        ending = self._endings.get(process)
+        if ending is None:
+            ending = self._endings[process] = asyncio.create_task(process.end(within_s))
+        await asyncio.shield(ending)
+
+    async def dismiss(self, component: str, part: str = "") -> None:
+        """End the guardian of a process that was prepared and not started."""
+        name = _name_of(component, part)
+        if name in self._prepared:
+            self._prepared.discard(name)
+            self._current[name].dismiss()
+            await self.end(self._current[name], _UNUSED_WITHIN_S)
+
+    async def close(self) -> dict[str, tuple[int, ...]]:
+        """End all processes that still run, without a grace period, and close the PID namespace.
+
+        Returns:
+            `left[name]`: pids of the processes that could not be ended, by the name of the
+            component. Empty if all processes have ended.
+        """
+        self._close_template()
+        if self._endings:
+            await asyncio.wait(self._endings.values())
+        # A process that SIGKILL could not end was reported before, and would not end now either.
+        remaining = [
+            process for process in self._processes if not (process.empty.done() or process.stuck)
+        ]
+        unused = [self._current[name] for name in self._prepared]
+        for process in remaining:
+            # A guardian without a command expects no request to kill.
+            if process not in unused:
+                process.kill()
+            process.dismiss()
+        results = await asyncio.gather(
+            *(process.end(KILL_WITHIN_S) for process in remaining), return_exceptions=True
+        )
+        for process, result in zip(remaining, results, strict=True):
+            if isinstance(result, BaseException):
+                _log.error("the end of %s has failed", process.name, exc_info=result)
+        left = {process.name: process.leftover_pids for process in self._processes}
+        left = {name: pids for name, pids in left.items() if pids}
+        namespace = self._namespace
+        self._namespace = None
+        if namespace is not None and not await asyncio.to_thread(namespace.close) and not left:
+            # The first process of the namespace cannot end before all others.
+            names = [process.name for process in self._processes] or ["run"]
+            left[names[-1]] = (namespace.init_pid,)
+        return left
+
+    async def _register(self, name: str, command: Command, process: GuardedProcess) -> None:
+        """Write a process to the run's registry, before its program is executed.
+
+        Raises:
+            OSError: The entry could not be written.
+        """
+        if self._registry is not None:
+            entry = RegisterEntry.model_validate(
+                {
+                    "run_id": self._run_id,
+                    "attempt": self._attempt,
+                    "component": name,
+                    "grace_s": command.grace_s,
+                    "mark": process.mark,
+                    "guardian": process.guardian,
+                    "process": ProcessId.of(process.pid or 0),
+                    "cgroup": process.cgroup,
+                }
+            )
+            await self._registry.enter(entry)
+
+    def _release(self, name: str, process: GuardedProcess) -> None:
+        """Remove the cgroup and the registry entry of a process whose process tree has ended.
+
+        A later process of the same name has overwritten the entry. The entry is then kept.
+        """
+        if self._current.get(name) is not process:
+            return
+        path = self._cgroups.pop(name, None)
+        if path is not None and not cgroup.remove(path):
+            # The cgroup could not be removed. Keep the registry entry, so that a later `reconcile`
+            # removes the cgroup.
+            return
+        if self._registry is not None:
+            self._registry.leave(name)
+
+    def _make_cgroup(self, name: str) -> str | None:
+        """Create a cgroup for a process, and return its directory.
+
+        Returns:
+            None if the level of containment uses no cgroups or the cgroup could not be created.
+        """
+        parent = self._containment.cgroup_parent
+        if parent is None:
+            return None
+        # Without a cgroup, the process still starts, and its registry entry has no cgroup.
+        with contextlib.suppress(OSError):
+            directory_name = f"{self._run_id}-a{self._attempt:02d}-{name}"
+            self._cgroups[name] = cgroup.create(parent, directory_name)
+        return self._cgroups.get(name)
+
+    def _close_template(self) -> None:
+        if self._template is not None:
+            self._template.close()
+            self._template = None
+
+
+def _name_of(component: str, part: str) -> str:
+    """Return the name of a process in the registry: `rollout`, or `rollout.r0` for a part."""
+    return f"{component}.{part}" if part else component
