@@ -272,8 +272,9 @@ class Guards:
         for process, result in zip(remaining, results, strict=True):
             if isinstance(result, BaseException):
                 _log.error("the end of %s has failed", process.name, exc_info=result)
-        left = {process.name: process.leftover_pids for process in self._processes}
-        left = {name: pids for name, pids in left.items() if pids}
+        left = {
+            process.name: pids for process in self._processes if (pids := process.leftover_pids)
+        }
         namespace = self._namespace
         self._namespace = None
         if namespace is not None and not await asyncio.to_thread(namespace.close) and not left:

@@ -1,4 +1,4 @@
-"""List the cases of all faults of shared/facts/supervision.md, sorted by the fault's number."""
+"""List the cases of all faults of a supervised run, sorted by the number of the fault."""
 
 from __future__ import annotations
 

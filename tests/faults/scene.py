@@ -269,9 +269,9 @@ class Scene:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One fault of shared/facts/supervision.md, with its injection and the correct result."""
+    """One fault of a supervised run, with its injection and the correct result."""
 
-    #: Number of the fault in shared/facts/supervision.md.
+    #: Number of the fault. Several cases can belong to one fault.
     number: int
     #: Short description of the fault.
     title: str

@@ -1,4 +1,4 @@
-"""Inject each fault of shared/facts/supervision.md in each of its phases and levels.
+"""Inject each fault of the list `CASES` in each of its phases and levels.
 
 `make faults` runs these tests.
 """

@@ -2,7 +2,6 @@
 
 The first tests are the cases of SGLang's own tests of its watchdog. The others are cases that
 SGLang does not test.
-Source: shared/facts/rollout.md.
 """
 
 from __future__ import annotations

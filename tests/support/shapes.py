@@ -1,7 +1,6 @@
 """Commands that start process trees which are hard to stop.
 
-Each command prints `up` when its process tree is complete. Source: shared/facts/supervision.md, the
-faults 9 to 15.
+Each command prints `up` when its process tree is complete.
 """
 
 from __future__ import annotations
