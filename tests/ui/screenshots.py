@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from io import BytesIO
 from pathlib import Path
 
 from PIL import Image
+from playwright.sync_api import FloatRect, expect
 
 from tests.ui import specs
 from tests.ui.browsing import Ui, browser
@@ -35,8 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ui = Ui(context.new_page(), stack.url, stack.password)
         for name, take in PICTURES.items():
             if options.only in (None, name):
-                take(stack, ui)
-                _save(ui.page.screenshot(full_page=name in _WHOLE), IMAGES / f"{name}.png")
+                clip = take(stack, ui)
+                png = ui.page.screenshot(full_page=name in _WHOLE, clip=clip)
+                _save(png, IMAGES / f"{name}.png")
     return 0
 
 
@@ -68,11 +70,17 @@ def _show_failed_run(stack: UiStack, ui: Ui) -> None:
 
 def _show_form(stack: UiStack, ui: Ui) -> None:
     """Open the form of a custom run of the quickstart."""
-    ui.open_form(stack.ask("GET", "/deployments/name/train/quickstart")["id"])
+    form = ui.open_form(stack.ask("GET", "/deployments/name/train/quickstart")["id"])
+    # The page loads the JSON editor of `env` last. Until then, the field is an empty grey area.
+    expect(form.locator(".cm-editor").first).to_be_visible()
 
 
-def _show_queue(stack: UiStack, ui: Ui) -> None:
-    """Queue two runs behind a run that holds the GPUs, and open the table of the queue."""
+def _show_queue(stack: UiStack, ui: Ui) -> FloatRect:
+    """Queue two runs behind a run that holds the GPUs, and open the table of the queue.
+
+    Returns:
+        Area of the page from the title to the end of the table, without the menu of the UI.
+    """
     holder = stack.run(specs.gang_of("llama-8b", 2))
     waiting_ids = [
         stack.run(specs.gang_of(name, gpus)) for name, gpus in (("qwen-7b", 2), ("tiny", 1))
@@ -81,10 +89,19 @@ def _show_queue(stack: UiStack, ui: Ui) -> None:
         stack.until_state(holder, "Running", saying="running:")
         names = [stack.until_state(id, "PendingResources")["name"] for id in waiting_ids]
         # The column of the table with the reasons for waiting needs this width.
-        ui.page.set_viewport_size({"width": 1700, "height": 640})
+        ui.page.set_viewport_size({"width": 2600, "height": 640})
         ui.open("/v2/artifacts/key/gang-queue")
         ui.page.locator("[data-testid^=timeline-card] a").first.click()
         ui.sees(*names)
+        table = ui.page.locator("table").bounding_box()
+        assert table is not None
+        margin = 25
+        return {
+            "x": table["x"] - margin,
+            "y": 0,
+            "width": table["width"] + 2 * margin,
+            "height": table["y"] + table["height"] + margin,
+        }
     finally:
         for id in (*waiting_ids, holder):
             stack.cancel(id)
@@ -106,8 +123,9 @@ def _save(png: bytes, path: Path) -> None:
     print(f"{path.relative_to(ROOT)}: {path.stat().st_size // 1024} kB", flush=True)
 
 
-#: Function that opens the page for a picture in the UI, by the name of the picture's file.
-PICTURES = {
+#: Function that opens the page for a picture in the UI, by the name of the picture's file. The
+#: function returns the area of the page that the picture shows, or None for the usual area.
+PICTURES: dict[str, Callable[[UiStack, Ui], FloatRect | None]] = {
     "run": _show_completed_run,
     "failed-run": _show_failed_run,
     "run-form": _show_form,
