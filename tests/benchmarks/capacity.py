@@ -61,8 +61,9 @@ def measure(*, quick: bool) -> Result:
                     rows.setdefault(group, []).append(row)
     return Result(
         name="capacity",
-        question="resources of a Ray cluster and their users: first answer of a process, further "
-        "answers with their CPU time, and memory",
+        question="Time, CPU time and memory that a process needs to read the resources of a "
+        "Ray cluster and their users. The first answer of a process and its further "
+        "answers are measured separately",
         rows=[row for group in rows.values() for row in group],
     )
 

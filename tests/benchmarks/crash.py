@@ -97,7 +97,8 @@ def measure(*, quick: bool) -> Result:
     rows += _by_slow_polls(triples) if triples else map(_computed, _PERIODS_S)
     return Result(
         name="crash",
-        question="from SIGKILL of a component to SIGTERM for the first other component",
+        question="Time from the death of one component (SIGKILL) until Muster sends SIGTERM to "
+        "the first of the other components",
         rows=rows,
         missing=missing,
     )

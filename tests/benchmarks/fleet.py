@@ -51,7 +51,8 @@ def measure(*, quick: bool) -> Result:
     rows += asyncio.run(_sweeps(quick=quick))
     return Result(
         name="fleet",
-        question="from a server's end to its last request, and a sweep of all servers",
+        question="Two times are measured: from the end of an inference server until it gets no "
+        "more requests, and the duration of a health check of all servers of a fleet",
         rows=rows,
     )
 

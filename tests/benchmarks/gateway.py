@@ -117,8 +117,9 @@ def measure(*, quick: bool) -> Result:
                 ways[name].take(kind, for_s)
     return Result(
         name="gateway",
-        question=f"requests over {_CONNECTIONS} connections to {_SERVERS} servers that answer at "
-        "once, with all programs on the same CPUs; and the router's decision alone",
+        question=f"Requests over {_CONNECTIONS} connections to {_SERVERS} servers that answer "
+        "at once. All programs share the same CPUs. The last rows show the time in "
+        "which the gateway chooses a server",
         rows=[*_rows(ways), *_decisions(20 if quick else 2_000)],
         missing=[] if _ROUTER in ways else [Missing(way=_ROUTER, why=_HOW_TO_ADD)],
     )

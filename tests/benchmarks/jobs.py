@@ -73,8 +73,10 @@ def measure(*, quick: bool) -> Result:
     notes = {"Ray's SDK": f"asked every {_ASK_EACH_S:g} s"}
     return Result(
         name="jobs",
-        question="a Ray job: from submission to RUNNING, from its last line to its detected end, "
-        "from stop to end, and the remaining processes of its two actors",
+        question="Three times of a Ray job are measured: from the submission to the state "
+        "RUNNING, from the last line of output to the detected end, and from the stop "
+        "to the end. Two rows count the processes of the job's actors that are still "
+        "alive after the end",
         rows=[
             Row(
                 way=f"{way}, {figure}",

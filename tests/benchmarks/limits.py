@@ -20,8 +20,8 @@ def measure(*, quick: bool) -> Result:
     rows += limits_gateway.rows(quick=quick)
     return Result(
         name="limits",
-        question="resources that a server, a worker, a scheduler, a flow process and a gateway "
-        "use, by load",
+        question="Resources that a server, a worker, a scheduler, a flow process and a gateway "
+        "use under a growing load",
         rows=rows,
         missing=missing,
     )

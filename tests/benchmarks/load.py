@@ -74,9 +74,10 @@ def measure(*, quick: bool) -> Result:
     ]
     return Result(
         name="load",
-        question="from SIGKILL of a component to SIGTERM for the first other component, under "
-        "load; and the CPU that finds the creators of shared memory segments, in % of "
-        "one core",
+        question="Time from the death of one component (SIGKILL) until the first other "
+        "component gets SIGTERM, while the machine is under load. The last rows show "
+        "the CPU that Muster needs to find the creators of shared memory segments, in "
+        "% of one core",
         rows=rows,
         missing=missing,
     )

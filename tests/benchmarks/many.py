@@ -51,9 +51,10 @@ def measure(*, quick: bool) -> Result:
         ]
     return Result(
         name="many",
-        question="idle components: start of all, memory of their guardians, stop of all; CPU in "
-        "% of one core with `stall_after_s: 1800`; and from SIGKILL of a whole run "
-        "until no process remains",
+        question="Runs with many idle components: time to start and to stop all components, "
+        "memory of their guardians, and CPU in % of one core with `stall_after_s: "
+        "1800`. The last rows show the time from SIGKILL of a whole run until no "
+        "process of the run is alive",
         rows=rows,
     )
 

@@ -77,7 +77,9 @@ def measure(*, quick: bool) -> Result:
             )
     return Result(
         name="nodes",
-        question="a sweep and a preflight of every node, from the call to the answer",
+        question="Duration of two operations on all nodes of a Ray cluster, from the call to "
+        "the answer. A sweep ends leftover processes of a run, and a preflight checks "
+        "the nodes",
         rows=rows,
     )
 

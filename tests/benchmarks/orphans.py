@@ -85,9 +85,10 @@ def measure(*, quick: bool) -> Result:
     ]
     return Result(
         name="orphans",
-        question="remaining processes of a component with five processes that ignore SIGTERM, "
-        "among them a child, a new session, a daemon, and a daemon with an empty "
-        "environment",
+        question="Number of processes that are still alive after a component was stopped, or "
+        "after its supervisor was killed. The component has five processes that "
+        "ignore SIGTERM. Among them are a child, a process in a new session, a "
+        "daemon, and a daemon with an empty environment",
         rows=rows,
         missing=missing,
     )

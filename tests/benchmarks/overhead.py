@@ -51,7 +51,7 @@ def measure(*, quick: bool) -> Result:
         taken = interleaved({way: _once_idle(sample) for way, sample in ways.items()}, rounds)
     return Result(
         name="overhead",
-        question="a flow run of six tasks, from call to return",
+        question="Duration of a Prefect flow run with six tasks, from the call to the return",
         rows=[
             Row(way="Muster: `train`, three instant components", values=taken["train"]),
             Row(way="bare flow, six no-op tasks", values=taken["bare"]),

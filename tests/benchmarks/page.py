@@ -13,25 +13,33 @@ _HEAD = """\
 
 These tables compare Muster with other programs and methods for the same task. All rows of a table
 are measured alternately in the same session, so their ratios are more reliable than the absolute
-figures.
+figures. Muster's Makefile has these commands for benchmarks:
 
 | command | purpose |
 | --- | --- |
 | `make bench` | measures everything{total}, and writes this page and the tables of \
 `docs/limits.md` |
-| `make bench ARGS='crash --record'` | does this for one section |
-| `make bench ARGS='crash readiness'` | measures sections and only prints the figures |
-| `make bench ARGS='crash --quick'` | takes few samples, to check that a benchmark works |
+| `make bench ARGS='crash --record'` | measures the section `crash`, and writes its figures into \
+these pages |
+| `make bench ARGS='crash readiness'` | measures the sections `crash` and `readiness`, and only \
+prints the figures |
+| `make bench ARGS='crash --quick'` | takes few samples of `crash`, to check that the benchmark \
+works |
 | `make bench ARGS=--page` | writes the pages from the recorded figures, without measuring |
 
 ## Reading the tables
 
-- Each row is one program or method, and *n* is the number of samples.
-- *x Muster* is the row's median divided by Muster's median. The first row of a group is Muster's.
-- *Modelled* rows measure a small program with the structure and the period of the original, and
-  without its other work.
-- *Computed* rows are arithmetic: nothing was run. All other rows measure the real program.
-- A row with ↳ is a part of another row, or a figure without a counterpart.
+These words and signs are used in the tables:
+
+- *Measured* names the program or method of the row, and often the measured quantity.
+- *n* is the number of samples. *p99* is the 99th percentile of the samples.
+- *x Muster* is the median of the row, divided by Muster's median in the same group of rows. The
+  first row of a group is Muster's.
+- *modelled* in the note means: the row measures a small program with the same structure and the
+  same period as the original program, but without the other work of the original.
+- *computed* in the note means: the figure was calculated, and nothing was run. Rows without
+  *modelled* or *computed* measure the real program.
+- A row with ↳ measures a part of another row, or has no counterpart in other programs.
 """
 
 
@@ -73,7 +81,8 @@ def _not_run(records: Mapping[str, Record], names: Sequence[str]) -> Iterator[st
 
 def _machines(records: Sequence[Record]) -> str:
     """Return the section with the table of machines."""
-    lines = ["## Machine", "", "| | CPU | CPUs | memory | kernel | Python |"]
+    lines = ["## Machine", "", "The figures were measured on these machines:", ""]
+    lines.append("| machine | CPU | CPUs | memory | kernel | Python |")
     lines.append("| --- | --- | --- | --- | --- | --- |")
     for number, machine in enumerate(_distinct_machines(records)):
         lines.append(f"| {_letter(number)} | {' | '.join(machine)} |")
@@ -106,7 +115,8 @@ def _versions(records: Sequence[Record]) -> str:
     for record in records:
         for package, version in record.versions.items():
             names_by_version.setdefault(package, {}).setdefault(version, []).append(record.name)
-    lines = ["## Versions", "", "| | |", "| --- | --- |"]
+    lines = ["## Versions", "", "The figures were measured with these versions:", ""]
+    lines += ["| package | version |", "| --- | --- |"]
     for package, by_version in names_by_version.items():
         texts = (
             version if len(by_version) == 1 else f"{version} for {', '.join(names)}"
@@ -122,8 +132,8 @@ def _section(record: Record, records: Sequence[Record]) -> str:
     quick = "**Few samples (`--quick`): the figures say little.** " if record.quick else ""
     conditions = (
         f"{quick}Measured by `make bench ARGS='{record.name} --record'` on machine {machine}, "
-        f"{record.machine['at'][:10]}, in {_duration(record.took_s)}. The load average before was "
-        f"{record.machine['load']:g}."
+        f"{record.machine['at'][:10]}, in {_duration(record.took_s)}. Before the measurement, the "
+        f"load average of the machine was {record.machine['load']:g}."
     )
     lines = [f"## {record.name}", "", f"{_capital(record.question)}.", "", *table(record.figures)]
     return "\n".join([*lines, "", conditions]) + "\n"
@@ -131,7 +141,7 @@ def _section(record: Record, records: Sequence[Record]) -> str:
 
 def table(figures: Sequence[Figure]) -> list[str]:
     """Return the lines of a Markdown table, with one row per figure."""
-    head = "| way | median | p99 | n | x Muster | |"
+    head = "| measured | median | p99 | n | x Muster | note |"
     return [head, "| --- | ---: | ---: | ---: | ---: | --- |", *map(_line, figures)]
 
 

@@ -55,7 +55,8 @@ def measure(*, quick: bool) -> Result:
         ]
     return Result(
         name="queue",
-        question=f"time of a pass of the queue's policy, {_NODES} nodes with {_GPUS} GPUs each",
+        question=f"Time of one pass of the queue's policy, on {_NODES} nodes with {_GPUS} GPUs "
+        "each",
         rows=rows,
     )
 

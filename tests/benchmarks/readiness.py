@@ -92,7 +92,8 @@ def measure(*, quick: bool) -> Result:
     ]
     return Result(
         name="readiness",
-        question="time until three components are ready, minus the 0.5 s that each needs",
+        question="Time from the start until three components are ready, without the 0.5 s that "
+        "each component needs by itself",
         rows=rows,
     )
 

@@ -115,8 +115,8 @@ def measure(*, quick: bool) -> Result:
     )
     return Result(
         name="release",
-        question="from the end of a gang to the start of the next gang, and the CPU of a waiting "
-        "worker",
+        question="Time from the end of one gang until the next gang starts, and the CPU of a "
+        "waiting worker. A gang is a run that needs GPUs of the queue",
         rows=rows,
     )
 

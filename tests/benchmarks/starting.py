@@ -40,7 +40,7 @@ def measure(*, quick: bool) -> Result:
     )
     return Result(
         name="starting",
-        question="from the call to the component's program running",
+        question="Time from the call that starts a component until the component's program runs",
         rows=[
             Row(way="Muster: prewarmed guardian", values=taken["prewarmed"]),
             Row(way="Muster: cold guardian", values=taken["cold"]),

@@ -71,8 +71,8 @@ def measure(*, quick: bool) -> Result:
     server_title = f"the server, {count:,} waiting"
     return Result(
         name="waiting",
-        question="a queue of runs that cannot start: CPU of the server and of a worker, in % of "
-        "one core",
+        question="CPU that the Prefect server and a worker need for a queue of runs that "
+        "cannot start, in % of one core",
         rows=[
             Row(way=f"Muster: {server_title}, one worker", values=used[1], unit="%"),
             Row(

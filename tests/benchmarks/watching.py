@@ -38,8 +38,8 @@ def measure(*, quick: bool) -> Result:
         rows += _watch(count, windows, window_s, installed_peers, missing)
     return Result(
         name="watching",
-        question="supervising idle components: CPU in % of one core, memory, and the start of "
-        "all components",
+        question="Supervision of idle components: CPU in % of one core, memory, and time to "
+        "start all components. The number in each row is the number of components",
         rows=rows,
         missing=missing,
     )
