@@ -6,9 +6,11 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 
 from tasks.server.flow_process import NO_RESULTS
-from tasks.show.arguments import Overrides, SpecFile, run_alone
+from tasks.show.arguments import AsJson, FromRun, Overrides, RunName, SpecFile, run_alone
 from tasks.spec.run import RunSpec
 from tasks.train.command import run_here
+from tasks.train.finding_runs import find_run
+from tasks.train.retrying import retry_run
 from tasks.train.session import RunSession
 from tasks.train.tasks import (
     admit,
@@ -50,7 +52,7 @@ def attempt(run: RunSession) -> None:
         teardown(run)
 
 
-def command(spec: SpecFile, /, *, set: Overrides = ()) -> int:
+def command(spec: SpecFile, /, *, set: Overrides = (), start: FromRun = None) -> int:
     """Run one training to its end in this process.
 
     It uses the Prefect server of PREFECT_API_URL, or a temporary one.
@@ -58,7 +60,32 @@ def command(spec: SpecFile, /, *, set: Overrides = ()) -> int:
     Exit: 0 completed, 1 failed, 2 the spec is invalid (nothing was started), 3 it can never fit the
     cluster, 130 interrupted (after teardown).
     """
-    return run_here(train, spec, set)
+    return run_here(train, spec, set, start)
+
+
+def retry(
+    run: RunName,
+    /,
+    *,
+    from_step: int | None = None,
+    watch: bool = False,
+    json: AsJson = False,
+) -> int:
+    """Start another attempt of a run that has ended, with the same spec and code.
+
+    The attempt starts from the newest complete checkpoint of the run. A run of `muster train` goes
+    on in this terminal, with the present files of its project. Every other run is queued again.
+
+    Exit: 0 queued, or completed; 1 failed; 2 the run cannot be retried, and nothing was changed; 3
+    it can never fit; 130 interrupted.
+
+    Args:
+        from_step: Start from the checkpoint of this step. Later checkpoints of the run are not
+            used any more, and are not removed.
+        watch: Show the states of a queued run until it has ended. Ctrl-C ends only the display.
+        json: Print run_id, flow_run_id and page of a queued run as JSON.
+    """
+    return retry_run(train, find_run(run), from_step, watch=watch, json=json)
 
 
 if __name__ == "__main__":

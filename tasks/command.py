@@ -71,6 +71,13 @@ VERBS = {
             guide="queue-runs.md",
         ),
         Verb(
+            name="retry",
+            function="flows.train:retry",
+            summary="start another attempt of a run that has ended",
+            example="muster retry latest --from-step 20",
+            guide="resume.md",
+        ),
+        Verb(
             name="deploy",
             function="tasks.train.deploying:deploy",
             summary="let the UI or a schedule start a spec",
@@ -125,6 +132,13 @@ VERBS = {
             summary="print the logs of a run's components",
             example="muster logs latest trainer -f",
             guide="failed-runs.md",
+        ),
+        Verb(
+            name="checkpoints",
+            function="tasks.train.run_verbs:checkpoints",
+            summary="list the checkpoints of a run",
+            example="muster checkpoints latest",
+            guide="resume.md",
         ),
         Verb(
             name="cancel",

@@ -502,7 +502,7 @@ class ProgressWatch:
             An empty string if they fit or cannot be compared.
         """
         is_server = self.plan.progress is not None and self.plan.progress.http is not None
-        if self.plan.resume is None or self.plan.number == 1 or is_server:
+        if self.plan.resume is None or is_server:
             return ""
         return compare_first_step(self.plan.resume, first_line, step)
 

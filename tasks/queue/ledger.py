@@ -9,6 +9,7 @@ are read again if neither answer contains them.
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
@@ -33,6 +34,7 @@ from tasks.server.flow_runs import HELD, JOBS_GO_ON, parse_worker_host
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import parse_spec
 from tasks.spec.run import Gang
+from tasks.spec.start_from import RUN_ID_PATTERN
 
 #: Type of Muster's work pools and of their workers.
 TYPE = "gang"
@@ -147,6 +149,9 @@ def _get_run_id(flow_run: FlowRun, spec: Mapping[str, Any]) -> str:
     workload = spec.get("workload")
     if not isinstance(name, str) or not isinstance(workload, str):
         return flow_run.name
+    continued_run = spec.get("run_id")
+    if isinstance(continued_run, str) and re.fullmatch(RUN_ID_PATTERN, continued_run):
+        return continued_run
     return make_run_id(name, workload, flow_run.id, flow_run.created or datetime.now(UTC))
 
 

@@ -7,12 +7,13 @@ checkpoint an attempt could not load.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,14 @@ from tasks.record.checkpoint_names import (
     REMOVAL_SUFFIX,
     is_partial_name,
 )
+from tasks.record.checkpoint_pins import read_pinned_paths
 from tasks.record.places import RunPlace
 from tasks.record.run_json import AttemptRecord, RefusedCheckpoint, ResumeRecord, RunJson
 from tasks.spec.component import Component
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.placeholders import find_names, find_uses, mapping_or_empty, substitute
 from tasks.spec.run import RunSpec
+from tasks.spec.start_from import StartFrom
 
 #: Number of seconds after which an unfinished checkpoint no longer counts as being written, if none
 #: of its files has changed since.
@@ -105,6 +108,10 @@ def plan_resume(
     checkpoints, the newest is chosen nevertheless: an attempt that starts without a checkpoint
     would overwrite all of them.
 
+    The key `start_from` of the spec names a checkpoint that a person has chosen. An attempt starts
+    from it if the run has no complete checkpoint of its own, or if the person chose it for this
+    attempt.
+
     Args:
         spec: The spec of the run, in which placeholders are not replaced yet.
         place: Directory of the run.
@@ -113,14 +120,20 @@ def plan_resume(
             `find_foreign_checkpoints`.
 
     Raises:
-        OSError: The folder of the checkpoints cannot be read.
+        OSError: The folder of the checkpoints cannot be read, or the checkpoint of `start_from` is
+            missing.
     """
+    start = spec.start_from
     named = _checkpoint_component(spec)
+    if start is not None and (named is None or start.attempt == len(attempts) + 1):
+        return _plan_start(start)
     if named is None:
         return ResumePlan(rule="the spec names no checkpoints")
     name, component = named
     written = component.checkpoints or ""
     if not attempts:
+        if start is not None:
+            return _plan_start(start)
         return ResumePlan(rule="first attempt", is_passed=_is_passed(spec))
 
     why_unfit = _unfit_checkpoints(spec, attempts)
@@ -150,12 +163,49 @@ def plan_resume(
         others = [one for one in refused if one.path != str(newest.path)]
         rule = f"{why_unfit(newest)}, and there is no other complete checkpoint: it is loaded again"
         return _plan_from(spec, newest, rule, others, notes)
+    if start is not None:
+        return _plan_start(start, refused, notes)
     rule = "no complete checkpoint was found" if refused else "no checkpoint was found"
     return ResumePlan(
         rule=rule,
         refused=tuple(refused[:_REFUSED_AT_MOST]),
         notes=tuple(notes),
         is_passed=_is_passed(spec),
+    )
+
+
+def _plan_start(
+    start: StartFrom,
+    refused: Sequence[RefusedCheckpoint] = (),
+    notes: Sequence[str] = (),
+) -> ResumePlan:
+    """Return the plan to start from the checkpoint that a person has chosen.
+
+    Args:
+        start: The key `start_from` of the spec.
+        refused: Newer checkpoints from which the attempt should not start.
+        notes: Remarks for the user about the choice.
+
+    Raises:
+        FileNotFoundError: The checkpoint is missing.
+    """
+    path = Path(start.checkpoint)
+    step = f" of step {start.step}" if start.step is not None else ""
+    if not os.path.lexists(path):
+        problem = f"the checkpoint{step} of {start.run}, from which the run must start, is missing"
+        raise FileNotFoundError(errno.ENOENT, problem, str(path))
+    rule = f"a person started the run from this checkpoint{step} of {start.run}"
+    if start.is_step_back:
+        rule = f"a person retried the run from this checkpoint{step}"
+    listing = list_checkpoints(str(path.parent), path.parent, is_running=False)
+    signatures = [one.signature for one in listing.checkpoints if path in (one.path, *one.parts)]
+    return ResumePlan(
+        path=path,
+        rule=rule,
+        refused=tuple(refused[:_REFUSED_AT_MOST]),
+        notes=tuple(notes),
+        step=start.step,
+        signature=next(iter(signatures), ""),
     )
 
 
@@ -266,19 +316,26 @@ def _is_own_folder(folder: Path, place: RunPlace) -> bool:
 
 
 def _why_foreign(checkpoint: Checkpoint, foreign: Mapping[str, str]) -> str:
-    """Return why a checkpoint belongs to another run, or an empty string if it does not.
+    """Return why the run must not use a checkpoint, or an empty string if the run may use it.
 
     Args:
         checkpoint: The checkpoint.
-        foreign: Signatures of the checkpoints that existed before the run, by path.
+        foreign: Signatures of the checkpoints that existed before the run, or that the run has set
+            aside, by path.
     """
     known = foreign.get(str(checkpoint.path))
     if known is None:
         return ""
-    signature, _, newest_change_ns = known.partition(":")
-    if signature == checkpoint.signature:
+    signature, newest_change_ns, set_aside_at = [*known.split(":"), "", ""][:3]
+    is_unchanged = signature == checkpoint.signature
+    is_partly_old = newest_change_ns.isdecimal() and checkpoint.inode_changes_ns[0] <= int(
+        newest_change_ns
+    )
+    if set_aside_at and (is_unchanged or is_partly_old):
+        return f"a person retried the run from step {set_aside_at}, before this checkpoint"
+    if is_unchanged:
         return "it existed before this run started, so it belongs to another run"
-    if newest_change_ns.isdecimal() and checkpoint.inode_changes_ns[0] <= int(newest_change_ns):
+    if is_partly_old:
         return "some of its files existed before this run started"
     return ""
 
@@ -286,7 +343,10 @@ def _why_foreign(checkpoint: Checkpoint, foreign: Mapping[str, str]) -> str:
 def find_foreign_checkpoints(
     spec: RunSpec, resolved: RunSpec, place: RunPlace, number: int
 ) -> dict[str, str]:
-    """Return the signatures of the checkpoints of other runs in the folder of an attempt, by path.
+    """Return the signatures of the checkpoints that the run must not use, by path.
+
+    These are the checkpoints of other runs in the folder of an attempt. If a person has retried the
+    run from an earlier step, these are the run's own checkpoints after this step.
 
     The function also records that this run uses the folder; see `claim_folder`. Call the function
     before the attempt starts. If all attempts share one folder, the result is empty for every
@@ -307,6 +367,9 @@ def find_foreign_checkpoints(
         return {}
     name, component = named
     written = component.checkpoints or ""
+    if spec.start_from is not None and spec.start_from.attempt == number:
+        written_in_spec = spec.processes[name].checkpoints or ""
+        return _set_aside_checkpoints(place, number, name, written_in_spec, spec.start_from)
     if number > 1 and not _is_per_attempt(spec.processes[name].checkpoints or ""):
         return {}
     root = Path.cwd() / (component.cwd or resolved.cwd)
@@ -314,10 +377,137 @@ def find_foreign_checkpoints(
         return {}
     claim_folder(os.path.realpath(root / written), place.run_id)
     listing = list_checkpoints(written, root, is_running=True)
+    return {str(checkpoint.path): _sign(checkpoint) for checkpoint in listing.checkpoints}
+
+
+def _set_aside_checkpoints(
+    place: RunPlace, number: int, name: str, written: str, start: StartFrom
+) -> dict[str, str]:
+    """Return the signatures of the run's checkpoints after the step from which it is retried.
+
+    No later attempt uses them, unless an attempt saves them again.
+
+    Args:
+        place: Directory of the run.
+        number: Number of the attempt that starts from the earlier step.
+        name: Name of the component with checkpoints.
+        written: The key `checkpoints` of the component, in which placeholders are not replaced yet.
+        start: The key `start_from` of the spec.
+
+    Raises:
+        OSError: A folder of checkpoints cannot be read.
+    """
+    earlier = range(1, number)
     return {
-        str(checkpoint.path): f"{checkpoint.signature}:{checkpoint.inode_changes_ns[1]}"
-        for checkpoint in listing.checkpoints
+        str(checkpoint.path): f"{_sign(checkpoint)}:{start.step}"
+        for attempt in (earlier if _is_per_attempt(written) else earlier[-1:])
+        for checkpoint in _checkpoints_of_attempt(place, attempt, name).checkpoints
+        if checkpoint.path != Path(start.checkpoint)
+        if checkpoint.step is None or start.step is None or checkpoint.step > start.step
     }
+
+
+def _sign(checkpoint: Checkpoint) -> str:
+    """Return the signature of a checkpoint, and the time of the last change of its inodes."""
+    return f"{checkpoint.signature}:{checkpoint.inode_changes_ns[1]}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedCheckpoint:
+    """A checkpoint in the folder of a run, with the reasons to use it, refuse it and keep it."""
+
+    checkpoint: Checkpoint
+    #: Reason why the run must not use the checkpoint: it belongs to another run, or the run was
+    #: retried from an earlier step. An empty string if the run may use it.
+    why_foreign: str
+    #: Reason why no attempt should start from the checkpoint: an attempt could not load it, or it
+    #: was saved during an alarm. An empty string if an attempt may start from it.
+    why_unfit: str
+    #: Reasons for which `keep` does not remove the checkpoint. Empty if `keep` removes it.
+    why_kept: tuple[str, ...] = ()
+
+    @property
+    def is_fit(self) -> bool:
+        """True if the checkpoint is complete, and an attempt of this run may start from it."""
+        return self.checkpoint.is_complete and not (self.why_foreign or self.why_unfit)
+
+
+def judge_checkpoints(
+    spec: RunSpec,
+    place: RunPlace,
+    attempts: Sequence[AttemptRecord],
+    foreign: Mapping[str, str] | None = None,
+    *,
+    is_running: bool = True,
+) -> list[JudgedCheckpoint]:
+    """Return all checkpoints in the folders of a run, oldest first, with the reasons to keep them.
+
+    Args:
+        spec: The spec of the run, in which placeholders are not replaced yet.
+        place: Directory of the run.
+        attempts: All attempts of the run.
+        foreign: Signatures of the checkpoints that the run must not use, by path, as returned by
+            `find_foreign_checkpoints`.
+        is_running: True if the trainer may still be writing checkpoints.
+
+    Raises:
+        OSError: The folder of the checkpoints, or the list of the checkpoints from which another
+            run was started, cannot be read.
+        ValueError: That list is not valid.
+    """
+    named = _checkpoint_component(spec)
+    if named is None:
+        return []
+    name, component = named
+    why_unfit = _unfit_checkpoints(spec, attempts)
+    judged: list[JudgedCheckpoint] = []
+    for number in _attempts_with_folders(component.checkpoints or "", attempts):
+        why_foreign = _foreign_checkpoints(place, number, name, foreign or {})
+        judged += [
+            JudgedCheckpoint(
+                checkpoint=checkpoint,
+                why_foreign=why_foreign(checkpoint),
+                why_unfit=why_unfit(checkpoint) if checkpoint.is_complete else "",
+            )
+            for checkpoint in _checkpoints_of_attempt(
+                place, number, name, is_running=is_running
+            ).checkpoints
+        ]
+    newest_first = [one.checkpoint.path for one in reversed(judged) if one.is_fit]
+    in_use = {Path(attempt.checkpoint or "").resolve() for attempt in attempts[-1:]}
+    linked = {
+        entry.resolve()
+        for folder in {one.checkpoint.path.parent for one in judged}
+        for entry in folder.iterdir()
+        if entry.is_symlink()
+    }
+    pinned = read_pinned_paths()
+
+    def list_reasons(one: JudgedCheckpoint) -> Iterator[str]:
+        checkpoint = one.checkpoint
+        paths = {path.resolve() for path in (checkpoint.path, *checkpoint.parts)}
+        if component.keep is None:
+            yield "the spec has no `keep`"
+        if not checkpoint.is_complete:
+            yield "it is not known to be complete"
+        if one.why_foreign:
+            yield "it is not used by this run"
+        if one.why_unfit:
+            yield "attempts are not started from it"
+        if one.is_fit:
+            position = newest_first.index(checkpoint.path)
+            if position < _NEVER_REMOVED:
+                yield ("the newest complete checkpoint", "the complete one before it")[position]
+            elif component.keep is not None and position < component.keep:
+                yield f"keep: {component.keep}"
+        if paths & in_use:
+            yield "the last attempt started from it"
+        if paths & pinned:
+            yield "another run was started from it"
+        if paths & linked:
+            yield "a link in the folder leads to it"
+
+    return [replace(one, why_kept=tuple(list_reasons(one))) for one in judged]
 
 
 def find_superfluous_checkpoints(
@@ -333,6 +523,7 @@ def find_superfluous_checkpoints(
     - the two newest complete checkpoints
     - checkpoints of other runs, and checkpoints that are not known to be complete
     - the checkpoint from which the current attempt started
+    - checkpoints from which another run was started
     - checkpoints that an attempt could not load
     - targets of symbolic links in the same folder
 
@@ -340,34 +531,22 @@ def find_superfluous_checkpoints(
         spec: The spec of the run, in which placeholders are not replaced yet.
         place: Directory of the run.
         attempts: All attempts of the run.
-        foreign: Signatures of the checkpoints of other runs, by path, as returned by
+        foreign: Signatures of the checkpoints that the run must not use, by path, as returned by
             `find_foreign_checkpoints`.
 
     Raises:
-        OSError: The folder of the checkpoints cannot be read.
+        OSError: The folder of the checkpoints, or the list of the checkpoints from which another
+            run was started, cannot be read.
+        ValueError: That list is not valid.
     """
     named = _checkpoint_component(spec)
     if named is None or named[1].keep is None:
         return []
-    name, component = named
-    why_unfit = _unfit_checkpoints(spec, attempts)
-    checkpoints: list[Checkpoint] = []
-    for number in _attempts_with_folders(component.checkpoints or "", attempts):
-        why_foreign = _foreign_checkpoints(place, number, name, foreign or {})
-        checkpoints += [
-            checkpoint
-            for checkpoint in _checkpoints_of_attempt(place, number, name, is_running=True).complete
-            if not why_foreign(checkpoint) and not why_unfit(checkpoint)
-        ]
-    kept = max(component.keep or 0, _NEVER_REMOVED)
-    in_use = {Path(attempt.checkpoint or "").resolve() for attempt in attempts[-1:]}
-    for folder in {checkpoint.path.parent for checkpoint in checkpoints}:
-        in_use |= {entry.resolve() for entry in folder.iterdir() if entry.is_symlink()}
     return [
         part
-        for checkpoint in checkpoints[:-kept]
-        if not in_use & {path.resolve() for path in (checkpoint.path, *checkpoint.parts)}
-        for part in checkpoint.parts
+        for one in judge_checkpoints(spec, place, attempts, foreign)
+        if not one.why_kept
+        for part in one.checkpoint.parts
         if not part.is_symlink()
     ]
 
@@ -375,14 +554,27 @@ def find_superfluous_checkpoints(
 def remove_checkpoint(path: Path) -> None:
     """Remove a checkpoint. It is renamed first, so that no program loads a half-removed checkpoint.
 
+    If a person starts another run from the checkpoint at the same moment, it is kept.
+
     Raises:
         OSError: The checkpoint cannot be removed.
+        ValueError: The list of the checkpoints from which another run was started is not valid.
     """
     # If a process was killed while it removed a checkpoint with this name, the renamed checkpoint
     # still exists.
     _finish_removals(path.parent)
-    path.rename(path.with_name(f".{path.name}{REMOVAL_SUFFIX}"))
-    _finish_removals(path.parent)
+    resolved_path = path.resolve()
+    renamed = path.with_name(f".{path.name}{REMOVAL_SUFFIX}")
+    path.rename(renamed)
+    try:
+        is_pinned = resolved_path in read_pinned_paths()
+    except BaseException:
+        renamed.rename(path)
+        raise
+    if is_pinned:
+        renamed.rename(path)
+    else:
+        _finish_removals(path.parent)
 
 
 def _finish_removals(folder: Path) -> None:

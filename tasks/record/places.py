@@ -397,5 +397,10 @@ class RunPlace:
     def record(self) -> Path:
         return self.directory / "run.json"
 
+    @property
+    def spec(self) -> Path:
+        """Path of the run spec with its placeholders. Its secrets are masked."""
+        return self.directory / "spec.yaml"
+
     def attempt(self, number: int) -> AttemptPlace:
         return AttemptPlace(directory=self.directory / f"attempt-{number:02d}", number=number)

@@ -136,8 +136,9 @@ def list_counted_failures(
     """Return the kinds of failure of the earlier attempts that count against the retry limit.
 
     The limit is the key `attempts` of a retry policy. If an attempt reached a higher training step
-    than all attempts before it, counting starts again with this attempt. Attempts that failed
-    because of their checkpoint do not count.
+    than all attempts before it, counting starts again with this attempt. Counting also starts again
+    if a person has retried the run after its end. Attempts that failed because of their checkpoint
+    do not count.
 
     Args:
         spec: The spec of the run.
@@ -149,6 +150,10 @@ def list_counted_failures(
     first = 0
     best_step = float("-inf")
     for index, attempt in enumerate(attempts):
+        if index > 0 and attempts[index - 1].is_last:
+            first = index
+        if attempt.number == spec.first_counted_attempt:
+            best_step = float("-inf")
         step = attempt.highest_step
         if step is not None and step > best_step:
             first = index

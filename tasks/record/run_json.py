@@ -255,7 +255,7 @@ class AttemptRecord(Recorded):
 class RunJson(Recorded):
     """Content of `run.json`. Times are UTC epoch seconds."""
 
-    if_any = ("provenance", "message", "foreign_checkpoints")
+    if_any = ("provenance", "message", "foreign_checkpoints", "directory")
 
     run_id: str = ""
     flow_run_id: str = ""
@@ -268,14 +268,20 @@ class RunJson(Recorded):
     #: Method that ends all processes of the run, such as a cgroup, with its guarantee, and the
     #: reason why a better method is not possible.
     containment: Mapping[str, Any] | None = None
-    #: Code, Python interpreter, installed packages and host of the first attempt.
+    #: Code, Python interpreter, installed packages and host of the first attempt. `parent` is the
+    #: run and the checkpoint from which a person started the run. `spec_file` is the path of the
+    #: spec file of a run that was started by `muster train`.
     provenance: Mapping[str, Any] | None = None
     attempts: tuple[AttemptRecord, ...] = ()
-    #: Signatures of the checkpoints that existed before the run, by path. These checkpoints belong
-    #: to other runs.
+    #: Signatures of the checkpoints that this run must not use, by path. They existed before the
+    #: run, so they belong to other runs. Or they have a later step than the one from which a person
+    #: has retried the run.
     foreign_checkpoints: Mapping[str, str] = {}
     #: Message for the user about the present state.
     message: str = ""
+    #: Absolute path of the run's directory on the host that wrote the record. Empty if an earlier
+    #: version of Muster wrote it.
+    directory: str = ""
 
     @staticmethod
     def read(path: Path) -> RunJson:
@@ -313,15 +319,16 @@ class RunJson(Recorded):
         last = self.attempt
         return last if last is not None and last.ended_at is None else None
 
-    def find_best_step(self, *, before: int) -> float | None:
+    def find_best_step(self, *, before: int, since: int = 1) -> float | None:
         """Return the highest training step that the earlier attempts reported.
 
         Return None if no earlier attempt reported a step.
 
         Args:
             before: Number of an attempt. Only attempts with lower numbers count.
+            since: Number of the first attempt that counts.
         """
-        steps = [one.highest_step for one in self.attempts if one.number < before]
+        steps = [one.highest_step for one in self.attempts if since <= one.number < before]
         return max((step for step in steps if step is not None), default=None)
 
     def with_last(self, attempt: AttemptRecord) -> RunJson:
@@ -482,7 +489,7 @@ class RunRecord:
             self.content = earlier.taken_over(clock(), adopts=adopts)
         if self.state.is_final:
             self.content = self.content.with_changes(state=RunState.QUEUED, ended_at=None)
-        self._save()
+        self._save(self.content.with_changes(directory=str(path.absolute().parent)))
 
     @property
     def state(self) -> RunState:
@@ -576,9 +583,11 @@ class RunRecord:
         with self._lock:
             if (attempt := self.content.under_way) is None:
                 return
-            of_run = self.content.provenance
-            if of_run is None:
-                self._save(self.content.with_changes(provenance=dict(provenance)))
+            of_run = self.content.provenance or {}
+            if "host" not in of_run:
+                # The record of a new run may already say from which file and run it was started.
+                merged = {**of_run, **provenance}
+                self._save(self.content.with_changes(provenance=merged))
                 return
             different = {
                 key: value for key, value in provenance.items() if of_run.get(key) != value
@@ -587,11 +596,11 @@ class RunRecord:
                 self._save(self.content.with_last(attempt.with_changes(provenance=different)))
 
     def note_foreign_checkpoints(self, signatures: Mapping[str, str]) -> None:
-        """Record the signatures of checkpoints that belong to other runs, by path."""
+        """Record the signatures of checkpoints that this run must not use, by path."""
         with self._lock:
             known = self.content.foreign_checkpoints
             if signatures:
-                self._save(self.content.with_changes(foreign_checkpoints={**signatures, **known}))
+                self._save(self.content.with_changes(foreign_checkpoints={**known, **signatures}))
 
     def note_ports(self, ports: Mapping[str, int]) -> None:
         """Replace the recorded ports of the current attempt.

@@ -34,6 +34,15 @@ Overrides = Annotated[
         "begin with the name of the stage: `--set grpo.progress.total=20`. May be repeated.",
     ),
 ]
+FromRun = Annotated[
+    str | None,
+    Parameter(
+        name="--from",
+        show_default=False,
+        help="Start from a checkpoint of another run: `RUN` for its newest complete checkpoint, or "
+        "`RUN@STEP`. The checkpoint stays where it is and is not removed by `keep`.",
+    ),
+]
 PipelineFile = Annotated[
     Path | None,
     Parameter(

@@ -22,7 +22,7 @@ from tasks.record.run_json import AttemptRecord, ResumeRecord, RunJson
 from tasks.record.states import RunState
 from tasks.show.failure import find_remedy, last_log_lines, list_facts
 from tasks.show.output import line_of
-from tasks.show.resume import describe_attempt, describe_resume
+from tasks.show.resume import describe_attempt, describe_parent, describe_resume
 from tasks.show.view import ObservedRun, describe_component_state, describe_job, format_ending
 from tasks.spec.formatting import (
     format_count,
@@ -173,6 +173,8 @@ def end_block(
     if record is not None:
         yield _format_field("run", record.run_id)
         yield _format_field("took", _describe_duration(record))
+        if parent := describe_parent(record):
+            yield _format_field("started from", parent)
     if attempt is not None:
         for alarm in attempt.alarms:
             yield _format_field("alarm", alarm.message)
@@ -235,6 +237,8 @@ def summarize_run(
     yield f"{record.workload} training {record.name}, {start}"
     if record.tags:
         yield f"tags {', '.join(record.tags)}"
+    if parent := describe_parent(record):
+        yield f"started from {parent}"
 
     attempts = record.attempts[-_STORY_ATTEMPTS:]
     if len(attempts) < len(record.attempts):

@@ -21,7 +21,7 @@ from tasks.record.run_json import AttemptRecord, ComponentRecord, JobRecord, Run
 from tasks.record.states import RunState
 from tasks.show.failure import find_remedy, last_log_lines, list_card_lines, list_facts
 from tasks.show.pictures import Figures, draw_curve, number_text
-from tasks.show.resume import describe_resume
+from tasks.show.resume import describe_parent, describe_resume
 from tasks.show.slow import Measured, Slow
 from tasks.show.view import RunView, ServerSeen, Shown, describe_component_state
 from tasks.spec.component import FLEET
@@ -374,6 +374,8 @@ def _list_facts(view: RunView) -> Iterator[str]:
         duration = format_duration((record.ended_at or view.at) - record.started_at)
         suffix = "" if record.ended_at else " until now"
         yield f"- **Started**: {format_datetime(record.started_at)}, took {duration}{suffix}"
+    if parent := describe_parent(record):
+        yield f"- **Started from**: {escape_markdown(parent)}"
     if attempt is not None:
         earlier_count = len(record.attempts) - 1
         earlier = (

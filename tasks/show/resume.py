@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from tasks.record.run_json import AttemptRecord, ResumeRecord
+from tasks.record.run_json import AttemptRecord, ResumeRecord, RunJson
 
 #: Largest number of refused checkpoints that are named in the text for the user.
 _REFUSED_SHOWN = 5
@@ -14,13 +14,13 @@ def describe_resume(resume: ResumeRecord | None, attempt: int) -> Iterator[str]:
     """Yield sentences about the checkpoint from which an attempt starts.
 
     The sentences name the chosen checkpoint, the refused checkpoints and further remarks. There are
-    no sentences for the first attempt, unless checkpoints were refused.
+    no sentences for the first attempt, unless it has a checkpoint or checkpoints were refused.
 
     Args:
         resume: Record of the chosen checkpoint, or None if the attempt has no such record.
         attempt: Number of the attempt, from 1.
     """
-    if resume is None or (attempt == 1 and not resume.refused):
+    if resume is None or (attempt == 1 and not resume.refused and resume.passed is None):
         return
     if resume.passed is not None:
         yield f"starts from {resume.passed}: {resume.rule}"
@@ -45,3 +45,17 @@ def describe_attempt(attempt: AttemptRecord) -> Iterator[str]:
     """Yield the sentences about the checkpoint of an attempt, and the warnings of the attempt."""
     yield from describe_resume(attempt.resume, attempt.number)
     yield from attempt.warnings
+
+
+def describe_parent(record: RunJson) -> str:
+    """Return the run and the checkpoint from which a person started a run.
+
+    Returns:
+        A text such as `step 20 of RUN, PATH`. Empty if the run started without a checkpoint.
+    """
+    parent = (record.provenance or {}).get("parent")
+    if not isinstance(parent, Mapping):
+        return ""
+    step = parent.get("step")
+    step_text = f"step {step} of " if step is not None else ""
+    return f"{step_text}{parent.get('run')}, {parent.get('checkpoint')}"

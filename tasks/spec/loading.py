@@ -27,6 +27,7 @@ from tasks.spec.ownership import find_folder_fault, find_marker_fault, is_presen
 from tasks.spec.placeholders import mapping_or_empty
 from tasks.spec.run import RunSpec
 from tasks.spec.secrets import mask_env, mask_nested, mask_text
+from tasks.spec.start_from import find_start_faults
 from tasks.spec.values import Document, WrittenFloat, describe_value
 
 #: Matches a number with a decimal point in the notation of YAML 1.1.
@@ -255,6 +256,7 @@ def parse_spec(
     faults += placeholders.find_placeholder_faults(
         spec.written() if from_form and spec else written
     )
+    faults += find_start_faults(written)
     if spec is None or faults:
         raise InvalidSpec(tuple(dict.fromkeys(faults)), source)
     return spec
@@ -269,7 +271,13 @@ def dump_spec(spec: RunSpec, secrets: Collection[str] = ()) -> str:
         spec: The spec.
         secrets: Values to mask, in addition to the secrets of the spec itself.
     """
-    written = _mask_secrets(spec.written(), spec.secrets | frozenset(secrets))
+    # A value such as `${run.id}` is no secret. Masking it would make the other texts unusable.
+    masked_values = {
+        secret
+        for secret in spec.secrets | frozenset(secrets)
+        if placeholders.substitute(secret, lambda name: "")
+    }
+    written = _mask_secrets(spec.written(), masked_values)
     # Long lines are not wrapped, because a command on several lines is hard to copy.
     return str(yaml.safe_dump(written, sort_keys=False, default_flow_style=None, width=2**31))
 

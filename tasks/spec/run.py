@@ -18,6 +18,7 @@ from tasks.spec.probes import Url
 from tasks.spec.rollout import Rollout
 from tasks.spec.run_rules import check_device_use, check_ray_use
 from tasks.spec.secrets import find_argument_secrets, find_env_secrets
+from tasks.spec.start_from import RunId, StartFrom
 from tasks.spec.start_order import START_ORDER_KEY, check_start_order, sort_by_start_order
 from tasks.spec.values import (
     LAST,
@@ -206,6 +207,19 @@ class RunSpec(Document):
         "copy when the run is submitted or its deployment is created, and writes the name of the "
         "copy here. live: the files as they are when the run starts.",
         examples=["live"],
+    )
+    start_from: StartFrom | None = Field(
+        None,
+        description="Checkpoint of another run from which this run starts. The option `--from` of "
+        "`muster submit` and `muster train` fills it in. If omitted, the first attempt starts "
+        "without a checkpoint.",
+    )
+    run_id: RunId | None = Field(
+        None,
+        description="Id of an ended run that the flow run continues. Only `muster retry` sets it, "
+        "for a run whose flow run is on no server any more. If omitted, the run gets an id of its "
+        "own.",
+        examples=["quickstart-grpo-20260101-120000-0123abcd"],
     )
     gang: Gang | None = Field(
         None,
@@ -444,6 +458,14 @@ class RunSpec(Document):
             defaults["delay_s"] = DEFAULT_DELAYS_S[kind]
         written = {} if policy is None else policy.model_dump(exclude_unset=True)
         return Retry.model_validate(defaults | written)
+
+    @property
+    def first_counted_attempt(self) -> int:
+        """Number of the first attempt whose steps count as progress of the run.
+
+        It is greater than 1 if a person has retried the run from one of its earlier checkpoints.
+        """
+        return (self.start_from.attempt if self.start_from is not None else None) or 1
 
     def with_ray_address(self, address: str) -> RunSpec:
         """Return a copy of the spec that contains the address of the Ray cluster.

@@ -102,5 +102,5 @@ def remove_superfluous_checkpoints(
             )
             for checkpoint in checkpoints:
                 remove_checkpoint(checkpoint)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             _log.warning("could not delete old checkpoints of run %s: %s", place.run_id, error)

@@ -1,4 +1,4 @@
-"""The command `muster train`, which runs one training in this process."""
+"""Run one training in this process: the command `muster train`, and retries of such runs."""
 
 from __future__ import annotations
 
@@ -44,18 +44,53 @@ from tasks.spec.loading import load_spec
 from tasks.spec.programs import find_python
 from tasks.spec.run import LIVE_CODE, RunSpec
 from tasks.train.reporter import await_last_artifacts
+from tasks.train.run_checkpoints import with_start
+from tasks.train.session import spec_file
 from tasks.train.spec_check import check_spec
 
 _log = logging.getLogger(__name__)
 
 
-def run_here(train: Callable[..., State[Any]], path: Path, overrides: Sequence[str] = ()) -> int:
+def run_here(
+    train: Callable[..., State[Any]],
+    path: Path,
+    overrides: Sequence[str] = (),
+    start: str | None = None,
+) -> int:
     """Run a spec file in this process, and show its progress on the terminal.
 
     Args:
         train: The flow `train`.
         path: Path of the run spec.
         overrides: Values of the option `--set` that change the spec, such as `progress.total=20`.
+        start: Value of the option `--from`: the run from whose checkpoint this run starts, as `RUN`
+            or `RUN@STEP`. None to start without a checkpoint.
+
+    Returns:
+        The exit code of the command, see `get_exit_code`.
+
+    Raises:
+        MusterError: The spec is invalid, the checkpoint does not exist, or the Prefect server
+            cannot be used. No component was started.
+    """
+    spec = load_spec(path, overrides)
+    if start is not None:
+        spec = with_start(spec, start)
+    spec_file.set(path.absolute())
+    enter_project(path)
+    with tags(*spec.tags, make_process_tag()):
+        return run_in_terminal(spec, partial(train, spec, return_state=True))
+
+
+def run_in_terminal(spec: RunSpec, run_flow: Callable[[], State[Any]]) -> int:
+    """Run the flow of a run in this process, and show its progress on the terminal.
+
+    The working directory must be the root of the run's project.
+
+    Args:
+        spec: The run spec.
+        run_flow: Runs the flow `train` and returns its final state. It is called while a Prefect
+            server is available.
 
     Returns:
         The exit code of the command, see `get_exit_code`.
@@ -64,8 +99,6 @@ def run_here(train: Callable[..., State[Any]], path: Path, overrides: Sequence[s
         MusterError: The spec is invalid or the Prefect server cannot be used. No component was
             started.
     """
-    spec = load_spec(path, overrides)
-    enter_project(path)
     if spec.code in (None, LIVE_CODE):
         # Check the spec now, because it names no submitted code. Submitted code is checked out
         # later, and the task `admit` then checks the spec.
@@ -87,8 +120,7 @@ def run_here(train: Callable[..., State[Any]], path: Path, overrides: Sequence[s
                 root = Path.cwd()
                 terminal.say(f"project {root}, python {find_python(root)}")
                 try:
-                    with tags(*spec.tags, make_process_tag()):
-                        state = _run_to_end(partial(train, spec, return_state=True), terminal)
+                    state = _run_to_end(run_flow, terminal)
                 finally:
                     # A temporary server ends with this context, so send the last artifacts now.
                     if not is_lasting:

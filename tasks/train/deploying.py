@@ -39,7 +39,7 @@ from tasks.server.deployments import (
 from tasks.server.flow_process import EXIT_INTERRUPTED, get_exit_code
 from tasks.server.flow_runs import connect_to_server, read_refusal
 from tasks.server.server import NoServer, hide_prefect_logs, read_secrets
-from tasks.show.arguments import EXIT_DONE, AsJson, Overrides, SpecFile
+from tasks.show.arguments import EXIT_DONE, AsJson, FromRun, Overrides, SpecFile
 from tasks.spec.draft import draft_spec
 from tasks.spec.errors import BadArgument, MusterError
 from tasks.spec.loading import find_project_root, is_project_root, load_spec
@@ -47,6 +47,7 @@ from tasks.spec.pipeline import STAGE_DEPLOYMENT, load_pipeline
 from tasks.spec.programs import find_missing_programs, find_python
 from tasks.spec.run import LIVE_CODE, RunSpec
 from tasks.train.plan import component_search_path
+from tasks.train.run_checkpoints import with_start
 
 S = TypeVar("S")
 
@@ -129,6 +130,7 @@ def submit(
     /,
     *,
     set: Overrides = (),
+    start: FromRun = None,
     queue: str | None = None,
     watch: bool = False,
     json: AsJson = False,
@@ -144,30 +146,50 @@ def submit(
         json: Print run_id, flow_run_id and page as JSON. The states of --watch go to stderr.
     """
     run_spec = load_spec(spec, set)
+    if start is not None:
+        run_spec = with_start(run_spec, start)
     root = find_project_root(spec)
     with connect_to_configured_server() as client:
         flow_run = queue_run(client, run_spec, root, queue=queue)
-        run_id = parse_request(flow_run).name
-        page = url_for("flow-run", obj_id=flow_run.id)
-        if json:
-            content = {"run_id": run_id, "flow_run_id": str(flow_run.id), "page": page}
-            print(dumps(content, indent=2), flush=True)
-        else:
-            print(f"{run_id} is queued\n  page    {page}")
-            print(f"  follow  muster logs {run_id} -f\n  end     muster cancel {run_id}")
-        if not watch:
-            return EXIT_DONE
+        return follow_run(client, flow_run, watch=watch, json=json)
 
-        def print_state(state: State[Any]) -> None:
-            text = f"{state.name}: {state.message}" if state.message else state.name
-            now = time.strftime("%H:%M:%S")
-            print(f"{now} {text}", file=sys.stderr if json else sys.stdout, flush=True)
 
-        try:
-            return get_exit_code(wait_until_ended(client, flow_run.id, print_state))
-        except KeyboardInterrupt:
-            print(f"The run continues. To end it: muster cancel {run_id}", file=sys.stderr)
-            return EXIT_INTERRUPTED
+def follow_run(
+    client: SyncPrefectClient, flow_run: FlowRun, *, watch: bool, json: bool, note: str = ""
+) -> int:
+    """Print that a run is queued, and show the states of the run if the user wants to watch it.
+
+    Args:
+        client: Client of the Prefect server.
+        flow_run: The flow run of the queued run.
+        watch: True to show the states of the run until it has ended.
+        json: True to print the ids and the page of the run as JSON.
+        note: Text after the first line, such as the checkpoint from which the run starts.
+
+    Returns:
+        The exit code of the command.
+    """
+    run_id = parse_request(flow_run).name
+    page = url_for("flow-run", obj_id=flow_run.id)
+    if json:
+        content = {"run_id": run_id, "flow_run_id": str(flow_run.id), "page": page}
+        print(dumps(content, indent=2), flush=True)
+    else:
+        print(f"{run_id} is queued{note}\n  page    {page}")
+        print(f"  follow  muster logs {run_id} -f\n  end     muster cancel {run_id}")
+    if not watch:
+        return EXIT_DONE
+
+    def print_state(state: State[Any]) -> None:
+        text = f"{state.name}: {state.message}" if state.message else state.name
+        now = time.strftime("%H:%M:%S")
+        print(f"{now} {text}", file=sys.stderr if json else sys.stdout, flush=True)
+
+    try:
+        return get_exit_code(wait_until_ended(client, flow_run.id, print_state))
+    except KeyboardInterrupt:
+        print(f"The run continues. To end it: muster cancel {run_id}", file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 def queue_run(

@@ -1,5 +1,8 @@
-"""The commands `muster ls`, `show`, `explain`, `why`, `metrics`, `logs` and `cancel`, and the
-overview that `muster` prints without a command."""
+"""The commands that show a recorded run or cancel it, and the overview of all runs.
+
+The commands are `muster ls`, `show`, `explain`, `why`, `metrics`, `logs`, `checkpoints` and
+`cancel`. `muster` without a command prints the overview.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from tasks.show.failure import format_failure
 from tasks.show.lines import end_block
 from tasks.show.listing import ListedRun
 from tasks.show.listing import list_runs as format_runs
-from tasks.show.output import console_of, is_on_terminal
+from tasks.show.output import console_of, is_on_terminal, line_of
 from tasks.show.page import COMPONENTS, SUMMARY, TIME
 from tasks.spec.errors import BadArgument
 from tasks.spec.formatting import format_minutes
@@ -35,6 +38,11 @@ from tasks.train.finding_runs import (
     list_runs,
 )
 from tasks.train.run_cancellation import cancel_run
+from tasks.train.run_checkpoints import (
+    format_checkpoint_line,
+    format_checkpoints,
+    list_run_checkpoints,
+)
 from tasks.train.run_differences import compare_attempts
 from tasks.train.run_logs import print_logs
 from tasks.train.run_metrics import read_metrics
@@ -252,6 +260,35 @@ def logs(
     # Ctrl-C is the usual way to end `muster logs --follow`, so it is not a failure.
     with suppress(KeyboardInterrupt):
         print_logs(found_run, component, follow=follow, attempt=attempt)
+
+
+def checkpoints(run: RunName = "latest", /, *, json: AsJson = False) -> None:
+    """List the checkpoints of a run, the newest first: step, size, age, and whether each is
+    complete, which attempt saved it, and why it is kept.
+
+    Exit: 0 listed, also if there is no checkpoint yet; 2 there is no such run, or this machine
+    cannot list its checkpoints.
+
+    Args:
+        json: Print a list of objects as JSON.
+    """
+    found_run = find_run(run)
+    rows = list_run_checkpoints(found_run)
+    if json:
+        print(dumps([asdict(row) for row in rows], indent=2))
+        return
+    if not rows:
+        print(f"{found_run.run_id} has no checkpoint yet.", file=sys.stderr)
+        return
+    now = time.time()
+    if not is_on_terminal():
+        # Programs such as grep and cut read one line per checkpoint.
+        for row in rows:
+            print(format_checkpoint_line(row, now))
+        return
+    console = console_of(sys.stdout)
+    for line in format_checkpoints(rows, now):
+        console.print(line_of(line), soft_wrap=True)
 
 
 def overview() -> None:

@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -24,6 +25,7 @@ from tasks.record.checkpoints import (
     find_foreign_checkpoints,
     plan_resume,
 )
+from tasks.record.disk import replace_file
 from tasks.record.events import EventLog, event_listeners
 from tasks.record.metrics_file import FileFingerprint
 from tasks.record.outcome import Failure, Verdict
@@ -33,6 +35,7 @@ from tasks.record.run_json import AttemptRecord, ResumeRecord, RunJson, RunRecor
 from tasks.record.states import RunState
 from tasks.rollout.component import prepare_fleet
 from tasks.spec.failure_kinds import FailureKind
+from tasks.spec.loading import dump_spec
 from tasks.spec.run import LIVE_CODE, RunSpec
 from tasks.train.attempt_spec import AttemptSpec, reserve_ports
 from tasks.train.background_work import record_provenance, remove_superfluous_checkpoints
@@ -43,6 +46,10 @@ from tasks.train.running_attempt import RunningAttempt, start_guardian_template
 from tasks.upkeep.lost_run import finish_predecessor
 
 _log = logging.getLogger(__name__)
+
+#: Absolute path of the spec file from which `muster train` starts the run. None if the run was
+#: started in another way.
+spec_file: ContextVar[Path | None] = ContextVar("spec_file", default=None)
 
 #: Pauses in seconds before the folder of checkpoints is read again after an error of its file
 #: system.
@@ -107,6 +114,7 @@ class RunSession:
         self.place.directory.mkdir(parents=True, exist_ok=True)
 
         self._secrets = RunSecrets(spec)
+        self._write_spec()
         self._end_request = EndRequest()
         self._events = EventLog(None)
         self.record = RunRecord(
@@ -120,6 +128,7 @@ class RunSession:
             name=spec.name,
             workload=spec.workload,
             tags=list(spec.tags),
+            **self._describe_origin(),
         )
 
         #: Function that sends all pending reports to the Prefect server. Its argument is the
@@ -184,6 +193,26 @@ class RunSession:
     def handover_reason(self) -> str:
         """Reason why another process will continue the run. Empty if this process keeps the run."""
         return self._end_request.handover_reason
+
+    def _write_spec(self) -> None:
+        """Write the run spec with its placeholders, so that a person can retry the run later."""
+        text = dump_spec(self.spec, self._secrets.values)
+        replace_file(self.place.spec, text)
+
+    def _describe_origin(self) -> dict[str, Any]:
+        """Return the field `provenance` of a new record: the spec file and the parent run."""
+        provenance: dict[str, Any] = {}
+        start = self.spec.start_from
+        if start is not None and not start.is_step_back:
+            provenance["parent"] = {
+                "run": start.run,
+                "checkpoint": start.checkpoint,
+                "step": start.step,
+            }
+        file = spec_file.get()
+        if file is not None:
+            provenance["spec_file"] = str(file)
+        return {"provenance": provenance} if provenance else {}
 
     def interrupt(self, why: str) -> None:
         """End the run as cancelled, with every grace period. Return at once."""
@@ -420,7 +449,9 @@ class RunSession:
             resumes=is_resumed,
             resume=resume,
             foreign=self.record.content.foreign_checkpoints,
-            best_step_before=self.record.content.find_best_step(before=place.number),
+            best_step_before=self.record.content.find_best_step(
+                before=place.number, since=self.spec.first_counted_attempt
+            ),
             mask=self.mask,
         )
         # The supervisor closes the template, so only one attempt can use it.

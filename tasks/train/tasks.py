@@ -268,7 +268,7 @@ outlive_readers()
 def make_run_id_of_flow_run() -> str:
     """Return the run id of the current flow run. Prefect uses it as the flow run's name."""
     spec = get_current_spec(RunSpec)
-    return make_current_run_id(spec.name, spec.workload)
+    return spec.run_id or make_current_run_id(spec.name, spec.workload)
 
 
 @contextmanager

@@ -70,7 +70,7 @@ _MAX_DELETED = 50
 _PAGE_SIZE = 200
 
 #: Paths, relative to a run's directory, of files that are never deleted.
-_KEPT_FILES = re.compile(r"run\.json|attempt-\d+/spec\.yaml")
+_KEPT_FILES = re.compile(r"run\.json|(attempt-\d+/)?spec\.yaml")
 #: Paths, relative to a run's directory, of files that Muster itself writes.
 _OWN_FILES = re.compile(
     r"attempt-\d+/[^/]*(\.log|\.log\.gz|\.hang\.txt)"
@@ -293,7 +293,8 @@ def _named_runs(directory: Path) -> set[str]:
     The run may have started from files of the other runs, for example from a checkpoint.
     """
     run_ids: set[str] = set()
-    for path in (directory / "run.json", *directory.glob("attempt-*/spec.yaml")):
+    specs = (directory / "spec.yaml", *directory.glob("attempt-*/spec.yaml"))
+    for path in (directory / "run.json", *specs):
         with suppress(OSError):
             run_ids.update(_RUN_ID.findall(path.read_text(encoding="utf-8", errors="replace")))
     return run_ids - {directory.name}

@@ -174,6 +174,13 @@ def test_documented_faults_of_a_faulty_spec_are_reported(block: Block) -> None:
 #: Complete specs for examples of keys that are not valid in BASE, by the part of the spec that
 #: contains the key.
 SPECS: Mapping[str, Mapping[str, Any]] = {
+    "start_from": {
+        "start_from": {
+            "run": "x-sft-20260101-120000-0123abcd",
+            "checkpoint": "/data/step_20",
+        },
+        "env": {"START": "${attempt.resume_from}"},
+    },
     "progress": {"progress": {"step": "step"}},
     "success": {"progress": {"step": "step", "jsonl": "metrics.jsonl"}},
     "components.NAME.ready": {"components": {"trainer": {"ready": {}}}},

@@ -65,6 +65,7 @@ def test_new_record_is_queued(path: Path) -> None:
         "tags": ["demo"],
         "containment": None,
         "attempts": [],
+        "directory": str(path.parent),
     }
 
 

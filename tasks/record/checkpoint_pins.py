@@ -1,0 +1,73 @@
+"""Pins: records of the checkpoints from which another run was started.
+
+The key `keep` of a run spec never removes a pinned checkpoint. A pin is a small file in
+`$MUSTER_HOME/claims/pinned`, in the home of the run that wrote the checkpoint. Pins are permanent:
+the run that was started from the checkpoint may need it again for a retry.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from tasks.record.disk import json_text, replace_file
+from tasks.record.places import muster_home, read_own_file
+
+#: Number of seconds to wait for a checkpoint that `keep` has renamed and renames back.
+_RENAMED_BACK_WITHIN_S = 2.0
+_CHECK_EVERY_S = 0.05
+
+
+def pin_checkpoint(path: Path, parts: Sequence[Path], home: Path) -> None:
+    """Record that a run is started from a checkpoint, so that `keep` does not remove it.
+
+    Args:
+        path: Absolute path of the checkpoint.
+        parts: Files and folders of the checkpoint. There are several if each rank writes its own
+            file.
+        home: Muster's home directory of the run that wrote the checkpoint.
+
+    Raises:
+        FileNotFoundError: The checkpoint was removed in the meantime.
+        OSError: The pin cannot be written.
+    """
+    pin = _pin_folder(home) / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
+    for parent in (pin.parent.parent, pin.parent):
+        parent.mkdir(mode=0o700, exist_ok=True, parents=True)
+    paths = sorted({os.path.realpath(part) for part in (path, *parts)})
+    replace_file(pin, json_text({"paths": paths, "since": time.time()}))
+
+    # A run with `keep` renames a checkpoint before it deletes the checkpoint, and then reads the
+    # pins. So a checkpoint that exists after the pin was written is not deleted. The checkpoint may
+    # be absent for a moment, until the other run has renamed it back.
+    deadline = time.monotonic() + _RENAMED_BACK_WITHIN_S
+    while not all(os.path.lexists(part) for part in (path, *parts)):
+        if time.monotonic() > deadline:
+            pin.unlink(missing_ok=True)
+            raise FileNotFoundError(errno.ENOENT, "the checkpoint was removed just now", str(path))
+        time.sleep(_CHECK_EVERY_S)
+
+
+def read_pinned_paths() -> frozenset[Path]:
+    """Return the resolved paths of all files and folders of the pinned checkpoints.
+
+    Raises:
+        OSError: A pin cannot be read. It is then unknown which checkpoints are pinned.
+        ValueError: A pin is not valid.
+    """
+    paths: set[Path] = set()
+    with suppress(FileNotFoundError):
+        for pin in sorted(_pin_folder(muster_home()).iterdir()):
+            if pin.suffix == ".json":
+                paths.update(Path(path) for path in json.loads(read_own_file(pin))["paths"])
+    return frozenset(paths)
+
+
+def _pin_folder(home: Path) -> Path:
+    return home / "claims" / "pinned"

@@ -1,0 +1,74 @@
+"""The spec key `start_from`: a checkpoint of another run, from which a run starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
+
+from tasks.spec.errors import Fault
+from tasks.spec.placeholders import find_uses, mapping_or_empty
+from tasks.spec.values import Count, CountOrZero, Model, Text, make_refusal
+
+#: Pattern of a run id: `<name>-<workload>-<YYYYMMDD>-<HHMMSS>-<8 hex>`.
+RUN_ID_PATTERN = r"^[a-z][a-z0-9-]{0,31}-[a-z]+-\d{8}-\d{6}-[0-9a-f]{8}$"
+RunId = Annotated[str, Field(strict=True, pattern=RUN_ID_PATTERN)]
+#: Placeholder that passes the checkpoint to a program of the run.
+_RESUME_FROM = "attempt.resume_from"
+
+
+def _check_absolute(path: str) -> str:
+    if not path.startswith("/"):
+        raise make_refusal(
+            f"must be an absolute path, found {path!r}", "write --from RUN@STEP instead of this key"
+        )
+    return path
+
+
+class StartFrom(Model):
+    """The checkpoint from which a run starts, although the run did not write it."""
+
+    run: RunId = Field(
+        description="Id of the run that wrote the checkpoint.",
+        examples=["quickstart-grpo-20260101-120000-0123abcd"],
+    )
+    checkpoint: Annotated[Text, AfterValidator(_check_absolute)] = Field(
+        description="Absolute path of the checkpoint. The option `--from RUN@STEP` finds it.",
+        examples=["/data/checkpoints/step_20"],
+    )
+    step: CountOrZero | None = Field(
+        None,
+        description="Training step of the checkpoint. If omitted, the step is unknown.",
+        examples=[20],
+    )
+    attempt: Count | None = Field(
+        None,
+        description="Number of the attempt that starts from the checkpoint. The option "
+        "`--from-step` of `muster retry` sets it: the run then goes back to one of its own "
+        "checkpoints. If omitted, every attempt starts from the checkpoint until the run has one "
+        "of its own.",
+    )
+
+    @property
+    def is_step_back(self) -> bool:
+        """True if the run goes back to one of its own checkpoints."""
+        return self.attempt is not None
+
+
+def find_start_faults(written: Mapping[str, Any]) -> Iterator[Fault]:
+    """Yield a fault if no program of a run would get the checkpoint of `start_from`.
+
+    Args:
+        written: The run spec as plain data, in which placeholders are not replaced yet.
+    """
+    if not mapping_or_empty(written.get("start_from")):
+        return
+    if any(use.name == _RESUME_FROM for use in find_uses(written)):
+        return
+    yield Fault(
+        path="start_from",
+        problem="no program of the run would get the checkpoint, because the spec does not use "
+        f"${{{_RESUME_FROM}}}",
+        remedy=f'add --resume-from, "${{{_RESUME_FROM}}}" to the command of the trainer',
+    )

@@ -1,0 +1,317 @@
+"""List the checkpoints of a run, and find the checkpoint from which a person starts another run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.filesize import decimal
+
+from tasks.record.checkpoint_folder import Completeness
+from tasks.record.checkpoint_pins import pin_checkpoint
+from tasks.record.checkpoints import JudgedCheckpoint, judge_checkpoints
+from tasks.record.places import RunPlace
+from tasks.record.run_json import AttemptRecord, RunJson
+from tasks.show.output import one_line
+from tasks.spec.errors import BadArgument, InvalidSpec
+from tasks.spec.formatting import format_minutes, join_commas
+from tasks.spec.loading import load_resolved
+from tasks.spec.run import RunSpec
+from tasks.spec.start_from import StartFrom, find_start_faults
+from tasks.train.finding_runs import ENDED_STATES, Run, find_run
+from tasks.train.run_records import find_record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunCheckpoint:
+    """One checkpoint of a run, as `muster checkpoints --json` shows it. Times are UTC seconds."""
+
+    #: Absolute path of the checkpoint.
+    path: str
+    #: Training step of the checkpoint, or null if unknown.
+    step: int | None
+    #: Total size of the files in bytes.
+    size_bytes: int
+    #: Time of the last change of the files.
+    saved_at: float
+    #: `complete`, `incomplete`, or `unknown` if nothing shows yet that all files were saved.
+    completeness: str
+    #: Evidence that the checkpoint is complete, or the reason why it is not known to be complete.
+    reason: str
+    #: Number of the attempt that saved the checkpoint. null if the checkpoint is older than the
+    #: run.
+    attempt: int | None
+    #: Reason why no attempt of this run starts from the checkpoint. Empty if an attempt may do so.
+    refused: str
+    #: Reasons for which Muster does not remove the checkpoint. Empty if `keep` removes it.
+    kept: tuple[str, ...]
+
+    @property
+    def is_usable(self) -> bool:
+        """True if the checkpoint is complete, and an attempt of this run may start from it."""
+        return self.completeness == Completeness.COMPLETE.value and not self.refused
+
+    @property
+    def step_text(self) -> str:
+        return "step unknown" if self.step is None else f"step {self.step}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Checkpoints:
+    """The checkpoints of a run, oldest first, and the paths of the run's files."""
+
+    place: RunPlace
+    record: RunJson
+    judged: tuple[JudgedCheckpoint, ...]
+
+
+def list_run_checkpoints(run: Run) -> list[RunCheckpoint]:
+    """Return the checkpoints of a run, the newest first.
+
+    Raises:
+        BadArgument: The run has no checkpoints that this machine can list. The message says why.
+        OSError: The folder of the checkpoints cannot be read.
+    """
+    checkpoints = _read_checkpoints(run)
+    return [_describe(one, checkpoints.record.attempts) for one in reversed(checkpoints.judged)]
+
+
+def format_checkpoints(rows: Sequence[RunCheckpoint], now: float) -> Iterator[str]:
+    """Yield the lines of the table that `muster checkpoints` prints on a terminal.
+
+    Args:
+        rows: The checkpoints.
+        now: Current time in UTC epoch seconds.
+    """
+    cells = [_format_cells(row, now) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row, row_cells in zip(rows, cells, strict=True):
+        padded = (cell.ljust(width) for cell, width in zip(row_cells, widths, strict=True))
+        yield "  ".join(padded).rstrip()
+        yield f"  {row.path}"
+        yield f"  {row.completeness}: {row.reason}"
+        if row.refused:
+            yield f"  refused: {row.refused}"
+        yield f"  {_describe_retention(row)}"
+
+
+def format_checkpoint_line(row: RunCheckpoint, now: float) -> str:
+    """Return the description of a checkpoint as one line of cells that tabs separate."""
+    details = (row.path, row.reason, row.refused, _describe_retention(row))
+    return "\t".join(map(one_line, (*_format_cells(row, now), *details)))
+
+
+def _format_cells(row: RunCheckpoint, now: float) -> tuple[str, ...]:
+    return (
+        row.step_text,
+        decimal(row.size_bytes),
+        f"{format_minutes(max(now - row.saved_at, 0.0))} old",
+        f"attempt {row.attempt}" if row.attempt is not None else "no attempt",
+        row.completeness,
+        "kept" if row.kept else "removed by keep",
+    )
+
+
+def _describe_retention(row: RunCheckpoint) -> str:
+    if not row.kept:
+        return "removed within a minute while the run trains, because newer checkpoints exist"
+    return f"kept: {'; '.join(row.kept)}"
+
+
+def with_start(spec: RunSpec, name: str) -> RunSpec:
+    """Return a copy of a run spec whose run starts from a checkpoint of another run.
+
+    Args:
+        spec: The run spec.
+        name: Value of the option `--from`: `RUN` for the newest complete checkpoint of a run, or
+            `RUN@STEP`.
+
+    Raises:
+        InvalidSpec: No program of the run would get the checkpoint.
+        BadArgument: There is no such run, or the run has no such checkpoint.
+        OSError: The checkpoints cannot be read.
+    """
+    faults = [*find_start_faults({**spec.written(), "start_from": {"run": name}})]
+    if faults:
+        raise InvalidSpec(tuple(faults), source=f"--from {name}")
+    start = choose_start(name)
+    total = spec.progress.total if spec.progress is not None else None
+    if start.step is not None and total is not None and start.step >= total:
+        print(
+            f"The checkpoint has step {start.step}, and progress.total is {total}: a trainer that "
+            "counts its steps from the checkpoint has nothing left to train. To train longer, add "
+            f"for example --set progress.total={start.step + total}",
+            file=sys.stderr,
+        )
+    return spec.model_copy(update={"start_from": start})
+
+
+def choose_start(name: str) -> StartFrom:
+    """Return the checkpoint of a run from which another run must start, and pin the checkpoint.
+
+    A pinned checkpoint is not removed by the key `keep` of the run that wrote it.
+
+    Args:
+        name: `RUN` for the newest complete checkpoint of a run, or `RUN@STEP`.
+
+    Raises:
+        BadArgument: There is no such run, or the run has no such checkpoint. The message names the
+            steps of the checkpoints that exist.
+        OSError: The checkpoints cannot be read.
+    """
+    run_name, at_sign, step_text = name.rpartition("@")
+    if not at_sign:
+        run_name, step_text = name, ""
+    elif not (step_text.isdecimal() and step_text.isascii()):
+        raise BadArgument(
+            f"--from {name}: the step after @ must be a whole number, found {step_text!r}. "
+            "Write RUN or RUN@STEP."
+        )
+    run = find_run(run_name)
+    return choose_step(run, int(step_text) if step_text else None, pins=True)
+
+
+def choose_step(run: Run, step: int | None, *, pins: bool = False) -> StartFrom:
+    """Return a checkpoint of a run as the start of another run or attempt.
+
+    Args:
+        run: The run that wrote the checkpoint.
+        step: Step of the checkpoint, or None for the newest complete checkpoint.
+        pins: True to pin the checkpoint, so that the key `keep` of the run never removes it.
+
+    Raises:
+        BadArgument: The run has no such checkpoint.
+        OSError: The checkpoints cannot be read.
+    """
+    checkpoints = _read_checkpoints(run)
+    complete = [
+        one for one in checkpoints.judged if one.checkpoint.is_complete and not one.why_foreign
+    ]
+    if step is None:
+        candidates = [one for one in complete if one.is_fit] or complete
+    else:
+        candidates = [one for one in complete if one.checkpoint.step == step]
+    if not candidates:
+        raise BadArgument(_explain_missing(run, step, checkpoints.judged, complete))
+    checkpoint = candidates[-1].checkpoint
+    if pins:
+        home = checkpoints.place.directory.parents[1]
+        pin_checkpoint(checkpoint.path, checkpoint.parts, home)
+    fields = {"run": run.run_id, "checkpoint": str(checkpoint.path), "step": checkpoint.step}
+    return StartFrom.model_validate(fields)
+
+
+def _explain_missing(
+    run: Run,
+    step: int | None,
+    judged: Sequence[JudgedCheckpoint],
+    complete: Sequence[JudgedCheckpoint],
+) -> str:
+    """Return a message that says why a run has no suitable checkpoint, and which ones it has.
+
+    Args:
+        run: The run.
+        step: Step that the person asked for, or None for the newest complete checkpoint.
+        judged: All checkpoints of the run.
+        complete: The checkpoints of the run that are complete.
+    """
+    wanted = f"complete checkpoint of step {step}" if step is not None else "complete checkpoint"
+    at_step = [one for one in judged if step is None or one.checkpoint.step == step]
+    reasons = [
+        f"{one.checkpoint.path.name}: {one.why_foreign or one.checkpoint.reason}" for one in at_step
+    ]
+    reason = f" ({'; '.join(reasons[-3:])})" if reasons else ""
+    steps = sorted({one.checkpoint.step for one in complete if one.checkpoint.step is not None})
+    existing = f"Steps with a complete checkpoint: {join_commas(steps) or 'none'}."
+    return (
+        f"{run.run_id} has no {wanted}{reason}. {existing} "
+        f"To list all checkpoints: muster checkpoints {run.run_id}"
+    )
+
+
+def read_run_spec(place: RunPlace, attempts: Sequence[AttemptRecord]) -> RunSpec | None:
+    """Return the spec of a run with its placeholders, from the files of the run.
+
+    Secrets in the spec are masked. If an earlier version of Muster started the run, the spec of
+    the last attempt is returned, in which the placeholders are replaced.
+
+    Returns:
+        The spec, or None if this machine has neither of the two files.
+    """
+    files = [place.spec, *(place.attempt(one.number).spec for one in attempts[-1:])]
+    for file in files:
+        if file.exists():
+            return load_resolved(file)
+    return None
+
+
+def _read_checkpoints(run: Run) -> _Checkpoints:
+    """Read the checkpoints of a run.
+
+    Raises:
+        BadArgument: The run has no checkpoints that this machine can list.
+        OSError: The folder of the checkpoints cannot be read.
+    """
+    record = find_record(run)
+    if record is None or not record.attempts:
+        raise BadArgument(f"{run.run_id} has no checkpoints, because no attempt of it has begun")
+    place = run.place
+    if not place.record.exists() and record.directory:
+        place = RunPlace(directory=Path(record.directory))
+    spec = read_run_spec(place, record.attempts)
+    if spec is None:
+        host = record.attempts[-1].host or run.host or "another host"
+        raise BadArgument(
+            f"the files of {run.run_id} are on {host}, in {place.directory}: this machine cannot "
+            "list its checkpoints. Run the command on that host."
+        )
+    if not any(component.checkpoints for component in spec.processes.values()):
+        raise BadArgument(
+            f"{run.run_id} has no checkpoints, because no component of its spec has the key "
+            "`checkpoints`"
+        )
+    judged = judge_checkpoints(
+        spec,
+        place,
+        record.attempts,
+        record.foreign_checkpoints,
+        is_running=run.state not in ENDED_STATES,
+    )
+    return _Checkpoints(place=place, record=record, judged=tuple(judged))
+
+
+def _describe(one: JudgedCheckpoint, attempts: Sequence[AttemptRecord]) -> RunCheckpoint:
+    checkpoint = one.checkpoint
+    return RunCheckpoint(
+        path=str(checkpoint.path),
+        step=checkpoint.step,
+        size_bytes=sum(map(_measure, checkpoint.parts)),
+        saved_at=checkpoint.changed_at,
+        completeness=checkpoint.completeness.value,
+        reason=checkpoint.reason,
+        attempt=_find_attempt(checkpoint.changed_at, attempts),
+        refused=one.why_foreign or one.why_unfit,
+        kept=one.why_kept,
+    )
+
+
+def _find_attempt(saved_at: float, attempts: Sequence[AttemptRecord]) -> int | None:
+    """Return the number of the last attempt that began before a time, or None if there is none."""
+    numbers = [attempt.number for attempt in attempts if attempt.started_at <= saved_at]
+    return max(numbers, default=None)
+
+
+def _measure(path: Path) -> int:
+    """Return the size of a file in bytes, or the total size of the files below a folder."""
+    size = 0
+    folders = os.walk(path) if path.is_dir() else [(str(path.parent), [], [path.name])]
+    for folder, _, names in folders:
+        for name in names:
+            # A trainer may remove a file at the same moment.
+            with suppress(FileNotFoundError):
+                size += os.stat(os.path.join(folder, name)).st_size
+    return size
