@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import math
 import os
@@ -42,7 +41,7 @@ from tasks.record.events import Emit
 from tasks.record.outcome import Exit, Failure, GivenUp, GiveUpReason, Verdict, signal_name
 from tasks.record.states import RunState
 from tasks.spec.errors import RunEnded
-from tasks.spec.failure_kinds import FailureKind
+from tasks.spec.failure_kinds import FailureKind, find_kind_of_start_error
 from tasks.spec.watch import Alarms
 
 _log = logging.getLogger(__name__)
@@ -74,14 +73,6 @@ _PORTS_PAUSE = 20.0
 _DRIVER_WITHIN_S = 5.0
 #: Signals that the kernel sends to a program after an error in that program.
 _FATAL_SIGNALS = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGTRAP"})
-#: Kind of failure of a program that could not be started, by the error number.
-_SPAWN_ERRORS: dict[int | None, FailureKind] = {
-    # Error number 0 stands for errors that Python itself raises, such as a NUL in an argument.
-    **dict.fromkeys((0, errno.ENOENT, errno.EACCES, errno.EPERM), FailureKind.USER_ERROR),
-    **dict.fromkeys((errno.ENOEXEC, errno.ENOTDIR, errno.EISDIR), FailureKind.USER_ERROR),
-    **dict.fromkeys((errno.E2BIG, errno.ELOOP, errno.ENAMETOOLONG), FailureKind.USER_ERROR),
-    **dict.fromkeys((errno.ENOSPC, errno.EROFS, errno.EDQUOT), FailureKind.STORAGE),
-}
 
 
 def failure_of(
@@ -276,7 +267,7 @@ class SupervisedAttempt:
             self._context.settle()
         except OSError as error:
             message = f"no process can be started: {error.strerror or error}"
-            kind = _SPAWN_ERRORS.get(error.errno, FailureKind.UNKNOWN)
+            kind = find_kind_of_start_error(error.errno)
             self.fail(Failure(kind=kind, message=message, rule="spawn"))
             return
         self._watchers.start(self._follow_progress())
@@ -495,7 +486,7 @@ class SupervisedAttempt:
         except OSError as error:  # includes TimeoutError
             reason = error.strerror or str(error) or "its guardian does not answer"
             message = f"{member.name} can't be started: {reason}"
-            kind = _SPAWN_ERRORS.get(error.errno, FailureKind.UNKNOWN)
+            kind = find_kind_of_start_error(error.errno)
             self._fail(member, message, "spawn", kind=kind)
         else:
             member.exited.add_done_callback(lambda exited: self._on_exit(member, exited.result()))

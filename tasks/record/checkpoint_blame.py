@@ -13,8 +13,9 @@ from enum import Enum
 from pathlib import Path
 
 from tasks.record.checkpoint_names import read_step
+from tasks.record.outcome import Failure
 from tasks.record.run_json import AttemptRecord
-from tasks.spec.failure_kinds import FailureKind
+from tasks.spec.failure_kinds import CheckpointBlame, FailureKind
 from tasks.spec.run import RunSpec
 
 #: Name of the rule in `cause_rules.toml` that recognises the error message of a trainer about an
@@ -23,10 +24,6 @@ CUT_SHORT = "checkpoint-cut-short"
 #: Largest number of consecutive attempts whose failures Muster attributes to their checkpoints. If
 #: more attempts in a row fail with their checkpoints, the cause is something else.
 _MAX_BLAMED_IN_A_ROW = 3
-#: Kinds of failure of an attempt that stopped making progress.
-_HUNG = frozenset({FailureKind.STALLED, FailureKind.TIME_LIMIT, FailureKind.NOT_READY})
-#: Kinds of failure of an attempt that a damaged checkpoint can cause.
-_DIED = frozenset({FailureKind.USER_ERROR, FailureKind.RUNTIME_ERROR, FailureKind.UNKNOWN})
 #: Signals that another process usually sends. A trainer that is killed by another signal, such as
 #: SIGSEGV, has itself caused the signal.
 _OUTSIDE_SIGNALS = frozenset({"SIGKILL", "SIGTERM", "SIGINT", "SIGHUP"})
@@ -112,8 +109,7 @@ def blame_attempts(spec: RunSpec, attempts: Sequence[AttemptRecord]) -> list[Bla
             blames.append(Blame.NONE)
             continue
         if blame is Blame.SUSPECTED and key in suspected:
-            is_hung = attempt.failure is not None and attempt.failure.kind in _HUNG
-            is_to_blame = is_hung or not _names_other_cause(attempt)
+            is_to_blame = _is_hung(attempt.failure) or not _names_other_cause(attempt)
             blame = Blame.GIVEN_UP if is_to_blame else Blame.NONE
         suspected.add(key)
         if blame is Blame.GIVEN_UP:
@@ -179,20 +175,28 @@ def _judge(spec: RunSpec, attempt: AttemptRecord) -> Blame:
         return Blame.GIVEN_UP
     if failure.exit_code == 0:
         return Blame.NONE
-    if failure.kind in _HUNG:
+    if _is_hung(failure):
         is_silent = spec.progress is not None or failure.kind is FailureKind.STALLED
         if not is_silent:
             return Blame.NONE
         # If the ranks wait for each other, the cause may be the network and not the checkpoint.
         is_collective = _COLLECTIVE.search(failure.message) is not None
         return Blame.SUSPECTED if is_collective else Blame.GIVEN_UP
-    if failure.kind not in _DIED or failure.signal in _OUTSIDE_SIGNALS:
+    can_be_damaged = failure.kind.properties.blames_checkpoint is CheckpointBlame.IF_DIED
+    if not can_be_damaged or failure.signal in _OUTSIDE_SIGNALS:
         return Blame.NONE
     if _shows_loading(attempt) and not _names_other_cause(attempt):
         return Blame.GIVEN_UP
     if spec.progress is None and _lifetime_s(attempt) > _LOADS_WITHIN_S:
         return Blame.NONE
     return Blame.SUSPECTED
+
+
+def _is_hung(failure: Failure | None) -> bool:
+    """Return True if the kind of failure means that the attempt stopped making progress."""
+    return (
+        failure is not None and failure.kind.properties.blames_checkpoint is CheckpointBlame.IF_HUNG
+    )
 
 
 def _has_made_step(spec: RunSpec, attempt: AttemptRecord) -> bool:

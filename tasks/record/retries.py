@@ -12,7 +12,7 @@ from tasks.record.checkpoint_blame import CUT_SHORT, find_attempts_failed_by_che
 from tasks.record.outcome import Failure, Verdict
 from tasks.record.run_json import AttemptRecord, JobRecord
 from tasks.record.states import RunState
-from tasks.spec.failure_kinds import REQUEUED, FailureKind
+from tasks.spec.failure_kinds import REQUEUED, FailureKind, NodeBlame
 from tasks.spec.formatting import format_datetime
 from tasks.spec.run import Retry, RunSpec
 
@@ -27,16 +27,6 @@ _MAX_EXPONENT = 64
 #: Delay before a run is retried from an older checkpoint, in seconds.
 _OLDER_CHECKPOINT_DELAY_S = 5.0
 
-#: Kinds of failure with which an attempt ends before its components have run.
-_NEVER_RAN = REQUEUED - {FailureKind.FLEET_LOST}
-#: Kinds of failure that a bad node can cause.
-_CAUSED_BY_NODE = (
-    FailureKind.GPU_HARDWARE,
-    FailureKind.NODE_LOST,
-    FailureKind.STORAGE,
-    FailureKind.PORT_CONFLICT,
-    FailureKind.COLLECTIVE_TIMEOUT,
-)
 #: Name of the rule of a failure that was found before any component started, when Muster checked
 #: the nodes of the run.
 PREFLIGHT = "preflight"
@@ -70,9 +60,9 @@ def decide_retry(
 ) -> RetryDecision:
     """Decide whether the run is retried after an attempt.
 
-    INSUFFICIENT_RESOURCES, START_TIMEOUT and FLEET_LOST are not the fault of the run. After them,
-    the run is requeued, and the attempt does not count against the `attempts` of other kinds. Each
-    of these kinds has its own count.
+    The run did not cause a failure of a kind in `REQUEUED`. After such a failure, the run is
+    requeued, and the attempt does not count against the `attempts` of other kinds. Each of these
+    kinds has a count of its own.
 
     Args:
         verdict: Result of the attempt.
@@ -113,8 +103,8 @@ def decide_retry(
     # After a failure before the start of the components, the delay depends only on the number of
     # consecutive failures of this kind.
     delay_step = used_attempts
-    if kind in _NEVER_RAN:
-        delay_step = 1 + len([*takewhile(_NEVER_RAN.__contains__, reversed(before))])
+    if kind.properties.ends_before_components_run:
+        delay_step = 1 + sum(1 for _ in takewhile(_has_never_run, reversed(before)))
     grown_delay_s = policy.delay_s * _GROWTH ** min(delay_step - 1, _MAX_EXPONENT)
     longest_delay_s = max(policy.delay_s, policy.max_delay_s)
     delay_s = min(grown_delay_s, longest_delay_s) * uniform(1 - _JITTER, 1 + _JITTER)
@@ -128,6 +118,11 @@ def decide_retry(
         is_requeue=is_requeue,
         start=start,
     )
+
+
+def _has_never_run(kind: FailureKind | None) -> bool:
+    """Return True if an attempt with this kind of failure ended before its components ran."""
+    return kind is not None and kind.properties.ends_before_components_run
 
 
 def list_counted_failures(
@@ -181,10 +176,11 @@ def find_blamed_nodes(failure: Failure | None, nodes: Iterable[str]) -> list[str
     """
     if failure is None or failure.rule == CUT_SHORT:
         return []
-    if failure.kind not in _CAUSED_BY_NODE and failure.rule != PREFLIGHT:
+    blame = failure.kind.properties.blames_node
+    if blame is NodeBlame.NEVER and failure.rule != PREFLIGHT:
         return []
     text = f"{failure.line} {failure.message}"
-    if failure.kind is FailureKind.COLLECTIVE_TIMEOUT and not _RANK.search(text):
+    if blame is NodeBlame.IF_RANK_IS_NAMED and not _RANK.search(text):
         return []
     all_nodes = [*nodes]
     return [node for node in all_nodes if _names_node(text, node)] or all_nodes

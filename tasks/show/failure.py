@@ -9,7 +9,7 @@ from tasks.record.outcome import Failure
 from tasks.record.places import RunPlace
 from tasks.record.run_json import AttemptRecord
 from tasks.show.view import describe_ending
-from tasks.spec.failure_kinds import REMEDIES, FailureKind
+from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.formatting import format_duration, format_time
 
 #: Number of last log lines of the failed component that the user sees.
@@ -44,7 +44,7 @@ def list_facts(place: RunPlace, attempt: AttemptRecord, failure: Failure) -> Ite
 
     # If another attempt follows, Muster starts it automatically. The general advice for the kind of
     # failure, such as "start the run again", would be wrong then.
-    general_remedy = REMEDIES[failure.kind] if attempt.is_last else ""
+    general_remedy = failure.kind.properties.remedy if attempt.is_last else ""
     remedy = failure.hint or general_remedy
     if remedy:
         yield Fact("what to do", remedy)
@@ -159,7 +159,7 @@ def find_remedy(message: str) -> str:
         The advice, or an empty string if the message does not begin with a kind of failure.
     """
     kind = message.partition(":")[0]
-    return REMEDIES[FailureKind(kind)] if kind in FailureKind.__members__ else ""
+    return FailureKind(kind).properties.remedy if kind in FailureKind.__members__ else ""
 
 
 def format_failure(place: RunPlace, attempt: AttemptRecord, failure: Failure) -> str:

@@ -1,102 +1,195 @@
-"""The kinds of failure of a run. The kind decides whether Muster retries the run.
+"""The kinds of failure of a run, and the properties of each kind.
 
-`docs/states-and-failures.md` describes each kind in detail.
+The table `failure_kinds.toml` has all facts about a kind: its cause, the advice to the user, and
+the rules for retries. Other modules read these facts with `FailureKind.properties`. The page
+docs/states-and-failures.md is generated from the same table.
 """
 
 from __future__ import annotations
 
+import errno
 import tomllib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
+
+
+class NodeBlame(StrEnum):
+    """Condition under which the next attempt of a run avoids the nodes of a failed attempt."""
+
+    #: A node is never the cause of this kind of failure.
+    NEVER = "never"
+    #: The nodes that the failure names are the cause. If it names no node, all nodes are.
+    ALWAYS = "always"
+    #: As `ALWAYS`, but only if the failure names a rank of the training.
+    IF_RANK_IS_NAMED = "if a rank is named"
+
+
+class CheckpointBlame(StrEnum):
+    """Condition under which the checkpoint of an attempt may be the cause of its failure."""
+
+    #: A checkpoint is never the cause of this kind of failure.
+    NEVER = "never"
+    #: The attempt made no progress, so it may hang in the load of its checkpoint.
+    IF_HUNG = "if the attempt hung"
+    #: The trainer ended with an error, which a damaged checkpoint can cause.
+    IF_DIED = "if the trainer died"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindProperties:
+    """All facts about a kind of failure: one table of `failure_kinds.toml`."""
+
+    #: Events and log texts by which Muster recognises the kind, in Markdown for the documents.
+    cause: str
+    #: Reaction of Muster, in Markdown. The text continues the sentence "Muster ...".
+    reaction: str
+    #: Action of the user, in Markdown. The text continues the sentence "You ...".
+    action: str
+    #: Advice for the user, in plain text. Muster shows it if the failure itself has no hint.
+    remedy: str
+    #: True if the run did not cause the failure. The run then returns to the queue, even if `retry`
+    #: in the run spec does not list the kind. False if the run fails. In that case, the user can
+    #: list the kind under `retry`, and Muster then starts another attempt.
+    is_requeued: bool = False
+    #: False if there is no attempt that could be repeated.
+    can_be_retried: bool = True
+    #: True if the attempt ends before its components have run. The delay before the next attempt
+    #: then depends only on the number of consecutive failures of this type.
+    ends_before_components_run: bool = False
+    #: Largest number of attempts of a requeued run, including the first, if the spec sets no
+    #: number. None if there is no limit. A kind has a limit if each attempt occupies the GPUs of
+    #: the run for some time.
+    attempts: int | None = None
+    #: Delay before the first retry in seconds, if the spec sets no delay. None if the kind has the
+    #: same default delay as other kinds. A short delay is right if the run need not wait for GPUs.
+    delay_s: float | None = None
+    blames_node: NodeBlame = NodeBlame.NEVER
+    blames_checkpoint: CheckpointBlame = CheckpointBlame.NEVER
+    #: Names of the errors of the operating system, such as `ENOSPC`, that have this kind if they
+    #: prevent the start of a component's program.
+    errnos: tuple[str, ...] = ()
 
 
 class FailureKind(StrEnum):
     """Kind of the cause that made an attempt of a run fail. Each kind needs another reaction.
 
-    By default, the run fails. If the user lists the kind under `retry` in the run spec, Muster
-    retries the run instead. If Muster requeues the run by default, the comment of the kind mentions
-    it. The comment "A retry can help" marks kinds whose cause may be gone at the next attempt.
+    By default, the run fails. The user can list the kind under `retry` in the run spec; Muster then
+    starts another attempt. The table of the kind in `failure_kinds.toml` explains the kind.
 
     `COLLECTIVE_TIMEOUT` and a SIGKILL without further evidence are symptoms. They count only if the
     logs show no other cause.
     """
 
-    #: The cluster did not have the GPUs that were granted to the run. Muster recognises this by
-    #: messages of verl (`Total available GPUs ... is less than`, `cannot be satisfied in this ray
-    #: cluster`), vLLM and NeMo-RL. The run is requeued, without limit.
     INSUFFICIENT_RESOURCES = "INSUFFICIENT_RESOURCES"
-    #: Ray accepted the job, but the job did not take its GPUs before the deadline, or Ray's job
-    #: supervisor did not start. The run is requeued up to five times.
     START_TIMEOUT = "START_TIMEOUT"
-    #: The run needs more GPUs than the cluster can ever provide. The message shows both numbers.
     INFEASIBLE = "INFEASIBLE"
-    #: A component was alive, but its readiness probe did not succeed within `within_s` seconds.
     NOT_READY = "NOT_READY"
-    #: A GPU is broken: the log shows `NVRM: Xid`, an uncorrectable ECC error, or a GPU that has
-    #: fallen off the bus. A retry can help, because it uses other nodes.
     GPU_HARDWARE = "GPU_HARDWARE"
-    #: A node of the Ray cluster died: the log shows NodeDiedError, a dead raylet or a node that is
-    #: marked dead. A retry can help, because Ray uses only living nodes.
     NODE_LOST = "NODE_LOST"
-    #: The memory of a machine was full, so the out-of-memory killer of the kernel or of Ray killed
-    #: a process.
     HOST_OOM = "HOST_OOM"
-    #: A GPU ran out of memory: the log shows `CUDA out of memory`.
     CUDA_OOM = "CUDA_OOM"
-    #: The disk is full, or an NFS handle is stale. A retry can help.
     STORAGE = "STORAGE"
-    #: A connection was refused or reset, or a host name did not resolve. A retry can help.
     NETWORK = "NETWORK"
-    #: Another process used the port of a component. A retry can help, because each attempt gets
-    #: new ports.
     PORT_CONFLICT = "PORT_CONFLICT"
-    #: The watchdog of NCCL ended a collective operation that took too long. The usual reason is an
-    #: earlier failure of another rank. A retry can help.
     COLLECTIVE_TIMEOUT = "COLLECTIVE_TIMEOUT"
-    #: A component failed its `live` probe several times in a row, or the run made no new step for
-    #: `stall_after_s` seconds.
     STALLED = "STALLED"
-    #: An alarm rule of the spec key `watch` with `then: stop` raised its alarm. A retry can help,
-    #: because it starts from a checkpoint that was written before the alarm.
     ALARM = "ALARM"
-    #: The attempt has run for `gang.max_hours` hours. A retry can help if the run writes
-    #: checkpoints.
     TIME_LIMIT = "TIME_LIMIT"
-    #: The process of the fleet of inference servers crashed or was killed. The run is requeued up
-    #: to three times.
     FLEET_LOST = "FLEET_LOST"
-    #: The user made a mistake that a retry cannot correct, such as a missing file or module, or a
-    #: wrong key, type or value.
     USER_ERROR = "USER_ERROR"
-    #: The log shows a traceback that fits no other kind, or a training loss that is NaN or
-    #: infinite.
     RUNTIME_ERROR = "RUNTIME_ERROR"
-    #: The Ray cluster did not answer, so it is unknown how the Ray job ended. Muster asks the
-    #: cluster again before it submits another job.
     LOST_CONTACT = "LOST_CONTACT"
-    #: No rule recognised the cause of the failure.
     UNKNOWN = "UNKNOWN"
 
-
-#: Kinds of failure that the run itself did not cause. Muster requeues the run even if `retry` in
-#: the run spec does not list the kind.
-REQUEUED = frozenset(
-    {FailureKind.INSUFFICIENT_RESOURCES, FailureKind.START_TIMEOUT, FailureKind.FLEET_LOST}
-)
-#: Largest number of attempts, including the first, by kind of failure, if the user sets no number.
-#: These kinds have a limit because each attempt occupies the GPUs of the run for some time. After
-#: other failures in `REQUEUED`, a run is requeued without limit.
-DEFAULT_ATTEMPTS = {FailureKind.START_TIMEOUT: 6, FailureKind.FLEET_LOST: 4}
-#: Default delay before the first retry in seconds, by kind of failure. The delay is short, because
-#: the retry need not wait until other runs free their GPUs.
-DEFAULT_DELAYS_S = {FailureKind.FLEET_LOST: 5.0}
+    @property
+    def properties(self) -> KindProperties:
+        """All facts about this kind."""
+        return _PROPERTIES[self]
 
 
-#: Advice to the user for each kind of failure. It is shown if the failure itself has no hint.
-REMEDIES: Mapping[FailureKind, str] = {
-    FailureKind(kind): remedy
-    for kind, remedy in tomllib.loads(
-        Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
-    ).items()
+def find_kind_of_start_error(error_number: int | None) -> FailureKind:
+    """Return the kind of failure of a component whose program could not be started.
+
+    Args:
+        error_number: Error number of the operating system. 0 for an error that Python itself
+            raises, such as a NUL character in an argument. None if the error has no number.
+    """
+    if error_number is None:
+        return FailureKind.UNKNOWN
+    if error_number == 0:
+        return FailureKind.USER_ERROR
+    return _KIND_OF_START_ERROR.get(error_number, FailureKind.UNKNOWN)
+
+
+def _read_table() -> Mapping[FailureKind, KindProperties]:
+    """Read the properties of all kinds.
+
+    Raises:
+        KeyError: A kind has no table.
+        TypeError: A table has an unknown key, or lacks a key.
+        ValueError: A table has another name than the kinds, or a value that no enum contains.
+    """
+    tables = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    properties = {}
+    for name, table in tables.items():
+        properties[FailureKind(name)] = make_properties(table)
+    return {kind: properties[kind] for kind in FailureKind}
+
+
+def make_properties(table: Mapping[str, Any]) -> KindProperties:
+    """Return the properties of a kind from its TOML table.
+
+    Raises:
+        TypeError: The table has an unknown key, or lacks a key.
+        ValueError: A value is not in the enum of its key.
+    """
+    values = {
+        **table,
+        "blames_node": NodeBlame(table.get("blames_node", NodeBlame.NEVER)),
+        "blames_checkpoint": CheckpointBlame(table.get("blames_checkpoint", CheckpointBlame.NEVER)),
+        "errnos": tuple(table.get("errnos", ())),
+    }
+    return KindProperties(**values)
+
+
+_PROPERTIES = _read_table()
+#: Kind of failure of a program that could not be started, by the error number.
+_KIND_OF_START_ERROR = {
+    getattr(errno, name): kind
+    for kind, properties in _PROPERTIES.items()
+    for name in properties.errnos
 }
+#: Kinds of failure after which the run returns to the queue, even if `retry` does not list them.
+REQUEUED = frozenset(kind for kind in FailureKind if kind.properties.is_requeued)
+
+
+def describe_requeues(kind: FailureKind) -> str:
+    """Return how often a run is requeued after failures of a kind: `without limit`, `5 times`."""
+    attempts = kind.properties.attempts
+    return "without limit" if attempts is None else f"{attempts - 1} times"
+
+
+def list_requeued_kinds() -> str:
+    """Return the names of the requeued kinds with their numbers of requeues, for a sentence."""
+    return ", ".join(
+        f"{kind} {describe_requeues(kind)}" for kind in FailureKind if kind in REQUEUED
+    )
+
+
+def list_default_attempts() -> str:
+    """Return the names of the requeued kinds with their numbers of attempts, for a sentence."""
+    return ", ".join(
+        f"{kind} ({kind.properties.attempts or 'no limit'})"
+        for kind in FailureKind
+        if kind in REQUEUED
+    )
+
+
+def list_default_delays() -> str:
+    """Return the kinds that have a default delay of their own, with the delay in seconds."""
+    return ", ".join(
+        f"{kind} ({kind.properties.delay_s:g})" for kind in FailureKind if kind.properties.delay_s
+    )

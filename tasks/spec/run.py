@@ -12,7 +12,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from tasks.spec.component import FLEET, Component, Components, OnExitZero
-from tasks.spec.failure_kinds import DEFAULT_ATTEMPTS, DEFAULT_DELAYS_S, REQUEUED, FailureKind
+from tasks.spec.failure_kinds import (
+    REQUEUED,
+    FailureKind,
+    list_default_attempts,
+    list_default_delays,
+    list_requeued_kinds,
+)
 from tasks.spec.placeholders import mapping_or_empty
 from tasks.spec.probes import Url
 from tasks.spec.rollout import Rollout
@@ -149,12 +155,12 @@ class Retry(Model):
     attempts: Count | None = Field(
         None,
         description="Number of attempts in total, including the first. It may be omitted only for "
-        "INSUFFICIENT_RESOURCES (no limit), START_TIMEOUT (6) and FLEET_LOST (4).",
+        f"kinds that have a default: {list_default_attempts()}.",
     )
     delay_s: Seconds = Field(
         60,
         description="Seconds before the first retry. The delay doubles with each further retry. "
-        "The default for FLEET_LOST is 5.",
+        f"These kinds have another default: {list_default_delays()}.",
     )
     max_delay_s: Seconds = Field(
         600,
@@ -289,8 +295,8 @@ class RunSpec(Document):
     retry: Mapping[FailureKind, Retry] = Field(
         default_factory=dict,
         description="Kinds of failure that Muster retries, each with attempts, delay_s and "
-        "max_delay_s. Some kinds are retried even if they are not listed: INSUFFICIENT_RESOURCES "
-        "without limit, START_TIMEOUT five times, FLEET_LOST three times.",
+        "max_delay_s. Some kinds are retried even if they are not listed: "
+        f"{list_requeued_kinds()}.",
         examples=[{"NODE_LOST": {"attempts": 3}}],
     )
 
@@ -453,9 +459,9 @@ class RunSpec(Document):
         policy = self.retry.get(kind)
         if kind not in REQUEUED:
             return policy
-        defaults: dict[str, Any] = {"attempts": DEFAULT_ATTEMPTS.get(kind)}
-        if kind in DEFAULT_DELAYS_S:
-            defaults["delay_s"] = DEFAULT_DELAYS_S[kind]
+        defaults: dict[str, Any] = {"attempts": kind.properties.attempts}
+        if kind.properties.delay_s is not None:
+            defaults["delay_s"] = kind.properties.delay_s
         written = {} if policy is None else policy.model_dump(exclude_unset=True)
         return Retry.model_validate(defaults | written)
 

@@ -20,6 +20,7 @@ MAKERS: Mapping[str, Callable[[], str]] = {
     "pipeline-reference": partial(spec_reference.reference, PipelineSpec),
     "moves": failures.moves,
     "failure-kinds": failures.kinds,
+    "failure-sections": failures.sections,
     "cause-rules": failures.rules,
     "listed-runs": listed_runs.keys,
 }

@@ -4,8 +4,31 @@ from __future__ import annotations
 
 from tasks.record.causes import RULES
 from tasks.record.states import LEGAL_TRANSITIONS, RunState
-from tasks.spec.failure_kinds import DEFAULT_ATTEMPTS, REMEDIES, REQUEUED, FailureKind
+from tasks.spec.failure_kinds import (
+    REQUEUED,
+    CheckpointBlame,
+    FailureKind,
+    NodeBlame,
+    describe_requeues,
+)
 from tasks.spec.formatting import markdown_table
+
+#: Sentence about the nodes that the next attempt avoids.
+_BLAMED_NODES = {
+    NodeBlame.NEVER: "",
+    NodeBlame.ALWAYS: "if other nodes are free, the next attempt avoids the nodes that the failure "
+    "names. If the failure names no node, the next attempt avoids all nodes of the failed attempt.",
+    NodeBlame.IF_RANK_IS_NAMED: "if the failure names a rank, the next attempt avoids the nodes of "
+    "the failed attempt.",
+}
+#: Sentence about the condition under which the checkpoint is the cause.
+_BLAMED_CHECKPOINTS = {
+    CheckpointBlame.NEVER: "",
+    CheckpointBlame.IF_HUNG: "if the attempt hung before its first step, its checkpoint may be the "
+    "cause. Then Muster [starts from the checkpoint before it](resume.md).",
+    CheckpointBlame.IF_DIED: "if the trainer ended before its first step, its checkpoint may be "
+    "the cause. Then Muster [starts from the checkpoint before it](resume.md).",
+}
 
 
 def moves() -> str:
@@ -24,10 +47,46 @@ def kinds() -> str:
     The table has the default retries and the retries if the spec lists the kind.
     """
     rows = [
-        (f"[`{kind.value}`](#{kind.value.lower()})", *_describe_retries(kind), REMEDIES[kind])
+        (
+            f"[`{kind.value}`](#{kind.value.lower()})",
+            *_describe_retries(kind),
+            kind.properties.remedy,
+        )
         for kind in FailureKind
     ]
     return markdown_table(("kind", "by default", "where `retry` lists it", "what you do"), rows)
+
+
+def sections() -> str:
+    """Return a section for each failure kind: its cause, the reaction and the user's action."""
+    return "\n\n".join(map(_describe_kind, FailureKind))
+
+
+def _describe_kind(kind: FailureKind) -> str:
+    """Return the section of the documentation about a failure kind."""
+    properties = kind.properties
+    reaction = properties.reaction
+    if kind in REQUEUED and properties.attempts is not None:
+        reaction += f" By default, the run is requeued {describe_requeues(kind)}, and then fails."
+    if properties.delay_s is not None:
+        reaction += (
+            f" The delay before the first retry is about {properties.delay_s:g} s, and doubles "
+            "with each further retry."
+        )
+    lines = [
+        f"### {kind.value}",
+        "",
+        f"- **Cause**: {properties.cause}",
+        f"- **Muster** {reaction}",
+        f"- **You** {properties.action}",
+    ]
+    nodes = _BLAMED_NODES[properties.blames_node]
+    if nodes:
+        lines.append(f"- **Nodes**: {nodes}")
+    checkpoint = _BLAMED_CHECKPOINTS[properties.blames_checkpoint]
+    if checkpoint:
+        lines.append(f"- **Checkpoint**: {checkpoint}")
+    return "\n".join(lines)
 
 
 def rules() -> str:
@@ -44,10 +103,10 @@ def _describe_retries(kind: FailureKind) -> tuple[str, str]:
 
     The first is for a spec without the kind under "retry", the second for a spec that lists it.
     """
-    if kind in DEFAULT_ATTEMPTS:
-        return f"requeued, {DEFAULT_ATTEMPTS[kind] - 1} times", "`attempts` counts the tries in all"
-    if kind in REQUEUED:
-        return "requeued, without limit", "`attempts` caps it"
-    if kind is FailureKind.INFEASIBLE:
-        return "the run has failed", "nothing: no attempt was made"
-    return "the run has failed", "retried, `attempts` in all"
+    if not kind.properties.can_be_retried:
+        return "the run fails", "nothing: no attempt was made"
+    if kind not in REQUEUED:
+        return "the run fails", "retried, `attempts` in all"
+    if kind.properties.attempts is None:
+        return f"requeued {describe_requeues(kind)}", "`attempts` limits the tries"
+    return f"requeued {describe_requeues(kind)}", "`attempts` counts the tries in all"

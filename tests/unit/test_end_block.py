@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tasks.show.lines import end_block
-from tasks.spec.failure_kinds import REMEDIES, FailureKind
+from tasks.spec.failure_kinds import FailureKind
 
 FAILURE = {
     "kind": "RUNTIME_ERROR",
@@ -138,7 +138,7 @@ def test_a_run_that_never_came_to_an_attempt_says_what_to_do(tmp_path: Path) -> 
     )
 
     assert "  took               1 min 22 s, 0 attempts" in shown
-    assert f"  what to do         {REMEDIES[FailureKind.INFEASIBLE]}" in shown
+    assert f"  what to do         {FailureKind.INFEASIBLE.properties.remedy}" in shown
 
 
 @pytest.mark.parametrize("content", [None, "", "{"])
@@ -154,7 +154,7 @@ def test_without_a_record_the_outcome_is_told_even_so(tmp_path: Path, content: s
 
 @pytest.mark.parametrize("kind", FailureKind)
 def test_for_each_kind_of_failure_there_is_something_to_do(kind: FailureKind) -> None:
-    assert REMEDIES[kind]
+    assert kind.properties.remedy
 
 
 @pytest.mark.parametrize(
