@@ -1,4 +1,4 @@
-"""List the cases of all faults of a supervised run, sorted by the number of the fault."""
+"""List the cases of all faults of a run, sorted by the fault's number."""
 
 from __future__ import annotations
 

@@ -269,9 +269,9 @@ class Scene:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One fault of a supervised run, with its injection and the correct result."""
+    """One fault of a run, with its injection and the correct result."""
 
-    #: Number of the fault. Several cases can belong to one fault.
+    #: Number of the fault, from 1. All cases of one fault have the same number.
     number: int
     #: Short description of the fault.
     title: str

@@ -1,4 +1,4 @@
-"""Inject each fault of the list `CASES` in each of its phases and levels.
+"""Inject each fault of the list `CASES` into a run, in each of its phases and containment levels.
 
 `make faults` runs these tests.
 """

@@ -1,6 +1,6 @@
 """A fleet of real server processes behaves correctly where the fleet of XTuner fails.
 
-The numbers are those of XTuner's faults in `facts/rollout.md`:
+The table numbers the known faults of XTuner's fleet of inference servers:
 
 | number | test |
 | --- | --- |

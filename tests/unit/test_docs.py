@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import errno
 import re
 import socket
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +23,7 @@ from tasks.record.states import RunState
 from tasks.rollout.backends import BACKENDS
 from tasks.rollout.topology import planned
 from tasks.spec.errors import InvalidSpec
-from tasks.spec.failure_kinds import FailureKind
+from tasks.spec.failure_kinds import FailureKind, NodeBlame, make_properties
 from tasks.spec.loading import parse_spec
 from tasks.spec.pipeline import PipelineSpec, load_pipeline
 from tasks.spec.rollout import Rollout
@@ -346,6 +348,36 @@ def test_example_rule_explains_a_log() -> None:
 
     assert cause is not None
     assert cause.rule is example
+
+
+def test_example_failure_kind_is_a_valid_table() -> None:
+    blocks = document("docs/extending.md").blocks
+    [block] = [block for block in blocks if block.info == "toml failure-kind"]
+    [(name, table)] = tomllib.loads(block.text).items()
+
+    properties = make_properties(table)
+
+    assert name not in FailureKind.__members__
+    assert properties.blames_node is NodeBlame.NEVER
+    assert all(hasattr(errno, error_name) for error_name in properties.errnos)
+
+
+def test_unreleased_changes_are_in_the_order_that_contributing_explains() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    [headings, subjects] = [
+        names.split(", ")
+        for names in re.findall(r"(?:headings are|by subject:) ([^.]+), in this order", text)
+    ]
+    changelog = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    unreleased = changelog.partition("## [Unreleased]")[2].partition("\n## [")[0]
+
+    sections = re.split(r"^### ", unreleased, flags=re.MULTILINE)[1:]
+    used_headings = [section.partition("\n")[0] for section in sections]
+
+    assert used_headings == [heading for heading in headings if heading in used_headings]
+    for section in sections:
+        used_subjects = re.findall(r"^#### (.+)$", section, re.MULTILINE)
+        assert used_subjects == [subject for subject in subjects if subject in used_subjects]
 
 
 def test_names_in_the_tables_about_extending_exist() -> None:

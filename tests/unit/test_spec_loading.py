@@ -41,7 +41,7 @@ gang:                            # left out: no GPUs are asked for
   hours: 24                      # an estimate for backfill; it never ends a run
 ray: {address: "http://127.0.0.1:8265"}     # only where something uses Ray
 on_lost_flow: stop               # stop | adopt: what becomes of Ray jobs whose flow process died
-containment: auto                # auto | namespace: see facts/supervision.md
+containment: auto                # auto | namespace: see docs/supervision.md
 components:                      # started in this order, stopped in reverse
   api:
     command: [run-api, --host, 127.0.0.1, --port, "${api.port}"]
