@@ -12,14 +12,17 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from uuid import UUID
 
+import httpx
 from prefect.client.orchestration import PrefectClient
+from prefect.client.schemas.actions import LogCreate
 from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, Failed
 
@@ -49,6 +52,8 @@ _WRITES_PER_LEASE = 10
 #: Largest number of state messages that are written after one scheduling pass. The limit exists
 #: because the writes take time, and the messages of the pass become outdated during that time.
 _WRITES_PER_PASS = 50
+#: Name of the logger that the Prefect UI shows next to the reason of a waiting run.
+_LOGGER_OF_FLOW_RUNS = "muster.queue"
 
 
 #: Value of `Gate._last` if the next scheduling pass must read all waiting runs again.
@@ -398,9 +403,12 @@ class Gate:
             async with self._lease.acquire(within_s=_LEASE_TIMEOUT_S) as held_lease:
                 if held_lease is None:
                     return True
+                written = []
                 for entry, message in outdated[start : start + _WRITES_PER_LEASE]:
                     held_lease.check()
-                    await self._write_message(entry, message)
+                    if await self._write_message(entry, message):
+                        written.append((entry, message))
+            await self._log_messages(written)
         return len(outdated) > _WRITES_PER_PASS
 
     async def _show_demands(self, scheduling_pass: SchedulingPass) -> None:
@@ -434,7 +442,33 @@ class Gate:
             return False
         return steady_part(entry.state.message or "") == steady_part(message.text)
 
-    async def _write_message(self, entry: QueueEntry, message: Message) -> None:
+    async def _log_messages(self, written: Sequence[tuple[QueueEntry, Message]]) -> None:
+        """Write the reasons of waiting runs into the logs of their flow runs.
+
+        A waiting run has no process that could write its log, and the Prefect UI opens the page of
+        a run with the log. A failed request is not repeated, because the state of the run has the
+        same message.
+        """
+        if not written:
+            return
+        now = datetime.now(UTC)
+        logs = [
+            LogCreate(
+                name=_LOGGER_OF_FLOW_RUNS,
+                level=logging.INFO,
+                message=f"waiting: {message.text}",
+                timestamp=now,
+                flow_run_id=entry.id,
+            )
+            for entry, message in written
+        ]
+        try:
+            await self._client.create_logs(logs)
+        except httpx.HTTPError as error:
+            _log.warning("the reasons of waiting runs are missing in their logs: %r", error)
+
+    async def _write_message(self, entry: QueueEntry, message: Message) -> bool:
+        """Write a message into the state of a waiting run. Return True if it was written."""
         state = grants.waiting_state(entry.flow_run, message.text)
         await self._rename(entry, entry.request.name)
         self._rewritten.add(entry.id)
@@ -442,3 +476,4 @@ class Gate:
         # The event is emitted only when the run begins to wait, not when its message changes.
         if new_state is not None and entry.state.name != PENDING_RESOURCES:
             self._announce_run(entry, "muster.run.waiting", message=message.text)
+        return new_state is not None

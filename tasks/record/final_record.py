@@ -24,6 +24,13 @@ _log = logging.getLogger(__name__)
 #: Rule in the failure of an attempt that failed only because its flow process was killed.
 FLOW_LOST = "flow-lost"
 _WAITING = (RunState.QUEUED, RunState.PENDING_RESOURCES)
+#: Reason why Muster starts no further attempt after the loss of the flow process.
+_NO_RETRY_AFTER_LOSS = "the flow process was lost, and Muster does not start it again"
+#: Advice to the user after the loss of the flow process.
+_ADVICE_AFTER_LOSS = (
+    "Choose Retry on the run's page in the Prefect UI. If the spec has `checkpoints`, the next "
+    "attempt resumes from the last complete checkpoint. A new run starts from the beginning."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +81,9 @@ class FlowLoss:
     @property
     def failure(self) -> Failure:
         """Failure for the attempt that ran when the flow process was killed."""
-        return Failure(kind=FailureKind.UNKNOWN, message=self.cause, rule=FLOW_LOST)
+        return Failure(
+            kind=FailureKind.UNKNOWN, message=self.cause, rule=FLOW_LOST, hint=_ADVICE_AFTER_LOSS
+        )
 
 
 def has_failed_by_loss(record: RunJson) -> bool:
@@ -153,7 +162,28 @@ def finalize_record(record: RunJson, loss: FlowLoss, now: float) -> RunJson:
     state, message = _decide_state(record, loss)
     find_recovery_transitions(record.state, state)  # raises if the transition is illegal
     record = record.with_changes(state=state, message=message)
-    return record.with_changes(ended_at=now) if state.is_final else record
+    if state.is_final:
+        record = record.with_changes(ended_at=now)
+    return _add_decision(record, loss)
+
+
+def _add_decision(record: RunJson, loss: FlowLoss) -> RunJson:
+    """Return the record with a decision on the last attempt, if the attempt has none yet.
+
+    The flow process was killed before it decided, and no other process decides after it.
+    """
+    attempt = record.attempt
+    if attempt is None or attempt.decision is not None:
+        return record
+    if record.state is RunState.FAILED:
+        decision = f"final: {_NO_RETRY_AFTER_LOSS}"
+    elif record.state.is_final:
+        decision = f"final: {record.state.value}"
+    elif loss.elsewhere:
+        decision = f"retried: {loss.elsewhere} continues the run"
+    else:
+        decision = "retried: a new flow process continues the run"
+    return record.with_last(attempt.with_changes(decision=decision))
 
 
 def _merge_unwritten_end(record: RunJson, end: RunJson, now: float) -> RunJson:
@@ -170,7 +200,8 @@ def _merge_unwritten_end(record: RunJson, end: RunJson, now: float) -> RunJson:
         if recorded is not None and recorded.number == last.number:
             last = last.with_changes(components=_end_components(recorded, last.ended_at or now))
         record = record.with_changes(attempts=(*attempts, last))
-    return record.with_changes(state=end.state, message=end.message, ended_at=end.ended_at)
+    record = record.with_changes(state=end.state, message=end.message, ended_at=end.ended_at)
+    return record.decided()
 
 
 def _end_components(attempt: AttemptRecord, at: float) -> dict[str, ComponentRecord]:

@@ -55,7 +55,7 @@ def list_facts(place: RunPlace, attempt: AttemptRecord, failure: Failure) -> Ite
         hang = log.with_suffix(".hang.txt")
         if hang.exists():
             yield Fact("hang report", str(hang), is_code=True)
-    yield Fact("what happens next", _describe_next_step(attempt))
+    yield Fact("what happens next", describe_next_step(attempt))
 
 
 def _describe_first_failure(attempt: AttemptRecord, failure: Failure) -> str:
@@ -86,7 +86,7 @@ def _describe_first_failure(attempt: AttemptRecord, failure: Failure) -> str:
     return ", ".join(parts)
 
 
-def _describe_next_step(attempt: AttemptRecord) -> str:
+def describe_next_step(attempt: AttemptRecord) -> str:
     """Return a text that says whether Muster will start another attempt after this attempt."""
     if not attempt.decision:
         return "decided when all processes of the attempt have ended"
@@ -106,7 +106,7 @@ def list_card_lines(attempt: AttemptRecord, failure: Failure) -> Iterator[str]:
     yield failure.line or failure.message
     if name:
         yield f"log: attempt-{attempt.number:02d}/{name}.log"
-    yield "next: not retried" if attempt.is_last else f"next: {_describe_next_step(attempt)}"
+    yield "next: not retried" if attempt.is_last else f"next: {describe_next_step(attempt)}"
 
 
 def _describe_ending(attempt: AttemptRecord, failure: Failure, name: str) -> str:
@@ -145,7 +145,7 @@ def summarize_failure(message: str, place: RunPlace, attempt: AttemptRecord | No
     if attempt is None or failure is None or not failure.component:
         return message
     log = place.attempt(attempt.number).log(failure.component)
-    return f"{message}; log: {log}; {_describe_next_step(attempt)}"
+    return f"{message}; log: {log}; {describe_next_step(attempt)}"
 
 
 def find_remedy(message: str) -> str:

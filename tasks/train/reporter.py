@@ -169,7 +169,7 @@ class Reporter:
         if self._page.observe(event):
             self._reports.put(_do_nothing)
         match event.name:
-            case "containment" | "job.submitted" | "job.attached":
+            case "containment" | "job.submitted" | "job.attached" | "run.waiting":
                 for line in lines_of(event):
                     self._reports.put(partial(self._log, line.plain))
             case "rollout.recovery.begun":

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 from uuid import UUID, uuid4
 
-from prefect.client.schemas.actions import WorkPoolUpdate
+from prefect.client.schemas.actions import LogCreate, WorkPoolUpdate
 from prefect.client.schemas.objects import FlowRun, State, StateType, WorkPool, WorkQueue
 from prefect.client.schemas.responses import OrchestrationResult, SetStateStatus, StateAcceptDetails
 
@@ -47,6 +47,8 @@ class ScriptedPrefect:
         self._histories: dict[UUID, list[State[Any]]] = {}
         #: Number of states of all flow runs.
         self._state_count = 0
+        #: Flow run id and text of each log message that the scheduler has written.
+        self.logs: list[tuple[UUID | None, str]] = []
         #: The events that the scheduler has sent.
         self.events: list[dict[str, Any]] = []
         #: Number of requests up to now.
@@ -178,6 +180,10 @@ class ScriptedPrefect:
         return OrchestrationResult(
             state=self._runs[id].state, status=status, details=StateAcceptDetails()
         )
+
+    async def create_logs(self, logs: list[LogCreate]) -> None:
+        self._begin_request("create_logs")
+        self.logs += [(log.flow_run_id, log.message) for log in logs]
 
     async def update_flow_run(self, id: UUID, *, name: str) -> None:
         self._begin_request("update_flow_run")

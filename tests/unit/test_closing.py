@@ -19,6 +19,7 @@ from tasks.record.final_record import (
 from tasks.record.outcome import Failure, Verdict
 from tasks.record.run_json import RunJson, RunRecord
 from tasks.record.states import LEGAL_TRANSITIONS, RunState, find_recovery_transitions
+from tasks.show.failure import describe_next_step
 from tasks.spec.errors import IllegalTransition
 from tasks.spec.failure_kinds import FailureKind
 
@@ -89,6 +90,37 @@ def test_killed_run_has_failed_at_any_point(until: str, tmp_path: Path) -> None:
         "UNKNOWN: the flow process (pid 812) of this run was killed or lost; "
         "it had no leftover processes"
     )
+
+
+@pytest.mark.parametrize(
+    ("verdict", "loss", "next_step"),
+    [
+        (
+            "",
+            FlowLoss(pid=812),
+            "not retried: the flow process was lost, and Muster does not start it again",
+        ),
+        ("completed", FlowLoss(pid=812), "not retried: completed"),
+        ("", FlowLoss(pid=812, is_cancelled=True), "not retried: cancelled"),
+        ("", FlowLoss(pid=812, elsewhere="host-b"), "retried: host-b continues the run"),
+        (
+            "",
+            FlowLoss(pid=812, is_waiting=True),
+            "retried: a new flow process continues the run",
+        ),
+    ],
+)
+def test_record_of_a_lost_run_says_what_happens_next(
+    verdict: str, loss: FlowLoss, next_step: str, tmp_path: Path
+) -> None:
+    path = record_of(tmp_path, "stopping", verdict)
+
+    record, _ = write_final_record(tmp_path, loss, clock=lambda: NOW)
+
+    assert record is not None
+    assert record.attempt is not None
+    assert describe_next_step(record.attempt) == next_step
+    assert content_of(path)["attempts"][-1]["decision"] is not None
 
 
 def test_current_attempt_and_components_get_an_end_time(tmp_path: Path) -> None:

@@ -115,6 +115,36 @@ def test_message_names_a_new_awaited_run() -> None:
     assert server.history(run) == [*before, "PendingResources"]
 
 
+def test_log_of_a_waiting_run_has_each_reason_once() -> None:
+    server = ScriptedPrefect(template(8))
+    hold(server, n1=4)
+    other = hold(server, n1=4)
+    run = server.submit(spec())
+
+    run_passes(server, 3)
+    first_logs = [*server.logs]
+    server.set(other, State(type=StateType.COMPLETED))
+    run_passes(server, 3)
+
+    assert [run_id for run_id, _ in first_logs] == [run]
+    assert first_logs[0][1].startswith("waiting: needs 1 node with 8 GPUs; waits for")
+    assert [run_id for run_id, _ in server.logs] == [run, run]
+    assert server.logs[0] != server.logs[1]
+
+
+def test_missing_log_does_not_stop_the_scheduler(server: ScriptedPrefect) -> None:
+    def fail() -> None:
+        raise httpx.ConnectError("away")
+
+    hold(server, n1=8, n2=8)
+    run = server.submit(spec())
+    server.ahead["create_logs"] = fail
+
+    run_passes(server)
+
+    assert server.history(run)[-1] == "PendingResources"
+
+
 def test_deleted_run_does_not_stop_the_scheduler(server: ScriptedPrefect) -> None:
     hold(server, n1=8, n2=8)
     run = server.submit(spec())

@@ -340,7 +340,9 @@ def test_summary_of_a_lost_run_names_its_failure(
     # The artifact contains a copy of the record, with which another host can resume the run.
     copy = parse_record(server.shown("record")["data"])
     record = json.loads(run.place.record.read_text())
-    assert copy is not None and copy.attempts[0].decision == "final: failed"
+    assert copy is not None and copy.attempts[0].decision == (
+        "final: the flow process was lost, and Muster does not start it again"
+    )
     assert {**copy.as_json(), "attempts": []} == {**record, "attempts": []}
 
 
