@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +21,9 @@ from tasks.record.outcome import Failure
 from tasks.record.places import RunPlace
 from tasks.record.run_json import AttemptRecord, ResumeRecord, RunJson
 from tasks.record.states import RunState
+from tasks.show.facts_of_run import describe_duration, facts_of_run, read_spec_of_run
 from tasks.show.failure import find_remedy, last_log_lines, list_facts
+from tasks.show.metric_order import sort_by_meaning
 from tasks.show.output import line_of
 from tasks.show.resume import describe_attempt, describe_parent, describe_resume
 from tasks.show.view import ObservedRun, describe_component_state, describe_job, format_ending
@@ -29,9 +32,9 @@ from tasks.spec.formatting import (
     format_datetime,
     format_duration,
     join_commas,
-    join_words,
 )
 from tasks.spec.values import is_number
+from tasks.spec.watch import list_metric_sections
 
 #: Line of text for each event that is shown, by the name of the event. The values are a format
 #: string, in which `{0}` is the event, and a Rich style.
@@ -162,6 +165,7 @@ def end_block(
     attempt = record.attempt if record is not None else None
     failure = attempt.failure if attempt is not None and state == "failed" else None
 
+    now = time.time()
     yield line_of("")
     is_checked = attempt is None or not any(job.unseen for job in attempt.jobs.values())
     suffix = "; all its processes have ended" if state == "cancelled" and is_checked else ""
@@ -170,37 +174,20 @@ def end_block(
     cause = str(failure) if failure else message
     yield line_of(f"{state}: {cause}{suffix}", _STYLES.get(state, "bold yellow"))
 
-    if record is not None:
-        yield _format_field("run", record.run_id)
-        yield _format_field("took", _describe_duration(record))
-        if parent := describe_parent(record):
-            yield _format_field("started from", parent)
-    if attempt is not None:
-        for alarm in attempt.alarms:
-            yield _format_field("alarm", alarm.message)
-        for warning in attempt.warnings:
-            yield _format_field("warning", warning)
-    if failure and attempt and record_path is not None:
-        place = RunPlace(directory=record_path.parent)
-        yield from _failure_fields(place, attempt, failure, omit=("why",))
-    elif state == "failed" and (remedy := find_remedy(message)):
-        yield _format_field("what to do", remedy)
     if record_path is not None:
-        yield _format_field("record", str(record_path))
+        place = RunPlace(directory=record_path.parent)
+        if failure and attempt:
+            yield from _failure_fields(place, attempt, failure, omit=("why",))
+        if record is not None:
+            spec = read_spec_of_run(record, place)
+            for fact in facts_of_run(record, place, spec, now=now):
+                yield _format_field(fact.label, fact.text)
+        else:
+            yield _format_field("record", str(record_path))
+    if failure is None and state == "failed" and (remedy := find_remedy(message)):
+        yield _format_field("what to do", remedy)
     if page:
         yield _format_field("page", page)
-
-
-def _describe_duration(record: RunJson) -> str:
-    """Return a text with the duration of a run and the results of its attempts.
-
-    Example: `21 s, 2 attempts (NODE_LOST and completed)`.
-    """
-    ended = record.ended_at
-    duration = format_duration(ended - record.started_at) if ended is not None else "not ended"
-    endings = [attempt.ending for attempt in record.attempts]
-    names = f" ({join_words(endings, at_most=6)})" if len(endings) > 1 else ""
-    return f"{duration}, {format_count(len(endings), 'attempt')}{names}"
 
 
 def _format_field(label: str, text: str) -> Text:
@@ -214,6 +201,8 @@ _STORY_ATTEMPTS = 8
 _STORY_ITEMS = 8
 #: Largest number of log lines in a summary of a run. These are the last lines of the log.
 _STORY_LOG_LINES = 10
+#: Keys in a line of a metrics file that are no metrics.
+_NO_METRICS = frozenset({"step", "attempt", "at", "epoch", "global_step", "data", "metrics"})
 #: Length in characters after which log lines, and other text from programs, are cut in a summary of
 #: a run.
 _STORY_COLUMNS = 160
@@ -233,7 +222,7 @@ def summarize_run(
     """
     ending = f": {record.message.partition(chr(10))[0]}" if record.message else ""
     yield f"{record.run_id} is {record.state.value}{ending}"
-    start = f"started {format_datetime(record.started_at)}, {_describe_duration(record)}"
+    start = f"started {format_datetime(record.started_at)}, {describe_duration(record)}"
     yield f"{record.workload} training {record.name}, {start}"
     if record.tags:
         yield f"tags {', '.join(record.tags)}"
@@ -297,16 +286,28 @@ def _limit_lines(lines: Sequence[str], noun: str) -> Iterator[str]:
 
 
 def _summarize_metrics(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a line for each metric with its first value, last value, minimum and maximum.
+    """Yield a line for each of the most useful metrics: first, last, smallest and largest value.
+
+    If the training wrote further metrics, the last line has their number and their names.
 
     Args:
-        rows: Metrics of the run in order. The last row decides which metrics are shown.
+        rows: Metrics of the run in order, one mapping per step.
     """
-    last_row = rows[-1] if rows else {}
-    names = [name for name in last_row if name not in ("step", "attempt", "at")]
+    values_by_name: dict[str, list[float]] = {}
+    for row in rows:
+        for section in list_metric_sections(row):
+            for name, value in section.items():
+                if name not in _NO_METRICS and is_number(value):
+                    values_by_name.setdefault(name, []).append(value)
+
+    names = sort_by_meaning(values_by_name)
     for name in names[:_STORY_ITEMS]:
-        values = [value for row in rows if is_number(value := row.get(name))]
-        if values:
-            finite = [*filter(math.isfinite, values)] or values
-            limits = f"range {min(finite):.4g} to {max(finite):.4g}"
-            yield f"{name}: first {values[0]:.4g}, last {values[-1]:.4g}, {limits}"
+        values = values_by_name[name]
+        finite = [*filter(math.isfinite, values)] or values
+        limits = f"range {min(finite):.4g} to {max(finite):.4g}"
+        yield f"{name}: first {values[0]:.4g}, last {values[-1]:.4g}, {limits}"
+    others = names[_STORY_ITEMS:]
+    if others:
+        count = format_count(len(others), "more metric")
+        line = f"and {count}, which `muster metrics` prints: {join_commas(others)}"
+        yield line[:_STORY_COLUMNS]

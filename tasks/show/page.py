@@ -19,9 +19,15 @@ from tasks.record.outcome import Failure
 from tasks.record.retries import build_attempt_table
 from tasks.record.run_json import AttemptRecord, ComponentRecord, JobRecord, RunJson
 from tasks.record.states import RunState
-from tasks.show.failure import find_remedy, last_log_lines, list_card_lines, list_facts
+from tasks.show.facts_of_run import facts_of_run, format_step
+from tasks.show.failure import (
+    Fact,
+    find_remedy,
+    last_log_lines,
+    list_card_lines,
+    list_facts,
+)
 from tasks.show.pictures import Figures, draw_curve, number_text
-from tasks.show.resume import describe_parent, describe_resume
 from tasks.show.slow import Measured, Slow
 from tasks.show.view import RunView, ServerSeen, Shown, describe_component_state
 from tasks.spec.component import FLEET
@@ -42,6 +48,7 @@ SUMMARY = "summary"
 COMPONENTS = "components"
 TIMELINE = "timeline"
 REWARD = "reward"
+LOSS = "loss"
 PROGRESS = "progress"
 ATTEMPTS = "attempts"
 RECORD = "record"
@@ -362,39 +369,27 @@ def _format_step(view: RunView) -> str:
     progress = view.spec.progress
     if view.seen.pace.step is None or progress is None:
         return ""
-    total = f" of {progress.total}" if progress.total else ""
-    return f"step {view.seen.pace.step:g}{total}"
+    return format_step(view.seen.pace.step, progress.total)
 
 
 def _list_facts(view: RunView) -> Iterator[str]:
-    """Yield the main facts about the run as items of a Markdown list."""
-    record = view.record
-    attempt = record.attempt
-    if record.started_at:
-        duration = format_duration((record.ended_at or view.at) - record.started_at)
-        suffix = "" if record.ended_at else " until now"
-        yield f"- **Started**: {format_datetime(record.started_at)}, took {duration}{suffix}"
-    if parent := describe_parent(record):
-        yield f"- **Started from**: {escape_markdown(parent)}"
-    if attempt is not None:
-        earlier_count = len(record.attempts) - 1
-        earlier = (
-            f", after {format_count(earlier_count, 'failed attempt')}" if earlier_count else ""
-        )
-        checkpoint = inline_code(attempt.resume_from) if attempt.resume_from else ""
-        resumed = f", with checkpoint {checkpoint}" if checkpoint else ""
-        yield f"- **Attempt**: {attempt.number}{earlier}{resumed}"
-        for sentence in describe_resume(attempt.resume, attempt.number):
-            yield f"- **Resume**: {escape_markdown(sentence)}"
-        for alarm in attempt.alarms:
-            yield f"- **Alarm**: {escape_markdown(alarm.message)}"
-        for warning in attempt.warnings:
-            yield f"- **Warning**: {escape_markdown(warning)}"
-    if step := _format_step(view):
-        yield f"- **Progress**: {escape_markdown(step)}"
-    if view.slow is not None:
-        yield f"- **Time**: {escape_markdown(' '.join(view.slow.sentences()))}"
-    yield f"- **Record**: {inline_code(view.place.record)}"
+    """Yield the facts about the run as items of a Markdown list."""
+    facts = facts_of_run(
+        view.record,
+        view.place,
+        view.spec,
+        now=view.at,
+        step=view.seen.pace.step,
+        time_use=view.slow.sentences() if view.slow is not None else (),
+    )
+    for fact in facts:
+        yield _format_item(fact)
+
+
+def _format_item(fact: Fact) -> str:
+    """Return a labelled fact as an item of a Markdown list."""
+    content = inline_code(fact.text) if fact.is_code else escape_markdown(fact.text)
+    return f"- **{fact.label.capitalize()}**: {content}"
 
 
 def _failure_section(view: RunView, attempt: AttemptRecord, failure: Failure) -> Iterator[str]:
@@ -403,11 +398,7 @@ def _failure_section(view: RunView, attempt: AttemptRecord, failure: Failure) ->
     suffix = f" in attempt {attempt.number}" if has_earlier_attempts else ""
     yield f"**What went wrong{suffix}**"
 
-    items = []
-    for fact in list_facts(view.place, attempt, failure):
-        content = inline_code(fact.text) if fact.is_code else escape_markdown(fact.text)
-        items.append(f"- **{fact.label.capitalize()}**: {content}")
-    yield "\n".join(items)
+    yield "\n".join(map(_format_item, list_facts(view.place, attempt, failure)))
 
     if failure.log_tail:
         yield f"Last log lines of {escape_markdown(failure.component or 'the run')}:"

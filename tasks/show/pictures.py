@@ -9,10 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from xml.sax.saxutils import escape
 
 from tasks.record.metrics_file import MetricsFile
+from tasks.record.metrics_of_run import read_rows
+from tasks.record.places import RunPlace
 from tasks.record.run_json import AttemptRecord
 from tasks.show.output import strip_controls
 from tasks.show.view import RunView, Shown, describe_component_state
@@ -445,6 +448,26 @@ NAMES = (
 )
 
 
+def collect_points(
+    place: RunPlace, attempts: Sequence[AttemptRecord]
+) -> dict[str, dict[float, float]]:
+    """Return the finite values of the metrics in `NAMES` that attempts wrote, by metric and step.
+
+    If several attempts reached a step, the value is from the last of them.
+
+    Args:
+        place: Directory of the run.
+        attempts: Attempts whose metrics are read.
+    """
+    points: dict[str, dict[float, float]] = {}
+    for row in read_rows(place, attempts):
+        for name in NAMES:
+            metric = find_metric(row.metrics, [name])
+            if metric is not None and math.isfinite(metric[1]):
+                points.setdefault(name, {})[row.step] = metric[1]
+    return points
+
+
 class Figures:
     """Collects the values of one metric while the training appends to its metrics file."""
 
@@ -454,6 +477,7 @@ class Figures:
         step: str,
         names: Sequence[str] = NAMES,
         take: Callable[[float, Mapping[str, Any]], None] = lambda step, entry: None,
+        earlier: Mapping[str, Mapping[float, float]] = MappingProxyType({}),
     ) -> None:
         """
         Args:
@@ -463,6 +487,7 @@ class Figures:
                 metric is collected.
             take: Function that is called with the step and the content of each line that has a
                 step.
+            earlier: Values that earlier attempts of the run wrote, by metric and step.
         """
         self.path = path
         #: Name of the collected metric, or an empty string if no line had such a metric yet.
@@ -470,6 +495,7 @@ class Figures:
         self._step_key = step
         self._names = names
         self._on_line = take
+        self._earlier = earlier
         self._file = MetricsFile(path)
         #: Value of `MetricsFile.restarts` at the last read. If the value changes, the metrics file
         #: was replaced.
@@ -479,7 +505,14 @@ class Figures:
     @property
     def points(self) -> list[Point]:
         """Pairs of step and value, sorted by step. The last value of each step is used."""
-        return sorted(self._points.items())
+        if not self.name:
+            return []
+        return sorted({**self._earlier.get(self.name, {}), **self._points}.items())
+
+    @property
+    def is_loss(self) -> bool:
+        """True if the collected metric is a loss, and False if it is a reward or unknown."""
+        return "loss" in self.name.lower()
 
     def read_new(self) -> bool:
         """Read the lines that were added to the file since the last call.

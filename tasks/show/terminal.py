@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import plotext  # type: ignore[import-untyped]
@@ -20,10 +21,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from tasks.record.checkpoints import read_attempt_spec
 from tasks.record.events import Event, event_listeners
+from tasks.record.metrics_of_run import find_metrics_file
+from tasks.record.places import RunPlace
+from tasks.record.run_json import AttemptRecord, RunJson
+from tasks.record.states import RunState
 from tasks.show.lines import end_block, format_failed_attempt, lines_of
 from tasks.show.output import line_of, one_line
-from tasks.show.pictures import NAMES, Figures, Point
+from tasks.show.pictures import NAMES, Point, collect_points
 from tasks.show.screen import ForeignLines, Screen
 from tasks.show.view import ObservedRun, Pace, Row, Standing
 from tasks.spec.formatting import format_duration
@@ -143,15 +149,17 @@ class Terminal:
             self._add(line)
 
     def _show_curve(self) -> None:
+        """Show the curve of the reward or of the loss, over all attempts of the run."""
         if self._seen.directory is None:
             return
-        path = self._seen.directory / "metrics.jsonl"
-        figures = _read_figures(path, "reward") or _read_figures(path, *NAMES)
-        if figures is None or len(figures.points) < 2:
+        place = RunPlace(directory=self._seen.directory.parent)
+        attempts = _read_attempts(place, self._seen.attempt)
+        points_by_name = collect_points(place, attempts)
+        name = next((name for name in NAMES if len(points_by_name.get(name, {})) > 1), None)
+        if name is None:
             return
 
-        points = figures.points
-        name = figures.name
+        points = sorted(points_by_name[name].items())
         columns = min(_CURVE_COLUMNS, self._screen.size().columns - 1)
         if columns >= _MIN_CURVE_COLUMNS:
             for line in _plot_curve(points, f"{name} by step", columns).splitlines():
@@ -159,7 +167,9 @@ class Terminal:
         first = points[0][1]
         last = points[-1][1]
         self.say(f"{name}: first {first:.3f}, last {last:.3f}")
-        self.say(f"metrics in {figures.path}")
+        spec = read_attempt_spec(place, self._seen.attempt)
+        path, _ = find_metrics_file(spec, place.attempt(self._seen.attempt))
+        self.say(f"metrics in {path}")
 
     def _add_stamped(self, line: Text) -> None:
         stamp = f"{time.monotonic() - self._began:7.1f}s "
@@ -210,17 +220,16 @@ class Terminal:
         self._screen.show(lines, build_region(seen, time.time()) if seen is not None else None)
 
 
-def _read_figures(path: Path, *names: str) -> Figures | None:
-    """Return all values of a metric in a metrics file, or None if the file has no such metric.
+def _read_attempts(place: RunPlace, count: int) -> Sequence[AttemptRecord]:
+    """Return the records of a run's attempts, or empty records if `run.json` cannot be read.
 
     Args:
-        path: The metrics file.
-        names: Names of metrics, best first. The first metric that the file has is read.
+        place: Directory of the run.
+        count: Number of attempts.
     """
-    figures = Figures(path, "step", names)
-    while figures.read_new():
-        pass
-    return figures if figures.points else None
+    with suppress(OSError, ValueError):
+        return RunJson.read(place.record).attempts
+    return [AttemptRecord(number=n, state=RunState.COMPLETED) for n in range(1, count + 1)]
 
 
 def _plot_curve(points: Sequence[Point], title: str, columns: int) -> str:

@@ -11,23 +11,24 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from pathlib import Path
 
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun
 
 from tasks.processes.identity import host_name
 from tasks.record.events import Event
+from tasks.record.metrics_of_run import find_metrics_file
 from tasks.record.places import AttemptPlace
 from tasks.server.artifacts import Artifacts
 from tasks.show import page as pages
-from tasks.show.pictures import Figures, show_timeline
+from tasks.show.pictures import Figures, collect_points, show_timeline
 from tasks.show.slow import TimeSpent
 from tasks.show.view import ObservedRun, RunView, Shown
 from tasks.train.session import RunSession
 
 #: For each artifact key, the minimum interval in seconds between two updates, and the function that
-#: makes the content. The function is None for the reward curve, which `RunPage` itself makes.
+#: makes the content. The function is None for the curve of the reward or loss, which `RunPage`
+#: itself makes. The artifact has the key `loss` if the training has no reward.
 _ARTIFACTS: Mapping[str, tuple[float, Callable[[RunView], Shown | None] | None]] = {
     pages.SUMMARY: (2.0, pages.show_summary),
     pages.COMPONENTS: (2.0, pages.show_components),
@@ -93,7 +94,7 @@ class RunPage:
         self._run = run
         self._clock = clock
         # Only an earlier process of the flow run can have created artifacts.
-        existing_keys = _ARTIFACTS if flow_run.run_count > 1 else ()
+        existing_keys = (*_ARTIFACTS, pages.LOSS) if flow_run.run_count > 1 else ()
         self._artifacts = Artifacts(flow_run.id, existing_keys, run.mask)
         #: Lock for the attributes that events change.
         self._lock = threading.Lock()
@@ -191,7 +192,7 @@ class RunPage:
                         break
                     if content is not None:
                         client = client or stack.enter_context(get_client(sync_client=True))
-                        self._artifacts.show(client, key, content)
+                        self._artifacts.show(client, self._find_artifact_key(key), content)
                     remaining.remove(key)
                     self._note_sent(key)
         except Exception:
@@ -209,6 +210,11 @@ class RunPage:
             interval_s = max(_TIMED_INTERVAL_S, _TIMED_INTERVAL_FACTOR * self._interval_s())
             with self._lock:
                 self._due_at_s.setdefault(key, sent_at_s + interval_s)
+
+    def _find_artifact_key(self, key: str) -> str:
+        """Return the key of an artifact on the server: a curve of the loss has the key `loss`."""
+        is_loss = self._figures is not None and self._figures.is_loss
+        return pages.LOSS if key == pages.REWARD and is_loss else key
 
     def _make_content(self, key: str, view: RunView) -> Shown | None:
         """Return the content of an artifact, or None if there is nothing to show yet."""
@@ -241,16 +247,9 @@ class RunPage:
             )
 
     def _open_metrics(self, attempt: AttemptPlace) -> Figures:
-        """Return a reader of the attempt's metrics file.
-
-        If the spec names no metrics file, the reader expects `metrics.jsonl` in the attempt's
-        directory.
-        """
-        spec = self._run.resolved_spec
-        if spec.progress and spec.progress.jsonl:
-            path = Path(spec.cwd) / spec.progress.jsonl
-            step_key = spec.progress.step
-        else:
-            path = attempt.directory / "metrics.jsonl"
-            step_key = "step"
-        return Figures(path, step_key, take=self._time_spent.take)
+        """Return a reader of the attempt's metrics file, with the values of earlier attempts."""
+        path, step_key = find_metrics_file(self._run.resolved_spec.written(), attempt)
+        attempts = self._run.record.content.attempts
+        earlier_attempts = [record for record in attempts if record.number < attempt.number]
+        earlier = collect_points(self._run.place, earlier_attempts)
+        return Figures(path, step_key, take=self._time_spent.take, earlier=earlier)

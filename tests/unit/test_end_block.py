@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tasks.show.lines import end_block
 from tasks.spec.failure_kinds import FailureKind
@@ -25,6 +26,8 @@ FAILURE = {
     "hint": "native code crashed",
     "log_tail": "\n".join(f"line {n}" for n in range(1, 31)),
 }
+#: A safetensors file without tensors: the length of its header, and the header.
+EMPTY_TENSORS = (2).to_bytes(8, "little") + b"{}"
 MESSAGE = f"RUNTIME_ERROR: {FAILURE['message']}"
 
 
@@ -64,14 +67,15 @@ def test_a_failure_says_what_failed_first_what_to_do_and_where_to_read(run_recor
     assert shown == [
         "",
         "failed: RUNTIME_ERROR: trainer (pid 8) killed by SIGSEGV after 3.1 s",
-        "  run                x-grpo-20260102-030405-abcd91c2",
-        "  took               1 min 22 s, 1 attempt",
         "  first failure      trainer: killed by SIGSEGV",
         "  what to do         native code crashed",
         f"  log                {log}",
         "  what happens next  decided when all processes of the attempt have ended",
         "  last log lines     | line 19",
         *(f"                     | line {n}" for n in range(20, 31)),
+        "  run                x-grpo-20260102-030405-abcd91c2",
+        "  started            1970-01-01 00:16:40 UTC",
+        "  took               1 min 22 s, 1 attempt",
         f"  record             {run_record}",
         "  page               http://h/runs/flow-run/1",
     ]
@@ -108,7 +112,9 @@ def test_a_completed_run_names_nothing_that_failed_before(tmp_path: Path) -> Non
         "",
         "completed: step 60 of 60",
         "  run                x-grpo-20260102-030405-abcd91c2",
+        "  started            1970-01-01 00:16:40 UTC",
         "  took               1 min 22 s, 2 attempts (NODE_LOST and completed)",
+        "  attempt            2, after 1 failed attempt",
         f"  record             {record}",
     ]
 
@@ -117,8 +123,9 @@ def test_of_many_attempts_the_first_ones_are_named(tmp_path: Path) -> None:
     many = [attempt(n, FAILURE | {"kind": "START_TIMEOUT"}) for n in range(1, 10)]
     record = written(tmp_path, *many, attempt(10, FAILURE))
 
-    took = block(state="failed", message=MESSAGE, record_path=record)[3]
+    shown = block(state="failed", message=MESSAGE, record_path=record)
 
+    [took] = [line for line in shown if line.startswith("  took")]
     named = ", ".join(["START_TIMEOUT"] * 5)
     assert took == f"  took               1 min 22 s, 10 attempts ({named} and 5 more)"
 
@@ -172,3 +179,30 @@ def test_nothing_is_said_to_be_left_only_where_all_was_seen(
     record = written(tmp_path, attempt(1, None, "cancelled") | {"ray": ray})
 
     assert said in block(state="cancelled", message="SIGINT", record_path=record)
+
+
+def test_completed_run_names_its_step_and_its_last_checkpoint(tmp_path: Path) -> None:
+    record = written(tmp_path, attempt(1, None, "completed") | {"step": 20})
+    content = json.loads(record.read_text()) | {"state": "completed"}
+    record.write_text(json.dumps(content))
+    checkpoints = tmp_path / "out"
+    for step in (10, 20):
+        folder = checkpoints / f"checkpoint-{step}"
+        folder.mkdir(parents=True)
+        (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+        (folder / "model.safetensors").write_bytes(EMPTY_TENSORS)
+    trainer = {"command": ["true"], "checkpoints": str(checkpoints)}
+    spec = {
+        "name": "x",
+        "workload": "sft",
+        "cwd": str(tmp_path),
+        "components": {"trainer": trainer},
+        "progress": {"jsonl": "metrics.jsonl", "step": "step", "total": 20},
+    }
+    (tmp_path / "attempt-01").mkdir()
+    (tmp_path / "attempt-01" / "spec.yaml").write_text(yaml.safe_dump(spec))
+
+    shown = block(state="completed", message="step 20 of 20", record_path=record)
+
+    assert "  progress           step 20 of 20" in shown
+    assert f"  last checkpoint    {checkpoints / 'checkpoint-20'}" in shown

@@ -262,6 +262,21 @@ def test_reward_curve_is_updated_after_its_interval(
     assert server.shown("reward")["description"] != first
 
 
+def test_curve_of_a_training_without_reward_has_the_key_loss(
+    server: Server, run: SimpleNamespace, tmp_path: Path
+) -> None:
+    page = page_of(run, Clock())
+    begin_attempt(run, page)
+    (tmp_path / "m.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
+    page.observe(Event(at=2.0, name="run.progress", fields={"step": 1}))
+
+    page.send()
+
+    keys = {artifact["key"] for artifact in server.stored.values()}
+    assert "loss" in keys
+    assert "reward" not in keys
+
+
 def test_last_update_contains_all_changes(server: Server, run: SimpleNamespace) -> None:
     page = page_of(run, Clock())
     begin_attempt(run, page)

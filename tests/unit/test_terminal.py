@@ -184,6 +184,21 @@ def test_completed_run_shows_its_reward_curve(tmp_path: Path) -> None:
     assert out.emulator.text.rstrip().splitlines()[-1] == "completed: step 60 of 60"
 
 
+def test_curve_of_a_completed_run_covers_all_attempts(tmp_path: Path) -> None:
+    out = Out(is_terminal=False)
+    for number, steps in ((1, range(1, 31)), (2, range(21, 61))):
+        lines = [json.dumps({"step": step, "reward": step / 60}) for step in steps]
+        metrics = tmp_path / f"attempt-{number:02d}" / "metrics.jsonl"
+        metrics.parent.mkdir(exist_ok=True)
+        metrics.write_text("\n".join(lines) + "\n")
+
+    with Terminal(SPEC, screen(out, is_live=False)) as terminal:
+        terminal.show(begun(tmp_path, 2))
+        terminal.end("completed", "step 60 of 60")
+
+    assert "reward: first 0.017, last 1.000" in out.emulator.text
+
+
 @pytest.mark.parametrize(
     ("figures", "title"),
     [

@@ -1,0 +1,83 @@
+"""Read the metrics that the training of a run wrote, over all attempts of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tasks.record.checkpoints import read_attempt_spec
+from tasks.record.metrics_file import MetricsFile
+from tasks.record.places import AttemptPlace, RunPlace
+from tasks.record.run_json import AttemptRecord
+from tasks.spec.placeholders import mapping_or_empty
+from tasks.spec.probes import get_number
+
+#: Key of the step in a metrics file that the spec does not name.
+_DEFAULT_STEP_KEY = "step"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsRow:
+    """One line of a metrics file."""
+
+    #: Number of the attempt that wrote the line.
+    attempt: int
+    step: float
+    #: Metrics by name. Values may be mappings with further metrics.
+    metrics: Mapping[str, Any]
+
+
+def find_metrics_file(spec: Mapping[str, Any], attempt: AttemptPlace) -> tuple[Path, str]:
+    """Return the path of an attempt's metrics file, and the key of the step in its lines.
+
+    If the spec names no metrics file, the path is `metrics.jsonl` in the attempt's directory.
+
+    Args:
+        spec: The spec that the attempt stored in its directory. May be empty.
+        attempt: Directory of the attempt.
+    """
+    progress = mapping_or_empty(spec.get("progress"))
+    name = progress.get("jsonl")
+    if not name:
+        return attempt.directory / "metrics.jsonl", _DEFAULT_STEP_KEY
+    path = Path(str(spec.get("cwd", "."))) / str(name)
+    return path, str(progress.get("step", _DEFAULT_STEP_KEY))
+
+
+def read_rows(place: RunPlace, attempts: Sequence[AttemptRecord]) -> Iterator[MetricsRow]:
+    """Yield the lines of the metrics files that have a step, in the order of the attempts.
+
+    If several attempts share a file, each line is yielded for the attempt that wrote it.
+
+    Args:
+        place: Directory of the run.
+        attempts: Attempts whose metrics are read.
+    """
+    for attempt in attempts:
+        attempt_place = place.attempt(attempt.number)
+        spec = read_attempt_spec(place, attempt.number)
+        path, step_key = find_metrics_file(spec, attempt_place)
+        file = MetricsFile(path, since=attempt.metrics)
+        while (lines := file.read_new()) or file.has_more:
+            for line in lines:
+                step = get_number(line, step_key)
+                if step is not None:
+                    yield MetricsRow(attempt=attempt.number, step=step, metrics=line)
+
+
+def merge_rows(rows: Iterator[MetricsRow]) -> list[dict[str, Any]]:
+    """Return one mapping per step, in the order of the steps.
+
+    A mapping has the metrics and the key `attempt`: the number of the attempt that wrote them. If
+    several attempts reached a step, the metrics are from the last of them. Lines that one attempt
+    wrote for the same step are merged.
+    """
+    merged: dict[float, dict[str, Any]] = {}
+    for row in rows:
+        earlier = merged.get(row.step, {})
+        if earlier.get("attempt") != row.attempt:
+            earlier = {}
+        merged[row.step] = {**earlier, **row.metrics, "attempt": row.attempt}
+    return [merged[step] for step in sorted(merged)]

@@ -1,0 +1,138 @@
+"""The labelled facts about a run that its page, `muster show` and the end of `muster train` show.
+
+`facts_of_run` has the facts about the run as a whole. `tasks.show.failure.list_facts` has the facts
+about a failed attempt.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+
+from tasks.record.checkpoints import find_resume_checkpoint
+from tasks.record.places import RunPlace
+from tasks.record.run_json import RunJson
+from tasks.show.failure import Fact
+from tasks.show.resume import describe_parent, describe_resume
+from tasks.spec.errors import InvalidSpec
+from tasks.spec.formatting import format_count, format_datetime, format_duration, join_words
+from tasks.spec.loading import load_resolved
+from tasks.spec.run import RunSpec
+
+#: Longest time in seconds to search for the last checkpoint of a run. The checkpoints may be on a
+#: network file system that does not answer.
+_CHECKPOINT_WITHIN_S = 5.0
+#: Largest number of attempts whose results are named.
+_MAX_NAMED_ATTEMPTS = 6
+
+
+def facts_of_run(
+    record: RunJson,
+    place: RunPlace,
+    spec: RunSpec | None,
+    *,
+    now: float,
+    step: float | None = None,
+    time_use: Iterable[str] = (),
+) -> Iterator[Fact]:
+    """Yield the labelled facts about a run, in the order for the user.
+
+    Args:
+        record: Content of the run's `run.json`.
+        place: Paths of the run's files.
+        spec: The run spec, or None if no attempt has begun.
+        now: Current time in UTC epoch seconds.
+        step: Training step that the current attempt reported last. None means the step in the
+            record.
+        time_use: Sentences about the time of the training steps.
+    """
+    attempt = record.attempt
+    yield Fact("run", record.run_id)
+    if record.started_at:
+        yield Fact("started", format_datetime(record.started_at))
+    yield Fact("took", describe_duration(record, now))
+    if parent := describe_parent(record):
+        yield Fact("started from", parent)
+    if attempt is not None:
+        earlier_count = len(record.attempts) - 1
+        if earlier_count or attempt.resume_from:
+            parts = [str(attempt.number)]
+            if earlier_count:
+                parts.append(f"after {format_count(earlier_count, 'failed attempt')}")
+            if attempt.resume_from:
+                parts.append(f"with checkpoint {attempt.resume_from}")
+            yield Fact("attempt", ", ".join(parts))
+        for sentence in describe_resume(attempt.resume, attempt.number):
+            yield Fact("resume", sentence)
+        for alarm in attempt.alarms:
+            yield Fact("alarm", alarm.message)
+        for warning in attempt.warnings:
+            yield Fact("warning", warning)
+        step = attempt.step if step is None else step
+    total = spec.progress.total if spec is not None and spec.progress is not None else None
+    if step is not None:
+        yield Fact("progress", format_step(step, total))
+    if record.state.is_final and spec is not None:
+        checkpoint = find_last_checkpoint(record, place, spec)
+        if checkpoint:
+            yield Fact("last checkpoint", checkpoint, is_code=True)
+    if text := " ".join(time_use):
+        yield Fact("time", text)
+    yield Fact("record", str(place.record), is_code=True)
+
+
+def describe_duration(record: RunJson, now: float | None = None) -> str:
+    """Return a text with the duration of a run and the results of its attempts.
+
+    Example: `21 s, 2 attempts (NODE_LOST and completed)`.
+
+    Args:
+        record: Content of the run's `run.json`.
+        now: Current time in UTC epoch seconds. If None, a run that has not ended has no duration.
+    """
+    if record.ended_at is not None:
+        duration = format_duration(record.ended_at - record.started_at)
+    elif now is not None and record.started_at:
+        duration = f"{format_duration(now - record.started_at)} until now"
+    else:
+        duration = "not ended"
+    endings = [attempt.ending for attempt in record.attempts]
+    names = ""
+    if len(endings) > 1:
+        names = f" ({join_words(endings, at_most=_MAX_NAMED_ATTEMPTS)})"
+    return f"{duration}, {format_count(len(endings), 'attempt')}{names}"
+
+
+def format_step(step: float, total: float | None) -> str:
+    """Return the step of a training for the user, such as `step 12 of 60`."""
+    return f"step {step:g} of {total:g}" if total else f"step {step:g}"
+
+
+def read_spec_of_run(record: RunJson, place: RunPlace) -> RunSpec | None:
+    """Return the spec of a run's last attempt, or None if it cannot be read."""
+    if record.attempt is None:
+        return None
+    with suppress(OSError, ValueError, InvalidSpec):
+        return load_resolved(place.attempt(record.attempt.number).spec)
+    return None
+
+
+def find_last_checkpoint(record: RunJson, place: RunPlace, spec: RunSpec) -> str:
+    """Return the path of the checkpoint from which the run would be resumed.
+
+    The result is empty if there is no complete checkpoint, or if the file system of the checkpoints
+    does not answer within five seconds.
+    """
+    paths: list[str] = []
+
+    def search() -> None:
+        with suppress(OSError):
+            path = find_resume_checkpoint(spec, place, record.attempts, record.foreign_checkpoints)
+            if path is not None:
+                paths.append(str(path))
+
+    thread = threading.Thread(target=search, name="last-checkpoint", daemon=True)
+    thread.start()
+    thread.join(_CHECKPOINT_WITHIN_S)
+    return paths[0] if paths else ""

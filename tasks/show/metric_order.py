@@ -1,0 +1,51 @@
+"""Sort the metrics of a training by their meaning, so that a short list has the useful ones."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+
+#: Patterns for the names of metrics, one for each meaning. The most useful meaning is first.
+_MEANINGS = (
+    re.compile(r"reward|score|return|accura|\bacc\b|pass@|win_rate"),
+    re.compile(r"loss|perplexity"),
+    re.compile(r"entropy"),
+    re.compile(r"(?<![a-z])kl(?![a-z])"),
+    re.compile(r"grad.*norm"),
+    re.compile(r"length|tokens"),
+    re.compile(r"(?<![a-z])lr(?![a-z])|learning_rate"),
+)
+#: Matches the name of a statistic that says less than the mean of the same metric.
+_LESS_USEFUL = re.compile(r"std|min|max|clip|frac|ratio")
+
+
+def sort_by_meaning(names: Iterable[str]) -> list[str]:
+    """Return the names of metrics, the most useful first.
+
+    The best name of each meaning comes first: a reward, a loss, an entropy and so on. Then the
+    second name of each meaning follows. So every beginning of the list has different meanings.
+    """
+    names_by_meaning: dict[int, list[str]] = defaultdict(list)
+    for name in names:
+        names_by_meaning[_find_meaning(name)].append(name)
+
+    ranked = []
+    for meaning, same_names in names_by_meaning.items():
+        for position, name in enumerate(sorted(same_names, key=_usefulness)):
+            ranked.append((position, meaning, name))
+    return [name for _, _, name in sorted(ranked)]
+
+
+def _find_meaning(name: str) -> int:
+    """Return the index of the meaning of a metric. Unknown metrics have the largest index."""
+    lower_name = name.lower()
+    for index, pattern in enumerate(_MEANINGS):
+        if pattern.search(lower_name):
+            return index
+    return len(_MEANINGS)
+
+
+def _usefulness(name: str) -> tuple[bool, int, str]:
+    """Return a sort key: a mean before other statistics, and a short name before a long name."""
+    return _LESS_USEFUL.search(name.lower()) is not None, len(name), name
