@@ -37,7 +37,7 @@ from prefect.settings import PREFECT_API_URL
 
 from tasks.record import code_store
 from tasks.server.events import override_client_settings
-from tasks.show.view import Shown
+from tasks.show.run_view import Shown
 from tasks.spec.formatting import escape_markdown, markdown_image
 from tasks.spec.run import LIVE_CODE
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from tasks.record.outcome import Failure
 from tasks.record.places import RunPlace
 from tasks.record.run_json import AttemptRecord
-from tasks.show.view import describe_ending
+from tasks.show.run_view import describe_ending
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.formatting import format_duration, format_time
 

@@ -26,7 +26,7 @@ from tasks.show.failure import find_remedy, last_log_lines, list_facts
 from tasks.show.metric_order import sort_by_meaning
 from tasks.show.output import line_of
 from tasks.show.resume import describe_attempt, describe_parent, describe_resume
-from tasks.show.view import ObservedRun, describe_component_state, describe_job, format_ending
+from tasks.show.run_view import ObservedRun, describe_component_state, describe_job, format_ending
 from tasks.spec.formatting import (
     format_count,
     format_datetime,

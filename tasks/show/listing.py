@@ -1,6 +1,8 @@
 """Format the list of runs that `muster ls` prints, for a terminal of any width.
 
 The run id is never cut, because people copy it. The state, the age and the host are always shown.
+The columns for the step and the metric are omitted if they are empty for all runs. A narrow
+terminal does not show the metric.
 The message gets the remaining columns and is cut at the right edge of the terminal.
 """
 
@@ -18,7 +20,9 @@ from tasks.show.output import one_line
 #: of columns remains for it. Otherwise it is printed on the next line.
 _MESSAGE_COLUMNS = 20
 _GAP = "  "
-_HEAD = ("run", "state", "age", "host", "message")
+_HEAD = ("run", "state", "age", "host", "step", "metric", "message")
+#: Columns that are omitted if they are empty for all runs.
+_OPTIONAL = ("step", "metric")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +35,25 @@ class ListedRun:
     age: str
     #: Name of the host on which the flow process runs, or an empty string before the run starts.
     host: str
+    #: Current training step, such as `12/60`, or an empty string if it is unknown.
+    step: str = ""
+    #: Last reward or loss, such as `reward 0.83`, or an empty string if it is unknown.
+    metric: str = ""
     message: str
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The five texts in the order of the columns, without line breaks or control codes."""
-        fields = (self.run_id, self.state, self.age, self.host, self.message)
-        return tuple(map(one_line, fields))
+        """The texts in the order of the columns, without line breaks or control codes."""
+        fields = (
+            self.run_id,
+            self.state,
+            self.age,
+            self.host,
+            self.step,
+            self.metric,
+            self.message,
+        )
+        return _clean(*fields)
 
 
 def list_runs(runs: Sequence[ListedRun], width: int) -> Iterator[Text]:
@@ -51,21 +67,31 @@ def list_runs(runs: Sequence[ListedRun], width: int) -> Iterator[Text]:
         width: Width of the terminal in columns.
     """
     rows = [run.cells for run in runs]
-    widths = [max(map(cell_len, column)) for column in zip(_HEAD, *rows, strict=True)]
-    whole_width = sum(widths[:4]) + 4 * len(_GAP)
-    if whole_width + min(widths[4], _MESSAGE_COLUMNS) <= width:
-        yield _line(_HEAD, widths[:4], width, "bold")
+    shown = [
+        index
+        for index, name in enumerate(_HEAD)
+        if name not in _OPTIONAL or any(row[index] for row in rows)
+    ]
+    head = tuple(_HEAD[index] for index in shown)
+    rows = [tuple(row[index] for index in shown) for row in rows]
+    *widths, message_width = (
+        max(map(cell_len, column)) for column in zip(head, *rows, strict=True)
+    )
+    whole_width = sum(widths) + len(widths) * len(_GAP)
+    if whole_width + min(message_width, _MESSAGE_COLUMNS) <= width:
+        yield _line(head, widths, width, "bold")
         for row in rows:
-            yield _line(row, widths[:4], width)
+            yield _line(row, widths, width)
     elif sum(widths[:3]) + 2 * len(_GAP) <= width:
-        yield Text(_GAP.join(_pad_cells(_HEAD[:3], widths)), style="bold")
-        for row in rows:
+        yield Text(_GAP.join(_pad_cells(head[:3], widths)), style="bold")
+        for run, row in zip(runs, rows, strict=True):
             yield Text(_GAP.join(_pad_cells(row[:3], widths)).rstrip())
-            yield from _indented_line(_join(row[3:]), width)
+            yield from _indented_line(_join(_clean(run.host, run.step, run.message)), width)
     else:
-        for run_id, state, age, host, message in rows:
+        for run in runs:
+            run_id, state, age, host, step, _, message = run.cells
             yield Text(run_id)
-            facts = _GAP + _join((state, age, host))
+            facts = _GAP + _join((state, age, host, step))
             if cell_len(facts) <= width:
                 yield Text(facts)
                 yield from _indented_line(message, width)
@@ -74,15 +100,21 @@ def list_runs(runs: Sequence[ListedRun], width: int) -> Iterator[Text]:
                 yield from _indented_line(_join((host, message)), width)
 
 
+def _clean(*texts: str) -> tuple[str, ...]:
+    """Return the texts without line breaks or control codes."""
+    return tuple(map(one_line, texts))
+
+
 def _line(row: Sequence[str], widths: Sequence[int], width: int, style: str = "") -> Text:
     """Return a row of the list as one line. It is cut after `width` columns.
 
     Args:
-        row: The five cells of a run, or the five headings.
-        widths: Widths of the first four columns.
+        row: The cells of a run, or the headings. The last one is not padded.
+        widths: Widths of the columns before the last one.
         width: Width of the terminal in columns.
     """
-    line = Text(_GAP.join([*_pad_cells(row[:4], widths), row[4]]).rstrip(), style=style)
+    cells = [*_pad_cells(row[:-1], widths), row[-1]]
+    line = Text(_GAP.join(cells).rstrip(), style=style)
     line.truncate(width, overflow="ellipsis")
     return line
 

@@ -28,8 +28,8 @@ from tasks.show.failure import (
     list_facts,
 )
 from tasks.show.pictures import Figures, draw_curve, number_text
+from tasks.show.run_view import RunView, ServerSeen, Shown, describe_component_state
 from tasks.show.slow import Measured, Slow
-from tasks.show.view import RunView, ServerSeen, Shown, describe_component_state
 from tasks.spec.component import FLEET
 from tasks.spec.formatting import (
     code_block,

@@ -30,8 +30,8 @@ from tasks.record.states import RunState
 from tasks.show.lines import end_block, format_failed_attempt, lines_of
 from tasks.show.output import line_of, one_line
 from tasks.show.pictures import NAMES, Point, collect_points
+from tasks.show.run_view import ObservedRun, Pace, Row, Standing
 from tasks.show.screen import ForeignLines, Screen
-from tasks.show.view import ObservedRun, Pace, Row, Standing
 from tasks.spec.formatting import format_duration
 from tasks.spec.run import RunSpec
 

@@ -22,8 +22,8 @@ from tasks.record.places import AttemptPlace
 from tasks.server.artifacts import Artifacts
 from tasks.show import page as pages
 from tasks.show.pictures import Figures, collect_points, show_timeline
+from tasks.show.run_view import ObservedRun, RunView, Shown
 from tasks.show.slow import TimeSpent
-from tasks.show.view import ObservedRun, RunView, Shown
 from tasks.train.session import RunSession
 
 #: For each artifact key, the minimum interval in seconds between two updates, and the function that

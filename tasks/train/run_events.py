@@ -17,7 +17,7 @@ from tasks.record.events import PAYLOADS, SERVER_EVENT_NAMES, Event, listen_to_e
 from tasks.record.states import RUNNING_STATES, GroupState, RunState
 from tasks.server.events import Announcer, current_announcer, make_run_event
 from tasks.server.server import find_lasting_api_url
-from tasks.show.view import ObservedRun
+from tasks.show.run_view import ObservedRun
 from tasks.spec.secrets import mask_nested
 from tasks.train.session import RunSession
 

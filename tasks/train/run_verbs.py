@@ -37,6 +37,7 @@ from tasks.train.finding_runs import (
     find_run,
     list_runs,
 )
+from tasks.train.local_view import describe_locally
 from tasks.train.run_cancellation import cancel_run
 from tasks.train.run_checkpoints import (
     format_checkpoint_line,
@@ -46,6 +47,7 @@ from tasks.train.run_checkpoints import (
 from tasks.train.run_differences import compare_attempts
 from tasks.train.run_logs import print_logs
 from tasks.train.run_metrics import read_metrics
+from tasks.train.run_progress import RunProgress, read_progress
 from tasks.train.run_records import find_record, read_artifacts, require_record
 from tasks.train.run_story import measure_time_use, tell_story
 
@@ -74,8 +76,13 @@ def ls(
         json: Print a list of objects as JSON.
     """
     runs = [run for run in list_runs() if not state or run.state in state][:limit]
+    progress = read_progress(runs)
     if json:
-        print(dumps([asdict(run) for run in runs], indent=2))
+        nothing_known = RunProgress()
+        objects = [
+            {**asdict(run), **asdict(progress.get(run.run_id, nothing_known))} for run in runs
+        ]
+        print(dumps(objects, indent=2))
         return
     if not runs:
         print("There is no run yet: muster train SPEC starts a run.", file=sys.stderr)
@@ -87,6 +94,8 @@ def ls(
             state=run.state,
             age=format_minutes(now - run.created_at) if run.created_at else "",
             host=run.host,
+            step=progress[run.run_id].step_text if run.run_id in progress else "",
+            metric=progress[run.run_id].metric_text if run.run_id in progress else "",
             message=run.brief,
         )
         for run in runs
@@ -123,9 +132,10 @@ def show(
     if json:
         print(dumps(require_record(found_run).as_json(), indent=2))
         return
-    artifacts = read_artifacts(found_run, SUMMARY, COMPONENTS)
-    if artifacts:
-        _print_artifacts(artifacts)
+    # The files of this machine are newer than the artifacts on the server.
+    texts = [*describe_locally(found_run)] or read_artifacts(found_run, SUMMARY, COMPONENTS)
+    if texts:
+        _print_markdown(texts)
     elif found_run.place.record.exists():
         for line in end_block(found_run.state, found_run.message, found_run.place.record):
             print(line.plain)
@@ -143,10 +153,10 @@ def _print_differences(first_name: str, second_name: str, *, json: bool) -> None
     print("\n".join(lines) or "The records do not differ.")
 
 
-def _print_artifacts(artifacts: Sequence[str]) -> None:
-    """Print Markdown artifacts: rendered on a terminal, unchanged into a file or a pipe."""
+def _print_markdown(texts: Sequence[str]) -> None:
+    """Print Markdown texts: rendered on a terminal, unchanged into a file or a pipe."""
     console = console_of(sys.stdout)
-    for markdown in artifacts:
+    for markdown in texts:
         if is_on_terminal():
             # Print the addresses of links. A person can then check and copy an address.
             console.print(Markdown(markdown, hyperlinks=False))

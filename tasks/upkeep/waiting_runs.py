@@ -34,7 +34,7 @@ from tasks.server.artifacts import Artifacts, find_artifacts
 from tasks.server.flow_runs import ServerAway, connect_to_server, read_state
 from tasks.show import page
 from tasks.show.pictures import show_timeline
-from tasks.show.view import ObservedRun, RunView
+from tasks.show.run_view import ObservedRun, RunView
 from tasks.spec.loading import load_resolved
 from tasks.upkeep.report import RunReport
 

@@ -1,4 +1,4 @@
-"""Generate the documentation of the JSON output of `muster runs`, from the class `Run`."""
+"""Generate the documentation of the JSON output of `muster ls`, from its classes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import fields
 
 from tasks.spec.formatting import markdown_table
 from tasks.train.finding_runs import Run
+from tasks.train.run_progress import RunProgress
 
 #: Name that the documentation uses for a Python type, by the name of the type.
 _TYPE_NAMES = {
@@ -20,12 +21,14 @@ _TYPE_NAMES = {
 
 
 def keys() -> str:
-    """Return a table of the JSON keys of `muster runs`, with the type and meaning of each key."""
-    meanings = _read_meanings()
-    rows = [
-        (f"`{field.name}`", _describe_type(str(field.type)), meanings[field.name])
-        for field in fields(Run)
-    ]
+    """Return a table of the JSON keys of `muster ls`, with the type and meaning of each key."""
+    rows = []
+    for shown_class in (Run, RunProgress):
+        meanings = _read_meanings(shown_class)
+        rows += [
+            (f"`{field.name}`", _describe_type(str(field.type)), meanings[field.name])
+            for field in fields(shown_class)
+        ]
     return markdown_table(("key", "type", "meaning"), rows)
 
 
@@ -34,11 +37,11 @@ def _describe_type(annotation: str) -> str:
     return " or ".join(_TYPE_NAMES[part] for part in annotation.split(" | "))
 
 
-def _read_meanings() -> dict[str, str]:
+def _read_meanings(shown_class: type) -> dict[str, str]:
     """Return the text of the comments `#:` above each field, by the name of the field."""
     meanings: dict[str, str] = {}
     comment_lines: list[str] = []
-    for line in inspect.getsource(Run).splitlines():
+    for line in inspect.getsource(shown_class).splitlines():
         if comment := re.fullmatch(r" +#: (.*)", line):
             comment_lines.append(comment[1])
         elif field := re.match(r"    (\w+): ", line):

@@ -11,7 +11,7 @@ import pytest
 
 from tasks.record.events import Event
 from tasks.record.states import GroupState
-from tasks.show.view import ObservedRun, Standing
+from tasks.show.run_view import ObservedRun, Standing
 from tasks.spec.run import RunSpec
 from tests.support.events_page import CATALOGUE
 

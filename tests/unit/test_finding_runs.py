@@ -9,6 +9,7 @@ from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
+import yaml
 from cyclopts import App
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun, State
@@ -19,6 +20,7 @@ from prefect.states import Running
 from tasks.pipeline.stage_specs import CannotBegin, require_deployment
 from tasks.processes.identity import host_name
 from tasks.record.code_store import read_code, store_project
+from tasks.record.events import Event
 from tasks.record.places import RunPlace
 from tasks.record.run_json import RunJson
 from tasks.show.arguments import run as run_verb
@@ -146,6 +148,10 @@ def test_json_list_has_all_keys_and_is_sorted_newest_first(
         "ended_at": 2000.0,
         "attempts": 2,
         "host": host_name(),
+        "step": None,
+        "total": None,
+        "metric": "",
+        "value": None,
     }
     assert listed[0]["ended_at"] is None
     assert all(run.keys() == listed[1].keys() for run in listed)
@@ -181,9 +187,64 @@ def test_list_without_a_terminal_has_one_complete_line_per_run(
     run_verb(LS, [])
 
     rows = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
-    assert [(row[0], row[1], row[4]) for row in rows] == [
+    assert [(row[0], row[1], row[6]) for row in rows] == [
         (run_id, STATES[run_id], f"it is {STATES[run_id]}") for run_id in (LIVE, FAILED, OLD)
     ]
+
+
+@pytest.fixture
+def training(muster_home: Path) -> str:
+    """A running run at step 7 of 60. Its `run.json` is older than its event log."""
+    trainer = {"pid": 8, "started_at": 1000.0, "ready_at": 1001.0}
+    attempt = {"number": 1, "state": "running", "step": 2, "components": {"trainer": trainer}}
+    write_record(LIVE, attempts=[attempt])
+    place = RunPlace.of(LIVE).attempt(1)
+    place.directory.mkdir()
+    spec = {
+        "name": "trial",
+        "workload": "grpo",
+        "cwd": str(place.directory),
+        "components": {"trainer": {"command": ["true"]}},
+        "progress": {"jsonl": "metrics.jsonl", "step": "step", "total": 60},
+    }
+    place.spec.write_text(yaml.safe_dump(spec))
+    events = [
+        Event(at=1000.0, name="attempt.begun", fields={"attempt": 1}),
+        Event(at=1001.0, name="attempt.ready"),
+        Event(at=1002.0, name="run.progress", fields={"step": 7}),
+    ]
+    place.events.write_text("".join(f"{event.as_line()}\n" for event in events))
+    rows = [{"step": step, "loss": 1.0, "reward": step / 10} for step in range(1, 8)]
+    (place.directory / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return LIVE
+
+
+def test_list_has_the_current_step_and_the_last_reward(
+    training: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_verb(LS, [])
+    [row] = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    run_verb(LS, ["--json"])
+    [listed] = json.loads(capsys.readouterr().out)
+
+    assert row[4:6] == ["7/60", "reward 0.7"]
+    assert {key: listed[key] for key in ("step", "total", "metric", "value")} == {
+        "step": 7.0,
+        "total": 60.0,
+        "metric": "reward",
+        "value": 0.7,
+    }
+
+
+def test_show_of_a_run_on_this_machine_has_the_step_of_its_last_event(
+    training: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = run_verb(SHOW, [training])
+
+    text = capsys.readouterr().out
+    assert code == 0
+    assert "- **Progress**: step 7 of 60" in text
+    assert "| trainer | ready | pid 8 |" in text
 
 
 def test_empty_list_exits_with_zero(muster_home: Path, capsys: pytest.CaptureFixture[str]) -> None:

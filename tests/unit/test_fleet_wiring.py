@@ -26,7 +26,7 @@ from tasks.rollout.component import (
 from tasks.rollout.process import read_allowed_devices
 from tasks.rollout.topology import is_loopback
 from tasks.rollout.topology import planned as topology
-from tasks.show.view import ObservedRun
+from tasks.show.run_view import ObservedRun
 from tasks.spec.errors import Fault
 from tasks.spec.loading import list_required_ports
 from tasks.spec.run import RunSpec

@@ -27,8 +27,8 @@ from tasks.record.run_json import RunJson
 from tasks.server import artifacts as artifacts_module
 from tasks.show import page
 from tasks.show.pictures import Figures, show_timeline
+from tasks.show.run_view import ObservedRun, RunView, Shown
 from tasks.show.slow import Measured, Slow
-from tasks.show.view import ObservedRun, RunView, Shown
 from tasks.spec.formatting import escape_cell, escape_markdown
 from tasks.spec.run import RunSpec
 from tasks.upkeep.preflight import Finding, NodeResult, PreflightVerdict

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from tasks.record.events import Event
+from tasks.show.run_view import ObservedRun, Pace, Row, Standing
 from tasks.show.terminal import build_region
-from tasks.show.view import ObservedRun, Pace, Row, Standing
 from tasks.spec.run import RunSpec
 
 #: Time of the events, in seconds.

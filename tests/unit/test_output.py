@@ -180,6 +180,8 @@ RUNS = [
         state="pending_resources",
         age="3 h 12 min",
         host="node-17.cluster",
+        step="1200/60000",
+        metric="critic/rewards/mean 0.8321",
         message="NODE_LOST: [/x] " + "and much more " * 1000,
     ),
     ListedRun(run_id="x", state="queued", age="", host="", message=""),
@@ -200,6 +202,7 @@ def test_long_message_does_not_hide_other_columns(width: int) -> None:
     for run in RUNS:
         assert all(cell in written for cell in (run.run_id, run.state, run.age))
         assert width < 20 or run.host in written
+        assert width < 70 or run.step in written
     # One heading, and at most three lines for each run.
     assert len(written.splitlines()) <= 1 + 3 * len(RUNS)
     if width >= 40:

@@ -21,7 +21,7 @@ from tasks.record.run_json import RunRecord
 from tasks.record.states import RunState
 from tasks.server.artifacts import Artifacts
 from tasks.show.page import parse_record
-from tasks.show.view import Shown
+from tasks.show.run_view import Shown
 from tasks.spec.loading import dump_spec, parse_spec, resolve
 from tasks.spec.run import RunSpec
 from tasks.train import page_writer

@@ -15,7 +15,7 @@ from tasks.record.run_json import RunJson
 from tasks.show import pictures
 from tasks.show.page import show_curve
 from tasks.show.pictures import Figures, draw_curve, draw_timeline, list_phases, show_timeline
-from tasks.show.view import ObservedRun, RunView
+from tasks.show.run_view import ObservedRun, RunView
 from tasks.spec.formatting import markdown_image
 from tasks.spec.run import RunSpec
 

@@ -21,7 +21,7 @@ from tasks.show.page import (
     show_progress,
     show_summary,
 )
-from tasks.show.view import ObservedRun, RunView
+from tasks.show.run_view import ObservedRun, RunView
 from tasks.spec.formatting import (
     code_block,
     escape_markdown,

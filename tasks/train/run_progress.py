@@ -1,0 +1,152 @@
+"""Read the current training step and the last reward or loss of runs, for `muster ls`."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prefect.client.schemas.filters import ArtifactFilter
+from prefect.settings import PREFECT_API_URL
+
+from tasks.record.checkpoints import read_attempt_spec
+from tasks.record.metrics_of_run import find_metrics_file
+from tasks.server.flow_runs import ServerAway, connect_to_server
+from tasks.show.facts_of_run import format_step
+from tasks.show.page import SUMMARY
+from tasks.show.pictures import NAMES
+from tasks.spec.placeholders import mapping_or_empty
+from tasks.spec.values import is_number
+from tasks.spec.watch import find_metric
+from tasks.train.finding_runs import Run, read_local_record
+from tasks.train.run_records import list_attempts
+
+#: Number of bytes at the end of a file that are searched for the last step or metric.
+_TAIL_BYTES = 65_536
+#: Matches the paragraph about the step in the description of the artifact `summary`.
+_STEP_PARAGRAPH = re.compile(r"^step ([0-9.e+-]+)(?: of ([0-9.e+-]+))?$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunProgress:
+    """Progress of a run, as `muster ls` shows it."""
+
+    #: Training step that the run reported last. None if it is unknown.
+    step: float | None = None
+    #: Training step at which the run is complete. None if it is unknown.
+    total: float | None = None
+    #: Name of the reward, or of the loss if the training has no reward. Empty if the files are on
+    #: another host, or have neither.
+    metric: str = ""
+    #: Last value of this metric. None if it is unknown or not finite.
+    value: float | None = None
+
+    @property
+    def step_text(self) -> str:
+        """The step for the user, such as `12/60`, or an empty string if it is unknown."""
+        if self.step is None:
+            return ""
+        return format_step(self.step, self.total).removeprefix("step ").replace(" of ", "/")
+
+    @property
+    def metric_text(self) -> str:
+        """The metric for the user, such as `reward 0.83`, or an empty string if it is unknown."""
+        return "" if self.value is None else f"{self.metric} {self.value:.4g}"
+
+
+def read_progress(runs: Sequence[Run]) -> dict[str, RunProgress]:
+    """Return the progress of runs by run id.
+
+    The progress of a run on this machine is read from its files. The steps of other runs are read
+    from the Prefect server, with one request for all of them.
+    """
+    progress: dict[str, RunProgress] = {}
+    remote_runs = []
+    for run in runs:
+        if list_attempts(run.place) and not run.is_on_another_host:
+            progress[run.run_id] = _read_local_progress(run)
+        elif run.flow_run_id and run.started_at is not None:
+            remote_runs.append(run)
+    return {**progress, **_read_remote_progress(remote_runs)}
+
+
+def _read_local_progress(run: Run) -> RunProgress:
+    """Return the progress of a run from its files on this machine."""
+    number = list_attempts(run.place)[-1]
+    place = run.place.attempt(number)
+    spec = read_attempt_spec(run.place, number)
+    total = mapping_or_empty(spec.get("progress")).get("total")
+
+    step = _find_last_step(place.events)
+    record = read_local_record(run.run_id)
+    if step is None and record is not None and record.attempt is not None:
+        step = record.attempt.step
+
+    path, _ = find_metrics_file(spec, place)
+    metric, value = _find_last_metric(path)
+    return RunProgress(
+        step=step,
+        total=float(total) if is_number(total) else None,
+        metric=metric,
+        value=value,
+    )
+
+
+def _find_last_step(events: Path) -> float | None:
+    """Return the step in the last event `run.progress` of an event log, or None."""
+    for event in _read_last_objects(events):
+        if event.get("event") == "run.progress" and is_number(event.get("step")):
+            return float(event["step"])
+    return None
+
+
+def _find_last_metric(path: Path) -> tuple[str, float | None]:
+    """Return the name and the last finite value of the reward or loss in a metrics file."""
+    rows = list(_read_last_objects(path))
+    for name in NAMES:
+        for row in rows:
+            metric = find_metric(row, [name])
+            if metric is not None:
+                value = metric[1]
+                return name, value if math.isfinite(value) else None
+    return "", None
+
+
+def _read_last_objects(path: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield the JSON objects in the last lines of a file, the last line first."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - _TAIL_BYTES))
+            lines = file.read().split(b"\n")
+    except OSError:
+        return
+    for line in reversed(lines):
+        with suppress(ValueError, RecursionError):
+            content = json.loads(line)
+            if isinstance(content, dict):
+                yield content
+
+
+def _read_remote_progress(runs: Sequence[Run]) -> dict[str, RunProgress]:
+    """Return the progress of runs from their artifacts on the Prefect server, by run id."""
+    api_url = PREFECT_API_URL.value()
+    if not runs or not api_url:
+        return {}
+    run_ids = {run.flow_run_id: run.run_id for run in runs}
+    criteria = {"key": {"any_": [SUMMARY]}, "flow_run_id": {"any_": list(run_ids)}}
+    progress: dict[str, RunProgress] = {}
+    with suppress(ServerAway), connect_to_server(api_url) as client:
+        artifact_filter = ArtifactFilter.model_validate(criteria)
+        for artifact in client.read_artifacts(artifact_filter=artifact_filter):
+            match = _STEP_PARAGRAPH.search(artifact.description or "")
+            if match is not None:
+                total = float(match[2]) if match[2] else None
+                run_id = run_ids[str(artifact.flow_run_id)]
+                progress[run_id] = RunProgress(step=float(match[1]), total=total)
+    return progress
