@@ -135,9 +135,6 @@ def client_env(home: Path, api_url: str) -> dict[str, str]:
         OSError: The password file of the MUSTER_HOME can be neither read nor created.
     """
     env = _inherited_variables(os.environ)
-    # Requests to this machine must not go through a proxy.
-    hosts = [host for host in env.get("NO_PROXY", env.get("no_proxy", "")).split(",") if host]
-    no_proxy = ",".join([*hosts, *(host for host in LOOPBACK if host not in hosts)])
     return {
         **env,
         AUTH: auth_string(),
@@ -150,8 +147,6 @@ def client_env(home: Path, api_url: str) -> dict[str, str]:
         "PREFECT_PLUGINS_ENABLED": "false",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "DO_NOT_TRACK": "1",
-        "NO_PROXY": no_proxy,
-        "no_proxy": no_proxy,
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
     }

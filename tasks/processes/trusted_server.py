@@ -118,7 +118,7 @@ def require_trusted_listener(host: str, port: int) -> None:
         return  # The client reports the unknown name itself.
     for *_, address in addresses:
         target = _parse_address(str(address[0]))
-        if target.is_loopback or _is_of_this_machine(target):
+        if is_address_of_this_machine(target):
             try:
                 _require_trusted_users(where, receivers(listening_sockets(), target, port))
             except UntrustedListener:
@@ -205,8 +205,10 @@ def _parse_address(host: str) -> _Address:
     return address
 
 
-def _is_of_this_machine(address: _Address) -> bool:
+def is_address_of_this_machine(address: IPv4Address | IPv6Address) -> bool:
     """Return True if an address belongs to this machine, so that a socket can be bound to it."""
+    if address.is_loopback:
+        return True
     family = socket.AF_INET if isinstance(address, IPv4Address) else socket.AF_INET6
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:

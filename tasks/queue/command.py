@@ -22,7 +22,12 @@ from tasks.queue.scheduling_pass import read_queue_view
 from tasks.queue.settings import PoolSettings
 from tasks.queue.tables import QueueTables, as_json, explain
 from tasks.server.events import override_client_settings
-from tasks.server.flow_runs import ServerAway, ServerRefuses, convert_server_errors
+from tasks.server.flow_runs import (
+    ProxyAway,
+    ServerAway,
+    ServerRefuses,
+    convert_server_errors,
+)
 from tasks.server.server import NoServer, hide_prefect_logs
 from tasks.show.arguments import EXIT_DONE, AsJson, Pool
 from tasks.show.output import console_of, is_on_terminal
@@ -47,7 +52,8 @@ async def connected() -> AsyncIterator[PrefectClient]:
 
     Raises:
         NoServer: PREFECT_API_URL is not set, or the server does not answer.
-        ServerRefuses: The server rejects the credentials.
+        ProxyAway: The proxy for the server does not answer.
+        ServerRefuses: The server rejects the credentials, or its proxy cannot be used.
     """
     url = PREFECT_API_URL.value()
     if not url:
@@ -56,7 +62,7 @@ async def connected() -> AsyncIterator[PrefectClient]:
         with convert_server_errors(url), override_client_settings(retries=1):
             async with get_client(httpx_settings={"timeout": _TIMEOUT_S}) as client:
                 yield client
-    except ServerRefuses:
+    except (ProxyAway, ServerRefuses):
         raise
     except ServerAway as error:
         raise NoServer(f"{error}: {_REMEDY}") from error

@@ -37,6 +37,7 @@ from tasks.record.final_record import has_failed_by_loss
 from tasks.record.run_json import RunJson
 from tasks.record.states import RunState
 from tasks.server.events import override_client_settings
+from tasks.server.proxies import Proxy, UnusableProxy, find_proxy
 from tasks.spec.errors import MusterError
 from tasks.spec.placeholders import mapping_or_empty
 
@@ -110,10 +111,18 @@ class ServerAway(MusterError):
     """A Prefect server did not answer, or failed with a server error. Repeat the request later."""
 
 
-class ServerRefuses(ServerAway):
-    """A Prefect server rejects the password of this process, or requires a password.
+class ProxyAway(ServerAway):
+    """The proxy for a Prefect server did not answer, or did not pass the request on.
 
-    The error message names the setting to correct. Callers repeat their requests until an operator
+    The server itself may work. The error message names the environment variable of the proxy.
+    """
+
+
+class ServerRefuses(ServerAway):
+    """The settings of this process do not allow requests to a Prefect server.
+
+    The server rejects or misses the password, or the proxy for the server has no valid address. The
+    error message names the setting to correct. Callers repeat their requests until an operator
     has corrected the setting.
     """
 
@@ -125,21 +134,42 @@ def convert_server_errors(api_url: str) -> Iterator[None]:
     Args:
         api_url: address of the Prefect server's API, for the error message.
 
-    Raises: ServerAway, if the server does not answer. ServerRefuses, if the server rejects the
-        password.
+    Raises: ServerAway, if the server does not answer. ProxyAway, if the request was sent to a proxy
+        and the server did not answer. ServerRefuses, if the server rejects the password, or the
+        address of the proxy cannot be used.
     """
     try:
         yield
+    except UnusableProxy as error:
+        raise ServerRefuses(str(error)) from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else 0
         if status not in _REFUSALS:
             why = str(error) or type(error).__name__
+            if proxy := find_proxy(api_url):
+                raise ProxyAway(_describe_proxy_failure(api_url, proxy, error, why)) from error
             raise ServerAway(f"no Prefect server answers at {api_url} ({why})") from error
         is_set = bool(PREFECT_API_AUTH_STRING.value())
         password = "with the PREFECT_API_AUTH_STRING of this process"
         credential = password if is_set else "without a password"
         problem = f"the Prefect server at {api_url} rejects requests {credential}"
         raise ServerRefuses(f"{problem} (HTTP {status}): {_REMEDY}") from error
+
+
+def _describe_proxy_failure(api_url: str, proxy: Proxy, error: Exception, why: str) -> str:
+    """Return the error message for a request that was sent through a proxy and was not answered.
+
+    Args:
+        api_url: address of the Prefect server's API.
+        proxy: the proxy of the request.
+        error: the error of the HTTP client.
+        why: text of the error.
+    """
+    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+        problem = f"the proxy {proxy} for the Prefect server at {api_url} does not answer"
+    else:
+        problem = f"no Prefect server answers at {api_url} through the proxy {proxy}"
+    return f"{problem} ({why}): {proxy.remedy}"
 
 
 @contextmanager

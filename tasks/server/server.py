@@ -33,7 +33,7 @@ from tasks.processes.registry import RunRegister
 from tasks.processes.services import Services
 from tasks.record.causes import read_tail
 from tasks.record.places import make_server_password, muster_home, read_own_file
-from tasks.server.flow_runs import ServerAway, ServerRefuses, connect_to_server
+from tasks.server.flow_runs import ProxyAway, ServerAway, ServerRefuses, connect_to_server
 from tasks.spec.errors import Fault, InvalidSpec, MusterError, RunEnded
 from tasks.spec.probes import ReadyProbe
 from tasks.spec.run import RunSpec
@@ -300,12 +300,12 @@ def _require_answer(url: str) -> None:
         url: API address of the server.
 
     Raises:
-        NoServer: The server does not answer, or refuses the password.
+        NoServer: The server or its proxy does not answer, or the server refuses the password.
     """
     try:
         with connect_to_server(url) as client:
             client.hello().raise_for_status()
-    except ServerRefuses as error:
+    except (ProxyAway, ServerRefuses) as error:
         raise NoServer(str(error)) from None
     except ServerAway as error:
         remedy = "start it (`muster up`), or unset PREFECT_API_URL to use a temporary server"

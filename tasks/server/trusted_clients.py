@@ -1,9 +1,10 @@
-"""Change Prefect's clients so that they send the server's password only to a trusted process.
+"""Change Prefect's clients: whom they send the server's password, and when they use a proxy.
 
 On a machine with several users, another user could listen on the port of a server that has ended.
 Before a client sends the password, it checks that the listening process belongs to this user, to
-root, or to a user that the operator trusts. Prefect has no extension point for such a check. These
-parts of Prefect are therefore replaced in memory:
+root, or to a user that the operator trusts. The clients also ask a server on this machine without
+any proxy, whatever the environment variables say (see `tasks/server/proxies.py`). Prefect has no
+extension point for these two changes. These parts of Prefect are therefore replaced in memory:
 
 - `PrefectHttpxAsyncClient` and `PrefectHttpxSyncClient`, the base of all clients of `get_client`;
 - the HTTP client of the version check, which sends the password, too;
@@ -28,6 +29,7 @@ import httpx
 import prefect._internal.version_checking as version_checking
 import prefect._internal.websockets as prefect_websockets
 from prefect.client.base import PrefectHttpxAsyncClient, PrefectHttpxSyncClient
+from prefect.settings import PREFECT_API_URL
 from websockets.asyncio.client import ClientConnection, connect
 
 from tasks.processes.trusted_server import (
@@ -36,6 +38,7 @@ from tasks.processes.trusted_server import (
     check_transport,
 )
 from tasks.record.places import server_password
+from tasks.server.proxies import is_on_this_machine, make_proxy_options, name_unusable_proxy
 from tasks.server.storable_text import replace_nul_in_messages, replace_nul_in_requests
 
 #: Environment variables for a program of Prefect that must check the server process before it sends
@@ -47,7 +50,9 @@ UNPLUGGED_PREFECT = {"PREFECT_PLUGINS_ENABLED": "false"}
 
 
 def guard_prefect_clients() -> None:
-    """Make all Prefect clients of this process check the owner of the server process. Idempotent.
+    """Make all Prefect clients of this process check the server's owner and choose the proxy.
+
+    Further calls have no effect.
 
     Raises:
         ImportError: This release of Prefect has a different structure, or another program has
@@ -68,7 +73,9 @@ def guard_prefect_clients() -> None:
 
 
 def _add_check(constructor: Callable[..., None], password: str) -> Callable[..., None]:
-    """Return a constructor for HTTP clients that check the owner of the server process.
+    """Return a constructor for HTTP clients that check the server's owner and choose the proxy.
+
+    The new constructor raises UnusableProxy if the environment selects a proxy that cannot be used.
 
     Args:
         constructor: The original `__init__` of the client class.
@@ -78,7 +85,12 @@ def _add_check(constructor: Callable[..., None], password: str) -> Callable[...,
 
     @functools.wraps(constructor)
     def construct(self: Any, *arguments: Any, **options: Any) -> None:
-        constructor(self, *arguments, **options)
+        url = str(options.get("base_url", ""))
+        has_own_connection = options.keys() & {"transport", "proxy", "trust_env"}
+        if url and not has_own_connection:
+            options |= make_proxy_options(url)
+        with name_unusable_proxy(url):
+            constructor(self, *arguments, **options)
         check_listeners(self)
         if password:
             self.auth = RenewedPassword(password)
@@ -121,15 +133,29 @@ def make_auth_header(password: str) -> str:
 
 
 class _CheckedAsyncClient(httpx.AsyncClient):
-    """HTTP client that checks the owner of the server process for each connection."""
+    """HTTP client that checks the server's owner for each connection, and chooses the proxy.
+
+    The client of Prefect's version check knows the server's URL only at the request, but this class
+    needs the URL to choose the proxy. The URL is therefore that of Prefect's settings.
+    """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+        url = PREFECT_API_URL.value() or ""
+        with name_unusable_proxy(url):
+            super().__init__(*arguments, **make_proxy_options(url), **options)
         check_listeners(self)
 
 
 class _CheckedConnect(connect):
-    """Opens a websocket, and checks the owner of the server process before the handshake."""
+    """Opens a websocket, and checks the owner of the server process before the handshake.
+
+    A websocket to this machine uses no proxy.
+    """
+
+    def __init__(self, uri: str, **options: Any) -> None:
+        if is_on_this_machine(uri):
+            options["proxy"] = None
+        super().__init__(uri, **options)
 
     async def create_connection(self) -> ClientConnection:
         check = ListenerCheck()

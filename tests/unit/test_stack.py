@@ -440,7 +440,7 @@ def test_programs_of_the_stack_get_no_address_of_another_server(
     assert not {"PREFECT_API_KEY", "RAY_ADDRESS", "MUSTER_RUN_ID"} & env.keys()
     assert env["PREFECT_API_URL"] == "http://127.0.0.1:4200/api"
     assert env["MUSTER_HOME"] == str(tmp_path)
-    assert env["NO_PROXY"] == "internal.example,127.0.0.1,localhost"
+    assert env["NO_PROXY"] == "internal.example"
     assert env["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
 
 
