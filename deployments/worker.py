@@ -16,6 +16,7 @@ import sys
 
 from prefect.settings import PREFECT_API_URL
 
+from tasks.processes.own_modules import make_own_command
 from tasks.record.places import keep_private
 from tasks.server.flow_runs import ServerAway, ServerRefuses, connect_to_server
 from tasks.server.trusted_clients import GUARDED_PREFECT
@@ -45,8 +46,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # If a process ignores SIGCHLD, the kernel discards the exit codes of its children.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    worker = (sys.executable, "-m", "deployments.prefect_worker", *sys.argv[1:])
-    os.execv(sys.executable, worker)
+    worker = (*make_own_command("deployments.prefect_worker"), *sys.argv[1:])
+    os.execv(worker[0], worker)
 
 
 def _refuse_wrong_password() -> None:

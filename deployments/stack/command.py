@@ -31,6 +31,7 @@ from deployments.stack.launch import launch, read_last_lines, stop
 from deployments.stack.nodes import Fleet
 from deployments.stack.part_checks import are_all_answering, check_parts, wait_until_answering
 from deployments.stack.state import Stack, StackError, StackPlace
+from tasks.processes.own_modules import make_own_command
 from tasks.processes.ports import listeners
 from tasks.processes.signals import interrupt_on_signals
 from tasks.record.places import password_file
@@ -210,7 +211,7 @@ def _apply_deployments_again(
     with log.open("ab") as output:
         try:
             subprocess.run(
-                (sys.executable, "-m", "deployments.stack.setup"),
+                make_own_command("deployments.stack.setup"),
                 cwd=ROOT,
                 env=client_env(place.directory.parent, stack.api_url),
                 stdin=subprocess.DEVNULL,

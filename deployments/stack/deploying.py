@@ -11,7 +11,6 @@ import asyncio
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from prefect.utilities.callables import parameter_schema
 from prefect.utilities.templating import apply_values
 
 from deployments.stack.env import ROOT
+from tasks.processes.own_modules import make_own_command
 from tasks.server.deployments import find_deployment
 from tasks.server.trusted_clients import GUARDED_PREFECT
 from tasks.spec.errors import MusterError
@@ -96,7 +96,7 @@ def _create_deployments(names: list[str], project_file: Path) -> None:
     Raises:
         MusterError: `prefect deploy` failed.
     """
-    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy"]
+    command = [*make_own_command("prefect"), "--no-prompt", "deploy"]
     for name in names:
         command += ["--name", name]
     command.append(f"--prefect-file={project_file}")

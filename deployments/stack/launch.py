@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +14,7 @@ from deployments.stack.env import ROOT
 from deployments.stack.nodes import Fleet
 from deployments.stack.part_checks import wait_until_answering
 from deployments.stack.state import STOP_WITHIN_S, Stack, StackError, StackPlace
+from tasks.processes.own_modules import make_own_command
 from tasks.processes.registry import teardown_s
 from tasks.record.causes import last_lines, read_tail
 
@@ -45,9 +45,7 @@ def launch(
     """
     read_fd, write_fd = os.pipe()
     command = [
-        sys.executable,
-        "-m",
-        "deployments.stack.supervisor",
+        *make_own_command("deployments.stack.supervisor"),
         "--port",
         str(port),
         "--report-fd",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import tempfile
 import time
 import uuid
@@ -35,6 +34,7 @@ from deployments.stack.state import RAY_TEMP_PREFIX, RAYLET_HEALTH, Stack, Stack
 from tasks.processes.component import AttemptPlan, ComponentPlan
 from tasks.processes.guarded import Command
 from tasks.processes.identity import ProcessId, host_name
+from tasks.processes.own_modules import make_own_command, make_own_env
 from tasks.processes.ports import PortsReserved, has_listener
 from tasks.record.places import server_password
 from tasks.server.server import make_server_command
@@ -201,7 +201,7 @@ def _plan_server(place: StackPlace, stack: Stack) -> ComponentPlan:
         command,
         # Without this limit, a stopped server would wait until all browsers have closed the UI.
         argv=(*command.argv, "--timeout-graceful-shutdown", "2"),
-        env={**_build_env(place, stack, SERVER), **server_variables},
+        env={**_build_env(place, stack, SERVER), **make_own_env(), **server_variables},
         log=place.log(SERVER),
         grace_s=_SERVER_GRACE_S,
     )
@@ -212,8 +212,12 @@ def _plan_server(place: StackPlace, stack: Stack) -> ComponentPlan:
 def _plan_deployments(place: StackPlace, stack: Stack) -> ComponentPlan:
     """Return the plan of the program that sets up the Prefect server and then ends."""
     command = Command(
-        argv=(sys.executable, "-m", "deployments.stack.setup"),
-        env={**_build_env(place, stack, DEPLOYMENTS), RAY_VARIABLE: stack.ray_dashboard},
+        argv=make_own_command("deployments.stack.setup"),
+        env={
+            **_build_env(place, stack, DEPLOYMENTS),
+            **make_own_env(),
+            RAY_VARIABLE: stack.ray_dashboard,
+        },
         cwd=ROOT,
         log=place.log(DEPLOYMENTS),
     )
@@ -235,9 +239,7 @@ def _plan_ray_head(
     port_options = [f"{option}={ports[name]}" for option, name in _RAY_PORTS.items()]
     command = Command(
         argv=(
-            sys.executable,
-            "-m",
-            "ray.scripts.scripts",
+            *make_own_command("ray.scripts.scripts"),
             "start",
             "--head",
             "--block",
@@ -275,9 +277,7 @@ def _plan_ray_node(place: StackPlace, stack: Stack, node: StackNode) -> Componen
     """Return the plan of a Ray node with logical GPUs."""
     command = Command(
         argv=(
-            sys.executable,
-            "-m",
-            "deployments.stack.ray_node",
+            *make_own_command("deployments.stack.ray_node"),
             stack.ray_address,
             "--block",
             f"--num-cpus={node.cpus}",
@@ -311,8 +311,8 @@ def _plan_ray_node(place: StackPlace, stack: Stack, node: StackNode) -> Componen
 def _plan_upkeep(place: StackPlace, stack: Stack) -> ComponentPlan:
     """Return the plan of the program that cleans up after lost runs."""
     command = Command(
-        argv=(sys.executable, "-m", "deployments.upkeep"),
-        env=_build_env(place, stack, UPKEEP),
+        argv=make_own_command("deployments.upkeep"),
+        env={**_build_env(place, stack, UPKEEP), **make_own_env()},
         cwd=ROOT,
         log=place.log(UPKEEP),
     )
@@ -324,9 +324,7 @@ def _plan_pipelines(place: StackPlace, stack: Stack) -> ComponentPlan:
     """Return the plan of the worker of the work pool for pipelines."""
     command = Command(
         argv=(
-            sys.executable,
-            "-m",
-            "deployments.worker",
+            *make_own_command("deployments.worker"),
             "--pool",
             PIPELINES_POOL,
             "--name",
@@ -336,6 +334,7 @@ def _plan_pipelines(place: StackPlace, stack: Stack) -> ComponentPlan:
         ),
         env={
             **_build_env(place, stack, PIPELINES),
+            **make_own_env(),
             "PREFECT_WORKER_QUERY_SECONDS": "5",
             "PREFECT_WORKER_PREFETCH_SECONDS": "0",
         },
@@ -358,9 +357,7 @@ def _plan_worker(place: StackPlace, stack: Stack, health_port: int) -> Component
     """
     command = Command(
         argv=(
-            sys.executable,
-            "-m",
-            "deployments.worker",
+            *make_own_command("deployments.worker"),
             "--pool",
             POOL,
             "--name",

@@ -48,13 +48,14 @@ from prefect.utilities.processutils import run_process
 
 import tasks
 from tasks.processes import tree
+from tasks.processes.own_modules import make_own_command
 from tasks.queue.warm import Caller, open_listener
 
 _log = logging.getLogger(__name__)
 
 #: Beginning of the command that runs a flow run. The id of the flow run follows. See
 #: flows/__main__.py.
-ENGINE = (sys.executable, "-P", "-m", "flows")
+ENGINE = make_own_command("flows")
 #: Argument after `ENGINE` that starts a fork server instead of a flow run.
 TEMPLATE = "--template"
 #: Largest number of bytes that the environment of a run may have in addition to the size of the

@@ -21,7 +21,6 @@ import json
 import logging
 import os
 import signal
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -35,6 +34,7 @@ from typing import IO, Any
 from tasks.processes import tree
 from tasks.processes.hang_report import HangEvidence
 from tasks.processes.machine import digest_code
+from tasks.processes.own_modules import make_own_command
 from tasks.ray import control_store
 from tasks.ray.dashboard import Dashboard, Denied, NoAnswer, count_accelerators, driver_env
 from tasks.ray.node_agent import NAMESPACE, OF_MACHINES, signed_text
@@ -369,10 +369,7 @@ class NodeClient:
         }
         own = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1"}
         return await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-P",
-            "-m",
-            "tasks.ray.node_agent",
+            *make_own_command("tasks.ray.node_agent"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=self._errors,

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 import socket
-import sys
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -22,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from tasks.processes.component import ComponentPlan
 from tasks.processes.containment import Containment, Level
 from tasks.processes.guarded import Command
+from tasks.processes.own_modules import make_own_command
 from tasks.ray.dashboard import CLUSTERS_VARIABLE
 from tasks.record.events import Emit, Event
 from tasks.record.log_file import LogFile
@@ -450,8 +450,7 @@ def fleet_component(
     return ComponentPlan(
         name=FLEET,
         command=Command(
-            # -P: Python must not import a package `tasks` from the working directory.
-            argv=(sys.executable, "-P", "-m", "tasks.rollout.process"),
+            argv=make_own_command("tasks.rollout.process"),
             env=component_env,
             cwd=place.directory,
             log=place.log(FLEET),

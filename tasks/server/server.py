@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sqlite3
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -28,6 +27,7 @@ from prefect.settings import (
 from tasks.processes.component import AttemptPlan, ComponentPlan
 from tasks.processes.containment import probe
 from tasks.processes.guarded import Command
+from tasks.processes.own_modules import make_own_command
 from tasks.processes.ports import PortsReserved
 from tasks.processes.registry import RunRegister
 from tasks.processes.services import Services
@@ -228,7 +228,8 @@ def make_server_command(
     return Command(
         # Do not start the server with the command `prefect`, because its import takes seconds.
         argv=(
-            *(sys.executable, "-P", "-m", "tasks.server.sqlite_server", "--factory"),
+            *make_own_command("tasks.server.sqlite_server"),
+            "--factory",
             "prefect.server.api.server:create_app",
             *("--host", address, "--port", str(port)),
             *("--log-level", "warning", "--timeout-keep-alive", "30"),

@@ -22,6 +22,7 @@ SCRIPT = """
 import json, os, sys
 print("python", sys.executable, flush=True)
 print("argv", sys.argv[1:], flush=True)
+print("PYTHONPATH", os.environ["PYTHONPATH"], flush=True)
 """
 FLEET = """
 name: fleet
@@ -56,11 +57,15 @@ class Shell:
     def run_muster(
         self, *arguments: str, cwd: Path | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Run `muster` with the arguments, and return its exit code and output."""
+        """Run `muster` with the arguments, and return its exit code and output.
+
+        PYTHONPATH contains the working directory, in which other packages have the names of
+        Muster's.
+        """
         return subprocess.run(
             (self.program, *arguments),
             cwd=cwd or self.project,
-            env=self.env,
+            env={**self.env, "PYTHONPATH": "."},
             capture_output=True,
             text=True,
             timeout=100,
@@ -125,6 +130,7 @@ def test_commands_read_the_records_without_a_server(shell: Shell, tmp_path: Path
     assert json.loads(outputs["show", "--json"])["flow_run_id"] == run["flow_run_id"]
     assert "completed" in outputs["why",]
     assert "argv []\n" in outputs["logs", "latest", "trainer"]
+    assert "PYTHONPATH .\n" in outputs["logs", "latest", "trainer"]
     assert "Failed last: none" in outputs[()]
 
 

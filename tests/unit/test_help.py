@@ -50,6 +50,7 @@ INTERNAL = {
     "tasks.server.sqlite_server",
     "tasks.ray.node_agent",
     "tasks.processes.guardian",
+    "tasks.processes.own_modules",
     "tasks.ray.wrapper",
     "tasks.rollout.lmdeploy_replica",
     "deployments.prefect_worker",
