@@ -36,6 +36,7 @@ from tasks.processes.progress import (
     source_of,
 )
 from tasks.processes.registry import RunRegister
+from tasks.processes.time_to_save import TimeToSave
 from tasks.record.causes import find_cause, last_lines
 from tasks.record.events import Emit
 from tasks.record.outcome import Exit, Failure, GivenUp, GiveUpReason, Verdict, signal_name
@@ -46,8 +47,6 @@ from tasks.spec.watch import Alarms
 
 _log = logging.getLogger(__name__)
 
-#: Time limit in seconds for one check whether a component is writing a checkpoint.
-_SAVING_WITHIN_S = 2.0
 #: Time limit in seconds of the search for the last checkpoint of a trainer that was killed.
 _FIND_CHECKPOINT_WITHIN_S = 30.0
 #: Time limit in seconds for the search in a log for the reason why a component could not start.
@@ -60,8 +59,6 @@ _SIGTERM_HEARD = re.compile(
 )
 #: Number of lines at the end of a log that are searched for `_SIGTERM_HEARD`.
 _LAST_LINES = 40
-#: Seconds between two checks whether a component is writing a checkpoint.
-_SAVING_EVERY_S = 0.2
 #: Largest number of times that components of one attempt are started again on another port.
 _MOVES_AT_MOST = 5
 #: Smallest number of seconds between two checks of the processes that listen on the run's ports.
@@ -148,20 +145,26 @@ class Decision:
     make_verdict: Callable[[], Verdict]
     #: Name of the component that failed first; None if no component failed.
     component: str | None = None
+    #: True if Muster ends components that work. They get their warning signal and time to save.
+    warns: bool = False
 
     @staticmethod
-    def of(verdict: Verdict, at_monotonic_s: float | None = None) -> Decision:
+    def of(
+        verdict: Verdict, at_monotonic_s: float | None = None, *, warns: bool = False
+    ) -> Decision:
         """Return a decision whose verdict is already known.
 
         Args:
             verdict: The final state of the attempt, with a message and the failure.
             at_monotonic_s: Time of the event in CLOCK_MONOTONIC seconds. None if it happens now.
+            warns: See the field `warns`.
         """
         return Decision(
             at_monotonic_s=time.monotonic() if at_monotonic_s is None else at_monotonic_s,
             state=verdict.state,
             reason=verdict.message,
             make_verdict=lambda: verdict,
+            warns=warns,
         )
 
 
@@ -250,7 +253,7 @@ class SupervisedAttempt:
         #: Keeps the decision about the earliest event so far.
         self.earliest = EarliestDecision()
         self._teardown: asyncio.Task[Verdict] | None = None
-        self._is_hurried = False
+        self._time_to_save = TimeToSave(members=lambda: tuple(self._launched), emit=emit)
         #: Set when the end of the run is decided.
         self.decided = asyncio.Event()
 
@@ -427,7 +430,7 @@ class SupervisedAttempt:
             state: State of the run. With RUNNING, the Ray jobs of the attempt continue until
                 another process resumes the run.
         """
-        self._decide(Decision.of(Verdict(state=state, message=why)))
+        self._decide(Decision.of(Verdict(state=state, message=why), warns=True))
 
     def crash(self, error: BaseException) -> None:
         """Fail the attempt after an error in Muster's own code.
@@ -448,7 +451,7 @@ class SupervisedAttempt:
 
     def hurry(self) -> None:
         """Request that all components are killed without a grace period. Returns at once."""
-        self._is_hurried = True
+        self._time_to_save.is_hurried = True
         for member in self._launched:
             member.kill()
 
@@ -748,7 +751,8 @@ class SupervisedAttempt:
             return
         last = self._launched[-1] if self._launched else None
         is_free = last is not None and last.exit is None and last.plan.is_saving is None
-        if last is not None and is_free and not self._hung():
+        is_warned = decision.warns and any(m.plan.warning is not None for m in self._launched)
+        if last is not None and is_free and not is_warned and not self._hung():
             # The teardown stops the last component first. Send this component its stop signal now,
             # to save the time in which the teardown first writes events.
             last.stop()
@@ -763,6 +767,15 @@ class SupervisedAttempt:
         # it waits for another component. After the end of that other component, the stacks of the
         # waiting component would no longer show this.
         await self._for_each(self._hung().values(), lambda member: member.examine())
+        time_to_save = self._time_to_save
+        if decision.warns:
+            try:
+                await time_to_save.warn_now(decision.reason)
+            except Exception:
+                _log.exception("the components could not be warned before their end")
+        # Wait for the checkpoints before any component is stopped. A trainer may need the other
+        # components until it has finished its step and its checkpoint.
+        await self._for_each(self._launched, time_to_save.until_saved)
         left: dict[str, tuple[int | str, ...]] = {}
         errors: dict[str, str] = {}
         for member in reversed(self._launched):
@@ -810,9 +823,10 @@ class SupervisedAttempt:
         """
         try:
             if member.is_launched:
-                await self._until_saved(member)
-            if leftovers := await member.end():
-                left[member.name] = leftovers
+                await self._time_to_save.until_saved(member)
+            async with self._time_to_save.delaying_kill(member):
+                if leftovers := await member.end():
+                    left[member.name] = leftovers
         except Exception as error:
             _log.exception("the end of %s has failed", member.name)
             errors[member.name] = repr(error)
@@ -839,15 +853,6 @@ class SupervisedAttempt:
             message = f"{decision.reason}; Muster could not find the cause: {error!r}"
             failure = Failure(kind=FailureKind.UNKNOWN, message=message, rule="internal-error")
             return Verdict.failed(failure, decision.at_monotonic_s)
-
-    async def _until_saved(self, member: Member) -> None:
-        """Wait while a component writes a checkpoint, at most for its grace period."""
-        is_saving = member.plan.is_saving
-        deadline = time.monotonic() + member.plan.command.grace_s
-        while is_saving and not (member.is_hung or member.exit or self._is_hurried):
-            if time.monotonic() > deadline or not await within(_SAVING_WITHIN_S, is_saving, False):
-                return
-            await asyncio.sleep(_SAVING_EVERY_S)
 
     async def _hand_over(self, decision: Decision) -> Verdict:
         self._emit("attempt.left", reason=decision.reason)
@@ -963,15 +968,21 @@ class SupervisedAttempt:
         return fmean(shares) if shares else None
 
     async def _follow_clock(self, limit_s: float) -> None:
-        # Subtract the time that the attempt has already used, if this process has resumed the
-        # attempt of an earlier process.
-        had_s = time.time() - self._plan.began_at if self._plan.began_at is not None else 0.0
-        await asyncio.sleep(max(0.0, limit_s - had_s))
+        """Warn the components before the time limit of the attempt, and end the attempt at it."""
+        # The attempt has already used a part of the time, if this process has resumed the attempt
+        # of an earlier process.
+        began_at = self._plan.began_at if self._plan.began_at is not None else time.time()
+        end_at = began_at + limit_s
+        limit = f"gang.max_hours, {limit_s / 3600:g}"
+        self._watchers.start(
+            self._time_to_save.announce_end(end_at, f"the attempt reaches its {limit}")
+        )
+        await asyncio.sleep(max(0.0, end_at - time.time()))
         if self._progress.is_finished:
             return
-        message = f"it has run for its gang.max_hours, {limit_s / 3600:g}"
+        message = f"it has run for its {limit}"
         failure = Failure(kind=FailureKind.TIME_LIMIT, message=message, rule="time-limit")
-        self._decide(Decision.of(Verdict.failed(failure, time.monotonic())))
+        self._decide(Decision.of(Verdict.failed(failure, time.monotonic()), warns=True))
 
     def _is_quiet(self) -> bool:
         """Return True if no progress is expected now.

@@ -27,6 +27,7 @@ from tasks.processes.ports import PortsReserved
 from tasks.processes.probes import ComponentProbe, make_client, until_yes
 from tasks.processes.shared_memory import SharedMemoryWatch
 from tasks.processes.shortage import Unasked
+from tasks.processes.warning_signal import StopWarning
 from tasks.record.causes import read_since_step
 from tasks.record.disk import DiskThread
 from tasks.record.events import Emit
@@ -66,6 +67,8 @@ class ComponentPlan:
     #: Returns the step and the time of the newest complete checkpoint. The call may block and raise
     #: OSError. None if the component has no checkpoints.
     find_checkpoint: Callable[[], tuple[int | None, float] | None] | None = None
+    #: Signal that warns the component before Muster ends the attempt. None for no warning.
+    warning: StopWarning | None = None
     #: Creates the `Member` that runs the component on a Ray cluster. None if the component runs as
     #: a process of this machine.
     make_member: Callable[[ComponentPlan, AttemptContext], Member] | None = None
@@ -220,6 +223,7 @@ class AttemptContext:
                 "attempt": self.plan.number,
                 "component": component.name,
                 "grace_s": component.command.grace_s,
+                "save_grace_s": component.command.saves_within_s,
             }
             await self.register.enter(registry.JobEntry.model_validate(own | about))
 
@@ -452,6 +456,26 @@ class Member(ABC):
 
     async def examine(self) -> None:
         """Write a report on a component that hangs. Call it before the component is ended."""
+        return
+
+    async def warn(self, signum: int) -> list[str]:
+        """Send a signal to the processes of the component that handle the signal.
+
+        Each process gets the signal only once, even if this method is called several times.
+
+        Args:
+            signum: Number of the signal.
+
+        Returns:
+            Descriptions of the processes that got the signal now.
+        """
+        return []
+
+    def delay_kill(self, for_s: float) -> None:
+        """Delay the SIGKILL after a request to stop: it follows `for_s` seconds from now or later.
+
+        Returns at once. Without such a request, or after SIGKILL, the call has no effect.
+        """
         return
 
     @abstractmethod

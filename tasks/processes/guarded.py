@@ -84,6 +84,14 @@ class Command:
     #: signal. Set it for a program whose children may outlive it. If None, children that outlive
     #: the program are stopped at once.
     children_grace_s: float | None = None
+    #: Longest time in seconds for which a checkpoint that the program writes delays the stop signal
+    #: and SIGKILL. If None, it is `grace_s`.
+    save_grace_s: float | None = None
+
+    @property
+    def saves_within_s(self) -> float:
+        """Longest time in seconds for which a checkpoint delays the end of the program."""
+        return self.grace_s if self.save_grace_s is None else self.save_grace_s
 
     @property
     def ends_within_s(self) -> float:
@@ -91,7 +99,8 @@ class Command:
 
         It takes longer only if SIGKILL cannot end a process.
         """
-        return (self.children_grace_s or 0.0) + self.grace_s + KILL_WITHIN_S
+        longest_grace_s = max(self.grace_s, self.saves_within_s)
+        return (self.children_grace_s or 0.0) + longest_grace_s + KILL_WITHIN_S
 
 
 #: Coroutine function that writes a process to the run's registry before its program is executed.
@@ -386,6 +395,13 @@ class GuardedProcess:
         self._is_to_kill = True
         self._request("kill")
 
+    def delay_kill(self, for_s: float) -> None:
+        """Request that the guardian sends SIGKILL no sooner than `for_s` seconds from now.
+
+        The request has an effect only between the stop signal and SIGKILL.
+        """
+        self._request("delay kill", for_s=for_s)
+
     def abandon_guardian(self) -> None:
         """Kill a guardian process that does not answer.
 
@@ -426,11 +442,11 @@ class GuardedProcess:
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_WR)
 
-    def _request(self, action: str) -> None:
+    def _request(self, action: str, **fields: float) -> None:
         # An error means that the guardian process has ended. `_on_guardian_gone` then ends the
         # processes of the command.
         with contextlib.suppress(OSError):
-            self._channel.send(encode_message({"do": action}))
+            self._channel.send(encode_message({"do": action, **fields}))
 
     def _on_message(self) -> None:
         try:

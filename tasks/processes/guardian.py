@@ -13,8 +13,9 @@ start. The arguments are:
   `containment.PidNamespace`).
 
 The supervisor sends messages over FD (see `encode_message`): first the launch order (see `Order`),
-then `{"do": "go"}`, later `{"do": "stop"}` or `{"do": "kill"}`. The guardian sends messages of the
-form `{"event": ...}`:
+then `{"do": "go"}`, later `{"do": "stop"}` or `{"do": "kill"}`. After "stop", it may send
+`{"do": "delay kill", "for_s": SECONDS}` several times: the guardian then sends SIGKILL no sooner
+than SECONDS after the message. The guardian sends messages of the form `{"event": ...}`:
 
 - `forked`: the component's process exists and waits for "go". The message carries its pidfd.
 - `spawned`: the component executes its program.
@@ -210,6 +211,8 @@ class Guardian:
         for message in messages:
             if message["do"] == "kill":
                 self._begin_kill()
+            elif message["do"] == "delay kill":
+                self._delay_kill(message["for_s"])
             else:
                 self._begin_stop()
 
@@ -279,6 +282,11 @@ class Guardian:
             # The first process is not reaped yet, so no other process can have its pid or its
             # process group id.
             tree.stop_group(self._first_process, self._order.stop_signal)
+
+    def _delay_kill(self, for_s: float) -> None:
+        """Send SIGKILL no sooner than `for_s` seconds from now, if it was not sent yet."""
+        if self._kill_at is not None and self._killing_since is None:
+            self._kill_at = max(self._kill_at, time.monotonic() + for_s)
 
     def _begin_kill(self) -> None:
         if self._killing_since is None:

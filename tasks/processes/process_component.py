@@ -11,10 +11,11 @@ from dataclasses import replace
 
 from tasks.processes.child_watch import ProcessWatch
 from tasks.processes.component import PORT_TAKEN, AttemptContext, ComponentPlan, Member, forever
-from tasks.processes.hang_report import Diagnosis
+from tasks.processes.hang_report import Diagnosis, within
 from tasks.processes.owned_tasks import cancel_tasks
 from tasks.processes.ports import Listener, has_listener, listeners
 from tasks.processes.probes import ComponentProbe, NotifyProbe, size_of
+from tasks.processes.warning_signal import ProcessKey, send_warning
 from tasks.record.outcome import GivenUp, GiveUpReason
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import LiveProbe, ReadyProbe
@@ -22,6 +23,8 @@ from tasks.spec.probes import LiveProbe, ReadyProbe
 #: Seconds that a component may run after it has ended its own worker processes. If it runs longer,
 #: the end of the workers counts as a failure.
 _LEAVES_WITHIN_S = 1.0
+#: Time limit in seconds for sending the warning signal to the processes of a component.
+_WARN_WITHIN_S = 5.0
 #: Pause between two published status messages of a component, as a share of the time since its
 #: start.
 _STATUS_PART = 0.01
@@ -50,9 +53,26 @@ class ProcessMember(Member):
         self._notify: NotifyProbe | None = None
         self._publishing: asyncio.Task[None] | None = None
         self._diagnosis: Diagnosis | None = None
+        #: Processes of the component that got the warning signal.
+        self._warned: set[ProcessKey] = set()
 
     def __str__(self) -> str:
         return f"{self.name} (pid {self.pid})" if self.pid else self.name
+
+    async def warn(self, signum: int) -> list[str]:
+        nobody: list[ProcessKey] = []
+        warned = await within(_WARN_WITHIN_S, lambda: self._send_warning(signum), nobody)
+        return [f"pid {pid}" for pid, _ in warned]
+
+    def _send_warning(self, signum: int) -> list[ProcessKey]:
+        if self.pid is None or not self.process.guardian.is_alive():
+            return []
+        warned = send_warning([self.process.guardian_pid], signum, skip=self._warned)
+        self._warned.update(warned)
+        return warned
+
+    def delay_kill(self, for_s: float) -> None:
+        self.process.delay_kill(for_s)
 
     def stop(self) -> None:
         self.process.stop()

@@ -97,6 +97,9 @@ class _Entry(_Model):
     component: str
     #: Seconds from the component's stop signal to SIGKILL.
     grace_s: float
+    #: Longest time in seconds for which a checkpoint that the component writes delays its end. An
+    #: earlier version of Muster wrote no such value; the time was then `grace_s`.
+    save_grace_s: float | None = None
 
     @classmethod
     def file_of(cls, component: str) -> str:
@@ -413,8 +416,7 @@ def read_owner(run_id: str) -> Owner | None:
 def teardown_s(process: int | None = None) -> float:
     """Return the longest time that the teardown of a registered run can take, in seconds.
 
-    The components of a run are stopped one after the other. Each may first finish a checkpoint,
-    which can take another grace period.
+    The components of a run are stopped one after the other. Each may first finish a checkpoint.
 
     Args:
         process: Pid of a flow process, to consider only its run. If None, every run of this
@@ -432,8 +434,12 @@ def teardown_s(process: int | None = None) -> float:
         entries = [*_read_entries(directory, RegisterEntry), *_read_entries(directory, JobEntry)]
         # Do not add the grace periods of parts (`COMPONENT.PART`). A part ends together with its
         # component.
-        graces = [entry.grace_s for entry in entries if "." not in entry.component]
-        longest_s = max(longest_s, 2 * sum(graces))
+        graces = [
+            entry.grace_s + (entry.grace_s if entry.save_grace_s is None else entry.save_grace_s)
+            for entry in entries
+            if "." not in entry.component
+        ]
+        longest_s = max(longest_s, sum(graces))
     return longest_s
 
 

@@ -46,6 +46,7 @@ _TEXTS: Mapping[str, tuple[str, str]] = {
     "contact.back": ("{0.component}: {0.address} answers again", "green"),
     "component.ready": ("{0.component}: ready after {0.after_s:.2f} s", "green"),
     "component.drained": ("{0.component}: finished its work; the run continues", ""),
+    "component.warned": ("{0.component}: got {0.signal} as a warning: {0.reason}", "yellow"),
     "component.diagnosed": ("{0.component}: hang report written to {0.path}", ""),
     "rollout.server.died": ("{0.component}: server {0.rank} died: {0.why}", "yellow"),
     "rollout.warning": ("{0.component}: {0.message}", "yellow"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import signal
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -22,6 +23,9 @@ from tasks.spec.values import (
     Model,
     PartName,
     Refusal,
+    Seconds,
+    SecondsOrZero,
+    SignalName,
     Stop,
     Text,
     Words,
@@ -36,6 +40,48 @@ FLEET = "rollout"
 
 OnExitZero = Literal["complete", "drain", "fail"]
 Launcher = Literal["process", "ray_job"]
+
+
+#: Signals that no program can handle, so that they cannot be a warning.
+_UNCATCHABLE = (signal.SIGKILL.name, signal.SIGSTOP.name)
+
+
+class ComponentStop(Stop):
+    """Warning, signal and grace period with which a program of the run is stopped."""
+
+    warn: SignalName | None = Field(
+        None,
+        description="Name of the signal that warns the component before Muster ends the attempt. "
+        "Only processes that handle the signal get it. If omitted, there is no warning.",
+        examples=["SIGUSR1"],
+    )
+    warn_s: Seconds = Field(
+        600,
+        description="Seconds from the warning to the end of the attempt. If less time is left, "
+        "Muster sends the warning at once.",
+    )
+    save_grace_s: SecondsOrZero | None = Field(
+        None,
+        description="Longest time in seconds, in all, for which Muster waits for a checkpoint that "
+        "the component writes: before the stop signal, and after it before SIGKILL. If omitted, it "
+        "is `grace_s`.",
+        examples=[900],
+    )
+
+    @classmethod
+    def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
+        warn = written.get("warn")
+        if warn in _UNCATCHABLE:
+            problem = f"must be a signal that a program can handle, found {warn!r}"
+            yield ("warn",), make_refusal(problem, "write for example SIGUSR1")
+        if warn is None and written.get("warn_s") is not None:
+            problem = "needs `warn`, the name of the signal"
+            yield ("warn_s",), make_refusal(problem, "write warn: SIGUSR1, or leave out warn_s")
+
+    @property
+    def saves_within_s(self) -> float:
+        """Longest time in seconds for which Muster waits for a checkpoint."""
+        return self.grace_s if self.save_grace_s is None else self.save_grace_s
 
 
 class Component(Model):
@@ -93,8 +139,9 @@ class Component(Model):
         "drain: the component has finished, and the run continues. fail: the run has failed. If "
         "omitted, `complete` for trainer and environment, and `fail` for other components.",
     )
-    stop: Stop = Field(
-        default_factory=Stop, description="Signal and grace period to stop this component."
+    stop: ComponentStop = Field(
+        default_factory=ComponentStop,
+        description="Warning, signal and grace period to stop this component.",
     )
     checkpoints: Text | None = Field(
         None,
@@ -118,6 +165,12 @@ class Component(Model):
             problem = "needs `checkpoints`: without them, there is nothing to keep"
             remedy = "write checkpoints: FOLDER, or leave out keep"
             yield ("keep",), make_refusal(problem, remedy)
+        stop = mapping_or_empty(written.get("stop"))
+        shows_saves = written.get("checkpoints") is not None or stop.get("warn") is not None
+        if stop.get("save_grace_s") is not None and not shows_saves:
+            problem = "needs `checkpoints`: without them, Muster cannot see a save"
+            remedy = "write checkpoints: FOLDER, or leave out save_grace_s"
+            yield ("stop", "save_grace_s"), make_refusal(problem, remedy)
         if fault := _find_folder_fault(written.get("checkpoints"), written.get("cwd")):
             yield ("checkpoints",), make_refusal(fault, 'write "${run.dir}/checkpoints"')
 

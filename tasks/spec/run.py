@@ -420,13 +420,14 @@ class RunSpec(Document):
     def teardown_s(self) -> float:
         """Longest time in seconds that the grace periods of all components take together.
 
-        Components are stopped one after the other. A component with checkpoints gets its grace
-        period twice: first to finish a checkpoint, and then to stop.
+        Components are stopped one after the other. Muster first waits for a checkpoint of a
+        component, or for the answer to its warning, and then for the end of the component.
         """
-        graces = [
-            component.stop.grace_s * (1 if component.checkpoints is None else 2)
-            for component in self.processes.values()
-        ]
+        graces: list[float] = []
+        for component in self.processes.values():
+            stop = component.stop
+            waits_for_save = component.checkpoints is not None or stop.warn is not None
+            graces.append(stop.grace_s + (stop.saves_within_s if waits_for_save else 0.0))
         return sum(graces) + (self.fleet.stop.grace_s if self.fleet is not None else 0.0)
 
     def count_reserved_gpus(self, name: str) -> int | None:

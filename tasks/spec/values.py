@@ -335,6 +335,7 @@ Word = Annotated[
 Words = Annotated[tuple[Word, ...], BeforeValidator(_check_list_of_words)]
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 Seconds = Positive
+SecondsOrZero = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(strict=True, ge=1)]
 CountOrZero = Annotated[int, Field(strict=True, ge=0)]
 #: Type of a key, or of several keys joined by dots: `train.step`.
@@ -383,15 +384,19 @@ def _check_signal(name: str) -> str:
     return name
 
 
+#: Name of a signal, such as `SIGTERM`.
+SignalName = Annotated[Text, AfterValidator(_check_signal)]
+
+
 class Stop(Model):
     """Signal and grace period with which a component is stopped."""
 
-    signal: Annotated[Text, AfterValidator(_check_signal)] = Field(
+    signal: SignalName = Field(
         "SIGTERM",
         description="Name of the signal that asks the component to stop.",
         examples=["SIGTERM", "SIGINT"],
     )
-    grace_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] = Field(
+    grace_s: SecondsOrZero = Field(
         10,
         description="Grace period in seconds. After it, Muster kills all remaining processes of "
         "the component.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal as signals
+import time
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from tasks.processes.component import AttemptPlan, ComponentPlan
 from tasks.processes.containment import Containment, probe
 from tasks.processes.devices import format_devices
 from tasks.processes.guarded import Command
+from tasks.processes.warning_signal import StopWarning
 from tasks.ray.dashboard import CLUSTERS_VARIABLE, Dashboard
 from tasks.ray.job import RayJob
 from tasks.ray.submission import JobPlan, submission_file, submission_id
@@ -24,6 +26,7 @@ from tasks.record.places import AttemptPlace
 from tasks.record.run_json import AttemptRecord, ResumeRecord
 from tasks.rollout.component import FleetPlan, fleet_component
 from tasks.server.trusted_clients import UNPLUGGED_PREFECT
+from tasks.spec.component import ComponentStop
 from tasks.spec.programs import build_component_path, find_python
 from tasks.spec.run import RunSpec
 from tasks.spec.run_rules import DEVICE_VARIABLES
@@ -39,6 +42,7 @@ _PRIVATE_VARIABLES = (
     "LISTEN_FDNAMES",
     "MUSTER_ROLE",
     "PYTHONSAFEPATH",
+    "MUSTER_DEADLINE",
     CLUSTERS_VARIABLE,
 )
 #: Environment variables that every component gets, unless the spec sets them.
@@ -93,13 +97,28 @@ class Planned:
     foreign: Mapping[str, str] = field(default_factory=dict)
     #: Function that replaces the secrets in a text by a mask.
     mask: Callable[[str], str] = str
+    #: Start of an attempt that no earlier process began, in UTC epoch seconds.
+    begins_at: float = field(default_factory=time.time)
+
+    @property
+    def began_at(self) -> float:
+        """Start of the attempt, in UTC epoch seconds."""
+        return self.adopted.started_at if self.adopted is not None else self.begins_at
+
+    @property
+    def time_limit_s(self) -> float | None:
+        """Time limit of the attempt in seconds, or None if there is no limit."""
+        gang = self.spec.gang
+        return gang.max_hours * 3600 if gang is not None and gang.max_hours else None
+
+    @property
+    def deadline(self) -> float | None:
+        """Time at which the attempt will be ended, in UTC epoch seconds. None if unknown."""
+        return self.began_at + self.time_limit_s if self.time_limit_s is not None else None
 
     def plan(self) -> AttemptPlan:
         """Return the plan of the attempt, with the plan of each component in start order."""
         spec = self.spec
-        time_limit_s = None
-        if spec.gang is not None and spec.gang.max_hours:
-            time_limit_s = spec.gang.max_hours * 3600
         gpu_use = None
         if spec.ray is not None:
             gpu_use = partial(_read_gpu_use, spec.ray.address or "", self.grant)
@@ -115,11 +134,11 @@ class Planned:
             best_step_before=self.best_step_before,
             finish_within_s=spec.finish_within_s,
             stall_after_s=spec.stall_after_s,
-            time_limit_s=time_limit_s,
+            time_limit_s=self.time_limit_s,
             devices=self.grant.devices if self.grant else (),
             gpu_use=gpu_use,
             containment=self.containment,
-            began_at=self.adopted.started_at if self.adopted is not None else None,
+            began_at=self.began_at,
             mask=self.mask,
             metrics=self.metrics or FileFingerprint(),
         )
@@ -144,6 +163,8 @@ class Planned:
         fleet = self.fleet
         component = spec.processes.get(name)
         env = component_env(spec, name, self.run_id, self.place.number, self.grant)
+        if self.deadline is not None:
+            env["MUSTER_DEADLINE"] = str(int(self.deadline))
         if component is None:
             # Only the inference servers are a component without a command of the user.
             assert fleet is not None
@@ -157,6 +178,7 @@ class Planned:
             log=self.place.log(name),
             stop_signal=signals.Signals[component.stop.signal],
             grace_s=component.stop.grace_s,
+            save_grace_s=component.stop.save_grace_s,
         )
         is_saving = None
         has_grown = None
@@ -177,6 +199,7 @@ class Planned:
             is_saving=is_saving,
             has_grown=has_grown,
             find_checkpoint=find_checkpoint,
+            warning=_plan_warning(component.stop),
             make_member=make_member,
         )
 
@@ -214,6 +237,13 @@ class Planned:
             may_be_submitted_since=self.adopted.started_at if self.adopted is not None else None,
             mask=self.mask,
         )
+
+
+def _plan_warning(stop: ComponentStop) -> StopWarning | None:
+    """Return the signal that warns a component before its end, or None for no warning."""
+    if stop.warn is None:
+        return None
+    return StopWarning(signum=signals.Signals[stop.warn], before_s=stop.warn_s)
 
 
 async def _read_gpu_use(address: str, grant: GpuGrant | None) -> Mapping[str, float]:

@@ -10,13 +10,15 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from uuid import uuid4
 
 import pytest
 
 from tasks.record.run_json import AttemptRecord, RunJson
 from tasks.record.states import RunState
+from tasks.server.flow_runs import ServerAway
+from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.loading import parse_spec
 from tasks.train.session import RunSession
 from tasks.train.waiting import next_attempt
@@ -28,8 +30,13 @@ RunCase = Callable[..., RunJson]
 
 
 @pytest.fixture
-def run_case(muster_home: Path) -> RunCase:
+def run_case(muster_home: Path, monkeypatch: pytest.MonkeyPatch) -> RunCase:
     """Return a function that runs a case to its end and returns the record."""
+
+    def refuse(address: str) -> NoReturn:
+        raise ServerAway("there is no Prefect server in this test")
+
+    monkeypatch.setattr("tasks.train.waiting.connect_to_server", refuse)
 
     def run(program: str, *, keep: int | None = None, **changes: Any) -> RunJson:
         """Run a program.
@@ -246,6 +253,63 @@ def test_success_before_the_last_step_is_no_reason_to_stop(run_case: RunCase) ->
     record = run_case("trains_on.py", success={"step": 5}, finish_within_s=1)
 
     assert (record.state, record.message) == (RunState.COMPLETED, "step 100 of 30")
+
+
+def limit_time(program: str, hours_s: float, **stop: Any) -> dict[str, Any]:
+    """Return keys of a spec whose attempts run for a limited time and are retried after it.
+
+    Args:
+        program: File in `tests/data/resume`.
+        hours_s: Time limit of each attempt in seconds.
+        stop: Keys of `stop` of the trainer.
+    """
+    trainer = {
+        "command": [sys.executable, program, "${run.dir}/c", "${attempt.resume_from}"],
+        "checkpoints": "${run.dir}/c",
+        "stop": {"grace_s": 0.5, **stop},
+    }
+    return {
+        "gang": {"gpus_per_node": 1, "max_hours": hours_s / 3600},
+        "components": {"trainer": trainer},
+        "retry": {"TIME_LIMIT": {"attempts": 2, "delay_s": 0.1}},
+    }
+
+
+def test_warning_before_the_time_limit_lets_the_trainer_save(
+    run_case: RunCase, muster_home: Path
+) -> None:
+    program = "saves_when_warned.py"
+
+    record = run_case(program, **limit_time(program, 4, warn="SIGUSR1", warn_s=2))
+
+    first, second = record.attempts
+    assert first.failure is not None and first.failure.kind is FailureKind.TIME_LIMIT
+    saved = resume_names(record.attempts)[1]
+    last_step = steps_of(muster_home, 1)[-1]
+    # The trainer went on after the checkpoint, which it saved in the time before the limit.
+    assert 1 < int(saved.removeprefix("step_")) <= last_step
+    assert steps_of(muster_home, 2)[0] == int(saved.removeprefix("step_")) + 1
+    assert (second.state, record.state) == (RunState.COMPLETED, RunState.COMPLETED)
+    deadline = float((muster_home / "runs" / RUN_ID / "deadline-1").read_text())
+    assert deadline == pytest.approx(first.started_at + 4, abs=2)
+
+
+@pytest.mark.parametrize("program", ["is_stopped_during_a_save.py", "saves_on_sigterm.py"])
+def test_save_longer_than_the_grace_period_is_completed(run_case: RunCase, program: str) -> None:
+    record = run_case(program, **limit_time(program, 2, save_grace_s=30))
+
+    assert record.state is RunState.COMPLETED
+    assert resume_names(record.attempts) == ["", "step_10"]
+
+
+def test_save_is_cut_off_after_its_time(run_case: RunCase) -> None:
+    program = "is_stopped_during_a_save.py"
+
+    record = run_case(program, **limit_time(program, 2, save_grace_s=1))
+
+    assert resume_names(record.attempts) == ["", ""]
+    resume = record.attempts[1].resume
+    assert resume is not None and [Path(one.path).name for one in resume.refused] == ["step_10"]
 
 
 @pytest.mark.thorough

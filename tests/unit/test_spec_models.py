@@ -14,7 +14,6 @@ from tasks.spec.errors import InvalidSpec
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import LiveProbe, ReadyProbe, find_unmet_conditions
 from tasks.spec.run import Retry, RunSpec
-from tasks.spec.values import Stop
 
 LEAST: dict[str, Any] = {
     "name": "quickstart",
@@ -53,7 +52,8 @@ def test_minimal_spec_is_valid() -> None:
     assert (spec.tags, spec.env, spec.cwd) == ((), {}, ".")
     assert (spec.gang, spec.ray, spec.progress, spec.success) == (None, None, None, None)
     assert (spec.on_lost_flow, spec.containment, spec.stall_after_s) == ("stop", "auto", None)
-    assert spec.processes["trainer"].stop == Stop(signal="SIGTERM", grace_s=10)
+    stop = spec.processes["trainer"].stop
+    assert (stop.signal, stop.grace_s, stop.saves_within_s, stop.warn) == ("SIGTERM", 10, 10, None)
     assert spec.processes["trainer"].launcher == "process"
 
 
@@ -66,6 +66,16 @@ def test_teardown_time_is_the_sum_of_grace_periods_and_saves() -> None:
     spec = RunSpec.model_validate({**LEAST, "components": components})
 
     assert spec.teardown_s == 5 + 7 + 2 * 60
+
+
+def test_teardown_time_includes_the_time_for_a_save() -> None:
+    stop = {"grace_s": 5, "save_grace_s": 900}
+    saving = spec_with("trainer.checkpoints", "saved")
+    saving["components"]["trainer"]["stop"] = stop
+    warned = spec_with("trainer.stop", {**stop, "warn": "SIGUSR1"})
+
+    assert RunSpec.model_validate(saving).teardown_s == 905
+    assert RunSpec.model_validate(warned).teardown_s == 905
 
 
 def test_probe_has_the_default_intervals() -> None:
@@ -201,6 +211,7 @@ def test_numbers_are_accepted_as_text_in_commands_and_variables(
         ("trainer.checkpoints", "${run.dir}/checkpoints"),
         ("trainer.checkpoints", "${attempt.dir}/ckpt/step-*"),
         ("trainer.stop", {"signal": "SIGINT", "grace_s": 0}),  # a grace period of 0 is allowed
+        ("trainer.stop", {"warn": "SIGUSR1", "warn_s": 60, "save_grace_s": 0}),
         ("trainer.ready", {"tcp": 8000}),
         ("trainer.ready", {"tcp": "8000"}),
         ("trainer.ready", {"tcp": "[::1]:8000"}),
@@ -318,6 +329,10 @@ def test_value_is_valid(path: str, value: object) -> None:
         ("trainer.stop.signal", 15, "must be text, found 15", ""),
         ("trainer.stop.grace_s", -1, "must be at least 0, found -1", ""),
         ("trainer.stop.grace_s", math.nan, "must be a finite number, found nan", ""),
+        ("trainer.stop.warn", "USR1", "must be the name of a signal", "did you mean `SIGUSR1`?"),
+        ("trainer.stop.warn", "SIGKILL", "must be a signal that a program can handle", "SIGUSR1"),
+        ("trainer.stop.warn_s", 60, "needs `warn`", "write warn: SIGUSR1"),
+        ("trainer.stop.save_grace_s", 60, "needs `checkpoints`", "write checkpoints: FOLDER"),
         # durations
         ("stall_after_s", 0, "must be more than 0, found 0", ""),
         ("stall_after_s", -1.5, "must be more than 0, found -1.5", ""),

@@ -1,0 +1,203 @@
+"""Give the components of an attempt time to save a checkpoint before Muster ends them.
+
+Every end of an attempt uses this module:
+
+- An end that is known beforehand is announced: the components get their warning signal
+  `stop.warn_s` seconds before it.
+- An end without notice sends the warning signal at once. Muster then waits for the checkpoint that
+  the component saves, within `stop.save_grace_s`.
+- If a component is writing a checkpoint, the stop signal waits for it within `stop.save_grace_s`.
+  SIGKILL waits for it within the remaining part of this time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from tasks.processes.component import Member
+from tasks.processes.hang_report import within
+from tasks.record.events import Emit
+from tasks.record.outcome import signal_name
+
+_log = logging.getLogger(__name__)
+
+#: Time limit in seconds for one check whether a component is writing a checkpoint.
+_CHECK_WITHIN_S = 2.0
+#: Seconds between two checks whether a component is writing a checkpoint.
+_CHECK_EVERY_S = 0.2
+#: Seconds between two searches for processes that have not got the warning signal. A process may
+#: install its handler after the warning is due, for example because it still loads its model.
+_WARN_EVERY_S = 2.0
+#: Seconds by which one request delays SIGKILL. The request is repeated while the component writes
+#: its checkpoint.
+_DELAY_KILL_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Warned:
+    """A component that got its warning signal."""
+
+    #: Time of the first warning signal, in CLOCK_MONOTONIC seconds.
+    at_monotonic_s: float
+    #: Step and time of the newest complete checkpoint before the warning. None if there was none.
+    checkpoint: object
+
+
+@dataclass(kw_only=True)
+class TimeToSave:
+    """Warns the components of one attempt before its end, and waits for their checkpoints."""
+
+    #: Returns the components that were launched.
+    members: Callable[[], Iterable[Member]]
+    #: Publishes events.
+    emit: Emit
+    #: Returns the current time in UTC epoch seconds.
+    clock: Callable[[], float] = time.time
+    #: Returns the current time in CLOCK_MONOTONIC seconds.
+    monotonic: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    #: True if the components must be ended without any further wait.
+    is_hurried: bool = False
+    #: The components that got their warning signal, by name.
+    _warned: dict[str, _Warned] = field(default_factory=dict)
+    #: Remaining seconds for which the end of a component may be delayed, by the name of the
+    #: component.
+    _left_s: dict[str, float] = field(default_factory=dict)
+
+    async def announce_end(self, end_at: float, reason: str) -> None:
+        """Warn the components before an end of the attempt that is known beforehand.
+
+        Each component gets its warning signal `stop.warn_s` seconds before the end, or at once if
+        less time is left. The coroutine returns at the time of the end. Cancel it if the attempt
+        ends earlier.
+
+        Args:
+            end_at: Time at which the attempt will end, in UTC epoch seconds.
+            reason: Reason for the end, in one line for people.
+        """
+        while (left_s := end_at - self.clock()) > 0:
+            for member in self.members():
+                warning = member.plan.warning
+                if warning is not None and left_s <= warning.before_s:
+                    await self._warn(member, reason, end_at)
+            await self.sleep(min(left_s, _WARN_EVERY_S))
+
+    async def warn_now(self, reason: str) -> None:
+        """Warn the components that got no warning yet, because the attempt ends now.
+
+        If no process of such a component handles the signal, a warning for the user is published.
+        """
+        unwarned = [
+            member
+            for member in self.members()
+            if member.plan.warning is not None and member.name not in self._warned
+        ]
+        await asyncio.gather(*(self._warn(member, reason, self.clock()) for member in unwarned))
+        for member in unwarned:
+            is_unaware = member.is_ready and member.name not in self._warned
+            if is_unaware and self._may_wait(member):
+                self._report_unwarned(member)
+
+    def _report_unwarned(self, member: Member) -> None:
+        warning = member.plan.warning
+        assert warning is not None
+        name = signal_name(warning.signum)
+        message = (
+            f"{member.name} got no {name} before its end: none of its processes handles {name}. "
+            "Install a handler in the trainer, or remove `stop.warn` from the spec"
+        )
+        self.emit("run.warning", message=message)
+
+    async def _warn(self, member: Member, reason: str, end_at: float) -> None:
+        """Send the warning signal to the processes of a component that have not got it yet."""
+        warning = member.plan.warning
+        if warning is None or not self._may_wait(member):
+            return
+        checkpoint = None
+        if member.name not in self._warned:
+            checkpoint = await self._find_checkpoint(member)
+        processes = await member.warn(warning.signum)
+        if not processes:
+            return
+        self._warned.setdefault(member.name, _Warned(self.monotonic(), checkpoint))
+        self.emit(
+            "component.warned",
+            member.name,
+            signal=signal_name(warning.signum),
+            processes=processes,
+            reason=reason,
+            deadline=end_at,
+        )
+
+    async def until_saved(self, member: Member) -> None:
+        """Wait while a component writes a checkpoint, or has time left to react to its warning.
+
+        The waits for one component together take at most `stop.save_grace_s` seconds.
+        """
+        since = self.monotonic()
+        left_s = self._left_s.setdefault(member.name, member.plan.command.saves_within_s)
+        while self._may_wait(member) and self.monotonic() - since < left_s:
+            if not await self._is_saving(member) and not await self._has_time_to_react(member):
+                break
+            await self.sleep(_CHECK_EVERY_S)
+        self._left_s[member.name] = left_s - (self.monotonic() - since)
+
+    @asynccontextmanager
+    async def delaying_kill(self, member: Member) -> AsyncIterator[None]:
+        """Delay the SIGKILL of a component that is stopped in this context, while it saves."""
+        delaying = asyncio.create_task(self._delay_kill(member))
+        try:
+            yield
+        finally:
+            delaying.cancel()
+            await asyncio.wait({delaying})
+            if not delaying.cancelled() and (error := delaying.exception()) is not None:
+                _log.error("SIGKILL of %s could not be delayed", member.name, exc_info=error)
+
+    async def _delay_kill(self, member: Member) -> None:
+        """Request the delay of SIGKILL repeatedly while a component writes a checkpoint."""
+        left_s = self._left_s.get(member.name, member.plan.command.saves_within_s)
+        if member.is_hung or left_s <= member.plan.command.grace_s:
+            return
+        kill_at = self.monotonic() + left_s
+        while not self.is_hurried and (left_s := kill_at - self.monotonic()) > 0:
+            if await self._is_saving(member):
+                member.delay_kill(min(left_s, _DELAY_KILL_S))
+            await self.sleep(_CHECK_EVERY_S)
+
+    def _may_wait(self, member: Member) -> bool:
+        """Return True if the end of a component may be delayed for a checkpoint."""
+        return not (self.is_hurried or member.is_hung or member.exit is not None)
+
+    async def _is_saving(self, member: Member) -> bool:
+        """Return True if a component is writing a checkpoint."""
+        is_saving = member.plan.is_saving
+        return is_saving is not None and await within(_CHECK_WITHIN_S, is_saving, False)
+
+    async def _has_time_to_react(self, member: Member) -> bool:
+        """Return True if a component got its warning a short time ago and has not saved since.
+
+        The time to react is `stop.warn_s`. If Muster cannot see the checkpoints of the component,
+        the component has the whole time.
+        """
+        warned = self._warned.get(member.name)
+        warning = member.plan.warning
+        if warned is None or warning is None:
+            return False
+        if self.monotonic() - warned.at_monotonic_s >= warning.before_s:
+            return False
+        if member.plan.find_checkpoint is None:
+            return True
+        return await self._find_checkpoint(member) == warned.checkpoint
+
+    async def _find_checkpoint(self, member: Member) -> object:
+        """Return the step and the time of the newest complete checkpoint, or None if unknown."""
+        find_checkpoint = member.plan.find_checkpoint
+        if find_checkpoint is None:
+            return None
+        return await within(_CHECK_WITHIN_S, find_checkpoint, None)

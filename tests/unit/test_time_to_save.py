@@ -1,0 +1,336 @@
+"""Tests of the warning before the end of an attempt, and of the wait for checkpoints.
+
+The components are fakes, and the clock only moves when the code under test sleeps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.processes.component import ComponentPlan
+from tasks.processes.guarded import Command
+from tasks.processes.time_to_save import TimeToSave
+from tasks.processes.warning_signal import StopWarning
+
+pytestmark = pytest.mark.asyncio
+
+#: Time limit of each test in seconds of the real clock.
+TEST_WITHIN_S = 20.0
+
+
+class Clock:
+    """A clock that moves only when a coroutine sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def read(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        await asyncio.sleep(0)
+
+
+@dataclass
+class Trainer:
+    """Fake of a `Member`: a trainer whose saves follow a script."""
+
+    clock: Clock
+    plan: ComponentPlan
+    #: Returns the processes that handle the warning signal now.
+    handlers: Callable[[], list[str]] = lambda: ["pid 7"]
+    name: str = "trainer"
+    is_hung: bool = False
+    is_ready: bool = True
+    exit: object = None
+    #: Times of the warning signals.
+    warned_at: list[float] = field(default_factory=list)
+    #: Times at which a delay of SIGKILL was requested, with the requested seconds.
+    delays: list[tuple[float, float]] = field(default_factory=list)
+    _warned: set[str] = field(default_factory=set)
+
+    async def warn(self, signum: int) -> list[str]:
+        assert signum == signal.SIGUSR1
+        fresh = [process for process in self.handlers() if process not in self._warned]
+        self._warned.update(fresh)
+        if fresh:
+            self.warned_at.append(self.clock.now)
+        return fresh
+
+    def delay_kill(self, for_s: float) -> None:
+        self.delays.append((self.clock.now, for_s))
+
+
+Events = list[tuple[str, dict[str, Any]]]
+
+
+@dataclass
+class Scene:
+    """A trainer, the object under test, and the events that were published."""
+
+    clock: Clock
+    trainer: Trainer
+    time_to_save: TimeToSave
+    events: Events
+
+    def named(self, name: str) -> list[dict[str, Any]]:
+        """Return the fields of the published events with this name."""
+        return [fields for event, fields in self.events if event == name]
+
+    async def seconds_until_saved(self) -> float:
+        """Return how many seconds the wait for the trainer's checkpoint takes."""
+        began = self.clock.now
+        async with asyncio.timeout(TEST_WITHIN_S):
+            await self.time_to_save.until_saved(self.trainer)  # type: ignore[arg-type]
+        return round(self.clock.now - began)
+
+
+def make_scene(
+    tmp_path: Path,
+    *,
+    warn_s: float | None = None,
+    grace_s: float = 10.0,
+    save_grace_s: float | None = None,
+    is_saving: Callable[[float], bool] | None = None,
+    find_checkpoint: Callable[[float], tuple[int, float] | None] | None = None,
+) -> Scene:
+    """Return a scene with one trainer.
+
+    Args:
+        warn_s: Seconds from the warning to the end. None for no warning.
+        grace_s: Seconds from the stop signal to SIGKILL.
+        save_grace_s: Longest wait for a checkpoint in seconds.
+        is_saving: Returns True if the trainer writes a checkpoint at a time of the clock.
+        find_checkpoint: Returns the newest complete checkpoint at a time of the clock.
+    """
+    clock = Clock()
+    plan = ComponentPlan(
+        name="trainer",
+        command=Command(
+            argv=("x",),
+            env={},
+            cwd=tmp_path,
+            log=tmp_path / "log",
+            grace_s=grace_s,
+            save_grace_s=save_grace_s,
+        ),
+        ready=None,
+        live=None,
+        on_exit_zero="complete",
+        is_saving=None if is_saving is None else lambda: is_saving(clock.now),
+        find_checkpoint=None if find_checkpoint is None else lambda: find_checkpoint(clock.now),
+        warning=None if warn_s is None else StopWarning(signum=signal.SIGUSR1, before_s=warn_s),
+    )
+    trainer = Trainer(clock=clock, plan=plan)
+    events: Events = []
+    time_to_save = TimeToSave(
+        members=lambda: [trainer],  # type: ignore[list-item]
+        emit=lambda name, component=None, **fields: events.append((name, fields)),
+        clock=clock.read,
+        monotonic=clock.read,
+        sleep=clock.sleep,
+    )
+    return Scene(clock, trainer, time_to_save, events)
+
+
+async def announce_end(scene: Scene, in_s: float) -> None:
+    """Announce an end `in_s` seconds from now, and wait until this end."""
+    async with asyncio.timeout(TEST_WITHIN_S):
+        await scene.time_to_save.announce_end(scene.clock.now + in_s, "the time is over")
+
+
+@pytest.mark.parametrize(
+    ("end_in_s", "warned_in_s"),
+    [
+        (3600.0, 3000.0),
+        (600.0, 0.0),
+        # Less time is left than the spec asks for, so the warning is sent at once.
+        (30.0, 0.0),
+    ],
+)
+async def test_warning_is_sent_its_seconds_before_a_known_end(
+    tmp_path: Path, end_in_s: float, warned_in_s: float
+) -> None:
+    scene = make_scene(tmp_path, warn_s=600.0)
+    began = scene.clock.now
+
+    await announce_end(scene, end_in_s)
+
+    assert scene.trainer.warned_at == [began + warned_in_s]
+    [event] = scene.named("component.warned")
+    assert event == {
+        "signal": "SIGUSR1",
+        "processes": ["pid 7"],
+        "reason": "the time is over",
+        "deadline": began + end_in_s,
+    }
+
+
+async def test_component_without_warn_gets_no_signal(tmp_path: Path) -> None:
+    scene = make_scene(tmp_path)
+
+    await announce_end(scene, 30.0)
+    await scene.time_to_save.warn_now("cancelled")
+
+    assert scene.trainer.warned_at == []
+    assert scene.events == []
+
+
+async def test_process_that_installs_its_handler_late_is_warned_late(tmp_path: Path) -> None:
+    scene = make_scene(tmp_path, warn_s=600.0)
+    began = scene.clock.now
+    scene.trainer.handlers = lambda: ["pid 7"] if scene.clock.now >= began + 100 else []
+
+    await announce_end(scene, 600.0)
+
+    assert scene.trainer.warned_at == [began + 100]
+
+
+async def test_processes_are_warned_once_each(tmp_path: Path) -> None:
+    scene = make_scene(tmp_path, warn_s=60.0)
+    began = scene.clock.now
+    scene.trainer.handlers = lambda: (
+        ["pid 7"] if scene.clock.now < began + 10 else ["pid 7", "pid 8"]
+    )
+
+    await announce_end(scene, 60.0)
+
+    assert [event["processes"] for event in scene.named("component.warned")] == [
+        ["pid 7"],
+        ["pid 8"],
+    ]
+
+
+async def test_missing_handler_is_reported_at_the_end(tmp_path: Path) -> None:
+    scene = make_scene(tmp_path, warn_s=60.0)
+    scene.trainer.handlers = list
+
+    await scene.time_to_save.warn_now("cancelled")
+
+    [warning] = scene.named("run.warning")
+    assert "trainer got no SIGUSR1 before its end: none of its processes handles" in str(warning)
+
+
+async def test_save_in_flight_is_waited_for(tmp_path: Path) -> None:
+    scene = make_scene(tmp_path, grace_s=1.0, save_grace_s=900.0, is_saving=lambda now: now < 1120)
+
+    assert await scene.seconds_until_saved() == 120
+
+
+@pytest.mark.parametrize(("save_grace_s", "waited_s"), [(30.0, 30), (0.0, 0), (None, 10)])
+async def test_wait_for_a_save_is_limited(
+    tmp_path: Path, save_grace_s: float | None, waited_s: int
+) -> None:
+    scene = make_scene(tmp_path, save_grace_s=save_grace_s, is_saving=lambda now: True)
+
+    waits = [await scene.seconds_until_saved() for _ in range(2)]
+
+    # The second wait for the same component has no time left.
+    assert waits == [waited_s, 0]
+
+
+@pytest.mark.parametrize("state", ["exited", "hung", "hurried"])
+async def test_no_save_is_waited_for_if_nobody_can_save(tmp_path: Path, state: str) -> None:
+    scene = make_scene(tmp_path, save_grace_s=900.0, is_saving=lambda now: True)
+    scene.trainer.exit = "ended" if state == "exited" else None
+    scene.trainer.is_hung = state == "hung"
+    scene.time_to_save.is_hurried = state == "hurried"
+
+    assert await scene.seconds_until_saved() == 0
+
+
+async def test_end_without_notice_waits_for_the_checkpoint_after_the_warning(
+    tmp_path: Path,
+) -> None:
+    """The trainer finishes its step for 40 s after the warning, and then saves for 20 s."""
+    scene = make_scene(
+        tmp_path,
+        warn_s=600.0,
+        save_grace_s=300.0,
+        is_saving=lambda now: 1040 <= now < 1060,
+        find_checkpoint=lambda now: (20, 1060.0) if now >= 1060 else (10, 500.0),
+    )
+
+    await scene.time_to_save.warn_now("cancelled")
+
+    assert await scene.seconds_until_saved() == 60
+
+
+async def test_end_without_notice_waits_at_most_the_time_for_a_save(tmp_path: Path) -> None:
+    scene = make_scene(
+        tmp_path,
+        warn_s=600.0,
+        save_grace_s=300.0,
+        is_saving=lambda now: False,
+        find_checkpoint=lambda now: (10, 500.0),
+    )
+
+    await scene.time_to_save.warn_now("cancelled")
+
+    assert await scene.seconds_until_saved() == 300
+
+
+async def test_end_with_enough_notice_does_not_wait_for_another_checkpoint(tmp_path: Path) -> None:
+    scene = make_scene(
+        tmp_path,
+        warn_s=600.0,
+        save_grace_s=300.0,
+        is_saving=lambda now: False,
+        find_checkpoint=lambda now: (10, 500.0),
+    )
+
+    await announce_end(scene, 600.0)
+
+    assert await scene.seconds_until_saved() == 0
+
+
+async def test_warning_without_checkpoints_gives_the_whole_time(tmp_path: Path) -> None:
+    scene = make_scene(tmp_path, warn_s=20.0, save_grace_s=300.0)
+
+    await scene.time_to_save.warn_now("cancelled")
+
+    assert await scene.seconds_until_saved() == 20
+
+
+async def test_sigkill_is_delayed_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+    scene = make_scene(
+        tmp_path, grace_s=1.0, save_grace_s=60.0, is_saving=lambda now: 1010 <= now < 1030
+    )
+
+    async with asyncio.timeout(TEST_WITHIN_S):
+        async with scene.time_to_save.delaying_kill(scene.trainer):  # type: ignore[arg-type]
+            while scene.clock.now < 1050:
+                await asyncio.sleep(0.001)
+
+    first, last = scene.trainer.delays[0], scene.trainer.delays[-1]
+    assert (round(first[0]), round(last[0])) == (1010, 1030)
+    assert {seconds for _, seconds in scene.trainer.delays} == {5.0}
+
+
+async def test_sigkill_is_delayed_no_longer_than_the_time_for_a_save(tmp_path: Path) -> None:
+    scene = make_scene(tmp_path, grace_s=1.0, save_grace_s=60.0, is_saving=lambda now: True)
+
+    async with asyncio.timeout(TEST_WITHIN_S):
+        async with scene.time_to_save.delaying_kill(scene.trainer):  # type: ignore[arg-type]
+            while scene.clock.now < 1060:
+                await asyncio.sleep(0.001)
+
+    assert max(at + seconds for at, seconds in scene.trainer.delays) == pytest.approx(1060)
+
+
+async def test_sigkill_is_not_delayed_without_time_for_a_save(tmp_path: Path) -> None:
+    scene = make_scene(tmp_path, is_saving=lambda now: True)
+    await scene.seconds_until_saved()
+
+    async with scene.time_to_save.delaying_kill(scene.trainer):  # type: ignore[arg-type]
+        await asyncio.sleep(0.05)
+
+    assert scene.trainer.delays == []
