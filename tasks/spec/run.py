@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from tasks.spec.component import FLEET, Component, Components, OnExitZero
 from tasks.spec.failure_kinds import (
@@ -169,6 +169,13 @@ class Retry(Model):
     )
 
 
+def _switch_to_word(value: object) -> object:
+    """Return `on` or `off` for a Boolean, because YAML reads these words as true and false."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return value
+
+
 #: Value of the spec key `code` that means the project's current files instead of a stored copy.
 LIVE_CODE = "live"
 
@@ -291,6 +298,13 @@ class RunSpec(Document):
         description="Alarm rules for the metrics in the file of `progress.jsonl`. They find a "
         "training that runs but does not learn. If omitted, the rules for the workload apply, and "
         "an alarm is only reported.",
+    )
+    tracker: Annotated[Literal["on", "off"], BeforeValidator(_switch_to_word)] = Field(
+        "on",
+        description="Environment variables for experiment trackers. on: in Weights & Biases and "
+        "MLflow, each attempt of each component is a run of its own, and Muster names and groups "
+        "these runs. off: Muster sets no variable of a tracker.",
+        examples=["off"],
     )
     retry: Mapping[FailureKind, Retry] = Field(
         default_factory=dict,

@@ -33,6 +33,7 @@ from tasks.spec.run_rules import DEVICE_VARIABLES
 from tasks.spec.secrets import looks_secret
 from tasks.spec.values import select_literals
 from tasks.spec.watch import WatchRule
+from tasks.train.trackers import tracker_env
 
 #: Environment variables that concern only this process. Components do not inherit them.
 _PRIVATE_VARIABLES = (
@@ -95,6 +96,8 @@ class Planned:
     best_step_before: float | None = None
     #: Signatures of the checkpoints that other runs wrote into the same folder, by their path.
     foreign: Mapping[str, str] = field(default_factory=dict)
+    #: Id of the parent run in MLflow, by name of the component. A component may have none.
+    mlflow_parents: Mapping[str, str] = field(default_factory=dict)
     #: Function that replaces the secrets in a text by a mask.
     mask: Callable[[str], str] = str
     #: Start of an attempt that no earlier process began, in UTC epoch seconds.
@@ -162,7 +165,14 @@ class Planned:
         spec = self.spec
         fleet = self.fleet
         component = spec.processes.get(name)
-        env = component_env(spec, name, self.run_id, self.place.number, self.grant)
+        env = component_env(
+            spec,
+            name,
+            self.run_id,
+            self.place.number,
+            self.grant,
+            mlflow_parent=self.mlflow_parents.get(name, ""),
+        )
         if self.deadline is not None:
             env["MUSTER_DEADLINE"] = str(int(self.deadline))
         if component is None:
@@ -299,7 +309,13 @@ class GpuGrant:
 
 
 def component_env(
-    spec: RunSpec, name: str, run_id: str, attempt: int, grant: GpuGrant | None = None
+    spec: RunSpec,
+    name: str,
+    run_id: str,
+    attempt: int,
+    grant: GpuGrant | None = None,
+    *,
+    mlflow_parent: str = "",
 ) -> dict[str, str]:
     """Return the environment variables of a component.
 
@@ -312,12 +328,15 @@ def component_env(
         run_id: Id of the run.
         attempt: Number of the attempt.
         grant: The nodes and GPUs that the queue granted to the run, or None.
+        mlflow_parent: Id of the run in MLflow whose children are the component's runs in MLflow.
+            Empty if there is no such run.
     """
     component = spec.processes.get(name)
     is_job = component is not None and component.launcher == "ray_job"
     inherited = {} if is_job else _inherit_env()
     # The variables of the inference servers are not here: `FleetPlan` contains them.
     own_env = select_literals(component.env) if component is not None else {}
+    spec_env = {**select_literals(spec.env), **own_env}
 
     code_env: dict[str, str] = {}
     project = os.environ.get(PROJECT)
@@ -328,17 +347,21 @@ def component_env(
         # imported from the project's folder, whose files may have changed since the submission.
         paths = list_import_folders(Path(project), Path.cwd())
         if paths:
-            spec_env = select_literals({**spec.env, **component.env})
             present = spec_env.get("PYTHONPATH", inherited.get("PYTHONPATH"))
             code_env = {"PYTHONPATH": os.pathsep.join(filter(None, (*paths, present)))}
+
+    tracker_variables: dict[str, str] = {}
+    if spec.tracker == "on" and component is not None:
+        tracker_variables = tracker_env(
+            name, run_id, attempt, {**inherited, **spec_env}, mlflow_parent=mlflow_parent
+        )
 
     return {
         **inherited,
         **({} if is_job else {"PATH": component_search_path()}),
         **_PYTHON_VARIABLES,
-        **select_literals(spec.env),
-        **_wandb_env(name, run_id, {**inherited, **select_literals(spec.env)}),
-        **own_env,
+        **tracker_variables,
+        **spec_env,
         **code_env,
         **(grant.env(spec, name) if grant is not None else {}),
         "MUSTER_RUN_ID": run_id,
@@ -354,21 +377,6 @@ def _inherit_env() -> dict[str, str]:
         # Muster's plugin for Prefect would give the component the password of the Prefect server.
         inherited.update(UNPLUGGED_PREFECT)
     return inherited
-
-
-def _wandb_env(name: str, run_id: str, env: Mapping[str, str]) -> dict[str, str]:
-    """Return variables that make all attempts of a component one run of Weights & Biases.
-
-    Args:
-        name: Name of the component.
-        run_id: Id of the run.
-        env: Other variables of the component. If they already select a run of Weights & Biases,
-            return no variables.
-    """
-    if "WANDB_RUN_ID" in env or "WANDB_RESUME" in env:
-        return {}
-    wandb_run_id = run_id if name == "trainer" else f"{run_id}-{name}"
-    return {"WANDB_RUN_ID": wandb_run_id, "WANDB_RESUME": "allow"}
 
 
 @cache

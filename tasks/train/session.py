@@ -40,6 +40,7 @@ from tasks.spec.run import LIVE_CODE, RunSpec
 from tasks.train.attempt_spec import AttemptSpec, reserve_ports
 from tasks.train.background_work import record_provenance, remove_superfluous_checkpoints
 from tasks.train.end_request import EndRequest
+from tasks.train.mlflow_parents import find_mlflow_parents
 from tasks.train.plan import GpuGrant, Planned, find_containment
 from tasks.train.run_secrets import RunSecrets
 from tasks.train.running_attempt import RunningAttempt, start_guardian_template
@@ -408,6 +409,7 @@ class RunSession:
         if adopted is None and spec.progress is not None and spec.progress.jsonl is not None:
             metrics = FileFingerprint.of(Path(spec.cwd) / spec.progress.jsonl)
 
+        mlflow_parents: dict[str, str] = {}
         if adopted is None:
             foreign = find_foreign_checkpoints(self.spec, spec, self.place, place.number)
             self.record.begin_attempt(
@@ -421,6 +423,13 @@ class RunSession:
             )
             self.record.note_foreign_checkpoints(foreign)
             self.record.move(RunState.ADMITTED)
+            mlflow_parents = find_mlflow_parents(
+                spec,
+                self.run_id,
+                place.number,
+                must_end=lambda: not self.wait(0),
+                warn=lambda message: self.emit("run.warning", message=message),
+            )
         elif self.record.state is RunState.STOPPING:
             self.record.move(RunState.STARTING)
 
@@ -452,6 +461,7 @@ class RunSession:
             best_step_before=self.record.content.find_best_step(
                 before=place.number, since=self.spec.first_counted_attempt
             ),
+            mlflow_parents=mlflow_parents,
             mask=self.mask,
         )
         # The supervisor closes the template, so only one attempt can use it.

@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from tests.support.ground import until
+from tests.support.wandb_files import read_offline_runs
 
 ROOT = Path(__file__).parents[2]
 #: Training step until which Muster must have raised an alarm about the metrics.
@@ -27,12 +28,21 @@ WITHIN_STEPS = 15
 EVERY = 5
 #: Number of newest checkpoints that the trainer keeps.
 KEPT = 3
-#: A program that starts a Weights & Biases run and then runs the trainer in the same process.
+#: A program that runs the trainer, and also logs the trainer's metrics to W&B.
 TRACKED = """
 import os, runpy, sys, wandb
-wandb.init(project="quickstart", mode="offline", dir=os.environ["TRACKED_IN"])
+tracked = wandb.init(project="quickstart", mode="offline", dir=os.environ["TRACKED_IN"])
 sys.argv = sys.argv[1:]
 sys.path.insert(0, os.path.dirname(sys.argv[0]))
+from metrics_file import MetricsFile
+
+append = MetricsFile.append
+
+def append_and_track(self, step, stats, took=None):
+    append(self, step, stats, took)
+    tracked.log({"reward": stats.reward}, step=step)
+
+MetricsFile.append = append_and_track
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
@@ -162,8 +172,16 @@ def test_run_completes_despite_random_kills_and_broken_checkpoints(
         *map(zipfile.is_zipfile, run.directory.glob("attempt-*/checkpoints/step-*.npz"))
     ]
     assert sum(checkpoint_validity) <= KEPT, checkpoint_validity
-    ids = {folder.name.split("-", 3)[-1] for folder in tmp_path.glob("wandb/offline-run-*")}
-    assert ids == {run.record()["run_id"]}, ids
+    tracked = read_offline_runs(tmp_path)
+    run_id = run.record()["run_id"]
+    assert len({each.id for each in tracked}) == len(tracked)
+    assert {each.group for each in tracked} == {run_id}
+    for each in tracked:
+        number = int(each.name.removeprefix(f"{run_id}--a").removesuffix("-trainer"))
+        shown = [row["_step"] for row in each.history]
+        # W&B loses the last values of a process that is killed.
+        assert shown == steps_by_attempt[number - 1][: len(shown)]
+    assert tracked[-1].history[-1]["_step"] == total
 
 
 def _read_steps(attempt: Path) -> list[int]:

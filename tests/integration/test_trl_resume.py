@@ -1,7 +1,10 @@
 """A run of TRL that is killed at random moments trains no more than one save interval again.
 
-Set `MUSTER_TEST_TORCH_PYTHON` to a Python that has `torch`, `transformers` and `trl`; otherwise
-they are installed from the package registry. `TRL_KILLS` is the number of kills, 20 by default.
+The offline files of W&B show each step of an attempt once. The test needs `wandb` in this
+environment to read the files.
+
+Set `MUSTER_TEST_TORCH_PYTHON` to a Python that has `torch`, `trl` and `wandb`; otherwise they are
+installed from the package registry. `TRL_KILLS` is the number of kills, 20 by default.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from tasks.record.states import RunState
 from tasks.spec.loading import parse_spec
 from tasks.train.session import RunSession
 from tasks.train.waiting import next_attempt
+from tests.support.wandb_files import WandbRun, read_offline_runs
 
 CASES = Path(__file__).parents[1] / "data" / "resume"
 RUN_ID = "trl-sft-20260101-000000-abcd91c2"
@@ -42,7 +46,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     environment = tmp_path_factory.mktemp("trl") / "environment"
     subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
     program = str(environment / "bin" / "python")
-    if subprocess.run([program, "-m", "pip", "install", "-q", "torch", "trl"]).returncode:
+    if subprocess.run([program, "-m", "pip", "install", "-q", "torch", "trl", "wandb"]).returncode:
         pytest.skip("TRL cannot be installed here")
     return program
 
@@ -56,8 +60,8 @@ def steps_of(attempt: Path) -> list[int]:
     ]
 
 
-def kill_after(session: RunSession, steps: int) -> None:
-    """Kill the trainer of the current attempt after a number of training steps."""
+def kill_after(session: RunSession, steps: int, signum: signal.Signals) -> None:
+    """Send the trainer of the current attempt a signal after a number of training steps."""
     while True:
         attempt = session.record.content.attempts[-1]
         trainer = attempt.components.get("trainer")
@@ -65,12 +69,15 @@ def kill_after(session: RunSession, steps: int) -> None:
         if attempt.ended_at is not None:
             return
         if trainer is not None and trainer.pid and len(steps_of(folder)) >= steps:
-            os.kill(trainer.pid, signal.SIGKILL)
+            os.kill(trainer.pid, signum)
             return
         time.sleep(0.01)
 
 
-def test_no_more_than_one_save_interval_is_trained_again(muster_home: Path, python: str) -> None:
+def test_no_more_than_one_save_interval_is_trained_again(
+    muster_home: Path, tmp_path: Path, python: str
+) -> None:
+    pytest.importorskip("wandb")
     moments = random.Random(20261126)
     trainer = {
         "command": [python, "trl_trainer.py", "${run.dir}/c", "${attempt.resume_from}"],
@@ -86,6 +93,8 @@ def test_no_more_than_one_save_interval_is_trained_again(muster_home: Path, pyth
                 "STEPS": str(STEPS),
                 "SAVE_EVERY": str(SAVE_EVERY),
                 "HF_HUB_OFFLINE": "1",
+                "WANDB_MODE": "offline",
+                "WANDB_DIR": str(tmp_path),
             },
             "components": {"trainer": trainer},
             "progress": {"jsonl": "${attempt.dir}/m.jsonl", "step": "step", "total": STEPS},
@@ -104,8 +113,11 @@ def test_no_more_than_one_save_interval_is_trained_again(muster_home: Path, pyth
                 kills += 1
                 # Saving a checkpoint takes longer than a step, so some of the kills happen during a
                 # save.
+                # After SIGKILL, W&B loses the values of the last 15 s. After SIGINT, the trainer
+                # ends with an error, and W&B writes all values.
+                signum = moments.choice([signal.SIGKILL, signal.SIGINT])
                 killer = threading.Thread(
-                    target=kill_after, args=(session, moments.randint(6, 11)), daemon=True
+                    target=kill_after, args=(session, moments.randint(6, 11), signum), daemon=True
                 )
                 killer.start()
             try:
@@ -128,3 +140,19 @@ def test_no_more_than_one_save_interval_is_trained_again(muster_home: Path, pyth
             reached = max(reached, *steps)
     assert reached == STEPS
     assert len(record.attempts) > KILLS / 2
+    check_tracked_steps(read_offline_runs(tmp_path), session)
+
+
+def check_tracked_steps(tracked: list[WandbRun], session: RunSession) -> None:
+    """Check that W&B shows each step of an attempt once, in a separate run of one group."""
+    assert len({run.id for run in tracked}) == len(tracked)
+    assert {run.group for run in tracked} == {RUN_ID}
+    complete = 0
+    for run in tracked:
+        number = int(run.name.removeprefix(f"{RUN_ID}--a").removesuffix("-trainer"))
+        trained = steps_of(session.place.attempt(number).directory)
+        shown = [row["train/global_step"] for row in run.history if "train/loss" in row]
+        assert shown == trained[: len(shown)]
+        complete += shown == trained
+    # All attempts that were not killed by SIGKILL have a complete history.
+    assert complete >= 2

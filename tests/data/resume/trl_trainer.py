@@ -1,7 +1,7 @@
 """Fine-tunes a tiny model with TRL, and resumes from the checkpoint that it gets.
 
-Usage: trl_trainer.py FOLDER RESUME_FROM. It needs `torch`, `transformers`, `datasets` and `trl`.
-The model and its tokenizer are made on the spot.
+Usage: trl_trainer.py FOLDER RESUME_FROM. It needs `torch`, `transformers`, `datasets`, `trl`
+and `wandb`. The model and its tokenizer are made on the spot.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main() -> None:
         save_steps=SAVE_EVERY,
         save_total_limit=2,
         per_device_train_batch_size=2,
-        report_to=[],
+        report_to=["wandb"],
         use_cpu=True,
         max_length=16,
         logging_steps=1,

@@ -1,0 +1,165 @@
+"""Create the parent runs in MLflow that group the attempts of a run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from tasks.spec.run import RunSpec
+from tasks.train.plan import component_env
+from tasks.train.trackers import needs_mlflow_parent
+
+#: Program that the Python interpreter of a component executes.
+_PROGRAM = Path(__file__).with_name("group_mlflow_runs.py")
+#: Longest time in seconds that the program may take for one component.
+_LIMIT_S = 60.0
+#: Pause in seconds after which Muster checks again if the program has ended.
+_PAUSE_S = 0.1
+_PYTHON_NAME = re.compile(r"python[\d.]*")
+_RUN_ID = re.compile(r"[0-9a-f]{32}")
+#: Settings with which MLflow gives up a server that does not answer. The component does not get
+#: them.
+_IMPATIENT = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "15", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
+
+
+def find_mlflow_parents(
+    spec: RunSpec,
+    run_id: str,
+    attempt: int,
+    *,
+    must_end: Callable[[], bool],
+    warn: Callable[[str], None],
+    limit_s: float = _LIMIT_S,
+) -> dict[str, str]:
+    """Return the id of the parent run in MLflow, by name of the component.
+
+    Create the parent run if an earlier attempt has begun a run in MLflow. A component without a
+    parent run is not in the result. An error of MLflow is only a warning, because the training can
+    run without a parent run.
+
+    Args:
+        spec: The resolved spec of the attempt, with the values of Prefect Secret blocks.
+        run_id: Id of the run.
+        attempt: Number of the attempt that starts next, from 1.
+        must_end: Function that returns True if the run must end. The search then ends at once.
+        warn: Function that reports a warning to the user.
+        limit_s: Longest time in seconds for one component.
+    """
+    parents: dict[str, str] = {}
+    if spec.tracker == "off" or attempt == 1:
+        return parents
+
+    untracked = spec.model_copy(update={"tracker": "off"})
+    for name, component in spec.processes.items():
+        env = component_env(untracked, name, run_id, attempt)
+        is_job = component.launcher == "ray_job"
+        if not needs_mlflow_parent(env, is_job=is_job):
+            continue
+        if is_job:
+            # The component inherits no variable of this process, but the program runs here.
+            env = {**os.environ, **env}
+        python = _find_python(component.command, env)
+        if python is None:
+            continue
+        argv = [python, "-c", _PROGRAM.read_text(encoding="utf-8"), run_id]
+        try:
+            parent = _run(argv, env, Path(component.cwd or spec.cwd), must_end, limit_s)
+        except (OSError, subprocess.SubprocessError) as error:
+            if must_end():
+                break
+            warn(
+                f"MLflow: the runs of {name} are not grouped, because {error}. Check "
+                "MLFLOW_TRACKING_URI, or write tracker: off in the spec"
+            )
+            continue
+        if parent:
+            parents[name] = parent
+    return parents
+
+
+def _find_python(command: Sequence[str], env: Mapping[str, str]) -> str | None:
+    """Return the path of the Python interpreter that a component probably uses.
+
+    It is the interpreter in the command, or the one in the folder of the command's program, such
+    as `torchrun`. Otherwise it is the first one in the PATH.
+    """
+    path = env.get("PATH")
+    program = shutil.which(command[0], path=path)
+    if program is not None:
+        if _PYTHON_NAME.fullmatch(Path(program).name):
+            return program
+        neighbour = Path(program).with_name("python")
+        if os.access(neighbour, os.X_OK):
+            return str(neighbour)
+    return shutil.which("python", path=path)
+
+
+def _run(
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    cwd: Path,
+    must_end: Callable[[], bool],
+    limit_s: float,
+) -> str:
+    """Execute the program that groups the runs, and return the id of the parent run.
+
+    Args:
+        argv: Interpreter and arguments of the program.
+        env: Environment variables of the program.
+        cwd: Working directory of the program.
+        must_end: Function that returns True if the run must end.
+        limit_s: Longest time in seconds.
+
+    Returns:
+        The id, or an empty string if there is no parent run.
+
+    Raises:
+        OSError: The program cannot be started.
+        subprocess.SubprocessError: The program failed, it took too long, or the run must end.
+    """
+    deadline = time.monotonic() + limit_s
+    with subprocess.Popen(
+        argv,
+        env={**env, **_IMPATIENT},
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            while True:
+                try:
+                    output, errors = process.communicate(timeout=_PAUSE_S)
+                    break
+                except subprocess.TimeoutExpired:
+                    _check_time(deadline, limit_s, must_end)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+
+    if process.returncode != 0:
+        [*_, last_line] = errors.strip().splitlines() or [f"it exited with {process.returncode}"]
+        raise subprocess.SubprocessError(f"the request failed: {last_line}")
+    words = output.split()
+    return words[-1] if words and _RUN_ID.fullmatch(words[-1]) else ""
+
+
+def _check_time(deadline: float, limit_s: float, must_end: Callable[[], bool]) -> None:
+    """Raise an error if the program may not continue.
+
+    Raises:
+        subprocess.SubprocessError: The time is over, or the run must end.
+    """
+    if must_end():
+        raise subprocess.SubprocessError("the run must end")
+    if time.monotonic() > deadline:
+        raise subprocess.SubprocessError(f"there was no answer within {limit_s:g} s")

@@ -1,0 +1,74 @@
+"""Environment variables that name and group the runs of experiment trackers.
+
+In Weights & Biases (W&B) and in MLflow, each process that starts a tracked run gets a new one, so
+that no attempt writes into the history of another attempt. Muster sets only names and groups:
+
+- In W&B, all runs are in one group, which has the name of Muster's run.
+- In MLflow, all runs have tags. From the second attempt on, they are children of one parent run.
+
+W&B can also rewind one of its runs to an earlier step, but Muster never requests that. Rewinding
+fails or cuts off the wrong steps in several cases: the W&B server is self-managed, the server has
+not received the last steps, or the trainer counts its steps otherwise than W&B. The callback of
+Hugging Face is such a trainer. In offline mode, W&B ignores that a run is resumed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+#: Variables that select one run of W&B. If one of them is set, Muster sets no variable of W&B.
+_WANDB_SELECTORS = ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_RESUME_FROM", "WANDB_FORK_FROM")
+#: Variables that select one run of MLflow, or its tags. If one of them is set, Muster sets no
+#: variable of MLflow.
+_MLFLOW_SELECTORS = ("MLFLOW_RUN_ID", "MLFLOW_RUN_CONTEXT")
+#: Variables that show that a component uses MLflow, and where.
+_MLFLOW_PLACES = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID")
+
+#: Tag of MLflow's runs with the id of Muster's run.
+RUN_TAG = "muster.run"
+
+
+def tracker_env(
+    component: str, run_id: str, attempt: int, env: Mapping[str, str], *, mlflow_parent: str = ""
+) -> dict[str, str]:
+    """Return the variables for W&B and MLflow that a component gets in addition to its own.
+
+    Args:
+        component: Name of the component.
+        run_id: Id of the run.
+        attempt: Number of the attempt, from 1.
+        env: Other variables of the component. The returned variables are not among them.
+        mlflow_parent: Id of the parent run in MLflow, or an empty string if there is none.
+    """
+    variables: dict[str, str] = {}
+    if not any(name in env for name in _WANDB_SELECTORS):
+        variables |= {
+            "WANDB_RUN_GROUP": run_id,
+            "WANDB_NAME": f"{run_id}--a{attempt:02d}-{component}",
+            "WANDB_JOB_TYPE": component,
+        }
+    if not any(name in env for name in _MLFLOW_SELECTORS):
+        tags = {
+            RUN_TAG: run_id,
+            "muster.attempt": str(attempt),
+            "muster.component": component,
+        }
+        if mlflow_parent:
+            tags["mlflow.parentRunId"] = mlflow_parent
+        variables["MLFLOW_RUN_CONTEXT"] = json.dumps(tags)
+    return {name: value for name, value in variables.items() if name not in env}
+
+
+def needs_mlflow_parent(env: Mapping[str, str], *, is_job: bool) -> bool:
+    """Return True if a later attempt of a component needs a parent run in MLflow.
+
+    Args:
+        env: Variables of the component that do not come from `tracker_env`.
+        is_job: True if the component is a Ray job. This machine cannot read a store of MLflow that
+            consists of files of another machine.
+    """
+    if any(name in env for name in _MLFLOW_SELECTORS):
+        return False
+    is_server = env.get("MLFLOW_TRACKING_URI", "").startswith(("http://", "https://"))
+    return is_server if is_job else any(env.get(name) for name in _MLFLOW_PLACES)

@@ -1,0 +1,156 @@
+"""Tests of the search for the parent run in MLflow, with a fake package `mlflow`.
+
+`tests/integration/test_trackers.py` uses the real package.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tasks.spec.loading import parse_spec
+from tasks.spec.run import RunSpec
+from tasks.train.mlflow_parents import find_mlflow_parents
+
+RUN_ID = "x-sft-20260101-000000-abcd91c2"
+PARENT = "0123456789abcdef0123456789abcdef"
+#: A store with one run of an earlier attempt. It writes what it is asked to do into a file.
+FAKE_MLFLOW = f"""
+import os
+from types import SimpleNamespace as Namespace
+
+def write(*words):
+    with open(os.environ["CALLS"], "a") as file:
+        print(*words, file=file)
+
+class Page(list):
+    token = None
+
+class MlflowClient:
+    def search_experiments(self, page_token=None):
+        return Page([Namespace(experiment_id="7")])
+
+    def search_runs(self, experiments, condition, max_results):
+        write("search", condition)
+        info = Namespace(run_id="of-attempt-1", experiment_id="7", status="RUNNING")
+        return [Namespace(info=info, data=Namespace(tags={{"muster.attempt": "1"}}))]
+
+    def create_run(self, experiment, tags, run_name):
+        write("create", experiment, run_name)
+        return Namespace(info=Namespace(run_id="{PARENT}"))
+
+    def set_tag(self, run_id, name, value):
+        write("tag", run_id, name, value)
+
+    def set_terminated(self, run_id, status):
+        write("end", run_id, status)
+"""
+
+
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Install the fake package for components, and return the file of its calls."""
+    for name in ("MLFLOW_RUN_ID", "MLFLOW_RUN_CONTEXT"):
+        monkeypatch.delenv(name, raising=False)
+    write_fake(tmp_path, FAKE_MLFLOW)
+    file = tmp_path / "calls"
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
+    monkeypatch.setenv("CALLS", str(file))
+    return file
+
+
+def write_fake(folder: Path, source: str) -> None:
+    package = folder / "packages" / "mlflow.py"
+    package.parent.mkdir(exist_ok=True)
+    package.write_text(source)
+
+
+def make_spec(**keys: object) -> RunSpec:
+    content = {
+        "name": "x",
+        "workload": "sft",
+        "env": {"MLFLOW_TRACKING_URI": "http://127.0.0.1:1"},
+        "components": {"trainer": {"command": ["python", "train.py"]}},
+    }
+    return parse_spec(content | keys)
+
+
+def find(
+    spec: RunSpec, attempt: int = 2, *, must_end: bool = False, limit_s: float = 60
+) -> tuple[dict[str, str], list[str]]:
+    """Return the parent runs by component, and the warnings."""
+    warnings: list[str] = []
+    parents = find_mlflow_parents(
+        spec,
+        RUN_ID,
+        attempt,
+        must_end=lambda: must_end,
+        warn=warnings.append,
+        limit_s=limit_s,
+    )
+    return parents, warnings
+
+
+def test_second_attempt_creates_the_parent_of_all_attempts(calls: Path) -> None:
+    parents, warnings = find(make_spec())
+
+    assert (parents, warnings) == ({"trainer": PARENT}, [])
+    assert calls.read_text().splitlines() == [
+        f"search tags.`muster.run` = '{RUN_ID}'",
+        f"create 7 {RUN_ID}",
+        f"end {PARENT} FINISHED",
+        f"tag of-attempt-1 mlflow.parentRunId {PARENT}",
+        "end of-attempt-1 KILLED",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("keys", "attempt"),
+    [
+        ({}, 1),
+        ({"tracker": "off"}, 2),
+        ({"env": {}}, 2),
+        ({"env": {"MLFLOW_TRACKING_URI": "http://x", "MLFLOW_RUN_ID": "mine"}}, 2),
+    ],
+    ids=["first attempt", "tracker off", "no MLflow", "run chosen by the spec"],
+)
+def test_mlflow_is_not_asked_without_need(
+    calls: Path, keys: dict[str, object], attempt: int
+) -> None:
+    parents, warnings = find(make_spec(**keys), attempt)
+
+    assert (parents, warnings, calls.exists()) == ({}, [], False)
+
+
+def test_component_without_the_package_has_no_parent(calls: Path, tmp_path: Path) -> None:
+    write_fake(tmp_path, "raise ImportError('not installed')")
+
+    assert find(make_spec()) == ({}, [])
+
+
+def test_error_of_mlflow_is_a_warning(calls: Path, tmp_path: Path) -> None:
+    write_fake(tmp_path, "raise RuntimeError('no such server')")
+
+    parents, [warning] = find(make_spec())
+
+    assert parents == {}
+    assert "RuntimeError: no such server" in warning
+    assert "tracker: off" in warning
+
+
+def test_silent_server_is_given_up_with_a_warning(calls: Path, tmp_path: Path) -> None:
+    write_fake(tmp_path, "import time; time.sleep(600)")
+
+    parents, [warning] = find(make_spec(), limit_s=0.5)
+
+    assert parents == {}
+    assert "no answer within 0.5 s" in warning
+
+
+def test_end_of_the_run_ends_the_search_without_a_warning(calls: Path, tmp_path: Path) -> None:
+    write_fake(tmp_path, "import time; time.sleep(600)")
+
+    result = find(make_spec(), must_end=True)
+
+    assert result == ({}, [])
