@@ -30,8 +30,8 @@ from tasks.processes.process_component import ProcessMember
 from tasks.processes.progress import (
     ProgressEnd,
     ProgressWatch,
-    ReadStep,
     Silence,
+    StepSource,
     ever_more_seldom,
     source_of,
 )
@@ -377,9 +377,9 @@ class SupervisedAttempt:
             self._fail(member, f"{member.name} can't be started again: {error}", "spawn")
             return
         self._plan = self._context.plan = self._progress.plan = plan
-        self._progress.read_step = self._step_source()
+        self._progress.source = self._step_source()
 
-    def _step_source(self) -> ReadStep | None:
+    def _step_source(self) -> StepSource | None:
         plan = self._plan
         return source_of(
             plan.progress, plan.cwd, plan.metrics, self._context.client, self._take_figures
@@ -612,6 +612,7 @@ class SupervisedAttempt:
         if required is not None and step is not None and step >= required:
             is_finished = True
         is_short = last is not None and not is_finished
+        problem = self._progress.explain_missing_step()
         words = "\n".join(member.last_words().splitlines()[-_LAST_LINES:]) if is_short else ""
         if heard := _SIGTERM_HEARD.search(words):
             message = (
@@ -624,6 +625,8 @@ class SupervisedAttempt:
         if required is not None and not is_finished:
             reached = "no step is known" if step is None else f"step {step:g} was reached"
             message = f"{member} left with exit code 0, but {reached}: success is step {required:g}"
+            if problem:
+                message += f"; {problem}"
             kind = FailureKind.RUNTIME_ERROR
             self._fail(member, message, "success-not-reached", kind=kind, exit=exit)
             return
@@ -632,11 +635,17 @@ class SupervisedAttempt:
             message = f"step {last:g} of {last:g}: the checkpoint already had the last step"
         elif last is not None and is_short and (step is None or step < last - 1):
             # A trainer that counts from zero reports the last step as `last - 1`.
-            warning = f"warning: {member.name} left with exit code 0{self._short_of_end()}"
-            self._emit("run.warning", message=warning.removeprefix("warning: "))
-            message = warning
+            message = f"{member.name} left with exit code 0{self._short_of_end()}"
+            message = self._warn(f"{message}; {problem}" if problem else message)
+        elif last is None and problem:
+            message = self._warn(f"{member.name} left, but no step is known: {problem}")
         verdict = Verdict(state=RunState.COMPLETED, message=message)
         self._decide(Decision.of(verdict, exit.at_monotonic_s))
+
+    def _warn(self, warning: str) -> str:
+        """Publish a warning, and return the warning as the message of a completed attempt."""
+        self._emit("run.warning", message=warning)
+        return f"warning: {warning}"
 
     def _has_nothing_to_do(self, step: float | None) -> bool:
         """Return True if the attempt made no step because it started at the last step.

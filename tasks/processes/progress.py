@@ -8,13 +8,12 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 
@@ -25,9 +24,10 @@ from tasks.record.causes import STEPS_OF_SURVIVAL
 from tasks.record.events import Emit
 from tasks.record.metrics_file import FileFingerprint, MetricsFile
 from tasks.record.resume_check import compare_first_step
-from tasks.spec.formatting import format_duration
+from tasks.spec.formatting import format_duration, join_words, suggest_name
 from tasks.spec.probes import get_number
 from tasks.spec.run import Progress
+from tasks.spec.values import describe_value, get_value, is_number
 
 #: Largest number of bytes at the end of a log that one check reads.
 _TAIL_BYTES = 65536
@@ -54,25 +54,50 @@ async def ever_more_seldom() -> AsyncIterator[None]:
         yield
 
 
-#: Coroutine function that returns the step that the trainer has reached; None if the step is
-#: unknown now. It raises no errors.
-ReadStep = Callable[[], Awaitable[float | None]]
+#: Number of JSON objects without a step after which the key of the step is surely wrong.
+_SURELY_WITHOUT_STEP = 10
+#: Largest number of keys and files that a message lists.
+_LISTED_AT_MOST = 8
 
 
-async def _step_by_http(url: str, key: str, client: httpx.AsyncClient) -> float | None:
-    """Return the step from the JSON body of a GET request; None if the request fails.
+class HttpProgress:
+    """Reads the step from the JSON body of a GET request, such as `progress.http`."""
 
-    Args:
-        url: The URL.
-        key: Key of the step in the JSON object.
-        client: HTTP client for the request.
-    """
-    try:
-        async with asyncio.timeout(5.0):
-            response = await client.get(url)
-        return get_number(response.json(), key)
-    except (OSError, httpx.HTTPError, httpx.InvalidURL, ValueError, RecursionError):
-        return None
+    def __init__(self, url: str, key: str, client: httpx.AsyncClient) -> None:
+        """
+        Args:
+            url: The URL.
+            key: Key of the step in the JSON object.
+            client: HTTP client for the requests.
+        """
+        self._url = url
+        self._key = key
+        self._client = client
+        self._has_step = False
+        #: Description of the last answer without a step.
+        self._problem = ""
+
+    async def step(self) -> float | None:
+        """Return the step, or None if the request fails or the answer contains no step."""
+        try:
+            async with asyncio.timeout(5.0):
+                response = await self._client.get(self._url)
+            content = response.json()
+            step = get_number(content, self._key)
+        except (OSError, httpx.HTTPError, httpx.InvalidURL, ValueError, RecursionError) as error:
+            self._problem = f"{self._url} did not answer with JSON ({type(error).__name__})"
+            return None
+        if step is None:
+            self._problem = _describe_lack(self._url, content, self._key)
+        else:
+            self._has_step = True
+        return step
+
+    def explain_missing_step(self, *, is_over: bool) -> str:
+        """Return why no step is known, see `StepSource`."""
+        # A server may omit the step until the training has begun. So a fault is sure only at the
+        # end.
+        return self._problem if is_over and not self._has_step else ""
 
 
 class JsonlProgress:
@@ -104,8 +129,14 @@ class JsonlProgress:
         self._seen_restarts = 0
         self._key = key
         self._step: float | None = None
+        #: Number of JSON objects without a step, before the first object with a step.
+        self._without_step = 0
+        #: Last of these objects. None if there was none.
+        self._last_without_step: dict[str, Any] | None = None
+        self._has_step = False
 
     async def step(self) -> float | None:
+        """Return the step of the last line that contains a step; None if there is none."""
         while True:
             added = self._file.read_new()
             if self._seen_restarts != self._file.restarts:
@@ -114,11 +145,95 @@ class JsonlProgress:
             for figures in added:
                 if (step := get_number(figures, self._key)) is not None:
                     self._step = step
+                    self._has_step = True
                     self._take(step, figures)
+                else:
+                    self._without_step += 1
+                    self._last_without_step = figures
             if not self._file.has_more:
                 return self._step
             # Let other asyncio tasks run, even if the file grows fast.
             await asyncio.sleep(0)
+
+    def explain_missing_step(self, *, is_over: bool) -> str:
+        """Return why no step is known, see `StepSource`."""
+        if self._has_step:
+            return ""
+        if self._last_without_step is not None:
+            is_sure = is_over or self._without_step >= _SURELY_WITHOUT_STEP
+            lack = _describe_lack(str(self._file.path), self._last_without_step, self._key)
+            return lack if is_sure else ""
+        return _describe_file(self._file.path) if is_over else ""
+
+
+def _describe_lack(source: str, content: object, key: str) -> str:
+    """Return a sentence that says why decoded JSON contains no step.
+
+    Args:
+        source: Path of the file, or URL.
+        content: The decoded JSON.
+        key: Key of the step in the JSON object.
+    """
+    missing = object()
+    value = get_value(content, key, missing)
+    if value is not missing:
+        return f"`{key}` in {source} is {describe_value(value)}, not a finite number"
+    keys = list(_list_number_keys(content))
+    if not keys:
+        return f"{source} has no `{key}`, and no other number"
+    advice = suggest_name(key, keys)
+    end = f"; {advice}" if advice else ""
+    return f"{source} has no `{key}`; it has {_list_some(keys)}{end}"
+
+
+def _list_number_keys(content: object, prefix: str = "") -> Iterator[str]:
+    """Yield the keys of all numbers in decoded JSON. Keys of inner mappings are joined by dots."""
+    if not isinstance(content, Mapping):
+        return
+    for key, value in content.items():
+        if is_number(value):
+            yield f"{prefix}{key}"
+        else:
+            yield from _list_number_keys(value, f"{prefix}{key}.")
+
+
+def _describe_file(path: Path) -> str:
+    """Return a sentence that says why a metrics file has no new JSON object."""
+    if path.exists():
+        return f"{path} has no new line with a JSON object"
+    try:
+        names = sorted(entry.name for entry in path.parent.iterdir())
+    except OSError:
+        return f"{path} does not exist, and neither does its folder"
+    similar = [name for name in names if name.endswith((".json", ".jsonl", ".ndjson"))]
+    end = f"; its folder has {_list_some(similar)}" if similar else ""
+    return f"{path} does not exist{end}"
+
+
+def _list_some(names: Sequence[str]) -> str:
+    """Return the first names as a list in words, with the number of the names left out."""
+    left_out = len(names) - _LISTED_AT_MOST
+    if left_out <= 0:
+        return join_words(names)
+    return f"{', '.join(names[:_LISTED_AT_MOST])} and {left_out} more"
+
+
+class StepSource(Protocol):
+    """Source of the step that the trainer has reached."""
+
+    async def step(self) -> float | None:
+        """Return the step; None if it is unknown now. Raise no errors."""
+
+    def explain_missing_step(self, *, is_over: bool) -> str:
+        """Return a sentence that says why no step was ever known.
+
+        Args:
+            is_over: True if the training is over. Before that, a missing step is a fault only if
+                the source has answered several times without a step.
+
+        Returns:
+            An empty string if a step was known, or if no fault is sure yet.
+        """
 
 
 def source_of(
@@ -127,8 +242,8 @@ def source_of(
     metrics: FileFingerprint | None,
     client: httpx.AsyncClient,
     take: Callable[[float, dict[str, Any]], None],
-) -> ReadStep | None:
-    """Return a function that reads the step of a run.
+) -> StepSource | None:
+    """Return the source of the step of a run.
 
     Args:
         progress: The setting `progress` of the run spec.
@@ -143,8 +258,8 @@ def source_of(
     if progress is None:
         return None
     if progress.http is not None:
-        return partial(_step_by_http, progress.http, progress.step, client)
-    return JsonlProgress(directory / (progress.jsonl or ""), progress.step, metrics, take).step
+        return HttpProgress(progress.http, progress.step, client)
+    return JsonlProgress(directory / (progress.jsonl or ""), progress.step, metrics, take)
 
 
 #: Pattern of ids and numbers. Log lines that differ only in ids and numbers count as equal.
@@ -324,8 +439,8 @@ class ProgressWatch:
     """
 
     plan: AttemptPlan
-    #: Coroutine function that reads the step; None if the run reports no steps.
-    read_step: ReadStep | None
+    #: Source of the step; None if the run reports no steps.
+    source: StepSource | None
     #: Measures the time without progress.
     silence: Silence
     #: Publishes events.
@@ -339,6 +454,8 @@ class ProgressWatch:
     #: Step of the first line that this attempt has added to the metrics file; None if it has added
     #: no line.
     _first_line: float | None = None
+    #: True if a warning about the missing step was published.
+    _has_warned: bool = False
     #: Time at which the last step of the training was reached, in UTC epoch seconds. None if it was
     #: not reached yet.
     reached_at: float | None = None
@@ -394,7 +511,7 @@ class ProgressWatch:
         """
         limit_s = self.plan.stall_after_s
         progress = self.plan.progress
-        if limit_s is None and self.read_step is None:
+        if limit_s is None and self.source is None:
             # There is neither a limit nor a step to watch. Wait until this coroutine is cancelled.
             await asyncio.Event().wait()
         # Check for missing progress less often than the step is read, because each check reads all
@@ -430,7 +547,7 @@ class ProgressWatch:
                         )
                     self.silence.restart()
             every_s = (progress and progress.every_s) or _READ_EVERY_S
-            await asyncio.sleep(check_every_s if self.read_step is None else every_s)
+            await asyncio.sleep(check_every_s if self.source is None else every_s)
 
     def _is_at_work(self) -> bool:
         """Return True if the training may continue although its last step was reported.
@@ -454,7 +571,7 @@ class ProgressWatch:
         if self.silence.is_by_step:
             return f"no new step since {self}"
         no_output = "no output of any component except repeated lines"
-        return f"no step, and {no_output}," if self.read_step is not None else f"{no_output},"
+        return f"no step, and {no_output}," if self.source is not None else f"{no_output},"
 
     def survived(self, log: Path) -> int:
         """Return the number of bytes at the start of a log whose errors the training has survived.
@@ -506,9 +623,24 @@ class ProgressWatch:
             return ""
         return compare_first_step(self.plan.resume, first_line, step)
 
+    def explain_missing_step(self) -> str:
+        """Return why no step is known at the end of the attempt; an empty string if one is."""
+        if self.step is not None or self.source is None:
+            return ""
+        return self.source.explain_missing_step(is_over=True)
+
+    def _warn_of_missing_step(self) -> None:
+        """Publish a warning if the source of the step surely never contains a step."""
+        problem = self.source.explain_missing_step(is_over=False) if self.source else ""
+        if problem:
+            self._has_warned = True
+            self.emit("run.warning", message=f"no step is known: {problem}")
+
     async def _read(self) -> None:
         """Read the step once, and publish an event for a new step or a slow step."""
-        step = await self.read_step() if self.read_step is not None else None
+        step = await self.source.step() if self.source is not None else None
+        if step is None and not self._has_warned:
+            self._warn_of_missing_step()
         now = asyncio.get_running_loop().time()
         if step is not None and step != self.step:
             if self.step is not None:

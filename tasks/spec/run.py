@@ -40,6 +40,7 @@ from tasks.spec.values import (
     SpecName,
     Text,
     Word,
+    is_number,
     make_refusal,
 )
 from tasks.spec.watch import Watch, WatchRule, check_watch_rules
@@ -144,7 +145,8 @@ class Success(Model):
     """Condition that a run must meet to be complete, in addition to exit code 0."""
 
     step: Count = Field(
-        description="Step that the run must reach. A command can use it as ${success.step}.",
+        description="Step that the run must reach. It is at most `progress.total`. A command can "
+        "use it as ${success.step}.",
         examples=[60],
     )
 
@@ -289,8 +291,8 @@ class RunSpec(Document):
     )
     finish_within_s: Seconds = Field(
         300,
-        description="Time from the last step (the larger of `success.step` and "
-        "`progress.total`) until the trainer must have ended. After that, Muster stops it, and the "
+        description="Time from the last step (`progress.total`, or `success.step` if the total is "
+        "omitted) until the trainer must have ended. After that, Muster stops it, and the "
         "run is completed. Time in which a checkpoint grows does not count.",
     )
     watch: Watch | None = Field(
@@ -322,6 +324,12 @@ class RunSpec(Document):
                 ("success",),
                 make_refusal("needs `progress`, from which Muster reads the step", remedy),
             )
+        required = mapping_or_empty(written.get("success")).get("step")
+        total = mapping_or_empty(written.get("progress")).get("total")
+        if is_number(required) and is_number(total) and required > total:
+            problem = f"is beyond progress.total, found {required:g} of {total:g} steps"
+            remedy = f"write at most {total:g}, or a larger progress.total"
+            yield ("success", "step"), make_refusal(problem, remedy)
         if watch := mapping_or_empty(written.get("watch")):
             if not mapping_or_empty(written.get("progress")).get("jsonl"):
                 remedy = "add progress: {jsonl: FILE, step: KEY}"

@@ -109,6 +109,21 @@ def test_steps_of_an_earlier_process_are_not_counted(
     assert "no step is known" in verdict.message
 
 
+def test_completed_run_warns_of_a_wrong_key_of_the_step(stage: Stage) -> None:
+    lines = "".join(f'{{"step": {step}}}\n' for step in range(12))
+    (stage.directory / "lines").write_text(lines)
+
+    verdict = stage.run(
+        stage.component("trainer", sh("cat lines > metrics.jsonl"), on_exit_zero="complete"),
+        progress=Progress(jsonl="metrics.jsonl", step="global_step"),
+    )
+
+    assert verdict.state is RunState.COMPLETED
+    explanation = f"{stage.directory}/metrics.jsonl has no `global_step`; it has step"
+    assert f"no step is known: {explanation}" in verdict.message
+    assert explanation in stage.seen("run.warning")[0]["message"]
+
+
 @pytest.mark.parametrize(("step", "state"), [(60, RunState.COMPLETED), (59, RunState.FAILED)])
 def test_step_can_be_read_from_another_component(
     stage: Stage, step: int, state: RunState, monkeypatch: pytest.MonkeyPatch

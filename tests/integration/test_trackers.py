@@ -151,4 +151,5 @@ def test_attempts_in_mlflow_are_children_of_one_run(
         "3": [*range(16, STEPS + 1)],
     }
     statuses = {number: run["status"] for number, run in children.items()}
-    assert statuses == {"1": "FAILED", "2": "KILLED", "3": "FINISHED"}
+    # MLflow itself shows a run as finished if its program ends with an error.
+    assert statuses == {"1": "FINISHED", "2": "KILLED", "3": "FINISHED"}

@@ -11,8 +11,9 @@ import pytest
 
 from tasks.processes import progress
 from tasks.processes.component import AttemptPlan
-from tasks.processes.progress import ProgressWatch, ReadStep, Silence
+from tasks.processes.progress import ProgressWatch, Silence, StepSource
 from tests.support.fleet_clock import Stuck, VirtualLoop, run
+from tests.support.step_function import StepFunction
 
 HOUR_S = 3600.0
 
@@ -34,7 +35,7 @@ def make_plan(limit_s: float | None) -> AttemptPlan:
 
 
 def watch_until_stalled(
-    *, limit_s: float | None, read_step: ReadStep | None = None, log: Path = Path("/no/log")
+    *, limit_s: float | None, source: StepSource | None = None, log: Path = Path("/no/log")
 ) -> tuple[str, int, float]:
     """Watch a run without progress until it stalls.
 
@@ -47,7 +48,7 @@ def watch_until_stalled(
         began = asyncio.get_running_loop().time()
         _, stall = await ProgressWatch(
             make_plan(limit_s),
-            read_step,
+            source,
             silence,
             lambda *_, **fields: None,
             is_quiet=lambda: False,
@@ -92,7 +93,7 @@ def test_steps_are_read_more_often_than_logs(tmp_path: Path) -> None:
         reads += 1
         return 7.0 if reads > 10 else None
 
-    _, check_count, took_s = watch_until_stalled(limit_s=100.0, read_step=step)
+    _, check_count, took_s = watch_until_stalled(limit_s=100.0, source=StepFunction(step))
 
     assert reads >= 2 * took_s
     assert check_count <= 60
@@ -120,7 +121,7 @@ def slow_messages(*steps_s: float) -> list[str]:
                 messages.append(f"{clock() - began:.0f} s: {fields['message']}")
 
         watch = ProgressWatch(
-            make_plan(1000.0), step, CountedSilence(), emit, is_quiet=lambda: False
+            make_plan(1000.0), StepFunction(step), CountedSilence(), emit, is_quiet=lambda: False
         )
         await watch.until_over()
         return messages

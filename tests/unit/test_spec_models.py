@@ -460,6 +460,33 @@ def test_fault_inside_a_value_has_its_full_path(path: str, value: object, proble
     assert problem in fault[1]
 
 
+@pytest.mark.parametrize("total", [60, None])
+def test_success_step_may_be_the_last_step(total: int | None) -> None:
+    data = deepcopy(LEAST)
+    data["progress"] = {"jsonl": "m.jsonl", "step": "step", "total": total}
+    data["success"] = {"step": 60}
+
+    spec = RunSpec.model_validate(data)
+
+    assert spec.success is not None
+
+
+def test_success_step_beyond_the_last_step_is_refused() -> None:
+    data = deepcopy(LEAST)
+    data["progress"] = {"jsonl": "m.jsonl", "step": "step", "total": 59}
+    data["success"] = {"step": 60}
+
+    faults = faults_of(data)
+
+    assert faults == [
+        (
+            "success.step",
+            "is beyond progress.total, found 60 of 59 steps",
+            "write at most 59, or a larger progress.total",
+        )
+    ]
+
+
 def test_only_one_component_may_have_checkpoints() -> None:
     data = deepcopy(LEAST)
     data["components"]["trainer"]["checkpoints"] = "a"

@@ -23,6 +23,7 @@ from tasks.record.run_json import RunJson, RunRecord
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.run import Progress
 from tests.support.stage import DEADLINE_S
+from tests.support.step_function import StepFunction
 
 
 @pytest.fixture
@@ -91,7 +92,13 @@ async def test_progress_is_read_at_the_interval_of_the_spec(
 
     progress = Progress(jsonl="metrics.jsonl", step="step", every_s=every_s)
     plan = AttemptPlan(run_id="r", number=1, cwd=Path("/no"), components=(), progress=progress)
-    watch = ProgressWatch(plan, no_step, Silence(()), lambda *_, **__: None, is_quiet=lambda: False)
+    watch = ProgressWatch(
+        plan,
+        StepFunction(no_step),
+        Silence(()),
+        lambda *_, **__: None,
+        is_quiet=lambda: False,
+    )
 
     with pytest.raises(Over):
         await watch.until_over()

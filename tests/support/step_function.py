@@ -1,0 +1,18 @@
+"""A source of the training step for unit tests."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+
+class StepFunction:
+    """Source of the step that calls a function."""
+
+    def __init__(self, read_step: Callable[[], Awaitable[float | None]]) -> None:
+        self._read_step = read_step
+
+    async def step(self) -> float | None:
+        return await self._read_step()
+
+    def explain_missing_step(self, *, is_over: bool) -> str:
+        return ""

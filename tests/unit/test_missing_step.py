@@ -1,0 +1,128 @@
+"""Tests of the explanation why no step of a run is known."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tasks.processes.progress import HttpProgress, JsonlProgress
+
+
+def explain(path: Path, *, is_over: bool = True, key: str = "global_step") -> str:
+    """Read a metrics file whose lines are all new, and return the explanation."""
+    lines = path.read_text() if path.exists() else None
+    path.unlink(missing_ok=True)
+    source = JsonlProgress(path, key)
+    if lines is not None:
+        path.write_text(lines)
+    asyncio.run(source.step())
+    return source.explain_missing_step(is_over=is_over)
+
+
+def write_lines(path: Path, *lines: Any) -> None:
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+@pytest.mark.parametrize(
+    ("line", "explanation"),
+    [
+        (
+            {"step": 3, "loss": 0.5, "name": "a"},
+            "FILE has no `global_step`; it has step and loss",
+        ),
+        (
+            {"train": {"global_step": 3}, "loss": 0.5},
+            "FILE has no `global_step`; it has train.global_step and loss; "
+            "did you mean `train.global_step`?",
+        ),
+        (
+            {f"value{number}": number for number in range(11)},
+            "FILE has no `global_step`; it has value0, value1, value2, value3, value4, value5, "
+            "value6, value7 and 3 more",
+        ),
+        ({"name": "a"}, "FILE has no `global_step`, and no other number"),
+        (
+            {"global_step": "3"},
+            "`global_step` in FILE is the text '3', not a finite number",
+        ),
+        ({"global_step": None}, "`global_step` in FILE is nothing, not a finite number"),
+    ],
+)
+def test_explanation_lists_the_keys_of_the_metrics_file(
+    tmp_path: Path, line: dict[str, Any], explanation: str
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_lines(path, line)
+
+    assert explain(path) == explanation.replace("FILE", str(path))
+
+
+def test_explanation_of_a_missing_file_lists_similar_files(tmp_path: Path) -> None:
+    for name in ("train.jsonl", "eval.jsonl", "notes.txt"):
+        (tmp_path / name).touch()
+
+    explanation = explain(tmp_path / "metrics.jsonl")
+
+    assert explanation == (
+        f"{tmp_path}/metrics.jsonl does not exist; its folder has eval.jsonl and train.jsonl"
+    )
+    assert explain(tmp_path / "no" / "metrics.jsonl") == (
+        f"{tmp_path}/no/metrics.jsonl does not exist, and neither does its folder"
+    )
+
+
+def test_explanation_of_a_file_without_json(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("step 1, loss 0.5\n")
+
+    assert explain(path) == f"{path} has no new line with a JSON object"
+
+
+def test_known_step_needs_no_explanation(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_lines(path, {"loss": 0.5}, {"global_step": 3})
+
+    assert explain(path) == ""
+
+
+@pytest.mark.parametrize(("count", "is_sure"), [(9, False), (10, True)])
+def test_running_training_is_accused_only_after_several_lines(
+    tmp_path: Path, count: int, is_sure: bool
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_lines(path, *[{"step": number} for number in range(count)])
+
+    assert bool(explain(path, is_over=False)) is is_sure
+
+
+@pytest.mark.parametrize(
+    ("answer", "explanation"),
+    [
+        (
+            httpx.Response(200, json={"step": 3}),
+            "http://api/status has no `current_step`; it has step",
+        ),
+        (httpx.Response(404, text="no"), "http://api/status did not answer with JSON"),
+    ],
+)
+def test_explanation_names_the_answer_of_a_server(answer: httpx.Response, explanation: str) -> None:
+    async def read() -> tuple[float | None, str, str]:
+        transport = httpx.MockTransport(lambda request: answer)
+        async with httpx.AsyncClient(transport=transport) as client:
+            source = HttpProgress("http://api/status", "current_step", client)
+            step = await source.step()
+            return (
+                step,
+                source.explain_missing_step(is_over=False),
+                source.explain_missing_step(is_over=True),
+            )
+
+    step, during_the_run, at_the_end = asyncio.run(read())
+
+    assert (step, during_the_run) == (None, "")
+    assert at_the_end.startswith(explanation)
