@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from tasks.processes.component import PORT_TAKEN, AttemptContext, AttemptPlan, Member
+from tasks.processes.component import PORT_TAKEN, AttemptContext, AttemptPlan, RunningComponent
 from tasks.processes.guarded import GuardianTemplate
 from tasks.processes.hang_report import within
 from tasks.processes.identity import host_name
@@ -26,7 +26,7 @@ from tasks.processes.machine import gpus_seen
 from tasks.processes.owned_tasks import OwnedTasks, cancel_tasks
 from tasks.processes.ports import PortsReserved, listening_sockets
 from tasks.processes.probes import size_of
-from tasks.processes.process_component import ProcessMember
+from tasks.processes.process_component import ProcessComponent
 from tasks.processes.progress import (
     ProgressEnd,
     ProgressWatch,
@@ -238,22 +238,22 @@ class SupervisedAttempt:
         self._context = AttemptContext(plan, ports, emit, register, template, self.crash)
         self._emit = emit
         #: All components by name, in the order of their start.
-        self.members: dict[str, Member] = {}
-        self._launched: list[Member] = []
+        self.components: dict[str, RunningComponent] = {}
+        self._launched: list[RunningComponent] = []
         #: Tasks that watch the whole attempt. The tasks that watch one component belong to it.
         self._watchers = OwnedTasks(self.crash)
         #: Tasks that decide about the end of a component. The teardown waits for their results.
         self._examinations = OwnedTasks(self.crash)
         self._alarms = Alarms(plan.alarms) if plan.alarms else None
         silence = Silence(
-            (component.command.log for component in plan.components),
+            (component_plan.command.log for component_plan in plan.components),
             resumed_step=plan.resume.step if plan.resume else None,
         )
         self._progress = ProgressWatch(plan, self._step_source(), silence, emit, self._is_quiet)
         #: Keeps the decision about the earliest event so far.
         self.earliest = EarliestDecision()
         self._teardown: asyncio.Task[Verdict] | None = None
-        self._time_to_save = TimeToSave(members=lambda: tuple(self._launched), emit=emit)
+        self._time_to_save = TimeToSave(components=lambda: tuple(self._launched), emit=emit)
         #: Set when the end of the run is decided.
         self.decided = asyncio.Event()
 
@@ -265,8 +265,8 @@ class SupervisedAttempt:
         try:
             self._context.begin()
             for plan in self._plan.components:
-                make = plan.make_member or ProcessMember
-                self.members[plan.name] = make(plan, self._context)
+                make = plan.make_component or ProcessComponent
+                self.components[plan.name] = make(plan, self._context)
             self._context.settle()
         except OSError as error:
             message = f"no process can be started: {error.strerror or error}"
@@ -289,44 +289,44 @@ class SupervisedAttempt:
         while True:
             await self._check_ports()
             self._check_undecided(name)
-            member = self.members[name]
-            await self._launch(member)
-            await self._until_settled(member)
+            component = self.components[name]
+            await self._launch(component)
+            await self._until_settled(component)
             self._check_undecided(name)
-            if not member.lost_port.is_set():
+            if not component.lost_port.is_set():
                 break
-            await self._move(member)
+            await self._move(component)
             self._check_undecided(name)
         self._progress.silence.restart()
-        member.tasks.start(self._follow(member, member.until_unresponsive))
-        member.tasks.start(self._follow(member, member.until_process_lost))
-        if all(m.is_ready for m in self.members.values()):
+        component.tasks.start(self._follow(component, component.until_unresponsive))
+        component.tasks.start(self._follow(component, component.until_process_lost))
+        if all(m.is_ready for m in self.components.values()):
             self._emit("attempt.ready", step=self._progress.step)
 
-    async def _until_settled(self, member: Member) -> None:
+    async def _until_settled(self, component: RunningComponent) -> None:
         """Wait until a component is ready, its port is taken, or the attempt's end is decided."""
-        starting = member.tasks.start(self._await_ready(member))
+        starting = component.tasks.start(self._await_ready(component))
         waits = [
             asyncio.create_task(event.wait())
-            for event in (member.became_ready, member.lost_port, self.decided)
+            for event in (component.became_ready, component.lost_port, self.decided)
         ]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
             await cancel_tasks(starting, *waits)
 
-    def _can_move(self, member: Member) -> bool:
+    def _can_move(self, component: RunningComponent) -> bool:
         """Return True if a component whose port is taken may be started again on another port."""
         return (
             self._replan is not None
             and self._context.guards.can_prepare_again
             and self._moves_left > 0
-            and not member.is_ready
+            and not component.is_ready
             and not self.decided.is_set()
-            and bool(self._context.ports.of(member.name))
+            and bool(self._context.ports.of(component.name))
         )
 
-    async def _move(self, member: Member) -> None:
+    async def _move(self, component: RunningComponent) -> None:
         """End a component whose port is taken, and prepare it again with another port.
 
         If another component has already been started with the old port in its command, the attempt
@@ -334,47 +334,51 @@ class SupervisedAttempt:
         """
         assert self._replan is not None
         self._moves_left -= 1
-        message = member.port_loss.message
+        message = component.port_loss.message
         try:
-            plan = await asyncio.to_thread(self._replan, member.name)
+            plan = await asyncio.to_thread(self._replan, component.name)
         except OSError as error:
-            self._fail_by_loss(member, replace(member.port_loss, message=f"{message}; {error}"))
+            self._fail_by_loss(
+                component, replace(component.port_loss, message=f"{message}; {error}")
+            )
             return
         changed = [
-            component
-            for before, component in zip(self._plan.components, plan.components, strict=True)
-            if not before.is_same_start(component)
+            component_plan
+            for before, component_plan in zip(self._plan.components, plan.components, strict=True)
+            if not before.is_same_start(component_plan)
         ]
         launched = [
-            component.name for component in changed if self.members[component.name].is_launched
+            component_plan.name
+            for component_plan in changed
+            if self.components[component_plan.name].is_launched
         ]
-        if others := [name for name in launched if name != member.name]:
+        if others := [name for name in launched if name != component.name]:
             reason = f"{message}; {', '.join(others)} was given that port already"
-            self._fail_by_loss(member, replace(member.port_loss, message=reason))
+            self._fail_by_loss(component, replace(component.port_loss, message=reason))
             return
-        if member.name not in [component.name for component in changed]:
+        if component.name not in [component_plan.name for component_plan in changed]:
             # The component does not take its port from the plan, so it would use the same port
             # again.
-            self._fail_by_loss(member, member.port_loss)
+            self._fail_by_loss(component, component.port_loss)
             return
-        self._emit("component.moved", member.name, pid=member.pid, reason=message)
-        if await member.end():
-            self._fail_by_loss(member, member.port_loss)
+        self._emit("component.moved", component.name, pid=component.pid, reason=message)
+        if await component.end():
+            self._fail_by_loss(component, component.port_loss)
             return
-        for component in changed:
-            if component.name != member.name:
-                await self.members[component.name].end()
+        for component_plan in changed:
+            if component_plan.name != component.name:
+                await self.components[component_plan.name].end()
         if self.decided.is_set():
             return
         # Do not await anything from here on. A teardown that begins now must find either all
-        # members with the old port or all members with the new port.
-        self._launched.remove(member)
+        # components with the old port or all components with the new port.
+        self._launched.remove(component)
         try:
-            for component in changed:
-                make = component.make_member or ProcessMember
-                self.members[component.name] = make(component, self._context)
+            for component_plan in changed:
+                make = component_plan.make_component or ProcessComponent
+                self.components[component_plan.name] = make(component_plan, self._context)
         except OSError as error:
-            self._fail(member, f"{member.name} can't be started again: {error}", "spawn")
+            self._fail(component, f"{component.name} can't be started again: {error}", "spawn")
             return
         self._plan = self._context.plan = self._progress.plan = plan
         self._progress.source = self._step_source()
@@ -407,20 +411,24 @@ class SupervisedAttempt:
         others = {listener.port for listener in table if listener.uid not in own_users}
         if not others & {*self._context.ports.numbers.values()}:
             return
-        for member in tuple(self._launched):
-            if member.is_launched and member.exit is None and not member.lost_port.is_set():
+        for component in tuple(self._launched):
+            if (
+                component.is_launched
+                and component.exit is None
+                and not component.lost_port.is_set()
+            ):
                 try:
-                    member.refuse_foreign_ports(others)
+                    component.refuse_foreign_ports(others)
                 except GivenUp as error:
-                    self._give_up(member, error.loss)
+                    self._give_up(component, error.loss)
 
-    def _give_up(self, member: Member, loss: GiveUpReason) -> None:
+    def _give_up(self, component: RunningComponent, loss: GiveUpReason) -> None:
         """Start a component on another port if its port is taken; otherwise end the attempt."""
-        if loss.rule == PORT_TAKEN and self._can_move(member):
-            member.port_loss = loss
-            member.lost_port.set()
+        if loss.rule == PORT_TAKEN and self._can_move(component):
+            component.port_loss = loss
+            component.lost_port.set()
         else:
-            self._fail_by_loss(member, loss)
+            self._fail_by_loss(component, loss)
 
     def interrupt(self, why: str, state: RunState = RunState.CANCELLED) -> None:
         """End the attempt for a reason outside the attempt, such as a cancel by the user.
@@ -452,8 +460,8 @@ class SupervisedAttempt:
     def hurry(self) -> None:
         """Request that all components are killed without a grace period. Returns at once."""
         self._time_to_save.is_hurried = True
-        for member in self._launched:
-            member.kill()
+        for component in self._launched:
+            component.kill()
 
     async def teardown(self) -> Verdict:
         """Stop the running components in reverse order, and wait until no process remains.
@@ -475,76 +483,78 @@ class SupervisedAttempt:
         if self.decided.is_set():
             raise RunEnded(f"{name} is not started, because the run is already ending")
 
-    async def _launch(self, member: Member) -> None:
+    async def _launch(self, component: RunningComponent) -> None:
         """Start a component.
 
         Never cancel this coroutine. A process that it has started might then never be ended.
         """
-        self._launched.append(member)
+        self._launched.append(component)
         self._progress.silence.restart()
         try:
-            await member.launch()
+            await component.launch()
         except GivenUp as error:
-            self._give_up(member, error.loss)
+            self._give_up(component, error.loss)
         except OSError as error:  # includes TimeoutError
             reason = error.strerror or str(error) or "its guardian does not answer"
-            message = f"{member.name} can't be started: {reason}"
+            message = f"{component.name} can't be started: {reason}"
             kind = find_kind_of_start_error(error.errno)
-            self._fail(member, message, "spawn", kind=kind)
+            self._fail(component, message, "spawn", kind=kind)
         else:
-            member.exited.add_done_callback(lambda exited: self._on_exit(member, exited.result()))
+            component.exited.add_done_callback(
+                lambda exited: self._on_exit(component, exited.result())
+            )
 
-    async def _await_ready(self, member: Member) -> None:
-        if member.lost_port.is_set():
+    async def _await_ready(self, component: RunningComponent) -> None:
+        if component.lost_port.is_set():
             return
         try:
-            await member.until_running()
+            await component.until_running()
             # After the decision, the teardown would not cancel a new watcher any more.
             if not self.decided.is_set():
-                member.tasks.start(self._follow(member, member.until_job_lost))
-            await member.until_ready()
+                component.tasks.start(self._follow(component, component.until_job_lost))
+            await component.until_ready()
         except GivenUp as error:
-            self._give_up(member, error.loss)
+            self._give_up(component, error.loss)
 
-    def _on_exit(self, member: Member, exit: Exit) -> None:
-        member.exit = exit
+    def _on_exit(self, component: RunningComponent, exit: Exit) -> None:
+        component.exit = exit
         self._emit(
             "component.exited",
-            member.name,
-            pid=member.pid,
+            component.name,
+            pid=component.pid,
             exit_code=exit.exit_code,
             signal=exit.signal_name,
         )
-        if member.lost_port.is_set() or not self.earliest.is_open_at(exit.at_monotonic_s):
+        if component.lost_port.is_set() or not self.earliest.is_open_at(exit.at_monotonic_s):
             return
-        if not exit.is_zero and self._can_move(member):
-            self._examinations.start(self._judge_failed_start(member, exit))
-        elif not exit.is_zero and self._may_be_finished(member, exit):
-            self._conclude(member, exit)
+        if not exit.is_zero and self._can_move(component):
+            self._examinations.start(self._judge_failed_start(component, exit))
+        elif not exit.is_zero and self._may_be_finished(component, exit):
+            self._conclude(component, exit)
         elif not exit.is_zero:
-            self._fail_by_exit(member, exit)
-        elif not member.is_ready:
-            self._examinations.start(self._judge_early_exit(member, exit))
+            self._fail_by_exit(component, exit)
+        elif not component.is_ready:
+            self._examinations.start(self._judge_early_exit(component, exit))
         else:
-            self._judge_exit_zero(member, exit)
+            self._judge_exit_zero(component, exit)
 
-    async def _judge_failed_start(self, member: Member, exit: Exit) -> None:
+    async def _judge_failed_start(self, component: RunningComponent, exit: Exit) -> None:
         """Decide about a component that failed before it was ready.
 
         If it failed because its port was taken, it is started again on another port. Otherwise the
         attempt fails.
         """
-        line = await within(_READ_LOG_WITHIN_S, lambda: self._port_conflict_of(member), "")
+        line = await within(_READ_LOG_WITHIN_S, lambda: self._port_conflict_of(component), "")
         if line:
-            message = f"{member.name} could not listen on its port: {line}"
+            message = f"{component.name} could not listen on its port: {line}"
             kind = FailureKind.PORT_CONFLICT
             loss = GiveUpReason(kind=kind, rule=PORT_TAKEN, message=message, exit=exit)
-            if self._can_move(member):
-                self._give_up(member, loss)
+            if self._can_move(component):
+                self._give_up(component, loss)
                 return
-        self._fail_by_exit(member, exit)
+        self._fail_by_exit(component, exit)
 
-    def _port_conflict_of(self, member: Member) -> str:
+    def _port_conflict_of(self, component: RunningComponent) -> str:
         """Return the log line which says that a reserved port of the component is in use.
 
         The line must name the port, or a process must listen on the port now.
@@ -552,57 +562,57 @@ class SupervisedAttempt:
         Returns:
             An empty string if there is no such line.
         """
-        cause = find_cause(member.last_words())
+        cause = find_cause(component.last_words())
         if cause is None or cause.rule.kind is not FailureKind.PORT_CONFLICT:
             return ""
-        own = self._context.ports.of(member.name).values()
+        own = self._context.ports.of(component.name).values()
         named = {int(word) for word in re.findall(r"\b\d{4,5}\b", cause.line)}
         with contextlib.suppress(OSError):
             named |= {listener.port for listener in listening_sockets()}
         return cause.line if named & {*own} else ""
 
-    async def _judge_early_exit(self, member: Member, exit: Exit) -> None:
+    async def _judge_early_exit(self, component: RunningComponent, exit: Exit) -> None:
         """Decide about a component that ended with exit code 0 before its probe succeeded.
 
         If its log or files show that it was ready, its end counts as the end of a ready component.
         Otherwise the attempt fails.
         """
-        if await member.says_it_was_ready():
-            member.mark_ready()
-            self._judge_exit_zero(member, exit)
+        if await component.says_it_was_ready():
+            component.mark_ready()
+            self._judge_exit_zero(component, exit)
         else:
-            self._fail_by_exit(member, exit)
+            self._fail_by_exit(component, exit)
 
-    def _judge_exit_zero(self, member: Member, exit: Exit) -> None:
-        match member.plan.on_exit_zero:
+    def _judge_exit_zero(self, component: RunningComponent, exit: Exit) -> None:
+        match component.plan.on_exit_zero:
             case "fail":
-                self._fail_by_exit(member, exit)
+                self._fail_by_exit(component, exit)
             case "complete":
-                self._conclude(member, exit)
+                self._conclude(component, exit)
             case "drain":
-                member.is_drained = True
-                self._emit("component.drained", member.name)
-                if all(m.is_drained for m in self.members.values()):
-                    self._conclude(member, exit)
+                component.is_drained = True
+                self._emit("component.drained", component.name)
+                if all(m.is_drained for m in self.components.values()):
+                    self._conclude(component, exit)
 
-    def _conclude(self, member: Member, exit: Exit) -> None:
+    def _conclude(self, component: RunningComponent, exit: Exit) -> None:
         # From now on, ignore the ends of other components. The run does not need them any more.
         self.earliest.reserve(exit.at_monotonic_s)
-        self._examinations.start(self._check_success(member, exit))
+        self._examinations.start(self._check_success(component, exit))
 
-    def _may_be_finished(self, member: Member, exit: Exit) -> bool:
+    def _may_be_finished(self, component: RunningComponent, exit: Exit) -> bool:
         """Return True if a component may have done all its work before a signal ended it."""
-        is_trainer = member.plan.on_exit_zero == "complete" and member.is_ready
+        is_trainer = component.plan.on_exit_zero == "complete" and component.is_ready
         has_signal = exit.signal is not None or _signal_of_shell(exit) is not None
         return has_signal and is_trainer and self._plan.last_step is not None
 
-    async def _check_success(self, member: Member, exit: Exit) -> None:
+    async def _check_success(self, component: RunningComponent, exit: Exit) -> None:
         """Decide whether the attempt has succeeded, after the end of a component.
 
         Called for a component whose end may mean that all work of the run is done.
         """
         if not exit.is_zero:
-            await self._check_killed(member, exit)
+            await self._check_killed(component, exit)
             return
         last = self._plan.last_step
         required = self._plan.success_step
@@ -613,32 +623,34 @@ class SupervisedAttempt:
             is_finished = True
         is_short = last is not None and not is_finished
         problem = self._progress.explain_missing_step()
-        words = "\n".join(member.last_words().splitlines()[-_LAST_LINES:]) if is_short else ""
+        words = "\n".join(component.last_words().splitlines()[-_LAST_LINES:]) if is_short else ""
         if heard := _SIGTERM_HEARD.search(words):
             message = (
-                f"{member} was asked to end from outside ({heard[0]}) and left with exit code 0"
+                f"{component} was asked to end from outside ({heard[0]}) and left with exit code 0"
                 f"{self._short_of_end()}"
             )
             kind = FailureKind.UNKNOWN
-            self._fail(member, message, "ended-from-outside", kind=kind, exit=exit)
+            self._fail(component, message, "ended-from-outside", kind=kind, exit=exit)
             return
         if required is not None and not is_finished:
             reached = "no step is known" if step is None else f"step {step:g} was reached"
-            message = f"{member} left with exit code 0, but {reached}: success is step {required:g}"
+            message = (
+                f"{component} left with exit code 0, but {reached}: success is step {required:g}"
+            )
             if problem:
                 message += f"; {problem}"
             kind = FailureKind.RUNTIME_ERROR
-            self._fail(member, message, "success-not-reached", kind=kind, exit=exit)
+            self._fail(component, message, "success-not-reached", kind=kind, exit=exit)
             return
-        message = str(self._progress) or f"{member.name} is done"
+        message = str(self._progress) or f"{component.name} is done"
         if is_finished and step is None and last is not None:
             message = f"step {last:g} of {last:g}: the checkpoint already had the last step"
         elif last is not None and is_short and (step is None or step < last - 1):
             # A trainer that counts from zero reports the last step as `last - 1`.
-            message = f"{member.name} left with exit code 0{self._short_of_end()}"
+            message = f"{component.name} left with exit code 0{self._short_of_end()}"
             message = self._warn(f"{message}; {problem}" if problem else message)
         elif last is None and problem:
-            message = self._warn(f"{member.name} left, but no step is known: {problem}")
+            message = self._warn(f"{component.name} left, but no step is known: {problem}")
         verdict = Verdict(state=RunState.COMPLETED, message=message)
         self._decide(Decision.of(verdict, exit.at_monotonic_s))
 
@@ -670,7 +682,7 @@ class SupervisedAttempt:
             f" at step {step:g} of {last:g}" if step is not None else f" before step 1 of {last:g}"
         )
 
-    async def _check_killed(self, member: Member, exit: Exit) -> None:
+    async def _check_killed(self, component: RunningComponent, exit: Exit) -> None:
         """Decide whether a component had done its work before a signal ended it.
 
         Its work was done if it had reached the last step, and a complete checkpoint has that step
@@ -679,10 +691,10 @@ class SupervisedAttempt:
         """
         await self._progress.until_reached(None)
         if not self._progress.is_finished:
-            self._fail_by_exit(member, exit)
+            self._fail_by_exit(component, exit)
             return
         newest: tuple[int | None, float] | None = None
-        find_checkpoint = member.plan.find_checkpoint
+        find_checkpoint = component.plan.find_checkpoint
         if find_checkpoint is not None:
             with contextlib.suppress(OSError):
                 newest = await within(_FIND_CHECKPOINT_WITHIN_S, find_checkpoint, None)
@@ -692,29 +704,31 @@ class SupervisedAttempt:
         signal = exit.signal_name or _signal_of_shell(exit)
         is_crash_at_exit = newest is None and signal in _FATAL_SIGNALS
         if not is_saved and not is_crash_at_exit:
-            self._fail_by_exit(member, exit)
+            self._fail_by_exit(component, exit)
             return
         where = "after its last checkpoint" if is_saved else "at its exit"
-        message = f"{self._progress.describe_end()}; {member.name} was killed by {signal} {where}"
+        message = (
+            f"{self._progress.describe_end()}; {component.name} was killed by {signal} {where}"
+        )
         verdict = Verdict(state=RunState.COMPLETED, message=message)
         self._decide(Decision.of(verdict, exit.at_monotonic_s))
 
-    def _fail_by_exit(self, member: Member, exit: Exit) -> None:
+    def _fail_by_exit(self, component: RunningComponent, exit: Exit) -> None:
         ended = str(exit) if exit.signal is not None else f"ended with {exit}"
-        before = "" if member.is_ready else " before it was ready"
+        before = "" if component.is_ready else " before it was ready"
         early = " while it should have stayed" if exit.is_zero else ""
-        message = f"{member} {ended}{before or early} after {member.seconds_alive():.1f} s"
+        message = f"{component} {ended}{before or early} after {component.seconds_alive():.1f} s"
         if self._progress.is_finished:
             message += f"; {self._progress.describe_end()}"
-        self._fail(member, message, "exit", exit=exit)
+        self._fail(component, message, "exit", exit=exit)
 
-    def _fail_by_loss(self, member: Member, loss: GiveUpReason) -> None:
-        message = f"{member}: {loss.message}"
-        self._fail(member, message, loss.rule, kind=loss.kind, exit=loss.exit)
+    def _fail_by_loss(self, component: RunningComponent, loss: GiveUpReason) -> None:
+        message = f"{component}: {loss.message}"
+        self._fail(component, message, loss.rule, kind=loss.kind, exit=loss.exit)
 
     def _fail(
         self,
-        member: Member,
+        component: RunningComponent,
         message: str,
         rule: str,
         *,
@@ -722,22 +736,22 @@ class SupervisedAttempt:
         exit: Exit | None = None,
     ) -> None:
         at = exit.at_monotonic_s if exit is not None else time.monotonic()
-        log = member.plan.command.log
+        log = component.plan.command.log
         since = self._progress.survived(log)
         until: int | None = None
         if kind is FailureKind.STALLED and self.earliest.is_open_at(at):
-            member.is_hung = True
+            component.is_hung = True
             # Read the log only up to its present size. The examination of the component will write
             # stacks into the log.
             until = max(0, size_of(log))
 
         def make_verdict() -> Verdict:
-            text = member.last_words(since, until)
+            text = component.last_words(since, until)
             full_message = message
-            if member.hangs_in:
-                full_message = f"{message}; it hangs in {member.hangs_in}"
+            if component.hangs_in:
+                full_message = f"{message}; it hangs in {component.hangs_in}"
             failure = failure_of(
-                member.name, text, message=full_message, rule=rule, kind=kind, exit=exit
+                component.name, text, message=full_message, rule=rule, kind=kind, exit=exit
             )
             return Verdict.failed(failure, at)
 
@@ -747,7 +761,7 @@ class SupervisedAttempt:
                 state=RunState.FAILED,
                 reason=message,
                 make_verdict=make_verdict,
-                component=member.name,
+                component=component.name,
             )
         )
 
@@ -775,7 +789,7 @@ class SupervisedAttempt:
         # Examine components that hang before any component is stopped. A component may hang because
         # it waits for another component. After the end of that other component, the stacks of the
         # waiting component would no longer show this.
-        await self._for_each(self._hung().values(), lambda member: member.examine())
+        await self._for_each(self._hung().values(), lambda component: component.examine())
         time_to_save = self._time_to_save
         if decision.warns:
             try:
@@ -787,10 +801,12 @@ class SupervisedAttempt:
         await self._for_each(self._launched, time_to_save.until_saved)
         left: dict[str, tuple[int | str, ...]] = {}
         errors: dict[str, str] = {}
-        for member in reversed(self._launched):
-            await self._end_member(member, left, errors)
-        unused = [member for member in self.members.values() if not member.is_launched]
-        await asyncio.gather(*(self._end_member(member, left, errors) for member in unused))
+        for component in reversed(self._launched):
+            await self._end_component(component, left, errors)
+        unused = [component for component in self.components.values() if not component.is_launched]
+        await asyncio.gather(
+            *(self._end_component(component, left, errors) for component in unused)
+        )
         await self._examinations.finish()
         try:
             left = {**await self._context.close(), **left}
@@ -813,44 +829,46 @@ class SupervisedAttempt:
 
     async def _cancel_watchers(self) -> None:
         """Cancel the tasks that watch the attempt and its components, and wait for their end."""
-        owners = [self._watchers, *(member.tasks for member in self.members.values())]
+        owners = [self._watchers, *(component.tasks for component in self.components.values())]
         await asyncio.gather(*(owner.cancel() for owner in owners))
 
-    async def _end_member(
+    async def _end_component(
         self,
-        member: Member,
+        component: RunningComponent,
         left: dict[str, tuple[int | str, ...]],
         errors: dict[str, str],
     ) -> None:
         """End a component. An error does not prevent the end of the other components.
 
         Args:
-            member: The component.
+            component: The component.
             left: Receives the processes that could not be ended, by the name of the component.
             errors: Receives the error, by the name of the component. The processes of the component
                 are then killed.
         """
         try:
-            if member.is_launched:
-                await self._time_to_save.until_saved(member)
-            async with self._time_to_save.delaying_kill(member):
-                if leftovers := await member.end():
-                    left[member.name] = leftovers
+            if component.is_launched:
+                await self._time_to_save.until_saved(component)
+            async with self._time_to_save.delaying_kill(component):
+                if leftovers := await component.end():
+                    left[component.name] = leftovers
         except Exception as error:
-            _log.exception("the end of %s has failed", member.name)
-            errors[member.name] = repr(error)
+            _log.exception("the end of %s has failed", component.name)
+            errors[component.name] = repr(error)
             with contextlib.suppress(Exception):
-                member.kill()
+                component.kill()
 
     async def _for_each(
-        self, members: Iterable[Member], work: Callable[[Member], Awaitable[None]]
+        self,
+        components: Iterable[RunningComponent],
+        work: Callable[[RunningComponent], Awaitable[None]],
     ) -> None:
         """Do some work for several components at the same time. Errors are only logged."""
-        members = list(members)
-        results = await asyncio.gather(*map(work, members), return_exceptions=True)
-        for member, error in zip(members, results, strict=True):
+        components = list(components)
+        results = await asyncio.gather(*map(work, components), return_exceptions=True)
+        for component, error in zip(components, results, strict=True):
             if error is not None:
-                _log.error("%s: a step of the end has failed", member.name, exc_info=error)
+                _log.error("%s: a step of the end has failed", component.name, exc_info=error)
 
     async def _make_verdict(self, decision: Decision) -> Verdict:
         """Return the verdict of a decision. An error in Muster's own code is a verdict, too."""
@@ -866,7 +884,7 @@ class SupervisedAttempt:
     async def _hand_over(self, decision: Decision) -> Verdict:
         self._emit("attempt.left", reason=decision.reason)
         await self._cancel_watchers()
-        await self._for_each(self.members.values(), lambda member: member.let_go())
+        await self._for_each(self.components.values(), lambda component: component.let_go())
         try:
             await self._context.close()
         except Exception:
@@ -874,37 +892,37 @@ class SupervisedAttempt:
         return decision.make_verdict()
 
     async def _follow(
-        self, member: Member, until_lost: Callable[[], Awaitable[GiveUpReason]]
+        self, component: RunningComponent, until_lost: Callable[[], Awaitable[GiveUpReason]]
     ) -> None:
         loss = await until_lost()
         if loss.kind is FailureKind.STALLED and self._progress.is_finished:
             # A trainer that has done its work may close its server before it ends. So a failed
             # liveness probe is no stall.
             return
-        self._fail_by_loss(member, loss)
+        self._fail_by_loss(component, loss)
 
     async def _follow_progress(self) -> None:
         end, why = await self._progress.until_over()
         if end is ProgressEnd.FINISHED:
             self._finish(why)
         else:
-            self._fail(self._stalled_member(), why, "stall", kind=FailureKind.STALLED)
+            self._fail(self._stalled_component(), why, "stall", kind=FailureKind.STALLED)
 
     def _finish(self, why: str) -> None:
         """Decide that the attempt is completed, although its components do not end.
 
         Called after the attempt has reached the last step of the run.
         """
-        member = self._stalled_member()
+        component = self._stalled_component()
         # Mark the component as hung, so that its stacks are read before it is ended. They show why
         # it did not end.
-        member.is_hung = True
+        component.is_hung = True
         within_s = self._plan.finish_within_s
 
         def make_verdict() -> Verdict:
-            place = f" (it hangs in {member.hangs_in})" if member.hangs_in else ""
+            place = f" (it hangs in {component.hangs_in})" if component.hangs_in else ""
             message = (
-                f"{why}; {member.name} did not end within {within_s:g} s and was stopped{place}"
+                f"{why}; {component.name} did not end within {within_s:g} s and was stopped{place}"
             )
             return Verdict(state=RunState.COMPLETED, message=message)
 
@@ -923,7 +941,7 @@ class SupervisedAttempt:
             self._emit("run.alarm", **asdict(alarm), message=alarm.message)
             if alarm.then == "stop":
                 rule = f"watch-{alarm.rule}"
-                self._fail(self._stalled_member(), alarm.message, rule, kind=FailureKind.ALARM)
+                self._fail(self._stalled_component(), alarm.message, rule, kind=FailureKind.ALARM)
 
     async def _follow_load(self) -> None:
         """Publish the GPU utilisation of the run repeatedly, with growing intervals."""
@@ -999,18 +1017,20 @@ class SupervisedAttempt:
         No progress is expected before the first component is started, and while a component is
         pending, for example a Ray job that waits for its GPUs.
         """
-        return not self._launched or any(member.is_pending for member in self._launched)
+        return not self._launched or any(component.is_pending for component in self._launched)
 
-    def _stalled_member(self) -> Member:
+    def _stalled_component(self) -> RunningComponent:
         """Return the component that is blamed if the run makes no progress.
 
         It is the last started component that is not ready yet. If all components are ready, it is
         the trainer, or else the component that was started last.
         """
-        running = [member for member in self._launched if member.exit is None] or self._launched
-        starting = [member for member in running if not member.is_ready]
-        trainer = [member for member in running if member.name == "trainer"]
+        running = [
+            component for component in self._launched if component.exit is None
+        ] or self._launched
+        starting = [component for component in running if not component.is_ready]
+        trainer = [component for component in running if component.name == "trainer"]
         return (starting or trainer or running)[-1]
 
-    def _hung(self) -> dict[str, Member]:
-        return {name: member for name, member in self.members.items() if member.is_hung}
+    def _hung(self) -> dict[str, RunningComponent]:
+        return {name: component for name, component in self.components.items() if component.is_hung}

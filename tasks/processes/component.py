@@ -1,7 +1,8 @@
 """Run one component of an attempt: start it, check it with probes, and end it.
 
-`ComponentPlan` describes a component, with all its ports and variables filled in. A `Member` runs a
-component: one subclass as a process of this machine, another as a job of a Ray cluster.
+`ComponentPlan` describes a component, with all its ports and variables filled in. A
+`RunningComponent` runs a component: one subclass as a process of this machine, another as a job of
+a Ray cluster.
 """
 
 from __future__ import annotations
@@ -69,9 +70,9 @@ class ComponentPlan:
     find_checkpoint: Callable[[], tuple[int | None, float] | None] | None = None
     #: Signal that warns the component before Muster ends the attempt. None for no warning.
     warning: StopWarning | None = None
-    #: Creates the `Member` that runs the component on a Ray cluster. None if the component runs as
-    #: a process of this machine.
-    make_member: Callable[[ComponentPlan, AttemptContext], Member] | None = None
+    #: Creates the `RunningComponent` that runs the component on a Ray cluster. None if the
+    #: component runs as a process of this machine.
+    make_component: Callable[[ComponentPlan, AttemptContext], RunningComponent] | None = None
 
     def is_same_start(self, other: ComponentPlan) -> bool:
         """Return True if both plans have the same command and the same probes."""
@@ -195,7 +196,7 @@ class AttemptContext:
         Raises:
             OSError: A process could not be started.
         """
-        self.guards.begin(sum(part.make_member is None for part in self.plan.components))
+        self.guards.begin(sum(part.make_component is None for part in self.plan.components))
 
     def settle(self) -> None:
         """End the preparation. Call it after the objects of all components were created.
@@ -258,7 +259,7 @@ class AttemptContext:
             return await self.guards.close()
 
 
-class Member(ABC):
+class RunningComponent(ABC):
     """A component of an attempt, from its preparation until none of its processes remains."""
 
     #: Future that resolves with the component's exit. The attribute exists after `launch`.

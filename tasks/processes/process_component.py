@@ -10,7 +10,13 @@ from contextlib import AsyncExitStack, nullcontext
 from dataclasses import replace
 
 from tasks.processes.child_watch import ProcessWatch
-from tasks.processes.component import PORT_TAKEN, AttemptContext, ComponentPlan, Member, forever
+from tasks.processes.component import (
+    PORT_TAKEN,
+    AttemptContext,
+    ComponentPlan,
+    RunningComponent,
+    forever,
+)
 from tasks.processes.hang_report import Diagnosis, within
 from tasks.processes.owned_tasks import cancel_tasks
 from tasks.processes.ports import Listener, has_listener, listeners
@@ -34,7 +40,7 @@ _STATUS_AT_LEAST_S = 1.0
 _STATUS_AT_MOST_S = 60.0
 
 
-class ProcessMember(Member):
+class ProcessComponent(RunningComponent):
     """A component that runs as a process of this machine, owned by its own guardian process."""
 
     def __init__(self, plan: ComponentPlan, context: AttemptContext) -> None:

@@ -24,7 +24,7 @@ from tasks.processes.identity import ProcessId
 from tasks.processes.loop_thread import LoopThread
 from tasks.processes.owned_tasks import cancel_tasks
 from tasks.processes.ports import PortsReserved
-from tasks.processes.process_component import ProcessMember
+from tasks.processes.process_component import ProcessComponent
 from tasks.processes.registry import RunRegister
 from tasks.record.events import Emit
 from tasks.record.outcome import Exit, Failure, GivenUp
@@ -131,8 +131,8 @@ class _Guarded(Protocol):
     empty: asyncio.Future[None]
 
 
-class ServiceMember(Protocol):
-    """The part of `ProcessMember` that services use: one process of a service."""
+class ServiceProcess(Protocol):
+    """The part of `ProcessComponent` that services use: one process of a service."""
 
     pid: int | None
     exited: asyncio.Future[Exit]
@@ -146,7 +146,7 @@ class ServiceMember(Protocol):
     async def end(self) -> tuple[int | str, ...]: ...
 
 
-MakeMember = Callable[[ComponentPlan, AttemptContext], ServiceMember]
+MakeServiceProcess = Callable[[ComponentPlan, AttemptContext], ServiceProcess]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +182,7 @@ class _Service:
         self.was_up = asyncio.Event()
         self.keeper: asyncio.Task[None] | None = None
         #: The current process, and earlier processes whose children still run.
-        self.members: list[ServiceMember] = []
+        self.processes: list[ServiceProcess] = []
         self._owner = owner
         self._needed = needed
         self._restarts = Restarts(policy)
@@ -231,7 +231,7 @@ class _Service:
             self.keeper.cancel()
             await asyncio.wait([self.keeper])
         results = await asyncio.gather(
-            *(member.end() for member in self.members), return_exceptions=True
+            *(service_process.end() for service_process in self.processes), return_exceptions=True
         )
         left: list[int | str] = []
         for result in results:
@@ -253,72 +253,74 @@ class _Service:
             await self._needed.is_up.wait()
             needed_is_gone = self._needed.is_gone
         try:
-            member = self._owner.make_member(self.plan, self._owner.context)
+            service_process = self._owner.make_process(self.plan, self._owner.context)
         except OSError as error:
             return self._make_death(None, f"can't be started: {error.strerror or error}", None)
-        self._keep_member(member)
+        self._keep_process(service_process)
         self.is_gone = asyncio.Event()
         self._note(state=ServiceState.STARTING)
         try:
-            return await self._watch(member, needed_is_gone)
+            return await self._watch(service_process, needed_is_gone)
         finally:
             # If this task was cancelled, the method `end` of this class ends the part's process.
             if (task := asyncio.current_task()) is None or not task.cancelling():
-                await self._end_leftovers(member)
+                await self._end_leftovers(service_process)
 
-    async def _watch(self, member: ServiceMember, needed_is_gone: asyncio.Event) -> _Death | None:
+    async def _watch(
+        self, service_process: ServiceProcess, needed_is_gone: asyncio.Event
+    ) -> _Death | None:
         began_s = self._owner.clock()
         try:
-            await member.launch()
+            await service_process.launch()
         except GivenUp as error:
-            return self._make_death(member, str(error), None, kind=error.loss.kind)
+            return self._make_death(service_process, str(error), None, kind=error.loss.kind)
         except OSError as error:  # includes TimeoutError
             why = error.strerror or str(error) or "its guardian does not answer"
-            return self._make_death(member, f"can't be started: {why}", None)
-        self._note(pid=member.pid)
+            return self._make_death(service_process, f"can't be started: {why}", None)
+        self._note(pid=service_process.pid)
         ready_at_s: float | None = None
-        getting_ready = asyncio.create_task(member.until_ready())
+        getting_ready = asyncio.create_task(service_process.until_ready())
         following = asyncio.create_task(needed_is_gone.wait())
         try:
-            watched: set[asyncio.Future[Any]] = {getting_ready, following, member.exited}
+            watched: set[asyncio.Future[Any]] = {getting_ready, following, service_process.exited}
             await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
-            if getting_ready.done() and not member.exited.done():
+            if getting_ready.done() and not service_process.exited.done():
                 try:
                     getting_ready.result()
                 except GivenUp as error:
-                    return self._make_death(member, str(error), None, kind=error.loss.kind)
+                    return self._make_death(service_process, str(error), None, kind=error.loss.kind)
                 ready_at_s = self._owner.clock()
                 self._mark_up(ServiceState.READY)
                 watched.remove(getting_ready)
                 await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
         finally:
             await cancel_tasks(getting_ready, following)
-        if not member.exited.done():
+        if not service_process.exited.done():
             # The needed service has died, so this service will be ended, too. Report the new state
             # now, because it may take some seconds to end this service.
             self._note(state=ServiceState.DOWN, pid=None)
             return _Death(failure=None)
-        exit = member.exited.result()
+        exit = service_process.exited.result()
         self._owner.emit(
             "component.exited",
             self.plan.name,
-            pid=member.pid,
+            pid=service_process.pid,
             exit_code=exit.exit_code,
             signal=exit.signal_name,
         )
         is_done = exit.is_zero and self.plan.on_exit_zero == "drain"
-        if is_done and (ready_at_s is not None or await member.says_it_was_ready()):
+        if is_done and (ready_at_s is not None or await service_process.says_it_was_ready()):
             self._mark_up(ServiceState.DONE)
             return None
         now_s = self._owner.clock()
         ended = f"was {exit}" if exit.signal is not None else f"ended with {exit}"
         before = "" if ready_at_s is not None else " before it was ready"
         why = f"{ended}{before}, {now_s - began_s:.0f} s after its start"
-        return self._make_death(member, why, _seconds_since(ready_at_s, now_s), exit=exit)
+        return self._make_death(service_process, why, _seconds_since(ready_at_s, now_s), exit=exit)
 
     def _make_death(
         self,
-        member: ServiceMember | None,
+        service_process: ServiceProcess | None,
         why: str,
         ready_for_s: float | None,
         *,
@@ -329,8 +331,12 @@ class _Service:
         # kernel has then killed the process, too.
         killed = exit is not None and (exit.signal == signal.SIGKILL or exit.exit_code is None)
         # The log of a process that was killed from outside does not contain the reason for its end.
-        words = member.last_words() if member is not None and not killed else ""
-        pid = f" (pid {member.pid})" if member is not None and member.pid is not None else ""
+        words = service_process.last_words() if service_process is not None and not killed else ""
+        pid = (
+            f" (pid {service_process.pid})"
+            if service_process is not None and service_process.pid is not None
+            else ""
+        )
         failure = failure_of(
             self.plan.name,
             words,
@@ -341,22 +347,22 @@ class _Service:
         )
         return _Death(failure=failure, ready_for_s=ready_for_s, was_killed=killed)
 
-    async def _end_leftovers(self, member: ServiceMember) -> None:
+    async def _end_leftovers(self, service_process: ServiceProcess) -> None:
         """End the remaining children of a service's process that has died.
 
         Does nothing if the children may outlive the process (`Command.children_grace_s`).
         """
         outlives = self.plan.command.children_grace_s is not None
-        if outlives and member.exited.done():
+        if outlives and service_process.exited.done():
             return
-        if left := await member.end():
+        if left := await service_process.end():
             _log.warning("%s: these processes survived SIGKILL: %s", self.plan.name, left)
             return
-        self.members.remove(member)
+        self.processes.remove(service_process)
 
-    def _keep_member(self, member: ServiceMember) -> None:
-        self.members = [other for other in self.members if not other.process.empty.done()]
-        self.members.append(member)
+    def _keep_process(self, service_process: ServiceProcess) -> None:
+        self.processes = [other for other in self.processes if not other.process.empty.done()]
+        self.processes.append(service_process)
 
     def _mark_up(self, state: ServiceState) -> None:
         self._note(state=state)
@@ -365,7 +371,7 @@ class _Service:
 
     def _note(self, **changes: object) -> None:
         """Change the report on the service, and publish it with `on_change`."""
-        guardians = tuple(member.process.guardian for member in self.members)
+        guardians = tuple(service_process.process.guardian for service_process in self.processes)
         self.report = replace(self.report, guardians=guardians, **changes)  # type: ignore[arg-type]
         self._owner.on_change(self.report)
 
@@ -387,7 +393,7 @@ class Services:
         needs: Mapping[str, str] | None = None,
         policy: RestartPolicy | None = None,
         on_change: Callable[[ServiceReport], None] = lambda report: None,
-        make_member: MakeMember = ProcessMember,
+        make_process: MakeServiceProcess = ProcessComponent,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
@@ -402,7 +408,7 @@ class Services:
             policy: Rules for restarts. If None, the defaults of `RestartPolicy` apply.
             on_change: Called in the thread of the services after each change of a service. The
                 guardian of a process is reported before the process is launched.
-            make_member: Creates the object for one process of a service.
+            make_process: Creates the object for one process of a service.
             clock: Returns the time in CLOCK_MONOTONIC seconds.
             sleep: Waits for a number of seconds.
         """
@@ -413,7 +419,7 @@ class Services:
         self.context = AttemptContext(plan, ports, emit, register)
         self.emit = emit
         self.on_change = on_change
-        self.make_member = make_member
+        self.make_process = make_process
         self.clock = clock
         self.sleep = sleep
         #: Failure of the service that could not be started again; None if there is no such service.

@@ -82,7 +82,7 @@ class Supervisor:
 
     def describe(self, component: str) -> str:
         """Return the name of a component, with its pid if it has started: `trainer (pid 812)`."""
-        return str(self._attempt.members.get(component, component))
+        return str(self._attempt.components.get(component, component))
 
     def interrupt(self, why: str, state: RunState = RunState.CANCELLED) -> None:
         """Request the end of the attempt. Returns at once.

@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from tasks.processes.component import Member
+from tasks.processes.component import RunningComponent
 from tasks.processes.hang_report import within
 from tasks.record.events import Emit
 from tasks.record.outcome import signal_name
@@ -53,7 +53,7 @@ class TimeToSave:
     """Warns the components of one attempt before its end, and waits for their checkpoints."""
 
     #: Returns the components that were launched.
-    members: Callable[[], Iterable[Member]]
+    components: Callable[[], Iterable[RunningComponent]]
     #: Publishes events.
     emit: Emit
     #: Returns the current time in UTC epoch seconds.
@@ -81,10 +81,10 @@ class TimeToSave:
             reason: Reason for the end, in one line for people.
         """
         while (left_s := end_at - self.clock()) > 0:
-            for member in self.members():
-                warning = member.plan.warning
+            for component in self.components():
+                warning = component.plan.warning
                 if warning is not None and left_s <= warning.before_s:
-                    await self._warn(member, reason, end_at)
+                    await self._warn(component, reason, end_at)
             await self.sleep(min(left_s, _WARN_EVERY_S))
 
     async def warn_now(self, reason: str) -> None:
@@ -93,111 +93,115 @@ class TimeToSave:
         If no process of such a component handles the signal, a warning for the user is published.
         """
         unwarned = [
-            member
-            for member in self.members()
-            if member.plan.warning is not None and member.name not in self._warned
+            component
+            for component in self.components()
+            if component.plan.warning is not None and component.name not in self._warned
         ]
-        await asyncio.gather(*(self._warn(member, reason, self.clock()) for member in unwarned))
-        for member in unwarned:
-            is_unaware = member.is_ready and member.name not in self._warned
-            if is_unaware and self._may_wait(member):
-                self._report_unwarned(member)
+        await asyncio.gather(
+            *(self._warn(component, reason, self.clock()) for component in unwarned)
+        )
+        for component in unwarned:
+            is_unaware = component.is_ready and component.name not in self._warned
+            if is_unaware and self._may_wait(component):
+                self._report_unwarned(component)
 
-    def _report_unwarned(self, member: Member) -> None:
-        warning = member.plan.warning
+    def _report_unwarned(self, component: RunningComponent) -> None:
+        warning = component.plan.warning
         assert warning is not None
         name = signal_name(warning.signum)
         message = (
-            f"{member.name} got no {name} before its end: none of its processes handles {name}. "
+            f"{component.name} got no {name} before its end: none of its processes handles {name}. "
             "Install a handler in the trainer, or remove `stop.warn` from the spec"
         )
         self.emit("run.warning", message=message)
 
-    async def _warn(self, member: Member, reason: str, end_at: float) -> None:
+    async def _warn(self, component: RunningComponent, reason: str, end_at: float) -> None:
         """Send the warning signal to the processes of a component that have not got it yet."""
-        warning = member.plan.warning
-        if warning is None or not self._may_wait(member):
+        warning = component.plan.warning
+        if warning is None or not self._may_wait(component):
             return
         checkpoint = None
-        if member.name not in self._warned:
-            checkpoint = await self._find_checkpoint(member)
-        processes = await member.warn(warning.signum)
+        if component.name not in self._warned:
+            checkpoint = await self._find_checkpoint(component)
+        processes = await component.warn(warning.signum)
         if not processes:
             return
-        self._warned.setdefault(member.name, _Warned(self.monotonic(), checkpoint))
+        self._warned.setdefault(component.name, _Warned(self.monotonic(), checkpoint))
         self.emit(
             "component.warned",
-            member.name,
+            component.name,
             signal=signal_name(warning.signum),
             processes=processes,
             reason=reason,
             deadline=end_at,
         )
 
-    async def until_saved(self, member: Member) -> None:
+    async def until_saved(self, component: RunningComponent) -> None:
         """Wait while a component writes a checkpoint, or has time left to react to its warning.
 
         The waits for one component together take at most `stop.save_grace_s` seconds.
         """
         since = self.monotonic()
-        left_s = self._left_s.setdefault(member.name, member.plan.command.saves_within_s)
-        while self._may_wait(member) and self.monotonic() - since < left_s:
-            if not await self._is_saving(member) and not await self._has_time_to_react(member):
+        left_s = self._left_s.setdefault(component.name, component.plan.command.saves_within_s)
+        while self._may_wait(component) and self.monotonic() - since < left_s:
+            if not await self._is_saving(component) and not await self._has_time_to_react(
+                component
+            ):
                 break
             await self.sleep(_CHECK_EVERY_S)
-        self._left_s[member.name] = left_s - (self.monotonic() - since)
+        self._left_s[component.name] = left_s - (self.monotonic() - since)
 
     @asynccontextmanager
-    async def delaying_kill(self, member: Member) -> AsyncIterator[None]:
+    async def delaying_kill(self, component: RunningComponent) -> AsyncIterator[None]:
         """Delay the SIGKILL of a component that is stopped in this context, while it saves."""
-        delaying = asyncio.create_task(self._delay_kill(member))
+        delaying = asyncio.create_task(self._delay_kill(component))
         try:
             yield
         finally:
             delaying.cancel()
             await asyncio.wait({delaying})
             if not delaying.cancelled() and (error := delaying.exception()) is not None:
-                _log.error("SIGKILL of %s could not be delayed", member.name, exc_info=error)
+                _log.error("SIGKILL of %s could not be delayed", component.name, exc_info=error)
 
-    async def _delay_kill(self, member: Member) -> None:
+    async def _delay_kill(self, component: RunningComponent) -> None:
         """Request the delay of SIGKILL repeatedly while a component writes a checkpoint."""
-        left_s = self._left_s.get(member.name, member.plan.command.saves_within_s)
-        if member.is_hung or left_s <= member.plan.command.grace_s:
+        left_s = self._left_s.get(component.name, component.plan.command.saves_within_s)
+        if component.is_hung or left_s <= component.plan.command.grace_s:
             return
         kill_at = self.monotonic() + left_s
         while not self.is_hurried and (left_s := kill_at - self.monotonic()) > 0:
-            if await self._is_saving(member):
-                member.delay_kill(min(left_s, _DELAY_KILL_S))
+            if await self._is_saving(component):
+                component.delay_kill(min(left_s, _DELAY_KILL_S))
             await self.sleep(_CHECK_EVERY_S)
 
-    def _may_wait(self, member: Member) -> bool:
+    def _may_wait(self, component: RunningComponent) -> bool:
         """Return True if the end of a component may be delayed for a checkpoint."""
-        return not (self.is_hurried or member.is_hung or member.exit is not None)
+        return not (self.is_hurried or component.is_hung or component.exit is not None)
 
-    async def _is_saving(self, member: Member) -> bool:
+    async def _is_saving(self, component: RunningComponent) -> bool:
         """Return True if a component is writing a checkpoint."""
-        is_saving = member.plan.is_saving
+        is_saving = component.plan.is_saving
         return is_saving is not None and await within(_CHECK_WITHIN_S, is_saving, False)
 
-    async def _has_time_to_react(self, member: Member) -> bool:
+    async def _has_time_to_react(self, component: RunningComponent) -> bool:
         """Return True if a component got its warning a short time ago and has not saved since.
 
         The time to react is `stop.warn_s`. If Muster cannot see the checkpoints of the component,
         the component has the whole time.
         """
-        warned = self._warned.get(member.name)
-        warning = member.plan.warning
+        warned = self._warned.get(component.name)
+        warning = component.plan.warning
         if warned is None or warning is None:
             return False
         if self.monotonic() - warned.at_monotonic_s >= warning.before_s:
             return False
-        if member.plan.find_checkpoint is None:
+        if component.plan.find_checkpoint is None:
             return True
-        return await self._find_checkpoint(member) == warned.checkpoint
+        return await self._find_checkpoint(component) == warned.checkpoint
 
-    async def _find_checkpoint(self, member: Member) -> object:
+    async def _find_checkpoint(self, component: RunningComponent) -> object:
         """Return the step and the time of the newest complete checkpoint, or None if unknown."""
-        find_checkpoint = member.plan.find_checkpoint
+        find_checkpoint = component.plan.find_checkpoint
         if find_checkpoint is None:
             return None
         return await within(_CHECK_WITHIN_S, find_checkpoint, None)

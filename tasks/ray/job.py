@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.processes import hang_report
-from tasks.processes.component import AttemptContext, ComponentPlan, Member
+from tasks.processes.component import AttemptContext, ComponentPlan, RunningComponent
 from tasks.ray import control_store
 from tasks.ray.dashboard import Dashboard, Denied, JobState, NoAnswer
 from tasks.ray.end import JobEnd, TakeDown, count_held_gpus, earliest_end, job_exit, job_last_words
@@ -134,7 +134,7 @@ _LOG_INTERVAL_S = 0.2
 _EXAMINE_TIMEOUT_S = 60.0
 
 
-class RayJob(Member):
+class RayJob(RunningComponent):
     """A component that runs as a Ray job, from before its submission until its GPUs are free again.
 
     The future `exited` gets its result when the cluster reports a final state of the job. The

@@ -197,9 +197,9 @@ class Planned:
             is_saving = partial(is_writing_checkpoint, folder, command.cwd)
             has_grown = CheckpointGrowth(folder, command.cwd).has_grown
             find_checkpoint = partial(find_newest_step, folder, command.cwd, self.foreign)
-        make_member = None
+        make_component = None
         if component.launcher == "ray_job":
-            make_member = partial(RayJob, job=self._plan_job(name, command))
+            make_component = partial(RayJob, job=self._plan_job(name, command))
         return ComponentPlan(
             name=name,
             command=command,
@@ -210,7 +210,7 @@ class Planned:
             has_grown=has_grown,
             find_checkpoint=find_checkpoint,
             warning=_plan_warning(component.stop),
-            make_member=make_member,
+            make_component=make_component,
         )
 
     def _plan_job(self, name: str, command: Command) -> JobPlan:

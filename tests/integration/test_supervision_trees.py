@@ -54,7 +54,7 @@ def test_process_that_belongs_to_no_component_is_not_ended(
 ) -> None:
     supervisor = stage.supervise(stage.component("api"), stage.component("trainer"))
     supervisor.start("api")
-    idle_guardian = supervisor._attempt.members["trainer"].process.guardian_pid
+    idle_guardian = supervisor._attempt.components["trainer"].process.guardian_pid
     guardian_pids = {
         "guardian of a component": stage.guardian_of("api"),
         "idle guardian": idle_guardian,

@@ -54,7 +54,7 @@ def test_leftovers_of_a_drained_component_are_ended_at_once(stage: Stage) -> Non
     )
 
     stage.until("component.drained", "environment")
-    process = supervisor._attempt.members["environment"].process
+    process = supervisor._attempt.components["environment"].process
     wait_until(process.empty.done, "the component's process tree is empty")
 
     assert stage.seen("teardown.begun") == []
@@ -249,7 +249,7 @@ def test_first_death_is_the_cause_even_if_its_guardian_reports_it_late(
         stage.component("api", sh("mkfifo pipe; echo up; exec sleep 600 3> pipe"), ready=UP),
         stage.component("trainer", sh("exec 3< pipe; echo up; cat <&3; exit 1"), ready=UP),
     )
-    guardian = supervisor._attempt.members["api"].process.guardian_pid
+    guardian = supervisor._attempt.components["api"].process.guardian_pid
 
     os.kill(guardian, signal.SIGSTOP)
     os.kill(stage.pid_of("api"), signal.SIGKILL)
@@ -292,7 +292,7 @@ def test_component_whose_end_raises_an_error_leaves_no_process(
     async def fail() -> tuple[int | str, ...]:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(supervisor._attempt.members[name], "end", fail)
+    monkeypatch.setattr(supervisor._attempt.components[name], "end", fail)
     supervisor.interrupt("enough")
     verdict = stage.end(supervisor)
 
@@ -310,7 +310,7 @@ def test_components_end_if_the_examination_of_one_raises_an_error(
     async def fail() -> None:
         raise RuntimeError("a bug")
 
-    trainer = supervisor._attempt.members["trainer"]
+    trainer = supervisor._attempt.components["trainer"]
     trainer.is_hung = True
     monkeypatch.setattr(trainer, "examine", fail)
     supervisor.interrupt("enough")

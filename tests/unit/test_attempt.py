@@ -400,9 +400,9 @@ async def test_verdict_names_a_tree_that_cannot_be_ended(
     stuck = process("trainer")
     stuck.stuck = (7, 8)
     stuck.stop = lambda: None  # type: ignore[method-assign]
-    attempt.members["trainer"].plan = dataclasses.replace(
-        attempt.members["trainer"].plan,
-        command=dataclasses.replace(attempt.members["trainer"].plan.command, grace_s=0.0),
+    attempt.components["trainer"].plan = dataclasses.replace(
+        attempt.components["trainer"].plan,
+        command=dataclasses.replace(attempt.components["trainer"].plan.command, grace_s=0.0),
     )
 
     stuck.exited.set_result(Exit(exit_code=0, signal=None, at_monotonic_s=ORIGIN_S))
@@ -415,7 +415,7 @@ async def test_verdict_names_a_tree_that_cannot_be_ended(
 
 async def test_verdict_names_machines_that_were_not_checked(begin: MakeAttempt) -> None:
     attempt = await begin(trainer="complete")
-    attempt.members["trainer"].unseen = ("node 10.0.0.5 could not be checked",)
+    attempt.components["trainer"].unseen = ("node 10.0.0.5 could not be checked",)
 
     process("trainer").ends(1.0, code=0)
     verdict = await verdict_of(attempt)
@@ -470,9 +470,9 @@ async def test_readiness_is_asked_once_more_at_the_deadline(
     Meanwhile, the component has become ready.
     """
     attempt = await begin(start=False, trainer="complete")
-    member = attempt.members["trainer"]
+    component = attempt.components["trainer"]
     ready = ReadyProbe(file="registered", within_s=0.01)
-    member.plan = dataclasses.replace(member.plan, ready=ready)
+    component.plan = dataclasses.replace(component.plan, ready=ready)
 
     async def late(*arguments: object, **more: object) -> None:
         (tmp_path / "registered").touch()
@@ -481,7 +481,7 @@ async def test_readiness_is_asked_once_more_at_the_deadline(
     monkeypatch.setattr("tasks.processes.component.until_yes", late)
     await attempt.start("trainer")
 
-    assert member.is_ready
+    assert component.is_ready
     attempt.interrupt("enough")
     await verdict_of(attempt)
 
@@ -541,7 +541,7 @@ async def test_start_waits_for_the_end_of_the_tasks_that_it_cancels(begin: MakeA
             await asyncio.sleep(0.05)
             ended.append("until_ready")
 
-    attempt.members["trainer"].until_ready = until_ready  # type: ignore[method-assign]
+    attempt.components["trainer"].until_ready = until_ready  # type: ignore[method-assign]
     starting = asyncio.create_task(attempt.start("trainer"))
     await has_begun.wait()
     attempt.interrupt("enough")
@@ -565,7 +565,7 @@ async def test_watch_over_a_component_has_ended_before_the_component_is_stopped(
             await asyncio.sleep(0.05)
             order.append("watch has ended")
 
-    attempt.members["api"].until_unresponsive = until_unresponsive  # type: ignore[method-assign]
+    attempt.components["api"].until_unresponsive = until_unresponsive  # type: ignore[method-assign]
     for name in ("api", "trainer"):
         await attempt.start(name)
     stop = process("api").stop

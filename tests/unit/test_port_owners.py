@@ -8,7 +8,7 @@ import sys
 from types import SimpleNamespace
 
 from tasks.processes.ports import listeners
-from tasks.processes.process_component import ProcessMember
+from tasks.processes.process_component import ProcessComponent
 from tests.support.attack_programs import OTHER_USER, only_as_root
 
 RUN_ID = "a-run-of-somebody"
@@ -36,12 +36,12 @@ def is_foreign(*, user: int) -> bool:
         stdout=subprocess.PIPE,
     )
     command = SimpleNamespace(env={"MUSTER_RUN_ID": RUN_ID})
-    member = SimpleNamespace(is_launched=True, plan=SimpleNamespace(command=command))
+    component = SimpleNamespace(is_launched=True, plan=SimpleNamespace(command=command))
     try:
         assert process.stdout is not None
         [listener] = listeners(int(process.stdout.readline()))
         assert listener.uid == user
-        return ProcessMember._is_foreign(member, listener)  # type: ignore[arg-type]
+        return ProcessComponent._is_foreign(component, listener)  # type: ignore[arg-type]
     finally:
         process.kill()
         process.communicate()

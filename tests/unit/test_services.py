@@ -79,8 +79,8 @@ class Process:
         self.empty: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
-class Member:
-    """Fake member of a service's processes: a process that follows the script of a test."""
+class FakeServiceProcess:
+    """Fake process of a service, which follows the script of a test."""
 
     def __init__(self, stage: Stage, plan: ComponentPlan) -> None:
         self.stage = stage
@@ -92,8 +92,8 @@ class Member:
         self._script = stage.next_script(plan.name)
 
     async def launch(self) -> None:
-        self.pid = len(self.stage.members[self.name]) + 1000
-        self.stage.members[self.name].append(self)
+        self.pid = len(self.stage.processes[self.name]) + 1000
+        self.stage.processes[self.name].append(self)
         self.stage.order.append(f"start {self.name}")
         if self._script == "port taken":
             raise GivenUp(
@@ -131,7 +131,7 @@ class Stage:
     """Environment of a test: services with fake processes, and a clock that does not wait."""
 
     def __init__(self, *plans: ComponentPlan, needs: dict[str, str] | None = None) -> None:
-        self.members: dict[str, list[Member]] = {plan.name: [] for plan in plans}
+        self.processes: dict[str, list[FakeServiceProcess]] = {plan.name: [] for plan in plans}
         self.scripts: dict[str, list[str]] = {}
         self.order: list[str] = []
         self.reports: dict[str, ServiceReport] = {}
@@ -144,7 +144,7 @@ class Stage:
             needs=needs,
             policy=POLICY,
             on_change=self._note,
-            make_member=self._make,
+            make_process=self._make,
             clock=lambda: self.now_s,
             sleep=self._sleep,
         )
@@ -158,10 +158,10 @@ class Stage:
 
     def die(self, name: str, how: int = -9) -> None:
         """End the current process of a service, and wait until its next process is ready."""
-        before = len(self.members[name])
-        self._in_loop(lambda: self.members[name][-1].exit(Exit.from_return_code(how, 0.0)))
+        before = len(self.processes[name])
+        self._in_loop(lambda: self.processes[name][-1].exit(Exit.from_return_code(how, 0.0)))
         wait_until(
-            lambda: len(self.members[name]) > before and self.state(name) is ServiceState.READY,
+            lambda: len(self.processes[name]) > before and self.state(name) is ServiceState.READY,
             f"{name} is ready again",
         )
 
@@ -171,7 +171,7 @@ class Stage:
         assert done.wait(60)
 
     def _make(self, plan: ComponentPlan, context: AttemptContext) -> Any:
-        return Member(self, plan)
+        return FakeServiceProcess(self, plan)
 
     def _note(self, report: ServiceReport) -> None:
         self.reports[report.name] = report
@@ -215,7 +215,7 @@ def test_dead_service_is_restarted_and_reports_the_reason(stages: list[Stage]) -
     assert report.died_at is not None
     assert stage.slept == [1.0]
     # The other services continue.
-    assert len(stage.members["worker"]) == 1
+    assert len(stage.processes["worker"]) == 1
     assert stage.reports["worker"].deaths == 0
 
 
@@ -250,7 +250,10 @@ def test_outliving_children_are_ended_only_with_the_services(
     stage.services.teardown()
 
     assert order == ["start worker", "start worker"]
-    assert [member.was_ended for member in stage.members["worker"]] == [True, True]
+    assert [service_process.was_ended for service_process in stage.processes["worker"]] == [
+        True,
+        True,
+    ]
 
 
 def test_service_is_restarted_after_the_service_it_needs(stages: list[Stage]) -> None:
@@ -261,7 +264,7 @@ def test_service_is_restarted_after_the_service_it_needs(stages: list[Stage]) ->
     stage.order.clear()
 
     stage.die("head")
-    wait_until(lambda: len(stage.members["node"]) == 2, "the node is started again")
+    wait_until(lambda: len(stage.processes["node"]) == 2, "the node is started again")
     wait_until(lambda: stage.state("node") is ServiceState.READY, "the node is ready again")
 
     assert stage.order.index("start head") < stage.order.index("start node")
@@ -277,7 +280,7 @@ def test_service_that_fails_for_minutes_ends_all_services(stages: list[Stage]) -
         stage.services.start(name)
     stage.scripts["server"] = ["port taken"] * 100
 
-    stage._in_loop(lambda: stage.members["server"][-1].exit(Exit.from_return_code(-9, 0.0)))
+    stage._in_loop(lambda: stage.processes["server"][-1].exit(Exit.from_return_code(-9, 0.0)))
     stage.services.wait_over()
 
     assert stage.services.failure is not None
@@ -286,7 +289,7 @@ def test_service_that_fails_for_minutes_ends_all_services(stages: list[Stage]) -
     assert sum(stage.slept) > POLICY.give_up_after_s
     assert stage.state("server") is ServiceState.GIVEN_UP
     assert stage.services.teardown() == {}
-    assert stage.members["worker"][0].was_ended
+    assert stage.processes["worker"][0].was_ended
 
 
 @pytest.mark.parametrize("script", ["exits", "port taken"])
@@ -339,8 +342,8 @@ def test_service_whose_end_raises_an_error_does_not_keep_the_others_alive(
     async def fail() -> tuple[int | str, ...]:
         raise RuntimeError("a bug")
 
-    stage.members["worker"][-1].end = fail  # type: ignore[method-assign]
+    stage.processes["worker"][-1].end = fail  # type: ignore[method-assign]
     left = stage.services.teardown()
 
-    assert stage.members["server"][-1].was_ended
+    assert stage.processes["server"][-1].was_ended
     assert left == {"worker": ("its end has failed: RuntimeError('a bug')",)}

@@ -41,7 +41,7 @@ class Clock:
 
 @dataclass
 class Trainer:
-    """Fake of a `Member`: a trainer whose saves follow a script."""
+    """Fake of a `RunningComponent`: a trainer whose saves follow a script."""
 
     clock: Clock
     plan: ComponentPlan
@@ -132,7 +132,7 @@ def make_scene(
     trainer = Trainer(clock=clock, plan=plan)
     events: Events = []
     time_to_save = TimeToSave(
-        members=lambda: [trainer],  # type: ignore[list-item]
+        components=lambda: [trainer],  # type: ignore[list-item]
         emit=lambda name, component=None, **fields: events.append((name, fields)),
         clock=clock.read,
         monotonic=clock.read,
