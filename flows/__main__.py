@@ -1,7 +1,7 @@
 """The process of a flow run: `python -P -m flows FLOW_RUN_ID`. Muster's worker starts the process.
 
 With `--template`, the process is a fork server, which imports all modules in advance. The processes
-that are forked from it each execute a flow run or a `muster train`. See tasks/queue/zygote.py.
+that are forked from it each execute a flow run or a `muster train`. See tasks/queue/fork_server.py.
 
 This module imports Muster's package `flows` before Prefect imports a flow. Prefect puts the working
 directory of the run, which is the project of a user, first on the import path. The project may also
@@ -15,7 +15,7 @@ import warnings
 import flows.train  # noqa: F401
 from tasks import command
 from tasks.processes.signals import expect_one_run
-from tasks.queue.zygote import TEMPLATE, serve
+from tasks.queue.fork_server import TEMPLATE, serve
 from tasks.server.flow_process import retry_while_server_starts, share_ssl_contexts
 
 if __name__ == "__main__":

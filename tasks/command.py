@@ -19,7 +19,7 @@ from typing import Any
 
 from cyclopts import App, Group
 
-from tasks.queue.warm import run_in_fork
+from tasks.queue.forked_commands import run_in_fork
 from tasks.record.places import muster_home
 from tasks.show.arguments import DEFAULT, EXIT_INVALID, run
 from tasks.spec.formatting import suggest_name

@@ -47,6 +47,7 @@ from tasks.processes.identity import host_name
 from tasks.processes.registry import teardown_s
 from tasks.processes.temporary import use_own_temporary_folder
 from tasks.queue.decision import SchedulingPass
+from tasks.queue.fork_server import ENGINE, ForkServer, find_own_flow
 from tasks.queue.gate import Gate
 from tasks.queue.grants import state_of
 from tasks.queue.lease import LeaseLost
@@ -56,7 +57,6 @@ from tasks.queue.reasons import offered_message
 from tasks.queue.scheduling_pass import make_queue_view
 from tasks.queue.settings import PoolSettings
 from tasks.queue.tables import QueueArtifacts
-from tasks.queue.zygote import ENGINE, ForkServer, find_own_flow
 from tasks.server.events import Announcer
 from tasks.server.flow_process import share_ssl_contexts
 from tasks.server.flow_runs import UPKEEP_FLOWS, ServerAway

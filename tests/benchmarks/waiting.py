@@ -57,7 +57,7 @@ def measure(*, quick: bool) -> Result:
                 if number == 1:
                     worker_percent = cpu_percent({"": tree_of(worker.pid)}, window_s)[""]
                     worker_mb = memory_mb(worker.pid)[1]
-                    zygote_mb = sum(memory_mb(pid)[1] for pid in tree.children(worker.pid))
+                    fork_server_mb = sum(memory_mb(pid)[1] for pid in tree.children(worker.pid))
         say("  all runs read in each pass")
         with_full_reads = []
         with temporary_settings({PREFECT_API_URL: pool.ground.api}):
@@ -94,6 +94,11 @@ def measure(*, quick: bool) -> Result:
             ),
             Row(way="Muster: the worker", values=[worker_percent], unit="%", is_detail=True),
             Row(way="the worker, memory (PSS)", values=[worker_mb], unit="MB", is_detail=True),
-            Row(way="its zygote, memory (PSS)", values=[zygote_mb], unit="MB", is_detail=True),
+            Row(
+                way="the fork server, memory (PSS)",
+                values=[fork_server_mb],
+                unit="MB",
+                is_detail=True,
+            ),
         ],
     )

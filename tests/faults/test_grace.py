@@ -228,12 +228,13 @@ def by_ctrl_c(scene: Scene) -> None:
 
 
 def by_ctrl_c_of_forked_run(scene: Scene) -> None:
-    """Press Ctrl-C in a terminal of `muster train`, whose run is forked from the zygote.
+    """Press Ctrl-C in a terminal of `muster train`, whose run is forked from the fork server.
 
-    The zygote is a process of the worker that has imported Muster. A fork of it starts quickly.
+    The fork server is a process of the worker that has imported Muster. A fork of it starts
+    quickly.
     """
     scene.worker = scene.pool.start_worker()
-    until_late((scene.pool.ground.home / "zygote").is_socket, "a zygote")
+    until_late((scene.pool.ground.home / "zygote").is_socket, "a fork server")
     for terminal in scene.started(MUSTER, "train", terminals=True):
         terminal.press(CTRL_C)
 
@@ -274,7 +275,7 @@ WAYS: dict[str, Callable[[Scene], None]] = {
     "SIGINT to a pipeline": by_interrupt_of_pipeline,
     "cancel of a pipeline": by_cancel_of_pipeline,
     "Ctrl-C in the terminal": by_ctrl_c,
-    "Ctrl-C, forked by the zygote": by_ctrl_c_of_forked_run,
+    "Ctrl-C, forked by the fork server": by_ctrl_c_of_forked_run,
     "the terminal closes": by_closed_terminal,
     "SIGTERM twice to the command": partial(by_signal_to_command, signals=[TERM, TERM]),
     "SIGHUP and SIGTERM to the command": partial(by_signal_to_command, signals=[HUP, TERM]),

@@ -1,7 +1,7 @@
-"""Runs whose flow process is forked from the worker's zygote, a process with all imports loaded.
+"""Runs whose flow process is forked from the fork server of the worker.
 
 The tests compare the kernel's view of these processes with ordinary flow processes, and kill the
-worker's zygote, the run's process or the command.
+worker's fork server, the run's process or the command.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import pytest
 import yaml
 
 from tasks.processes.tree import descendants, read_environment
-from tasks.queue.zygote import ENGINE, ForkServer
+from tasks.queue.fork_server import ENGINE, ForkServer
 from tests.support.gang_pool import GangPool, gang_pool
 from tests.support.ground import Run, sleepers, until
 
@@ -54,19 +54,19 @@ def list_children(pid: int) -> set[int]:
     return {*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())}
 
 
-def wait_for_zygote(worker: int) -> int:
-    """Wait until the worker has a zygote that is ready, and return the zygote's pid.
+def wait_for_fork_server(worker: int) -> int:
+    """Wait until the worker has a fork server that is ready, and return the fork server's pid.
 
-    The zygote is a process with all imports loaded. Flow processes are forked from it.
+    The fork server is a process with all imports loaded. Flow processes are forked from it.
     """
 
-    def find_zygote() -> int:
+    def find_fork_server() -> int:
         for pid in list_children(worker):
             if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"muster: ready"):
                 return pid
         return 0
 
-    return until(find_zygote, "the worker has a ready zygote")
+    return until(find_fork_server, "the worker has a ready fork server")
 
 
 def read_parent(pid: int) -> int:
@@ -89,12 +89,12 @@ def count_crashes(run: Run) -> int:
 @pytest.mark.thorough
 def test_forked_flow_process_looks_like_a_started_flow_process(pool: GangPool) -> None:
     worker = pool.start_worker()
-    zygote = wait_for_zygote(worker.pid)
+    fork_server = wait_for_fork_server(worker.pid)
     run, pid = start_run(pool)
     proc_directory = Path(f"/proc/{pid}")
 
-    assert read_auxiliary_vector(pid) == read_auxiliary_vector(zygote)
-    assert len(os.listdir(f"/proc/{zygote}/task")) == 1
+    assert read_auxiliary_vector(pid) == read_auxiliary_vector(fork_server)
+    assert len(os.listdir(f"/proc/{fork_server}/task")) == 1
     # `reconcile`, the queue, `deployments.stack.runs` and `ps` find the process by its
     # parent, its variables and its command line.
     assert read_parent(pid) == worker.pid
@@ -112,18 +112,20 @@ def test_forked_flow_process_looks_like_a_started_flow_process(pool: GangPool) -
         == Path(f"/proc/{worker.pid}/cgroup").read_text()
     )
 
-    # A zygote is a process with all imports loaded, from which flow processes are forked. A running
-    # run does not need it any more, and the next run is forked from a new zygote.
-    os.kill(zygote, signal.SIGKILL)
-    new_zygote = until(
-        lambda: wait_for_zygote(worker.pid) != zygote and wait_for_zygote(worker.pid),
-        "the worker has a new zygote",
+    # A fork server is a process with all imports loaded, from which flow processes are forked. A
+    # running run does not need it any more, and the next run is forked from a new fork server.
+    os.kill(fork_server, signal.SIGKILL)
+    new_fork_server = until(
+        lambda: (
+            wait_for_fork_server(worker.pid) != fork_server and wait_for_fork_server(worker.pid)
+        ),
+        "the worker has a new fork server",
     )
     os.kill(pid, signal.SIGKILL)
     run.until_state("CRASHED")
     next_run, next_pid = start_run(pool, lasts_s=5.0)
 
-    assert read_auxiliary_vector(next_pid) == read_auxiliary_vector(new_zygote)
+    assert read_auxiliary_vector(next_pid) == read_auxiliary_vector(new_fork_server)
     assert count_crashes(run) == 1
     assert next_run.until_state("COMPLETED")
 
@@ -135,20 +137,22 @@ def test_train_command_forwards_its_signals_to_the_forked_process(
     pool: GangPool, tmp_path: Path, signum: int
 ) -> None:
     worker = pool.start_worker()
-    zygote = wait_for_zygote(worker.pid)
-    until((pool.ground.home / "zygote").is_socket, "the zygote accepts commands")
+    fork_server = wait_for_fork_server(worker.pid)
+    until((pool.ground.home / "zygote").is_socket, "the fork server accepts commands")
     spec_file = tmp_path / "spec.yaml"
     spec_file.write_text(yaml.safe_dump(sleepers()))
 
     def list_forked() -> list[int]:
-        """Return the pids of processes that were forked from the zygote, except its own children.
+        """Return the pids of processes that were forked from the fork server.
 
-        A zygote is a process with all imports loaded, from which flow processes are forked.
+        A fork server is a process with all imports loaded, from which flow processes are forked.
         """
         pids = []
         for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
             with suppress(OSError):
-                if read_auxiliary_vector(pid) == read_auxiliary_vector(zygote) and zygote not in (
+                if read_auxiliary_vector(pid) == read_auxiliary_vector(
+                    fork_server
+                ) and fork_server not in (
                     pid,
                     read_parent(pid),
                 ):
@@ -184,7 +188,7 @@ def test_forked_process_ignores_the_signals_that_its_command_ignores(
     pool: GangPool, tmp_path: Path
 ) -> None:
     pool.start_worker()
-    until((pool.ground.home / "zygote").is_socket, "the zygote accepts commands")
+    until((pool.ground.home / "zygote").is_socket, "the fork server accepts commands")
     trained = tmp_path / "trained.txt"
     stop = tmp_path / "stop"
     code = (
@@ -240,15 +244,15 @@ def held_server() -> Iterator[tuple[str, threading.Event, list[str]]]:
 
 
 async def start_process(
-    zygote: ForkServer, env: Mapping[str, str], cwd: Path
+    fork_server: ForkServer, env: Mapping[str, str], cwd: Path
 ) -> tuple[asyncio.Task[None], Any]:
     """Start the flow process of a run; return a task that ends with the process, and the process.
 
-    The process is forked from the zygote, a process with all imports loaded, if possible.
+    The process is forked from the fork server, a process with all imports loaded, if possible.
     """
     started: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     ended_task = asyncio.create_task(
-        zygote.run_process(
+        fork_server.run_process(
             [*ENGINE, FLOW_RUN],
             env={**os.environ, **env},
             cwd=cwd,
@@ -267,29 +271,29 @@ async def _until(is_true: Callable[[], object]) -> None:
             await asyncio.sleep(0.02)
 
 
-def test_process_of_a_run_is_forked_and_survives_its_zygote(
+def test_process_of_a_run_is_forked_and_survives_its_fork_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.queue.zygote._FORKS_WITHIN_S", 2.0)
+    monkeypatch.setattr("tasks.queue.fork_server._FORKS_WITHIN_S", 2.0)
     children_before = list_children(os.getpid())
 
     async def scenario() -> None:
-        zygote = ForkServer()
-        zygote.start()
+        fork_server = ForkServer()
+        fork_server.start()
         try:
-            await _until(lambda: zygote.is_ready)
-            first_zygote = wait_for_zygote(os.getpid())
-            assert len(os.listdir(f"/proc/{first_zygote}/task")) == 1
+            await _until(lambda: fork_server.is_ready)
+            first_fork_server = wait_for_fork_server(os.getpid())
+            assert len(os.listdir(f"/proc/{first_fork_server}/task")) == 1
             with held_server() as (api, permit, requested_paths):
                 variables = {"PREFECT_API_URL": api, "PREFECT__FLOW_RUN_ID": FLOW_RUN, "OWN": "1"}
-                ended_task, process = await start_process(zygote, variables, tmp_path)
+                ended_task, process = await start_process(fork_server, variables, tmp_path)
                 await _until(lambda: requested_paths)
                 pid = process.pid
                 proc_directory = Path(f"/proc/{process.pid}")
 
                 # `reconcile`, the queue, `deployments.stack.runs` and `ps` find the process by its
                 # parent, its variables and its command line.
-                assert read_auxiliary_vector(pid) == read_auxiliary_vector(first_zygote)
+                assert read_auxiliary_vector(pid) == read_auxiliary_vector(first_fork_server)
                 assert read_parent(pid) == os.getpid()
                 assert proc_directory.joinpath("cmdline").read_text().rstrip("\0").split("\0") == [
                     *ENGINE,
@@ -300,15 +304,15 @@ def test_process_of_a_run_is_forked_and_survives_its_zygote(
                 assert proc_directory.joinpath("cwd").readlink() == tmp_path
                 assert proc_directory.joinpath("fd/0").readlink() == Path("/dev/null")
 
-                # The forked process survives the death of the zygote from which it was forked.
-                # Without a zygote, the next run starts an ordinary process. Then a new zygote is
-                # made for later runs.
-                os.kill(first_zygote, signal.SIGKILL)
-                await _until(lambda: not zygote.is_ready)
-                cold_ended, cold = await start_process(zygote, variables, tmp_path)
+                # The forked process survives the death of the fork server from which it was forked.
+                # Without a fork server, the next run starts an ordinary process. Then a new fork
+                # server is made for later runs.
+                os.kill(first_fork_server, signal.SIGKILL)
+                await _until(lambda: not fork_server.is_ready)
+                cold_ended, cold = await start_process(fork_server, variables, tmp_path)
                 assert read_auxiliary_vector(cold.pid) != read_auxiliary_vector(pid)
-                await _until(lambda: zygote.is_ready)
-                assert wait_for_zygote(os.getpid()) != first_zygote
+                await _until(lambda: fork_server.is_ready)
+                assert wait_for_fork_server(os.getpid()) != first_fork_server
                 os.kill(cold.pid, signal.SIGKILL)
                 await cold_ended
                 permit.set()
@@ -316,14 +320,14 @@ def test_process_of_a_run_is_forked_and_survives_its_zygote(
                 assert (process.returncode, cold.returncode) == (1, -signal.SIGKILL)
                 assert f"/api/flow_runs/{FLOW_RUN}" in requested_paths
 
-                # The zygote, from which processes of runs are forked, is suspended. Then exactly
-                # one ordinary process is started instead.
-                os.kill(wait_for_zygote(os.getpid()), signal.SIGSTOP)
-                cold_ended, cold = await start_process(zygote, variables, tmp_path)
+                # The fork server, from which processes of runs are forked, is suspended. Then
+                # exactly one ordinary process is started instead.
+                os.kill(wait_for_fork_server(os.getpid()), signal.SIGSTOP)
+                cold_ended, cold = await start_process(fork_server, variables, tmp_path)
                 await cold_ended
                 assert cold.returncode == 1
         finally:
-            zygote.close()
+            fork_server.close()
         assert not list_children(os.getpid()) - children_before
 
     asyncio.run(scenario())

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from tasks.command import main
-from tasks.queue import warm
+from tasks.queue import forked_commands
 from tasks.record.places import (
     keep_private,
     kept_secret,
@@ -282,7 +282,7 @@ def test_verbs_do_nothing_in_an_untrusted_home_and_exit_with_2(
 
 @needs_another_user
 @pytest.mark.parametrize("owner", ["theirs", "sticky", "open"])
-def test_attacker_s_zygote_receives_no_data_of_a_training(
+def test_attacker_s_fork_server_receives_no_data_of_a_training(
     shared: Path, tmp_path: Path, owner: str
 ) -> None:
     home = shared / "home"
@@ -313,13 +313,13 @@ def test_attacker_s_zygote_receives_no_data_of_a_training(
 
 
 @needs_another_user
-def test_zygote_of_another_user_receives_nothing_even_if_the_victim_owns_its_socket_file(
+def test_fork_server_of_another_user_receives_nothing_even_if_the_victim_owns_its_socket_file(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The victim asks the kernel which user listens on the socket of the zygote.
+    """The victim asks the kernel which user listens on the socket of the fork server.
 
-    The zygote is the process from which `muster` commands are forked. The owner of its socket file
-    does not matter.
+    The fork server is the process from which `muster` commands are forked. The owner of its socket
+    file does not matter.
     """
     monkeypatch.setenv("HF_TOKEN", SECRET)
     home.chmod(0o777)
@@ -328,8 +328,8 @@ def test_zygote_of_another_user_receives_nothing_even_if_the_victim_owns_its_soc
         (home / "zygote").chmod(0o700)
         home.chmod(0o700)
 
-        code = warm.run_in_fork(["train", "spec.yaml"])
-        taken_over = warm.open_listener()
+        code = forked_commands.run_in_fork(["train", "spec.yaml"])
+        taken_over = forked_commands.open_listener()
         received = received_bytes()
 
     assert code is None
@@ -340,7 +340,7 @@ def test_zygote_of_another_user_receives_nothing_even_if_the_victim_owns_its_soc
 
 
 @needs_another_user
-def test_zygote_rejects_a_request_of_another_user(shared: Path) -> None:
+def test_fork_server_rejects_a_request_of_another_user(shared: Path) -> None:
     place = shared / "door"
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(place))
@@ -348,7 +348,7 @@ def test_zygote_rejects_a_request_of_another_user(shared: Path) -> None:
     listener.listen()
 
     def send_request() -> None:
-        """Send the zygote, as the attacker, a request to run `muster ls`."""
+        """Send the fork server, as the attacker, a request to run `muster ls`."""
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(str(place))
             content = json.dumps(
@@ -357,7 +357,7 @@ def test_zygote_rejects_a_request_of_another_user(shared: Path) -> None:
                     "argv": ["muster"],
                     "env": {},
                     "cwd": "/",
-                    "made_of": warm._describe_code(),
+                    "made_of": forked_commands._describe_code(),
                 }
             )
             socket.send_fds(connection, [content.encode() + b"\n"], [0, 1, 2])
@@ -366,5 +366,5 @@ def test_zygote_rejects_a_request_of_another_user(shared: Path) -> None:
     with attacking(send_request):
         connection, _ = listener.accept()
         with connection, pytest.raises(PermissionError, match=str(ATTACKER)):
-            warm.Caller.receive(connection)
+            forked_commands.Caller.receive(connection)
     listener.close()

@@ -4,9 +4,9 @@
          ^------------ pidfd / "go" / exit code -------------------------'
 
 The fork server is a process of the worker that has already imported Prefect and Muster, see
-`tasks.queue.zygote`. A process that is forked from it starts faster, because it need not import
-them again. It takes over everything that a child process would inherit from the `muster train`
-command: environment, open files, limits and ignored signals.
+`tasks.queue.fork_server`. A process that is forked from it starts faster, because it need not
+import them again. It takes over everything that a child process would inherit from the `muster
+train` command: environment, open files, limits and ignored signals.
 
 The `muster train` command keeps the terminal and waits for the forked process. It forwards signals
 to the forked process. If the command is killed, the kernel also kills the forked process.
@@ -71,8 +71,8 @@ def run_in_fork(words: Sequence[str]) -> int | None:
         fork server.
     """
     ignored = ignored_signals()
-    with socket.socket(socket.AF_UNIX) as zygote:
-        zygote.settimeout(_ANSWERS_WITHIN_S)
+    with socket.socket(socket.AF_UNIX) as fork_server:
+        fork_server.settimeout(_ANSWERS_WITHIN_S)
         order = {
             "words": [*words],
             "argv": sys.orig_argv,
@@ -82,14 +82,14 @@ def run_in_fork(words: Sequence[str]) -> int | None:
             "ignored": sorted(ignored),
         }
         try:
-            zygote.connect(str(muster_home() / _SOCKET_NAME))
+            fork_server.connect(str(muster_home() / _SOCKET_NAME))
             # The request (`order`) contains all environment variables, which may be secret. The
             # next line checks that the process at the other end of the socket belongs to this user.
-            require_own_peer(zygote)
+            require_own_peer(fork_server)
             content = json.dumps(order).encode() + b"\n"
-            socket.send_fds(zygote, [content[:1]], [0, 1, 2])
-            zygote.sendall(content[1:])
-            _message, files, *_ = socket.recv_fds(zygote, 1, 1)
+            socket.send_fds(fork_server, [content[:1]], [0, 1, 2])
+            fork_server.sendall(content[1:])
+            _message, files, *_ = socket.recv_fds(fork_server, 1, 1)
         except OSError:
             return None
         if not files:
@@ -98,12 +98,12 @@ def run_in_fork(words: Sequence[str]) -> int | None:
         [run_pidfd] = files
         for signum in set(_FORWARDED_SIGNALS) - ignored:
             signal.signal(signum, lambda signum, _frame: _forward_signal(run_pidfd, signum))
-        zygote.settimeout(None)
+        fork_server.settimeout(None)
         with suppress(OSError):
-            zygote.send(b"g")
+            fork_server.send(b"g")
         exit_code = b""
         with suppress(OSError):
-            exit_code = zygote.recv(16)
+            exit_code = fork_server.recv(16)
         select.select([run_pidfd], [], [])
         ignore_until_exit()
     # A process that ended without sending its exit code was killed.

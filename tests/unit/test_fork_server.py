@@ -12,7 +12,7 @@ from uuid import uuid4
 import pytest
 from prefect.client.schemas.responses import DeploymentResponse
 
-from tasks.queue import zygote
+from tasks.queue import fork_server
 from tests.support.ground import ROOT
 
 STEP = "prefect.deployments.steps.set_working_directory"
@@ -31,9 +31,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     home = tmp_path / "home"
     logging = SimpleNamespace(config_path=home / "logging.yml")
     settings = SimpleNamespace(profiles_path=home / "profiles.toml", logging=logging)
-    monkeypatch.setattr(zygote, "get_current_settings", lambda: settings)
-    monkeypatch.setattr(zygote, "_ROOT", tmp_path / "project")
-    monkeypatch.setattr(zygote, "_IMPORT_PATH", [str(tmp_path / "packages")])
+    monkeypatch.setattr(fork_server, "get_current_settings", lambda: settings)
+    monkeypatch.setattr(fork_server, "_ROOT", tmp_path / "project")
+    monkeypatch.setattr(fork_server, "_IMPORT_PATH", [str(tmp_path / "packages")])
     monkeypatch.chdir(home)
     return tmp_path
 
@@ -75,22 +75,22 @@ def change_time(path: Path) -> None:
 def test_fingerprint_changes_with_each_imported_file(
     place: Path, change: Callable[[Path], object]
 ) -> None:
-    before = zygote.fingerprint()
-    assert zygote.fingerprint() == before
+    before = fork_server.fingerprint()
+    assert fork_server.fingerprint() == before
 
     change(place)
 
-    assert zygote.fingerprint() != before
+    assert fork_server.fingerprint() != before
 
 
 def test_fingerprint_ignores_caches_and_logs_in_a_checkout(place: Path) -> None:
-    before = zygote.fingerprint()
+    before = fork_server.fingerprint()
 
     (place / "project/tasks/__pycache__").mkdir()
     (place / "project/tasks/__pycache__/gate.pyc").touch()
     (place / "project/run.log").touch()
 
-    assert zygote.fingerprint() == before
+    assert fork_server.fingerprint() == before
 
 
 @pytest.mark.parametrize(
@@ -108,9 +108,11 @@ def test_fingerprint_ignores_caches_and_logs_in_a_checkout(place: Path) -> None:
 def test_run_with_other_startup_variables_is_not_forked(
     variables: dict[str, str], is_allowed: bool
 ) -> None:
-    zygote_env = {"PATH": "/bin", "LANG": "C.UTF-8", "PYTHONSAFEPATH": "1"}
+    fork_server_env = {"PATH": "/bin", "LANG": "C.UTF-8", "PYTHONSAFEPATH": "1"}
 
-    result = zygote.may_be_forked({**zygote_env, **variables}, zygote_env, max_bytes=4096)
+    result = fork_server.may_be_forked(
+        {**fork_server_env, **variables}, fork_server_env, max_bytes=4096
+    )
 
     assert result is is_allowed
 
@@ -142,4 +144,4 @@ def deployment(entrypoint: str, *steps: dict[str, Any]) -> DeploymentResponse:
 def test_own_flow_of_a_deployment_is_found(
     entrypoint: str, steps: list[dict[str, Any]], expected: tuple[str | None, Path | None]
 ) -> None:
-    assert zygote.find_own_flow(deployment(entrypoint, *steps)) == expected
+    assert fork_server.find_own_flow(deployment(entrypoint, *steps)) == expected

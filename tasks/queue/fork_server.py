@@ -49,7 +49,7 @@ from prefect.utilities.processutils import run_process
 import tasks
 from tasks.processes import tree
 from tasks.processes.own_modules import make_own_command
-from tasks.queue.warm import Caller, open_listener
+from tasks.queue.forked_commands import Caller, open_listener
 
 _log = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ def serve(control: int, code_fingerprint: str) -> Caller | None:
     tree.die_with_parent(os.getppid())
     worker = socket.socket(fileno=control)
     process_texts = _ProcessTexts()
-    zygote_pid = os.getpid()
+    fork_server_pid = os.getpid()
     # With its original command line, the fork server would look like a flow run in the output of
     # `ps`.
     process_texts.show(["muster: importing modules for runs"])
@@ -130,7 +130,7 @@ def serve(control: int, code_fingerprint: str) -> Caller | None:
         # A fork copies only one thread. Locks that other threads hold at that time would stay
         # locked forever in the forked process.
         raise SystemExit("an imported module has started a thread, so runs cannot be forked")
-    zygote_logging = _read_logging_settings()
+    fork_server_logging = _read_logging_settings()
     gc.collect()
     gc.freeze()
     process_texts.show(["muster: ready to start runs"])
@@ -155,15 +155,15 @@ def serve(control: int, code_fingerprint: str) -> Caller | None:
         try:
             for open_socket in sockets:
                 open_socket.close()
-            _leave_zygote()
+            _leave_fork_server()
             channel, *outputs = files
             if outputs:
                 caller = None
                 _become_flow_run(process_texts, channel, *outputs)
             else:
-                caller = _become_training(process_texts, channel, zygote_pid, code_fingerprint)
+                caller = _become_training(process_texts, channel, fork_server_pid, code_fingerprint)
             prefect.context.refresh_global_settings_context()
-            if _read_logging_settings() != zygote_logging:
+            if _read_logging_settings() != fork_server_logging:
                 for name in get_current_settings().logging.extra_loggers or ():
                     logging.getLogger(name).handlers.clear()
                 setup_logging(incremental=False)
@@ -173,7 +173,7 @@ def serve(control: int, code_fingerprint: str) -> Caller | None:
             os._exit(1)
 
 
-def _leave_zygote() -> None:
+def _leave_fork_server() -> None:
     """Fork this process again, end the parent process, and continue in the child process.
 
     The kernel then gives the child process a new parent: the worker if the worker is a subreaper,
@@ -213,7 +213,7 @@ def _become_flow_run(process_texts: _ProcessTexts, channel: int, *outputs: int) 
 
 
 def _become_training(
-    process_texts: _ProcessTexts, channel: int, zygote_pid: int, code_fingerprint: str
+    process_texts: _ProcessTexts, channel: int, fork_server_pid: int, code_fingerprint: str
 ) -> Caller:
     """Turn this forked process into the process that does the work of a `muster train` command.
 
@@ -223,7 +223,7 @@ def _become_training(
     Args:
         process_texts: Command line and environment of this process in `/proc`.
         channel: File descriptor of the socket to the command.
-        zygote_pid: Process id of the fork server.
+        fork_server_pid: Process id of the fork server.
         code_fingerprint: Fingerprint of the files that the fork server has imported.
 
     Returns:
@@ -234,7 +234,7 @@ def _become_training(
         if fingerprint() != code_fingerprint:
             # An imported file has changed, so a new fork server is needed. The worker starts it
             # when it notices that the old fork server was killed.
-            os.kill(zygote_pid, signal.SIGKILL)
+            os.kill(fork_server_pid, signal.SIGKILL)
             os._exit(0)
         is_suitable = may_be_forked(caller.env, os.environ, process_texts.environment_bytes)
         if not is_suitable or not caller.receive_permission():
@@ -447,17 +447,17 @@ class ForkServer:
         """
         self.close()
         self._code_fingerprint = fingerprint()
-        own_socket, zygote_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        own_socket, fork_server_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         own_socket.setblocking(False)
-        with zygote_socket:
+        with fork_server_socket:
             # The command line of a run must fit into the memory of the fork server's command line.
             # So the last argument is padded with spaces to 80 characters.
             self._process = subprocess.Popen(
-                [*ENGINE, TEMPLATE, self._code_fingerprint, f"{zygote_socket.fileno():80}"],
+                [*ENGINE, TEMPLATE, self._code_fingerprint, f"{fork_server_socket.fileno():80}"],
                 env={**_current_environment(), _SPARE_VARIABLE: "x" * _SPARE_BYTES},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                pass_fds=[zygote_socket.fileno()],
+                pass_fds=[fork_server_socket.fileno()],
                 start_new_session=True,
             )
         self._control = own_socket
