@@ -26,12 +26,12 @@ from tasks.processes.devices import DeviceHeld, DeviceLease, Devices, format_dev
 from tasks.processes.identity import host_name
 from tasks.queue import grants
 from tasks.queue.decision import Refused, SchedulingPass
-from tasks.queue.gate import Gate
 from tasks.queue.grants import PENDING_RESOURCES, Grant
 from tasks.queue.lease import LeaseLost
 from tasks.queue.ledger import FLOW, GANG_POOLS, LedgerReader, parse_request
 from tasks.queue.nodes import Capacity
 from tasks.queue.reasons import steady_part
+from tasks.queue.scheduler import Scheduler
 from tasks.queue.settings import (
     CLUSTER_OF_POOL,
     DEFAULT_POOL,
@@ -161,7 +161,7 @@ class _Admission:
             self._capacity = Capacity(
                 includes_this_machine=not flow_run.work_pool_name, own_cluster=own_cluster
             )
-        gate = Gate(client, capacity=self._capacity, announce=announce_run_event)
+        scheduler = Scheduler(client, capacity=self._capacity, announce=announce_run_event)
         if not self._is_queued:
             await self._send_beat(client)
             await self._set_state(client, PENDING_RESOURCES, "waits for its gang of GPUs")
@@ -169,7 +169,7 @@ class _Admission:
 
         never_refused: tuple[UUID, ...] = () if self._is_first_attempt else (self._id,)
         while True:
-            scheduling_pass, _ = await gate.decide(
+            scheduling_pass, _ = await scheduler.decide(
                 lambda entry, _nodes: entry.id == self._id and entry.waits_in_process,
                 never_refused=never_refused,
             )

@@ -1,7 +1,8 @@
 """One scheduling pass: its input facts, and the decisions that follow from these facts.
 
 The decisions are which runs start, on which nodes, and why each other run waits. This module does
-no I/O. The module `scheduling_pass` reads the facts, and the module `gate` writes the decisions.
+no I/O. The module `scheduling_pass` reads the facts, and the module `scheduler` writes the
+decisions.
 
 The Prefect server stores which GPUs each run was granted. A Ray cluster reports which GPUs each run
 uses. The two can differ: Ray may place a run on other nodes than the granted nodes, and a run uses

@@ -214,7 +214,7 @@ class HeldLease:
 
 
 @dataclass(slots=True)
-class GateLease:
+class SchedulingLease:
     """Takes and returns the scheduling lease, a lock on the Prefect server, for one process.
 
     Several tasks of an asyncio loop may use one instance. The tasks get the lease one after the

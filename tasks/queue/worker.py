@@ -48,12 +48,12 @@ from tasks.processes.registry import teardown_s
 from tasks.processes.temporary import use_own_temporary_folder
 from tasks.queue.decision import SchedulingPass
 from tasks.queue.fork_server import ENGINE, ForkServer, find_own_flow
-from tasks.queue.gate import Gate
 from tasks.queue.grants import state_of
 from tasks.queue.lease import LeaseLost
 from tasks.queue.ledger import TYPE, QueueEntry
 from tasks.queue.nodes import Capacity
 from tasks.queue.reasons import offered_message
+from tasks.queue.scheduler import Scheduler
 from tasks.queue.scheduling_pass import make_queue_view
 from tasks.queue.settings import PoolSettings
 from tasks.queue.tables import QueueArtifacts
@@ -376,7 +376,7 @@ class GangWorker(ProcessWorker):
     _display_name = "Gang"
 
     #: Scheduler of this worker. It decides which waiting runs of all work pools start.
-    _gate: Gate
+    _scheduler: Scheduler
     #: Starts scheduling passes after events, or None before the first poll.
     _waker: Waker | None = None
     #: Time of the last request of this worker for the flow runs of its queues, by the clock of the
@@ -541,7 +541,7 @@ class GangWorker(ProcessWorker):
         #: For each run that this worker, as the leader, has offered to other workers, by flow run
         #: id: the time of the last offer, by the clock of the event loop.
         self._offered_at: dict[UUID, float] = {}
-        self._gate = Gate(
+        self._scheduler = Scheduler(
             self.client,
             capacity=capacity,
             announce=self._announce,
@@ -582,7 +582,7 @@ class GangWorker(ProcessWorker):
             return []
         while self._granted:
             entry = self._granted.popleft()
-            if await self._gate.is_granted(entry):
+            if await self._scheduler.is_granted(entry):
                 self._submitted_last = entry.id
                 flow_run = entry.flow_run
                 # Prefect's worker is woken to call this method again at once, for the next granted
@@ -613,7 +613,7 @@ class GangWorker(ProcessWorker):
 
         self._was_offered = False
         changed = self._waker.take_changed_flow_runs() if self._waker is not None else None
-        scheduling_pass, granted = await self._gate.decide(
+        scheduling_pass, granted = await self._scheduler.decide(
             self._may_start,
             self._submitting_flow_run_ids,
             changed=changed,
@@ -711,7 +711,7 @@ class GangWorker(ProcessWorker):
     async def _write_queue(self, scheduling_pass: SchedulingPass) -> None:
         """Write the state messages of the waiting runs and the artifacts to the server."""
         try:
-            if await self._gate.publish_reasons(scheduling_pass):
+            if await self._scheduler.publish_reasons(scheduling_pass):
                 self._wake_within(0.1)
             for pool in scheduling_pass.ledger.pools:
                 await self._artifacts.show(make_queue_view(scheduling_pass, pool))

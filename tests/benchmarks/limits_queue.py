@@ -20,9 +20,9 @@ import httpx
 from prefect import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from tasks.queue.gate import Gate
 from tasks.queue.grants import Grant
 from tasks.queue.nodes import Capacity
+from tasks.queue.scheduler import Scheduler
 from tests.benchmarks.footprint import cpu_ns, memory_mb, tree_of
 from tests.benchmarks.limits_series import By, database_mb, server_pid
 from tests.benchmarks.report import Missing, Row, say
@@ -227,12 +227,12 @@ async def time_passes(
     capacity = Capacity()
     async with get_client() as client:
         worker = (pool.name, _SERVED)
-        gate = Gate(client, capacity=capacity, home=pool.ground.home, worker=worker)
-        await gate.decide(lambda entry, nodes: True)
+        scheduler = Scheduler(client, capacity=capacity, home=pool.ground.home, worker=worker)
+        await scheduler.decide(lambda entry, nodes: True)
         used_before = time.process_time()
         for _ in range(count):
             began = time.perf_counter()
-            result, granted = await gate.decide(lambda entry, nodes: True, changed=changed)
+            result, granted = await scheduler.decide(lambda entry, nodes: True, changed=changed)
             each_ms.append(1000 * (time.perf_counter() - began))
             assert result.queue and not granted, (len(result.queue), granted)
             await asyncio.sleep(max(0.0, every_s - each_ms[-1] / 1000))

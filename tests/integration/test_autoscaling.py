@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from prefect.client.schemas.objects import State, StateType
 
-from tasks.queue import gate, scheduling_pass
-from tasks.queue.gate import Gate
+from tasks.queue import scheduler as scheduler_module
+from tasks.queue import scheduling_pass
 from tasks.queue.nodes import Capacity
+from tasks.queue.scheduler import Scheduler
 from tasks.queue.settings import PoolSettings, with_settings
 from tasks.queue.worker import GangWorker
 from tasks.ray.dashboard import ListedCluster
@@ -39,7 +40,7 @@ def start_autoscaled_cluster(version: int, max_nodes: int) -> Iterator[RayCluste
 def test_nodes_are_added_for_a_queued_gang_and_removed_after_its_end(
     version: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gate, "GateLease", FreeLease)
+    monkeypatch.setattr(scheduler_module, "SchedulingLease", FreeLease)
     monkeypatch.setattr(scheduling_pass, "find_holders", lambda _variable: SimpleNamespace(pids={}))
     for name, value in RAY_ENV.items():
         monkeypatch.setenv(name, value)
@@ -66,14 +67,14 @@ async def _run_passes_until_nodes_are_gone(server: ScriptedPrefect, run: Any) ->
     """Run scheduling passes of the queue until the run has completed and no GPU node remains."""
     client: Any = server
     capacity = Capacity(within_s=30.0)
-    queue_gate = Gate(client, capacity=capacity)
+    scheduler = Scheduler(client, capacity=capacity)
     deadline = time.monotonic() + WITHIN_S
     counts: list[int] = []
     try:
         while True:
             assert time.monotonic() < deadline, f"nodes with GPUs in each pass: {counts}"
-            queue_state, started = await queue_gate.decide(lambda entry, nodes: True)
-            await queue_gate.publish_reasons(queue_state)
+            queue_state, started = await scheduler.decide(lambda entry, nodes: True)
+            await scheduler.publish_reasons(queue_state)
             for cluster in queue_state.clusters.values():
                 counts.append(sum(node.gpus == 8 for node in cluster.nodes))
             if started:

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from tests.support.gates import Gates, Nursery, overlaps
 from tests.support.ground import Server, until
 from tests.support.prefect_api import ask
+from tests.support.schedulers import Nursery, Schedulers, overlaps
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -40,18 +40,18 @@ def api(prefect_url: str) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def nursery(api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
     """Yield the nursery, a process that forks the scheduler processes of all tests."""
-    with closing(Nursery(api, tmp_path_factory.mktemp("gates") / "log")) as nursery:
+    with closing(Nursery(api, tmp_path_factory.mktemp("schedulers") / "log")) as nursery:
         yield nursery
 
 
 @pytest.fixture
-def gates(nursery: Nursery, tmp_path: Path) -> Iterator[Gates]:
+def schedulers(nursery: Nursery, tmp_path: Path) -> Iterator[Schedulers]:
     """Yield an object that starts scheduler processes; all of them end with the test.
 
     The processes write to a common journal file while they have the scheduler lease.
     """
-    with Gates.of(tmp_path, nursery) as gates:
-        yield gates
+    with Schedulers.of(tmp_path, nursery) as schedulers:
+        yield schedulers
 
 
 def read_leases(api: str) -> list[Any]:
@@ -65,55 +65,60 @@ def has_ended(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-def test_killed_scheduler_is_replaced_at_once_on_its_host(gates: Gates) -> None:
+def test_killed_scheduler_is_replaced_at_once_on_its_host(schedulers: Schedulers) -> None:
     for _ in range(3):
-        gates.start(**NEVER)
+        schedulers.start(**NEVER)
 
     for _ in range(5):
-        victim = gates.holder()
+        victim = schedulers.holder()
         os.kill(victim, signal.SIGKILL)
-        gates.until_decided_without(victim)
-        gates.start(**NEVER)
+        schedulers.until_decided_without(victim)
+        schedulers.start(**NEVER)
 
-    assert overlaps(gates.lines()) == []
+    assert overlaps(schedulers.lines()) == []
 
 
 @pytest.mark.thorough
-def test_killed_scheduler_is_replaced_by_a_scheduler_of_another_host(gates: Gates) -> None:
-    first = gates.start("here", **SOON)
-    gates.until_decided_without()
-    second = gates.start("there", **SOON)
-    gates.until_decided_without(first)
+def test_killed_scheduler_is_replaced_by_a_scheduler_of_another_host(
+    schedulers: Schedulers,
+) -> None:
+    first = schedulers.start("here", **SOON)
+    schedulers.until_decided_without()
+    second = schedulers.start("there", **SOON)
+    schedulers.until_decided_without(first)
 
-    victim = gates.holder()
+    victim = schedulers.holder()
     os.kill(victim, signal.SIGKILL)
-    gates.until_decided_without(victim)
+    schedulers.until_decided_without(victim)
 
-    assert overlaps(gates.lines()) == []
-    assert {pid for pid, _taking, _what in gates.lines()} == {first, second}
+    assert overlaps(schedulers.lines()) == []
+    assert {pid for pid, _taking, _what in schedulers.lines()} == {first, second}
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("host", ["there", "here"])
 def test_suspended_scheduler_writes_nothing_after_another_may_decide(
-    gates: Gates, host: str
+    schedulers: Schedulers, host: str
 ) -> None:
-    victim = gates.start("here", **SOON, writes=1000)
-    os.kill(gates.holder(), signal.SIGSTOP)
-    lines_before = len(gates.lines())
-    gates.start(host, **SOON)
+    victim = schedulers.start("here", **SOON, writes=1000)
+    os.kill(schedulers.holder(), signal.SIGSTOP)
+    lines_before = len(schedulers.lines())
+    schedulers.start(host, **SOON)
 
-    gates.until_decided_without(victim)
+    schedulers.until_decided_without(victim)
     os.kill(victim, signal.SIGCONT)
-    until(lambda: (victim, "lost") in [(p, w) for p, _t, w in gates.lines()[lines_before:]], "lost")
+    until(
+        lambda: (victim, "lost") in [(p, w) for p, _t, w in schedulers.lines()[lines_before:]],
+        "lost",
+    )
 
-    assert overlaps(gates.lines()) == []
+    assert overlaps(schedulers.lines()) == []
 
 
 @pytest.mark.thorough
-def test_terminated_scheduler_releases_the_lease(gates: Gates, api: str) -> None:
-    first = gates.start("here", **NEVER, writes=1000, pause_s=0.1)
-    assert gates.holder() == first
+def test_terminated_scheduler_releases_the_lease(schedulers: Schedulers, api: str) -> None:
+    first = schedulers.start("here", **NEVER, writes=1000, pause_s=0.1)
+    assert schedulers.holder() == first
     leases_before = read_leases(api)
 
     os.kill(first, signal.SIGTERM)
@@ -130,19 +135,19 @@ def test_all_schedulers_decide_again_after_a_restart_of_the_server(tmp_path: Pat
     try:
         with (
             closing(Nursery(server.api, tmp_path / "log")) as nursery,
-            Gates.of(tmp_path, nursery) as gates,
+            Schedulers.of(tmp_path, nursery) as schedulers,
         ):
-            pids = [gates.start(host, **SOON) for host in ("here", "here", "there")]
+            pids = [schedulers.start(host, **SOON) for host in ("here", "here", "there")]
             for pid in pids:
-                gates.until_decided_without(*(other for other in pids if other != pid))
+                schedulers.until_decided_without(*(other for other in pids if other != pid))
 
-            gates.holder()
+            schedulers.holder()
             server.kill()
             server.start()
             for pid in pids:
-                gates.until_decided_without(*(other for other in pids if other != pid))
+                schedulers.until_decided_without(*(other for other in pids if other != pid))
 
-            assert overlaps(gates.lines()) == []
+            assert overlaps(schedulers.lines()) == []
     finally:
         server.kill()
 
@@ -150,15 +155,15 @@ def test_all_schedulers_decide_again_after_a_restart_of_the_server(tmp_path: Pat
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_two_schedulers_never_decide_at_once_while_some_are_killed_or_suspended(
-    gates: Gates,
+    schedulers: Schedulers,
 ) -> None:
     random_source = random.Random(5)
     hosts = ("a", "a", "b", "b", "c")
-    living = [gates.start(host, **SOON, pause_s=0.02) for host in hosts]
+    living = [schedulers.start(host, **SOON, pause_s=0.02) for host in hosts]
     suspended: list[int] = []
 
     for _ in range(30):
-        victim = gates.holder()
+        victim = schedulers.holder()
         match random_source.choice(("kill", "kill", "suspend", "end")):
             case "suspend" if victim in living:
                 os.kill(victim, signal.SIGSTOP)
@@ -167,9 +172,9 @@ def test_two_schedulers_never_decide_at_once_while_some_are_killed_or_suspended(
                 os.kill(victim, signal.SIGTERM)
             case _:
                 os.kill(victim, signal.SIGKILL)
-        living.append(gates.start(random_source.choice(hosts), **SOON, pause_s=0.02))
-        gates.until_decided_without(victim)
+        living.append(schedulers.start(random_source.choice(hosts), **SOON, pause_s=0.02))
+        schedulers.until_decided_without(victim)
         if len(suspended) > 1:
             os.kill(suspended.pop(0), signal.SIGCONT)
 
-    assert overlaps(gates.lines()) == []
+    assert overlaps(schedulers.lines()) == []

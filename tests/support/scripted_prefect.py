@@ -1,4 +1,4 @@
-"""A fake Prefect server in memory, for tests of one scheduler process (`Gate`).
+"""A fake Prefect server in memory, for tests of one scheduler process (`Scheduler`).
 
 The fake has the server's rules for changes of states, as far as cancellation depends on them.
 Before each request, a test can call a function: it changes the server like another client, or it

@@ -150,18 +150,19 @@ def measure() -> Ways:
 
 def measure_wait(ways: Ways) -> None:
     """Trace a run that waits until another run has ended, and add its modules to `ways`."""
-    from tasks.queue import admission, gate, worker
+    from tasks.queue import admission, worker
+    from tasks.queue import scheduler as scheduler_module
     from tasks.queue.nodes import Capacity
     from tasks.queue.settings import PoolSettings, TableNode, with_settings
     from tests.support.scripted_prefect import FreeLease, ScriptedPrefect
 
-    gate.GateLease = FreeLease  # type: ignore[assignment, misc]
+    scheduler_module.SchedulingLease = FreeLease  # type: ignore[assignment, misc]
     table = (TableNode(name="n1", gpus=1),)
     job = worker.GangWorker.get_default_base_job_template()
     server: Any = ScriptedPrefect(with_settings(job, PoolSettings(nodes=table)))
 
     async def wait() -> None:
-        scheduler = gate.Gate(server, capacity=Capacity(), worker=("gang", "n1"))
+        scheduler = scheduler_module.Scheduler(server, capacity=Capacity(), worker=("gang", "n1"))
         spec = {**_RUN, "gang": {"gpus_per_node": 1}}
         pool_id = uuid4()
         first = server.submit(spec, work_pool_id=pool_id)

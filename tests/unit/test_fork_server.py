@@ -26,7 +26,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """
     for folder in ("project/tasks/queue", "packages/prefect-3.8.8.dist-info", "home"):
         (tmp_path / folder).mkdir(parents=True)
-    for file in ("project/tasks/queue/gate.py", "home/profiles.toml", "home/logging.yml"):
+    for file in ("project/tasks/queue/scheduler.py", "home/profiles.toml", "home/logging.yml"):
         (tmp_path / file).write_text("")
     home = tmp_path / "home"
     logging = SimpleNamespace(config_path=home / "logging.yml")
@@ -46,11 +46,12 @@ def change_time(path: Path) -> None:
     "change",
     [
         pytest.param(
-            lambda place: change_time(place / "project/tasks/queue/gate.py"), id="module edited"
+            lambda place: change_time(place / "project/tasks/queue/scheduler.py"),
+            id="module edited",
         ),
         pytest.param(lambda place: (place / "project/tasks/new.py").touch(), id="module added"),
         pytest.param(
-            lambda place: (place / "project/tasks/queue/gate.py").unlink(), id="module removed"
+            lambda place: (place / "project/tasks/queue/scheduler.py").unlink(), id="module removed"
         ),
         pytest.param(
             lambda place: (place / "packages/x-1.dist-info").mkdir(), id="package installed"

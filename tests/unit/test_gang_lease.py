@@ -24,7 +24,7 @@ from prefect.settings import (
 )
 
 from tasks.queue import lease
-from tasks.queue.lease import GateLease, HeldLease, HostLock, LeaseLost
+from tasks.queue.lease import HeldLease, HostLock, LeaseLost, SchedulingLease
 
 pytestmark = pytest.mark.asyncio
 
@@ -139,33 +139,35 @@ def server() -> Server:
 
 
 @pytest.fixture
-def make_lease(server: Server, clock: Clock, tmp_path: Path) -> Callable[..., GateLease]:
+def make_lease(server: Server, clock: Clock, tmp_path: Path) -> Callable[..., SchedulingLease]:
     """Return a function that makes the lease object of a scheduler on a host.
 
     Each host has its own MUSTER_HOME.
     """
 
-    def make(host: str = "here", **changes: Any) -> GateLease:
+    def make(host: str = "here", **changes: Any) -> SchedulingLease:
         transport = httpx.MockTransport(server.answer)
         client = PrefectClient("http://server/api", httpx_settings={"transport": transport})
         scripted = {"clock": clock, "sleep": clock.sleep}
-        return GateLease(client, home=tmp_path / host, **{**scripted, **changes})
+        return SchedulingLease(client, home=tmp_path / host, **{**scripted, **changes})
 
     return make
 
 
-MakeLease = Callable[..., GateLease]
+MakeLease = Callable[..., SchedulingLease]
 
 
 @asynccontextmanager
-async def holding(gate_lease: GateLease, within_s: float = 0.0) -> AsyncIterator[HeldLease]:
-    async with gate_lease.acquire(within_s=within_s) as held:
+async def holding(
+    scheduling_lease: SchedulingLease, within_s: float = 0.0
+) -> AsyncIterator[HeldLease]:
+    async with scheduling_lease.acquire(within_s=within_s) as held:
         assert held is not None
         yield held
 
 
-async def can_take(gate_lease: GateLease, within_s: float = 0.0) -> bool:
-    async with gate_lease.acquire(within_s=within_s) as held:
+async def can_take(scheduling_lease: SchedulingLease, within_s: float = 0.0) -> bool:
+    async with scheduling_lease.acquire(within_s=within_s) as held:
         return held is not None
 
 
@@ -266,12 +268,12 @@ async def test_waiting_scheduler_gets_a_returned_lease_at_once(
 
 
 async def test_tasks_that_share_a_lease_object_take_turns(make_lease: MakeLease) -> None:
-    gate_lease = make_lease()
+    scheduling_lease = make_lease()
     inside: list[str] = []
     holders: list[tuple[str, ...]] = []
 
     async def use(name: str) -> None:
-        async with holding(gate_lease, within_s=60.0):
+        async with holding(scheduling_lease, within_s=60.0):
             inside.append(name)
             await asyncio.sleep(0.001)
             holders.append(tuple(inside))
@@ -304,12 +306,12 @@ async def test_unchanged_lease_is_taken_over_after_its_expiry(
 async def test_time_of_the_first_read_is_kept_between_tries(
     make_lease: MakeLease, server: Server, clock: Clock
 ) -> None:
-    gate_lease = make_lease()
+    scheduling_lease = make_lease()
     server.put()
 
     taken = []
     for _ in range(3):
-        taken.append(await can_take(gate_lease))
+        taken.append(await can_take(scheduling_lease))
         clock.now += 7.5
 
     assert taken == [False, False, True]
@@ -321,10 +323,10 @@ async def test_each_holder_has_its_full_time(
     server.put()
     clock.after(8.0, server.put)
     clock.after(16.0, server.put)
-    gate_lease = make_lease()
+    scheduling_lease = make_lease()
 
-    before = await can_take(gate_lease, within_s=30.0)
-    after = await can_take(gate_lease, within_s=2.0)
+    before = await can_take(scheduling_lease, within_s=30.0)
+    after = await can_take(scheduling_lease, within_s=2.0)
 
     assert (before, after) == (False, True)
 
@@ -338,28 +340,28 @@ async def test_foreign_variable_expires_like_a_lease(make_lease: MakeLease, serv
 async def test_lease_of_a_killed_holder_on_the_same_host_is_taken_at_once(
     make_lease: MakeLease, server: Server, clock: Clock, tmp_path: Path
 ) -> None:
-    gate_lease = make_lease()
-    await can_take(gate_lease)
+    scheduling_lease = make_lease()
+    await can_take(scheduling_lease)
     lock = host_lock(tmp_path)
     lock.try_lock()
     server.put({"holder": "killed", "lock": lock.lock_id})
     lock.unlock()
 
-    assert await can_take(gate_lease)
+    assert await can_take(scheduling_lease)
     assert clock.now < 1001.0
 
 
 async def test_lease_of_a_suspended_holder_is_taken_after_its_expiry(
     make_lease: MakeLease, server: Server, tmp_path: Path
 ) -> None:
-    gate_lease = make_lease()
-    await can_take(gate_lease)
+    scheduling_lease = make_lease()
+    await can_take(scheduling_lease)
     lock = host_lock(tmp_path)
     lock.try_lock()
     server.put({"holder": "suspended", "lock": lock.lock_id})
 
-    early = await can_take(gate_lease, within_s=14.0)
-    late = await can_take(gate_lease, within_s=4.0)
+    early = await can_take(scheduling_lease, within_s=14.0)
+    late = await can_take(scheduling_lease, within_s=4.0)
     lock.unlock()
 
     assert (early, late) == (False, True)
@@ -368,12 +370,12 @@ async def test_lease_of_a_suspended_holder_is_taken_after_its_expiry(
 async def test_living_holder_without_the_host_lock_keeps_the_lease(
     make_lease: MakeLease, tmp_path: Path
 ) -> None:
-    gate_lease = make_lease()
-    await can_take(gate_lease)
+    scheduling_lease = make_lease()
+    await can_take(scheduling_lease)
     lock = host_lock(tmp_path)
     lock.try_lock()
 
-    async with holding(gate_lease, within_s=3.0):
+    async with holding(scheduling_lease, within_s=3.0):
         lock.unlock()
         meanwhile = await can_take(make_lease(), within_s=9.0)
 
@@ -438,10 +440,10 @@ async def test_late_return_of_a_suspended_holder_deletes_no_newer_lease(
 
 async def test_slow_body_is_cancelled(make_lease: MakeLease, server: Server) -> None:
     loop = asyncio.get_running_loop()
-    gate_lease = make_lease(hold_s=0.05, clock=loop.time)
+    scheduling_lease = make_lease(hold_s=0.05, clock=loop.time)
 
     with pytest.raises(LeaseLost, match="Another scheduler may be deciding now"):
-        async with holding(gate_lease):
+        async with holding(scheduling_lease):
             await asyncio.sleep(60)
 
     assert server.lease is None
@@ -479,11 +481,11 @@ async def test_lease_is_returned_after_an_error_of_the_body(
 async def test_repeated_request_of_the_client_still_takes_the_lease(
     make_lease: MakeLease, server: Server
 ) -> None:
-    gate_lease = make_lease()
+    scheduling_lease = make_lease()
     server.faults["POST"].append("answer lost, asked again")
 
     with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 1}):
-        assert await can_take(gate_lease)
+        assert await can_take(scheduling_lease)
     assert server.requests[:2] == ["POST /variables/", "POST /variables/"]
     assert server.lease is None
 
@@ -492,26 +494,26 @@ async def test_unconfirmed_lease_of_the_same_process_is_replaced(
     make_lease: MakeLease, server: Server, tmp_path: Path
 ) -> None:
     (tmp_path / "here").touch()  # so the host has no file lock
-    gate_lease = make_lease()
+    scheduling_lease = make_lease()
     server.faults["POST"].append("answer lost")
 
     with pytest.raises(httpx.ReadError):
-        await can_take(gate_lease)
+        await can_take(scheduling_lease)
     unconfirmed_lease = server.lease
 
     assert unconfirmed_lease is not None
-    assert await can_take(gate_lease)
+    assert await can_take(scheduling_lease)
 
 
 async def test_silent_server_is_given_up(make_lease: MakeLease, server: Server) -> None:
     server.faults["POST"].append("slow")
-    gate_lease = make_lease(hold_s=0.05)
+    scheduling_lease = make_lease(hold_s=0.05)
     asyncio.get_running_loop().call_later(0.2, server.may_answer.set)
 
     with pytest.raises(
         httpx.TimeoutException, match=r"no answer about the scheduler's lease within 0\.05 s"
     ):
-        await can_take(gate_lease)
+        await can_take(scheduling_lease)
 
     # The server stored the lease, but answered after the time-out of the request.
     assert server.lease is None
@@ -526,11 +528,11 @@ async def test_failed_return_does_not_fail_the_body(
     fault: str,
 ) -> None:
     (tmp_path / "here").touch()
-    gate_lease = make_lease()
+    scheduling_lease = make_lease()
     server.faults["DELETE"].append(fault)
 
-    first = await can_take(gate_lease)
-    second = await can_take(gate_lease)
+    first = await can_take(scheduling_lease)
+    second = await can_take(scheduling_lease)
 
     assert (first, second) == (True, True)
     assert "could not be given back" in caplog.text
@@ -593,10 +595,10 @@ async def test_lease_works_without_a_host_lock(
     make_lease: MakeLease, server: Server, tmp_path: Path
 ) -> None:
     (tmp_path / "here").touch()
-    gate_lease = make_lease()
+    scheduling_lease = make_lease()
 
-    taken = [await can_take(gate_lease), await can_take(gate_lease)]
-    async with holding(gate_lease):
+    taken = [await can_take(scheduling_lease), await can_take(scheduling_lease)]
+    async with holding(scheduling_lease):
         meanwhile = await can_take(make_lease(), within_s=5.0)
         assert server.lease is not None
         lock_id = server.lease["value"]["lock"]

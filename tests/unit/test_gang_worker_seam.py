@@ -208,8 +208,8 @@ def test_worker_runs_a_pass_only_if_it_is_offered_a_run_or_the_leader_is_silent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     worker = GangWorker(work_pool_name="gang", name="b")
-    gate = SchedulerOfAnotherLeader(0, 0, 1, 0)
-    worker._gate = gate  # type: ignore[assignment]
+    scheduler = SchedulerOfAnotherLeader(0, 0, 1, 0)
+    worker._scheduler = scheduler  # type: ignore[assignment]
     worker._granted = deque()
     worker._offered_at = {}
     monkeypatch.setattr(worker, "_publish_queue", lambda *_: None)
@@ -232,7 +232,7 @@ def test_worker_runs_a_pass_only_if_it_is_offered_a_run_or_the_leader_is_silent(
                 assert worker._should_wake("muster.run.offered")
             assert worker._should_wake("prefect.flow-run.Completed") is worker._is_leader
             await worker._run_pass()
-            passes_and_leaders.append((gate.passes, worker._is_leader))
+            passes_and_leaders.append((scheduler.passes, worker._is_leader))
         return passes_and_leaders
 
     results = asyncio.run(scenario())

@@ -14,10 +14,11 @@ from uuid import UUID
 import pytest
 from prefect.client.schemas.objects import State, StateType
 
-from tasks.queue import gate, scheduling_pass
-from tasks.queue.gate import Gate
+from tasks.queue import scheduler as scheduler_module
+from tasks.queue import scheduling_pass
 from tasks.queue.ledger import QueueEntry
 from tasks.queue.nodes import Capacity
+from tasks.queue.scheduler import Scheduler
 from tasks.queue.settings import PoolSettings, with_settings
 from tasks.queue.worker import GangWorker
 from tasks.ray.dashboard import Credentials, ListedCluster
@@ -49,7 +50,7 @@ def no_other_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
 
     The scheduler also finds no processes of runs on this machine.
     """
-    monkeypatch.setattr(gate, "GateLease", FreeLease)
+    monkeypatch.setattr(scheduler_module, "SchedulingLease", FreeLease)
     monkeypatch.setattr(scheduling_pass, "find_holders", lambda _variable: SimpleNamespace(pids={}))
 
 
@@ -71,7 +72,7 @@ def started(server: ScriptedPrefect, count: int = 1) -> list[QueueEntry]:
 
     async def run_passes() -> list[QueueEntry]:
         client: Any = server
-        scheduler = Gate(client, capacity=Capacity(make_reader=OneNode))  # type: ignore[arg-type]
+        scheduler = Scheduler(client, capacity=Capacity(make_reader=OneNode))  # type: ignore[arg-type]
         started_runs: list[QueueEntry] = []
         for _ in range(count):
             scheduling_pass_, entries = await scheduler.decide(lambda entry, nodes: True)
@@ -191,7 +192,7 @@ def test_autoscaler_gets_the_demand_until_no_run_waits() -> None:
 
     async def passes() -> list[str]:
         client, capacity = cast(Any, server), Capacity(make_reader=lambda *_: cast(Any, cluster))
-        scheduler = Gate(client, capacity=capacity)
+        scheduler = Scheduler(client, capacity=capacity)
         for _ in range(2):
             await scheduler.publish_reasons((await scheduler.decide(lambda entry, nodes: True))[0])
         before = message(server, run)
@@ -223,7 +224,7 @@ def test_run_that_fits_the_largest_possible_cluster_waits(
 
     async def one_pass() -> None:
         client, capacity = cast(Any, server), Capacity(make_reader=lambda *_: cast(Any, cluster))
-        await Gate(client, capacity=capacity).decide(lambda entry, nodes: True)
+        await Scheduler(client, capacity=capacity).decide(lambda entry, nodes: True)
 
     asyncio.run(one_pass())
 

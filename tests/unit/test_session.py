@@ -43,13 +43,13 @@ def test_internal_error_before_an_attempt_fails_the_run(muster_home: Path) -> No
     )
     run = RunSession(spec, run_id=RUN_ID, flow_run_id=uuid4())
 
-    run.crash(RuntimeError("the gate is broken"))
+    run.crash(RuntimeError("the queue is broken"))
     verdict = run.close()
 
     assert verdict.state is RunState.FAILED
     assert verdict.failure is not None
     assert verdict.failure.kind is FailureKind.UNKNOWN
-    assert "the gate is broken" in verdict.message
+    assert "the queue is broken" in verdict.message
     assert run.record.state is RunState.FAILED
 
 

@@ -29,7 +29,7 @@ from prefect.states import Cancelled, Failed
 from tasks.queue import grants
 from tasks.queue.decision import Refused, SchedulingPass
 from tasks.queue.grants import PENDING_RESOURCES, Grant, SchedulerProcess
-from tasks.queue.lease import GateLease, HeldLease
+from tasks.queue.lease import HeldLease, SchedulingLease
 from tasks.queue.ledger import LedgerReader, QueueEntry
 from tasks.queue.nodes import Capacity
 from tasks.queue.reasons import Message, steady_part
@@ -56,14 +56,14 @@ _WRITES_PER_PASS = 50
 _LOGGER_OF_FLOW_RUNS = "muster.queue"
 
 
-#: Value of `Gate._last` if the next scheduling pass must read all waiting runs again.
+#: Value of `Scheduler._last` if the next scheduling pass must read all waiting runs again.
 _NO_PASS: Final = None, None, -math.inf, -math.inf
 #: Type of a function that returns True if this process should start a run. Its arguments are the
 #: run, and the number of GPUs that the run gets on each node, by node name.
 MayStart = Callable[[QueueEntry, Mapping[str, int]], bool]
 
 
-class Gate:
+class Scheduler:
     """The scheduler of one process, for all work pools of a Prefect server.
 
     Use an instance in one asyncio loop only.
@@ -92,7 +92,7 @@ class Gate:
         self._announce = announce
         reader = LedgerReader(client, worker)
         self._reader = QueueReader(client, capacity, self.process, reader)
-        self._lease = GateLease(client, home=home or muster_home())
+        self._lease = SchedulingLease(client, home=home or muster_home())
         self._capacity = capacity
         #: For each Ray cluster, by its address: the nodes that were last requested from its
         #: autoscaler, and the time of that request in monotonic seconds.

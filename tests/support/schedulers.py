@@ -4,7 +4,7 @@ Such a process takes the lease on the Prefect server again and again, and decide
 kill and suspend these processes. To start them fast, a nursery process that has already imported
 all modules forks them:
 
-    python -m tests.support.gates
+    python -m tests.support.schedulers
 
 The nursery reads one JSON value per line from stdin: an object with the settings of a process to
 fork, or a list of the process ids to end.
@@ -44,7 +44,7 @@ class Nursery:
         self.log = log
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.gates"],
+                [sys.executable, "-m", "tests.support.schedulers"],
                 cwd=ROOT,
                 env={**os.environ, "PREFECT_API_URL": api},
                 stdin=subprocess.PIPE,
@@ -76,7 +76,7 @@ class Nursery:
         return self._process.stdout.readline()
 
 
-class Gates:
+class Schedulers:
     """Scheduler processes that take the lease of one Prefect server, and their common journal."""
 
     def __init__(self, directory: Path, nursery: Nursery) -> None:
@@ -94,13 +94,13 @@ class Gates:
 
     @staticmethod
     @contextmanager
-    def of(directory: Path, nursery: Nursery) -> Iterator[Gates]:
+    def of(directory: Path, nursery: Nursery) -> Iterator[Schedulers]:
         """Yield an object that starts scheduler processes; the processes end with the context."""
-        gates = Gates(directory, nursery)
+        schedulers = Schedulers(directory, nursery)
         try:
-            yield gates
+            yield schedulers
         finally:
-            nursery.end(gates._pids)
+            nursery.end(schedulers._pids)
 
     def start(
         self,
@@ -152,7 +152,7 @@ class Gates:
             lines = self.lines()
             return lines[-1][0] if lines and lines[-1][2] == "write" else 0
 
-        return self._until(find_holder, "a gate decides")
+        return self._until(find_holder, "a scheduler decides")
 
     def until_decided_without(self, *pids: int) -> None:
         """Wait until a process other than these has taken the lease and given it back."""
@@ -162,7 +162,7 @@ class Gates:
             new_lines = self.lines()[line_count:]
             return any(pid not in pids and event == "back" for pid, _, event in new_lines)
 
-        self._until(has_decided, f"a gate decides that is not of {pids}")
+        self._until(has_decided, f"a scheduler decides that is not of {pids}")
 
     def _until(self, condition: Callable[[], int], description: str) -> int:
         """Wait until a condition returns a true value, and return the value.
@@ -186,7 +186,7 @@ def overlaps(lines: list[tuple[int, str, str]]) -> list[str]:
     The list is empty if no two processes had the lease at the same time.
 
     Args:
-        lines: Lines of the journal, as `Gates.lines` returns them.
+        lines: Lines of the journal, as `Schedulers.lines` returns them.
     """
     writers = [lease_id for _, lease_id, event in lines if event == "write"]
     # A lease id occurs twice in `uninterrupted` if lines of another lease are between its own
@@ -196,11 +196,14 @@ def overlaps(lines: list[tuple[int, str, str]]) -> list[str]:
 
 
 async def _take_lease_repeatedly(settings: dict[str, Any]) -> None:
-    """Take the lease and write to the journal until SIGTERM, with the settings of `Gates.start`."""
+    """Take the lease and write to the journal until SIGTERM.
+
+    The settings are those of `Schedulers.start`.
+    """
     import httpx
     from prefect.client.orchestration import get_client
 
-    from tasks.queue.lease import GateLease, LeaseLost
+    from tasks.queue.lease import LeaseLost, SchedulingLease
 
     task = asyncio.current_task()
     assert task is not None
@@ -208,7 +211,7 @@ async def _take_lease_repeatedly(settings: dict[str, Any]) -> None:
     journal = os.open(settings["journal"], os.O_WRONLY | os.O_APPEND)
     async with get_client() as client:
         times = {"hold_s": settings["hold_s"], "expire_s": settings["expire_s"]}
-        lease = GateLease(client, home=Path(settings["home"]), **times)
+        lease = SchedulingLease(client, home=Path(settings["home"]), **times)
         for number in itertools.count():
 
             def write(event: str, number: int = number) -> None:
@@ -231,7 +234,7 @@ async def _take_lease_repeatedly(settings: dict[str, Any]) -> None:
 
 
 def _fork(settings: dict[str, Any]) -> int:
-    """Fork a scheduler process with the settings of `Gates.start`, and return its process id."""
+    """Fork a scheduler process with the settings of `Schedulers.start`, and return its pid."""
     pid = os.fork()
     if pid:
         return pid

@@ -16,12 +16,13 @@ import pytest
 from prefect.client.schemas.objects import State, StateType
 
 from tasks.processes.identity import boot_id, host_name
-from tasks.queue import admission, gate, scheduling_pass
+from tasks.queue import admission, scheduling_pass
+from tasks.queue import scheduler as scheduler_module
 from tasks.queue.decision import SchedulingPass
-from tasks.queue.gate import Gate
 from tasks.queue.grants import Grant, SchedulerProcess, grant_of, no_grant_labels
 from tasks.queue.ledger import QueueEntry
 from tasks.queue.nodes import Capacity
+from tasks.queue.scheduler import Scheduler
 from tasks.queue.settings import PoolSettings, TableNode, with_settings
 from tasks.queue.worker import GangWorker
 from tasks.ray.dashboard import Credentials
@@ -52,7 +53,7 @@ def no_other_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
 
     The scheduler also finds no processes of runs on this machine.
     """
-    monkeypatch.setattr(gate, "GateLease", FreeLease)
+    monkeypatch.setattr(scheduler_module, "SchedulingLease", FreeLease)
     monkeypatch.setattr(scheduling_pass, "find_holders", lambda _variable: SimpleNamespace(pids={}))
 
 
@@ -82,14 +83,14 @@ def hold(server: ScriptedPrefect, **nodes: int) -> UUID:
 
 
 def run_passes(
-    server: ScriptedPrefect, count: int = 1, scheduler: Gate | None = None
+    server: ScriptedPrefect, count: int = 1, scheduler: Scheduler | None = None
 ) -> list[QueueEntry]:
     """Run a number of scheduling passes, and return the runs that the scheduler starts."""
 
     async def run_all() -> list[QueueEntry]:
         capacity = Capacity()
         client: Any = server
-        used_scheduler = scheduler or Gate(client, capacity=capacity)
+        used_scheduler = scheduler or Scheduler(client, capacity=capacity)
         started: list[QueueEntry] = []
         for _ in range(count):
             last_pass, new_runs = await used_scheduler.decide(lambda entry, nodes: True)
@@ -316,7 +317,7 @@ def test_message_does_not_void_a_grant_of_another_scheduler(server: ScriptedPref
 
     async def use_two_schedulers() -> None:
         capacity, client = Capacity(), server
-        slow, fast = (Gate(client, capacity=capacity) for _ in range(2))  # type: ignore[arg-type]
+        slow, fast = (Scheduler(client, capacity=capacity) for _ in range(2))  # type: ignore[arg-type]
         old_pass, _none = await slow.decide(lambda entry, nodes: True)
         server.set(holder, State(type=StateType.COMPLETED))
         _pass, started = await fast.decide(lambda entry, nodes: True)
@@ -362,13 +363,13 @@ def test_run_with_a_silent_process_reserves_no_gpus(
     server.set(gone, State(type=StateType.RUNNING, name="PendingResources"))
     later = server.submit(spec())
 
-    async def started(scheduler: Gate) -> list[UUID]:
+    async def started(scheduler: Scheduler) -> list[UUID]:
         _pass, new_runs = await scheduler.decide(lambda entry, nodes: entry.id == later, changed=())
         return [entry.id for entry in new_runs]
 
     async def passes() -> list[list[UUID]]:
         capacity, client = Capacity(), cast(Any, server)
-        scheduler = Gate(client, capacity=capacity)
+        scheduler = Scheduler(client, capacity=capacity)
         started_runs = [await started(scheduler)]
         clock[0] += 30
         server.patch(gone, labels={"muster.gang.beat": 2.0, "muster.gang.host": "n1"})
@@ -395,7 +396,7 @@ def test_only_runs_too_large_for_the_largest_seen_cluster_are_refused() -> None:
 
     async def passes(count: int) -> list[str]:
         client: Any = server
-        scheduler = Gate(client, capacity=Capacity(make_reader=Growing))  # type: ignore[arg-type]
+        scheduler = Scheduler(client, capacity=Capacity(make_reader=Growing))  # type: ignore[arg-type]
         for _ in range(count):
             await scheduler.decide(lambda entry, nodes: False)
         return server.history(run)
@@ -414,7 +415,7 @@ def test_late_grant_promises_no_gpu_twice() -> None:
 
     async def passes() -> list[UUID]:
         capacity = Capacity()
-        slow, fast = (Gate(client, capacity=capacity) for _ in range(2))
+        slow, fast = (Scheduler(client, capacity=capacity) for _ in range(2))
         _pass, granted = await fast.decide(lambda entry, nodes: True)
         assert [entry.id for entry in granted] == [early]
         # The slow scheduler has lost the lease. Its delayed request to write a grant arrives now.
@@ -468,7 +469,7 @@ def test_run_requeued_during_a_reading_keeps_its_position(
 
         server.ahead["read_flow_runs"] = requeue
         client: Any = server
-        scheduler = Gate(client, capacity=Capacity(make_reader=TwoNodes))  # type: ignore[arg-type]
+        scheduler = Scheduler(client, capacity=Capacity(make_reader=TwoNodes))  # type: ignore[arg-type]
         _pass, started = asyncio.run(scheduler.decide(lambda entry, nodes: True))
         return [entry.id for entry in started] == [first]
 
@@ -492,7 +493,7 @@ def test_waiting_runs_are_read_once_if_no_other_scheduler_decides() -> None:
     server = behind_a_limit(450)
     free = server.submit(spec())
     client: Any = server
-    scheduler = Gate(client, capacity=Capacity())
+    scheduler = Scheduler(client, capacity=Capacity())
     asyncio.run(scheduler.decide(lambda entry, nodes: False))
     before = server.asked.count("read_flow_runs")
 
@@ -504,7 +505,7 @@ def test_waiting_runs_are_read_once_if_no_other_scheduler_decides() -> None:
 
 
 async def run_pass_after(
-    server: ScriptedPrefect, scheduler: Gate, *changed: UUID
+    server: ScriptedPrefect, scheduler: Scheduler, *changed: UUID
 ) -> SchedulingPass:
     """Run a scheduling pass after the scheduler has received events about some flow runs."""
     last_pass, _started = await scheduler.decide(lambda entry, nodes: True, changed=changed)
@@ -515,7 +516,7 @@ async def run_pass_after(
 async def test_scheduler_reads_only_new_and_changed_runs() -> None:
     server = behind_a_limit(450)
     client: Any = server
-    scheduler = Gate(client, capacity=Capacity())
+    scheduler = Scheduler(client, capacity=Capacity())
     await scheduler.decide(lambda entry, nodes: True)
     first, second = (entry.id for entry in (await run_pass_after(server, scheduler)).queue[:2])
     before = server.requests
@@ -542,7 +543,7 @@ async def test_scheduler_reads_everything_after_missed_events(
     hold(server, n1=8, n2=8)
     runs = [server.submit(spec()) for _ in range(2)]
     client: Any = server
-    scheduler = Gate(client, capacity=Capacity())
+    scheduler = Scheduler(client, capacity=Capacity())
     await scheduler.decide(lambda entry, nodes: True)
     # The scheduler gets no event about this cancel.
     server.cancel(runs[0])
@@ -553,7 +554,7 @@ async def test_scheduler_reads_everything_after_missed_events(
             monkeypatch.setattr(FreeLease, "is_passed", True)
         case "minutes":
             now = time.monotonic()
-            monkeypatch.setattr(gate.time, "monotonic", lambda: now + 61)
+            monkeypatch.setattr(scheduler_module.time, "monotonic", lambda: now + 61)
             changed = []
         case "a failure":
 
@@ -580,7 +581,7 @@ async def test_scheduled_run_is_read_before_it_is_due(
     due = datetime.now(UTC) + timedelta(seconds=30)
     cancelled, run = (server.submit(spec(), due=due) for _ in range(2))
     client: Any = server
-    scheduler = Gate(client, capacity=Capacity())
+    scheduler = Scheduler(client, capacity=Capacity())
     assert not (await run_pass_after(server, scheduler)).queue
     server.cancel(cancelled)
     monkeypatch.setattr(scheduling_pass.time, "time", lambda: due.timestamp() + 1)
@@ -595,7 +596,7 @@ async def test_scheduler_reads_its_own_changes(server: ScriptedPrefect) -> None:
     holder = hold(server, n1=8, n2=8)
     run, behind = server.submit(spec()), server.submit(spec())
     client: Any = server
-    scheduler = Gate(client, capacity=Capacity())
+    scheduler = Scheduler(client, capacity=Capacity())
     last_pass, _started = await scheduler.decide(lambda entry, nodes: True)
     await scheduler.publish_reasons(last_pass)
     assert [
@@ -638,9 +639,9 @@ def test_changes_before_the_lease_is_taken_are_seen(
                 server.cancel(first)
             yield SimpleNamespace(check=lambda: None)
 
-    monkeypatch.setattr(gate, "GateLease", LeaseAfterChange)
+    monkeypatch.setattr(scheduler_module, "SchedulingLease", LeaseAfterChange)
     client: Any = server
-    scheduler = Gate(client, capacity=Capacity())
+    scheduler = Scheduler(client, capacity=Capacity())
 
     _pass, started = asyncio.run(scheduler.decide(lambda entry, nodes: True))
 
@@ -652,7 +653,7 @@ def test_run_is_not_started_without_its_grant(server: ScriptedPrefect) -> None:
     kept, cancelled, requeued = (server.submit(spec(gpus=2)) for _ in range(3))
 
     async def find_granted() -> list[UUID]:
-        scheduler = Gate(client, capacity=Capacity())
+        scheduler = Scheduler(client, capacity=Capacity())
         _pass, granted = await scheduler.decide(lambda entry, nodes: True)
         server.cancel(cancelled)
         server.patch(requeued, labels=no_grant_labels())
