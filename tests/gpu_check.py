@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tasks.processes.machine import gpus_seen
+from tasks.processes.machine import read_gpus
 from tasks.record.states import RunState
 from tests.support.ground import ROOT, in_checkout, until
 
@@ -60,7 +60,7 @@ _FINAL = {state.value for state in RunState if state.is_final}
 
 def used_mib() -> dict[int, int]:
     """Return the used memory of each GPU in MiB, by the number of the GPU, as NVML reports it."""
-    return {gpu["index"]: gpu["used_mib"] or 0 for gpu in gpus_seen()["gpus"]}
+    return {gpu["index"]: gpu["used_mib"] or 0 for gpu in read_gpus()["gpus"]}
 
 
 class Training:
@@ -181,7 +181,7 @@ def check(home: Path, end: Callable[[Training], None]) -> list[str]:
 
 def main() -> int:
     """Run all checks, print the broken promises, and return the exit code."""
-    if not gpus_seen()["gpus"]:
+    if not read_gpus()["gpus"]:
         print("no GPU here")
         return 0
     faults = []

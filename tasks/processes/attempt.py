@@ -22,7 +22,7 @@ from tasks.processes.component import PORT_TAKEN, AttemptContext, AttemptPlan, R
 from tasks.processes.guarded import GuardianTemplate
 from tasks.processes.hang_report import within
 from tasks.processes.identity import host_name
-from tasks.processes.machine import gpus_seen
+from tasks.processes.machine import read_gpus
 from tasks.processes.owned_tasks import OwnedTasks, cancel_tasks
 from tasks.processes.ports import PortsReserved, listening_sockets
 from tasks.processes.probes import size_of
@@ -32,8 +32,8 @@ from tasks.processes.progress import (
     ProgressWatch,
     Silence,
     StepSource,
-    ever_more_seldom,
-    source_of,
+    growing_intervals,
+    make_step_reader,
 )
 from tasks.processes.registry import RunRegister
 from tasks.processes.time_to_save import TimeToSave
@@ -72,7 +72,7 @@ _DRIVER_WITHIN_S = 5.0
 _FATAL_SIGNALS = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGTRAP"})
 
 
-def failure_of(
+def make_failure(
     component: str,
     text: str,
     *,
@@ -274,10 +274,10 @@ class SupervisedAttempt:
             self.fail(Failure(kind=kind, message=message, rule="spawn"))
             return
         self._watchers.start(self._follow_progress())
-        self._watchers.start(self._follow_load())
+        self._watchers.start(self._publish_gpu_use())
         self._watchers.start(self._follow_ports())
         if self._plan.time_limit_s is not None:
-            self._watchers.start(self._follow_clock(self._plan.time_limit_s))
+            self._watchers.start(self._follow_time_limit(self._plan.time_limit_s))
 
     async def start(self, name: str) -> None:
         """Start one component and wait until it is ready.
@@ -385,8 +385,8 @@ class SupervisedAttempt:
 
     def _step_source(self) -> StepSource | None:
         plan = self._plan
-        return source_of(
-            plan.progress, plan.cwd, plan.metrics, self._context.client, self._take_figures
+        return make_step_reader(
+            plan.progress, plan.cwd, plan.metrics, self._context.client, self._check_alarms
         )
 
     async def _follow_ports(self) -> None:
@@ -627,7 +627,7 @@ class SupervisedAttempt:
         if heard := _SIGTERM_HEARD.search(words):
             message = (
                 f"{component} was asked to end from outside ({heard[0]}) and left with exit code 0"
-                f"{self._short_of_end()}"
+                f"{self._describe_missing_steps()}"
             )
             kind = FailureKind.UNKNOWN
             self._fail(component, message, "ended-from-outside", kind=kind, exit=exit)
@@ -647,7 +647,7 @@ class SupervisedAttempt:
             message = f"step {last:g} of {last:g}: the checkpoint already had the last step"
         elif last is not None and is_short and (step is None or step < last - 1):
             # A trainer that counts from zero reports the last step as `last - 1`.
-            message = f"{component.name} left with exit code 0{self._short_of_end()}"
+            message = f"{component.name} left with exit code 0{self._describe_missing_steps()}"
             message = self._warn(f"{message}; {problem}" if problem else message)
         elif last is None and problem:
             message = self._warn(f"{component.name} left, but no step is known: {problem}")
@@ -668,7 +668,7 @@ class SupervisedAttempt:
         is_last = loaded is not None and loaded in (self._plan.last_step, self._plan.success_step)
         return step in (None, loaded) and (is_last or self._plan.starts_finished)
 
-    def _short_of_end(self) -> str:
+    def _describe_missing_steps(self) -> str:
         """Return a text such as ` at step 12 of 60`: the reached step and the run's last step.
 
         Returns:
@@ -737,7 +737,7 @@ class SupervisedAttempt:
     ) -> None:
         at = exit.at_monotonic_s if exit is not None else time.monotonic()
         log = component.plan.command.log
-        since = self._progress.survived(log)
+        since = self._progress.size_of_survived_log(log)
         until: int | None = None
         if kind is FailureKind.STALLED and self.earliest.is_open_at(at):
             component.is_hung = True
@@ -750,7 +750,7 @@ class SupervisedAttempt:
             full_message = message
             if component.hangs_in:
                 full_message = f"{message}; it hangs in {component.hangs_in}"
-            failure = failure_of(
+            failure = make_failure(
                 component.name, text, message=full_message, rule=rule, kind=kind, exit=exit
             )
             return Verdict.failed(failure, at)
@@ -775,7 +775,7 @@ class SupervisedAttempt:
         last = self._launched[-1] if self._launched else None
         is_free = last is not None and last.exit is None and last.plan.is_saving is None
         is_warned = decision.warns and any(m.plan.warning is not None for m in self._launched)
-        if last is not None and is_free and not is_warned and not self._hung():
+        if last is not None and is_free and not is_warned and not self._hung_components():
             # The teardown stops the last component first. Send this component its stop signal now,
             # to save the time in which the teardown first writes events.
             last.stop()
@@ -789,7 +789,9 @@ class SupervisedAttempt:
         # Examine components that hang before any component is stopped. A component may hang because
         # it waits for another component. After the end of that other component, the stacks of the
         # waiting component would no longer show this.
-        await self._for_each(self._hung().values(), lambda component: component.examine())
+        await self._for_each(
+            self._hung_components().values(), lambda component: component.examine()
+        )
         time_to_save = self._time_to_save
         if decision.warns:
             try:
@@ -935,7 +937,7 @@ class SupervisedAttempt:
             )
         )
 
-    def _take_figures(self, step: float, figures: Mapping[str, Any]) -> None:
+    def _check_alarms(self, step: float, figures: Mapping[str, Any]) -> None:
         self._progress.note_line(step)
         for alarm in self._alarms.evaluate(step, figures) if self._alarms else ():
             self._emit("run.alarm", **asdict(alarm), message=alarm.message)
@@ -943,18 +945,18 @@ class SupervisedAttempt:
                 rule = f"watch-{alarm.rule}"
                 self._fail(self._stalled_component(), alarm.message, rule, kind=FailureKind.ALARM)
 
-    async def _follow_load(self) -> None:
+    async def _publish_gpu_use(self) -> None:
         """Publish the GPU utilisation of the run repeatedly, with growing intervals."""
         has_driver = True
-        async for _ in ever_more_seldom():
+        async for _ in growing_intervals():
             if self._is_quiet():
                 continue
             use = dict[str, float]()
             seen: dict[str, Any] = {}
             if has_driver:
-                seen = await within(_DRIVER_WITHIN_S, gpus_seen, seen)
+                seen = await within(_DRIVER_WITHIN_S, read_gpus, seen)
             has_driver = bool(seen.get("gpus"))
-            if (own := self._use_in(seen)) is not None:
+            if (own := self._mean_gpu_use(seen)) is not None:
                 use[host_name()] = own
             try:
                 use |= await self._plan.gpu_use() if self._plan.gpu_use else {}
@@ -967,13 +969,13 @@ class SupervisedAttempt:
             if use:
                 self._emit("run.load", gpus=use)
 
-    def _use_in(self, seen: Mapping[str, Any]) -> float | None:
+    def _mean_gpu_use(self, seen: Mapping[str, Any]) -> float | None:
         """Return the mean utilisation of the run's GPUs on this machine, from 0 to 1.
 
         If the run has no granted GPUs, the GPUs that its processes use count as its GPUs.
 
         Args:
-            seen: Result of `gpus_seen`.
+            seen: Result of `read_gpus`.
 
         Returns:
             None if no utilisation is known.
@@ -994,7 +996,7 @@ class SupervisedAttempt:
         ]
         return fmean(shares) if shares else None
 
-    async def _follow_clock(self, limit_s: float) -> None:
+    async def _follow_time_limit(self, limit_s: float) -> None:
         """Warn the components before the time limit of the attempt, and end the attempt at it."""
         # The attempt has already used a part of the time, if this process has resumed the attempt
         # of an earlier process.
@@ -1032,5 +1034,5 @@ class SupervisedAttempt:
         trainer = [component for component in running if component.name == "trainer"]
         return (starting or trainer or running)[-1]
 
-    def _hung(self) -> dict[str, RunningComponent]:
+    def _hung_components(self) -> dict[str, RunningComponent]:
         return {name: component for name, component in self.components.items() if component.is_hung}

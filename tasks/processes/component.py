@@ -25,9 +25,9 @@ from tasks.processes.guarded import Command, GuardianTemplate
 from tasks.processes.guards import Guards
 from tasks.processes.owned_tasks import OwnedTasks
 from tasks.processes.ports import PortsReserved
-from tasks.processes.probes import ComponentProbe, make_client, until_yes
+from tasks.processes.probes import ComponentProbe, make_client, wait_for_success
 from tasks.processes.shared_memory import SharedMemoryWatch
-from tasks.processes.shortage import Unasked
+from tasks.processes.shortage import NotChecked
 from tasks.processes.warning_signal import StopWarning
 from tasks.record.causes import read_since_step
 from tasks.record.disk import DiskThread
@@ -371,7 +371,7 @@ class RunningComponent(ABC):
 
             try:
                 async with asyncio.timeout(ready.within_s):
-                    await until_yes(probe, every_s=ready.every_s, on_no=on_no)
+                    await wait_for_success(probe, every_s=ready.every_s, on_no=on_no)
             except TimeoutError:
                 # Check once more. The component may have become ready while this process had no CPU
                 # time for a check.
@@ -423,7 +423,7 @@ class RunningComponent(ABC):
             if reason is None:
                 misses = 0
                 continue
-            if isinstance(reason, Unasked):
+            if isinstance(reason, NotChecked):
                 # Muster lacked resources for the check, so this is no failure of the component.
                 self._emit("probe.failed", self.name, reason=reason, misses=misses, probe="live")
                 continue

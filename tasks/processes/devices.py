@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tasks.processes.guarded import kept_fds
 from tasks.processes.identity import host_name
-from tasks.processes.machine import DRIVER, gpus_seen
+from tasks.processes.machine import DRIVER, read_gpus
 from tasks.processes.ports import port_key
 from tasks.spec.errors import MusterError
 from tasks.spec.run_rules import DEVICE_VARIABLES
@@ -64,7 +64,7 @@ class Devices:
             BadDevices: MUSTER_GPUS is malformed or names a missing GPU.
             OSError: The driver does not answer.
         """
-        seen = gpus_seen()
+        seen = read_gpus()
         named = os.environ.get(MUSTER_GPUS)
         if seen["problem"]:
             raise OSError(errno.EIO, f"the GPUs of {host_name()} can't be counted", seen["problem"])

@@ -32,7 +32,7 @@ import psutil
 from tasks.processes.ending import was_started_with
 from tasks.processes.guarded import Command, GuardedProcess
 from tasks.processes.identity import ProcessId, host_name
-from tasks.processes.machine import gpus_seen
+from tasks.processes.machine import read_gpus
 from tasks.processes.ports import list_sockets, listening_inodes
 from tasks.processes.tree import all_pids, is_zombie, machine, read_environment
 from tasks.spec.formatting import format_datetime, join_commas
@@ -171,7 +171,7 @@ def evidence(pids: Sequence[int], within_s: float) -> HangEvidence:
             for text in kernel_view(pids):
                 found["text"] += f"\n{text}"
             found["nccl"] = nccl_status(pids)
-            found["gpus"] = _describe_gpus(gpus_seen())
+            found["gpus"] = _describe_gpus(read_gpus())
 
     thread = threading.Thread(target=gather, daemon=True)
     thread.start()

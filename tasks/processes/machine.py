@@ -41,7 +41,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 _RECOVERY_ACTION = 230
 
 
-def gpus_seen() -> dict[str, Any]:
+def read_gpus() -> dict[str, Any]:
     """Return the GPUs of this machine and their processes, as NVIDIA's driver reports them.
 
     Returns:
@@ -77,7 +77,7 @@ def gpus_seen() -> dict[str, Any]:
 
 
 def _read_gpu(nvml: Any, index: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return one GPU and the list of its processes, in the format of `gpus_seen`."""
+    """Return one GPU and the list of its processes, in the format of `read_gpus`."""
     gpu: dict[str, Any] = {"index": index, "uuid": "", "problem": ""}
     gpu |= {"used_mib": None, "busy_percent": None}
     try:
@@ -166,7 +166,7 @@ def gather_facts(shared: str, folder: str, name: str, ray_dir: str) -> dict[str,
         "shared_free_bytes": _free_bytes(shared),
         "ray_free_bytes": _free_bytes(ray_dir),
         "carriers": _find_unguarded_processes(),
-        "gpus": gpus_seen(),
+        "gpus": read_gpus(),
     }
 
 

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from tasks.processes import tree
-from tasks.processes.shortage import Unasked, has_no_files_left, is_own_shortage
+from tasks.processes.shortage import NotChecked, has_no_files_left, is_own_shortage
 from tasks.spec.probes import find_unmet_conditions
 
 #: Layout of `struct ucred`: pid, uid, gid. Source: unix(7).
@@ -65,7 +65,7 @@ class ComponentProbe(ABC):
 
         Returns:
             None if the check succeeded; otherwise the description of the check and the reason for
-            its failure. The text is an `Unasked` if this process had no resources for the check.
+            its failure. The text is a `NotChecked` if this process had no resources for the check.
         """
         try:
             reason = await self.why_not(timeout_s)
@@ -74,7 +74,7 @@ class ComponentProbe(ABC):
         except OSError as error:
             reason = error.strerror or str(error)
             if is_own_shortage(error):
-                return Unasked(f"{self.question}: not checked, Muster lacks resources: {reason}")
+                return NotChecked(f"{self.question}: not checked, Muster lacks resources: {reason}")
         return f"{self.question}: {reason}" if reason else None
 
     @abstractmethod
@@ -97,7 +97,7 @@ class ComponentProbe(ABC):
         """
 
 
-async def until_yes(
+async def wait_for_success(
     probe: ComponentProbe, *, every_s: float, on_no: Callable[[str], None] = lambda reason: None
 ) -> None:
     """Repeat the check of a probe until it succeeds. The caller must set a time limit.

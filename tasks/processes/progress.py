@@ -41,7 +41,7 @@ _SAMPLED_PART = 0.02
 _SAMPLED_AT_MOST_S = 600.0
 
 
-async def ever_more_seldom() -> AsyncIterator[None]:
+async def growing_intervals() -> AsyncIterator[None]:
     """Yield each time when the next sample of the GPU utilisation is due.
 
     The interval grows with the time since the first call, from 15 seconds to 10 minutes.
@@ -236,7 +236,7 @@ class StepSource(Protocol):
         """
 
 
-def source_of(
+def make_step_reader(
     progress: Progress | None,
     directory: Path,
     metrics: FileFingerprint | None,
@@ -381,11 +381,14 @@ class Silence:
         self._since = self._clock()
 
     def has_output(self) -> bool:
-        """Return True if a log has new lines since the last call of this method or `lasts_s`."""
+        """Return True if a log has new lines since the last call.
+
+        A call of `seconds_without_progress` counts, too.
+        """
         # Use a list and not a generator, so that every log is read.
         return any([output.has_grown() for output in self._outputs])
 
-    def lasts_s(self, step: float | None) -> float:
+    def seconds_without_progress(self, step: float | None) -> float:
         """Check for progress, and return the seconds since the last progress.
 
         Args:
@@ -466,7 +469,7 @@ class ProgressWatch:
     #: Time at which the current step begins to count as slow, in seconds on the clock of the
     #: asyncio loop.
     _slow_at_s: float = math.inf
-    #: Size of each log in bytes at each of the last steps, see `survived`.
+    #: Size of each log in bytes at each of the last steps, see `size_of_survived_log`.
     _lengths: deque[dict[Path, int]] = field(
         default_factory=lambda: deque(maxlen=STEPS_OF_SURVIVAL)
     )
@@ -538,7 +541,7 @@ class ProgressWatch:
                 check_at = loop.time() + check_every_s
                 if self.is_quiet():
                     self.silence.restart()
-                silent_s = self.silence.lasts_s(self.step)
+                silent_s = self.silence.seconds_without_progress(self.step)
                 if silent_s > limit_s:
                     if not await self.has_checkpoint_grown():
                         return (
@@ -573,7 +576,7 @@ class ProgressWatch:
         no_output = "no output of any component except repeated lines"
         return f"no step, and {no_output}," if self.source is not None else f"{no_output},"
 
-    def survived(self, log: Path) -> int:
+    def size_of_survived_log(self, log: Path) -> int:
         """Return the number of bytes at the start of a log whose errors the training has survived.
 
         The training has survived an error if it has made several steps after the error.

@@ -18,7 +18,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from tasks.processes import tree
-from tasks.processes.attempt import failure_of
+from tasks.processes.attempt import make_failure
 from tasks.processes.component import AttemptContext, AttemptPlan, ComponentPlan
 from tasks.processes.identity import ProcessId
 from tasks.processes.loop_thread import LoopThread
@@ -337,7 +337,7 @@ class _Service:
             if service_process is not None and service_process.pid is not None
             else ""
         )
-        failure = failure_of(
+        failure = make_failure(
             self.plan.name,
             words,
             message=f"{self.plan.name}{pid} {why}",

@@ -17,7 +17,7 @@ OWN_SHORTAGES = frozenset(
 )
 
 
-class Unasked(str):
+class NotChecked(str):
     """Reason why a probe could not check a component, because this process lacked a resource.
 
     The missing check does not count as a failure of the component.

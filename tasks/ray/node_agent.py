@@ -43,7 +43,7 @@ from tasks.processes.hang_report import examine_carriers
 from tasks.processes.machine import (
     find_unreadable_files,
     gather_facts,
-    gpus_seen,
+    read_gpus,
     remove_test_files,
 )
 from tasks.processes.tree import all_pids, belongs_to_own_user, machine, read_environment
@@ -70,7 +70,7 @@ ORDERS: Mapping[str, Callable[..., Mapping[str, Any]]] = {
     "look": _look_at_machine,
     "compare": find_unreadable_files,
     "tidy": remove_test_files,
-    "gpus": gpus_seen,
+    "gpus": read_gpus,
     "greet": dict,
 }
 #: Names of the orders that act on a whole machine. If several nodes run on one machine, only one of

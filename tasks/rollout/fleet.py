@@ -14,7 +14,7 @@ from itertools import islice
 from random import Random
 from typing import Any
 
-from tasks.processes.shortage import Unasked
+from tasks.processes.shortage import NotChecked
 from tasks.record.causes import last_lines
 from tasks.record.events import Emit
 from tasks.record.states import GroupState
@@ -427,7 +427,7 @@ class Fleet:
         for pause_s in (0.0, _DEATH_REPORT_DELAY_S):
             await asyncio.sleep(pause_s)
             problem = await ask(url, ready, _DEATH_REPORT_DELAY_S)
-            if problem is not None and not isinstance(problem, Unasked):
+            if problem is not None and not isinstance(problem, NotChecked):
                 return False
         return True
 

@@ -20,7 +20,7 @@ import logging
 import math
 from dataclasses import dataclass, field, replace
 
-from tasks.processes.shortage import Unasked
+from tasks.processes.shortage import NotChecked
 from tasks.rollout.clock import ended, now_s
 from tasks.rollout.probing import FleetParts, NoReply
 from tasks.rollout.registry import GroupView
@@ -372,7 +372,7 @@ class Health:
         watch.probed_s = now_s()
         tokens_before = watch.tokens
         probe: asyncio.Task[str | None] | None = None
-        local_probe: asyncio.Task[bool | Unasked | None] | None = None
+        local_probe: asyncio.Task[bool | NotChecked | None] | None = None
         try:
             answer = self._fleet.prober.ask(watch.slot.url or "", self._question, timeout_s)
             probe = asyncio.ensure_future(answer)
@@ -388,8 +388,8 @@ class Health:
                 return
             if reason is None:
                 self._note_success(watch)
-            elif isinstance(reason, Unasked):
-                self._warn_unasked(rank, reason)
+            elif isinstance(reason, NotChecked):
+                self._warn_not_checked(rank, reason)
             elif self._note_miss(watch, reason, tokens_before, is_decisive):
                 # The server gets no requests while its own machine probes it.
                 self._fleet.states.unreachable(rank, epoch, reason)
@@ -397,8 +397,8 @@ class Health:
                     self._probe_locally(watch, timeout_s / 2)
                 )
                 local_result = await local_probe
-                if isinstance(local_result, Unasked):
-                    self._warn_unasked(rank, local_result)
+                if isinstance(local_result, NotChecked):
+                    self._warn_not_checked(rank, local_result)
                 else:
                     self._judge_silence(watch, reason, local_result)
         except Exception:
@@ -463,7 +463,7 @@ class Health:
             self._report_failed(watch, f"rank {rank} does not work: {reason}")
         return watch.evidence.is_silence
 
-    def _warn_unasked(self, rank: int, reason: Unasked) -> None:
+    def _warn_not_checked(self, rank: int, reason: NotChecked) -> None:
         """Warn that this machine could not send a probe. The server's failures are not counted."""
         _log.warning("rank %d was not probed: %s", rank, reason)
         if now_s() - self._warned_s >= _WARN_EVERY_S:
@@ -471,7 +471,7 @@ class Health:
             message = f"rank {rank} was not probed, because this machine lacks resources: {reason}"
             self._fleet.emit("rollout.warning", message=message)
 
-    async def _probe_locally(self, watch: _Watch, timeout_s: float) -> bool | Unasked | None:
+    async def _probe_locally(self, watch: _Watch, timeout_s: float) -> bool | NotChecked | None:
         """Probe a server from the machine that it runs on.
 
         Args:
@@ -480,7 +480,7 @@ class Health:
 
         Returns:
             True if the probe succeeded, and False if it failed. None if the server's machine cannot
-            be reached. An `Unasked` with the reason if the machine could not send the probe.
+            be reached. A `NotChecked` with the reason if the machine could not send the probe.
         """
         try:
             async with asyncio.timeout(timeout_s + _HOST_EXTRA_S):
@@ -490,7 +490,7 @@ class Health:
         except Exception:
             _log.exception("rank %d: its own machine could not send the probe", watch.slot.rank)
             return None
-        return answer if isinstance(answer, Unasked) else answer is None
+        return answer if isinstance(answer, NotChecked) else answer is None
 
     def _judge_silence(self, watch: _Watch, reason: str, succeeds_locally: bool | None) -> None:
         """Report a server that does not answer as failed, or warn if the network is the cause.

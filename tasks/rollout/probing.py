@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from multidict import CIMultiDict
 
-from tasks.processes.shortage import Unasked
+from tasks.processes.shortage import NotChecked
 from tasks.record.events import Emit
 from tasks.rollout.backends import Ask, Questions
 from tasks.rollout.clock import now_s
@@ -62,8 +62,8 @@ class Reply:
 
     #: HTTP status, or None if no answer came.
     status: int | None
-    #: Body of the answer as text. Without an answer, the reason, usually a `NoReply`, an `Unasked`
-    #: or a `Foreign`.
+    #: Body of the answer as text. Without an answer, the reason, usually a `NoReply`, a
+    #: `NotChecked` or a `Foreign`.
     body: str
 
 
@@ -93,7 +93,7 @@ class HttpProber:
             timeout_s: Seconds to wait for the answer.
 
         Returns:
-            None if the status was 200. Otherwise the problem: a `NoReply`, an `Unasked`, a
+            None if the status was 200. Otherwise the problem: a `NoReply`, a `NotChecked`, a
             `Foreign`, or a plain string for any other answer.
         """
         return self._ask(url, question, timeout_s, now_s() + timeout_s)
@@ -106,7 +106,7 @@ class HttpProber:
         status = "" if reply.status is None else f" {reply.status}"
         problem = f"{question.method} {question.path}:{status} {_quote(reply.body)}".rstrip()
         # Formatting has made a plain string of the reason. Restore the class of the reason.
-        for kind in (NoReply, Unasked, Foreign):
+        for kind in (NoReply, NotChecked, Foreign):
             if isinstance(reply.body, kind):
                 return kind(problem)
         return problem
@@ -125,7 +125,7 @@ class HttpProber:
         until_s = now_s() + timeout_s
         while True:
             reply = await self._send(url, ask, timeout_s, until_s)
-            if not isinstance(reply.body, Unasked) or now_s() + _RETRY_EVERY_S >= until_s:
+            if not isinstance(reply.body, NotChecked) or now_s() + _RETRY_EVERY_S >= until_s:
                 return reply
             await asyncio.sleep(_RETRY_EVERY_S)
 
@@ -179,11 +179,11 @@ class HttpProber:
 
 
 def _describe_unconnected(error: Unconnected) -> str:
-    """Return why there was no connection: a `Foreign`, an `Unasked` or a `NoReply`."""
+    """Return why there was no connection: a `Foreign`, a `NotChecked` or a `NoReply`."""
     if error.is_impostor:
         return Foreign(error)
     return (
-        Unasked(f"this machine could not send the request: {error}")
+        NotChecked(f"this machine could not send the request: {error}")
         if error.is_own_fault
         else NoReply(error)
     )

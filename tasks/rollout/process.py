@@ -27,7 +27,7 @@ import uvloop
 
 from tasks.processes import tree
 from tasks.processes.devices import kind_here
-from tasks.processes.progress import ever_more_seldom
+from tasks.processes.progress import growing_intervals
 from tasks.record.disk import DiskThread
 from tasks.record.events import Emit, Event, EventLog
 from tasks.rollout.component import PLAN_ENV, FleetPlan
@@ -290,7 +290,7 @@ async def _run_until_failure(fleet: Fleet, gateway: Gateway, emit: Emit) -> str:
             emit("rollout.load", requests=load)
 
     async def emit_load_repeatedly() -> None:
-        async for _ in ever_more_seldom():
+        async for _ in growing_intervals():
             emit_load()
 
     load_reports = asyncio.create_task(emit_load_repeatedly())

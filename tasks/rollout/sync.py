@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from tasks.processes.shortage import Unasked
+from tasks.processes.shortage import NotChecked
 from tasks.record.states import GroupState
 from tasks.rollout.backends import Ask
 from tasks.rollout.clock import now_s
@@ -475,7 +475,7 @@ class WeightSyncs:
 
         request_key = (ask.method, ask.path, slot.url or "")
         target.unsent.pop(request_key, None)
-        if isinstance(reply.body, Unasked):
+        if isinstance(reply.body, NotChecked):
             # The request was not sent. The engine still works with its earlier weights.
             target.is_touched = was_touched
             target.unsent[request_key] = f"{ask.method} {ask.path}: {reply.body}"
@@ -511,7 +511,7 @@ class WeightSyncs:
         for slot in view.updated(group):
             timeout_s = self._fleet.settings.health.timeout_s
             reply = await self._fleet.prober.call(slot.url or "", ask, timeout_s)
-            if isinstance(reply.body, Unasked):
+            if isinstance(reply.body, NotChecked):
                 return f"{ask.method} {ask.path}: {reply.body}"
             if not _is_success(reply):
                 self._fail(target, f"{ask.method} {ask.path}: {reply.status or ''} {reply.body}")

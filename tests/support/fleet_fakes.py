@@ -14,7 +14,7 @@ from random import Random
 from types import MappingProxyType
 from typing import Any
 
-from tasks.processes.shortage import Unasked
+from tasks.processes.shortage import NotChecked
 from tasks.record.states import GroupState
 from tasks.rollout.backends import Ask, Questions
 from tasks.rollout.component import FleetPlan
@@ -251,7 +251,7 @@ class FakeProber:
         #: if such requests to the server hang.
         self.statuses: dict[int, int | None] = {}
         #: Reason why no probe can be sent. None if probes can be sent.
-        self.shortage: Unasked | None = None
+        self.shortage: NotChecked | None = None
 
     def times(self, rank: int) -> list[float]:
         """Return the times at which a server was probed."""

@@ -310,7 +310,7 @@ async def test_gpu_utilisation_of_a_run_is_published(
         {"index": n, "uuid": f"GPU-{n}", "busy_percent": use} for n, use in enumerate((100, 40, 60))
     ]
     seen = {"gpus": [*gpus, {"index": 3, "uuid": "GPU-3", "busy_percent": None}], "processes": []}
-    monkeypatch.setattr("tasks.processes.attempt.gpus_seen", lambda: seen)
+    monkeypatch.setattr("tasks.processes.attempt.read_gpus", lambda: seen)
     monkeypatch.setattr("tasks.processes.progress._SAMPLED_EVERY_S", 0.001)
     said = asyncio.Queue[Mapping[str, float]]()
     cluster = iter([{"n1": 0.1}])
@@ -351,7 +351,7 @@ async def test_bug_in_a_watcher_fails_the_run(
     def broken(step: float | None) -> float:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(attempt._progress.silence, "lasts_s", broken)
+    monkeypatch.setattr(attempt._progress.silence, "seconds_without_progress", broken)
     verdict = await verdict_of(attempt)
 
     assert verdict.failure is not None and verdict.failure.rule == "internal-error"
@@ -436,7 +436,7 @@ async def test_silence_starts_with_the_start_of_a_component(
     clock[0] = 100.0
     await attempt.start("trainer")
 
-    assert attempt._progress.silence.lasts_s(None) == 0.0
+    assert attempt._progress.silence.seconds_without_progress(None) == 0.0
     attempt.interrupt("enough")
     await verdict_of(attempt)
 
@@ -478,7 +478,7 @@ async def test_readiness_is_asked_once_more_at_the_deadline(
         (tmp_path / "registered").touch()
         await asyncio.sleep(60)
 
-    monkeypatch.setattr("tasks.processes.component.until_yes", late)
+    monkeypatch.setattr("tasks.processes.component.wait_for_success", late)
     await attempt.start("trainer")
 
     assert component.is_ready

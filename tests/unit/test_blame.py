@@ -1,10 +1,10 @@
-"""Tests of `failure_of`: it builds a failure from a component's exit and its log."""
+"""Tests of `make_failure`: it builds a failure from a component's exit and its log."""
 
 from __future__ import annotations
 
 import pytest
 
-from tasks.processes.attempt import failure_of
+from tasks.processes.attempt import make_failure
 from tasks.record.outcome import Exit
 from tasks.spec.failure_kinds import FailureKind
 
@@ -21,7 +21,7 @@ def ended(code: int | None = 1, signal: int | None = None) -> Exit:
 def test_failure_has_the_rule_the_log_line_and_a_hint() -> None:
     text = f"step 8\n[rank3]: {OOM}\n{NCCL}\n"
 
-    failure = failure_of("trainer", text, message="left", rule="exit", exit=ended())
+    failure = make_failure("trainer", text, message="left", rule="exit", exit=ended())
 
     assert (failure.kind, failure.rule) == (FailureKind.CUDA_OOM, "cuda-oom")
     assert failure.line == f"[rank3]: {OOM}"
@@ -48,7 +48,7 @@ def test_kind_comes_from_the_log_or_from_the_signal(
 ) -> None:
     exit = ended(None if signal else 1, signal)
 
-    failure = failure_of("trainer", text, message="left", rule="exit", exit=exit)
+    failure = make_failure("trainer", text, message="left", rule="exit", exit=exit)
 
     assert (failure.kind, failure.rule) == (kind, rule)
 
@@ -56,12 +56,12 @@ def test_kind_comes_from_the_log_or_from_the_signal(
 def test_failure_by_bare_sigkill_points_to_the_kernel_log() -> None:
     exit = ended(None, 9)
 
-    failure = failure_of("trainer", "", message="left", rule="exit", exit=exit)
+    failure = make_failure("trainer", "", message="left", rule="exit", exit=exit)
 
     assert "dmesg" in failure.hint
 
 
 def test_explicit_kind_is_not_replaced_by_the_log() -> None:
-    failure = failure_of("api", NCCL, message="silent", rule="live", kind=FailureKind.STALLED)
+    failure = make_failure("api", NCCL, message="silent", rule="live", kind=FailureKind.STALLED)
 
     assert (failure.kind, failure.rule) == (FailureKind.STALLED, "live")

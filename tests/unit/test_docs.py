@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 import yaml
 
-from tasks.processes.probes import until_yes
+from tasks.processes.probes import wait_for_success
 from tasks.record.causes import RULES, find_cause, read_rules
 from tasks.record.states import RunState
 from tasks.rollout.backends import BACKENDS
@@ -334,7 +334,7 @@ def test_example_probe_gives_a_reason_until_it_succeeds(tmp_path: Path) -> None:
             listener.bind(str(path))
             listener.listen()
 
-        asyncio.run(asyncio.wait_for(until_yes(probe, every_s=0.01, on_no=listen), 30))
+        asyncio.run(asyncio.wait_for(wait_for_success(probe, every_s=0.01, on_no=listen), 30))
 
     assert reasons == [f"connect to {path}: No such file or directory"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tasks.processes.attempt import failure_of
+from tasks.processes.attempt import make_failure
 from tasks.record.causes import describe_fleet_activity, recognize_fleet_loss
 from tasks.record.events import Event
 from tasks.record.outcome import Exit, Failure, Verdict
@@ -64,7 +64,7 @@ def judge(
     place.fleet_events.write_text("".join(f"{event.as_line()}\n" for event in LIFE))
     ended = Exit(exit_code=code, signal=signal, at_monotonic_s=1.0)
     message = f"{component} (pid 7) ended"
-    failure = failure_of(component, log, message=message, rule="exit", exit=ended)
+    failure = make_failure(component, log, message=message, rule="exit", exit=ended)
     verdict = recognize_fleet_loss(Verdict.failed(failure, 1.0), place, 3)
     assert verdict.failure is not None and verdict.message == str(verdict.failure)
     return verdict.failure

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tasks.processes.probes import ComponentProbe, HttpProbe, LogProbe, TcpProbe, make_client
-from tasks.processes.shortage import Unasked
+from tasks.processes.shortage import NotChecked
 from tasks.processes.sockets import SocketTable, listening_inodes
 from tasks.record.states import GroupState
 from tasks.rollout.backends import Ask
@@ -20,7 +20,7 @@ from tests.support.fleet_clock import run
 from tests.support.fleet_fakes import Stage, plan_of
 from tests.support.open_files import full_table_of_files
 
-SHORTAGE = Unasked("this machine could not send the request: [Errno 24] Too many open files")
+SHORTAGE = NotChecked("this machine could not send the request: [Errno 24] Too many open files")
 
 
 @pytest.mark.parametrize("kind", ["http", "tcp", "log"])
@@ -47,7 +47,7 @@ def test_probe_without_free_files_is_not_a_failure_of_its_component(
     with socket.create_server(("127.0.0.1", 0)) as server:
         answer, _ = asyncio.run(ask(server))
 
-    assert isinstance(answer, Unasked), answer
+    assert isinstance(answer, NotChecked), answer
 
 
 def test_engine_is_not_silent_if_muster_cannot_send_requests() -> None:
@@ -63,7 +63,7 @@ def test_engine_is_not_silent_if_muster_cannot_send_requests() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         answer, reply = asyncio.run(ask(server))
 
-    assert isinstance(answer, Unasked) and isinstance(reply.body, Unasked)
+    assert isinstance(answer, NotChecked) and isinstance(reply.body, NotChecked)
     assert not isinstance(answer, NoReply)
 
 

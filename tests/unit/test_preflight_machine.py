@@ -14,7 +14,7 @@ from tasks.processes.machine import (
     digest_code,
     find_unreadable_files,
     gather_facts,
-    gpus_seen,
+    read_gpus,
     remove_test_files,
 )
 from tests.support.fake_nvml import FakeNvml, Gpu
@@ -24,7 +24,7 @@ def test_gpus_and_their_processes_are_reported(monkeypatch: pytest.MonkeyPatch) 
     held = Gpu(used_mib=40321, processes=[(os.getpid(), 40318)])
     FakeNvml.installed(monkeypatch, [held, Gpu(used_mib=3)])
 
-    facts = gpus_seen()
+    facts = read_gpus()
 
     assert (facts["driver"], facts["problem"]) == (True, "")
     assert [(gpu["used_mib"], gpu["busy_percent"]) for gpu in facts["gpus"]] == [
@@ -40,7 +40,7 @@ def test_dead_process_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
     ended.wait()
     FakeNvml.installed(monkeypatch, [Gpu(processes=[(ended.pid, None)])])
 
-    [held] = gpus_seen()["processes"]
+    [held] = read_gpus()["processes"]
 
     assert (held["alive"], held["used_mib"]) == (False, None)
 
@@ -48,7 +48,7 @@ def test_dead_process_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_silent_driver_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeNvml.installed(monkeypatch, [Gpu()]).is_silent = True
 
-    facts = gpus_seen()
+    facts = read_gpus()
 
     assert (facts["driver"], facts["problem"]) == (True, "NVML: Driver Not Loaded")
 

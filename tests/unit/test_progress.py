@@ -25,9 +25,9 @@ class CountedSilence(Silence):
         super().__init__(logs, clock=lambda: asyncio.get_running_loop().time())
         self.check_count = 0
 
-    def lasts_s(self, step: float | None) -> float:
+    def seconds_without_progress(self, step: float | None) -> float:
         self.check_count += 1
-        return super().lasts_s(step)
+        return super().seconds_without_progress(step)
 
 
 def make_plan(limit_s: float | None) -> AttemptPlan:

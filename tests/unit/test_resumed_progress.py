@@ -37,7 +37,7 @@ def test_step_of_the_checkpoint_is_no_progress(steps: list[float | None], silent
 
     for step in steps:
         clock.now_s += 10.0
-        lasted_s = silence.lasts_s(step)
+        lasted_s = silence.seconds_without_progress(step)
 
     assert lasted_s == silent_s
 
@@ -47,12 +47,12 @@ def test_new_output_counts_until_the_training_has_made_a_step(tmp_path: Path) ->
     log.write_text("")
     clock = Clock()
     silence = Silence([log], clock, resumed_step=20)
-    silence.lasts_s(20)
+    silence.seconds_without_progress(20)
 
     clock.now_s = 10.0
     log.write_text("compiling the kernels\n")
 
-    assert silence.lasts_s(20) == 0.0
+    assert silence.seconds_without_progress(20) == 0.0
 
 
 def test_checkpoint_that_is_written_grows(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ class Watched:
         self.now += 10
         with self.log.open("a") as f:
             f.write(text)
-        return self.silence.lasts_s(step)
+        return self.silence.seconds_without_progress(step)
 
 
 @pytest.fixture
