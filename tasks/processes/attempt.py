@@ -20,7 +20,7 @@ from typing import Any
 
 from tasks.processes.component import PORT_TAKEN, AttemptContext, AttemptPlan, RunningComponent
 from tasks.processes.guarded import GuardianTemplate
-from tasks.processes.hang_report import within
+from tasks.processes.hang_report import call_with_time_limit
 from tasks.processes.identity import host_name
 from tasks.processes.machine import read_gpus
 from tasks.processes.owned_tasks import OwnedTasks, cancel_tasks
@@ -544,7 +544,9 @@ class SupervisedAttempt:
         If it failed because its port was taken, it is started again on another port. Otherwise the
         attempt fails.
         """
-        line = await within(_READ_LOG_WITHIN_S, lambda: self._port_conflict_of(component), "")
+        line = await call_with_time_limit(
+            _READ_LOG_WITHIN_S, lambda: self._port_conflict_of(component), ""
+        )
         if line:
             message = f"{component.name} could not listen on its port: {line}"
             kind = FailureKind.PORT_CONFLICT
@@ -562,7 +564,7 @@ class SupervisedAttempt:
         Returns:
             An empty string if there is no such line.
         """
-        cause = find_cause(component.last_words())
+        cause = find_cause(component.read_log_end())
         if cause is None or cause.rule.kind is not FailureKind.PORT_CONFLICT:
             return ""
         own = self._context.ports.of(component.name).values()
@@ -577,7 +579,7 @@ class SupervisedAttempt:
         If its log or files show that it was ready, its end counts as the end of a ready component.
         Otherwise the attempt fails.
         """
-        if await component.says_it_was_ready():
+        if await component.was_ready_before_end():
             component.mark_ready()
             self._judge_exit_zero(component, exit)
         else:
@@ -623,7 +625,7 @@ class SupervisedAttempt:
             is_finished = True
         is_short = last is not None and not is_finished
         problem = self._progress.explain_missing_step()
-        words = "\n".join(component.last_words().splitlines()[-_LAST_LINES:]) if is_short else ""
+        words = "\n".join(component.read_log_end().splitlines()[-_LAST_LINES:]) if is_short else ""
         if heard := _SIGTERM_HEARD.search(words):
             message = (
                 f"{component} was asked to end from outside ({heard[0]}) and left with exit code 0"
@@ -697,7 +699,9 @@ class SupervisedAttempt:
         find_checkpoint = component.plan.find_checkpoint
         if find_checkpoint is not None:
             with contextlib.suppress(OSError):
-                newest = await within(_FIND_CHECKPOINT_WITHIN_S, find_checkpoint, None)
+                newest = await call_with_time_limit(
+                    _FIND_CHECKPOINT_WITHIN_S, find_checkpoint, None
+                )
         last = self._plan.last_step or 0
         reached_at = self._progress.reached_at or math.inf
         is_saved = newest is not None and ((newest[0] or 0) >= last or newest[1] >= reached_at)
@@ -746,7 +750,7 @@ class SupervisedAttempt:
             until = max(0, size_of(log))
 
         def make_verdict() -> Verdict:
-            text = component.last_words(since, until)
+            text = component.read_log_end(since, until)
             full_message = message
             if component.hangs_in:
                 full_message = f"{message}; it hangs in {component.hangs_in}"
@@ -886,7 +890,7 @@ class SupervisedAttempt:
     async def _hand_over(self, decision: Decision) -> Verdict:
         self._emit("attempt.left", reason=decision.reason)
         await self._cancel_watchers()
-        await self._for_each(self.components.values(), lambda component: component.let_go())
+        await self._for_each(self.components.values(), lambda component: component.detach())
         try:
             await self._context.close()
         except Exception:
@@ -954,7 +958,7 @@ class SupervisedAttempt:
             use = dict[str, float]()
             seen: dict[str, Any] = {}
             if has_driver:
-                seen = await within(_DRIVER_WITHIN_S, read_gpus, seen)
+                seen = await call_with_time_limit(_DRIVER_WITHIN_S, read_gpus, seen)
             has_driver = bool(seen.get("gpus"))
             if (own := self._mean_gpu_use(seen)) is not None:
                 use[host_name()] = own

@@ -356,7 +356,7 @@ class RunningComponent(ABC):
         """Wait until the readiness probe succeeds, and report the component as ready.
 
         If the component has ended before that, the coroutine waits until it is cancelled. The
-        caller then decides whether the component was ready (`says_it_was_ready`).
+        caller then decides whether the component was ready (`was_ready_before_end`).
 
         Raises:
             GivenUp: The probe did not succeed in time, or a process that is not part of this run
@@ -388,7 +388,7 @@ class RunningComponent(ABC):
             await forever()
         self.mark_ready()
 
-    async def says_it_was_ready(self) -> bool:
+    async def was_ready_before_end(self) -> bool:
         """Return True if a component that has ended was ready before its end.
 
         A log, a file or a message to NOTIFY_SOCKET can still prove this after the end. Without a
@@ -445,7 +445,7 @@ class RunningComponent(ABC):
         """Wait until the Ray job of the component must be given up, and return the reason."""
         return await forever()
 
-    def last_words(self, since: int = 0, until: int | None = None) -> str:
+    def read_log_end(self, since: int = 0, until: int | None = None) -> str:
         """Return the end of the component's log, to find the reason for its end.
 
         Args:
@@ -496,7 +496,7 @@ class RunningComponent(ABC):
             other machines. Empty if no process remains.
         """
 
-    async def let_go(self) -> None:
+    async def detach(self) -> None:
         """Leave the component running if it can continue without this process.
 
         Otherwise end the component.

@@ -149,7 +149,7 @@ class HangEvidence(TypedDict):
     gpus: str
 
 
-def evidence(pids: Sequence[int], within_s: float) -> HangEvidence:
+def gather_evidence(pids: Sequence[int], within_s: float) -> HangEvidence:
     """Gather facts about processes of this machine, without changing the processes.
 
     The facts are gathered one after the other in another thread. If one of the checks blocks, for
@@ -179,7 +179,7 @@ def evidence(pids: Sequence[int], within_s: float) -> HangEvidence:
     return found.copy()
 
 
-def report(
+def compose_report(
     component: str, title: str, found: Mapping[str, HangEvidence], unreached: Mapping[str, str]
 ) -> tuple[str, str]:
     """Compose the report on a component that hangs.
@@ -191,8 +191,8 @@ def report(
         unreached: `unreached[node]`: reason why the node could not be examined.
 
     Returns:
-        `(place, report)`: one line that names the place in the code where the component hangs
-        (empty if unknown), and the text of the whole report.
+        `(place, compose_report)`: one line that names the place in the code where the component
+        hangs (empty if unknown), and the text of the whole report.
     """
     processes = [
         (node, process) for node, of_node in found.items() for process in of_node["processes"]
@@ -316,8 +316,8 @@ def _examine_process(pid: int, threads: list[dict[str, Any]] | str) -> HungProce
     for frames in stacks:
         own = [frame for frame in frames if _is_own(frame["filename"])]
         if own and not any(_WRAPS in frame["filename"] for frame in frames):
-            within = "" if own[0] is frames[0] else f", in {_format_frame(frames[0])}"
-            return seen | {"is_own": True, "frame": _format_frame(own[0]) + within}
+            innermost = "" if own[0] is frames[0] else f", in {_format_frame(frames[0])}"
+            return seen | {"is_own": True, "frame": _format_frame(own[0]) + innermost}
     # No stack contains the program's own code, for example if the program is an installed package
     # such as verl. Show the four innermost calls of the main thread.
     return seen | {"frame": " < ".join(map(_format_frame, stacks[0][:4])) if stacks else ""}
@@ -411,7 +411,7 @@ def examine_carriers(wanted: Mapping[str, str], within_s: float) -> HangEvidence
         within_s: Time limit in seconds.
     """
     carriers = [pid for pid in all_pids() if not is_zombie(pid) and was_started_with(pid, wanted)]
-    gathered = evidence(carriers[:_CARRIERS_AT_MOST], within_s)
+    gathered = gather_evidence(carriers[:_CARRIERS_AT_MOST], within_s)
     return gathered | {"text": gathered["text"][:_TEXT_AT_MOST]}
 
 
@@ -491,9 +491,9 @@ class Diagnosis:
     """Examines a component that hangs, and writes the report on it.
 
     First await `examine`, before any process of the run is stopped, because the component may wait
-    for another component. Then stop the component inside the context `listening`. `examine` and
-    `listening` take some seconds and raise no errors. Their work is done in daemon threads, which
-    are abandoned if a process or a file system blocks them.
+    for another component. Then stop the component inside the context `collecting_output`. `examine`
+    and `collecting_output` take some seconds and raise no errors. Their work is done in daemon
+    threads, which are abandoned if a process or a file system blocks them.
     """
 
     #: The component that hangs.
@@ -515,7 +515,7 @@ class Diagnosis:
         Returns:
             The path of the report; None if it could not be written.
         """
-        await within(_EXAMINED_WITHIN_S + _REPORTED_WITHIN_S, self._examine, None)
+        await call_with_time_limit(_EXAMINED_WITHIN_S + _REPORTED_WITHIN_S, self._examine, None)
         return self._path if self._is_written else None
 
     @property
@@ -524,20 +524,20 @@ class Diagnosis:
         return self.command.log.with_name(f"{self.process.name}.hang.txt")
 
     @asynccontextmanager
-    async def listening(self) -> AsyncIterator[None]:
+    async def collecting_output(self) -> AsyncIterator[None]:
         """Collect the last output of the component while the caller stops it in this context.
 
         Processes that catch SIGABRT write their stacks into the log. At the end, the new part of
         the log is added to the report.
         """
-        await within(_ABORTED_WITHIN_S, self._abort_early, None)
+        await call_with_time_limit(_ABORTED_WITHIN_S, self._abort_early, None)
         late = asyncio.create_task(self._abort_late())
         try:
             yield
         finally:
             late.cancel()
         if self._is_written:
-            await within(_COPIED_WITHIN_S, self._copy_log, None)
+            await call_with_time_limit(_COPIED_WITHIN_S, self._copy_log, None)
 
     def _examine(self) -> None:
         pids = self.process.processes()
@@ -545,9 +545,11 @@ class Diagnosis:
             return
         with _log_errors():
             self._log_began = self.command.log.stat().st_size
-        evidence_by_node = {host_name(): evidence(pids, _EXAMINED_WITHIN_S)}
+        evidence_by_node = {host_name(): gather_evidence(pids, _EXAMINED_WITHIN_S)}
         name = self.process.name
-        self.hangs_in, text = report(name, f"{name} (pid {self.process.pid})", evidence_by_node, {})
+        self.hangs_in, text = compose_report(
+            name, f"{name} (pid {self.process.pid})", evidence_by_node, {}
+        )
         self._write(text)
 
     def _abort_early(self) -> None:
@@ -578,7 +580,7 @@ class Diagnosis:
         def abort() -> None:
             abort_python(map(ProcessId.of, reversed(self.process.processes())), before_kill_s)
 
-        await within(before_kill_s, abort, None)
+        await call_with_time_limit(before_kill_s, abort, None)
 
     def _copy_log(self) -> None:
         """Add the output since the start of the examination to the report."""
@@ -602,7 +604,7 @@ class Diagnosis:
         self._is_written = True
 
 
-async def within(limit_s: float, work: Callable[[], T], otherwise: T) -> T:
+async def call_with_time_limit(limit_s: float, work: Callable[[], T], otherwise: T) -> T:
     """Call a function in a daemon thread, and wait for its result at most `limit_s` seconds.
 
     Use it for functions that may block forever. After the time limit, the thread is abandoned.

@@ -17,7 +17,7 @@ from tasks.processes.component import (
     RunningComponent,
     forever,
 )
-from tasks.processes.hang_report import Diagnosis, within
+from tasks.processes.hang_report import Diagnosis, call_with_time_limit
 from tasks.processes.owned_tasks import cancel_tasks
 from tasks.processes.ports import Listener, has_listener, listeners
 from tasks.processes.probes import ComponentProbe, NotifyProbe, size_of
@@ -67,7 +67,9 @@ class ProcessComponent(RunningComponent):
 
     async def warn(self, signum: int) -> list[str]:
         nobody: list[ProcessKey] = []
-        warned = await within(_WARN_WITHIN_S, lambda: self._send_warning(signum), nobody)
+        warned = await call_with_time_limit(
+            _WARN_WITHIN_S, lambda: self._send_warning(signum), nobody
+        )
         return [f"pid {pid}" for pid, _ in warned]
 
     def _send_warning(self, signum: int) -> list[ProcessKey]:
@@ -144,7 +146,7 @@ class ProcessComponent(RunningComponent):
             await self._close_notify()
             await self._context.guards.dismiss(self.name)
             return ()
-        async with self._diagnosis.listening() if self._diagnosis else nullcontext():
+        async with self._diagnosis.collecting_output() if self._diagnosis else nullcontext():
             self.process.stop()
             await self._context.guards.end(self.process, self.plan.command.ends_within_s)
             # `launch` may still wait for the start of the process. It returns now, because the

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import httpx
 
 from tasks.processes.component import AttemptPlan
-from tasks.processes.hang_report import within
+from tasks.processes.hang_report import call_with_time_limit
 from tasks.processes.probes import size_of
 from tasks.record.causes import STEPS_OF_SURVIVAL
 from tasks.record.events import Emit
@@ -564,7 +564,7 @@ class ProgressWatch:
     async def has_checkpoint_grown(self) -> bool:
         """Return True if a checkpoint of a component has grown since the last call."""
         for component in self.plan.components:
-            if component.has_grown is not None and await within(
+            if component.has_grown is not None and await call_with_time_limit(
                 _GROWTH_WITHIN_S, component.has_grown, False
             ):
                 return True

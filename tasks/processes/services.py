@@ -141,8 +141,8 @@ class ServiceProcess(Protocol):
     def process(self) -> _Guarded: ...
     async def launch(self) -> None: ...
     async def until_ready(self) -> None: ...
-    async def says_it_was_ready(self) -> bool: ...
-    def last_words(self) -> str: ...
+    async def was_ready_before_end(self) -> bool: ...
+    def read_log_end(self) -> str: ...
     async def end(self) -> tuple[int | str, ...]: ...
 
 
@@ -309,7 +309,7 @@ class _Service:
             signal=exit.signal_name,
         )
         is_done = exit.is_zero and self.plan.on_exit_zero == "drain"
-        if is_done and (ready_at_s is not None or await service_process.says_it_was_ready()):
+        if is_done and (ready_at_s is not None or await service_process.was_ready_before_end()):
             self._mark_up(ServiceState.DONE)
             return None
         now_s = self._owner.clock()
@@ -331,7 +331,7 @@ class _Service:
         # kernel has then killed the process, too.
         killed = exit is not None and (exit.signal == signal.SIGKILL or exit.exit_code is None)
         # The log of a process that was killed from outside does not contain the reason for its end.
-        words = service_process.last_words() if service_process is not None and not killed else ""
+        words = service_process.read_log_end() if service_process is not None and not killed else ""
         pid = (
             f" (pid {service_process.pid})"
             if service_process is not None and service_process.pid is not None

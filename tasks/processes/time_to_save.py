@@ -20,7 +20,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from tasks.processes.component import RunningComponent
-from tasks.processes.hang_report import within
+from tasks.processes.hang_report import call_with_time_limit
 from tasks.record.events import Emit
 from tasks.record.outcome import signal_name
 
@@ -181,7 +181,9 @@ class TimeToSave:
     async def _is_saving(self, component: RunningComponent) -> bool:
         """Return True if a component is writing a checkpoint."""
         is_saving = component.plan.is_saving
-        return is_saving is not None and await within(_CHECK_WITHIN_S, is_saving, False)
+        return is_saving is not None and await call_with_time_limit(
+            _CHECK_WITHIN_S, is_saving, False
+        )
 
     async def _has_time_to_react(self, component: RunningComponent) -> bool:
         """Return True if a component got its warning a short time ago and has not saved since.
@@ -204,4 +206,4 @@ class TimeToSave:
         find_checkpoint = component.plan.find_checkpoint
         if find_checkpoint is None:
             return None
-        return await within(_CHECK_WITHIN_S, find_checkpoint, None)
+        return await call_with_time_limit(_CHECK_WITHIN_S, find_checkpoint, None)

@@ -193,12 +193,12 @@ class RayJob(RunningComponent):
     def __str__(self) -> str:
         return f"{self.name} (job {self._job.submission_id})"
 
-    def last_words(self, since: int = 0, until: int | None = None) -> str:
+    def read_log_end(self, since: int = 0, until: int | None = None) -> str:
         """Return the end of the job's log and Ray's message about the end of the job.
 
         Lines that Ray has written to the log are removed.
         """
-        log_end = super().last_words(since, until)
+        log_end = super().read_log_end(since, until)
         return job_last_words(log_end, self._state if self._is_final else None)
 
     @property
@@ -244,16 +244,16 @@ class RayJob(RunningComponent):
             GivenUp: The job could not be submitted or did not start in time.
         """
         assert self._submitting is not None
-        # If this call is cancelled, only `end` and `let_go` cancel the submission, and wait for it.
+        # If this call is cancelled, only `end` and `detach` cancel the submission, and wait for it.
         await asyncio.shield(self._submitting)
         self.is_pending = False
         # The time limits of the component count from now, because the job may have been pending for
         # a long time.
         self._launched_monotonic_s = time.monotonic()
 
-    async def says_it_was_ready(self) -> bool:
+    async def was_ready_before_end(self) -> bool:
         deadline = time.monotonic() + _LOG_TIMEOUT_S
-        while not await super().says_it_was_ready():
+        while not await super().was_ready_before_end():
             if time.monotonic() > deadline:
                 return False
             await asyncio.sleep(_LOG_INTERVAL_S)
@@ -313,7 +313,7 @@ class RayJob(RunningComponent):
                 component=job.component,
                 within_s=_EXAMINE_TIMEOUT_S,
             )
-            hangs_in, text = hang_report.report(self.name, str(self), evidence, unreached)
+            hangs_in, text = hang_report.compose_report(self.name, str(self), evidence, unreached)
             self.hangs_in = job.mask(hangs_in)
             await asyncio.to_thread(path.write_text, job.mask(text), encoding="utf-8")
         except Exception as error:
@@ -388,7 +388,7 @@ class RayJob(RunningComponent):
         )
         return await self._finish_end(ended.left)
 
-    async def let_go(self) -> None:
+    async def detach(self) -> None:
         """Stop watching the job without ending it. The next process of the run attaches to it."""
         await self.tasks.cancel()
         await _cancel(self._submitting)

@@ -468,7 +468,7 @@ class Fleet:
         group = self.registry.view.groups[self.registry.group_of(death.rank)]
         if not group.is_current(death.epoch):
             return
-        self._last_log_lines[death.rank] = last_lines(death.last_words)
+        self._last_log_lines[death.rank] = last_lines(death.log_end)
         self.registry.fail(death.rank, death.epoch, f"rank {death.rank} died: {death.why}")
         self._emit("rollout.server.died", rank=death.rank, epoch=death.epoch, why=death.why)
 

@@ -243,7 +243,7 @@ class LocalHost:
                 rank=server.slot.rank,
                 epoch=server.epoch,
                 why=str(server.process.exited.result()),
-                last_words=read_tail(server.log, min(written_bytes, _LOOKBACK_BYTES)),
+                log_end=read_tail(server.log, min(written_bytes, _LOOKBACK_BYTES)),
             )
         )
 

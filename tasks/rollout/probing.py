@@ -206,7 +206,7 @@ class Death:
     #: 10.0.0.7 is gone`.
     why: str
     #: End of the server's log; may be empty.
-    last_words: str = ""
+    log_end: str = ""
 
 
 class StartFailed(Exception):

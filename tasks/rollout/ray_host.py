@@ -424,9 +424,9 @@ class RayHost:
 
     async def _watch_for_death(self, server: _ActorServer) -> None:
         """Wait for the end of a server, and report it as a death unless the server was stopped."""
-        last_words = ""
+        log_end = ""
         try:
-            status, last_words = await _as_future(server.actor.wait_for_exit.remote())
+            status, log_end = await _as_future(server.actor.wait_for_exit.remote())
         except RayError as error:
             verb = "died" if isinstance(error, RayActorError) else "failed"
             reason = f"its actor {verb}: {_first_line(error)}"
@@ -435,9 +435,7 @@ class RayHost:
         server.is_alive = False
         if server.is_ending or self._servers.get(server.slot.rank) is not server:
             return
-        self.on_death(
-            Death(rank=server.slot.rank, epoch=server.epoch, why=reason, last_words=last_words)
-        )
+        self.on_death(Death(rank=server.slot.rank, epoch=server.epoch, why=reason, log_end=log_end))
 
     async def _end(self, server: _ActorServer, *, grace_s: float) -> tuple[str, ...]:
         """Stop a server, copy the end of its log, and end its actor.

@@ -72,13 +72,13 @@ def read_report(stage: Stage, name: str) -> str:
     return (stage.directory / f"{name}.hang.txt").read_text()
 
 
-def read_last_words(stage: Stage, name: str) -> str:
+def read_log_end(stage: Stage, name: str) -> str:
     """Return the last part of the report: the output of the component after the hang was noticed.
 
     Muster makes a hanging component print its stacks.
     """
-    _, _, last_words = read_report(stage, name).partition(f"New output in {name}.log:")
-    return last_words
+    _, _, log_end = read_report(stage, name).partition(f"New output in {name}.log:")
+    return log_end
 
 
 def check_stalled(verdict: Verdict) -> Failure:
@@ -107,7 +107,7 @@ def test_report_about_a_stopped_component_has_kernel_state_and_stacks(stage: Sta
     assert f"pid {pid}, child of" in report and "http.server" in report
     assert "state: T (stopped)" in report
     assert f" 127.0.0.1:{port} LISTEN" in report
-    assert "serve_requests" in read_last_words(stage, "api")
+    assert "serve_requests" in read_log_end(stage, "api")
     assert not (stage.directory / "trainer.hang.txt").exists()
 
 
@@ -184,7 +184,7 @@ def test_report_about_a_deadlock_names_the_blocked_function(stage: Stage) -> Non
 
     failure = check_stalled(verdict)
     assert (failure.component, failure.rule) == ("trainer", "stall")
-    assert "in wait_for_lock" in read_last_words(stage, "trainer")
+    assert "in wait_for_lock" in read_log_end(stage, "trainer")
     diagnosed = stage.until("component.diagnosed", "trainer")
     assert diagnosed.fields["path"] == str(stage.directory / "trainer.hang.txt")
     # The failure must not quote the stacks that Muster made the component print.
@@ -201,7 +201,7 @@ def test_component_that_hangs_during_its_start_is_named_and_examined(stage: Stag
     )
 
     assert check_stalled(verdict).component == "api"
-    assert "in wait_for_lock" in read_last_words(stage, "api")
+    assert "in wait_for_lock" in read_log_end(stage, "api")
     assert stage.seen("component.starting", "trainer") == []
 
 
@@ -218,7 +218,7 @@ def test_py_spy_reports_the_stack_if_faulthandler_is_disabled(stage: Stage) -> N
     check_stalled(verdict)
     report = read_report(stage, "trainer")
     assert "py-spy of pid" in report and "wait_for_lock" in report
-    assert read_last_words(stage, "trainer") == ""
+    assert read_log_end(stage, "trainer") == ""
 
 
 def test_process_reports_its_own_frame_if_py_spy_is_unavailable(
@@ -247,7 +247,7 @@ def test_component_that_exits_at_sigterm_is_not_aborted(stage: Stage) -> None:
     check_stalled(verdict)
     exit_event = stage.until("component.exited", "trainer")
     assert (exit_event.fields["exit_code"], exit_event.fields["signal"]) == (0, None)
-    assert read_last_words(stage, "trainer").strip() == "saved"
+    assert read_log_end(stage, "trainer").strip() == "saved"
 
 
 def test_component_that_ignores_sigterm_dumps_its_stacks_before_it_is_killed(stage: Stage) -> None:
@@ -259,7 +259,7 @@ def test_component_that_ignores_sigterm_dumps_its_stacks_before_it_is_killed(sta
 
     check_stalled(verdict)
     assert stage.until("component.exited", "trainer").fields["signal"] == "SIGABRT"
-    assert "in wait_for_lock" in read_last_words(stage, "trainer")
+    assert "in wait_for_lock" in read_log_end(stage, "trainer")
 
 
 def test_hanging_child_processes_dump_their_stacks_too(stage: Stage) -> None:
@@ -273,8 +273,8 @@ def test_hanging_child_processes_dump_their_stacks_too(stage: Stage) -> None:
     verdict = stage.run(build_python_component(stage, "trainer", parent, ready=UP, live=MISSED))
 
     check_stalled(verdict)
-    last_words = read_last_words(stage, "trainer")
-    assert "in wait_for_lock" in last_words and "in run_worker" in last_words
+    log_end = read_log_end(stage, "trainer")
+    assert "in wait_for_lock" in log_end and "in run_worker" in log_end
     assert read_report(stage, "trainer").count(", child of ") == 2
 
 

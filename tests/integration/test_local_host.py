@@ -159,7 +159,7 @@ async def test_reported_death_has_the_epoch_and_the_last_output(
 
     [death] = hosts.deaths
     assert (death.rank, death.epoch, death.why) == (1, 7, why)
-    assert death.last_words == "no memory\n"
+    assert death.log_end == "no memory\n"
 
 
 async def test_last_output_contains_no_output_of_an_earlier_epoch(hosts: Hosts) -> None:
@@ -169,7 +169,7 @@ async def test_last_output_contains_no_output_of_an_earlier_epoch(hosts: Hosts) 
         await hosts.until_deaths(epoch)
         await host.stop([0], grace_s=0.0)
 
-    words = [death.last_words for death in hosts.deaths]
+    words = [death.log_end for death in hosts.deaths]
     assert words == ["first\n", "second\n"]
 
 
@@ -184,7 +184,7 @@ async def test_server_whose_port_is_taken_dies_of_a_port_conflict(hosts: Hosts) 
     await hosts.until_deaths(1)
 
     [death] = hosts.deaths
-    assert death.rank == 1 and "in use" in death.last_words
+    assert death.rank == 1 and "in use" in death.log_end
 
 
 async def test_missing_program_is_named_and_no_process_remains(hosts: Hosts) -> None:

@@ -206,7 +206,7 @@ async def test_reported_death_has_the_last_output_of_the_server(
         death = await asyncio.wait_for(fleet.deaths.get(), _WITHIN_S)
 
         assert (death.rank, death.epoch, death.why) == (0, 7, "killed by SIGKILL")
-        assert "serving" in death.last_words
+        assert "serving" in death.log_end
         assert await fleet.host.ask(0, _HEALTH, 5.0) == "rank 0 is not running"
         assert find_processes(slot) == []
         # The server can be started again at the same place. Each start is a new epoch.
@@ -255,4 +255,4 @@ async def test_missing_program_is_reported(ray_cluster: RayCluster, tmp_path: Pa
             await fleet.host.start(broken, 1)
             death = await asyncio.wait_for(fleet.deaths.get(), _WITHIN_S)
             assert death.why == "exit 127"
-            assert "no-such-server" in death.last_words
+            assert "no-such-server" in death.log_end

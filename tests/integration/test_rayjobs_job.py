@@ -234,7 +234,7 @@ async def test_second_process_attaches_without_a_gap_or_a_repetition_in_the_log(
     )
     plan, first = await jobs.launched("python", "-c", program)
     await until(lambda: plan.command.log.exists() and b"\n5 " in plan.command.log.read_bytes())
-    await first.let_go()
+    await first.detach()
     log_before = plan.command.log.read_bytes()
 
     second = jobs.job(plan)
@@ -255,7 +255,7 @@ async def test_second_process_attaches_without_a_gap_or_a_repetition_in_the_log(
 @pytest.mark.thorough
 async def test_job_without_a_muster_process_can_be_ended_by_its_submission_file(jobs: Jobs) -> None:
     plan, job = await jobs.launched("sh", "-c", f"{_TREE} exec sleep 3600")
-    await job.let_go()
+    await job.detach()
 
     status_before = await jobs.state_of(plan)
     file = SubmissionFile.read(plan.submission_file)
@@ -277,7 +277,7 @@ async def test_missing_gpus_at_the_deadline_are_named(jobs: Jobs) -> None:
         "big = pg([{'GPU': 8}] * 3); time.sleep(3600)"
     )
     plan, first = await jobs.launched("python", "-c", program, gpus=24)
-    await first.let_go()
+    await first.detach()
     job = jobs.job(replace(plan, start_within_s=1.0))
     await job.launch()
     await job.until_running()

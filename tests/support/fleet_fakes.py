@@ -186,7 +186,7 @@ class FakeHost:
 
         if slot.port in self.foreign_ports:
             asyncio.get_running_loop().call_later(
-                0.0005, lambda: self.die(slot.rank, "exit 1", last_words=PORT_IN_USE)
+                0.0005, lambda: self.die(slot.rank, "exit 1", log_end=PORT_IN_USE)
             )
         if server.dies_after_s:
             after_s = server.dies_after_s.pop(0)

@@ -185,7 +185,7 @@ class Jobs:
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(20):
                     await job.end()
-            await job.let_go()
+            await job.detach()
 
 
 async def until(condition: Callable[[], object], within_s: float = WITHIN_S) -> None:

@@ -93,7 +93,7 @@ async def test_all_groups_down_without_budget_is_fatal_at_once() -> None:
     await asyncio.sleep(10.0)
     began_s = now_s()
     for rank in range(2):
-        stage.host.die(rank, "killed by SIGKILL", last_words="CUDA error")
+        stage.host.die(rank, "killed by SIGKILL", log_end="CUDA error")
 
     took_s = now_s() - began_s
     reason = await stage.fleet.fatal

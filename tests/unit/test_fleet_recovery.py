@@ -162,7 +162,7 @@ async def test_run_fails_if_fewer_engines_than_min_active_serve() -> None:
     stage = await serving(3, min_active=2)
     stage.host.die(0)
     assert not stage.fleet.fatal.done()
-    stage.host.die(1, "exit 1", last_words="CUDA out of memory")
+    stage.host.die(1, "exit 1", log_end="CUDA out of memory")
     reason = await stage.fleet.fatal
     assert stage.told("rollout.failed") == [{"reason": reason}]
 
@@ -273,7 +273,7 @@ async def test_late_report_of_an_old_epochs_death_is_ignored() -> None:
     stage.host.die(0)
     await stage.until(lambda: stage.states()[0] is R)
     await stage.until_active()
-    stage.host.on_death(Death(rank=0, epoch=1, why="exit 1", last_words=PORT_IN_USE))
+    stage.host.on_death(Death(rank=0, epoch=1, why="exit 1", log_end=PORT_IN_USE))
     await asyncio.sleep(10.0)
 
     assert stage.states() == [A, A]

@@ -108,10 +108,10 @@ class FakeServiceProcess:
         if self._script in ("exits", "is killed"):
             await asyncio.Event().wait()
 
-    async def says_it_was_ready(self) -> bool:
+    async def was_ready_before_end(self) -> bool:
         return False
 
-    def last_words(self) -> str:
+    def read_log_end(self) -> str:
         return "last words"
 
     def exit(self, how: Exit) -> None:
