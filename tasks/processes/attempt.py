@@ -39,7 +39,7 @@ from tasks.processes.registry import RunRegister
 from tasks.processes.time_to_save import TimeToSave
 from tasks.record.causes import find_cause, last_lines
 from tasks.record.events import Emit
-from tasks.record.outcome import Exit, Failure, GivenUp, GiveUpReason, Verdict, signal_name
+from tasks.record.outcome import ComponentFailed, Exit, Failure, GiveUpReason, Verdict, signal_name
 from tasks.record.states import RunState
 from tasks.spec.errors import RunEnded
 from tasks.spec.failure_kinds import FailureKind, find_kind_of_start_error
@@ -419,16 +419,16 @@ class SupervisedAttempt:
             ):
                 try:
                     component.refuse_foreign_ports(others)
-                except GivenUp as error:
-                    self._give_up(component, error.loss)
+                except ComponentFailed as error:
+                    self._give_up(component, error.reason)
 
-    def _give_up(self, component: RunningComponent, loss: GiveUpReason) -> None:
+    def _give_up(self, component: RunningComponent, reason: GiveUpReason) -> None:
         """Start a component on another port if its port is taken; otherwise end the attempt."""
-        if loss.rule == PORT_TAKEN and self._can_move(component):
-            component.port_loss = loss
+        if reason.rule == PORT_TAKEN and self._can_move(component):
+            component.port_loss = reason
             component.lost_port.set()
         else:
-            self._fail_by_loss(component, loss)
+            self._fail_by_loss(component, reason)
 
     def interrupt(self, why: str, state: RunState = RunState.CANCELLED) -> None:
         """End the attempt for a reason outside the attempt, such as a cancel by the user.
@@ -492,8 +492,8 @@ class SupervisedAttempt:
         self._progress.silence.restart()
         try:
             await component.launch()
-        except GivenUp as error:
-            self._give_up(component, error.loss)
+        except ComponentFailed as error:
+            self._give_up(component, error.reason)
         except OSError as error:  # includes TimeoutError
             reason = error.strerror or str(error) or "its guardian does not answer"
             message = f"{component.name} can't be started: {reason}"
@@ -513,8 +513,8 @@ class SupervisedAttempt:
             if not self.decided.is_set():
                 component.tasks.start(self._follow(component, component.until_job_lost))
             await component.until_ready()
-        except GivenUp as error:
-            self._give_up(component, error.loss)
+        except ComponentFailed as error:
+            self._give_up(component, error.reason)
 
     def _on_exit(self, component: RunningComponent, exit: Exit) -> None:
         component.exit = exit
@@ -550,9 +550,9 @@ class SupervisedAttempt:
         if line:
             message = f"{component.name} could not listen on its port: {line}"
             kind = FailureKind.PORT_CONFLICT
-            loss = GiveUpReason(kind=kind, rule=PORT_TAKEN, message=message, exit=exit)
+            reason = GiveUpReason(kind=kind, rule=PORT_TAKEN, message=message, exit=exit)
             if self._can_move(component):
-                self._give_up(component, loss)
+                self._give_up(component, reason)
                 return
         self._fail_by_exit(component, exit)
 
@@ -726,9 +726,9 @@ class SupervisedAttempt:
             message += f"; {self._progress.describe_end()}"
         self._fail(component, message, "exit", exit=exit)
 
-    def _fail_by_loss(self, component: RunningComponent, loss: GiveUpReason) -> None:
-        message = f"{component}: {loss.message}"
-        self._fail(component, message, loss.rule, kind=loss.kind, exit=loss.exit)
+    def _fail_by_loss(self, component: RunningComponent, reason: GiveUpReason) -> None:
+        message = f"{component}: {reason.message}"
+        self._fail(component, message, reason.rule, kind=reason.kind, exit=reason.exit)
 
     def _fail(
         self,
@@ -900,12 +900,12 @@ class SupervisedAttempt:
     async def _follow(
         self, component: RunningComponent, until_lost: Callable[[], Awaitable[GiveUpReason]]
     ) -> None:
-        loss = await until_lost()
-        if loss.kind is FailureKind.STALLED and self._progress.is_finished:
+        reason = await until_lost()
+        if reason.kind is FailureKind.STALLED and self._progress.is_finished:
             # A trainer that has done its work may close its server before it ends. So a failed
             # liveness probe is no stall.
             return
-        self._fail_by_loss(component, loss)
+        self._fail_by_loss(component, reason)
 
     async def _follow_progress(self) -> None:
         end, why = await self._progress.until_over()

@@ -33,7 +33,7 @@ from tasks.record.causes import read_since_step
 from tasks.record.disk import DiskThread
 from tasks.record.events import Emit
 from tasks.record.metrics_file import FileFingerprint
-from tasks.record.outcome import Exit, GivenUp, GiveUpReason
+from tasks.record.outcome import ComponentFailed, Exit, GiveUpReason
 from tasks.record.run_json import ResumeRecord
 from tasks.spec.component import OnExitZero
 from tasks.spec.failure_kinds import FailureKind
@@ -341,14 +341,14 @@ class RunningComponent(ABC):
 
         Raises:
             OSError: The component could not be started. No process remains.
-            GivenUp: Another process listens on a port of the component. No process remains.
+            ComponentFailed: Another process listens on a port of the component. No process remains.
         """
 
     async def until_running(self) -> None:
         """Wait until the component runs. If the wait is cancelled, `end` must still be called.
 
         Raises:
-            GivenUp: The component will not run.
+            ComponentFailed: The component will not run.
         """
         self.is_pending = False
 
@@ -359,8 +359,8 @@ class RunningComponent(ABC):
         caller then decides whether the component was ready (`was_ready_before_end`).
 
         Raises:
-            GivenUp: The probe did not succeed in time, or a process that is not part of this run
-                listens on a port of the component.
+            ComponentFailed: The probe did not succeed in time, or a process that is not part of
+                this run listens on a port of the component.
         """
         if (ready := self.plan.ready) is not None:
             probe = self._probe(ready)
@@ -380,7 +380,7 @@ class RunningComponent(ABC):
                     message = f"not ready after {self.seconds_alive():.0f} s: {reason}"
                     kind = FailureKind.NOT_READY
                     loss = GiveUpReason(kind=kind, rule="not-ready", message=message)
-                    raise GivenUp(loss) from None
+                    raise ComponentFailed(loss) from None
             self._refuse_foreign(probe.local_port)
         self.refuse_foreign_ports()
         if self.exited.done():
@@ -529,7 +529,7 @@ class RunningComponent(ABC):
             suspected: The ports to check. If None, all ports of the component are checked.
 
         Raises:
-            GivenUp: A process that is not part of this run listens on a port.
+            ComponentFailed: A process that is not part of this run listens on a port.
         """
         return
 
@@ -537,7 +537,7 @@ class RunningComponent(ABC):
         """Check which process listens on one port. Do nothing if `port` is None.
 
         Raises:
-            GivenUp: A process that is not part of this run listens on the port.
+            ComponentFailed: A process that is not part of this run listens on the port.
         """
         return
 

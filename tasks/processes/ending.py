@@ -56,7 +56,7 @@ _SWEPT_WITHIN_S = 20.0
 _SHOWN_CHARACTERS = 200
 
 #: `(pid, start time in clock ticks)`, which identifies a process until the next boot.
-Known = tuple[int, int]
+PidAndStart = tuple[int, int]
 
 #: Pids of the guardians that are children of this process. A guardian is a process that owns the
 #: process tree of one component. `end_orphans` does not end guardians.
@@ -68,7 +68,9 @@ guardians_lock = threading.Lock()
 kept_marks: set[int] = set()
 
 
-def end_all(end_once: Callable[[], set[Known]], within_s: float) -> tuple[set[Known], set[Known]]:
+def end_all(
+    end_once: Callable[[], set[PidAndStart]], within_s: float
+) -> tuple[set[PidAndStart], set[PidAndStart]]:
     """Call `end_once` in rounds until `CLEAN_ROUNDS` consecutive rounds find no process.
 
     Args:
@@ -78,8 +80,8 @@ def end_all(end_once: Callable[[], set[Known]], within_s: float) -> tuple[set[Kn
     Returns:
         `(ended, remaining)`: the ended processes and the remaining processes.
     """
-    killed: set[Known] = set()
-    left: set[Known] = set()
+    killed: set[PidAndStart] = set()
+    left: set[PidAndStart] = set()
     deadline = time.monotonic() + within_s
     clean = 0
     while clean < CLEAN_ROUNDS and time.monotonic() < deadline:
@@ -126,7 +128,7 @@ def end_orphans() -> list[int]:
     return sorted(orphan_pids)
 
 
-def end_marked(mark: int) -> set[Known]:
+def end_marked(mark: int) -> set[PidAndStart]:
     """Send SIGKILL once to all processes of this machine that are marked with a number.
 
     Processes that cannot belong to a run of this user get no signal (see `can_be_of_own_run`).
@@ -191,7 +193,7 @@ def end_carriers(wanted: Mapping[str, str]) -> dict[str, Any]:
 
     ended, left = end_all(lambda: _end_matching(is_carrier), _SWEPT_WITHIN_S)
 
-    def describe(processes: set[Known]) -> list[dict[str, Any]]:
+    def describe(processes: set[PidAndStart]) -> list[dict[str, Any]]:
         return [
             {"pid": pid, "start": start, "command": commands[pid]}
             for pid, start in sorted(processes)
@@ -200,13 +202,13 @@ def end_carriers(wanted: Mapping[str, str]) -> dict[str, Any]:
     return {"machine": machine(), "killed": describe(ended), "left": describe(left)}
 
 
-def _end_matching(is_meant: Callable[[int], bool]) -> set[Known]:
+def _end_matching(is_meant: Callable[[int], bool]) -> set[PidAndStart]:
     """Send SIGKILL once to every living process for whose pid `is_meant` returns True.
 
     Returns:
         The processes that were found.
     """
-    known: set[Known] = set()
+    known: set[PidAndStart] = set()
 
     def send(pid: int, start: int, signum: int) -> bool:
         # Skip a process of another user, which cannot be signalled. `_end_matching` returns it, so
@@ -270,7 +272,7 @@ def _self_and_ancestors() -> set[int]:
     return pids
 
 
-def _are_gone(processes: Iterable[Known], deadline: float) -> bool:
+def _are_gone(processes: Iterable[PidAndStart], deadline: float) -> bool:
     """Wait until all processes have ended, at most `KILLED_WITHIN_S` seconds.
 
     Args:

@@ -19,7 +19,7 @@ from tasks.processes import cgroup, tree
 from tasks.processes.containment import Containment, Level, PidNamespace
 from tasks.processes.guarded import KILL_WITHIN_S, Command, GuardedProcess, GuardianTemplate
 from tasks.processes.identity import ProcessId
-from tasks.processes.registry import RegisterEntry
+from tasks.processes.registry import ProcessEntry
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def tag_of(run_id: str, attempt: int) -> dict[str, str]:
 class ProcessRegistry(Protocol):
     """The part of the run's registry that `Guards` uses."""
 
-    async def enter(self, entry: RegisterEntry) -> None: ...
+    async def enter(self, entry: ProcessEntry) -> None: ...
     def leave(self, component: str) -> None: ...
 
 
@@ -290,7 +290,7 @@ class Guards:
             OSError: The entry could not be written.
         """
         if self._registry is not None:
-            entry = RegisterEntry.model_validate(
+            entry = ProcessEntry.model_validate(
                 {
                     "run_id": self._run_id,
                     "attempt": self._attempt,

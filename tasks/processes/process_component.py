@@ -22,7 +22,7 @@ from tasks.processes.owned_tasks import cancel_tasks
 from tasks.processes.ports import Listener, has_listener, listeners
 from tasks.processes.probes import ComponentProbe, NotifyProbe, size_of
 from tasks.processes.warning_signal import ProcessKey, send_warning
-from tasks.record.outcome import GivenUp, GiveUpReason
+from tasks.record.outcome import ComponentFailed, GiveUpReason
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import LiveProbe, ReadyProbe
 
@@ -208,7 +208,7 @@ class ProcessComponent(RunningComponent):
                     "End that process, or use ${NAME.port} in the spec to get a free port"
                 )
                 kind = FailureKind.PORT_CONFLICT
-                raise GivenUp(GiveUpReason(kind=kind, rule=PORT_TAKEN, message=message))
+                raise ComponentFailed(GiveUpReason(kind=kind, rule=PORT_TAKEN, message=message))
 
     def refuse_foreign_ports(self, suspected: Iterable[int] | None = None) -> None:
         wanted = None if suspected is None else set(suspected)
@@ -225,14 +225,16 @@ class ProcessComponent(RunningComponent):
             likely: Pids that are checked first. This is faster than a check of all processes.
 
         Raises:
-            GivenUp: The kernel's table of TCP sockets cannot be read.
+            ComponentFailed: The kernel's table of TCP sockets cannot be read.
         """
         try:
             return listeners(port, likely) if has_listener(port) else []
         except OSError as error:
             message = f"the process that listens on port {port} cannot be determined: {error}"
             kind = FailureKind.UNKNOWN
-            raise GivenUp(GiveUpReason(kind=kind, rule="port-unknown", message=message)) from error
+            raise ComponentFailed(
+                GiveUpReason(kind=kind, rule="port-unknown", message=message)
+            ) from error
 
     def _is_foreign(self, listener: Listener) -> bool:
         """Return True if a listener outside the component's process tree is not part of this run.

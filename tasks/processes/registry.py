@@ -28,7 +28,7 @@ from typing import ClassVar, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tasks.processes import cgroup, reserved_space, shared_memory, tree
-from tasks.processes.ending import KILLED_WITHIN_S, Known, end_all, end_marked
+from tasks.processes.ending import KILLED_WITHIN_S, PidAndStart, end_all, end_marked
 from tasks.processes.identity import ProcessId, boot_id, host_name
 from tasks.record.disk import DiskThread, replace_file, write_json
 from tasks.record.places import is_at, keep_private, muster_home, read_own_file
@@ -107,7 +107,7 @@ class _Entry(_Model):
         return f"{cls.kind}-{component}.json"
 
 
-class RegisterEntry(_Entry):
+class ProcessEntry(_Entry):
     """Registry entry of a component that runs on this machine or is about to be started here.
 
     A component may start further guardian processes itself, for example for the servers of a
@@ -146,7 +146,7 @@ class RunHeld(OSError):
     """Another living process of this machine supervises the run."""
 
 
-def enter(directory: Path, entry: RegisterEntry | JobEntry) -> None:
+def enter(directory: Path, entry: ProcessEntry | JobEntry) -> None:
     """Write the registry entry of a component. Call this before the component is started.
 
     Args:
@@ -166,10 +166,10 @@ def leave(directory: Path, component: str) -> None:
         directory: Directory of the run in the registry.
         component: Name of the component.
     """
-    (directory / RegisterEntry.file_of(component)).unlink(missing_ok=True)
+    (directory / ProcessEntry.file_of(component)).unlink(missing_ok=True)
     # Also remove entries of the component's parts. The component may have been killed before it
     # could remove them. All parts are descendants of the component, so they have ended, too.
-    for part in directory.glob(RegisterEntry.file_of(f"{component}.*")):
+    for part in directory.glob(ProcessEntry.file_of(f"{component}.*")):
         part.unlink(missing_ok=True)
     (directory / JobEntry.file_of(component)).unlink(missing_ok=True)
 
@@ -186,7 +186,7 @@ class EntryWriter:
         self.directory = directory
         self.disk = disk
 
-    async def enter(self, entry: RegisterEntry | JobEntry) -> None:
+    async def enter(self, entry: ProcessEntry | JobEntry) -> None:
         """Write the registry entry of a component. Await this before the component is started.
 
         Raises:
@@ -304,7 +304,7 @@ class RunRegister(EntryWriter):
                 "A later `muster reconcile` writes it.",
                 self.owner.run_id,
             )
-        elif not _read_entries(self.directory, RegisterEntry) and not _read_entries(
+        elif not _read_entries(self.directory, ProcessEntry) and not _read_entries(
             self.directory, JobEntry
         ):
             shutil.rmtree(self.directory, ignore_errors=True)
@@ -325,7 +325,7 @@ class LostRun:
     def __init__(self, directory: Path, owner: Owner) -> None:
         self._directory = directory
         self.owner = owner
-        self.entries = _read_entries(directory, RegisterEntry)
+        self.entries = _read_entries(directory, ProcessEntry)
         self.jobs = _read_entries(directory, JobEntry)
         #: Final state of the run from the reserved disk space; None if nothing was written there.
         self.end = reserved_space.read_final_record(directory)
@@ -431,7 +431,7 @@ def teardown_s(process: int | None = None) -> float:
         if owner is None or process not in (None, owner.process.pid):
             continue
         directory = _registry_directory() / run_id
-        entries = [*_read_entries(directory, RegisterEntry), *_read_entries(directory, JobEntry)]
+        entries = [*_read_entries(directory, ProcessEntry), *_read_entries(directory, JobEntry)]
         # Do not add the grace periods of parts (`COMPONENT.PART`). A part ends together with its
         # component.
         graces = [
@@ -503,7 +503,7 @@ _PREFIX = "muster-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Remains:
+class LeftoverCleanup:
     """Result of `finish`: the processes and files of a lost run that were ended or remain."""
 
     #: Pids of the processes that were killed.
@@ -522,7 +522,7 @@ class Remains:
         return not self.left and not self.waiting
 
 
-def finish(lost: LostRun) -> Remains:
+def finish(lost: LostRun) -> LeftoverCleanup:
     """End the leftover processes of a lost run, and remove its files.
 
     A living guardian, the process that owns a component, ends the component itself within the grace
@@ -548,10 +548,12 @@ def finish(lost: LostRun) -> Remains:
         segments = [path for path in lost.owner.leftovers if path.parent == shared_memory.DIRECTORY]
         removed += shared_memory.remove_unused(segments)
         removed += [path for path in lost.owner.leftovers if _remove_directory(path)]
-    return Remains(killed=tuple(sorted(killed)), left=left, waiting=waiting, removed=tuple(removed))
+    return LeftoverCleanup(
+        killed=tuple(sorted(killed)), left=left, waiting=waiting, removed=tuple(removed)
+    )
 
 
-def _kill_component_once(entry: RegisterEntry) -> set[Known]:
+def _kill_component_once(entry: ProcessEntry) -> set[PidAndStart]:
     """Send SIGKILL once to all living processes of a component, and return these processes.
 
     The processes are found by the mark and the cgroup in the registry entry of the component.

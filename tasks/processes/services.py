@@ -27,7 +27,7 @@ from tasks.processes.ports import PortsReserved
 from tasks.processes.process_component import ProcessComponent
 from tasks.processes.registry import RunRegister
 from tasks.record.events import Emit
-from tasks.record.outcome import Exit, Failure, GivenUp
+from tasks.record.outcome import ComponentFailed, Exit, Failure
 from tasks.spec.errors import RunEnded
 from tasks.spec.failure_kinds import FailureKind
 
@@ -272,8 +272,8 @@ class _Service:
         began_s = self._owner.clock()
         try:
             await service_process.launch()
-        except GivenUp as error:
-            return self._make_death(service_process, str(error), None, kind=error.loss.kind)
+        except ComponentFailed as error:
+            return self._make_death(service_process, str(error), None, kind=error.reason.kind)
         except OSError as error:  # includes TimeoutError
             why = error.strerror or str(error) or "its guardian does not answer"
             return self._make_death(service_process, f"can't be started: {why}", None)
@@ -287,8 +287,10 @@ class _Service:
             if getting_ready.done() and not service_process.exited.done():
                 try:
                     getting_ready.result()
-                except GivenUp as error:
-                    return self._make_death(service_process, str(error), None, kind=error.loss.kind)
+                except ComponentFailed as error:
+                    return self._make_death(
+                        service_process, str(error), None, kind=error.reason.kind
+                    )
                 ready_at_s = self._owner.clock()
                 self._mark_up(ServiceState.READY)
                 watched.remove(getting_ready)

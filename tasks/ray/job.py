@@ -28,7 +28,7 @@ from tasks.ray.nodes import examine
 from tasks.ray.submission import JobPlan, SubmissionFile
 from tasks.ray.submit import STRAGGLERS_S, Submitter, finish_thread_work
 from tasks.record.events import Emit
-from tasks.record.outcome import GivenUp, GiveUpReason
+from tasks.record.outcome import ComponentFailed, GiveUpReason
 from tasks.spec.failure_kinds import FailureKind
 
 #: Pause after a failed copy of a job's log, in seconds.
@@ -241,7 +241,7 @@ class RayJob(RunningComponent):
         If this call is cancelled, the job continues to run. Call `end` to stop the job.
 
         Raises:
-            GivenUp: The job could not be submitted or did not start in time.
+            ComponentFailed: The job could not be submitted or did not start in time.
         """
         assert self._submitting is not None
         # If this call is cancelled, only `end` and `detach` cancel the submission, and wait for it.
@@ -277,9 +277,9 @@ class RayJob(RunningComponent):
         deadline = time.monotonic() + self._job.start_within_s - pending_for_s
         while self._state is None or self._state.status == "PENDING":
             if loss := await self._check_loss():
-                raise GivenUp(loss)
+                raise ComponentFailed(loss)
             if time.monotonic() > deadline:
-                raise GivenUp(self._never_started())
+                raise ComponentFailed(self._never_started())
             await asyncio.sleep(0.1)
 
     async def until_job_lost(self) -> GiveUpReason:

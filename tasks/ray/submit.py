@@ -28,7 +28,7 @@ from tasks.ray import wrapper
 from tasks.ray.dashboard import Credentials, Dashboard, Denied, JobState, LiveNode, NoAnswer
 from tasks.ray.submission import SETTLES_WITHIN_S, JobPlan, SubmissionFile
 from tasks.record.events import Emit
-from tasks.record.outcome import GivenUp, GiveUpReason
+from tasks.record.outcome import ComponentFailed, GiveUpReason
 from tasks.record.places import muster_home
 from tasks.spec.failure_kinds import FailureKind
 
@@ -331,7 +331,8 @@ class Submitter:
             The state of the job. None if the job was submitted now and its state is unknown.
 
         Raises:
-            GivenUp: The job could not be submitted, or it is unknown whether it was submitted.
+            ComponentFailed: The job could not be submitted, or it is unknown whether it was
+                submitted.
         """
         content = self._file.content
         is_outcome_unknown = content.submit_began_at is not None and content.submitted_at is None
@@ -341,7 +342,7 @@ class Submitter:
             self._emit("job.attached", submission_id=self._plan.submission_id)
             return state
         if self._file.content.submitted_at is not None:
-            raise GivenUp(await self.forgotten() or _job_unknown(self._plan))
+            raise ComponentFailed(await self.forgotten() or _job_unknown(self._plan))
         for _ in range(_MAX_SUBMITS):
             problem = await self._submit_once()
             if not problem:
@@ -391,7 +392,7 @@ class Submitter:
             then unknown whether the cluster has the job.
 
         Raises:
-            GivenUp: The cluster rejects the job, and would reject it again.
+            ComponentFailed: The cluster rejects the job, and would reject it again.
         """
         try:
             nodes = await self._dashboard.nodes()
@@ -412,12 +413,12 @@ class Submitter:
         if self._file.content.submitted_at is None:
             self._file.note(submitted_at=time.time(), status="pending")
 
-    def _give_up(self, kind: FailureKind, rule: str, message: str) -> GivenUp:
+    def _give_up(self, kind: FailureKind, rule: str, message: str) -> ComponentFailed:
         """Record the reason for giving up the job, and return the exception to raise."""
         # If contact with the cluster was lost, the job may exist there. Keep its recorded status.
         if kind is not FailureKind.LOST_CONTACT:
             self._file.note(status="refused", message=message)
-        return GivenUp(GiveUpReason(kind=kind, rule=rule, message=message))
+        return ComponentFailed(GiveUpReason(kind=kind, rule=rule, message=message))
 
     async def _request_state(self, *, settle: bool) -> JobState | None:
         """Return the state of the job. Requests are repeated until the cluster answers.
@@ -430,7 +431,7 @@ class Submitter:
             The state of the job, or None if the cluster has no such job.
 
         Raises:
-            GivenUp: The cluster refused the request, or did not answer for too long.
+            ComponentFailed: The cluster refused the request, or did not answer for too long.
         """
         was_begun = self._file.content.submit_began_at is not None
         timeout_s = self._plan.lost_after_s if was_begun else _FIRST_ANSWER_TIMEOUT_S
@@ -450,7 +451,9 @@ class Submitter:
                     return state
             await asyncio.sleep(_STATE_INTERVAL_S)
 
-    def _give_up_unanswered(self, was_begun: bool, timeout_s: float, problem: str) -> GivenUp:
+    def _give_up_unanswered(
+        self, was_begun: bool, timeout_s: float, problem: str
+    ) -> ComponentFailed:
         """Return the exception for a cluster that did not answer in time.
 
         Args:

@@ -255,17 +255,17 @@ class GiveUpReason:
     exit: Exit | None = None
 
 
-class GivenUp(Exception):
+class ComponentFailed(Exception):
     """A component could not be started, or it was not ready in time.
 
     Other reasons are a port that is in use, and a Ray cluster that rejected the Ray job or did not
-    start it in time. The attribute `loss` has the reason. If the component is a Ray job, the caller
-    must still end the job.
+    start it in time. The attribute `reason` describes the failure. If the component is a Ray job,
+    the caller must still end the job.
     """
 
-    def __init__(self, loss: GiveUpReason) -> None:
-        super().__init__(loss)
-        self.loss = loss
+    def __init__(self, reason: GiveUpReason) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
     def __str__(self) -> str:
-        return self.loss.message
+        return self.reason.message

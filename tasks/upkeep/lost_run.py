@@ -24,7 +24,7 @@ from prefect.client.schemas.objects import FlowRun, State
 from tasks.processes import registry
 from tasks.processes.ending import find_holders
 from tasks.processes.identity import host_name
-from tasks.processes.registry import JobEntry, LostRun, Remains, claim_lost_run, read_owner
+from tasks.processes.registry import JobEntry, LeftoverCleanup, LostRun, claim_lost_run, read_owner
 from tasks.ray.dashboard import add_listed_clusters
 from tasks.ray.end import JobEnd
 from tasks.ray.job import stop_submission
@@ -216,28 +216,28 @@ def end_processes(lost: LostRun, deadline_s: float) -> tuple[FlowLoss, str]:
     """
     loss = FlowLoss(pid=lost.owner.process.pid, end=lost.end)
     while True:
-        remains = registry.finish(lost)
+        cleanup = registry.finish(lost)
         loss = replace(
             loss,
-            killed=(*loss.killed, *remains.killed),
-            removed=(*loss.removed, *remains.removed),
+            killed=(*loss.killed, *cleanup.killed),
+            removed=(*loss.removed, *cleanup.removed),
         )
-        if not remains.waiting or remains.left or time.monotonic() > deadline_s:
-            return loss, _describe_remains(remains)
+        if not cleanup.waiting or cleanup.left or time.monotonic() > deadline_s:
+            return loss, _describe_cleanup(cleanup)
         time.sleep(_CHECK_INTERVAL_S)
 
 
-def _describe_remains(remains: Remains) -> str:
+def _describe_cleanup(cleanup: LeftoverCleanup) -> str:
     """Return a description of leftover processes and active guardian processes.
 
     An empty string if there are none.
     """
     parts = []
-    if remains.left:
-        survivors = "; ".join(f"{name}: {join_commas(pids)}" for name, pids in remains.left.items())
+    if cleanup.left:
+        survivors = "; ".join(f"{name}: {join_commas(pids)}" for name, pids in cleanup.left.items())
         parts.append(f"processes outlived SIGKILL ({survivors})")
-    if remains.waiting:
-        guardians = "; ".join(f"{name}: {pid}" for name, pid in remains.waiting.items())
+    if cleanup.waiting:
+        guardians = "; ".join(f"{name}: {pid}" for name, pid in cleanup.waiting.items())
         parts.append(f"guardians still end their components ({guardians})")
     return " and ".join(parts)
 

@@ -13,7 +13,7 @@ import pytest_asyncio
 from tasks.processes import tree
 from tasks.processes.guarded import Command
 from tasks.processes.guards import Guards
-from tasks.processes.registry import EntryWriter, RegisterEntry
+from tasks.processes.registry import EntryWriter, ProcessEntry
 from tasks.record.disk import DiskThread
 from tests.support.stage import DEADLINE_S, FOREVER, RUN_ID, Stage, is_alive, sh
 
@@ -39,7 +39,7 @@ class Home:
     def entries(self) -> list[str]:
         """Return the names of the registry entries, after all changes were written."""
         assert self.registry.disk.flush(DEADLINE_S)
-        prefix = RegisterEntry.file_of("")[: -len(".json")]
+        prefix = ProcessEntry.file_of("")[: -len(".json")]
         return sorted(
             path.stem.removeprefix(prefix) for path in self.directory.glob(f"{prefix}*.json")
         )
@@ -70,7 +70,7 @@ async def test_process_is_registered_before_its_program_is_executed(
     async with home.guards.running("api", part, home.command(lists_entries)):
         seen = await home.until_written("seen")
 
-    assert RegisterEntry.file_of(name) in seen.split()
+    assert ProcessEntry.file_of(name) in seen.split()
     assert home.entries() == []
 
 

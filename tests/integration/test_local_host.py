@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from tasks.processes import tree
 from tasks.processes.ports import has_listener
-from tasks.processes.registry import RegisterEntry
+from tasks.processes.registry import ProcessEntry
 from tasks.record.disk import DiskThread
 from tasks.rollout.backends import Ask
 from tasks.rollout.local_host import LocalHost
@@ -207,7 +207,7 @@ async def test_server_that_cannot_be_registered_does_not_start(hosts: Hosts) -> 
 
 
 async def test_server_is_registered_until_its_last_process_has_ended(hosts: Hosts) -> None:
-    entry = hosts.directory / RegisterEntry.file_of("rollout.r4")
+    entry = hosts.directory / ProcessEntry.file_of("rollout.r4")
     host = hosts(register_at=hosts.directory)
 
     await host.start(build_slot(4), 1)

@@ -14,7 +14,7 @@ import pytest
 from tasks.processes import registry as lost_runs
 from tasks.processes import tree
 from tasks.processes.identity import ProcessId, boot_id, host_name
-from tasks.processes.registry import LostRun, Owner, RegisterEntry, Remains, finish
+from tasks.processes.registry import LeftoverCleanup, LostRun, Owner, ProcessEntry, finish
 from tests.support.stage import RUN_ID, is_alive
 
 #: Identity of a process that does not exist.
@@ -63,7 +63,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def build_lost_run(directory: Path, *entries: RegisterEntry, **owner: object) -> LostRun:
+def build_lost_run(directory: Path, *entries: ProcessEntry, **owner: object) -> LostRun:
     """Return a lost run with these entries in the registry; its flow process has died.
 
     `owner` replaces fields of the process that owned the run.
@@ -74,7 +74,7 @@ def build_lost_run(directory: Path, *entries: RegisterEntry, **owner: object) ->
     return run
 
 
-def build_entry(**changes: object) -> RegisterEntry:
+def build_entry(**changes: object) -> ProcessEntry:
     """Return the registry entry of a component; `changes` replaces fields of the entry."""
     fields = {
         "run_id": RUN_ID,
@@ -85,16 +85,16 @@ def build_entry(**changes: object) -> RegisterEntry:
         "process": GONE,
         "grace_s": 1.0,
     }
-    return RegisterEntry.model_validate({**fields, **changes})
+    return ProcessEntry.model_validate({**fields, **changes})
 
 
 def test_all_processes_with_the_mark_are_ended(tmp_path: Path, marked: Marked) -> None:
     mark, pids = marked
 
-    remains = finish(build_lost_run(tmp_path, build_entry(mark=mark)))
+    cleanup = finish(build_lost_run(tmp_path, build_entry(mark=mark)))
 
-    assert remains == Remains(killed=tuple(sorted(pids)), left={}, waiting={}, removed=())
-    assert remains.is_clean
+    assert cleanup == LeftoverCleanup(killed=tuple(sorted(pids)), left={}, waiting={}, removed=())
+    assert cleanup.is_clean
 
 
 def test_process_with_a_reused_pid_is_not_ended(
@@ -103,13 +103,13 @@ def test_process_with_a_reused_pid_is_not_ended(
     """A new process has the pid from the registry. Only the start time of the process differs."""
     registered_process = ProcessId.of(sleeper.pid).model_copy(update={"start_ticks": 1})
 
-    remains = finish(
+    cleanup = finish(
         build_lost_run(
             tmp_path, build_entry(guardian=registered_process, process=registered_process)
         )
     )
 
-    assert remains.killed == ()
+    assert cleanup.killed == ()
     assert sleeper.poll() is None
 
 
@@ -123,7 +123,7 @@ def test_entries_from_before_a_reboot_end_no_process(
     running_process = ProcessId.of(sleeper.pid)
     registered_process = running_process.model_copy(update={"boot_id": "another boot"})
 
-    remains = finish(
+    cleanup = finish(
         build_lost_run(
             tmp_path,
             build_entry(mark=marked[0], guardian=registered_process, process=registered_process),
@@ -131,7 +131,7 @@ def test_entries_from_before_a_reboot_end_no_process(
         )
     )
 
-    assert remains == Remains(killed=(), left={}, waiting={}, removed=())
+    assert cleanup == LeftoverCleanup(killed=(), left={}, waiting={}, removed=())
     assert sleeper.poll() is None
     assert all(is_alive(pid) for pid in marked[1])
 
@@ -142,10 +142,10 @@ def test_living_guardian_keeps_its_time_to_end_the_component(
     guardian = ProcessId.of(sleeper.pid)
     run = build_lost_run(tmp_path, build_entry(mark=marked[0], guardian=guardian))
 
-    remains = finish(run)
+    cleanup = finish(run)
 
-    assert remains.waiting == {"trainer": sleeper.pid}
-    assert not remains.is_clean
+    assert cleanup.waiting == {"trainer": sleeper.pid}
+    assert not cleanup.is_clean
     assert all(is_alive(pid) for pid in marked[1])
 
 
@@ -161,10 +161,10 @@ def test_overdue_guardian_is_ended_with_its_component(
     run = build_lost_run(tmp_path, build_entry(mark=marked[0], guardian=guardian))
     monkeypatch.setattr(lost_runs, "_GUARDIAN_MARGIN_S", -2.0)
 
-    remains = finish(run)
+    cleanup = finish(run)
 
-    assert remains.is_clean
-    assert set(remains.killed) == {*marked[1]}
+    assert cleanup.is_clean
+    assert set(cleanup.killed) == {*marked[1]}
 
 
 def test_only_leftover_directories_of_muster_are_removed(tmp_path: Path) -> None:
@@ -173,9 +173,9 @@ def test_only_leftover_directories_of_muster_are_removed(tmp_path: Path) -> None
     for directory in (ours, other):
         (directory / "below").mkdir(parents=True)
 
-    remains = finish(build_lost_run(tmp_path, leftovers=(ours, other, tmp_path / "muster-gone")))
+    cleanup = finish(build_lost_run(tmp_path, leftovers=(ours, other, tmp_path / "muster-gone")))
 
-    assert remains.removed == (ours,)
+    assert cleanup.removed == (ours,)
     assert other.exists()
 
 
@@ -188,7 +188,7 @@ def test_leftover_directories_stay_while_a_process_lives(
         tmp_path, build_entry(guardian=ProcessId.of(sleeper.pid)), leftovers=(muster_directory,)
     )
 
-    remains = finish(run)
+    cleanup = finish(run)
 
-    assert remains.removed == ()
+    assert cleanup.removed == ()
     assert muster_directory.exists()

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from tasks.ray import submit
-from tasks.record.outcome import GivenUp
+from tasks.record.outcome import ComponentFailed
 from tasks.spec.failure_kinds import FailureKind
 from tests.support.ray_cluster import RayCluster
 from tests.support.ray_jobs import WITHIN_S, Jobs, Wire, until, wire_to
@@ -111,12 +111,12 @@ async def test_launch_is_refused_if_no_dashboard_listens(
     jobs = Jobs("http://127.0.0.1:9", tmp_path)
     job = jobs.job(jobs.plan("sleep", "3600"))
 
-    with pytest.raises(GivenUp, match="no Ray dashboard has answered") as refused:
+    with pytest.raises(ComponentFailed, match="no Ray dashboard has answered") as refused:
         await job.launch()
         await job.until_running()
     leftovers = await job.end()
 
-    assert (refused.value.loss.kind, leftovers) == (FailureKind.NETWORK, ())
+    assert (refused.value.reason.kind, leftovers) == (FailureKind.NETWORK, ())
 
 
 async def test_server_that_is_no_dashboard_is_a_user_error(tmp_path: Path) -> None:
@@ -131,13 +131,13 @@ async def test_server_that_is_no_dashboard_is_a_user_error(tmp_path: Path) -> No
     jobs = Jobs(f"http://127.0.0.1:{port}", tmp_path)
     job = jobs.job(jobs.plan("sleep", "3600"))
 
-    with pytest.raises(GivenUp, match="403") as refused:
+    with pytest.raises(ComponentFailed, match="403") as refused:
         await job.launch()
         await job.until_running()
     leftovers = await job.end()
 
     server.close()
-    assert (refused.value.loss.kind, leftovers) == (FailureKind.USER_ERROR, ())
+    assert (refused.value.reason.kind, leftovers) == (FailureKind.USER_ERROR, ())
 
 
 @pytest.mark.thorough
@@ -146,9 +146,9 @@ async def test_working_directory_that_is_too_large_is_a_user_error(jobs: Jobs) -
         file.truncate(110 * 1024 * 1024)
     job = jobs.job(jobs.plan("sleep", "3600"))
 
-    with pytest.raises(GivenUp, match="cannot be shipped") as refused:
+    with pytest.raises(ComponentFailed, match="cannot be shipped") as refused:
         await job.launch()
         await job.until_running()
     leftovers = await job.end()
 
-    assert (refused.value.loss.kind, leftovers) == (FailureKind.USER_ERROR, ())
+    assert (refused.value.reason.kind, leftovers) == (FailureKind.USER_ERROR, ())

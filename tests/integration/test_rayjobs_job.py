@@ -16,7 +16,7 @@ import pytest_asyncio
 from tasks.ray.dashboard import Dashboard
 from tasks.ray.job import stop_submission
 from tasks.ray.submission import SubmissionFile
-from tasks.record.outcome import GivenUp
+from tasks.record.outcome import ComponentFailed
 from tasks.spec.failure_kinds import FailureKind
 from tests.support.ray_cluster import RayCluster, free_gpus
 from tests.support.ray_jobs import WITHIN_S, Jobs, kill, until
@@ -211,13 +211,13 @@ async def test_pending_job_can_be_ended_and_obeys_its_start_deadline(jobs: Jobs)
     await waiting.launch()
     launch = asyncio.create_task(waiting.until_running())
 
-    with pytest.raises(GivenUp) as refused:
+    with pytest.raises(ComponentFailed) as refused:
         await late.launch()
         await late.until_running()
     launch.cancel()
     leftovers = await late.end() + await waiting.end()
 
-    assert (refused.value.loss.kind, refused.value.loss.rule) == (
+    assert (refused.value.reason.kind, refused.value.reason.rule) == (
         FailureKind.START_TIMEOUT,
         "start-deadline",
     )
@@ -282,11 +282,11 @@ async def test_missing_gpus_at_the_deadline_are_named(jobs: Jobs) -> None:
     await job.launch()
     await job.until_running()
 
-    loss = await asyncio.wait_for(job.until_job_lost(), WITHIN_S)
+    reason = await asyncio.wait_for(job.until_job_lost(), WITHIN_S)
     leftovers = await job.end()
 
-    assert (loss.kind, loss.rule) == (FailureKind.START_TIMEOUT, "gpus-not-taken")
-    assert "0 of the 24 GPUs" in loss.message
+    assert (reason.kind, reason.rule) == (FailureKind.START_TIMEOUT, "gpus-not-taken")
+    assert "0 of the 24 GPUs" in reason.message
     assert leftovers == ()
 
 

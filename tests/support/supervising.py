@@ -38,7 +38,7 @@ from tasks.processes import registry
 from tasks.processes.component import AttemptPlan, ComponentPlan
 from tasks.processes.containment import Containment, probe
 from tasks.processes.guarded import GuardianTemplate
-from tasks.processes.registry import JobEntry, RegisterEntry
+from tasks.processes.registry import JobEntry, ProcessEntry
 from tasks.processes.supervisor import Supervisor
 from tasks.record.events import Event, EventLog, listen_to_events
 from tasks.record.run_json import RunRecord
@@ -253,7 +253,7 @@ def die_before_registering(run: Callable[[], None], at: str) -> None:
     """
     enter = registry.enter
 
-    def die(directory: Path, entry: RegisterEntry | JobEntry) -> None:
+    def die(directory: Path, entry: ProcessEntry | JobEntry) -> None:
         if entry.component == at:
             os.kill(os.getpid(), signal.SIGKILL)
         enter(directory, entry)

@@ -16,7 +16,7 @@ from tasks.processes.identity import ProcessId, boot_id, host_name
 from tasks.processes.registry import (
     LostRun,
     Owner,
-    RegisterEntry,
+    ProcessEntry,
     RunRegister,
     claim_lost_run,
     enter,
@@ -62,7 +62,7 @@ def owner(home: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def entry(**changes: object) -> RegisterEntry:
+def entry(**changes: object) -> ProcessEntry:
     me = ProcessId.of(os.getpid())
     fields = {
         "run_id": "a-run",
@@ -73,7 +73,7 @@ def entry(**changes: object) -> RegisterEntry:
         "process": me,
         "grace_s": 1.0,
     }
-    return RegisterEntry.model_validate({**fields, **changes})
+    return ProcessEntry.model_validate({**fields, **changes})
 
 
 def lost_owner(home: Path, **changes: object) -> None:
@@ -162,7 +162,7 @@ def test_close_keeps_a_run_with_an_entry(home: Path) -> None:
 
     assert registered_runs() == ["a-run"]
     directory = home / "live" / "a-run"
-    assert [e.mark for e in registry._read_entries(directory, RegisterEntry)] == [7]
+    assert [e.mark for e in registry._read_entries(directory, ProcessEntry)] == [7]
 
 
 def test_claimed_run_has_its_entries_and_leftovers(home: Path, tmp_path: Path) -> None:

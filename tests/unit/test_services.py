@@ -22,7 +22,7 @@ from tasks.processes.services import (
     Services,
     ServiceState,
 )
-from tasks.record.outcome import Exit, GivenUp, GiveUpReason
+from tasks.record.outcome import ComponentFailed, Exit, GiveUpReason
 from tasks.spec.errors import RunEnded
 from tasks.spec.failure_kinds import FailureKind
 from tests.support.stage import wait_until
@@ -96,7 +96,7 @@ class FakeServiceProcess:
         self.stage.processes[self.name].append(self)
         self.stage.order.append(f"start {self.name}")
         if self._script == "port taken":
-            raise GivenUp(
+            raise ComponentFailed(
                 GiveUpReason(kind=FailureKind.PORT_CONFLICT, rule="port", message="taken")
             )
         if self._script == "exits":
