@@ -55,15 +55,13 @@ def facts_of_run(
     if parent := describe_parent(record):
         yield Fact("started from", parent)
     if attempt is not None:
-        earlier_count = len(record.attempts) - 1
-        if earlier_count or attempt.resume_from:
-            parts = [str(attempt.number)]
-            if earlier_count:
-                parts.append(f"after {format_count(earlier_count, 'failed attempt')}")
-            if attempt.resume_from:
-                parts.append(f"with checkpoint {attempt.resume_from}")
-            yield Fact("attempt", ", ".join(parts))
-        for sentence in describe_resume(attempt.resume, attempt.number):
+        if earlier_count := len(record.attempts) - 1:
+            earlier = format_count(earlier_count, "failed attempt")
+            yield Fact("attempt", f"{attempt.number}, after {earlier}")
+        resume_sentences = [*describe_resume(attempt.resume, attempt.number)]
+        if not resume_sentences and attempt.resume_from:
+            resume_sentences = [f"starts from {attempt.resume_from}"]
+        for sentence in resume_sentences:
             yield Fact("resume", sentence)
         for alarm in attempt.alarms:
             yield Fact("alarm", alarm.message)

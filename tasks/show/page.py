@@ -372,6 +372,24 @@ def _format_step(view: RunView) -> str:
     return format_step(view.seen.pace.step, progress.total)
 
 
+#: Matches the paragraph about the step in the headline of the artifact `summary`.
+_STEP_PARAGRAPH = re.compile(r"^step ([0-9.e+-]+)(?: of ([0-9.e+-]+))?$", re.MULTILINE)
+
+
+def find_step(headline: str) -> tuple[float, float | None] | None:
+    """Return the step and the last step of a run from its artifact `summary`, or None.
+
+    The last step is None if it is unknown.
+
+    Args:
+        headline: Description of the artifact, which `show_summary` built.
+    """
+    match = _STEP_PARAGRAPH.search(headline)
+    if match is None:
+        return None
+    return float(match[1]), float(match[2]) if match[2] else None
+
+
 def _list_facts(view: RunView) -> Iterator[str]:
     """Yield the facts about the run as items of a Markdown list."""
     facts = facts_of_run(

@@ -40,6 +40,7 @@ from tasks.server.flow_process import EXIT_INTERRUPTED, get_exit_code
 from tasks.server.flow_runs import connect_to_server, read_refusal
 from tasks.server.server import NoServer, hide_prefect_logs, read_secrets
 from tasks.show.arguments import EXIT_DONE, AsJson, FromRun, Overrides, SpecFile
+from tasks.show.terminal import Terminal
 from tasks.spec.draft import draft_spec
 from tasks.spec.errors import BadArgument, MusterError
 from tasks.spec.loading import find_project_root, is_project_root, load_spec
@@ -48,6 +49,7 @@ from tasks.spec.programs import find_missing_programs, find_python
 from tasks.spec.run import LIVE_CODE, RunSpec
 from tasks.train.plan import component_search_path
 from tasks.train.run_checkpoints import with_start
+from tasks.train.run_watch import RunWatch
 
 S = TypeVar("S")
 
@@ -142,8 +144,10 @@ def submit(
 
     Args:
         queue: The queue of the work pool: urgent, default or idle.
-        watch: Show the states of the run until it has ended. Ctrl-C ends only the display.
-        json: Print run_id, flow_run_id and page as JSON. The states of --watch go to stderr.
+        watch: Show the run until it has ended, as `muster train` does. For a run on another host,
+            show its states and steps. Ctrl-C ends only the display.
+        json: Print run_id, flow_run_id and page as JSON. --watch then prints only the states of the
+            run, to stderr.
     """
     run_spec = load_spec(spec, set)
     if start is not None:
@@ -151,20 +155,30 @@ def submit(
     root = find_project_root(spec)
     with connect_to_configured_server() as client:
         flow_run = queue_run(client, run_spec, root, queue=queue)
-        return follow_run(client, flow_run, watch=watch, json=json)
+        return follow_run(client, flow_run, run_spec, watch=watch, json=json)
 
 
 def follow_run(
-    client: SyncPrefectClient, flow_run: FlowRun, *, watch: bool, json: bool, note: str = ""
+    client: SyncPrefectClient,
+    flow_run: FlowRun,
+    spec: RunSpec,
+    *,
+    watch: bool,
+    json: bool,
+    note: str = "",
+    after_attempt: int = 0,
 ) -> int:
-    """Print that a run is queued, and show the states of the run if the user wants to watch it.
+    """Print that a run is queued, and show the run until it has ended if the user wants this.
 
     Args:
         client: Client of the Prefect server.
         flow_run: The flow run of the queued run.
-        watch: True to show the states of the run until it has ended.
-        json: True to print the ids and the page of the run as JSON.
+        spec: Spec of the run.
+        watch: True to show the run until it has ended, as `muster train` does.
+        json: True to print the ids and the page of the run as JSON. With `watch`, only the states
+            of the run are then printed, to stderr.
         note: Text after the first line, such as the checkpoint from which the run starts.
+        after_attempt: Number of the last attempt that is not shown. 0 to show all attempts.
 
     Returns:
         The exit code of the command.
@@ -179,17 +193,25 @@ def follow_run(
         print(f"  follow  muster logs {run_id} -f\n  end     muster cancel {run_id}")
     if not watch:
         return EXIT_DONE
-
-    def print_state(state: State[Any]) -> None:
-        text = f"{state.name}: {state.message}" if state.message else state.name
-        now = time.strftime("%H:%M:%S")
-        print(f"{now} {text}", file=sys.stderr if json else sys.stdout, flush=True)
-
     try:
-        return get_exit_code(wait_until_ended(client, flow_run.id, print_state))
+        if json:
+            return get_exit_code(wait_until_ended(client, flow_run.id, _print_state))
+        with Terminal(spec) as terminal:
+            run_watch = RunWatch(client, flow_run.id, run_id, terminal, after_attempt)
+            state = wait_until_ended(
+                client, flow_run.id, run_watch.show_state, each_poll=run_watch.show_news
+            )
+            run_watch.end(state, page or "")
+        return get_exit_code(state)
     except KeyboardInterrupt:
         print(f"The run continues. To end it: muster cancel {run_id}", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _print_state(state: State[Any]) -> None:
+    """Print a state of a flow run on stderr, with the time."""
+    text = f"{state.name}: {state.message}" if state.message else state.name
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 def queue_run(
@@ -236,6 +258,8 @@ def wait_until_ended(
     flow_run_id: UUID,
     say: Callable[[State[Any]], None] = lambda state: None,
     within_s: float | None = None,
+    *,
+    each_poll: Callable[[State[Any]], None] = lambda state: None,
 ) -> State[Any]:
     """Wait until a run has ended, and return its final state.
 
@@ -244,6 +268,7 @@ def wait_until_ended(
         flow_run_id: Id of the flow run.
         say: Function that is called with the present state and with each new state of the run.
         within_s: Longest wait in seconds, or None for no limit.
+        each_poll: Function that is called with the present state about once a second.
 
     Raises:
         TimeoutError: The run has not ended in time.
@@ -255,6 +280,7 @@ def wait_until_ended(
         if (state.name, state.message) != last_reported:
             say(state)
         last_reported = (state.name, state.message)
+        each_poll(state)
         if state.is_final():
             return state
         if within_s is not None and time.monotonic() >= deadline:

@@ -44,7 +44,7 @@ from tasks.train.command import run_in_terminal
 from tasks.train.deploying import connect_to_configured_server, follow_run
 from tasks.train.finding_runs import ENDED_STATES, Run
 from tasks.train.run_checkpoints import choose_step
-from tasks.train.run_records import find_record
+from tasks.train.run_records import find_record, list_attempts
 
 
 def retry_run(
@@ -62,7 +62,7 @@ def retry_run(
         run: The run.
         from_step: Step of the checkpoint from which the attempt starts, or None for the newest
             complete checkpoint.
-        watch: True to show the states of a queued run until it has ended.
+        watch: True to show a queued run until it has ended, as `muster train` does.
         json: True to print the ids of a queued run as JSON.
 
     Returns:
@@ -105,6 +105,7 @@ def _queue_again(
             "start_from": start.model_dump(mode="json", exclude_unset=True),
         }
         client.update_flow_run(flow_run.id, parameters=parameters)
+    last_attempt = max(list_attempts(run.place), default=0)
     clear_process(client, str(flow_run.id))
     client.update_flow_run_labels(flow_run.id, requeue_labels())
     state: State[Any] = Scheduled(message=f"retried by muster on {host_name()}")
@@ -113,7 +114,15 @@ def _queue_again(
         reason = getattr(response.details, "reason", None) or response.status.value
         raise MusterError(f"the Prefect server did not queue {run.run_id} again: {reason}")
     note = f" again, from step {start.step} ({start.checkpoint})" if start else " again"
-    return follow_run(client, flow_run, watch=watch, json=json, note=note)
+    return follow_run(
+        client,
+        flow_run,
+        spec,
+        watch=watch,
+        json=json,
+        note=note,
+        after_attempt=last_attempt,
+    )
 
 
 def _retry_here(train: Flow[..., State[Any]], run: Run, from_step: int | None) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from tasks.record.checkpoints import read_attempt_spec
 from tasks.record.metrics_of_run import find_metrics_file
 from tasks.server.flow_runs import ServerAway, connect_to_server
 from tasks.show.facts_of_run import format_step
-from tasks.show.page import SUMMARY
+from tasks.show.page import SUMMARY, find_step
 from tasks.show.pictures import NAMES
 from tasks.spec.placeholders import mapping_or_empty
 from tasks.spec.values import is_number
@@ -28,8 +27,6 @@ from tasks.train.run_records import list_attempts
 
 #: Number of bytes at the end of a file that are searched for the last step or metric.
 _TAIL_BYTES = 65_536
-#: Matches the paragraph about the step in the description of the artifact `summary`.
-_STEP_PARAGRAPH = re.compile(r"^step ([0-9.e+-]+)(?: of ([0-9.e+-]+))?$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,9 +141,9 @@ def _read_remote_progress(runs: Sequence[Run]) -> dict[str, RunProgress]:
     with suppress(ServerAway), connect_to_server(api_url) as client:
         artifact_filter = ArtifactFilter.model_validate(criteria)
         for artifact in client.read_artifacts(artifact_filter=artifact_filter):
-            match = _STEP_PARAGRAPH.search(artifact.description or "")
-            if match is not None:
-                total = float(match[2]) if match[2] else None
+            step_and_total = find_step(artifact.description or "")
+            if step_and_total is not None:
+                step, total = step_and_total
                 run_id = run_ids[str(artifact.flow_run_id)]
-                progress[run_id] = RunProgress(step=float(match[1]), total=total)
+                progress[run_id] = RunProgress(step=step, total=total)
     return progress

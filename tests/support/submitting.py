@@ -12,6 +12,7 @@ from prefect.client.schemas.actions import DeploymentScheduleCreate, DeploymentU
 from prefect.client.schemas.filters import ArtifactFilter
 from prefect.client.schemas.objects import Artifact, DeploymentSchedule, FlowRun
 from prefect.client.schemas.responses import DeploymentResponse
+from prefect.client.schemas.sorting import ArtifactSort
 from prefect.exceptions import ObjectNotFound
 from prefect.states import State
 
@@ -77,15 +78,22 @@ class SubmitServer:
         return SimpleNamespace(json=lambda: {"id": str(self.artifacts[-1].id)})
 
     def read_artifacts(
-        self, *, artifact_filter: ArtifactFilter, limit: int = 200, offset: int = 0
+        self,
+        *,
+        artifact_filter: ArtifactFilter,
+        sort: ArtifactSort | None = None,
+        limit: int = 200,
+        offset: int = 0,
     ) -> list[Artifact]:
         ids = artifact_filter.id
         types = artifact_filter.type
+        keys = artifact_filter.key
         selected = [
             artifact
             for artifact in self.artifacts
             if (ids is None or artifact.id in (ids.any_ or ()))
             and (types is None or artifact.type in (types.any_ or ()))
+            and (keys is None or artifact.key in (keys.any_ or ()))
         ]
         return selected[offset : offset + limit]
 

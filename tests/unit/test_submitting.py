@@ -149,10 +149,12 @@ def test_watched_run_determines_the_exit_code(
 
     found = run(MUSTER, ["submit", str(spec), "--watch"])
 
-    shown = [line.split(" ", 1)[1] for line in capsys.readouterr().out.splitlines()[-4:]]
+    out = capsys.readouterr().out
+    shown = re.findall(r"^ *[0-9.]+s (.*)$", out, re.MULTILINE)
     assert found == code
     # An unchanged state is printed once.
-    assert shown[:3] == ["Scheduled", "Running", "Running: trainer"]
+    assert shown == ["Scheduled", "Running", "Running: trainer"]
+    assert any(line.startswith(end.type.value.lower()) for line in out.splitlines())
 
 
 @pytest.mark.parametrize("verb", ["submit", "deploy"])
