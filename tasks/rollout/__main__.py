@@ -10,7 +10,7 @@ from json import dumps
 from cyclopts import App
 
 from tasks.rollout.component import fleet_faults, node_gpus
-from tasks.rollout.topology import ServerSlot, TopologyPlan, planned
+from tasks.rollout.topology import ServerSlot, TopologyPlan, plan_topology
 from tasks.show.arguments import EXIT_DONE, AsJson, Overrides, SpecFile, run
 from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.formatting import join_commas
@@ -60,7 +60,7 @@ def _plan_fleet(spec: RunSpec, source: str) -> TopologyPlan:
         raise InvalidSpec((Fault(path="components", problem=problem, remedy=remedy),), source)
     if faults := fleet_faults(spec, spec.fleet):
         raise InvalidSpec(tuple(faults), source)
-    return planned(spec.fleet, node_gpus(spec))
+    return plan_topology(spec.fleet, node_gpus(spec))
 
 
 def _mask_secrets(plan: TopologyPlan, secrets: frozenset[str]) -> TopologyPlan:

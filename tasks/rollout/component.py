@@ -32,7 +32,7 @@ from tasks.rollout.topology import (
     TopologyPlan,
     gateway_url,
     is_loopback,
-    planned,
+    plan_topology,
     ports_needed,
 )
 from tasks.spec.component import FLEET, OnExitZero
@@ -116,7 +116,7 @@ def fleet_names(spec: RunSpec, ports: Mapping[str, int]) -> dict[str, str]:
         host = _find_reachable_address(spec, host) or host
     names = {ROLLOUT_URL: gateway_url(host, ports[_GATEWAY_PORT])}
     if fleet.placement == "local":
-        slots = planned(fleet, node_gpus(spec)).servers
+        slots = plan_topology(fleet, node_gpus(spec)).servers
         entrypoint_ports = [
             ports[f"{_PORTS_PREFIX}server.{slot.rank}"] for slot in slots if slot.is_entrypoint
         ]
@@ -157,7 +157,7 @@ def _find_reachable_address(spec: RunSpec, host: str) -> str | None:
 def fleet_faults(spec: RunSpec, fleet: Rollout) -> list[Fault]:
     """Return the faults of a run spec that are found only by planning where its servers run."""
     try:
-        plan = planned(fleet, node_gpus(spec))
+        plan = plan_topology(fleet, node_gpus(spec))
     except ValueError as error:
         remedy = "change the sizes of the engines, or gang.gpus_per_node"
         return [Fault(path=f"components.{FLEET}", problem=str(error), remedy=remedy)]

@@ -41,7 +41,7 @@ from tasks.rollout.backends import Ask
 from tasks.rollout.component import FleetPlan
 from tasks.rollout.ownership import Impostor, UnknownListener, host_and_port
 from tasks.rollout.probing import Death, NoHost, StartFailed
-from tasks.rollout.topology import ServerSlot, TopologyPlan, nodes_needed, planned
+from tasks.rollout.topology import ServerSlot, TopologyPlan, nodes_needed, plan_topology
 from tasks.spec.component import FLEET
 from tasks.spec.errors import LostContact
 
@@ -189,10 +189,10 @@ class RayHost:
 
         Raises:
             NoHost: The cluster cannot be reached, or does not have enough free GPUs in time.
-            ValueError: The plan is inconsistent; see `planned`.
+            ValueError: The plan is inconsistent; see `plan_topology`.
         """
         assert plan.ray is not None
-        topology = planned(plan.fleet, plan.node_gpus)
+        topology = plan_topology(plan.fleet, plan.node_gpus)
         bundles = plan_bundles(topology, nodes_needed(plan.fleet, plan.node_gpus))
         # The code of the actors is sent by value, so Muster need not be installed on the nodes.
         for module in SENT:

@@ -344,7 +344,7 @@ def build(fleet: Rollout, addresses: Addresses, node_gpus: int | None = None) ->
     )
 
 
-def planned(fleet: Rollout, node_gpus: int | None = None) -> TopologyPlan:
+def plan_topology(fleet: Rollout, node_gpus: int | None = None) -> TopologyPlan:
     """Return the plan of a fleet with example hosts and ports, for use before the run starts.
 
     The hosts are `node-0`, `node-1` and so on, or 127.0.0.1 for a local fleet. The port numbers

@@ -67,7 +67,7 @@ def find_containment(spec: RunSpec) -> Containment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
+class PlanInputs:
     """Everything that determines the plan of one attempt."""
 
     #: The run spec, with its placeholders filled in and with the values of Prefect Secret blocks.

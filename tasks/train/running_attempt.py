@@ -19,7 +19,7 @@ from tasks.rollout.component import FleetTail
 from tasks.spec.run import RunSpec
 from tasks.train.attempt_spec import AttemptSpec
 from tasks.train.background_work import BackgroundWork
-from tasks.train.plan import Planned, find_containment
+from tasks.train.plan import PlanInputs, find_containment
 
 
 def start_guardian_template(spec: RunSpec, run_id: str, number: int) -> GuardianTemplate | None:
@@ -49,7 +49,7 @@ class RunningAttempt:
 
     def __init__(
         self,
-        planned: Planned,
+        plan_inputs: PlanInputs,
         spec: AttemptSpec,
         *,
         emit: Emit,
@@ -59,7 +59,7 @@ class RunningAttempt:
     ) -> None:
         """
         Args:
-            planned: The content of the attempt's plan.
+            plan_inputs: The content of the attempt's plan.
             spec: The run spec of the attempt, and its ports.
             emit: Publishes events of the attempt.
             register: Entry of the run in this machine's registry.
@@ -67,26 +67,26 @@ class RunningAttempt:
             template: Process from which the guardian processes are forked. If None, a new process
                 is started.
         """
-        self._planned = planned
+        self._plan_inputs = plan_inputs
         self._spec = spec
         self._note_ports = note_ports
         self._verdict: Verdict | None = None
         self.supervisor = Supervisor(
-            planned.plan(), spec.ports, emit, register, template, self._replan
+            plan_inputs.plan(), spec.ports, emit, register, template, self._replan
         )
         #: Threads that work while the components run.
         self.background = BackgroundWork()
         #: Thread that passes the events of the inference servers to the event log. None if the run
         #: has no inference servers.
         self._fleet_tail: FleetTail | None = None
-        if planned.fleet is not None:
-            self._fleet_tail = FleetTail(planned.place.fleet_events, emit)
+        if plan_inputs.fleet is not None:
+            self._fleet_tail = FleetTail(plan_inputs.place.fleet_events, emit)
             self._fleet_tail.start()
 
     @property
     def containment(self) -> Containment:
         """The kernel features that this machine uses to end all processes of the attempt."""
-        return self._planned.containment
+        return self._plan_inputs.containment
 
     def end(self) -> Verdict:
         """Stop all components and threads of the attempt. Later calls return the same result.
@@ -100,8 +100,8 @@ class RunningAttempt:
             self.background.end()
             fleet = self._spec.resolved.fleet
             if fleet is not None:
-                verdict = recognize_fleet_loss(verdict, self._planned.place, fleet.engines)
-            self._verdict = _mask_verdict(verdict, self._planned.mask)
+                verdict = recognize_fleet_loss(verdict, self._plan_inputs.place, fleet.engines)
+            self._verdict = _mask_verdict(verdict, self._plan_inputs.mask)
             if self._fleet_tail is not None:
                 self._fleet_tail.close()
         return self._verdict
@@ -113,10 +113,10 @@ class RunningAttempt:
             OSError: No port is free, or the settings of the inference servers already contain the
                 old port.
         """
-        fleet = self._planned.fleet
+        fleet = self._plan_inputs.fleet
         self._spec.move_ports(component, fleet_port=fleet.port if fleet is not None else None)
         self._note_ports(self._spec.ports.numbers)
-        return replace(self._planned, spec=self._spec.with_block_values()).plan()
+        return replace(self._plan_inputs, spec=self._spec.with_block_values()).plan()
 
 
 def _mask_verdict(verdict: Verdict, mask: Callable[[str], str]) -> Verdict:

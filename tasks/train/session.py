@@ -41,7 +41,7 @@ from tasks.train.attempt_spec import AttemptSpec, reserve_ports
 from tasks.train.background_work import record_provenance, remove_superfluous_checkpoints
 from tasks.train.end_request import EndRequest
 from tasks.train.mlflow_parents import find_mlflow_parents
-from tasks.train.plan import GpuGrant, Planned, find_containment
+from tasks.train.plan import GpuGrant, PlanInputs, find_containment
 from tasks.train.run_secrets import RunSecrets
 from tasks.train.running_attempt import RunningAttempt, start_guardian_template
 from tasks.upkeep.lost_run import finish_predecessor
@@ -446,7 +446,7 @@ class RunSession:
         )
         if fleet is not None:
             self._secrets.add(fleet.tokens)
-        planned = Planned(
+        plan_inputs = PlanInputs(
             spec=spec,
             run_id=self.run_id,
             place=place,
@@ -468,7 +468,7 @@ class RunSession:
         template = self._guardian_template
         self._guardian_template = None
         self._running = RunningAttempt(
-            planned,
+            plan_inputs,
             attempt_spec,
             emit=self._events.emit,
             register=self._register,

@@ -45,7 +45,7 @@ from tasks.record.run_json import RunRecord
 from tasks.spec.run import RunSpec
 from tasks.train import running_attempt, session
 from tasks.train.command import run_here
-from tasks.train.plan import Planned
+from tasks.train.plan import PlanInputs
 from tasks.train.tasks import conclude
 from tests.support import oracle
 
@@ -83,9 +83,9 @@ class Part:
         with mock.patch.dict(os.environ, MUSTER_MAX_CONTAINMENT=allowed):
             return probe(namespace=self.level == "L4")
 
-    def attempt(self, planned: Planned) -> AttemptPlan:
+    def attempt(self, plan_inputs: PlanInputs) -> AttemptPlan:
         """Return the plan of the attempt from the field `plan`; the spec is not used for it."""
-        run_id = planned.run_id
+        run_id = plan_inputs.run_id
 
         def with_run_id(component: ComponentPlan) -> ComponentPlan:
             env = {**component.command.env, "MUSTER_RUN_ID": run_id}
@@ -93,8 +93,8 @@ class Part:
 
         plan = AttemptPlan(
             run_id=run_id,
-            number=planned.place.number,
-            containment=planned.containment,
+            number=plan_inputs.place.number,
+            containment=plan_inputs.containment,
             **self.plan,
         )
         return replace(plan, components=tuple(map(with_run_id, plan.components)))
@@ -131,7 +131,7 @@ def supervise(part: Part) -> int:
 
     Supervisor.start = start_at_gate  # type: ignore[method-assign]
     flow.conclude = write_verdict_and_conclude  # type: ignore[attr-defined]
-    Planned.plan = lambda planned: part.attempt(planned)  # type: ignore[method-assign]
+    PlanInputs.plan = lambda plan_inputs: part.attempt(plan_inputs)  # type: ignore[method-assign]
     session.RunRecord = partial(RunRecord, padding="x" * part.record_bytes)  # type: ignore
     if part.level:
         for module in (session, running_attempt):

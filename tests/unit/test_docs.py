@@ -21,7 +21,7 @@ from tasks.processes.probes import wait_for_success
 from tasks.record.causes import RULES, find_cause, read_rules
 from tasks.record.states import RunState
 from tasks.rollout.backends import BACKENDS
-from tasks.rollout.topology import planned
+from tasks.rollout.topology import plan_topology
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.failure_kinds import FailureKind, NodeBlame, make_properties
 from tasks.spec.loading import parse_spec
@@ -310,7 +310,7 @@ def test_example_backend_plans_a_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BACKENDS, "sglang", example_of("backend").LlamaCpp)  # type: ignore[arg-type]
     fleet = Rollout.model_validate({"backend": "sglang", "model": "m.gguf", "engines": 2})
 
-    plan = planned(fleet)
+    plan = plan_topology(fleet)
 
     assert [server.argv[:3] for server in plan.servers] == [
         ("llama-server", "--model", "m.gguf"),

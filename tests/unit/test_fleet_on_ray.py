@@ -19,7 +19,7 @@ from tasks.rollout.actor import SENT, PortKeeper, ServerActor
 from tasks.rollout.component import FleetPlan
 from tasks.rollout.process import Places
 from tasks.rollout.ray_host import find_moved_ranks, plan_bundles
-from tasks.rollout.topology import planned
+from tasks.rollout.topology import plan_topology
 from tasks.spec.rollout import Rollout
 
 pytestmark = pytest.mark.asyncio
@@ -83,7 +83,7 @@ async def test_bundle_has_the_resources_of_all_servers_of_its_node(
 ) -> None:
     plan = make_plan(**fleet)
 
-    assert plan_bundles(planned(plan.fleet, plan.node_gpus), nodes) == bundles
+    assert plan_bundles(plan_topology(plan.fleet, plan.node_gpus), nodes) == bundles
 
 
 async def test_each_server_has_its_nodes_address_and_its_own_port() -> None:

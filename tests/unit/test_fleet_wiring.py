@@ -25,13 +25,13 @@ from tasks.rollout.component import (
 )
 from tasks.rollout.process import read_allowed_devices
 from tasks.rollout.topology import is_loopback
-from tasks.rollout.topology import planned as topology
+from tasks.rollout.topology import plan_topology as topology
 from tasks.show.run_view import ObservedRun
 from tasks.spec.errors import Fault
 from tasks.spec.loading import list_required_ports
 from tasks.spec.run import RunSpec
 from tasks.spec.secrets import looks_secret
-from tasks.train.plan import Planned
+from tasks.train.plan import PlanInputs
 
 
 class EventRecorder:
@@ -213,14 +213,16 @@ def place(tmp_path: Path) -> AttemptPlace:
     return AttemptPlace(directory=tmp_path, number=2)
 
 
-def planned(
+def make_plans(
     spec: RunSpec, place: AttemptPlace, level: Level = Level.L2
 ) -> tuple[AttemptPlan, FleetPlan]:
     """Return the plan for the supervisor, and the plan for the fleet's process."""
     containment = Containment(level=level)
     fleet = prepare_fleet(spec, "a-run", place, containment, PORTS, place.directory / "live")
-    planned = Planned(spec=spec, run_id="a-run", place=place, containment=containment, fleet=fleet)
-    plan = planned.plan()
+    plan_inputs = PlanInputs(
+        spec=spec, run_id="a-run", place=place, containment=containment, fleet=fleet
+    )
+    plan = plan_inputs.plan()
     [process] = [component for component in plan.components if component.name == "rollout"]
     return plan, FleetPlan.of(process.command.env)
 
@@ -407,7 +409,7 @@ def test_machine_with_only_loopback_addresses_is_a_fault(monkeypatch: pytest.Mon
 
 
 def test_fleet_is_a_component_in_the_order_of_the_spec(place: AttemptPlace) -> None:
-    plan, _ = planned(spec_of(), place)
+    plan, _ = make_plans(spec_of(), place)
 
     assert [component.name for component in plan.components] == ["api", "rollout", "trainer"]
     rollout = plan.components[1]
@@ -420,7 +422,7 @@ def test_fleet_is_a_component_in_the_order_of_the_spec(place: AttemptPlace) -> N
 
 
 def test_fleet_is_probed_through_its_gateway(place: AttemptPlace) -> None:
-    plan, _ = planned(spec_of(), place)
+    plan, _ = make_plans(spec_of(), place)
 
     ready, live = plan.components[1].ready, plan.components[1].live
     assert ready is not None and live is not None
@@ -430,7 +432,7 @@ def test_fleet_is_probed_through_its_gateway(place: AttemptPlace) -> None:
 
 
 def test_fleet_plan_contains_ports_and_directories(place: AttemptPlace) -> None:
-    _, fleet = planned(spec_of(cwd="deployments"), place)
+    _, fleet = make_plans(spec_of(cwd="deployments"), place)
 
     assert (fleet.run_id, fleet.attempt, fleet.port) == ("a-run", 2, 15000)
     assert fleet.ports == {"server.0": 15001, "server.1": 15002}
@@ -441,7 +443,7 @@ def test_fleet_plan_contains_ports_and_directories(place: AttemptPlace) -> None:
 def test_secret_variables_of_servers_are_in_no_file(place: AttemptPlace) -> None:
     spec = spec_of(env={"HF_TOKEN": "hf-secret"})
 
-    plan, fleet = planned(spec, place)
+    plan, fleet = make_plans(spec, place)
 
     assert not [*place.directory.iterdir()]
     env = plan.components[1].command.env
@@ -453,7 +455,7 @@ def test_secret_variables_of_servers_are_in_no_file(place: AttemptPlace) -> None
 def test_secret_arguments_of_servers_are_in_no_file(place: AttemptPlace) -> None:
     command = ["python", "serve.py", "--port", "${server.port}", "--api-key", "sk-12345"]
 
-    plan, fleet = planned(spec_of(command=command, args=["--hf-token=hf-abc"]), place)
+    plan, fleet = make_plans(spec_of(command=command, args=["--hf-token=hf-abc"]), place)
 
     assert not [*place.directory.iterdir()]
     assert fleet.fleet.command == (*command[:-1], "sk-12345")
@@ -480,7 +482,7 @@ def test_named_secret_reaches_the_servers_and_no_file(place: AttemptPlace) -> No
 
 
 def test_servers_on_ray_get_the_variables_of_the_run(place: AttemptPlace) -> None:
-    _, fleet = planned(spec_of(placement="ray", env={"A": "of the fleet"}), place)
+    _, fleet = make_plans(spec_of(placement="ray", env={"A": "of the fleet"}), place)
 
     assert fleet.ray == "http://127.0.0.1:8265"
     assert fleet.fleet.env == {"RUN": "of the run", "A": "of the fleet"}
@@ -488,7 +490,7 @@ def test_servers_on_ray_get_the_variables_of_the_run(place: AttemptPlace) -> Non
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
 def test_gateway_on_loopback_requires_no_token(place: AttemptPlace, host: str) -> None:
-    plan, _ = planned(spec_of(host=host), place)
+    plan, _ = make_plans(spec_of(host=host), place)
 
     assert all(TOKEN_ENV not in component.command.env for component in plan.components)
 
@@ -497,7 +499,7 @@ def test_gateway_on_loopback_requires_no_token(place: AttemptPlace, host: str) -
 def test_only_the_trainer_gets_the_order_token_of_an_exposed_gateway(
     place: AttemptPlace, fleet: dict[str, Any]
 ) -> None:
-    plan, of_process = planned(spec_of(**fleet), place)
+    plan, of_process = make_plans(spec_of(**fleet), place)
 
     token_of = {
         component.name: component.command.env.get(TOKEN_ENV) for component in plan.components
@@ -532,7 +534,7 @@ def test_every_component_gets_the_order_token_without_a_trainer(place: AttemptPl
 def test_servers_have_their_own_entries_in_the_register(
     place: AttemptPlace, level: Level, placement: str, is_registered: bool
 ) -> None:
-    _, fleet = planned(spec_of(placement=placement), place, level)
+    _, fleet = make_plans(spec_of(placement=placement), place, level)
 
     assert fleet.register_at == (place.directory / "live" if is_registered else None)
 

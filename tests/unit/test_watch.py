@@ -25,7 +25,7 @@ from tasks.record.run_json import AttemptRecord
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.run import RunSpec
 from tasks.spec.watch import Alarms, Watch
-from tasks.train.plan import Planned
+from tasks.train.plan import PlanInputs
 
 Lines = Iterable[dict[str, object]]
 
@@ -224,7 +224,7 @@ def test_resumed_attempt_starts_fresh_and_adopted_attempt_repeats_no_alarm(
     written = {"name": "a", "workload": "grpo", "components": {"trainer": component}}
     spec = RunSpec.model_validate({**written, "progress": progress})
     place = AttemptPlace(directory=tmp_path, number=2)
-    first = Planned(spec=spec, run_id="a", place=place, containment=Containment(level=Level.L2))
+    first = PlanInputs(spec=spec, run_id="a", place=place, containment=Containment(level=Level.L2))
     earlier_record = {
         "number": 2,
         "state": "running",
