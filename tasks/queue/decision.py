@@ -11,9 +11,12 @@ GPU is granted twice.
 
 Words for the state of a GPU in this module:
 
-- *promised*: granted to a run, according to the Prefect server.
-- *taken*: used by a run, according to the Ray cluster.
-- *held*: promised or taken, and therefore not free for other runs.
+- *granted*: assigned to a run, according to the Prefect server.
+- *used*: occupied by a run, according to the Ray cluster.
+- *held*: granted or used, and therefore not free for other runs.
+- *moved*: held by a run that Ray placed on other nodes than the granted nodes. The grant of the run
+  is changed to these nodes.
+- *free*: neither held by a run nor occupied by another program.
 """
 
 from __future__ import annotations
@@ -78,10 +81,10 @@ def compute_shares(cluster: Cluster, gangs: Sequence[QueueEntry]) -> Shares:
     """
     node_names = [node.name for node in cluster.nodes]
     our_names = {gang.request.name for gang in gangs}
-    promised = {gang.id: _current_names(gang.promised, node_names) for gang in gangs}
-    taken = {gang.id: cluster.taken.get(gang.request.name, {}) for gang in gangs}
+    granted = {gang.id: _current_names(gang.granted, node_names) for gang in gangs}
+    used = {gang.id: cluster.used.get(gang.request.name, {}) for gang in gangs}
     held = {
-        gang.id: _count_held_gpus(gang.demand, promised[gang.id], taken[gang.id]) for gang in gangs
+        gang.id: _count_held_gpus(gang.demand, granted[gang.id], used[gang.id]) for gang in gangs
     }
 
     total = {node.name: node.gpus for node in cluster.nodes}
@@ -89,65 +92,63 @@ def compute_shares(cluster: Cluster, gangs: Sequence[QueueEntry]) -> Shares:
     for gang in gangs:
         held_now = held[gang.id]
         has_moved = (
-            gang.promised
-            and _has_all(gang.demand, taken[gang.id])
-            and held_now != promised[gang.id]
+            gang.granted and _has_all(gang.demand, used[gang.id]) and held_now != granted[gang.id]
         )
         if not has_moved:
             continue
-        of_others = _sum_by_node(gpus for id, gpus in promised.items() if id != gang.id)
+        of_others = _sum_by_node(gpus for id, gpus in granted.items() if id != gang.id)
         if all(
             of_others.get(name, 0) + gpus <= total.get(name, 0) for name, gpus in held_now.items()
         ):
             # This scheduling pass changes the grant of the run to the nodes that the run uses. So
             # the nodes of the old grant count as free for the next runs of this loop.
-            promised[gang.id] = held_now
+            granted[gang.id] = held_now
             moved[gang.id] = held_now
 
     foreign = _sum_by_node(
-        gpus_on for run_id, gpus_on in cluster.taken.items() if run_id not in our_names
+        gpus_on for run_id, gpus_on in cluster.used.items() if run_id not in our_names
     )
-    promised_on = _sum_by_node(promised.values())
+    granted_on = _sum_by_node(granted.values())
     held_on = _sum_by_node(held.values())
-    flow_run_ids = {*map(str, promised)}
+    flow_run_ids = {*map(str, granted)}
 
     def count_unavailable_gpus(node: ClusterNode) -> float:
         """Return the number of GPUs on a node that neither are free nor are held by our runs."""
         leased_by_others = sum(owner not in flow_run_ids for owner in node.leased.values())
         used_by_others = node.others_gpus + foreign.get(node.name, 0.0) + leased_by_others
-        only_promised = promised_on.get(node.name, 0) - held_on.get(node.name, 0)
-        return max(used_by_others, only_promised)
+        only_granted = granted_on.get(node.name, 0) - held_on.get(node.name, 0)
+        return max(used_by_others, only_granted)
 
     nodes = tuple(replace(node, others_gpus=count_unavailable_gpus(node)) for node in cluster.nodes)
     return Shares(nodes=nodes, held=held, moved=moved)
 
 
 def _count_held_gpus(
-    demand: Demand, promised: Mapping[str, int], taken: Mapping[str, float]
+    demand: Demand, granted: Mapping[str, int], used: Mapping[str, float]
 ) -> dict[str, int]:
     """Return the number of GPUs that a run holds on each node, by node name.
 
     Args:
         demand: GPUs and CPUs that the run needs.
-        promised: Number of GPUs that were granted to the run on each node, by node name.
-        taken: Number of GPUs that the run uses on each node according to Ray, by node name.
+        granted: Number of GPUs that were granted to the run on each node, by node name.
+        used: Number of GPUs that the run uses on each node according to Ray, by node name.
     """
-    taken_gpus = {name: math.ceil(gpus - _SLACK) for name, gpus in taken.items() if gpus > _SLACK}
-    if _has_all(demand, taken):
-        return taken_gpus
+    used_gpus = {name: math.ceil(gpus - _SLACK) for name, gpus in used.items() if gpus > _SLACK}
+    if _has_all(demand, used):
+        return used_gpus
     # Ray may still place the rest of the run on the granted nodes, so the granted GPUs count, too.
-    names = dict.fromkeys((*promised, *taken_gpus))
-    return {name: max(promised.get(name, 0), taken_gpus.get(name, 0)) for name in names}
+    names = dict.fromkeys((*granted, *used_gpus))
+    return {name: max(granted.get(name, 0), used_gpus.get(name, 0)) for name in names}
 
 
-def _has_all(demand: Demand, taken: Mapping[str, float]) -> bool:
+def _has_all(demand: Demand, used: Mapping[str, float]) -> bool:
     """Return True if a run uses all the GPUs that it needs.
 
     Args:
         demand: GPUs and CPUs that the run needs.
-        taken: Number of GPUs that the run uses on each node according to Ray, by node name.
+        used: Number of GPUs that the run uses on each node according to Ray, by node name.
     """
-    return sum(taken.values()) >= demand.gpus - _SLACK
+    return sum(used.values()) >= demand.gpus - _SLACK
 
 
 def _sum_by_node(shares: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -162,7 +163,7 @@ def _sum_by_node(shares: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return total
 
 
-def _current_names(promised: Mapping[str, int], node_names: Iterable[str]) -> dict[str, int]:
+def _current_names(granted: Mapping[str, int], node_names: Iterable[str]) -> dict[str, int]:
     """Return the granted GPUs of a run under the current names of the granted nodes.
 
     Two nodes of a cluster can have the same host name, for example after a restart of Ray on that
@@ -170,13 +171,13 @@ def _current_names(promised: Mapping[str, int], node_names: Iterable[str]) -> di
     grant. If several nodes could be the granted node, the GPUs count on each of these nodes.
 
     Args:
-        promised: Number of granted GPUs on each node. The keys are the names that the nodes had at
+        granted: Number of granted GPUs on each node. The keys are the names that the nodes had at
             the time of the grant.
         node_names: Current names of the nodes of the cluster.
     """
     existing = set(node_names)
     renamed: dict[str, int] = {}
-    for name, gpus in promised.items():
+    for name, gpus in granted.items():
         bare = bare_name(name)
         current_names = [name]
         if name not in existing:
@@ -285,8 +286,10 @@ class SchedulingPass:
         Runs that wait for something else, for example for a limit, are not counted.
         """
         messages = (self.messages.get(entry.id) for entry in self.queue)
-        held_back = sum(message is not None and message.is_held_back for message in messages)
-        return len(self.queue) - held_back
+        not_startable = sum(
+            message is not None and message.waits_for_no_end for message in messages
+        )
+        return len(self.queue) - not_startable
 
     def count_gpus_of_tag(self, tag: str) -> int:
         """Return how many GPUs the runs with a tag hold, including runs that start in this pass."""
@@ -301,7 +304,9 @@ class SchedulingPass:
             This object.
         """
         active_runs = self.ledger.count_active_runs()
-        candidates = [entry for entry in self.waiting if not self._is_barred(entry, active_runs)]
+        candidates = [
+            entry for entry in self.waiting if not self._cannot_start_at_all(entry, active_runs)
+        ]
         held_by_cluster = {key: self._read_held_gangs(key) for key in self.clusters}
 
         # The runs that could start, each with its number of GPUs on each node. A run that needs no
@@ -372,13 +377,13 @@ class SchedulingPass:
             except_on: Address of a cluster whose GPUs are not counted. None to count the GPUs of
                 all clusters.
         """
-        used = dict.fromkeys(tags, 0)
+        gpus_by_tag = dict.fromkeys(tags, 0)
         holding = ((entry, self.held.get(entry.id, {})) for entry in self.holding)
         for entry, gpus in (*holding, *starts):
             if entry.request.cluster != except_on:
-                for tag in used.keys() & entry.request.tags:
-                    used[tag] += sum(gpus.values())
-        return used
+                for tag in gpus_by_tag.keys() & entry.request.tags:
+                    gpus_by_tag[tag] += sum(gpus.values())
+        return gpus_by_tag
 
     def list_needed_nodes(self, key: str, max_nodes: int) -> list[dict[str, float]]:
         """Return the nodes that the autoscaler of a Ray cluster should provide.
@@ -405,7 +410,7 @@ class SchedulingPass:
             bundles += [new_node] * min(head.nodes - sufficient, max_nodes - len(nodes))
         return bundles
 
-    def _is_barred(self, entry: QueueEntry, active_runs: Counter[PoolOrQueue]) -> bool:
+    def _cannot_start_at_all(self, entry: QueueEntry, active_runs: Counter[PoolOrQueue]) -> bool:
         """Return True if a run could not start now even if all GPUs were free.
 
         This method stores the reason of such a run in `messages`. The run does not delay later runs

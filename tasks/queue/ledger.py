@@ -201,7 +201,7 @@ class QueueEntry:
         return self.request.demand
 
     @property
-    def promised(self) -> Mapping[str, int]:
+    def granted(self) -> Mapping[str, int]:
         """Number of granted GPUs on each node, by node name. Empty if the run has no grant."""
         return self.grant.nodes if self.grant is not None else {}
 

@@ -151,8 +151,9 @@ class Reason:
     starts_at: float | None = None
     #: Tag whose GPU limit the run would exceed. Empty if the run waits for another reason.
     tag: str = ""
-    #: True if later runs may start before this run.
-    is_passed: bool = False
+    #: True if the run would not fit on the present nodes even if all their GPUs were free. Later
+    #: runs may then start before this run.
+    never_fits_now: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,7 +277,7 @@ class _Pass:
             elif starts_at is None:
                 # The first run (`head`) would not fit even on empty nodes, so later runs cannot
                 # delay it.
-                self._reasons[head.id] = replace(self._reasons[head.id], is_passed=True)
+                self._reasons[head.id] = replace(self._reasons[head.id], never_fits_now=True)
             else:
                 behind = Reason(why=Why.BEHIND, waits_for=(head.id,))
                 for run in queue:

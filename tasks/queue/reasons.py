@@ -46,9 +46,9 @@ class Message:
     free: str = ""
     #: Expected start of the run in UTC epoch seconds, or None if unknown.
     starts_at: float | None = None
-    #: True if free GPUs alone would not start the run, for example because a limit is reached. In
-    #: that case the scheduler reads further waiting runs from the server.
-    is_held_back: bool = False
+    #: True if the end of other runs would not start the run, for example because a limit is
+    #: reached. In that case the scheduler reads further waiting runs from the server.
+    waits_for_no_end: bool = False
 
     @property
     def text(self) -> str:
@@ -100,13 +100,13 @@ def explain_wait(
         not_before: Earliest next start of a requeued run in UTC epoch seconds. None if the run was
             not requeued.
     """
-    is_held_back = False
+    waits_for_no_end = False
     names_waited_for = [names.get(id, id) for id in reason.waits_for]
     first_run = next(iter(names_waited_for), "")
     match reason.why:
         case Why.GPUS:
             assert demand is not None
-            text, is_held_back = _explain_missing_gpus(
+            text, waits_for_no_end = _explain_missing_gpus(
                 demand,
                 reason,
                 names_waited_for,
@@ -119,7 +119,7 @@ def explain_wait(
             )
         case Why.LIMIT:
             text = f"would exceed the limit of {limit} GPUs for the tag {reason.tag}"
-            is_held_back = True
+            waits_for_no_end = True
         case Why.RETRY:
             retry_time = f"; next try at {format_time(not_before)}" if not_before else ""
             text = f"was requeued because its GPUs were not free{retry_time}"
@@ -134,7 +134,7 @@ def explain_wait(
         reason=text,
         free=f"{FREE_NOW}{describe_free(free)}",
         starts_at=reason.starts_at,
-        is_held_back=is_held_back,
+        waits_for_no_end=waits_for_no_end,
     )
 
 
@@ -155,9 +155,9 @@ def _explain_missing_gpus(
     The arguments are those of `explain_wait`.
 
     Returns:
-        The explanation, and the value for the field `is_held_back` of the message.
+        The explanation, and the value for the field `waits_for_no_end` of the message.
     """
-    is_held_back = False
+    waits_for_no_end = False
     parts = []
     if names_waited_for:
         expected = "expected time unknown"
@@ -176,16 +176,16 @@ def _explain_missing_gpus(
         nodes = _join_names(sorted(name for name, gpus in unserved_free.items() if gpus))
         command = f"prefect worker start --pool {pool}"
         parts.append(f"would fit on nodes without a worker: {nodes} (run there: {command})")
-        is_held_back = True
+        waits_for_no_end = True
     elif _has_enough_gpus(demand, {**free, **drained}):
         parts.append(f"would fit on drained nodes: {_join_names(sorted(drained))}")
     elif not names_waited_for and others:
         parts.append(f"programs outside this queue use {others:g} GPUs")
     elif not names_waited_for:
         parts.append("waits for missing nodes to return: the present nodes are not enough")
-    if reason.is_passed:
+    if reason.never_fits_now:
         parts.append("later runs may start first")
-    return "; ".join(parts), is_held_back
+    return "; ".join(parts), waits_for_no_end
 
 
 def paused_message(demand: Demand | None, pool: str, queue: str = "") -> Message:
@@ -205,7 +205,7 @@ def unserved_message(demand: Demand | None, pool: str, queue: str) -> Message:
     unserved = f"the queue {queue} of the work pool {pool}"
     command = f"prefect worker start --pool {pool}"
     text = f"waits for a worker: no worker serves {unserved} (start a worker: {command})"
-    return Message(demand=demand, reason=text, is_held_back=True)
+    return Message(demand=demand, reason=text, waits_for_no_end=True)
 
 
 def offered_message(demand: Demand | None, gpus: Mapping[str, int]) -> Message:
@@ -244,7 +244,7 @@ def no_answer_message(demand: Demand | None, address: str, error: object) -> Mes
         text = f"waits for a Ray cluster: {cause}"
     if not address:
         text = f"waits for nodes: {cause}"
-    return Message(demand=demand, reason=text, is_held_back=True)
+    return Message(demand=demand, reason=text, waits_for_no_end=True)
 
 
 def describe_gang(demand: Demand | None) -> str:

@@ -153,10 +153,10 @@ class Cluster:
     #: Ray's id of the cluster. It does not depend on the address with which the cluster is reached.
     #: An empty string for a node table.
     id: str = ""
-    #: `taken[run id][node name]`: number of GPUs that the run's Ray jobs hold on the node now. The
+    #: `used[run id][node name]`: number of GPUs that the run's Ray jobs hold on the node now. The
     #: jobs take their GPUs step by step, so a run may hold fewer GPUs than the queue has granted to
     #: the run. Empty for a node table.
-    taken: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    used: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     #: Ray's name for the accelerator of the cluster, from ACCELERATORS.
     accelerator: str = ACCELERATORS[0]
 
@@ -211,11 +211,11 @@ def compute_usage(
 
     #: `ours[node id][resource]`: amount of the resource that the Ray jobs of Muster's runs hold.
     ours: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    taken: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    used: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for node_id, submission_id, amounts in _list_uses(nodes, actors, submissions):
         run_id = run_id_of_submission(submission_id)
         if run_id and node_id in unique_names and amounts.get(accelerator):
-            taken[run_id][unique_names[node_id]] += amounts[accelerator]
+            used[run_id][unique_names[node_id]] += amounts[accelerator]
             for resource in (accelerator, "CPU"):
                 ours[node_id][resource] += amounts.get(resource, 0.0)
 
@@ -225,7 +225,7 @@ def compute_usage(
     ]
     return Cluster(
         nodes=tuple(sorted(cluster_nodes, key=lambda node: node.name)),
-        taken={run_id: dict(gpus_on) for run_id, gpus_on in taken.items()},
+        used={run_id: dict(gpus_on) for run_id, gpus_on in used.items()},
         accelerator=accelerator,
     )
 

@@ -86,7 +86,7 @@ async def read_until(
 def sum_gpus(cluster: Cluster) -> dict[str, float]:
     """Return the GPUs in use in the whole cluster: by Muster's runs, and by other programs."""
     return {
-        "taken": sum(sum(gpus_by_node.values()) for gpus_by_node in cluster.taken.values()),
+        "taken": sum(sum(gpus_by_node.values()) for gpus_by_node in cluster.used.values()),
         "others": sum(node.others_gpus for node in cluster.nodes),
     }
 
@@ -107,16 +107,16 @@ async def test_gpus_of_muster_runs_are_distinguished_from_gpus_of_others(
         capacity, ray_cluster, lambda cluster: sum_gpus(cluster) == {"taken": 7, "others": 2}
     )
     request = SimpleNamespace(name=run_id)
-    gang: Any = SimpleNamespace(id=run_id, request=request, demand=GANG_OF_3, promised={})
+    gang: Any = SimpleNamespace(id=run_id, request=request, demand=GANG_OF_3, granted={})
     shares_with_run = compute_shares(reading, [gang])
     shares_without_run = compute_shares(reading, [])
 
     names = {f"127.0.0.1/{node.node_id[:8]}" for node in ray_cluster.nodes}
     assert {node.name for node in reading.nodes if node.gpus} == names
-    assert sorted(reading.taken[run_id].values()) == [3, 4]
+    assert sorted(reading.used[run_id].values()) == [3, 4]
     assert sum(node.others_cpus for node in reading.nodes) == 1
     assert {node.resources.get("worker_node") for node in reading.nodes if node.gpus} == {100}
-    assert [*shares_with_run.held.values()] == [reading.taken[run_id]]
+    assert [*shares_with_run.held.values()] == [reading.used[run_id]]
     assert sum(node.usable_gpus for node in shares_with_run.nodes) == 14
     assert sum(node.usable_gpus for node in shares_without_run.nodes) == 7
 

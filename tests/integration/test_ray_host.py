@@ -186,7 +186,7 @@ async def test_gpus_of_a_fleet_count_as_gpus_of_its_run(
 
         async def is_reported() -> bool:
             use = await cluster.look(within_s=_WITHIN_S)
-            return sum(use.taken.get(_RUN, {}).values()) == 16
+            return sum(use.used.get(_RUN, {}).values()) == 16
 
         await until_true(is_reported)
         use = await cluster.look(within_s=_WITHIN_S)

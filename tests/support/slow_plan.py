@@ -87,14 +87,14 @@ def slow_plan(
         if head is None and (run.not_before > now or not chosen):
             forecast = forecast_start(run, running, free, now)
             starts_at = None if forecast.at is None else max(forecast.at, now)
-            is_passed = policy == "fifo" and forecast.at is None
+            never_fits_now = policy == "fifo" and forecast.at is None
             reasons[run.id] = Reason(
                 why=Why.RETRY if run.not_before > now else Why.GPUS,
                 waits_for=forecast.waits_for,
                 starts_at=starts_at,
-                is_passed=is_passed,
+                never_fits_now=never_fits_now,
             )
-            if not is_passed:
+            if not never_fits_now:
                 head = run
             continue
 

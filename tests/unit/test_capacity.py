@@ -41,7 +41,7 @@ def node(name: str, *, is_drained: bool = False) -> ClusterNode:
 
 USE = Cluster(
     nodes=(node(ONE), node(TWO), node("far", is_drained=True)),
-    taken={"run": {ONE: 4.0}},
+    used={"run": {ONE: 4.0}},
     accelerator="NPU",
 )
 

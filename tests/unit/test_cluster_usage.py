@@ -78,7 +78,7 @@ def test_all_resources_of_an_idle_cluster_are_free() -> None:
     assert (found.name, found.gpus, found.cpus) == ("n1", 8, 32)
     assert (found.others_gpus, found.others_cpus) == (0, 0)
     assert found.resources == {"worker_node": 100, "node:10.0.0.5": 1}
-    assert (use.taken, use.accelerator) == ({}, "GPU")
+    assert (use.used, use.accelerator) == ({}, "GPU")
 
 
 def test_placement_groups_belong_to_the_run_of_their_job() -> None:
@@ -87,7 +87,7 @@ def test_placement_groups_belong_to_the_run_of_their_job() -> None:
 
     use = compute_usage([both], [], SUBMISSIONS)
 
-    assert use.taken == {RUN: {"n1": 4}}
+    assert use.used == {RUN: {"n1": 4}}
     assert use.nodes[0].others_gpus == 1
     # One bundle has CPUs and no GPUs. Its CPUs count as used by programs outside the queue.
     assert use.nodes[0].others_cpus == 2
@@ -107,7 +107,7 @@ def test_actors_outside_placement_groups_belong_to_their_driver() -> None:
 
     use = compute_usage([busy], actors, SUBMISSIONS)
 
-    assert use.taken == {RUN: {"n1": 2.5}}
+    assert use.used == {RUN: {"n1": 2.5}}
     # The GPU of a plain Ray task counts as used by others, because the task's owner is unknown.
     assert use.nodes[0].others_gpus == 3
     assert use.nodes[0].others_cpus == 7
@@ -118,14 +118,14 @@ def test_gpus_of_an_entrypoint_belong_to_the_run() -> None:
 
     use = compute_usage([node(used={"GPU": 1})], [actor("05000000", name, GPU=1)], {})
 
-    assert use.taken == {RUN: {"n1": 1}}
+    assert use.used == {RUN: {"n1": 1}}
     assert use.nodes[0].others_gpus == 0
 
 
 def test_actor_newer_than_the_node_report_takes_nothing_from_others() -> None:
     use = compute_usage([node()], [actor(GPU=2)], SUBMISSIONS)
 
-    assert use.taken == {RUN: {"n1": 2}}
+    assert use.used == {RUN: {"n1": 2}}
     assert use.nodes[0].others_gpus == 0
 
 
@@ -141,7 +141,7 @@ def test_nodes_with_equal_names_get_a_suffix() -> None:
     use = compute_usage(reports, [actor(node_id=TWO, GPU=1)], SUBMISSIONS)
 
     assert [one.name for one in use.nodes] == ["alone", "host/0a1b2c3d", "host/4e5f6071"]
-    assert use.taken == {RUN: {"host/4e5f6071": 1}}
+    assert use.used == {RUN: {"host/4e5f6071": 1}}
 
 
 @pytest.mark.parametrize(
@@ -332,7 +332,7 @@ async def look(dashboard: FakeDashboard) -> AsyncIterator[ClusterReader]:
 
 
 def expect_two_taken(use: Cluster, run_id: str = RUN) -> None:
-    assert use.taken == {run_id: {"n1": 2}}
+    assert use.used == {run_id: {"n1": 2}}
     assert [(node.gpus, node.others_gpus) for node in use.nodes] == [(8, 0)]
 
 

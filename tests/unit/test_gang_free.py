@@ -17,24 +17,24 @@ A = ClusterNode(name="a", gpus=8, cpus=32)
 B = ClusterNode(name="b", gpus=8, cpus=32)
 
 
-def cluster(*nodes: ClusterNode, **taken: Mapping[str, float]) -> Cluster:
-    return Cluster(nodes=nodes, taken=taken)
+def cluster(*nodes: ClusterNode, **used: Mapping[str, float]) -> Cluster:
+    return Cluster(nodes=nodes, used=used)
 
 
-def holder(run_id: str, demand: Demand, promised: Mapping[str, int]) -> Any:
+def holder(run_id: str, demand: Demand, granted: Mapping[str, int]) -> Any:
     """Return a fake flow run that holds GPUs, as the queue reads it from the server.
 
     Args:
         run_id: Id of the run.
         demand: Nodes and GPUs that the run has requested.
-        promised: Number of granted GPUs by node.
+        granted: Number of granted GPUs by node.
     """
     request = SimpleNamespace(name=run_id)
-    return SimpleNamespace(id=run_id, request=request, demand=demand, promised=promised)
+    return SimpleNamespace(id=run_id, request=request, demand=demand, granted=granted)
 
 
-def gang(run_id: str, nodes: int, gpus: int, **promised: int) -> Any:
-    return holder(run_id, Demand(nodes=nodes, gpus_per_node=gpus, cpus_per_gpu=3), promised)
+def gang(run_id: str, nodes: int, gpus: int, **granted: int) -> Any:
+    return holder(run_id, Demand(nodes=nodes, gpus_per_node=gpus, cpus_per_gpu=3), granted)
 
 
 def gpus_of(nodes: tuple[ClusterNode, ...]) -> dict[str, int]:
@@ -62,7 +62,7 @@ def test_idle_cluster_is_all_free_in_node_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("promised", "taken", "held"),
+    ("granted", "used", "held"),
     [
         # the run uses no GPUs yet
         ({"a": 4, "b": 4}, {}, {"a": 4, "b": 4}),
@@ -86,12 +86,12 @@ def test_idle_cluster_is_all_free_in_node_order() -> None:
         ({"a": 4, "gone": 4}, {"a": 4}, {"a": 4, "gone": 4}),
     ],
 )
-def test_run_holds_taken_and_promised_gpus(
-    promised: dict[str, int], taken: dict[str, float], held: dict[str, int]
+def test_run_holds_used_and_granted_gpus(
+    granted: dict[str, int], used: dict[str, float], held: dict[str, int]
 ) -> None:
     nodes = (A, B, ClusterNode(name="c", gpus=8, cpus=32))
 
-    shares = compute_shares(cluster(*nodes, run=taken), [gang("run", 2, 4, **promised)])
+    shares = compute_shares(cluster(*nodes, run=used), [gang("run", 2, 4, **granted)])
 
     assert shares.held == {"run": held}
 
@@ -168,7 +168,7 @@ FIRST, SECOND = "10.0.0.5/0a1b2c3d", "10.0.0.5/4e5f6071"
 
 
 @pytest.mark.parametrize(
-    ("promised", "node_names", "held"),
+    ("granted", "node_names", "held"),
     [
         # a second node with the granted address has appeared, and each can be the granted node
         ({"10.0.0.5": 8}, (FIRST, SECOND), {FIRST: 8, SECOND: 8}),
@@ -180,26 +180,26 @@ FIRST, SECOND = "10.0.0.5/0a1b2c3d", "10.0.0.5/4e5f6071"
     ],
 )
 def test_grant_follows_its_node_if_the_suffix_changes(
-    promised: dict[str, int], node_names: tuple[str, ...], held: dict[str, int]
+    granted: dict[str, int], node_names: tuple[str, ...], held: dict[str, int]
 ) -> None:
     nodes = tuple(ClusterNode(name=name, gpus=8) for name in node_names)
 
-    shares = compute_shares(cluster(*nodes), [gang("run", 1, 8, **promised)])
+    shares = compute_shares(cluster(*nodes), [gang("run", 1, 8, **granted)])
 
     assert shares.held == {"run": held}
 
 
-def two_nodes(taken: dict[str, dict[str, float]]) -> Cluster:
+def two_nodes(used: dict[str, dict[str, float]]) -> Cluster:
     nodes = (ClusterNode(name="n1", gpus=8), ClusterNode(name="n2", gpus=8))
-    return Cluster(nodes=nodes, taken=taken)
+    return Cluster(nodes=nodes, used=used)
 
 
-def promise(run_id: str, gpus: dict[str, int]) -> Any:
+def grant(run_id: str, gpus: dict[str, int]) -> Any:
     wide = max(gpus.values())
     return holder(run_id, Demand(nodes=len(gpus), gpus_per_node=wide, cpus_per_gpu=1), gpus)
 
 
-ENDING, NEXT = promise("ending", {"n1": 6}), promise("next", {"n2": 7})
+ENDING, NEXT = grant("ending", {"n1": 6}), grant("next", {"n2": 7})
 
 
 def test_ending_run_and_its_successor_both_count() -> None:
@@ -236,6 +236,6 @@ def test_gpus_of_the_old_grant_are_free_after_a_move() -> None:
 
 
 def test_run_that_does_not_use_all_gpus_yet_keeps_its_grant() -> None:
-    shares = compute_shares(two_nodes({"a": {"n1": 3.0}}), [promise("a", {"n2": 7})])
+    shares = compute_shares(two_nodes({"a": {"n1": 3.0}}), [grant("a", {"n2": 7})])
 
     assert shares.moved == {}

@@ -257,7 +257,7 @@ def test_rules_of_every_policy(case: Case, policy: Policy) -> None:
             [waits(1, 8, 3), waits(2, 1)],
             [],
             {"w2": "a"},
-            {"w1": replace(reason(GPUS), is_passed=True)},
+            {"w1": replace(reason(GPUS), never_fits_now=True)},
         ),
         # a requeued gang blocks later gangs although it fits
         Case(
