@@ -121,8 +121,8 @@ class _Admission:
     _last_position: int = 0
     #: True after this process has set the state of the flow run to PendingResources.
     _is_queued: bool = False
-    #: Time, in seconds of the monotonic clock, at which this process last changed the label BEAT of
-    #: the flow run. The changes of the label show that the process is alive.
+    #: Time, in seconds of the monotonic clock, at which this process last changed the label
+    #: HEARTBEAT of the flow run. The changes of the label show that the process is alive.
     _beat_at: float = 0.0
 
     async def wait(self) -> Admitted | Refused | None:
@@ -163,7 +163,7 @@ class _Admission:
             )
         scheduler = Scheduler(client, capacity=self._capacity, announce=announce_run_event)
         if not self._is_queued:
-            await self._send_beat(client)
+            await self._send_heartbeat(client)
             await self._set_state(client, PENDING_RESOURCES, "waits for its gang of GPUs")
             self._is_queued = True
 
@@ -186,14 +186,14 @@ class _Admission:
                 return admitted
 
             await self._report_pass(client, scheduling_pass)
-            if time.monotonic() - self._beat_at >= grants.BEAT_EVERY_S:
-                await self._send_beat(client)
+            if time.monotonic() - self._beat_at >= grants.HEARTBEAT_EVERY_S:
+                await self._send_heartbeat(client)
             if not await asyncio.to_thread(self._wait, _PASS_INTERVAL_S):
                 return None
 
-    async def _send_beat(self, client: PrefectClient) -> None:
-        """Change the label BEAT of the flow run, to show that this process is alive."""
-        await client.update_flow_run_labels(self._id, grants.beat_labels())
+    async def _send_heartbeat(self, client: PrefectClient) -> None:
+        """Change the label HEARTBEAT of the flow run, to show that this process is alive."""
+        await client.update_flow_run_labels(self._id, grants.heartbeat_labels())
         self._beat_at = time.monotonic()
 
     async def _accept(self, client: PrefectClient, grant: Grant) -> Admitted | None:

@@ -37,9 +37,9 @@ GRANT = "muster.gang.grant"
 #: Name of the label that contains the host of the process in which a run waits for its GPUs. A run
 #: without Ray can start only on that host.
 HOST = "muster.gang.host"
-#: Name of the label that the process of a waiting run changes every BEAT_EVERY_S seconds. A label
-#: that no longer changes shows that the process has ended.
-BEAT = "muster.gang.beat"
+#: Name of the label that the process of a waiting run changes every HEARTBEAT_EVERY_S seconds. A
+#: label that no longer changes shows that the process has ended.
+HEARTBEAT = "muster.gang.beat"
 #: Name of the label that contains the earliest next start of a requeued run, in UTC epoch seconds.
 _NOT_BEFORE = "muster.gang.not_before"
 #: Name of the label that contains the nodes which may have caused failures of the run, with the
@@ -51,9 +51,9 @@ _FAILURES = TypeAdapter(dict[str, int])
 #: value of the label is the number of processes that the flow run has had so far.
 _HANDED_OVER = "muster.gang.goes_on"
 
-#: Time, in seconds, between two changes of the label `BEAT`. The changes show that the process of a
-#: waiting run is alive.
-BEAT_EVERY_S = 10.0
+#: Time, in seconds, between two changes of the label `HEARTBEAT`. The changes show that the process
+#: of a waiting run is alive.
+HEARTBEAT_EVERY_S = 10.0
 
 #: Name of the Prefect state of a run that waits for its GPUs.
 PENDING_RESOURCES = "PendingResources"
@@ -170,9 +170,9 @@ def no_grant_labels() -> dict[str, Any]:
     return {GRANT: "", _HANDED_OVER: ""}
 
 
-def beat_labels() -> dict[str, Any]:
+def heartbeat_labels() -> dict[str, Any]:
     """Return the labels which show that the process of a waiting run is alive on this host."""
-    return {HOST: host_name(), BEAT: time.time()}
+    return {HOST: host_name(), HEARTBEAT: time.time()}
 
 
 def requeue_labels(*, not_before: float = 0.0) -> dict[str, Any]:

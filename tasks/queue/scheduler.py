@@ -147,13 +147,13 @@ class Scheduler:
         rewritten = self._rewritten
         self._rewritten = set()
         changed_ids = {*(changed or ()), *rewritten}
-        # A run that waits in its own process changes the label BEAT of its flow run every 10
+        # A run that waits in its own process changes the label HEARTBEAT of its flow run every 10
         # seconds. The server emits no event for this change. So the queue must be read often enough
         # to see it.
         has_beats = last_pass is not None and any(
             entry.waits_in_process for entry in last_pass.queue
         )
-        is_fresh = now - read_at < (grants.BEAT_EVERY_S if has_beats else full_read_interval_s)
+        is_fresh = now - read_at < (grants.HEARTBEAT_EVERY_S if has_beats else full_read_interval_s)
         is_unchanged = (
             is_fresh and changed is not None and decision_id is not None and not changed_ids
         )

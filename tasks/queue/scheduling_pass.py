@@ -43,10 +43,10 @@ from tasks.spec.formatting import join_commas
 GRANT_TIMEOUT_S = 60.0
 #: Longest time, in seconds, until a process that a worker has started appears in /proc.
 _SPAWN_TIMEOUT_S = 2.0
-#: Longest time, in seconds, between two changes of the label BEAT by the process of a waiting run.
-#: If the process does not change the label for a longer time, the process counts as ended, and the
-#: run gets no GPUs.
-_SILENT_AFTER_S = 4 * grants.BEAT_EVERY_S
+#: Longest time, in seconds, between two changes of the label HEARTBEAT by the process of a waiting
+#: run. If the process does not change the label for a longer time, the process counts as ended, and
+#: the run gets no GPUs.
+_SILENT_AFTER_S = 4 * grants.HEARTBEAT_EVERY_S
 #: If a scheduling pass has found this number of waiting runs that can start, the pass reads no
 #: further waiting runs from the server.
 _ENOUGH_RUNS = 50
@@ -74,10 +74,10 @@ class QueueReader:
     _settings: dict[str, PoolSettings] = field(default_factory=dict)
     #: Ids of the flow runs whose complete spec was checked and is valid.
     _valid_specs: set[UUID] = field(default_factory=set)
-    #: For each run that waits in its own process: the last value of the label BEAT of its flow run,
-    #: and the monotonic time at which this value was first read. The process of the run changes the
-    #: label while the process is alive.
-    _beats: dict[UUID, tuple[object, float]] = field(default_factory=dict)
+    #: For each run that waits in its own process: the last value of the label HEARTBEAT of its flow
+    #: run, and the monotonic time at which this value was first read. The process of the run
+    #: changes the label while the process is alive.
+    _heartbeats: dict[UUID, tuple[object, float]] = field(default_factory=dict)
     #: For each cluster, by its address: the snapshot in which the cluster had the most GPUs.
     _largest_clusters: dict[str, Cluster] = field(default_factory=dict)
     #: For each flow run that was checked for an overwritten Cancelled state, by flow run id: the id
@@ -204,15 +204,16 @@ class QueueReader:
     def _is_silent(self, entry: QueueEntry) -> bool:
         """Return True if a run waits in its own process, and that process seems to have ended.
 
-        Such a process regularly changes the label BEAT of its flow run while the process is alive.
+        Such a process regularly changes the label HEARTBEAT of its flow run while the process is
+        alive.
         """
-        beat = entry.flow_run.labels.get(grants.BEAT)
-        if not entry.waits_in_process or beat is None:
+        heartbeat = entry.flow_run.labels.get(grants.HEARTBEAT)
+        if not entry.waits_in_process or heartbeat is None:
             return False
-        last_beat, _ = self._beats.get(entry.id, (None, 0.0))
-        if last_beat != beat:
-            self._beats[entry.id] = beat, time.monotonic()
-        _, seen_at = self._beats[entry.id]
+        last_heartbeat, _ = self._heartbeats.get(entry.id, (None, 0.0))
+        if last_heartbeat != heartbeat:
+            self._heartbeats[entry.id] = heartbeat, time.monotonic()
+        _, seen_at = self._heartbeats[entry.id]
         return time.monotonic() - seen_at > _SILENT_AFTER_S
 
     def _read_settings(

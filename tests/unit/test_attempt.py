@@ -45,7 +45,7 @@ class ScriptedProcess:
         self.pid: int | None = None
         self.guardian_pid = 0
         self.stuck: tuple[int, ...] = ()
-        self.told: list[str] = []
+        self.requests: list[str] = []
         self.exited: asyncio.Future[Exit] = loop.create_future()
         self.empty: asyncio.Future[None] = loop.create_future()
 
@@ -67,7 +67,7 @@ class ScriptedProcess:
 
     def stop(self) -> None:
         """End the process a moment later, so that the events of the test's script come first."""
-        self.told.append("stop")
+        self.requests.append("stop")
         asyncio.get_running_loop().call_later(0.02, self._end_politely)
 
     def _end_politely(self) -> None:
@@ -78,10 +78,10 @@ class ScriptedProcess:
         return []
 
     def kill(self) -> None:
-        self.told.append("kill")
+        self.requests.append("kill")
 
     def dismiss(self) -> None:
-        self.told.append("dismiss")
+        self.requests.append("dismiss")
         if not self.empty.done():
             self.empty.set_result(None)
 
@@ -89,7 +89,7 @@ class ScriptedProcess:
     leftover_pids = GuardedProcess.leftover_pids
 
     def abandon_guardian(self) -> None:
-        self.told.append("abandon")
+        self.requests.append("abandon")
 
 
 @pytest.fixture(autouse=True)
@@ -159,7 +159,7 @@ async def reports_arrive() -> None:
         await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize("told_first", ["api", "trainer"])
+@pytest.mark.parametrize("first_reported", ["api", "trainer"])
 @pytest.mark.parametrize(
     ("api", "trainer", "cause"),
     [
@@ -175,12 +175,12 @@ async def test_earliest_event_decides_in_any_order_of_reports(
     api: tuple[float, int],
     trainer: tuple[float, int],
     cause: str | None,
-    told_first: str,
+    first_reported: str,
 ) -> None:
     attempt = await begin(api="fail", trainer="complete")
     ends = {"api": api, "trainer": trainer}
 
-    for name in sorted(ends, key=lambda name: name != told_first):
+    for name in sorted(ends, key=lambda name: name != first_reported):
         at_s, code = ends[name]
         process(name).ends(at_s, code=code)
         await reports_arrive()
@@ -233,7 +233,7 @@ async def test_no_component_is_started_after_the_decision(begin: MakeAttempt) ->
     await verdict_of(attempt)
 
     assert process("trainer").pid is None
-    assert process("trainer").told == ["dismiss"]
+    assert process("trainer").requests == ["dismiss"]
 
 
 async def test_run_completes_only_when_all_are_drained(begin: MakeAttempt, events: Events) -> None:
@@ -312,7 +312,7 @@ async def test_gpu_utilisation_of_a_run_is_published(
     seen = {"gpus": [*gpus, {"index": 3, "uuid": "GPU-3", "busy_percent": None}], "processes": []}
     monkeypatch.setattr("tasks.processes.attempt.read_gpus", lambda: seen)
     monkeypatch.setattr("tasks.processes.progress._SAMPLED_EVERY_S", 0.001)
-    said = asyncio.Queue[Mapping[str, float]]()
+    published_use = asyncio.Queue[Mapping[str, float]]()
     cluster = iter([{"n1": 0.1}])
 
     async def of_cluster() -> Mapping[str, float]:
@@ -320,11 +320,11 @@ async def test_gpu_utilisation_of_a_run_is_published(
         return next(cluster, None) or {}["no answer"]
 
     attempt = await begin({"devices": (1, 2, 3), "gpu_use": of_cluster}, trainer="complete")
-    attempt._emit = lambda name, *_, **fields: said.put_nowait(fields.get("gpus", {}))
+    attempt._emit = lambda name, *_, **fields: published_use.put_nowait(fields.get("gpus", {}))
 
-    found = [[*(await asyncio.wait_for(said.get(), 10)).values()] for _ in range(2)]
+    samples = [[*(await asyncio.wait_for(published_use.get(), 10)).values()] for _ in range(2)]
 
-    assert found == [[0.5, 0.1], [0.5]]
+    assert samples == [[0.5, 0.1], [0.5]]
 
 
 async def test_bug_in_the_check_for_success_fails_the_run(
