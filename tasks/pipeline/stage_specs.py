@@ -13,6 +13,7 @@ from prefect.exceptions import ObjectNotFound
 from tasks.server.artifacts import store_submitted_code
 from tasks.spec.errors import MusterError
 from tasks.spec.pipeline import PipelineSpec
+from tasks.spec.programs import find_active_environment
 
 
 class CannotBegin(MusterError):
@@ -67,7 +68,8 @@ def add_code(client: SyncPrefectClient | None, pipeline: PipelineSpec, root: Pat
     """Return the pipeline with a code version in the run spec of each of its stages.
 
     The project's code is stored, and the version of the stored code is written into each run spec
-    that has no key `code`. If a run spec has the key `code`, this code must be available.
+    that has no key `code`. If a run spec has the key `code`, this code must be available. Each run
+    spec also names the Python environment that is activated in this shell, if the run needs it.
 
     Args:
         client: Client of the Prefect server, or None if no server is configured.
@@ -85,4 +87,7 @@ def add_code(client: SyncPrefectClient | None, pipeline: PipelineSpec, root: Pat
             spec["code"] = project_code
         else:
             store_submitted_code(client, spec["code"], root)
+        env = spec.get("env") or {}
+        if active := find_active_environment(root, env):
+            spec["env"] = {**active, **env}
     return PipelineSpec.model_validate(written)

@@ -33,7 +33,6 @@ from tasks.record.places import muster_home, read_own_file
 from tasks.record.repository import GitFailed, find_repository, git_view
 from tasks.spec.errors import Fault, InvalidSpec, MusterError
 from tasks.spec.formatting import join_commas
-from tasks.spec.programs import find_trusted_environment
 
 #: Environment variable of a run's processes. Its value is the project folder from which the code of
 #: the run was copied.
@@ -224,20 +223,21 @@ def measure_unchanged_files(place: Path) -> dict[str, int]:
     }
 
 
-def list_import_folders(project: Path, place: Path) -> list[str]:
+def list_import_folders(project: Path, place: Path, environment: Path | None) -> list[str]:
     """Return the folders from which a run's programs must import the packages of the project.
 
-    The virtual environment of the project imports its editable packages from the project folder.
+    The Python environment of the run imports its editable packages from the project folder.
     With the returned folders on PYTHONPATH, Python imports them from the run's copy of the project.
 
     Args:
         project: The project folder.
         place: Folder with the run's copy of the project.
+        environment: The Python environment of the run. None if that is Muster's own.
     """
     found: dict[str, None] = {}
     roots = "|".join(map(re.escape, {str(project), os.path.realpath(project)}))
     inside = re.compile(rf"(?:{roots})(?=[/'\"\n:;]|$)([^'\"\n:;]*)")
-    if (environment := find_trusted_environment(project)) is None:
+    if environment is None:
         return []
     site = "lib/python*/site-packages"
     for file in (*environment.glob(f"{site}/*.pth"), *environment.glob(f"{site}/__editable__*.py")):

@@ -14,7 +14,8 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from tasks.spec.component import Component
@@ -32,6 +33,11 @@ _REMEDY = (
     "install the program, or write its path ./NAME and run chmod +x NAME; write each argument as a "
     "separate list item"
 )
+#: Environment variables that name the activated Python environment of a shell: that of a virtual
+#: environment, and that of conda. A virtual environment may be activated within conda's.
+ENVIRONMENT_VARIABLES = ("VIRTUAL_ENV", "CONDA_PREFIX")
+#: Path of the interpreter in a Python environment.
+_PYTHON_OF_ENVIRONMENT = "bin/python"
 #: Matches options of Python and of shells that take no value. After any other option, it is
 #: uncertain which argument is the script.
 _FLAGS = re.compile(r"-[BEIPbdehinqsuvx]+")
@@ -57,20 +63,97 @@ def build_component_path(python: str, path: str) -> str:
     return os.pathsep.join(filter(None, (interpreter_dir, path)))
 
 
-def find_python(root: Path) -> str:
-    """Return the path of the Python interpreter for the components of a project.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interpreter:
+    """The Python interpreter that the components of a run find under the name `python`."""
 
-    This is the interpreter in the project's `.venv`, if that folder belongs to this user or to
-    root. Otherwise it is the interpreter that runs Muster.
+    #: Path of the interpreter.
+    path: str
+    #: Virtual environment or conda environment of the interpreter. None if it is Muster's own.
+    environment: Path | None = None
+    #: Reason for the choice of the interpreter, to follow its path in a text.
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path} ({self.reason})"
+
+
+def find_interpreter(root: Path, env: Mapping[str, str]) -> Interpreter:
+    """Return the Python interpreter for the components of a project.
+
+    It is the interpreter in the environment that VIRTUAL_ENV or CONDA_PREFIX of the spec names.
+    Otherwise it is the interpreter in the project's `.venv`, if that folder belongs to this user or
+    to root. Otherwise it is the interpreter that runs Muster.
 
     Args:
         root: Root of the project.
+        env: Environment variables of the spec, see also `find_active_environment`.
     """
-    environment = find_trusted_environment(root)
-    if environment is None:
-        return sys.executable
-    python = environment / "bin" / "python"
-    return str(python) if os.access(python, os.X_OK) else sys.executable
+    for variable in ENVIRONMENT_VARIABLES:
+        environment = Path(env.get(variable, ""))
+        if environment.is_absolute() and _has_python(environment):
+            return Interpreter(
+                path=str(environment / _PYTHON_OF_ENVIRONMENT),
+                environment=environment,
+                reason=f"of {variable}",
+            )
+    project_environment = find_trusted_environment(root)
+    if project_environment is not None and _has_python(project_environment):
+        return Interpreter(
+            path=str(project_environment / _PYTHON_OF_ENVIRONMENT),
+            environment=project_environment,
+            reason="of the project's .venv",
+        )
+    return Interpreter(
+        path=sys.executable,
+        reason="Muster's own: the project has no .venv, and no environment was activated",
+    )
+
+
+def find_active_environment(
+    root: Path, env: Mapping[str, object], shell: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Return the variable of the activated Python environment that a run needs in its spec.
+
+    The command that starts or queues a run adds the variable to the spec's `env`. The run then uses
+    the environment of the user's shell, also on a worker, which has another shell.
+
+    Args:
+        root: Root of the project.
+        env: Environment variables of the spec.
+        shell: Environment variables of the command.
+
+    Returns:
+        VIRTUAL_ENV or CONDA_PREFIX with its value. Empty if the shell has no activated environment
+        but Muster's own, if the project has a `.venv`, or if the spec chooses its `python` itself.
+    """
+    if {"PATH", *ENVIRONMENT_VARIABLES} & env.keys():
+        return {}
+    project_environment = find_trusted_environment(root)
+    if project_environment is not None and _has_python(project_environment):
+        return {}
+    for variable in ENVIRONMENT_VARIABLES:
+        environment = Path(shell.get(variable, ""))
+        if environment.is_absolute() and _has_python(environment):
+            is_own = os.path.realpath(environment) == os.path.realpath(sys.prefix)
+            return {} if is_own else {variable: str(environment)}
+    return {}
+
+
+def add_active_environment(spec: RunSpec, root: Path) -> RunSpec:
+    """Return the spec with the activated Python environment of this shell, if the run needs it.
+
+    Args:
+        spec: The run spec.
+        root: Root of the project.
+    """
+    active = find_active_environment(root, spec.env)
+    return spec.model_copy(update={"env": {**active, **spec.env}}) if active else spec
+
+
+def _has_python(environment: Path) -> bool:
+    """Return True if a Python environment has an interpreter that can be executed."""
+    return os.access(environment / _PYTHON_OF_ENVIRONMENT, os.X_OK)
 
 
 def find_trusted_environment(root: Path) -> Path | None:

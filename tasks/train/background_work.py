@@ -67,7 +67,7 @@ def record_provenance(
         root: Root folder of the project.
         secrets: The secrets that are masked in the record.
     """
-    path = select_literals(spec.env).get("PATH") or component_search_path()
+    path = select_literals(spec.env).get("PATH") or component_search_path(spec.env)
     python = Path(shutil.which("python", path=path) or sys.executable)
     try:
         provenance = code_store.describe_versions(code, root, python)

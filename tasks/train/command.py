@@ -41,8 +41,9 @@ from tasks.server.server import (
 from tasks.show.terminal import Terminal
 from tasks.spec.formatting import join_commas
 from tasks.spec.loading import load_spec
-from tasks.spec.programs import find_python
+from tasks.spec.programs import add_active_environment
 from tasks.spec.run import LIVE_CODE, RunSpec
+from tasks.train.plan import component_interpreter
 from tasks.train.reporter import await_last_artifacts
 from tasks.train.run_checkpoints import with_start
 from tasks.train.session import spec_file
@@ -78,6 +79,7 @@ def run_here(
         spec = with_start(spec, start)
     spec_file.set(path.absolute())
     enter_project(path)
+    spec = add_active_environment(spec, Path.cwd())
     with tags(*spec.tags, make_process_tag()):
         return run_in_terminal(spec, partial(train, spec, return_state=True))
 
@@ -118,7 +120,7 @@ def run_in_terminal(spec: RunSpec, run_flow: Callable[[], State[Any]]) -> int:
                     skip_event_retries()
                 terminal.say(f"Prefect server {url}")
                 root = Path.cwd()
-                terminal.say(f"project {root}, python {find_python(root)}")
+                terminal.say(f"project {root}, python {component_interpreter(spec.env, root)}")
                 try:
                     state = _run_to_end(run_flow, terminal)
                 finally:

@@ -45,9 +45,9 @@ from tasks.spec.draft import draft_spec
 from tasks.spec.errors import BadArgument, MusterError
 from tasks.spec.loading import find_project_root, is_project_root, load_spec
 from tasks.spec.pipeline import STAGE_DEPLOYMENT, load_pipeline
-from tasks.spec.programs import find_missing_programs, find_python
+from tasks.spec.programs import add_active_environment, find_missing_programs
 from tasks.spec.run import LIVE_CODE, RunSpec
-from tasks.train.plan import component_search_path
+from tasks.train.plan import component_interpreter, component_search_path
 from tasks.train.run_checkpoints import with_start
 from tasks.train.run_watch import RunWatch
 
@@ -113,8 +113,13 @@ def _store_code(spec: S, add_code: Callable[[SyncPrefectClient | None, S, Path],
 
 
 def _add_run_code(client: SyncPrefectClient | None, spec: RunSpec, root: Path) -> RunSpec:
-    """Store the code of the project, and return the run spec with the name of the code."""
-    return spec.model_copy(update={"code": store_submitted_code(client, spec.code, root)})
+    """Store the code of the project, and return the run spec with the name of the code.
+
+    The returned spec also names the Python environment that is activated in this shell, if the run
+    needs it.
+    """
+    code = store_submitted_code(client, spec.code, root)
+    return add_active_environment(spec, root).model_copy(update={"code": code})
 
 
 def _make_job_variables(spec: RunSpec, root: Path) -> dict[str, str]:
@@ -422,9 +427,11 @@ def connect_to_configured_server() -> Iterator[SyncPrefectClient]:
 def _print_project(spec: RunSpec, root: Path) -> None:
     """Print the project and code of a run on stderr, and the programs that this machine lacks."""
     code = "files used in place" if spec.code == LIVE_CODE else f"copied as {str(spec.code)[:12]}"
-    print(f"  project {root}, {code}, python {find_python(root)}", file=sys.stderr)
+    print(
+        f"  project {root}, {code}, python {component_interpreter(spec.env, root)}", file=sys.stderr
+    )
     # A missing program is no fault: the run may start on another host, which has the program.
-    for fault in find_missing_programs(spec, root=root, path=component_search_path(root)):
+    for fault in find_missing_programs(spec, root=root, path=component_search_path(spec.env, root)):
         print(
             f"  missing on this machine, so the worker's host must have it: {fault}",
             file=sys.stderr,

@@ -27,11 +27,11 @@ from tasks.record.run_json import AttemptRecord, ResumeRecord
 from tasks.rollout.component import FleetPlan, fleet_component
 from tasks.server.trusted_clients import UNPLUGGED_PREFECT
 from tasks.spec.component import ComponentStop
-from tasks.spec.programs import build_component_path, find_python
+from tasks.spec.programs import Interpreter, build_component_path, find_interpreter
 from tasks.spec.run import RunSpec
 from tasks.spec.run_rules import DEVICE_VARIABLES
 from tasks.spec.secrets import looks_secret
-from tasks.spec.values import select_literals
+from tasks.spec.values import Env, select_literals
 from tasks.spec.watch import WatchRule
 from tasks.train.trackers import tracker_env
 
@@ -50,15 +50,27 @@ _PRIVATE_VARIABLES = (
 _PYTHON_VARIABLES = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
 
 
-def component_search_path(root: Path | None = None) -> str:
-    """Return the PATH of a component: first the project's virtual environment, then this PATH.
+def component_interpreter(env: Env, root: Path | None = None) -> Interpreter:
+    """Return the Python interpreter of a component.
 
     Args:
+        env: Environment variables of the component in the spec.
         root: Root folder of the project. If None, use the folder of the submitted project, which an
             environment variable names, or else the working directory.
     """
     root = root or Path(os.environ.get(PROJECT) or Path.cwd())
-    return build_component_path(find_python(root), os.environ.get("PATH", os.defpath))
+    return find_interpreter(root, select_literals(env))
+
+
+def component_search_path(env: Env, root: Path | None = None) -> str:
+    """Return the PATH of a component: first the folder of its `python`, then this PATH.
+
+    Args:
+        env: Environment variables of the component in the spec.
+        root: See `component_interpreter`.
+    """
+    interpreter = component_interpreter(env, root)
+    return build_component_path(interpreter.path, os.environ.get("PATH", os.defpath))
 
 
 def find_containment(spec: RunSpec) -> Containment:
@@ -345,7 +357,8 @@ def component_env(
         inherited.setdefault("UV_NO_SYNC", "1")
         # Let the component import the submitted code. Otherwise an editable package would be
         # imported from the project's folder, whose files may have changed since the submission.
-        paths = list_import_folders(Path(project), Path.cwd())
+        environment = component_interpreter({**spec.env, **component.env}).environment
+        paths = list_import_folders(Path(project), Path.cwd(), environment)
         if paths:
             present = spec_env.get("PYTHONPATH", inherited.get("PYTHONPATH"))
             code_env = {"PYTHONPATH": os.pathsep.join(filter(None, (*paths, present)))}
@@ -358,7 +371,7 @@ def component_env(
 
     return {
         **inherited,
-        **({} if is_job else {"PATH": component_search_path()}),
+        **({} if is_job else {"PATH": component_search_path({**spec.env, **own_env})}),
         **_PYTHON_VARIABLES,
         **tracker_variables,
         **spec_env,

@@ -19,7 +19,10 @@ from tasks.rollout.component import FleetTail
 from tasks.spec.run import RunSpec
 from tasks.train.attempt_spec import AttemptSpec
 from tasks.train.background_work import BackgroundWork
-from tasks.train.plan import PlanInputs, find_containment
+from tasks.train.plan import PlanInputs, component_interpreter, find_containment
+
+#: Rule in `record/cause_rules.toml` that recognises a missing Python package.
+_MISSING_PACKAGE_RULE = "module-not-found"
 
 
 def start_guardian_template(spec: RunSpec, run_id: str, number: int) -> GuardianTemplate | None:
@@ -101,6 +104,7 @@ class RunningAttempt:
             fleet = self._spec.resolved.fleet
             if fleet is not None:
                 verdict = recognize_fleet_loss(verdict, self._plan_inputs.place, fleet.engines)
+            verdict = name_interpreter(verdict, self._plan_inputs.spec)
             self._verdict = _mask_verdict(verdict, self._plan_inputs.mask)
             if self._fleet_tail is not None:
                 self._fleet_tail.close()
@@ -117,6 +121,28 @@ class RunningAttempt:
         self._spec.move_ports(component, fleet_port=fleet.port if fleet is not None else None)
         self._note_ports(self._spec.ports.numbers)
         return replace(self._plan_inputs, spec=self._spec.with_block_values()).plan()
+
+
+def name_interpreter(verdict: Verdict, spec: RunSpec) -> Verdict:
+    """Add the Python interpreter of a component to the hint about a missing Python package.
+
+    Args:
+        verdict: The result of the attempt.
+        spec: The resolved spec of the attempt.
+    """
+    failure = verdict.failure
+    if failure is None or failure.rule != _MISSING_PACKAGE_RULE:
+        return verdict
+    component = spec.processes.get(failure.component or "")
+    if component is not None and component.launcher == "ray_job":
+        return verdict
+    env = {**spec.env, **(component.env if component is not None else {})}
+    interpreter = component_interpreter(env)
+    choices = "the project's .venv, or else of the environment that is activated in your shell"
+    hint = (
+        f"{failure.hint} `python` of the run was {interpreter}. Muster uses the python of {choices}"
+    )
+    return replace(verdict, failure=failure.with_changes(hint=hint))
 
 
 def _mask_verdict(verdict: Verdict, mask: Callable[[str], str]) -> Verdict:

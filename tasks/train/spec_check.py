@@ -24,7 +24,7 @@ def check_spec(spec: RunSpec) -> None:
     faults = [
         *find_placeholder_faults(spec.written()),
         *(fleet_faults(spec, spec.fleet) if spec.fleet is not None else ()),
-        *find_missing_programs(spec, root=Path.cwd(), path=component_search_path()),
+        *find_missing_programs(spec, root=Path.cwd(), path=component_search_path(spec.env)),
         *_find_containment_faults(spec),
     ]
     if faults:

@@ -356,16 +356,17 @@ def test_unreferenced_code_is_deleted_after_one_day(
 
 
 def test_import_path_replaces_editable_installs_by_the_copy(project: Path, tmp_path: Path) -> None:
-    site = project / ".venv" / "lib" / "python3.11" / "site-packages"
+    environment = project / ".venv"
+    site = environment / "lib" / "python3.11" / "site-packages"
     site.mkdir(parents=True)
     (site / "_a.pth").write_text(f"{project.resolve()}/src\n/elsewhere\n{project}-too/lib2\n")
     (tmp_path / "link").symlink_to(project)
     (site / "__editable___b_finder.py").write_text(f"MAPPING = {{'b': '{project}/lib/b'}}\n")
 
-    import_path = code_store.list_import_folders(project, tmp_path / "out")
+    import_path = code_store.list_import_folders(project, tmp_path / "out", environment)
 
     assert sorted(import_path) == [f"{tmp_path}/out/lib", f"{tmp_path}/out/src"]
-    assert code_store.list_import_folders(tmp_path / "link", tmp_path / "out")
+    assert code_store.list_import_folders(tmp_path / "link", tmp_path / "out", environment)
 
 
 def test_python_of_the_project_imports_editable_installs_from_the_copy(

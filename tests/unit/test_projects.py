@@ -11,7 +11,7 @@ import pytest
 from tasks.record.places import muster_home
 from tasks.server.flow_process import enter_project
 from tasks.spec.loading import find_project_root, resolve
-from tasks.spec.programs import find_python
+from tasks.spec.programs import find_active_environment, find_interpreter
 from tasks.spec.run import RunSpec
 
 
@@ -85,11 +85,73 @@ def test_interpreter_of_the_project_s_venv_is_preferred_to_muster_s(
             own.parent.rmdir()
             own.parent.touch()
 
-    python = find_python(tmp_path)
+    interpreter = find_interpreter(tmp_path, {})
 
     # The link to the interpreter is not resolved, because its target belongs to another Python
     # environment.
-    assert python == (str(own) if kind in ("program", "link") else sys.executable)
+    assert interpreter.path == (str(own) if kind in ("program", "link") else sys.executable)
+
+
+def make_environment(place: Path) -> Path:
+    """Create a Python environment with an interpreter that does nothing, and return its path."""
+    python = place / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\n")
+    python.chmod(0o755)
+    return place
+
+
+@pytest.mark.parametrize("variable", ["VIRTUAL_ENV", "CONDA_PREFIX"])
+def test_environment_of_the_spec_is_preferred(tmp_path: Path, variable: str) -> None:
+    project = tmp_path / "project"
+    make_environment(project / ".venv")
+    environment = make_environment(tmp_path / "environment")
+
+    interpreter = find_interpreter(project, {variable: str(environment)})
+
+    assert str(interpreter) == f"{environment}/bin/python (of {variable})"
+    assert interpreter.environment == environment
+
+
+@pytest.mark.parametrize(
+    ("shell", "env", "has_venv", "expected"),
+    [
+        # An activated virtual environment within conda's is the inner one.
+        ({"VIRTUAL_ENV": "venv", "CONDA_PREFIX": "conda"}, {}, False, {"VIRTUAL_ENV": "venv"}),
+        ({"CONDA_PREFIX": "conda"}, {}, False, {"CONDA_PREFIX": "conda"}),
+        ({}, {}, False, {}),
+        # The environment was deleted after its activation.
+        ({"VIRTUAL_ENV": "gone"}, {}, False, {}),
+        ({"VIRTUAL_ENV": "gone", "CONDA_PREFIX": "conda"}, {}, False, {"CONDA_PREFIX": "conda"}),
+        # Muster's own environment is the default already.
+        ({"VIRTUAL_ENV": "own", "CONDA_PREFIX": "conda"}, {}, False, {}),
+        ({"VIRTUAL_ENV": "venv"}, {}, True, {}),
+        ({"VIRTUAL_ENV": "venv"}, {"PATH": "/usr/bin"}, False, {}),
+        ({"VIRTUAL_ENV": "venv"}, {"CONDA_PREFIX": "/conda"}, False, {}),
+    ],
+)
+def test_run_uses_the_environment_that_is_activated_in_the_shell(
+    tmp_path: Path,
+    shell: dict[str, str],
+    env: dict[str, str],
+    has_venv: bool,
+    expected: dict[str, str],
+) -> None:
+    places = {
+        "venv": str(make_environment(tmp_path / "venv")),
+        "conda": str(make_environment(tmp_path / "conda")),
+        "gone": str(tmp_path / "gone"),
+        "own": sys.prefix,
+    }
+    project = tmp_path / "project"
+    project.mkdir()
+    if has_venv:
+        make_environment(project / ".venv")
+
+    shell_variables = {name: places[place] for name, place in shell.items()}
+    added = find_active_environment(project, env, shell_variables)
+
+    assert added == {name: places[place] for name, place in expected.items()}
 
 
 @pytest.mark.parametrize(

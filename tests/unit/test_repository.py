@@ -16,7 +16,7 @@ from tasks.record.code_store import check_out, describe_versions, read_code, sto
 from tasks.record.repository import find_repository
 from tasks.spec.loading import find_project_root
 from tasks.spec.ownership import UntrustedPath, refuse_foreign_settings
-from tasks.spec.programs import find_python
+from tasks.spec.programs import find_interpreter
 from tests.support.shared_places import ATTACKER, attack, needs_another_user, shared_folder
 
 pytestmark = pytest.mark.usefixtures("muster_home")
@@ -175,7 +175,7 @@ def test_interpreter_of_another_user_is_not_run(
     program.chmod(0o755)
     os.chown(project / part, ATTACKER, ATTACKER)
 
-    python = find_python(project)
+    python = find_interpreter(project, {}).path
 
     assert not python.startswith(str(project))
     assert f"{project}/.venv is not used" in caplog.text

@@ -389,3 +389,18 @@ def test_rejection_by_the_server_is_printed_with_its_reason(
 
     assert code == 1
     assert "rejected the request: no such queue: urgentt" in capsys.readouterr().err
+
+
+def test_submitted_run_uses_the_environment_that_is_activated_in_the_shell(
+    server: SubmitServer, spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "environment" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to("/bin/true")
+    monkeypatch.setenv("VIRTUAL_ENV", str(tmp_path / "environment"))
+
+    exit_code = run(MUSTER, ["submit", str(spec)])
+
+    assert exit_code == 0
+    environment = {"VIRTUAL_ENV": str(tmp_path / "environment")}
+    assert server.created[0]["parameters"]["spec"]["env"] == environment

@@ -1,0 +1,74 @@
+"""The advice about a missing Python package names the `python` of the run, and the choices."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tasks.record.causes import find_cause
+from tasks.record.outcome import Failure, Verdict
+from tasks.spec.failure_kinds import FailureKind
+from tasks.spec.run import RunSpec
+from tasks.train.running_attempt import name_interpreter
+
+#: Last line of a component that imports a package which its Python environment does not have.
+MISSING = "ModuleNotFoundError: No module named 'torch'"
+
+
+def make_spec(**trainer: object) -> RunSpec:
+    components = {"trainer": {"command": ["python", "train.py"], **trainer}}
+    return RunSpec.model_validate({"name": "a", "workload": "sft", "components": components})
+
+
+def make_verdict(text: str) -> Verdict:
+    """Return the result of an attempt whose trainer has printed the text."""
+    cause = find_cause(text)
+    assert cause is not None
+    failure = Failure(
+        kind=FailureKind.USER_ERROR,
+        component="trainer",
+        message="trainer ended with exit code 1",
+        rule=cause.rule.id,
+        hint=cause.rule.hint,
+    )
+    return Verdict.failed(failure, 0.0)
+
+
+def test_advice_about_a_missing_package_names_the_python_and_the_choices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    verdict = name_interpreter(make_verdict(MISSING), make_spec())
+
+    assert verdict.failure is not None
+    assert sys.executable in verdict.failure.hint
+    assert "the project has no .venv, and no environment was activated" in verdict.failure.hint
+    assert "activated in your shell" in verdict.failure.hint
+
+
+def test_advice_names_the_environment_of_the_spec(tmp_path: Path) -> None:
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.symlink_to(sys.executable)
+
+    spec = make_spec(env={"VIRTUAL_ENV": str(tmp_path)})
+    verdict = name_interpreter(make_verdict(MISSING), spec)
+
+    assert verdict.failure is not None
+    assert f"{python} (of VIRTUAL_ENV)" in verdict.failure.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "trainer"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory.", {}),
+        (MISSING, {"launcher": "ray_job"}),
+    ],
+)
+def test_other_advice_stays_unchanged(text: str, trainer: dict[str, object]) -> None:
+    verdict = make_verdict(text)
+
+    assert name_interpreter(verdict, make_spec(**trainer)) == verdict
