@@ -141,6 +141,8 @@ class AttemptRecord(Recorded):
         "provenance",
         "resume",
         "warnings",
+        "saved_checkpoint",
+        "fruitless_attempts",
     )
 
     #: Number of the attempt, starting at 1.
@@ -172,6 +174,12 @@ class AttemptRecord(Recorded):
     step: float | None = None
     #: Highest training step that the attempt has reported, or None.
     best_step: float | None = None
+    #: True if the attempt saved a complete checkpoint that is newer than the checkpoint from which
+    #: it started. None if unknown.
+    saved_checkpoint: bool | None = None
+    #: Number of consecutive attempts up to this one that ended without a newer checkpoint or
+    #: without net progress. None if there are none.
+    fruitless_attempts: int | None = None
     #: Entries that differ from `RunJson.provenance`, such as another host or another commit.
     provenance: Mapping[str, Any] = {}
     #: Text for the user that says whether the run is retried after the attempt, such as
@@ -563,12 +571,17 @@ class RunRecord:
                 attempts[index_to_shorten] = attempts[index_to_shorten].in_brief()
             self._save(content.with_changes(attempts=tuple(attempts)))
 
-    def end_attempt(self, verdict: Verdict) -> None:
-        """Record the result of the current attempt. Do nothing if the attempt has already ended."""
+    def end_attempt(self, verdict: Verdict, **fields: object) -> None:
+        """Record the result of the current attempt. Do nothing if the attempt has already ended.
+
+        Args:
+            verdict: Result of the attempt.
+            fields: Further fields of the attempt's record.
+        """
         with self._lock:
             if (attempt := self.content.under_way) is not None:
                 ended = attempt.ended(verdict.state, self._clock(), verdict.failure)
-                self._save(self.content.with_last(ended))
+                self._save(self.content.with_last(ended.with_changes(**fields)))
 
     def describe(self, provenance: Mapping[str, object]) -> None:
         """Record the code, the software versions and the host of the current attempt.

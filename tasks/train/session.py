@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from pathlib import Path
@@ -27,6 +28,11 @@ from tasks.record.checkpoints import (
 )
 from tasks.record.disk import replace_file
 from tasks.record.events import EventLog, event_listeners
+from tasks.record.fruitless import (
+    describe_fruitless_attempts,
+    has_saved_checkpoint,
+    list_fruitless_attempts,
+)
 from tasks.record.metrics_file import FileFingerprint
 from tasks.record.outcome import Failure, Verdict
 from tasks.record.places import AttemptPlace, RunPlace, muster_home
@@ -335,6 +341,8 @@ class RunSession:
         else:
             resume_plan = self.plan_resume()
             resume = resume_plan.as_record()
+            if remark := describe_fruitless_attempts(self.spec, self.record.content.attempts):
+                resume = resume.with_changes(notes=(*resume.notes, remark))
             resume_from = str(resume_plan.passed or "")
             ports = reserve_ports(self.spec)
 
@@ -506,7 +514,7 @@ class RunSession:
         # The attempt is not over if its Ray jobs continue for the run's next process.
         if verdict.state.is_final:
             self._release_grant()
-            self.record.end_attempt(verdict)
+            self._end_in_record(verdict)
             self.emit(
                 "attempt.ended",
                 attempt=self.record.attempts,
@@ -515,6 +523,26 @@ class RunSession:
                 failure=verdict.failure.as_json() if verdict.failure else None,
             )
         return verdict
+
+    def _end_in_record(self, verdict: Verdict) -> None:
+        """Record the result of the attempt, and warn if it had no lasting result.
+
+        An attempt has no lasting result if it saved no newer checkpoint, or made no net progress.
+        """
+        content = self.record.content
+        attempt = content.under_way
+        if attempt is None:
+            return
+        ended = attempt.ended(verdict.state, time.time(), verdict.failure)
+        earlier = content.attempts[:-1]
+        saved = has_saved_checkpoint(
+            self.spec, self.place, [*earlier, ended], content.foreign_checkpoints
+        )
+        attempts = [*earlier, ended.with_changes(saved_checkpoint=saved)]
+        if warning := describe_fruitless_attempts(self.spec, attempts):
+            self.emit("run.warning", message=warning)
+        count = len(list_fruitless_attempts(attempts))
+        self.record.end_attempt(verdict, saved_checkpoint=saved, fruitless_attempts=count or None)
 
     def record_decision(self, text: str) -> None:
         """Record the decision after an attempt: a retry, a requeue or the end of the run."""

@@ -312,6 +312,19 @@ def test_save_is_cut_off_after_its_time(run_case: RunCase) -> None:
     assert resume is not None and [Path(one.path).name for one in resume.refused] == ["step_10"]
 
 
+def test_attempts_without_a_checkpoint_are_counted(run_case: RunCase) -> None:
+    program = "saves_too_seldom.py"
+
+    record = run_case(program, **limit_time(program, 2))
+
+    first, second = record.attempts
+    expected = "ended before their first checkpoint; save more often than every 11 steps"
+    [warning] = second.warnings
+    assert warning.startswith("2 attempts of ") and warning.endswith(expected)
+    assert (first.fruitless_attempts, second.fruitless_attempts) == (1, 2)
+    assert first.warnings == ()
+
+
 @pytest.mark.thorough
 def test_run_without_known_steps_steps_back_as_well(run_case: RunCase) -> None:
     record = run_case("hangs_on_a_checkpoint.py", progress=None, success=None, stall_after_s=3)

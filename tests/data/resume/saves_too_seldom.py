@@ -1,0 +1,6 @@
+"""Hangs in each attempt before its first checkpoint."""
+
+from trainer import hang, train
+
+train(1, 12)
+hang()
