@@ -401,10 +401,11 @@ def test_names_in_the_tables_about_extending_exist() -> None:
 
 
 def test_documented_messages_of_waiting_runs_exist_in_the_code() -> None:
-    source = ast.parse((ROOT / "tasks" / "queue" / "reasons.py").read_text("utf-8"))
+    modules = ("reasons.py", "nodes.py")
     texts = " | ".join(
         node.value
-        for node in ast.walk(source)
+        for module in modules
+        for node in ast.walk(ast.parse((ROOT / "tasks" / "queue" / module).read_text("utf-8")))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     )
     text = document("docs/queue.md").text.partition("## Why a run waits")[2].partition("\n## ")[0]
