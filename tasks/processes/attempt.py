@@ -276,6 +276,8 @@ class SupervisedAttempt:
         self._watchers.start(self._follow_progress())
         self._watchers.start(self._publish_gpu_use())
         self._watchers.start(self._follow_ports())
+        if any(component.warning is not None for component in self._plan.components):
+            self._watchers.start(self._time_to_save.follow_planned_ends())
         if self._plan.time_limit_s is not None:
             self._watchers.start(self._follow_time_limit(self._plan.time_limit_s))
 

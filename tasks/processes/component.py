@@ -24,6 +24,7 @@ from tasks.processes.containment import Containment, Level
 from tasks.processes.guarded import Command, GuardianTemplate
 from tasks.processes.guards import Guards
 from tasks.processes.owned_tasks import OwnedTasks
+from tasks.processes.planned_end import PlannedEnd
 from tasks.processes.ports import PortsReserved
 from tasks.processes.probes import ComponentProbe, make_client, wait_for_success
 from tasks.processes.shared_memory import SharedMemoryWatch
@@ -471,6 +472,14 @@ class RunningComponent(ABC):
             Descriptions of the processes that got the signal now.
         """
         return []
+
+    def forget_warnings(self) -> None:
+        """Let `warn` send the signal again to processes that have already got it."""
+        return
+
+    async def read_planned_end(self) -> PlannedEnd | None:
+        """Return the time at which a machine will end the component. None if none is planned."""
+        return None
 
     def delay_kill(self, for_s: float) -> None:
         """Delay the SIGKILL after a request to stop: it follows `for_s` seconds from now or later.

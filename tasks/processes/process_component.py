@@ -19,6 +19,7 @@ from tasks.processes.component import (
 )
 from tasks.processes.hang_report import Diagnosis, call_with_time_limit
 from tasks.processes.owned_tasks import cancel_tasks
+from tasks.processes.planned_end import PlannedEnd, read_scheduled_shutdown
 from tasks.processes.ports import Listener, has_listener, listeners
 from tasks.processes.probes import ComponentProbe, NotifyProbe, size_of
 from tasks.processes.warning_signal import ProcessKey, send_warning
@@ -78,6 +79,12 @@ class ProcessComponent(RunningComponent):
         warned = send_warning([self.process.guardian_pid], signum, skip=self._warned)
         self._warned.update(warned)
         return warned
+
+    def forget_warnings(self) -> None:
+        self._warned.clear()
+
+    async def read_planned_end(self) -> PlannedEnd | None:
+        return await asyncio.to_thread(read_scheduled_shutdown)
 
     def delay_kill(self, for_s: float) -> None:
         self.process.delay_kill(for_s)

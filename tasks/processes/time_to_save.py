@@ -2,8 +2,9 @@
 
 Every end of an attempt uses this module:
 
-- An end that is known beforehand is announced: the components get their warning signal
-  `stop.warn_s` seconds before it.
+- Before an end that is known beforehand, the components get their warning signal `stop.warn_s`
+  seconds earlier. Such an end is the time limit of the attempt, a scheduled shutdown of the
+  machine, or a drain of a Ray node that has a deadline.
 - An end without notice sends the warning signal at once. Muster then waits for the checkpoint that
   the component saves, within `stop.save_grace_s`.
 - If a component is writing a checkpoint, the stop signal waits for it within `stop.save_grace_s`.
@@ -33,6 +34,11 @@ _CHECK_EVERY_S = 0.2
 #: Seconds between two searches for processes that have not got the warning signal. A process may
 #: install its handler after the warning is due, for example because it still loads its model.
 _WARN_EVERY_S = 2.0
+#: Seconds between two checks whether a machine will end a component.
+_PLANNED_END_EVERY_S = 15.0
+#: If the attempt still runs this number of seconds after an end that was announced, the end was
+#: called off. The next warning then is a new one.
+_CALLED_OFF_AFTER_S = 60.0
 #: Seconds by which one request delays SIGKILL. The request is repeated while the component writes
 #: its checkpoint.
 _DELAY_KILL_S = 5.0
@@ -46,6 +52,8 @@ class _Warned:
     at_monotonic_s: float
     #: Step and time of the newest complete checkpoint before the warning. None if there was none.
     checkpoint: object
+    #: Time of the end that was announced by the warning, in UTC epoch seconds.
+    end_at: float
 
 
 @dataclass(kw_only=True)
@@ -87,6 +95,18 @@ class TimeToSave:
                     await self._warn(component, reason, end_at)
             await self.sleep(min(left_s, _WARN_EVERY_S))
 
+    async def follow_planned_ends(self) -> None:
+        """Warn each component before a machine ends it. Waits until this coroutine is cancelled."""
+        while True:
+            for component in self.components():
+                warning = component.plan.warning
+                if warning is None or not self._may_wait(component):
+                    continue
+                end = await component.read_planned_end()
+                if end is not None and 0 < end.at - self.clock() <= warning.before_s:
+                    await self._warn(component, end.reason, end.at)
+            await self.sleep(_PLANNED_END_EVERY_S)
+
     async def warn_now(self, reason: str) -> None:
         """Warn the components that got no warning yet, because the attempt ends now.
 
@@ -95,13 +115,13 @@ class TimeToSave:
         unwarned = [
             component
             for component in self.components()
-            if component.plan.warning is not None and component.name not in self._warned
+            if component.plan.warning is not None and not self._is_warned(component)
         ]
         await asyncio.gather(
             *(self._warn(component, reason, self.clock()) for component in unwarned)
         )
         for component in unwarned:
-            is_unaware = component.is_ready and component.name not in self._warned
+            is_unaware = component.is_ready and not self._is_warned(component)
             if is_unaware and self._may_wait(component):
                 self._report_unwarned(component)
 
@@ -121,12 +141,12 @@ class TimeToSave:
         if warning is None or not self._may_wait(component):
             return
         checkpoint = None
-        if component.name not in self._warned:
+        if not self._is_warned(component):
             checkpoint = await self._find_checkpoint(component)
         processes = await component.warn(warning.signum)
         if not processes:
             return
-        self._warned.setdefault(component.name, _Warned(self.monotonic(), checkpoint))
+        self._warned.setdefault(component.name, _Warned(self.monotonic(), checkpoint, end_at))
         self.emit(
             "component.warned",
             component.name,
@@ -135,6 +155,15 @@ class TimeToSave:
             reason=reason,
             deadline=end_at,
         )
+
+    def _is_warned(self, component: RunningComponent) -> bool:
+        """Return True if a component got a warning, and the announced end may still come."""
+        warned = self._warned.get(component.name)
+        if warned is not None and self.clock() > warned.end_at + _CALLED_OFF_AFTER_S:
+            del self._warned[component.name]
+            component.forget_warnings()
+            return False
+        return warned is not None
 
     async def until_saved(self, component: RunningComponent) -> None:
         """Wait while a component writes a checkpoint, or has time left to react to its warning.

@@ -16,6 +16,7 @@ import pytest
 
 from tasks.processes.component import ComponentPlan
 from tasks.processes.guarded import Command
+from tasks.processes.planned_end import PlannedEnd, read_scheduled_shutdown
 from tasks.processes.time_to_save import TimeToSave
 from tasks.processes.warning_signal import StopWarning
 
@@ -47,6 +48,8 @@ class Trainer:
     plan: ComponentPlan
     #: Returns the processes that handle the warning signal now.
     handlers: Callable[[], list[str]] = lambda: ["pid 7"]
+    #: Returns the time at which a machine will end the trainer, as it is known at a time.
+    planned_end: Callable[[float], PlannedEnd | None] = lambda now: None
     name: str = "trainer"
     is_hung: bool = False
     is_ready: bool = True
@@ -64,6 +67,12 @@ class Trainer:
         if fresh:
             self.warned_at.append(self.clock.now)
         return fresh
+
+    def forget_warnings(self) -> None:
+        self._warned.clear()
+
+    async def read_planned_end(self) -> PlannedEnd | None:
+        return self.planned_end(self.clock.now)
 
     def delay_kill(self, for_s: float) -> None:
         self.delays.append((self.clock.now, for_s))
@@ -334,3 +343,63 @@ async def test_sigkill_is_not_delayed_without_time_for_a_save(tmp_path: Path) ->
         await asyncio.sleep(0.05)
 
     assert scene.trainer.delays == []
+
+
+async def follow_planned_ends(scene: Scene, until: float) -> None:
+    """Watch for planned ends until a time of the clock."""
+    watch = asyncio.create_task(scene.time_to_save.follow_planned_ends())
+    async with asyncio.timeout(TEST_WITHIN_S):
+        while scene.clock.now < until:
+            await asyncio.sleep(0)
+    watch.cancel()
+
+
+async def test_shutdown_that_is_scheduled_later_is_warned_of(tmp_path: Path) -> None:
+    scene = make_scene(tmp_path, warn_s=600.0)
+    shutdown = PlannedEnd(at=5000.0, reason="this machine has a scheduled poweroff")
+    scene.trainer.planned_end = lambda now: shutdown if now >= 2000 else None
+
+    await follow_planned_ends(scene, 5000.0)
+
+    assert scene.trainer.warned_at == [pytest.approx(4400, abs=20)]
+    [event] = scene.named("component.warned")
+    assert (event["reason"], event["deadline"]) == (shutdown.reason, shutdown.at)
+
+
+async def test_warning_is_repeated_before_the_next_end_if_one_was_called_off(
+    tmp_path: Path,
+) -> None:
+    scene = make_scene(tmp_path, warn_s=600.0)
+    ends = [PlannedEnd(at=2000.0, reason="a drain"), PlannedEnd(at=9000.0, reason="a drain")]
+    scene.trainer.planned_end = lambda now: ends[0] if now < 1900 else ends[1]
+
+    await follow_planned_ends(scene, 9000.0)
+    await scene.time_to_save.warn_now("the drain")
+
+    assert scene.trainer.warned_at == [
+        pytest.approx(1400, abs=20),
+        pytest.approx(8400, abs=20),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "at"),
+    [
+        ("USEC=1795722178000000\nWARN_WALL=1\nMODE=poweroff\n", 1795722178.0),
+        ("USEC=1795722178000000\nMODE=reboot\nUID=0\nTTY=pts/0\n", 1795722178.0),
+        ("USEC=1795722178000000\nWARN_WALL=1\nMODE=dry-poweroff\n", None),
+        ("USEC=soon\nMODE=reboot\n", None),
+        ("", None),
+        (None, None),
+    ],
+)
+async def test_scheduled_shutdown_is_read_from_the_file_of_systemd(
+    tmp_path: Path, text: str | None, at: float | None
+) -> None:
+    schedule = tmp_path / "scheduled"
+    if text is not None:
+        schedule.write_text(text)
+
+    end = read_scheduled_shutdown(schedule)
+
+    assert (end.at if end is not None else None) == at
