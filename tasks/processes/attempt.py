@@ -647,21 +647,24 @@ class SupervisedAttempt:
             self._fail(component, message, "success-not-reached", kind=kind, exit=exit)
             return
         message = str(self._progress) or f"{component.name} is done"
+        warning = ""
         if is_finished and step is None and last is not None:
             message = f"step {last:g} of {last:g}: the checkpoint already had the last step"
         elif last is not None and is_short and (step is None or step < last - 1):
             # A trainer that counts from zero reports the last step as `last - 1`.
-            message = f"{component.name} left with exit code 0{self._describe_missing_steps()}"
-            message = self._warn(f"{message}; {problem}" if problem else message)
+            warning = f"{component.name} left with exit code 0{self._describe_missing_steps()}"
         elif last is None and problem:
-            message = self._warn(f"{component.name} left, but no step is known: {problem}")
+            warning = f"{component.name} left, but no step is known"
+        if warning and problem:
+            warning += f": {problem}"
+        not_finite = self._alarms.describe_not_finite() if self._alarms else ""
+        if not_finite:
+            warning = f"{warning or message}, but {not_finite}"
+        if warning:
+            self._emit("run.warning", message=warning)
+            message = f"warning: {warning}"
         verdict = Verdict(state=RunState.COMPLETED, message=message)
         self._decide(Decision.of(verdict, exit.at_monotonic_s))
-
-    def _warn(self, warning: str) -> str:
-        """Publish a warning, and return the warning as the message of a completed attempt."""
-        self._emit("run.warning", message=warning)
-        return f"warning: {warning}"
 
     def _has_nothing_to_do(self, step: float | None) -> bool:
         """Return True if the attempt made no step because it started at the last step.

@@ -242,6 +242,8 @@ def show_curve(view: RunView, figures: Figures) -> Shown | None:
         f"{title}: first {number_text(values[0])}, "
         f"last {number_text(values[-1])} at {step} {number_text(points[-1][0])}"
     )
+    if not_finite := figures.describe_not_finite():
+        caption += f", {not_finite}"
     source = inline_code(figures.path)
     data = f"{escape_markdown(caption)}. From {source}, as of {format_datetime(view.at)}."
     picture = draw_curve(points, x=step, y=name, title=title)

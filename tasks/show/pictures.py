@@ -501,6 +501,9 @@ class Figures:
         #: was replaced.
         self._restarts = 0
         self._points: dict[float, float] = {}
+        #: Step since which the metric is NaN or infinite, and this value. None if the last value
+        #: is finite.
+        self.not_finite_since: Point | None = None
 
     @property
     def points(self) -> list[Point]:
@@ -524,6 +527,7 @@ class Figures:
         if self._restarts != self._file.restarts:
             self._restarts = self._file.restarts
             self._points.clear()
+            self.not_finite_since = None
         for entry in entries:
             self._add(entry)
         return self._file.has_more
@@ -541,3 +545,13 @@ class Figures:
         if math.isfinite(value):
             self.name = name
             self._points[step] = value
+            self.not_finite_since = None
+        elif self.not_finite_since is None:
+            self.not_finite_since = (step, value)
+
+    def describe_not_finite(self) -> str:
+        """Return a text such as `nan since step 12`, or an empty string if the metric is finite."""
+        if self.not_finite_since is None:
+            return ""
+        step, value = self.not_finite_since
+        return f"{value} since step {number_text(step)}"

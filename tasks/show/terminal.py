@@ -29,7 +29,7 @@ from tasks.record.run_json import AttemptRecord, RunJson
 from tasks.record.states import RunState
 from tasks.show.lines import end_block, format_failed_attempt, lines_of
 from tasks.show.output import line_of, one_line
-from tasks.show.pictures import NAMES, Point, collect_points
+from tasks.show.pictures import NAMES, Figures, Point, collect_points, number_text
 from tasks.show.run_view import ObservedRun, Pace, Row, Standing
 from tasks.show.screen import ForeignLines, Screen
 from tasks.spec.formatting import format_duration
@@ -166,9 +166,15 @@ class Terminal:
                 self._add(line_of(line.rstrip()))
         first = points[0][1]
         last = points[-1][1]
-        self.say(f"{name}: first {first:.3f}, last {last:.3f}")
         spec = read_attempt_spec(place, self._seen.attempt)
-        path, _ = find_metrics_file(spec, place.attempt(self._seen.attempt))
+        path, step_key = find_metrics_file(spec, place.attempt(self._seen.attempt))
+        figures = Figures(path, step_key, [name])
+        while figures.read_new():
+            pass
+        values = f"{name}: first {first:.3f}, last {last:.3f}"
+        if not_finite := figures.describe_not_finite():
+            values += f" at step {number_text(points[-1][0])}, {not_finite}"
+        self.say(values)
         self.say(f"metrics in {path}")
 
     def _add_stamped(self, line: Text) -> None:

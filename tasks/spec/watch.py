@@ -36,6 +36,8 @@ _STEADY_WITHIN = 0.1
 #: A decline of a metric counts as noise if it is smaller than this multiple of the metric's mean
 #: change from step to step.
 _NOISE_FACTOR = 4.0
+#: Number of lines in a row in which a metric must be null for an alarm.
+_MANY_NULLS = 10
 
 
 class WatchRule(Model):
@@ -48,7 +50,10 @@ class WatchRule(Model):
         examples=[["actor/ppo_kl", "train/ppo_kl"]],
     )
     finite: Literal[True] | None = Field(
-        None, description="Raise an alarm if the metric is NaN or infinite."
+        None,
+        description="Raise an alarm if the metric is NaN or infinite, or null in 10 lines in a "
+        "row. A trainer that writes null between two values gets no alarm for as many nulls as "
+        "before.",
     )
     above: Finite | None = Field(
         None, description="Raise an alarm if the metric is above this number.", examples=[1.0]
@@ -222,6 +227,21 @@ def find_metric(entry: Mapping[str, Any], names: Sequence[str]) -> tuple[str, fl
     return None
 
 
+def has_null(entry: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Return the first metric of `names` that is null in a line, or an empty string.
+
+    Args:
+        entry: Decoded line of a metrics file.
+        names: Possible names of the metric.
+    """
+    missing = object()
+    for part in list_metric_sections(entry):
+        for name in names:
+            if get_value(part, name, missing) is None:
+                return name
+    return ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
     """Alarm that an alarm rule has raised."""
@@ -254,6 +274,34 @@ class Alarms:
         #: Rules that have raised no alarm yet, by name, with the recent values of their metrics.
         self._pending = {name: _RuleState(name, rule) for name, rule in rules.items()}
         self._last_step: float | None = None
+        #: Names of the metrics that must be finite, in the rules with the condition `finite`.
+        self._finite_metrics = {rule.metric for rule in rules.values() if rule.finite}
+        #: The metrics that are not finite now, with the value and the step since which they are
+        #: not. The keys are the possible names of each metric.
+        self._not_finite: dict[tuple[str, ...], tuple[str, float, float]] = {}
+
+    def describe_not_finite(self) -> str:
+        """Return a text such as `loss is nan since step 12`, for the last values of the metrics.
+
+        Returns:
+            An empty string if the last value of each metric is finite.
+        """
+        return " and ".join(
+            f"{name} is {value} since step {step:g}"
+            for name, value, step in self._not_finite.values()
+        )
+
+    def _note_not_finite(self, step: float, entry: Mapping[str, Any]) -> None:
+        for names in self._finite_metrics:
+            figure = find_metric(entry, names)
+            if figure is None:
+                continue
+            name, value = figure
+            if math.isfinite(value):
+                self._not_finite.pop(names, None)
+            else:
+                since = self._not_finite[names][2] if names in self._not_finite else step
+                self._not_finite[names] = (name, value, since)
 
     def evaluate(self, step: float, entry: Mapping[str, Any]) -> list[Alarm]:
         """Evaluate a line of the metrics file and return the new alarms.
@@ -269,7 +317,9 @@ class Alarms:
             self._pending = {
                 name: _RuleState(name, state.rule) for name, state in self._pending.items()
             }
+            self._not_finite.clear()
         self._last_step = step
+        self._note_not_finite(step, entry)
 
         alarms = [
             alarm for state in self._pending.values() if (alarm := state.evaluate(step, entry))
@@ -299,6 +349,11 @@ class _RuleState:
         #: sign of the mean is inverted.
         self._best_mean = 0.0
         self._value_count = 0
+        #: Number of lines in a row in which the metric is null, and the step of the first of them.
+        self._null_count = 0
+        self._null_since = 0.0
+        #: Largest number of lines in a row in which the metric was null before it had a value.
+        self._most_nulls = 0
         #: Sum of the absolute differences between consecutive values of the metric.
         self._total_change = 0.0
 
@@ -316,7 +371,9 @@ class _RuleState:
 
         figure = find_metric(entry, rule.metric)
         if figure is None:
-            return None
+            return self._count_null(step, entry) if rule.finite else None
+        self._most_nulls = max(self._most_nulls, self._null_count)
+        self._null_count = 0
         metric, value = figure
 
         has_bound = rule.above is not None or rule.below is not None
@@ -336,6 +393,29 @@ class _RuleState:
             value=value if math.isfinite(value) else None,
             then=rule.then or "tell",
             predicate=predicate,
+        )
+
+    def _count_null(self, step: float, entry: Mapping[str, Any]) -> Alarm | None:
+        """Return an alarm if the metric is null for unusually many lines in a row.
+
+        Null is a missing value. A trainer may write null between two values of a metric.
+        """
+        metric = has_null(entry, self.rule.metric)
+        if not metric:
+            return None
+        if self._null_count == 0:
+            self._null_since = step
+        self._null_count += 1
+        if self._null_count < max(_MANY_NULLS, 2 * self._most_nulls):
+            return None
+        return Alarm(
+            rule=self._name,
+            metric=metric,
+            step=step,
+            since=self._null_since,
+            value=None,
+            then=self.rule.then or "tell",
+            predicate=f"is null in {self._null_count} lines in a row",
         )
 
     def _add_value(self, step: float, value: float) -> str:

@@ -14,6 +14,7 @@ from tasks.record.states import RunState
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import LiveProbe, ReadyProbe
 from tasks.spec.run import Progress
+from tasks.spec.watch import Watch
 from tests.support.stage import (
     DEADLINE_S,
     FOREVER,
@@ -121,7 +122,21 @@ def test_completed_run_warns_of_a_wrong_key_of_the_step(stage: Stage) -> None:
     assert verdict.state is RunState.COMPLETED
     explanation = f"{stage.directory}/metrics.jsonl has no `global_step`; it has step"
     assert f"no step is known: {explanation}" in verdict.message
-    assert explanation in stage.seen("run.warning")[0]["message"]
+    assert explanation in stage.seen("run.warning")[0].message
+
+
+def test_completed_run_warns_of_a_loss_that_ends_as_nan(stage: Stage) -> None:
+    lines = '{"step": 1, "loss": 0.5}\n{"step": 2, "loss": NaN}\n'
+    (stage.directory / "lines").write_text(lines)
+
+    verdict = stage.run(
+        stage.component("trainer", sh("cat lines > metrics.jsonl"), on_exit_zero="complete"),
+        progress=Progress(jsonl="metrics.jsonl", step="step", total=2),
+        alarms=Watch().choose_rules("sft"),
+    )
+
+    assert verdict.state is RunState.COMPLETED
+    assert verdict.message == "warning: step 2 of 2, but loss is nan since step 2"
 
 
 @pytest.mark.parametrize(("step", "state"), [(60, RunState.COMPLETED), (59, RunState.FAILED)])

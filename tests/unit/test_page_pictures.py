@@ -239,6 +239,20 @@ def test_headline_of_a_curve_gives_its_first_and_last_value(tmp_path: Path) -> N
     assert show_curve(view(attempt()), Figures(tmp_path / "none", "step")) is None
 
 
+def test_headline_of_a_curve_says_that_the_last_values_are_not_finite(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    values = ["1.0", "0.5", "NaN", "NaN"]
+    lines = [f'{{"step": {step}, "loss": {value}}}' for step, value in enumerate(values, 1)]
+    path.write_text("\n".join(lines) + "\n")
+    figures = Figures(path, "step")
+    figures.read_new()
+
+    shown = show_curve(view(attempt()), figures)
+
+    assert shown is not None
+    assert shown.headline == "loss by step: first 1, last 0.5 at step 2, nan since step 3"
+
+
 def test_values_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1, "reward": NaN}\n{"step": 2, "reward": 2}\n{"step": 3}\n')

@@ -199,6 +199,19 @@ def test_curve_of_a_completed_run_covers_all_attempts(tmp_path: Path) -> None:
     assert "reward: first 0.017, last 1.000" in out.emulator.text
 
 
+def test_completed_run_says_that_its_last_values_are_not_finite(tmp_path: Path) -> None:
+    out = Out(is_terminal=False)
+    losses = ["1.0", "0.111", "NaN"]
+    lines = [f'{{"step": {step}, "loss": {loss}}}' for step, loss in enumerate(losses, 1)]
+
+    with Terminal(SPEC, screen(out, is_live=False)) as terminal:
+        terminal.show(begun(tmp_path))
+        (tmp_path / "attempt-01" / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        terminal.end("completed", "step 3 of 3")
+
+    assert "loss: first 1.000, last 0.111 at step 2, nan since step 3" in out.emulator.text
+
+
 @pytest.mark.parametrize(
     ("figures", "title"),
     [

@@ -81,8 +81,46 @@ def find_alarms(
     return {alarm.rule: alarm.step for alarm in found}
 
 
-def curve(name: str, values: Iterable[float | str]) -> Lines:
+def curve(name: str, values: Iterable[float | str | None]) -> Lines:
     return [{"step": step, name: value} for step, value in enumerate(values, 1)]
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        ([1.0] + [None] * 9, {}),
+        ([1.0] + [None] * 10, {"loss_not_finite": 11}),
+        ([None] * 10, {"loss_not_finite": 10}),
+        # This trainer writes the metric every 10 steps.
+        (([1.0] + [None] * 9) * 3, {}),
+        (([1.0] + [None] * 9) * 3 + [None] * 9, {"loss_not_finite": 39}),
+    ],
+)
+def test_many_null_values_in_a_row_raise_an_alarm(
+    values: list[float | None], found: dict[str, float]
+) -> None:
+    assert find_alarms(curve("loss", values), workload="sft") == found
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ([1.0, 0.5], ""),
+        ([1.0, math.nan, math.nan], "loss is nan since step 2"),
+        ([1.0, "-inf"], "loss is -inf since step 2"),
+        ([1.0, math.nan, 0.5], ""),
+        ([1.0, math.nan, None], "loss is nan since step 2"),
+    ],
+)
+def test_metrics_that_end_without_a_finite_value_are_described(
+    values: list[float | str | None], text: str
+) -> None:
+    alarms = Alarms(Watch().choose_rules("sft"))
+
+    for step, value in enumerate(values, 1):
+        alarms.evaluate(step, {"step": step, "loss": value})
+
+    assert alarms.describe_not_finite() == text
 
 
 @pytest.mark.parametrize("seed", range(10))
