@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from typing import Any
 
 import yaml
@@ -32,6 +32,9 @@ _MIN_EARLIER_COUNT = 3
 #: Recent steps count as slower than earlier steps if the ratio of their durations is at least this
 #: number.
 _SLOWER_RATIO = 1.2
+#: Recent steps count as slower only if the increase is larger than this multiple of its standard
+#: error. Otherwise, steps of varying duration would often count as slower by chance.
+_SURE_ERRORS = 2.0
 #: Key for the whole training step, in a mapping from parts of a training step to durations.
 _WHOLE = "step"
 #: Key for the time in which the trainer waits, for example for rollouts.
@@ -98,6 +101,41 @@ class Measured:
         return Measured(now=average(values[-_RECENT_COUNT:]), before=before)
 
 
+#: Duration in seconds of some consecutive training steps, and the number of these steps.
+_Pace = tuple[float, float]
+
+
+def _measure_steps(paces: Sequence[_Pace]) -> tuple[Measured, float]:
+    """Return the recent and the earlier duration of a training step, and a standard error.
+
+    The earlier duration is the median of means. A median of single steps would be too low for a
+    training in which, for example, each tenth step also evaluates the model.
+
+    Args:
+        paces: The measurements, oldest first. There must be at least one.
+
+    Returns:
+        The durations in seconds, and the standard error of the recent duration.
+    """
+    recent = paces[-_RECENT_COUNT:]
+    earlier = paces[:-_RECENT_COUNT]
+    before = None
+    if len(earlier) >= _MIN_EARLIER_COUNT:
+        ends = range(len(earlier), 0, -_RECENT_COUNT)
+        windows = [earlier[max(0, end - _RECENT_COUNT) : end] for end in ends]
+        complete = [window for window in windows if len(window) == _RECENT_COUNT]
+        before = median(_mean_step(window) for window in complete or windows)
+    error_s = 0.0
+    if len(recent) > 1:
+        error_s = stdev(seconds / count for seconds, count in recent) / math.sqrt(len(recent))
+    return Measured(now=_mean_step(recent), before=before), error_s
+
+
+def _mean_step(paces: Sequence[_Pace]) -> float:
+    """Return the mean duration of a training step in seconds."""
+    return sum(seconds for seconds, _ in paces) / sum(count for _, count in paces)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slow:
     """Durations and GPU utilisation in a run. Values that were not measured are None or empty."""
@@ -111,6 +149,8 @@ class Slow:
     gpus: Mapping[str, Measured]
     #: Response times of the inference fleet in seconds. The keys are `p50`, `p99` and `max`.
     requests: Mapping[str, Measured]
+    #: Standard error of the recent duration of a training step, in seconds.
+    step_error_s: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "said": " ".join(self.sentences())}
@@ -140,7 +180,8 @@ class Slow:
         parts = join_commas(f"{name} {share}" for name, share in percentages if share != "0%")
         yield f"A step takes {format_duration(step.now)}{f': {parts}' if parts else ''}."
 
-        if step.before and step.now / step.before >= _SLOWER_RATIO:
+        is_sure = step.now - (step.before or 0.0) > _SURE_ERRORS * self.step_error_s
+        if step.before and step.now / step.before >= _SLOWER_RATIO and is_sure:
             growth = {name: part.now - (part.before or 0.0) for name, part in self.parts.items()}
             name = max(growth, key=growth.__getitem__, default="")
             ratio = step.now / step.before
@@ -164,9 +205,10 @@ class TimeSpent:
     def __init__(self) -> None:
         #: For each training step, the durations that `measure_parts` returned; oldest step first.
         self._steps: dict[float, dict[str, float]] = {}
-        #: Durations of training steps in seconds, computed from progress events. They are used if
-        #: the metrics contain no durations.
-        self._step_durations: deque[float] = deque(maxlen=_KEPT_COUNT)
+        #: Durations of training steps between two progress events. They are used if the metrics
+        #: contain no durations. Muster reads the step at intervals, so a single duration is
+        #: inexact.
+        self._paces: deque[_Pace] = deque(maxlen=_KEPT_COUNT)
         #: Time in UTC epoch seconds and step of the last progress event of the current attempt, or
         #: None if it had no such event yet.
         self._last_progress: tuple[float, float] | None = None
@@ -197,9 +239,7 @@ class TimeSpent:
             case "run.progress":
                 if self._last_progress and event.step > self._last_progress[1]:
                     last_at, last_step = self._last_progress
-                    count = event.step - last_step
-                    step_s = (event.at - last_at) / count
-                    self._step_durations.extend([step_s] * max(1, min(int(count), _KEPT_COUNT)))
+                    self._paces.append((event.at - last_at, event.step - last_step))
                 self._last_progress = (event.at, event.step)
             case "run.load":
                 for node, utilisation in event.gpus.items():
@@ -214,17 +254,19 @@ class TimeSpent:
         steps = [_complete_parts(parts) for parts in self._steps.values()]
         # The first step is left out, because it includes the start of all components.
         steps = steps[1:] or steps
-        totals = [parts[_WHOLE] for parts in steps] or [*self._step_durations]
+        paces = [(parts[_WHOLE], 1.0) for parts in steps] or [*self._paces]
+        step, step_error_s = _measure_steps(paces) if paces else (None, 0.0)
         names = dict.fromkeys(name for parts in steps[-_RECENT_COUNT:] for name in parts)
         names.pop(_WHOLE, None)
         slow = Slow(
-            step=Measured.of(totals) if totals else None,
+            step=step,
             parts={name: Measured.of([parts.get(name, 0.0) for parts in steps]) for name in names},
             gpus={node: Measured.of([*values]) for node, values in sorted(self._gpus.items())},
             requests={
                 key: Measured.of([*values], max if key == "max" else fmean)
                 for key, values in self._requests.items()
             },
+            step_error_s=step_error_s,
         )
         return slow if slow.step or slow.gpus or slow.requests else None
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from itertools import accumulate
 from typing import Any
 
 import httpx
@@ -95,6 +98,51 @@ def test_slower_steps_are_compared_with_earlier_steps_of_the_run() -> None:
         "This is 2.5 times the duration of earlier steps, 10 s. "
         "Most of the increase is in waiting: 14 s."
     )
+
+
+def read_progress(step_times: Iterable[float]) -> list[Event]:
+    """Return the progress events of a training whose step is read every half a second.
+
+    Args:
+        step_times: Durations of the steps in seconds.
+    """
+    ends = [*accumulate(step_times)]
+    events = []
+    seen = 0
+    for poll in range(int(ends[-1] * 2)):
+        at = poll / 2
+        step = bisect_right(ends, at)
+        if step > seen:
+            seen = step
+            events.append(Event(at=at, name="run.progress", fields={"step": step}))
+    return events
+
+
+@pytest.mark.parametrize("step_s", [0.07, 0.3, 0.45, 0.7, 1.1])
+@pytest.mark.parametrize("seed", range(20))
+def test_steps_that_are_read_at_intervals_do_not_count_as_slower(step_s: float, seed: int) -> None:
+    noise = random.Random(seed)
+    step_times = [step_s * noise.uniform(0.9, 1.1) for _ in range(noise.randint(25, 200))]
+
+    analysis = slow(events=read_progress(step_times))
+
+    assert "times the duration" not in text_of(analysis)
+
+
+@pytest.mark.parametrize("count", range(25, 45))
+def test_regular_evaluation_does_not_count_as_slower(count: int) -> None:
+    rows = [{"step_time": 60.0 if step % 5 == 0 else 10.0} for step in range(count)]
+
+    assert "times the duration" not in text_of(slow(rows))
+
+
+@pytest.mark.parametrize("step_s", [0.07, 0.3, 0.7, 5.0])
+def test_slower_steps_are_noticed_if_the_step_is_read_at_intervals(step_s: float) -> None:
+    step_times = [step_s] * 600 + [3 * step_s] * 60
+
+    text = text_of(slow(events=read_progress(step_times)))
+
+    assert "times the duration of earlier steps" in text
 
 
 @pytest.mark.parametrize("count", [1, 12])
