@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import sys
 
-#: Most runs of MLflow that one search returns.
-MOST = 1000
+#: Largest number of MLflow's runs that the search returns.
+MAX_RUNS = 1000
 
 
 def main(muster_run_id: str) -> None:
@@ -22,13 +22,15 @@ def main(muster_run_id: str) -> None:
         return
     client = MlflowClient()
     experiments = []
-    page = None
-    while page is None or page:
-        found = client.search_experiments(page_token=page or None)
-        experiments += [experiment.experiment_id for experiment in found]
-        page = found.token or ""
+    page_token = None
+    while True:
+        page = client.search_experiments(page_token=page_token)
+        experiments += [experiment.experiment_id for experiment in page]
+        page_token = page.token
+        if not page_token:
+            break
     condition = f"tags.`muster.run` = '{muster_run_id}'"
-    runs = client.search_runs(experiments, condition, max_results=MOST)
+    runs = client.search_runs(experiments, condition, max_results=MAX_RUNS)
     of_attempts = [run for run in runs if "muster.attempt" in run.data.tags]
     parents = [run.info.run_id for run in runs if "muster.attempt" not in run.data.tags]
     if not of_attempts:

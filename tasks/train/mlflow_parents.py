@@ -56,6 +56,8 @@ def find_mlflow_parents(
         return parents
 
     untracked = spec.model_copy(update={"tracker": "off"})
+    # Several components usually share one store of MLflow. Ask each store only once.
+    parent_by_store: dict[tuple[object, ...], str] = {}
     for name, component in spec.processes.items():
         env = component_env(untracked, name, run_id, attempt)
         is_job = component.launcher == "ray_job"
@@ -67,19 +69,24 @@ def find_mlflow_parents(
         python = _find_python(component.command, env)
         if python is None:
             continue
-        argv = [python, "-c", _PROGRAM.read_text(encoding="utf-8"), run_id]
-        try:
-            parent = _run(argv, env, Path(component.cwd or spec.cwd), must_end, limit_s)
-        except (OSError, subprocess.SubprocessError) as error:
-            if must_end():
-                break
-            warn(
-                f"MLflow: the runs of {name} are not grouped, because {error}. Check "
-                "MLFLOW_TRACKING_URI, or write tracker: off in the spec"
-            )
-            continue
-        if parent:
-            parents[name] = parent
+
+        cwd = Path(component.cwd or spec.cwd)
+        settings = sorted(item for item in env.items() if item[0].startswith("MLFLOW_"))
+        store = (python, cwd, *settings)
+        if store not in parent_by_store:
+            argv = [python, "-c", _PROGRAM.read_text(encoding="utf-8"), run_id]
+            parent_by_store[store] = ""
+            try:
+                parent_by_store[store] = _run(argv, env, cwd, must_end, limit_s)
+            except (OSError, subprocess.SubprocessError) as error:
+                if must_end():
+                    break
+                warn(
+                    f"MLflow: the runs of {name} are not grouped, because {error}. Check "
+                    "MLFLOW_TRACKING_URI, or write tracker: off in the spec"
+                )
+        if parent_by_store[store]:
+            parents[name] = parent_by_store[store]
     return parents
 
 

@@ -105,6 +105,15 @@ def test_second_attempt_creates_the_parent_of_all_attempts(calls: Path) -> None:
     ]
 
 
+def test_components_with_the_same_store_share_one_request(calls: Path) -> None:
+    program = {"command": ["python", "run.py"]}
+
+    parents, _ = find(make_spec(components={"api": program, "trainer": program}))
+
+    assert parents == {"api": PARENT, "trainer": PARENT}
+    assert calls.read_text().count("search") == 1
+
+
 @pytest.mark.parametrize(
     ("keys", "attempt"),
     [
