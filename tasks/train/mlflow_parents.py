@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tasks.spec.run import RunSpec
-from tasks.train.plan import component_env
+from tasks.train.plan import component_env, component_search_path, inherit_env
 from tasks.train.trackers import needs_mlflow_parent
 
 #: Program that the Python interpreter of a component executes.
@@ -65,7 +65,7 @@ def find_mlflow_parents(
             continue
         if is_job:
             # The component inherits no variable of this process, but the program runs here.
-            env = {**os.environ, **env}
+            env = {**inherit_env(), "PATH": component_search_path(), **env}
         python = _find_python(component.command, env)
         if python is None:
             continue

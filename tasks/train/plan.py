@@ -345,7 +345,7 @@ def component_env(
     """
     component = spec.processes.get(name)
     is_job = component is not None and component.launcher == "ray_job"
-    inherited = {} if is_job else _inherit_env()
+    inherited = {} if is_job else inherit_env()
     # The variables of the inference servers are not here: `FleetPlan` contains them.
     own_env = select_literals(component.env) if component is not None else {}
     spec_env = {**select_literals(spec.env), **own_env}
@@ -383,7 +383,7 @@ def component_env(
     }
 
 
-def _inherit_env() -> dict[str, str]:
+def inherit_env() -> dict[str, str]:
     """Return the environment variables of this process that a component may inherit."""
     inherited = {key: value for key, value in os.environ.items() if not _is_private(key)}
     if inherited.pop("PREFECT_PLUGINS_ALLOW", None) or "PREFECT_PLUGINS_ENABLED" in inherited:

@@ -105,6 +105,19 @@ def test_second_attempt_creates_the_parent_of_all_attempts(calls: Path) -> None:
     ]
 
 
+def test_keys_of_the_prefect_server_are_not_passed_to_mlflow(
+    calls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_API_KEY", "pnu-secret")
+    write_fake(tmp_path, "import os; open(os.environ['CALLS'], 'w').write(str(dict(os.environ)))")
+    job = {"command": ["python", "train.py"], "launcher": "ray_job"}
+
+    find(make_spec(components={"trainer": job}, ray={"address": "http://127.0.0.1:8265"}))
+
+    assert "MLFLOW_TRACKING_URI" in calls.read_text()
+    assert "pnu-secret" not in calls.read_text()
+
+
 def test_components_with_the_same_store_share_one_request(calls: Path) -> None:
     program = {"command": ["python", "run.py"]}
 
