@@ -628,10 +628,10 @@ class SupervisedAttempt:
         is_short = last is not None and not is_finished
         problem = self._progress.explain_missing_step()
         words = "\n".join(component.read_log_end().splitlines()[-_LAST_LINES:]) if is_short else ""
-        if heard := _SIGTERM_HEARD.search(words):
+        if sigterm_line := _SIGTERM_HEARD.search(words):
             message = (
-                f"{component} was asked to end from outside ({heard[0]}) and left with exit code 0"
-                f"{self._describe_missing_steps()}"
+                f"{component} was asked to end from outside ({sigterm_line[0]}) "
+                f"and left with exit code 0{self._describe_missing_steps()}"
             )
             kind = FailureKind.UNKNOWN
             self._fail(component, message, "ended-from-outside", kind=kind, exit=exit)
@@ -961,11 +961,11 @@ class SupervisedAttempt:
             if self._is_quiet():
                 continue
             use = dict[str, float]()
-            seen: dict[str, Any] = {}
+            gpu_state: dict[str, Any] = {}
             if has_driver:
-                seen = await call_with_time_limit(_DRIVER_WITHIN_S, read_gpus, seen)
-            has_driver = bool(seen.get("gpus"))
-            if (own := self._mean_gpu_use(seen)) is not None:
+                gpu_state = await call_with_time_limit(_DRIVER_WITHIN_S, read_gpus, gpu_state)
+            has_driver = bool(gpu_state.get("gpus"))
+            if (own := self._mean_gpu_use(gpu_state)) is not None:
                 use[host_name()] = own
             try:
                 use |= await self._plan.gpu_use() if self._plan.gpu_use else {}
@@ -978,19 +978,19 @@ class SupervisedAttempt:
             if use:
                 self._emit("run.load", gpus=use)
 
-    def _mean_gpu_use(self, seen: Mapping[str, Any]) -> float | None:
+    def _mean_gpu_use(self, gpu_state: Mapping[str, Any]) -> float | None:
         """Return the mean utilisation of the run's GPUs on this machine, from 0 to 1.
 
         If the run has no granted GPUs, the GPUs that its processes use count as its GPUs.
 
         Args:
-            seen: Result of `read_gpus`.
+            gpu_state: Result of `read_gpus`.
 
         Returns:
             None if no utilisation is known.
         """
         granted = self._plan.devices
-        gpu_processes = seen.get("processes", ())
+        gpu_processes = gpu_state.get("processes", ())
         # List the processes of the run only if they are needed. There may be thousands.
         pids = self._context.guards.own_pids() if gpu_processes and not granted else set[int]()
         used_uuids = {process["uuid"] for process in gpu_processes if process["pid"] in pids}
@@ -1000,7 +1000,7 @@ class SupervisedAttempt:
 
         shares = [
             gpu["busy_percent"] / 100
-            for gpu in seen.get("gpus", ())
+            for gpu in gpu_state.get("gpus", ())
             if is_own(gpu) and gpu["busy_percent"] is not None
         ]
         return fmean(shares) if shares else None

@@ -64,14 +64,16 @@ class Devices:
             BadDevices: MUSTER_GPUS is malformed or names a missing GPU.
             OSError: The driver does not answer.
         """
-        seen = read_gpus()
+        gpu_state = read_gpus()
         named = os.environ.get(MUSTER_GPUS)
-        if seen["problem"]:
-            raise OSError(errno.EIO, f"the GPUs of {host_name()} can't be counted", seen["problem"])
+        if gpu_state["problem"]:
+            raise OSError(
+                errno.EIO, f"the GPUs of {host_name()} can't be counted", gpu_state["problem"]
+            )
         wanted = None if named is None else parse_devices(named, MUSTER_GPUS)
-        uuids = {gpu["index"]: gpu["uuid"] for gpu in seen["gpus"]}
-        problems = {gpu["index"]: gpu["problem"] for gpu in seen["gpus"] if gpu["problem"]}
-        if seen["gpus"]:
+        uuids = {gpu["index"]: gpu["uuid"] for gpu in gpu_state["gpus"]}
+        problems = {gpu["index"]: gpu["problem"] for gpu in gpu_state["gpus"] if gpu["problem"]}
+        if gpu_state["gpus"]:
             if wanted is None:
                 wanted = _list_visible_gpus(uuids)
             if missing := [index for index in wanted if index not in uuids]:

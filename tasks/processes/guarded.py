@@ -242,7 +242,7 @@ class GuardedProcess:
         channel: socket.socket,
         mark: int,
         is_in_namespace: bool,
-        gone: list[GuardedProcess] | None,
+        ended_processes: list[GuardedProcess] | None,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.name = name
@@ -270,7 +270,7 @@ class GuardedProcess:
         #: Latest time at which the command can have ended, in CLOCK_MONOTONIC seconds. At first
         #: infinity, then the time at which the pidfd reported the end.
         self._leader_gone_s = float("inf")
-        self._gone = [] if gone is None else gone
+        self._ended_processes = [] if ended_processes is None else ended_processes
         #: True from the launch of the command until the guardian reports that no process of the
         #: command's process tree remains.
         self._owes_processes = False
@@ -288,7 +288,7 @@ class GuardedProcess:
         *,
         tag: Mapping[str, str],
         namespace: PidNamespace | None = None,
-        gone: list[GuardedProcess] | None = None,
+        ended_processes: list[GuardedProcess] | None = None,
         template: GuardianTemplate | None = None,
     ) -> GuardedProcess:
         """Start a guardian process. It waits until `launch` sends it the command.
@@ -298,8 +298,8 @@ class GuardedProcess:
             tag: Variables that identify the run, for the guardian's environment.
             namespace: PID namespace of the guardian and the command. If None, they run in the
                 namespace of this process.
-            gone: List that collects the processes whose pidfds have reported their end, in the
-                order of these reports. Pass the same list for processes whose end times are
+            ended_processes: List that collects the processes whose pidfds have reported their end,
+                in the order of these reports. Pass the same list for processes whose end times are
                 compared.
             template: Helper process that forks the guardian. The guardian then has the variables of
                 the helper process, and `tag` is ignored. If None, the guardian is started as a
@@ -322,7 +322,7 @@ class GuardedProcess:
                 guardian = template.fork(name, mark, bool(inside), fds)
             channel = socket.socket(fileno=ours.detach())
         channel.setblocking(False)
-        return cls(name, guardian, channel, mark, namespace is not None, gone)
+        return cls(name, guardian, channel, mark, namespace is not None, ended_processes)
 
     async def launch(
         self, command: Command, *, cgroup: str | None = None, register: Register | None = None
@@ -522,7 +522,7 @@ class GuardedProcess:
 
     def _on_leader_gone(self) -> None:
         self._leader_gone_s = time.monotonic()
-        self._gone.append(self)
+        self._ended_processes.append(self)
         self._forget_leader()
         asyncio.get_running_loop().call_later(_REPORT_WITHIN_S, self._on_no_report)
 
@@ -543,8 +543,10 @@ class GuardedProcess:
         # The pidfds may report ends late, but they report them in the right order. So every process
         # whose pidfd reported first also ended before this process. Correct the end times of those
         # processes.
-        before = self._gone[: self._gone.index(self)] if self in self._gone else self._gone
-        for process in before:
+        earlier = self._ended_processes
+        if self in earlier:
+            earlier = earlier[: earlier.index(self)]
+        for process in earlier:
             process._leader_gone_s = min(process._leader_gone_s, at_s - _A_MOMENT_S)
 
     def _on_guardian_gone(self) -> None:

@@ -83,7 +83,7 @@ class Guards:
         #: Names of the processes that are prepared and not started.
         self._prepared: set[str] = set()
         #: Processes in the order in which the kernel has reported their ends.
-        self._gone: list[GuardedProcess] = []
+        self._ended_processes: list[GuardedProcess] = []
         #: Directory of the existing cgroup of each process, by the name of the process.
         self._cgroups: dict[str, str] = {}
         #: Tasks that wait for the end of a process, by the process. They continue if the code that
@@ -131,7 +131,7 @@ class Guards:
             f"{component}-{part}" if part else component,
             tag={**self._tag, "MUSTER_COMPONENT": component},
             namespace=self._namespace,
-            gone=self._gone,
+            ended_processes=self._ended_processes,
         )
         try:
             process = make(template=self._template)

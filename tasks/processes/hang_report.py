@@ -159,35 +159,38 @@ def gather_evidence(pids: Sequence[int], within_s: float) -> HangEvidence:
         pids: The processes.
         within_s: Time limit in seconds.
     """
-    found = HangEvidence(machine=machine(), processes=[], text="", nccl="", gpus="")
+    evidence = HangEvidence(machine=machine(), processes=[], text="", nccl="", gpus="")
 
     def gather() -> None:
         with _log_errors():
             stacks = python_stacks(pids, within_s * 2 / 3)
-            found["processes"] = [_examine_process(pid, stacks.get(pid, [])) for pid in pids]
-            found["text"] = "\n".join(
+            evidence["processes"] = [_examine_process(pid, stacks.get(pid, [])) for pid in pids]
+            evidence["text"] = "\n".join(
                 f"py-spy of pid {pid}:\n{_format_threads(s)}" for pid, s in stacks.items()
             )
             for text in kernel_view(pids):
-                found["text"] += f"\n{text}"
-            found["nccl"] = nccl_status(pids)
-            found["gpus"] = _describe_gpus(read_gpus())
+                evidence["text"] += f"\n{text}"
+            evidence["nccl"] = nccl_status(pids)
+            evidence["gpus"] = _describe_gpus(read_gpus())
 
     thread = threading.Thread(target=gather, daemon=True)
     thread.start()
     thread.join(within_s)
-    return found.copy()
+    return evidence.copy()
 
 
 def compose_report(
-    component: str, title: str, found: Mapping[str, HangEvidence], unreached: Mapping[str, str]
+    component: str,
+    title: str,
+    evidence_by_node: Mapping[str, HangEvidence],
+    unreached: Mapping[str, str],
 ) -> tuple[str, str]:
     """Compose the report on a component that hangs.
 
     Args:
         component: Name of the component.
         title: Title of the report.
-        found: `found[node]`: facts that were gathered on the node.
+        evidence_by_node: `evidence_by_node[node]`: facts that were gathered on the node.
         unreached: `unreached[node]`: reason why the node could not be examined.
 
     Returns:
@@ -195,7 +198,9 @@ def compose_report(
         hangs (empty if unknown), and the text of the whole report.
     """
     processes = [
-        (node, process) for node, of_node in found.items() for process in of_node["processes"]
+        (node, process)
+        for node, of_node in evidence_by_node.items()
+        for process in of_node["processes"]
     ]
     frame_counts = Counter(process["frame"] for _, process in processes)
 
@@ -216,13 +221,15 @@ def compose_report(
         f"{component}, {place}: {frame or '?'}" for place, frame in zip(places, frames, strict=True)
     ]
     parts = [f"{title} hangs, {format_datetime(time.time())}", "\n".join(listed)]
-    nccl = [(node, of_node["nccl"]) for node, of_node in found.items() if of_node["nccl"]]
+    nccl = [
+        (node, of_node["nccl"]) for node, of_node in evidence_by_node.items() if of_node["nccl"]
+    ]
     # NCCL's report from any node covers all nodes of the job, so show only the first.
     parts += [f"NCCL's report from node {node}:\n{text}" for node, text in nccl[:1]]
-    for node, of_node in found.items():
+    for node, of_node in evidence_by_node.items():
         if of_node["gpus"]:
             parts.append(f"GPUs of node {node}: {of_node['gpus']}")
-    for node, of_node in found.items():
+    for node, of_node in evidence_by_node.items():
         if of_node["text"]:
             parts.append(f"node {node}\n\n{of_node['text']}")
     parts += [f"node {node}: {why}" for node, why in unreached.items()]
@@ -298,7 +305,7 @@ def _examine_process(pid: int, threads: list[dict[str, Any]] | str) -> HungProce
         threads: Threads of the process, as in the result of `python_stacks`.
     """
     status = read_status(pid)
-    seen = HungProcess(
+    process = HungProcess(
         pid=pid,
         name=status.get("Name", "?"),
         state=status.get("State", "gone"),
@@ -307,20 +314,20 @@ def _examine_process(pid: int, threads: list[dict[str, Any]] | str) -> HungProce
         is_own=False,
     )
     if not threads or isinstance(threads, str):
-        return seen
+        return process
     # This process may lack the permission to read the environment, although py-spy has read the
     # stacks.
     with suppress(PermissionError):
-        seen["rank"] = read_environment(pid).get("RANK", "")
+        process["rank"] = read_environment(pid).get("RANK", "")
     stacks = [thread["frames"] for thread in threads if thread["frames"]]
     for frames in stacks:
         own = [frame for frame in frames if _is_own(frame["filename"])]
         if own and not any(_WRAPS in frame["filename"] for frame in frames):
             innermost = "" if own[0] is frames[0] else f", in {_format_frame(frames[0])}"
-            return seen | {"is_own": True, "frame": _format_frame(own[0]) + innermost}
+            return process | {"is_own": True, "frame": _format_frame(own[0]) + innermost}
     # No stack contains the program's own code, for example if the program is an installed package
     # such as verl. Show the four innermost calls of the main thread.
-    return seen | {"frame": " < ".join(map(_format_frame, stacks[0][:4])) if stacks else ""}
+    return process | {"frame": " < ".join(map(_format_frame, stacks[0][:4])) if stacks else ""}
 
 
 def _is_own(path: str) -> bool:
@@ -328,15 +335,24 @@ def _is_own(path: str) -> bool:
     return not any(part in path for part in _NOT_OWN)
 
 
-def _describe_gpus(seen: Mapping[str, Any]) -> str:
-    lines = [
-        f"{gpu['index']}: {gpu['busy_percent']} % busy, {gpu['used_mib']} MiB used by pids "
-        f"{join_commas(p['pid'] for p in seen['processes'] if p['uuid'] == gpu['uuid']) or 'none'}"
-        + (f", {gpu['problem']}" if gpu["problem"] else "")
-        for gpu in seen["gpus"]
-    ]
-    if seen["problem"]:
-        lines.append(seen["problem"])
+def _describe_gpus(gpu_state: Mapping[str, Any]) -> str:
+    """Return the utilisation, the memory use and the processes of each GPU, as a text for people.
+
+    Args:
+        gpu_state: Result of `read_gpus`.
+    """
+    lines = []
+    for gpu in gpu_state["gpus"]:
+        pids = [
+            process["pid"] for process in gpu_state["processes"] if process["uuid"] == gpu["uuid"]
+        ]
+        use = f"{gpu['busy_percent']} % busy, {gpu['used_mib']} MiB used"
+        line = f"{gpu['index']}: {use} by pids {join_commas(pids) or 'none'}"
+        if gpu["problem"]:
+            line += f", {gpu['problem']}"
+        lines.append(line)
+    if gpu_state["problem"]:
+        lines.append(gpu_state["problem"])
     return "; ".join(lines)
 
 

@@ -261,15 +261,15 @@ class RunRegister(EntryWriter):
         )
         return RunRegister(owner)
 
-    def note_leftovers(self, made: set[Path], gone: set[Path]) -> None:
+    def note_leftovers(self, made: set[Path], removed: set[Path]) -> None:
         """Update the list of files that must be removed when the run has ended.
 
         Args:
             made: Files that processes of the run have made.
-            gone: Files that were removed. They are taken from the list, because another user may
+            removed: Files that were removed. They are taken from the list, because another user may
                 create a file with the same name.
         """
-        kept = [path for path in self.owner.leftovers if path not in gone]
+        kept = [path for path in self.owner.leftovers if path not in removed]
         leftovers = (*kept, *sorted(made.difference(kept)))
         if leftovers != self.owner.leftovers:
             self.owner = self.owner.model_copy(update={"leftovers": leftovers})

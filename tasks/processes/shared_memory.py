@@ -140,7 +140,7 @@ class SharedMemoryWatch:
     def _check(self) -> None:
         """Find the makers of the new files once, and report the files of this run."""
         now = time.monotonic()
-        gone = self._read_events(now)
+        removed = self._read_events(now)
         wanted = {path for path in self._appeared if is_own_file(path)}
         made: set[Path] = set()
         try:
@@ -157,8 +157,8 @@ class SharedMemoryWatch:
             for path, at in self._appeared.items()
             if path in wanted - made and now - at < _MAPPED_WITHIN_S
         }
-        if made or gone:
-            self._note(made, gone)
+        if made or removed:
+            self._note(made, removed)
 
     def _read_events(self, now: float) -> set[Path]:
         """Read the pending inotify events, and add the new files to `_appeared`.
@@ -169,7 +169,7 @@ class SharedMemoryWatch:
         Returns:
             The files that were removed.
         """
-        gone: set[Path] = set()
+        removed: set[Path] = set()
         with suppress(BlockingIOError):
             while True:
                 data = memoryview(os.read(self._fd, 1 << 16))
@@ -179,11 +179,11 @@ class SharedMemoryWatch:
                     data = data[_EVENT.size + length :]
                     path = self._directory / os.fsdecode(name)
                     if mask & _REMOVED:
-                        gone.add(path)
+                        removed.add(path)
                         self._appeared.pop(path, None)
                     elif mask & _APPEARED and not mask & _IN_ISDIR:
                         self._appeared[path] = now
-        return gone
+        return removed
 
 
 def find_used_files(pids: Iterable[int], wanted: set[Path]) -> set[Path]:

@@ -75,7 +75,7 @@ async def test_exit_times_come_from_the_kernel_not_from_the_order_of_reports() -
             connection,
             mark=0,
             is_in_namespace=False,
-            gone=ended_processes,
+            ended_processes=ended_processes,
         )
         for name, connection in zip(("api", "trainer"), sockets, strict=True)
     )
