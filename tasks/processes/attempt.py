@@ -302,7 +302,7 @@ class SupervisedAttempt:
         self._progress.silence.restart()
         component.tasks.start(self._follow(component, component.until_unresponsive))
         component.tasks.start(self._follow(component, component.until_process_lost))
-        if all(m.is_ready for m in self.components.values()):
+        if all(component.is_ready for component in self.components.values()):
             self._emit("attempt.ready", step=self._progress.step)
 
     async def _until_settled(self, component: RunningComponent) -> None:
@@ -596,7 +596,7 @@ class SupervisedAttempt:
             case "drain":
                 component.is_drained = True
                 self._emit("component.drained", component.name)
-                if all(m.is_drained for m in self.components.values()):
+                if all(component.is_drained for component in self.components.values()):
                     self._conclude(component, exit)
 
     def _conclude(self, component: RunningComponent, exit: Exit) -> None:
@@ -830,13 +830,15 @@ class SupervisedAttempt:
                 await self._progress.until_reached(None)
             except Exception:
                 _log.exception("the last step of %s could not be read", self._plan.run_id)
-        self._emit("teardown.ended", left=left or None)
+        failed_ends = {name: (error,) for name, error in errors.items()}
+        self._emit("teardown.ended", left={**left, **failed_ends} or None)
         verdict = await self._make_verdict(self.earliest.decision or decision)
         if left:
             verdict = verdict.with_leftovers(left)
         if errors:
             verdict = verdict.with_failed_ends(errors)
-        return verdict.with_unseen({m.name: m.unseen for m in self._launched if m.unseen})
+        unseen = {component.name: component.unseen for component in self._launched}
+        return verdict.with_unseen({name: texts for name, texts in unseen.items() if texts})
 
     async def _cancel_watchers(self) -> None:
         """Cancel the tasks that watch the attempt and its components, and wait for their end."""

@@ -237,7 +237,7 @@ class _Service:
         for result in results:
             if isinstance(result, BaseException):
                 _log.error("the end of %s has failed", self.plan.name, exc_info=result)
-                left.append(f"its end has failed: {result!r}")
+                left.append(f"the end of {self.plan.name} has failed: {result!r}")
             else:
                 left += result
         return tuple(left)

@@ -176,7 +176,7 @@ class LocalHost:
         for server, result in zip(servers, results, strict=True):
             if isinstance(result, BaseException):
                 _log.error("the end of rank %d has failed", server.slot.rank, exc_info=result)
-                leftovers.append(f"rank {server.slot.rank}: its end has failed: {result!r}")
+                leftovers.append(f"the end of rank {server.slot.rank} has failed: {result!r}")
             elif result:
                 leftovers.append(result)
         return tuple(leftovers)

@@ -346,4 +346,4 @@ def test_service_whose_end_raises_an_error_does_not_keep_the_others_alive(
     left = stage.services.teardown()
 
     assert stage.processes["server"][-1].was_ended
-    assert left == {"worker": ("its end has failed: RuntimeError('a bug')",)}
+    assert left == {"worker": ("the end of worker has failed: RuntimeError('a bug')",)}
