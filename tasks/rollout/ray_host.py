@@ -298,13 +298,21 @@ class RayHost:
             grace_s: Seconds from the stop signal to SIGKILL.
 
         Returns:
-            One text for each process that could not be ended, with its node and pid.
+            One text for each process that could not be ended, with its node and pid, and for each
+            error in Muster's own code.
         """
         servers = [self._servers[rank] for rank in ranks if rank in self._servers]
-        leftovers = await asyncio.gather(
-            *(self._end(server, grace_s=grace_s) for server in servers)
+        results = await asyncio.gather(
+            *(self._end(server, grace_s=grace_s) for server in servers), return_exceptions=True
         )
-        return tuple(text for texts in leftovers for text in texts)
+        leftovers: list[str] = []
+        for server, result in zip(servers, results, strict=True):
+            if isinstance(result, BaseException):
+                _log.error("the end of rank %d has failed", server.slot.rank, exc_info=result)
+                leftovers.append(f"the end of rank {server.slot.rank} has failed: {result!r}")
+            else:
+                leftovers += result
+        return tuple(leftovers)
 
     async def ask(self, rank: int, question: Ask, timeout_s: float) -> str | None:
         """Send a request to a server from the server's own machine.
@@ -362,10 +370,10 @@ class RayHost:
 
     async def close(self) -> None:
         """End all actors and remove the placement group, which frees the GPUs."""
-        servers = list(self._servers.values())
-        await asyncio.gather(*(self._end(server, grace_s=0.0) for server in servers))
+        await self.stop(list(self._servers), grace_s=0.0)
         for keeper in self._keepers.values():
-            ray.kill(keeper)
+            with contextlib.suppress(RayError):
+                ray.kill(keeper)
         await asyncio.to_thread(remove_placement_group, self._group)
 
     def _make_actor(self, actor_class: type, node: int, *arguments: Any, gpus: int = 0) -> Any:
@@ -456,17 +464,18 @@ class RayHost:
                 await self._copy_new_log(server)
                 removed = server.actor.remove_files.remote()
                 await self._wait_for_answer(removed, _LOG_END_WITHIN_S)
-        except (RayError, TimeoutError) as error:
+        except (RayError, OSError) as error:  # TimeoutError is a subclass of OSError.
             # The actor is killed below. The wrapper of the server then ends the process tree.
             _log.info("rank %d: %s", server.slot.rank, _first_line(error))
-        for task in (server.watch, server.copy):
-            if task is not None:
-                task.cancel()
-        with contextlib.suppress(Exception):
-            ray.kill(server.actor)
-        server.is_alive = False
-        if self._servers.get(server.slot.rank) is server:
-            del self._servers[server.slot.rank]
+        finally:
+            for task in (server.watch, server.copy):
+                if task is not None:
+                    task.cancel()
+            with contextlib.suppress(Exception):
+                ray.kill(server.actor)
+            server.is_alive = False
+            if self._servers.get(server.slot.rank) is server:
+                del self._servers[server.slot.rank]
         return tuple(f"{server.slot.host}: pid {pid}" for pid in leftover_pids)
 
     async def _copy_log(self, server: _ActorServer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import socket
@@ -18,7 +19,7 @@ from tasks.processes.ports import lock_name
 from tasks.rollout.actor import SENT, PortKeeper, ServerActor
 from tasks.rollout.component import FleetPlan
 from tasks.rollout.process import Places
-from tasks.rollout.ray_host import find_moved_ranks, plan_bundles
+from tasks.rollout.ray_host import RayHost, _ActorServer, find_moved_ranks, plan_bundles
 from tasks.rollout.topology import plan_topology
 from tasks.spec.rollout import Rollout
 
@@ -224,3 +225,42 @@ async def test_server_has_moved_if_its_node_has_another_address() -> None:
     assert find_moved_ranks(servers, ("10.0.0.1", "10.0.0.9")) == {1}
     # The first node has no address, because it has left the cluster.
     assert find_moved_ranks(servers, ("", "10.0.0.2")) == {0}
+
+
+class FakeCall:
+    """Fake method of a Ray actor. The call returns no object reference."""
+
+    def remote(self, *arguments: object) -> None:
+        return None
+
+
+class FakeActor:
+    """Fake Ray actor of an inference server."""
+
+    stop = remove_files = FakeCall()
+
+
+async def test_every_server_ends_if_the_log_of_one_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    killed: list[object] = []
+    monkeypatch.setattr("ray.kill", killed.append)
+    monkeypatch.setattr("tasks.rollout.ray_host.remove_placement_group", lambda group: None)
+    host = RayHost(make_plan(**CPU), {}, group=None)  # type: ignore[arg-type]
+    slots = plan_topology(make_plan(**CPU).fleet).servers
+    for rank, slot in enumerate(slots):
+        host._servers[rank] = _ActorServer(slot=slot, epoch=1, actor=FakeActor(), is_alive=True)
+    actors = [server.actor for server in host._servers.values()]
+
+    async def answer(*arguments: object) -> list[int]:
+        return []
+
+    async def fail_for_first_server(server: _ActorServer) -> None:
+        if server.actor is actors[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(host, "_wait_for_answer", answer)
+    monkeypatch.setattr(host, "_copy_new_log", fail_for_first_server)
+    await host.close()
+
+    assert killed == actors
