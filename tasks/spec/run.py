@@ -64,7 +64,8 @@ class Gang(Model):
     hours: Positive = Field(
         24,
         description="Estimated duration of the run in hours. With the policy `backfill`, the queue "
-        "may start a short run while a larger run still waits for GPUs. It never ends a run.",
+        "may start a short run while a larger run still waits for GPUs. The estimate never ends a "
+        "run.",
     )
     max_hours: Positive | None = Field(
         None,
@@ -92,7 +93,8 @@ class Ray(Model):
     entrypoint_resources: Mapping[Text, Positive] | None = Field(
         None,
         description="Ray resources, with their amounts, that the node of a job's driver must have. "
-        "Use this key to choose the nodes for drivers. If omitted, a driver runs on a node with "
+        "Use this key to choose the nodes for drivers. If omitted, a driver runs on a node that "
+        "the queue granted to the run. Without granted nodes, it runs on a node with "
         "`worker_node`, or else on any node except the head.",
         examples=[{"worker_node": 1}],
     )

@@ -78,7 +78,7 @@ def names(events: list[Event]) -> list[str]:
 
 
 def test_document_lists_sender_time_and_payload_of_each_event() -> None:
-    rows = rows_of("| event | told by | when | payload |")
+    rows = rows_of("| event | emitted by | emitted when | payload |")
 
     told = {name.strip("`"): names_in(keys) for name, _, _, keys in rows}
 
