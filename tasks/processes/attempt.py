@@ -37,9 +37,10 @@ from tasks.processes.progress import (
 )
 from tasks.processes.registry import RunRegister
 from tasks.processes.time_to_save import TimeToSave
-from tasks.record.causes import find_cause, last_lines
+from tasks.record.causes import Role, find_cause, last_lines
 from tasks.record.events import Emit
 from tasks.record.outcome import ComponentFailed, Exit, Failure, GiveUpReason, Verdict, signal_name
+from tasks.record.ranks import find_first_rank, select_lines_of_rank, select_traceback_of_rank
 from tasks.record.states import RunState
 from tasks.spec.errors import RunEnded
 from tasks.spec.failure_kinds import FailureKind, find_kind_of_start_error
@@ -86,14 +87,17 @@ def make_failure(
     Args:
         component: Name of the component.
         message: One line that describes the failure.
-        text: End of the component's log, in which the cause is searched.
+        text: End of the component's log, in which the cause is searched. If the component is a
+            launcher of several ranks, only the lines of the rank that failed first count.
         rule: Name of the rule that noticed the failure. If a cause is found in `text`, the rule of
             that cause replaces this name.
         kind: Kind of the failure. None if it is uncertain: the kind is then taken from the cause in
             `text`, or else from the signal that ended the component.
         exit: Exit of the component; None if it has not ended.
     """
-    cause = find_cause(text)
+    first_rank = find_first_rank(text) if exit is not None else None
+    own_text = text if first_rank is None else select_lines_of_rank(text, first_rank)
+    cause = find_cause(own_text)
     signal = exit.signal_name if exit else None
     hint = cause.rule.hint if cause else ""
     line = cause.line if cause else ""
@@ -107,6 +111,13 @@ def make_failure(
     if signal == "SIGKILL" and not hint:
         hint = "SIGKILL comes from outside: the kernel's OOM killer (see dmesg) or a person"
     cause_line = line if cause is not None and cause.rule.id != "traceback" else ""
+    tail = last_lines(text)
+    if first_rank is not None:
+        message = f"{message}: {first_rank}"
+        if cause is not None and cause.rule.role in (Role.CASCADE, Role.WRAPPER):
+            # The line only repeats that a rank has ended, or that another rank lost it.
+            cause_line = ""
+        tail = last_lines(select_traceback_of_rank(text, first_rank)) or tail
     return Failure(
         kind=kind,
         component=component,
@@ -116,7 +127,7 @@ def make_failure(
         rule=rule,
         line=line,
         hint=hint,
-        log_tail=last_lines(text),
+        log_tail=tail,
     )
 
 

@@ -65,7 +65,11 @@ def find_mlflow_parents(
             continue
         if is_job:
             # The component inherits no variable of this process, but the program runs here.
-            env = {**inherit_env(), "PATH": component_search_path(), **env}
+            env = {
+                **inherit_env(),
+                "PATH": component_search_path({**spec.env, **component.env}),
+                **env,
+            }
         python = _find_python(component.command, env)
         if python is None:
             continue

@@ -19,7 +19,10 @@ MISSING = "ModuleNotFoundError: No module named 'torch'"
 
 def make_spec(**trainer: object) -> RunSpec:
     components = {"trainer": {"command": ["python", "train.py"], **trainer}}
-    return RunSpec.model_validate({"name": "a", "workload": "sft", "components": components})
+    content = {"name": "a", "workload": "sft", "components": components}
+    if trainer.get("launcher") == "ray_job":
+        content["ray"] = {"address": "http://127.0.0.1:8265"}
+    return RunSpec.model_validate(content)
 
 
 def make_verdict(text: str) -> Verdict:

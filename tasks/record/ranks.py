@@ -1,0 +1,174 @@
+"""Find the process of a distributed training that failed first, from the launcher's own messages.
+
+A training on several GPUs has one process for each GPU, its *rank*. If one rank dies, the other
+ranks fail a moment later, because they wait for it. Their messages are usually longer and later
+than those of the first rank. The launcher of the ranks notices the deaths and reports them:
+
+- torchrun and accelerate print a table with the exit code and pid of each failed rank;
+- deepspeed prints the command of the first process that failed, with its `--local_rank`;
+- `torch.multiprocessing.spawn` and `multiprocessing` name the process.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+#: Exit code of a process that the launcher itself has stopped.
+_STOPPED = -signal.SIGTERM
+#: Matches one entry of torchrun's table.
+#: Source: torch/distributed/elastic/multiprocessing/errors, ChildFailedError.
+_TABLE_ENTRY = re.compile(
+    r"^[ \t]*rank +: (?P<rank>\d+) \(local_rank: \d+\)\s*?\n"
+    r"[ \t]*exitcode +: (?P<code>-?\d+) \(pid: (?P<pid>\d+)\)",
+    re.MULTILINE,
+)
+#: Line of torchrun's table before the entry of the rank whose failure was observed first.
+_ROOT_CAUSE = "Root Cause (first observed failure)"
+#: Matches the message of DeepSpeed's launcher. Source: deepspeed/launcher/launch.py.
+_DEEPSPEED = re.compile(
+    r"--local_rank=(?P<rank>\d+)[^\n]{0,2000}\] exits with return code = (?P<code>-?\d+)"
+)
+#: Matches the messages of torch.multiprocessing.spawn. Source: torch/multiprocessing/spawn.py.
+_SPAWNED = re.compile(
+    r"[Pp]rocess (?P<rank>\d+) terminated with (?:signal (?P<signal>SIG\w+)"
+    r"|exit code (?P<code>\d+)|the following error)"
+)
+#: Matches the line that `multiprocessing` prints before the traceback of a process.
+_NAMED_PROCESS = re.compile(
+    r"^Process (?P<name>[\w.-]{1,60}(?::\d+)?):$(?=\s+Traceback)", re.MULTILINE
+)
+#: Matches the rank that PyTorch writes before each line of a traceback.
+_RANK_PREFIX = re.compile(r"^(?:\[[^\[\]\n]{1,60}\]:?)?\[rank(\d+)\]:", re.MULTILINE)
+#: Matches errors of a rank that lost its connection to another rank, or waited for it in vain.
+_VICTIM = re.compile(
+    r"Connection (?:closed|reset) by (?:remote )?peer|[Bb]roken pipe|ncclRemoteError"
+    r"|DistBackendError|DistNetworkError|DistStoreError|Timed out waiting \d+ms"
+    r"|[Ww]atchdog|remote process exited|Socket recv failed"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFailure:
+    """The process of a distributed training that failed first."""
+
+    #: Name of the process: `rank 1`, `local rank 1`, `process 1` or `Process-2`.
+    name: str
+    #: Number of the rank. None if the launcher does not report a rank.
+    rank: int | None = None
+    #: Process id, or None if unknown.
+    pid: int | None = None
+    #: Exit code, or the negative number of the signal that ended the process. None if the process
+    #: ended with an exception whose traceback is in the log.
+    exit_code: int | None = None
+    #: Ranks that were alive while this rank waited for other ranks in vain.
+    alive: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        """Return the name of the process with its end, such as `rank 1 (pid 7) got SIGKILL`."""
+        subject = self.name if self.pid is None else f"{self.name} (pid {self.pid})"
+        if self.exit_code is None:
+            return f"{subject} failed first"
+        if self.exit_code < 0:
+            end = f"was killed by {_name_signal(-self.exit_code)} first"
+        else:
+            end = f"ended first, with exit code {self.exit_code}"
+        if not self.alive:
+            return f"{subject} {end}"
+        ranks = ", ".join(map(str, self.alive))
+        noun = "rank" if len(self.alive) == 1 else "ranks"
+        return f"{subject} {end}, after it waited in vain for {noun} {ranks}, still alive"
+
+
+def find_first_rank(text: str) -> RankFailure | None:
+    """Return the process of a distributed training that failed first.
+
+    Args:
+        text: The end of the log of the launcher and of its processes.
+
+    Returns:
+        The process. None if the log contains no message of a launcher that names a process.
+    """
+    if (failure := _read_table(text)) is not None:
+        return failure
+    if match := _DEEPSPEED.search(text):
+        rank = int(match["rank"])
+        return RankFailure(name=f"local rank {rank}", rank=rank, exit_code=int(match["code"]))
+    if match := _SPAWNED.search(text):
+        exit_code = int(match["code"]) if match["code"] else None
+        if match["signal"] in signal.Signals.__members__:
+            exit_code = -signal.Signals[match["signal"]]
+        return RankFailure(name=f"process {match['rank']}", exit_code=exit_code)
+    if match := _NAMED_PROCESS.search(text):
+        return RankFailure(name=match["name"])
+    return None
+
+
+def select_lines_of_rank(text: str, failure: RankFailure) -> str:
+    """Return the log without the lines that PyTorch marks as those of other ranks."""
+    if failure.rank is None:
+        return text
+    lines = []
+    for line in text.splitlines(keepends=True):
+        prefix = _RANK_PREFIX.match(line)
+        if prefix is None or int(prefix[1]) == failure.rank:
+            lines.append(line)
+    return "".join(lines)
+
+
+def select_traceback_of_rank(text: str, failure: RankFailure) -> str:
+    """Return the lines that PyTorch marks as those of the failed rank, or an empty string."""
+    return "".join(
+        line
+        for line in text.splitlines(keepends=True)
+        if (prefix := _RANK_PREFIX.match(line)) and int(prefix[1]) == failure.rank
+    )
+
+
+def _read_table(text: str) -> RankFailure | None:
+    """Return the rank that failed first according to the last table of torchrun, or None."""
+    root_at = text.rfind(_ROOT_CAUSE)
+    if root_at < 0:
+        return None
+    root = _TABLE_ENTRY.search(text, root_at)
+    if root is None:
+        return None
+    table_at = max(text.rfind("ChildFailedError", 0, root_at), 0)
+    others = [*_TABLE_ENTRY.finditer(text, table_at, root_at)]
+
+    first = root
+    alive: Sequence[int] = ()
+    if _is_victim(text, int(root["rank"])):
+        # torchrun asks its ranks in turn. If two ranks die in the same moment, the first observed
+        # failure may be that of a rank that lost its connection to the other rank.
+        own_deaths = [
+            entry
+            for entry in others
+            if int(entry["code"]) != _STOPPED and not _is_victim(text, int(entry["rank"]))
+        ]
+        first = own_deaths[0] if own_deaths else root
+        if not own_deaths:
+            alive = [int(entry["rank"]) for entry in others if int(entry["code"]) == _STOPPED]
+    rank = int(first["rank"])
+    return RankFailure(
+        name=f"rank {rank}",
+        rank=rank,
+        pid=int(first["pid"]),
+        exit_code=int(first["code"]),
+        alive=tuple(alive),
+    )
+
+
+def _is_victim(text: str, rank: int) -> bool:
+    """Return True if a rank's own traceback says that it lost or waited for another rank."""
+    own_text = select_traceback_of_rank(text, RankFailure(name="", rank=rank))
+    return _VICTIM.search(own_text) is not None
+
+
+def _name_signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
