@@ -112,6 +112,13 @@ _NOT_OWN = ("/lib/python", "-packages/", "<frozen", ".pyx")
 #: If the path of a source file contains this text, the file is Muster's wrapper of a Ray job and
 #: not the program's own code.
 _WRAPS = "/muster_driver/"
+#: Matches a frame in a function of PyTorch that waits until all ranks have called it. The backward
+#: pass waits for the gradients of all ranks.
+_WAITS_FOR_RANKS = re.compile(
+    r"\b(?:_engine_run_backward|backward|all_reduce\w*|all_gather\w*|_all_gather_base|all_to_all\w*"
+    r"|reduce_scatter\w*|_reduce_scatter_base|broadcast\w*|barrier|monitored_barrier|gather|scatter"
+    r"|batch_isend_irecv|recv|send|clip_grad_norm_|_sync_\w+) \("
+)
 
 
 class HungProcess(TypedDict):
@@ -204,12 +211,18 @@ def compose_report(
     ]
     frame_counts = Counter(process["frame"] for _, process in processes)
 
-    def sort_key(node_and_process: tuple[str, HungProcess]) -> tuple[bool, bool, int]:
+    def sort_key(node_and_process: tuple[str, HungProcess]) -> tuple[bool, bool, bool, int]:
         _, process = node_and_process
-        return (not process["rank"], not process["is_own"], frame_counts[process["frame"]])
+        return (
+            not process["rank"],
+            not process["is_own"],
+            _WAITS_FOR_RANKS.search(process["frame"]) is not None,
+            frame_counts[process["frame"]],
+        )
 
-    # Put processes with rare frames first. Most ranks wait at the same place for the rank that
-    # hangs, so a rank at another place is probably the cause.
+    # Put ranks first that do not wait for other ranks, and then processes with rare frames. Most
+    # ranks wait at the same place for the rank that hangs, so a rank at another place is probably
+    # the cause.
     processes.sort(key=sort_key)
     places = [
         (f"rank {process['rank']}, " if process["rank"] else "")

@@ -15,7 +15,13 @@ from ray import cloudpickle
 
 import tasks
 from tasks.processes.guarded import Command
-from tasks.processes.hang_report import HangEvidence, HungProcess, examine_carriers, nccl_status
+from tasks.processes.hang_report import (
+    HangEvidence,
+    HungProcess,
+    examine_carriers,
+    nccl_status,
+    report,
+)
 from tasks.processes.tree import read_environment
 from tasks.ray.dashboard import NoAnswer
 from tasks.ray.job import RayJob
@@ -198,3 +204,24 @@ def test_nccl_is_asked_only_at_processes_of_the_job() -> None:
 
     assert foreign == ""
     assert status == "rank 2 is behind, asked VERBOSE STATUS\n"
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        # Rank 0 waits in the backward pass for rank 1, which waits for its data loader.
+        (
+            "main (train.py:14), in _engine_run_backward (graph.py:979)",
+            "load (data.py:5), in wait (threading.py:327)",
+        ),
+        ("main (train.py:14), in all_reduce (distributed_c10d.py:7)", "main (train.py:20)"),
+        ("main (train.py:14), in barrier (distributed_c10d.py:7)", "read (data.py:9)"),
+    ],
+)
+def test_report_names_the_rank_that_does_not_wait_for_other_ranks(frames: tuple[str, str]) -> None:
+    processes = [process(7 + rank, str(rank), frame) for rank, frame in enumerate(frames)]
+    evidence = HangEvidence(machine="m", processes=processes, text="", nccl="", gpus="")
+
+    hangs_in, _ = report("trainer", "trainer", {"n1": evidence}, {})
+
+    assert hangs_in.startswith(f"{frames[1]} (rank 1, ")
