@@ -29,7 +29,12 @@ from deployments.stack.env import (
 )
 from deployments.stack.launch import launch, read_last_lines, stop
 from deployments.stack.nodes import Fleet
-from deployments.stack.part_checks import are_all_answering, check_parts, wait_until_answering
+from deployments.stack.part_checks import (
+    are_all_answering,
+    check_parts,
+    describe_listed_nodes,
+    wait_until_answering,
+)
 from deployments.stack.state import Stack, StackError, StackPlace
 from tasks.processes.own_modules import make_own_command
 from tasks.processes.ports import listeners
@@ -245,6 +250,7 @@ The stack is up.
   its password    {password}
   Ray dashboard   {stack.ray_dashboard}  (ray.init: {stack.ray_address})
   Ray nodes       {_describe_nodes(stack)}
+  own GPUs        {describe_listed_nodes(stack)}
   work pool       {POOL}, served by the worker {stack.worker}
   queue           {stack.ui_url}{QUEUE_PAGE}
   nodes           {stack.ui_url}{NODES_PAGE}

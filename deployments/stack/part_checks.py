@@ -12,7 +12,10 @@ import httpx
 
 from deployments.stack.env import AUTH, POOL, auth_string
 from deployments.stack.state import Stack, StackError
+from tasks.processes.identity import host_name
 from tasks.processes.trusted_server import check_listeners
+from tasks.server.flow_runs import read_pool_settings
+from tasks.spec.formatting import format_count
 
 #: Longest time, in seconds, that one HTTP request to a part of the stack may take.
 _REQUEST_WITHIN_S = 10.0
@@ -41,9 +44,7 @@ class PartCheck:
 
 def check_parts(stack: Stack) -> list[PartCheck]:
     """Send a request to each part of the stack and return one result for each part."""
-    auth = httpx.BasicAuth(*auth_string().partition(":")[::2])
-    with httpx.Client(trust_env=False, timeout=_REQUEST_WITHIN_S, auth=auth) as client:
-        check_listeners(client)
+    with _connect() as client:
         return [
             _check_url(client, "Prefect UI", stack.ui_url, f"{stack.api_url}/health"),
             _check_url(client, "Ray dashboard", stack.ray_dashboard, stack.ray_health),
@@ -51,6 +52,14 @@ def check_parts(stack: Stack) -> list[PartCheck]:
             _check_pool(client, stack),
             _check_worker(client, stack),
         ]
+
+
+def _connect() -> httpx.Client:
+    """Return a client that sends the stack's password only to programs of trusted users."""
+    auth = httpx.BasicAuth(*auth_string().partition(":")[::2])
+    client = httpx.Client(trust_env=False, timeout=_REQUEST_WITHIN_S, auth=auth)
+    check_listeners(client)
+    return client
 
 
 def are_all_answering(checks: Sequence[PartCheck]) -> bool:
@@ -98,6 +107,23 @@ def _check_pool(client: httpx.Client, stack: Stack) -> PartCheck:
     # A person may pause the work pool on purpose, so a pause is shown but is not a problem.
     pause_text = ", paused" if pool["is_paused"] else ""
     return PartCheck(part="work pool", description=f"{POOL}, {limit_text}{pause_text}")
+
+
+def describe_listed_nodes(stack: Stack) -> str:
+    """Return the machines that the work pool lists for runs without Ray, with their GPUs.
+
+    If the work pool lists no machine, the text contains the command that lists one.
+    """
+    with _connect() as client:
+        try:
+            pool = _request_json(client, "GET", f"{stack.api_url}/work_pools/{POOL}")
+        except _NoAnswer as error:
+            return f"unknown: {error}"
+    nodes = read_pool_settings(pool["base_job_template"]).get("nodes") or []
+    if not nodes:
+        command = f"muster queue set node.{host_name()}=GPUS"
+        return f"none, because this machine shows no GPU (MUSTER_GPUS, or: {command})"
+    return ", ".join(f"{node['name']} ({format_count(node['gpus'], 'GPU')})" for node in nodes)
 
 
 def _check_worker(client: httpx.Client, stack: Stack) -> PartCheck:

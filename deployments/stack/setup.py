@@ -37,7 +37,7 @@ from deployments.stack.env import (
 )
 from tasks.processes.identity import host_name
 from tasks.queue.ledger import TYPE
-from tasks.queue.nodes import read_local_devices
+from tasks.queue.nodes import NoCapacity, read_local_devices
 from tasks.queue.settings import TableNode, settings_of, with_settings
 from tasks.queue.worker import GangWorker
 from tasks.ray.dashboard import ListedCluster
@@ -59,8 +59,9 @@ class WrongPool(Exception):
 
 
 def ensure_pool(client: SyncPrefectClient) -> None:
-    """Create the work pool `gang` with its work queues, and register the stack's Ray cluster in it.
+    """Create the work pool `gang` with its work queues, and register this machine in it.
 
+    This machine's GPUs are for runs without Ray, and the stack's Ray cluster is for the other runs.
     If the work pool exists, its other settings stay unchanged.
 
     Raises:
@@ -76,14 +77,8 @@ def ensure_pool(client: SyncPrefectClient) -> None:
         base_job_template=GangWorker.get_default_base_job_template(),
         concurrency_limit=POOL_LIMIT,
     )
-    local_nodes: tuple[TableNode, ...] = ()
     try:
         client.create_work_pool(pool)
-        # The new pool needs the number of this machine's GPUs for runs without Ray. The nodes of a
-        # Ray cluster are read from Ray instead.
-        gpus = len(asyncio.run(read_local_devices()).indices)
-        if gpus:
-            local_nodes = (TableNode(name=host_name(), gpus=gpus),)
     except ObjectAlreadyExists:
         print(f"The work pool {POOL} exists already and was not changed.", flush=True)
         pool_type = client.read_work_pool(POOL).type
@@ -93,7 +88,7 @@ def ensure_pool(client: SyncPrefectClient) -> None:
                 f"queue. Delete it, then try again: prefect work-pool delete {POOL}"
             ) from None
 
-    _update_settings(client, local_nodes)
+    _update_settings(client, _read_local_node())
 
     existing_queues = {queue.name for queue in client.read_work_queues(work_pool_name=POOL)}
     for name, priority in QUEUES.items():
@@ -101,19 +96,33 @@ def ensure_pool(client: SyncPrefectClient) -> None:
             client.create_work_queue(name=name, priority=priority, work_pool_name=POOL)
 
 
-def _update_settings(client: SyncPrefectClient, local_nodes: tuple[TableNode, ...]) -> None:
+def _read_local_node() -> TableNode | None:
+    """Return this machine with its GPUs, or None if it has no usable GPU.
+
+    The GPUs are those that NVML shows, or those of the variable MUSTER_GPUS.
+    """
+    try:
+        gpus = len(asyncio.run(read_local_devices()).indices)
+    except NoCapacity as error:
+        print(f"The GPUs of this machine were not listed: {error}", flush=True)
+        return None
+    return TableNode(name=host_name(), gpus=gpus) if gpus else None
+
+
+def _update_settings(client: SyncPrefectClient, local_node: TableNode | None) -> None:
     """Write the GPUs of this machine and the stack's Ray cluster to the settings of the work pool.
 
     Args:
         client: Client of the Prefect server.
-        local_nodes: This machine with its GPUs. If empty, the nodes in the settings stay unchanged.
+        local_node: This machine with its GPUs. If None, or if the settings list this machine
+            already, the nodes in the settings stay unchanged.
     """
     template = client.read_work_pool(POOL).base_job_template
     settings = settings_of(template)
 
     changes: dict[str, object] = {}
-    if local_nodes:
-        changes["nodes"] = local_nodes
+    if local_node is not None and local_node.name not in {node.name for node in settings.nodes}:
+        changes["nodes"] = (*settings.nodes, local_node)
     address = os.environ.get(RAY_VARIABLE, "")
     if address and address not in {cluster.address for cluster in settings.clusters}:
         # A cluster with a loopback address belonged to an earlier stack, and no longer exists.

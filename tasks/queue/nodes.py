@@ -92,7 +92,8 @@ _DEVICES_LIFETIME_S = 60.0
 #: Message if a run without a Ray cluster waits, but no work pool lists nodes.
 NO_TABLE = (
     "the settings of the work pool list no nodes, and the run names no Ray cluster (ray.address). "
-    "Add nodes: muster queue set node.NAME=GPUS"
+    "To list the machine of this worker with its number of GPUs, run "
+    f"`muster queue set node.{host_name()}=GPUS`"
 )
 
 

@@ -124,7 +124,7 @@ async def test_runs_without_a_cluster_use_the_node_table(capacity: Capacity) -> 
 
 
 async def test_missing_node_table_is_explained(capacity: Capacity) -> None:
-    with pytest.raises(NoCapacity, match="the settings of the work pool list no nodes"):
+    with pytest.raises(NoCapacity, match=r"list no nodes.*`muster queue set node.[^ ]+=GPUS`"):
         await capacity.read_cluster("", {})
 
 
