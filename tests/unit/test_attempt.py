@@ -314,13 +314,17 @@ async def test_gpu_utilisation_of_a_run_is_published(
     monkeypatch.setattr("tasks.processes.progress._SAMPLED_EVERY_S", 0.001)
     published_use = asyncio.Queue[Mapping[str, float]]()
     cluster = iter([{"n1": 0.1}])
+    is_collecting = asyncio.Event()
 
     async def of_cluster() -> Mapping[str, float]:
+        # Publish nothing before this test collects what is published.
+        await is_collecting.wait()
         # After the last entry of the script, the cluster does not answer.
         return next(cluster, None) or {}["no answer"]
 
     attempt = await begin({"devices": (1, 2, 3), "gpu_use": of_cluster}, trainer="complete")
     attempt._emit = lambda name, *_, **fields: published_use.put_nowait(fields.get("gpus", {}))
+    is_collecting.set()
 
     samples = [[*(await asyncio.wait_for(published_use.get(), 10)).values()] for _ in range(2)]
 

@@ -48,6 +48,7 @@ INTERNAL = {
     "flows",
     "tasks.rollout.process",
     "tasks.server.sqlite_server",
+    "tasks.train.group_mlflow_runs",
     "tasks.ray.node_agent",
     "tasks.processes.guardian",
     "tasks.processes.own_modules",
