@@ -94,13 +94,17 @@ class Command:
         return self.grace_s if self.save_grace_s is None else self.save_grace_s
 
     @property
+    def longest_grace_s(self) -> float:
+        """Longest time in seconds from the stop signal to SIGKILL, if the program saves."""
+        return max(self.grace_s, self.saves_within_s)
+
+    @property
     def ends_within_s(self) -> float:
         """Longest time from the request to stop until the whole process tree has ended, in seconds.
 
         It takes longer only if SIGKILL cannot end a process.
         """
-        longest_grace_s = max(self.grace_s, self.saves_within_s)
-        return (self.children_grace_s or 0.0) + longest_grace_s + KILL_WITHIN_S
+        return (self.children_grace_s or 0.0) + self.longest_grace_s + KILL_WITHIN_S
 
 
 #: Coroutine function that writes a process to the run's registry before its program is executed.

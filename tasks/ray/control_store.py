@@ -27,6 +27,9 @@ _REQUEST_TIMEOUT_S = 5.0
 #: Largest reply that is accepted, in bytes. The list of jobs grows with every job of the cluster.
 #: After some months it exceeds gRPC's default limit of 4 MiB.
 _MAX_REPLY_BYTES = 512 * 1024 * 1024
+#: Deadlines of drained nodes from this time on mean no deadline, in UTC epoch milliseconds. A
+#: program may use the largest integer for that. The time is in the year 2255.
+_NO_DEADLINE_MS = 9_000_000_000_000
 #: gRPC status codes of a refused request. A repeated request would be refused, too.
 _DENIAL_CODES = frozenset({"UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED"})
 
@@ -83,6 +86,26 @@ async def list_living_nodes(gcs_address: str) -> list[Any]:
     """
     (reply,) = await _call(gcs_address, "NodeInfo", "GetAllNodeInfo", [{}])
     return [node for node in reply.node_info_list if node.state == node.ALIVE]
+
+
+async def read_drain_deadlines(gcs_address: str) -> dict[str, float]:
+    """Return when the cluster will end the nodes that it drains, in UTC epoch seconds.
+
+    `ray drain-node` and the autoscaler of the cluster drain nodes, for example before a preemption.
+
+    Args:
+        gcs_address: `HOST:PORT` of the control store.
+
+    Returns:
+        The deadline of each drained node by the id of the node, in hex. Nodes that are drained
+        without a deadline are not included.
+    """
+    (reply,) = await _call(gcs_address, "NodeResourceInfo", "GetDrainingNodes", [{}])
+    return {
+        node.node_id.hex(): node.draining_deadline_timestamp_ms / 1000
+        for node in reply.draining_nodes
+        if 0 < node.draining_deadline_timestamp_ms < _NO_DEADLINE_MS
+    }
 
 
 async def read_entries(gcs_address: str, namespace: str, prefix: str) -> dict[str, str]:

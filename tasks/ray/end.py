@@ -285,6 +285,9 @@ class TakeDown:
     #: If True, the rest of the grace period is skipped. The attribute may be set to True while the
     #: job is being ended.
     is_hurried: bool = False
+    #: Earliest time of SIGKILL for a job that saves a checkpoint after its stop signal, in
+    #: CLOCK_MONOTONIC seconds. The attribute may be set while the job is being ended.
+    kill_not_before: float = 0.0
     #: True if the cluster has reported the job as pending or running since the call of `run`.
     _was_alive: bool = False
 
@@ -375,6 +378,7 @@ class TakeDown:
                 return state
             self._was_alive = True
             is_late = stop_asked_at is not None and now - stop_asked_at > stop_timeout_s
+            is_late = is_late and now >= self.kill_not_before
             if state.status == "PENDING" or self.is_hurried or is_late:
                 # Ray ignores a stop request for a pending job (ray#58353). So kill the job's
                 # supervisor actor instead, which also skips the grace period of a running job.

@@ -21,10 +21,19 @@ from typing import Any
 
 from tasks.processes import hang_report
 from tasks.processes.component import AttemptContext, ComponentPlan, RunningComponent
+from tasks.processes.planned_end import PlannedEnd
 from tasks.ray import control_store
 from tasks.ray.dashboard import Dashboard, Denied, JobState, NoAnswer
-from tasks.ray.end import JobEnd, TakeDown, count_held_gpus, earliest_end, job_exit, job_last_words
-from tasks.ray.nodes import examine
+from tasks.ray.end import (
+    JobEnd,
+    TakeDown,
+    count_held_gpus,
+    earliest_end,
+    job_exit,
+    job_last_words,
+    list_actors_and_groups,
+)
+from tasks.ray.nodes import examine, warn
 from tasks.ray.submission import JobPlan, SubmissionFile
 from tasks.ray.submit import STRAGGLERS_S, Submitter, finish_thread_work
 from tasks.record.events import Emit
@@ -129,6 +138,11 @@ _EXIT_TIMEOUT_S = 10.0
 _LOG_TIMEOUT_S = 5.0
 #: Seconds between two searches of the log for the line that shows that the component was ready.
 _LOG_INTERVAL_S = 0.2
+#: Deadline for sending the warning signal to the processes of a job on all nodes, in seconds. In
+#: this time, Muster also starts its agent on nodes without an agent.
+_WARN_TIMEOUT_S = 30.0
+#: Shortest time in seconds between two searches for processes that handle the warning signal.
+_WARN_INTERVAL_S = 10.0
 #: Deadline for the examination of a hanging job on all nodes, in seconds. In this time, Muster also
 #: starts its agent on nodes without an agent, which takes several seconds.
 _EXAMINE_TIMEOUT_S = 60.0
@@ -189,6 +203,10 @@ class RayJob(RunningComponent):
         self._ending: asyncio.Task[tuple[str, ...]] | None = None
         #: True if the job has ended without leftovers.
         self._is_clear = False
+        #: Processes that got the warning signal: pid and start time, by the machine.
+        self._warned: dict[str, list[list[int]]] = {}
+        #: Earliest time of the next warning, in CLOCK_MONOTONIC seconds.
+        self._warn_again_s = 0.0
 
     def __str__(self) -> str:
         return f"{self.name} (job {self._job.submission_id})"
@@ -320,6 +338,63 @@ class RayJob(RunningComponent):
             _log.warning("The hanging component %s cannot be examined: %r", self.name, error)
         else:
             self._emit_event("component.diagnosed", pid=None, path=str(path))
+
+    async def warn(self, signum: int) -> list[str]:
+        """Send a signal to the processes of the job that handle the signal, on every node.
+
+        The nodes are asked at most every ten seconds.
+        """
+        now = time.monotonic()
+        if self.is_pending or self._is_final or now < self._warn_again_s:
+            return []
+        self._warn_again_s = now + _WARN_INTERVAL_S
+        job = self._job
+        try:
+            warned = await warn(
+                await self._dashboard.gcs_address(),
+                run_id=job.run_id,
+                attempt=job.attempt,
+                component=job.component,
+                signum=signum,
+                skip=self._warned,
+                within_s=_WARN_TIMEOUT_S,
+            )
+        except (NoAnswer, Denied, OSError, ValueError) as error:
+            _log.warning("The processes of %s cannot be warned: %s", self, error)
+            return []
+        for result in warned.values():
+            self._warned.setdefault(result["machine"], []).extend(result["processes"])
+        return [
+            f"node {name}, pid {pid}"
+            for name, result in warned.items()
+            for pid, _ in result["processes"]
+        ]
+
+    def forget_warnings(self) -> None:
+        self._warned.clear()
+        self._warn_again_s = 0.0
+
+    async def read_planned_end(self) -> PlannedEnd | None:
+        """Return when the cluster will end a node of the job, because it drains the node."""
+        if self._state is None or self._is_final:
+            return None
+        try:
+            gcs_address = await self._dashboard.gcs_address()
+            deadlines = await control_store.read_drain_deadlines(gcs_address)
+            if not deadlines:
+                return None
+            drivers = await control_store.list_drivers(gcs_address, self._job.submission_id)
+            actors, groups = await list_actors_and_groups(self._dashboard, drivers)
+        except (NoAnswer, Denied) as error:
+            _log.debug("The drained nodes of %s are unknown: %s", self._job.address, error)
+            return None
+        nodes = {self._state.driver_node_id, *(actor.node_id for actor in actors)}
+        nodes |= {node for group in groups for node in group.gpus_on}
+        ends = [deadline for node, deadline in deadlines.items() if node in nodes]
+        return PlannedEnd(at=min(ends), reason="Ray drains a node of the job") if ends else None
+
+    def delay_kill(self, for_s: float) -> None:
+        self._take_down.kill_not_before = time.monotonic() + for_s
 
     def stop(self) -> None:
         """Request the end of the job, with its grace period. Return at once.

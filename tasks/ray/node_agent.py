@@ -47,6 +47,7 @@ from tasks.processes.machine import (
     remove_test_files,
 )
 from tasks.processes.tree import all_pids, belongs_to_own_user, machine, read_environment
+from tasks.processes.warning_signal import warn_carriers
 
 #: Name of the Ray namespace of the agents. The agents also publish their addresses in the key-value
 #: table of the cluster, in a namespace with the same name.
@@ -67,6 +68,7 @@ def _look_at_machine(**arguments: Any) -> dict[str, Any]:
 ORDERS: Mapping[str, Callable[..., Mapping[str, Any]]] = {
     "sweep": end_carriers,
     "examine": examine_carriers,
+    "warn": warn_carriers,
     "look": _look_at_machine,
     "compare": find_unreadable_files,
     "tidy": remove_test_files,
@@ -75,7 +77,7 @@ ORDERS: Mapping[str, Callable[..., Mapping[str, Any]]] = {
 }
 #: Names of the orders that act on a whole machine. If several nodes run on one machine, only one of
 #: their agents gets such an order.
-OF_MACHINES = ("sweep", "examine")
+OF_MACHINES = ("sweep", "examine", "warn")
 #: An agent ends itself after this number of seconds without an order.
 _UNUSED_S = 24 * 3600.0
 #: An agent with the code of an older Muster ends itself after this number of seconds without an

@@ -35,6 +35,7 @@ from tasks.processes import tree
 from tasks.processes.hang_report import HangEvidence
 from tasks.processes.machine import digest_code
 from tasks.processes.own_modules import make_own_command
+from tasks.processes.warning_signal import WarnedProcesses
 from tasks.ray import control_store
 from tasks.ray.dashboard import Dashboard, Denied, NoAnswer, count_accelerators, driver_env
 from tasks.ray.node_agent import NAMESPACE, OF_MACHINES, signed_text
@@ -679,6 +680,47 @@ async def make_nodes_ready(address: str) -> None:
             await client.send_order("greet", each, _PREPARE_TIMEOUT_S)
     except (NoAnswer, Denied, OSError, ValueError) as error:
         _log.info("Agents could not be started on the nodes of %s: %s", address, error)
+
+
+async def warn(
+    gcs_address: str,
+    *,
+    run_id: str,
+    attempt: int,
+    component: str,
+    signum: int,
+    skip: Mapping[str, list[list[int]]],
+    within_s: float,
+) -> dict[str, WarnedProcesses]:
+    """Send a warning signal to the processes of a job that handle the signal, on every node.
+
+    Args:
+        gcs_address: `HOST:PORT` of the cluster's control store (GCS).
+        run_id: Id of the run.
+        attempt: Number of the run's attempt.
+        component: Name of the component that runs as the job.
+        signum: Number of the signal.
+        skip: Processes that do not get the signal again: pid and start time, by the machine.
+        within_s: Deadline for all nodes together, in seconds.
+
+    Returns:
+        The processes that got the signal now, by the name of the node. Nodes without such processes
+        are not included.
+
+    Raises:
+        NoAnswer, Denied, OSError, ValueError: No node could be asked.
+    """
+    async with connect_to_nodes(gcs_address) as client:
+        wanted = _marker_variables(run_id, attempt, component)
+        arguments = {"wanted": wanted, "signum": signum, "skip": dict(skip)}
+        each = {node.node_id: arguments for node in client.nodes}
+        results = await client.send_order("warn", each, within_s)
+        names = {node.node_id: node.name for node in client.nodes}
+    # Several nodes may run on one machine and give the same answer. Keep one answer per machine.
+    by_machine = {
+        answer["machine"]: (names[node_id], answer) for node_id, answer in results.answers.items()
+    }
+    return dict(sorted(entry for entry in by_machine.values() if entry[1]["processes"]))
 
 
 #: Deadline for the examination of processes on one node, as a share of the deadline for all nodes.

@@ -87,7 +87,7 @@ def build_entrypoint(plan: JobPlan) -> str:
     """Return the job's shell command, which runs the component's command inside the wrapper."""
     command = plan.command
     wrapper_arguments = (
-        f"--grace {command.grace_s:g} --signal {command.stop_signal}"
+        f"--grace {command.longest_grace_s:g} --signal {command.stop_signal}"
         f" --stragglers {STRAGGLERS_S:g} -- {shlex.join(command.argv)}"
     )
     return f"exec {_INTERPRETER} -I -S -c {shlex.quote(_BOOTSTRAP)} {wrapper_arguments}"
@@ -106,7 +106,7 @@ def build_environment(plan: JobPlan) -> dict[str, str]:
         "MUSTER_COMPONENT": plan.component,
         # After a stop request, Ray waits this number of seconds and then kills the wrapper. The
         # time must be longer than the grace period of the command.
-        "RAY_JOB_STOP_WAIT_TIME_S": str(math.ceil(plan.command.grace_s) + 5),
+        "RAY_JOB_STOP_WAIT_TIME_S": str(math.ceil(plan.command.longest_grace_s) + 5),
     }
     if plan.command.stop_signal == signal.SIGINT:
         env["RAY_JOB_STOP_SIGNAL"] = "SIGINT"

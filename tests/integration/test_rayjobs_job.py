@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -187,6 +188,65 @@ async def test_stop_ends_all_processes_after_the_grace_period(jobs: Jobs) -> Non
     assert jobs.marked() == []
     assert saving_plan.command.log.read_text().splitlines().count("saved") == 1
     assert jobs.told.swept
+
+
+#: A driver that starts an actor. Driver and actor write a line for each SIGUSR1.
+_WARNED_DRIVER = """
+import os, ray, signal, threading
+def listen(name):
+    signal.signal(signal.SIGUSR1, lambda *_: os.write(2, f"{name} is warned\\n".encode()))
+ray.init(logging_level="ERROR")
+@ray.remote(num_cpus=0)
+class Rank:
+    def __init__(self):
+        listen("rank")
+    def ping(self):
+        pass
+rank = Rank.remote()
+ray.get(rank.ping.remote())
+listen("driver")
+os.write(2, b"up\\n")
+while True:
+    threading.Event().wait(0.1)
+"""
+
+
+@pytest.mark.thorough
+async def test_driver_and_actors_with_a_handler_are_warned_once(jobs: Jobs) -> None:
+    plan, job = await jobs.launched("sh", "-c", 'python -c "$0"; exit $?', _WARNED_DRIVER)
+    log = plan.command.log
+    await until(lambda: "up" in log.read_text())
+
+    warned = await job.warn(signal.SIGUSR1)
+    job._warn_again_s = 0.0
+    again = await job.warn(signal.SIGUSR1)
+
+    assert len(warned) == 2 and again == []
+    await until(lambda: {"driver is warned", "rank is warned"} <= ended_lines(log.read_text()))
+    assert await job.read_planned_end() is None
+    assert not job.exited.done()
+    assert await job.end() == ()
+
+
+def ended_lines(text: str) -> set[str]:
+    """Return the ends of the lines of a log. Ray puts the name of an actor before its lines."""
+    return {" ".join(line.split()[-3:]) for line in text.splitlines()}
+
+
+@pytest.mark.thorough
+async def test_job_that_saves_after_its_stop_signal_is_killed_later(jobs: Jobs) -> None:
+    saving_script = (
+        "trap 'for i in 1 2 3 4; do sleep 1; done; echo saved; exit 5' TERM; "
+        "while :; do sleep 0.1; done"
+    )
+    plan, job = await jobs.launched("sh", "-c", saving_script, grace_s=0.5, save_grace_s=60.0)
+
+    job.stop()
+    job.delay_kill(30.0)
+    await asyncio.wait_for(job.exited, WITHIN_S)
+
+    assert await job.end() == ()
+    assert plan.command.log.read_text().splitlines().count("saved") == 1
 
 
 @pytest.mark.thorough

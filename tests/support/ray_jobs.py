@@ -127,6 +127,7 @@ class Jobs:
                 log=place / "trainer.log",
                 stop_signal=fields.pop("stop_signal", signal.SIGTERM),
                 grace_s=fields.pop("grace_s", 2.0),
+                save_grace_s=fields.pop("save_grace_s", None),
             ),
             "submission_file": place / "submission.json",
         }
