@@ -215,7 +215,7 @@ while True:
 async def test_driver_and_actors_with_a_handler_are_warned_once(jobs: Jobs) -> None:
     plan, job = await jobs.launched("sh", "-c", 'python -c "$0"; exit $?', _WARNED_DRIVER)
     log = plan.command.log
-    await until(lambda: "up" in log.read_text())
+    await until(lambda: log.exists() and "up" in log.read_text())
 
     warned = await job.warn(signal.SIGUSR1)
     job._warn_again_s = 0.0
@@ -236,17 +236,19 @@ def ended_lines(text: str) -> set[str]:
 @pytest.mark.thorough
 async def test_job_that_saves_after_its_stop_signal_is_killed_later(jobs: Jobs) -> None:
     saving_script = (
-        "trap 'for i in 1 2 3 4; do sleep 1; done; echo saved; exit 5' TERM; "
+        "trap 'for i in 1 2 3 4; do sleep 1; done; echo saved; exit 5' TERM; echo is up; "
         "while :; do sleep 0.1; done"
     )
     plan, job = await jobs.launched("sh", "-c", saving_script, grace_s=0.5, save_grace_s=60.0)
+    log = plan.command.log
+    await until(lambda: log.exists() and "is up" in log.read_text().splitlines())
 
     job.stop()
     job.delay_kill(30.0)
     await asyncio.wait_for(job.exited, WITHIN_S)
 
     assert await job.end() == ()
-    assert plan.command.log.read_text().splitlines().count("saved") == 1
+    assert log.read_text().splitlines().count("saved") == 1
 
 
 @pytest.mark.thorough
