@@ -11,6 +11,10 @@ from pathlib import Path
 #: Number of bytes before the read position that are remembered. If the log file has other bytes
 #: there at the next read, it was truncated.
 _TAIL_BYTES = 64
+#: Largest number of bytes that one read returns. A log may be larger than the memory.
+_BLOCK_BYTES = 1 << 20
+#: A line with more bytes is returned in several parts.
+_LONGEST_LINE_BYTES = 8 << 20
 
 
 class _OpenLog:
@@ -29,67 +33,136 @@ class _OpenLog:
         #: Last bytes before the read position. If the file has other bytes there, it was truncated,
         #: and a program has written new content.
         self._tail = b""
+        #: Copy of the log that contains the unread end of the old content, after log rotation has
+        #: truncated the file. None if the file itself is read.
+        self._copy: FileIO | None = None
         #: Bytes that were read but not yet returned, because their line has no newline yet.
         self.pending = b""
 
-    def read_more(self) -> None:
-        """Append the new content of the file to `pending`.
+    def read_more(self) -> bool:
+        """Append the next bytes of the file to `pending`. Return False if there are none yet.
 
         If log rotation has copied and truncated the file, the unread end of the old content is read
         from the copy.
         """
-        content = self._read_from_position(self.file)
-        copied = b""
-        if content is None:
-            copied = self._read_rest_from_copy()
-            self._position = 0
-            self._tail = b""
-            content = self._read_from_position(self.file) or b""
+        if self._copy is None:
+            content = self._read_from_position(self.file)
+            if content is not None:
+                return self._append(content)
+            self._copy = self._find_copy()
+        if self._copy is not None:
+            if self._append(self._read_from_position(self._copy) or b""):
+                return True
+            self._copy.close()
+            self._copy = None
+        # The old content was read, or is lost. Read the new content from its beginning.
+        self._position = 0
+        self._tail = b""
+        return self._append(self._read_from_position(self.file) or b"")
 
-        self._position += len(content)
-        self._tail = (self._tail + content)[-_TAIL_BYTES:]
-        self.pending += copied + content
+    def read_blocks(self, *, is_last: bool) -> Iterator[bytes]:
+        """Yield the complete lines that were added to the file since the last call, in blocks.
 
-    def read_lines(self, *, is_last: bool) -> list[str]:
-        """Return the complete lines that were added to the file since the last call.
+        Each block ends with a newline, unless it is part of a very long line.
 
         Args:
             is_last: True if the file will not grow any more. An incomplete last line is then
-                returned as well, and the file is closed.
+                yielded as well, and the file is closed.
         """
-        self.read_more()
-        *lines, self.pending = self.pending.split(b"\n")
+        has_more = True
+        while has_more:
+            has_more = self.read_more()
+            end = self.pending.rfind(b"\n") + 1
+            if not end and len(self.pending) > _LONGEST_LINE_BYTES:
+                end = len(self.pending)
+            if end:
+                block = self.pending[:end]
+                self.pending = self.pending[end:]
+                yield block
         if is_last:
             self.file.close()
-            lines += filter(None, [self.pending])
-        return [line.removesuffix(b"\r").decode("utf-8", errors="replace") for line in lines]
+            if self.pending:
+                yield self.pending
 
-    def _read_rest_from_copy(self) -> bytes:
-        """Return the bytes that were written to the log after the last read, before log rotation.
+    def skip_to_last_lines(self, count: int) -> bool:
+        """Set the read position to the beginning of the last lines of the file.
 
-        These bytes are only in the copy that log rotation made before it truncated the log file.
+        Args:
+            count: Number of lines.
+
+        Returns:
+            False if the file has fewer lines. The read position is then unchanged.
         """
-        for copy in _rotated_files(self._path):
-            with suppress(OSError), FileIO(copy) as file:
-                content = self._read_from_position(file)
-                if content is not None:
-                    return content
-        return b""
+        size = os.fstat(self.file.fileno()).st_size
+        start = size
+        newlines_left = count
+        while start > 0:
+            end = start
+            start = max(0, end - _BLOCK_BYTES)
+            block = os.pread(self.file.fileno(), end - start, start)
+            at = len(block)
+            if end == size:
+                # The newline at the end of the file ends the last line.
+                at -= block.endswith(b"\n")
+            while newlines_left > 0 and (at := block.rfind(b"\n", 0, at)) >= 0:
+                newlines_left -= 1
+            if newlines_left == 0:
+                self._position = start + at + 1 if count else size
+                tail_start = max(0, self._position - _TAIL_BYTES)
+                tail_length = self._position - tail_start
+                self._tail = os.pread(self.file.fileno(), tail_length, tail_start)
+                return True
+        return False
+
+    def repeats(self, other: _OpenLog) -> bool:
+        """Return True if the content of this file is the beginning of the content of another log.
+
+        Args:
+            other: The other log, of which at most the beginning was read.
+        """
+        source = other._copy or other.file
+        offset = 0
+        while block := os.pread(self.file.fileno(), _BLOCK_BYTES, offset):
+            if os.pread(source.fileno(), len(block), offset) != block:
+                return False
+            offset += len(block)
+        return True
+
+    def _append(self, content: bytes) -> bool:
+        self._position += len(content)
+        self._tail = (self._tail + content)[-_TAIL_BYTES:]
+        self.pending += content
+        return bool(content)
+
+    def _find_copy(self) -> FileIO | None:
+        """Return the copy that log rotation made before it truncated the log file.
+
+        The bytes that were written to the log after the last read are only in this copy.
+
+        Returns:
+            The open copy, or None if there is no copy.
+        """
+        for path in _rotated_files(self._path):
+            with suppress(OSError):
+                copy = FileIO(path)
+                if self._read_from_position(copy) is not None:
+                    return copy
+                copy.close()
+        return None
 
     def _read_from_position(self, file: FileIO) -> bytes | None:
-        """Return the content of a file after the position up to which the log was read.
+        """Return the next bytes of a file after the position up to which the log was read.
 
         The bytes before this position are compared with those that were read last. Return None if
         they differ, because the file is then not the file that was read.
         """
         start = self._position - len(self._tail)
-        file.seek(start)
-        data = file.read()
+        length = len(self._tail) + _BLOCK_BYTES
+        data = os.pread(file.fileno(), length, start)
 
         # Read the first bytes again. If they differ, the file was truncated during the first read.
         compared_bytes = len(self._tail) + _TAIL_BYTES
-        file.seek(start)
-        is_stable = file.read(compared_bytes).startswith(data[:compared_bytes])
+        is_stable = os.pread(file.fileno(), compared_bytes, start).startswith(data[:compared_bytes])
         if not is_stable or not data.startswith(self._tail):
             return None
         return data[len(self._tail) :]
@@ -128,13 +201,45 @@ class LogFile:
             is_last: True if the log will not grow any more. An incomplete last line is then
                 yielded as well.
         """
+        for block in self.read_blocks(is_last=is_last):
+            for line in block.removesuffix(b"\n").split(b"\n"):
+                yield line.removesuffix(b"\r").decode("utf-8", errors="replace")
+
+    def skip_to_last_lines(self, count: int) -> bool:
+        """Skip all lines except the last lines of the log file. Call it before the first read.
+
+        Args:
+            count: Number of lines that are not skipped.
+
+        Returns:
+            False if the log file has fewer lines, or does not exist. Nothing is skipped then,
+            because the older files of the log may contain the missing lines.
+        """
+        self._open(self._path)
+        self._was_read = any([log.skip_to_last_lines(count) for log in self._open_logs.values()])
+        if not self._was_read:
+            for log in self._open_logs.values():
+                log.file.close()
+            self._open_logs.clear()
+        return self._was_read
+
+    def read_blocks(self, *, is_last: bool = False) -> Iterator[bytes]:
+        """Yield the lines that were added since the last call, as blocks of bytes.
+
+        The memory that this needs does not depend on the size of the log. Each block ends with a
+        newline, unless it is part of a very long line or an incomplete last line.
+
+        Args:
+            is_last: True if the log will not grow any more. An incomplete last line is then
+                yielded as well.
+        """
         if not self._was_read:
             self._open_rotated_files()
         self._open(self._path)
         # After a rename, the program may continue to write to the old file. Therefore old files
         # stay open and are read, too.
         for log in self._open_logs.values():
-            yield from log.read_lines(is_last=is_last)
+            yield from log.read_blocks(is_last=is_last)
 
     def _open_rotated_files(self) -> None:
         """Open the older files of the log before the first read, so that their lines come first.
@@ -154,7 +259,7 @@ class LogFile:
         for log in (*self._open_logs.values(), *current.values()):
             log.read_more()
         for file_id, copied_log in [*self._open_logs.items()]:
-            if any(log.pending.startswith(copied_log.pending) for log in current.values()):
+            if any(copied_log.repeats(log) for log in current.values()):
                 self._open_logs.pop(file_id).file.close()
 
         self._open_logs |= current

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from itertools import islice
 from typing import Any, Literal, get_args
 
@@ -28,6 +29,12 @@ from tasks.spec.formatting import join_commas
 _SEARCHED_RUNS = 1000
 #: Matches the end of a run id. The group of the pattern is the time at which the run id was made.
 _RUN_ID_END = re.compile(r"-(\d{8}-\d{6})-[0-9a-f]+$")
+#: Matches a run id. The group of the pattern is the name in the spec of the run.
+_RUN_ID = re.compile(r"(.+)-[a-z]+-\d{8}-\d{6}-[0-9a-f]{8}")
+#: Matches an age such as `12h`. The groups of the pattern are the number and the unit.
+_AGE = re.compile(r"(\d+(?:\.\d+)?)([mhdw])")
+#: Seconds in each unit of an age.
+_UNIT_S = {"m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}
 #: Run state by the name of a Prefect state, or by the type of a Prefect state in capitals.
 _RUN_STATES = {
     "PendingResources": "pending_resources",
@@ -71,6 +78,12 @@ class Run:
     attempts: int | None
     #: Host on which the flow process runs or last ran. Empty if the run had no process yet.
     host: str
+
+    @property
+    def name(self) -> str:
+        """Name in the spec of the run. The whole run id if the run has an unusual id."""
+        match = _RUN_ID.fullmatch(self.run_id)
+        return match[1] if match else self.run_id
 
     @property
     def brief(self) -> str:
@@ -216,6 +229,28 @@ def read_local_record(run_id: str) -> RunJson | None:
     with suppress(OSError, ValueError):
         return RunJson.read(RunPlace.of(run_id).record)
     return None
+
+
+def parse_since(text: str, now: float) -> float:
+    """Return the time that an age or a date stands for, in UTC epoch seconds.
+
+    Args:
+        text: An age such as `30m`, `12h`, `7d` or `2w`, or a date such as `2026-01-31`. A date may
+            have a time, as in `2026-01-31T12:00`. It is in UTC unless it has a time zone.
+        now: Current time in UTC epoch seconds.
+
+    Raises:
+        BadArgument: The text is neither an age nor a date.
+    """
+    if match := _AGE.fullmatch(text):
+        return now - float(match[1]) * _UNIT_S[match[2]]
+    try:
+        at = datetime.fromisoformat(text)
+    except ValueError:
+        raise BadArgument(
+            f"--since {text}: write an age such as 30m, 12h or 7d, or a date such as 2026-01-31"
+        ) from None
+    return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
 
 
 def find_run(name: str) -> Run:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import cycle
 
 from tasks.record.log_file import LogFile
@@ -22,13 +25,24 @@ _ASK_EVERY_S = 5.0
 _COLORS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 
-def print_logs(run: Run, component: str, *, follow: bool, attempt: int | None) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """The lines of the logs that are printed."""
+
+    #: Name of the component whose log is printed. Empty to print the logs of all components.
+    component: str = ""
+    #: Text that each printed line contains. Empty to print all lines.
+    text: str = ""
+    #: Number of last lines that are printed of each log before new lines. None to print all lines.
+    last_lines: int | None = None
+
+
+def print_logs(run: Run, selection: Selection, *, follow: bool, attempt: int | None) -> None:
     """Print the logs of an attempt. If `follow`, also print new lines until the run has ended.
 
     Args:
         run: The run.
-        component: Name of the component whose log is printed, or an empty string to print the logs
-            of all components.
+        selection: The lines that are printed.
         follow: True to wait for new lines, and to continue with the logs of later attempts.
         attempt: Number of the first attempt to print, or None for the last attempt.
 
@@ -37,14 +51,14 @@ def print_logs(run: Run, component: str, *, follow: bool, attempt: int | None) -
     """
     number = attempt or find_last_attempt(run, wait=follow)
     if not follow:
-        select_logs(run, number, component)
+        select_logs(run, number, selection.component)
     while True:
         place = run.place.attempt(number)
         open_logs: dict[str, LogFile] = {}
         while follow and not _is_attempt_over(run.place, number):
-            _print_new_lines(place, component, open_logs)
+            _print_new_lines(place, selection, open_logs)
             time.sleep(_READ_EVERY_S)
-        _print_new_lines(place, component, open_logs, is_last=True)
+        _print_new_lines(place, selection, open_logs, is_last=True)
         number += 1
         if not follow or not run.place.attempt(number).directory.exists():
             return
@@ -105,29 +119,96 @@ def find_last_attempt(run: Run, *, wait: bool = False) -> int:
 
 
 def _print_new_lines(
-    place: AttemptPlace, component: str, open_logs: dict[str, LogFile], *, is_last: bool = False
+    place: AttemptPlace,
+    selection: Selection,
+    open_logs: dict[str, LogFile],
+    *,
+    is_last: bool = False,
 ) -> None:
     """Print the lines that were added to the logs of an attempt since the last call.
 
     Args:
-        component: Name of the component whose log is printed, or an empty string to print the logs
-            of all components.
+        selection: The lines that are printed.
         open_logs: The opened log files by component. New log files are added to this dictionary.
         is_last: True if the attempt is over. Then a last line without a newline is printed, too.
     """
-    for name in [component] if component else list_logs(place):
-        open_logs.setdefault(name, LogFile(place.log(name)))
-    console = console_of(sys.stdout)
+    new_names = [
+        name
+        for name in ([selection.component] if selection.component else list_logs(place))
+        if name not in open_logs
+    ]
+    open_logs |= {name: LogFile(place.log(name)) for name in new_names}
     width = max(map(len, open_logs), default=0)
     for color, (name, log) in zip(cycle(_COLORS), open_logs.items()):
-        prefix = "" if component else f"{name:{width}} | "
-        for line in log.read_new(is_last=is_last):
-            if is_on_terminal():
-                console.print(line_of(prefix, color) + coloured_line(line), soft_wrap=True)
-            else:
-                # A file or a pipe gets the bytes of the log unchanged.
-                print(prefix + line, file=raw_stdout())
+        prefix = "" if selection.component else f"{name:{width}} | "
+        if name in new_names and selection.last_lines is not None:
+            blocks = _read_last_lines(log, selection, selection.last_lines, is_last=is_last)
+        else:
+            blocks = _select_lines(log.read_blocks(is_last=is_last), selection.text)
+        for block in blocks:
+            _print_block(block, prefix, color)
     sys.stdout.flush()
+
+
+def _read_last_lines(
+    log: LogFile, selection: Selection, count: int, *, is_last: bool
+) -> Iterator[bytes]:
+    """Yield the last lines of a log that was not read before.
+
+    Args:
+        log: The log.
+        selection: The lines that are printed.
+        count: Number of lines.
+        is_last: True if the log will not grow any more.
+    """
+    if not selection.text and log.skip_to_last_lines(count):
+        yield from log.read_blocks(is_last=is_last)
+        return
+    last_lines: deque[bytes] = deque(maxlen=count)
+    for block in _select_lines(log.read_blocks(is_last=is_last), selection.text):
+        lines = block.removesuffix(b"\n").split(b"\n")
+        last_lines.extend(line + b"\n" for line in lines)
+    yield b"".join(last_lines)
+
+
+def _select_lines(blocks: Iterable[bytes], text: str) -> Iterator[bytes]:
+    """Yield the blocks of lines, without the lines that do not contain a text.
+
+    Args:
+        blocks: Blocks of complete lines.
+        text: The text, or an empty string to keep all lines.
+    """
+    searched = text.encode("utf-8", errors="surrogateescape")
+    for block in blocks:
+        if not searched:
+            yield block
+        elif searched in block:
+            lines = block.split(b"\n")
+            yield b"".join(line + b"\n" for line in lines if searched in line)
+
+
+def _print_block(block: bytes, prefix: str, color: str) -> None:
+    """Print a block of lines, each with a prefix.
+
+    A file or a pipe gets the bytes of the log unchanged. On a terminal, control characters are
+    removed.
+    """
+    if not block:
+        return
+    if is_on_terminal():
+        console = console_of(sys.stdout)
+        for line in block.removesuffix(b"\n").split(b"\n"):
+            text = line.removesuffix(b"\r").decode("utf-8", errors="replace")
+            console.print(line_of(prefix, color) + coloured_line(text), soft_wrap=True)
+        return
+    start = prefix.encode()
+    if start:
+        block = start + block.removesuffix(b"\n").replace(b"\n", b"\n" + start)
+    if not block.endswith(b"\n"):
+        block += b"\n"
+    stream = raw_stdout()
+    stream.flush()
+    stream.buffer.write(block)
 
 
 def _is_attempt_over(place: RunPlace, number: int) -> bool:

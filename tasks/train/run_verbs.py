@@ -11,10 +11,12 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from fnmatch import fnmatchcase
 from json import dumps, loads
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 from prefect.settings import PREFECT_API_URL
 from rich.markdown import Markdown
 
@@ -36,6 +38,7 @@ from tasks.train.finding_runs import (
     Run,
     find_run,
     list_runs,
+    parse_since,
 )
 from tasks.train.local_view import describe_locally
 from tasks.train.run_cancellation import cancel_run
@@ -45,7 +48,7 @@ from tasks.train.run_checkpoints import (
     list_run_checkpoints,
 )
 from tasks.train.run_differences import compare_attempts
-from tasks.train.run_logs import print_logs
+from tasks.train.run_logs import Selection, print_logs
 from tasks.train.run_metrics import read_metrics
 from tasks.train.run_progress import RunProgress, read_progress
 from tasks.train.run_records import find_record, read_artifacts, require_record
@@ -53,6 +56,7 @@ from tasks.train.run_story import measure_time_use, tell_story
 
 #: Number of runs that `muster ls` shows by default.
 _LISTED_RUNS = 20
+_NO_RUN_YET = "There is no run yet: muster train SPEC starts a run."
 #: Number of runs that the overview takes into account.
 _OVERVIEW_RUNS = 200
 
@@ -63,6 +67,9 @@ def ls(
     state: Annotated[
         tuple[Literal[OpenState, EndedState], ...], Parameter(show_default=False)
     ] = (),
+    tag: Annotated[tuple[str, ...], Parameter(show_default=False)] = (),
+    name: str = "",
+    since: str = "",
     json: AsJson = False,
 ) -> None:
     """List runs, newest first: the runs of the Prefect server, and other runs that are recorded on
@@ -73,9 +80,22 @@ def ls(
     Args:
         limit: Largest number of runs to list.
         state: List only runs in this state; repeatable.
+        tag: List only runs with this tag. If it is repeated, runs must have all of the tags.
+        name: List only runs whose spec has this name, or a name that matches this pattern, such as
+            "ppo-*".
+        since: List only runs that were created since this time: a UTC date such as 2026-01-31, or
+            an age such as 30m, 12h or 7d.
         json: Print a list of objects as JSON.
     """
-    runs = [run for run in list_runs() if not state or run.state in state][:limit]
+    created_after = parse_since(since, time.time()) if since else 0.0
+    runs = [
+        run
+        for run in list_runs()
+        if not state or run.state in state
+        if not {*tag} - {*run.tags}
+        if not name or fnmatchcase(run.name, name)
+        if not since or (run.created_at or 0.0) >= created_after
+    ][:limit]
     progress = read_progress(runs)
     if json:
         nothing_known = RunProgress()
@@ -85,7 +105,9 @@ def ls(
         print(dumps(objects, indent=2))
         return
     if not runs:
-        print("There is no run yet: muster train SPEC starts a run.", file=sys.stderr)
+        is_filtered = state or tag or name or since
+        text = "No run matches the options." if is_filtered else _NO_RUN_YET
+        print(text, file=sys.stderr)
         return
     now = time.time()
     rows = [
@@ -256,6 +278,8 @@ def logs(
     *,
     follow: Annotated[bool, Parameter(alias="-f")] = False,
     attempt: int | None = None,
+    tail: Annotated[int | None, Parameter(validator=Number(gte=0))] = None,
+    grep: str = "",
 ) -> None:
     """Show the logs of a run's components.
 
@@ -265,11 +289,14 @@ def logs(
         component: Show only the log of this component.
         follow: Continue with new lines and with later attempts, until the run has ended.
         attempt: Number of the attempt. Default: the last attempt.
+        tail: Number of last lines of each log to show. Default: all lines.
+        grep: Show only lines that contain this text. It is no regular expression.
     """
     found_run = find_run(run)
+    selection = Selection(component=component, text=grep, last_lines=tail)
     # Ctrl-C is the usual way to end `muster logs --follow`, so it is not a failure.
     with suppress(KeyboardInterrupt):
-        print_logs(found_run, component, follow=follow, attempt=attempt)
+        print_logs(found_run, selection, follow=follow, attempt=attempt)
 
 
 def checkpoints(run: RunName = "latest", /, *, json: AsJson = False) -> None:

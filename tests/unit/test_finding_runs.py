@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -378,3 +379,34 @@ def test_invalid_deployment_name_is_reported_as_a_missing_deployment() -> None:
         pytest.raises(CannotBegin, match=r"no deployment nope\. .*muster deploy SPEC"),
     ):
         require_deployment(client, "nope")
+
+
+@pytest.mark.parametrize(
+    ("words", "run_ids"),
+    [
+        (["--tag", "demo"], [LIVE, FAILED, OLD]),
+        (["--tag", "demo", "--tag", "other"], [OLD]),
+        (["--name", "trial"], [LIVE, FAILED]),
+        (["--name", "tri*", "--state", "failed"], [FAILED]),
+        (["--name", "tri"], []),
+        (["--since", "1970-01-01T00:16:41"], [LIVE, FAILED]),
+        (["--since", "7d"], []),
+    ],
+)
+def test_runs_are_selected_by_tag_name_and_time(
+    records: Path, capsys: pytest.CaptureFixture[str], words: list[str], run_ids: list[str]
+) -> None:
+    shutil.rmtree(RunPlace.of(OLD).directory)
+    write_record(OLD, tags=["demo", "other"])
+
+    assert run_verb(LS, [*words, "--json"]) == 0
+
+    assert [run["run_id"] for run in json.loads(capsys.readouterr().out)] == run_ids
+
+
+def test_time_that_cannot_be_read_is_refused(
+    records: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_verb(LS, ["--since", "yesterday"]) == 2
+
+    assert "--since yesterday: write an age such as 30m" in capsys.readouterr().err

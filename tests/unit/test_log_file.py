@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tasks.record import log_file
 from tasks.record.log_file import LogFile
 
 #: Operations on a log: the name of a method of `RotatedLog` or "read", and its arguments.
@@ -204,7 +207,16 @@ READ = ("read",)
         ),
     ],
 )
-def test_each_line_is_returned_once(tmp_path: Path, script: Script, lines: list[str]) -> None:
+@pytest.mark.parametrize("block_bytes", [1, 3, 1 << 20])
+def test_each_line_is_returned_once(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    script: Script,
+    lines: list[str],
+    block_bytes: int,
+) -> None:
+    monkeypatch.setattr(log_file, "_BLOCK_BYTES", block_bytes)
+
     assert read(tmp_path, script) == lines
 
 
@@ -271,3 +283,53 @@ def test_invalid_utf8_is_replaced(tmp_path: Path) -> None:
     second = list(log.read_new(is_last=True))
 
     assert (first, second) == ([], ["ä", "\N{REPLACEMENT CHARACTER}"])
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+@pytest.mark.parametrize("end", ["", "\n"])
+@pytest.mark.parametrize("block_bytes", [1, 4, 1 << 20])
+def test_all_lines_but_the_last_are_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, end: str, block_bytes: int
+) -> None:
+    monkeypatch.setattr(log_file, "_BLOCK_BYTES", block_bytes)
+    path = tmp_path / "trainer.log"
+    path.write_text(f"a\nbb\n\nlast{end}")
+    log = LogFile(path)
+
+    assert log.skip_to_last_lines(count)
+
+    lines = ["a", "bb", "", "last"]
+    assert [*log.read_new(), *log.read_new(is_last=True)] == (lines[-count:] if count else [])
+
+
+def test_lines_of_older_files_are_not_skipped_if_the_log_is_short(tmp_path: Path) -> None:
+    path = tmp_path / "trainer.log"
+    path.write_text("b\n")
+    path.with_name("trainer.log.1").write_text("a\n")
+    log = LogFile(path)
+
+    assert not log.skip_to_last_lines(3)
+
+    assert [*log.read_new(is_last=True)] == ["a", "b"]
+
+
+def test_memory_for_reading_does_not_depend_on_the_size_of_the_log(tmp_path: Path) -> None:
+    path = tmp_path / "trainer.log"
+    block = b"a line of the trainer\n" * 50_000
+    with path.open("wb") as file:
+        for _ in range(200):
+            file.write(block)
+    program = (
+        "import sys; from pathlib import Path;"
+        "from tasks.record.log_file import LogFile;"
+        "log = LogFile(Path(sys.argv[1]));"
+        "print(sum(map(len, log.read_blocks(is_last=True))));"
+        "status = Path('/proc/self/status').read_text();"
+        "print(status.partition('VmHWM:')[2].split()[0])"
+    )
+
+    output = subprocess.check_output([sys.executable, "-c", program, str(path)], text=True)
+
+    read_bytes, used_kib = map(int, output.split())
+    assert read_bytes == 200 * len(block)
+    assert used_kib < 100_000
