@@ -54,8 +54,8 @@ async def growing_intervals() -> AsyncIterator[None]:
         yield
 
 
-#: Number of JSON objects without a step after which the key of the step is surely wrong.
-_SURELY_WITHOUT_STEP = 10
+#: Number of JSON objects without a step after which the key of the step is probably wrong.
+_PROBABLY_WRONG_AFTER = 20
 #: Largest number of keys and files that a message lists.
 _LISTED_AT_MOST = 8
 
@@ -160,9 +160,9 @@ class JsonlProgress:
         if self._has_step:
             return ""
         if self._last_without_step is not None:
-            is_sure = is_over or self._without_step >= _SURELY_WITHOUT_STEP
+            is_likely = is_over or self._without_step >= _PROBABLY_WRONG_AFTER
             lack = _describe_lack(str(self._file.path), self._last_without_step, self._key)
-            return lack if is_sure else ""
+            return lack if is_likely else ""
         return _describe_file(self._file.path) if is_over else ""
 
 
@@ -232,7 +232,7 @@ class StepSource(Protocol):
                 the source has answered several times without a step.
 
         Returns:
-            An empty string if a step was known, or if no fault is sure yet.
+            An empty string if a step was known, or if no fault is likely yet.
         """
 
 
@@ -633,11 +633,11 @@ class ProgressWatch:
         return self.source.explain_missing_step(is_over=True)
 
     def _warn_of_missing_step(self) -> None:
-        """Publish a warning if the source of the step surely never contains a step."""
+        """Publish a warning if the source of the step probably never contains a step."""
         problem = self.source.explain_missing_step(is_over=False) if self.source else ""
         if problem:
             self._has_warned = True
-            self.emit("run.warning", message=f"no step is known: {problem}")
+            self.emit("run.warning", message=f"no step is known yet: {problem}")
 
     async def _read(self) -> None:
         """Read the step once, and publish an event for a new step or a slow step."""

@@ -90,7 +90,7 @@ def test_known_step_needs_no_explanation(tmp_path: Path) -> None:
     assert explain(path) == ""
 
 
-@pytest.mark.parametrize(("count", "is_sure"), [(9, False), (10, True)])
+@pytest.mark.parametrize(("count", "is_sure"), [(19, False), (20, True)])
 def test_running_training_is_accused_only_after_several_lines(
     tmp_path: Path, count: int, is_sure: bool
 ) -> None:
