@@ -85,7 +85,9 @@ class HttpProgress:
             content = response.json()
             step = get_number(content, self._key)
         except (OSError, httpx.HTTPError, httpx.InvalidURL, ValueError, RecursionError) as error:
-            self._problem = f"{self._url} did not answer with JSON ({type(error).__name__})"
+            # The server may have ended already. Keep the description of an earlier answer.
+            if not self._problem:
+                self._problem = f"{self._url} did not answer with JSON ({type(error).__name__})"
             return None
         if step is None:
             self._problem = _describe_lack(self._url, content, self._key)
