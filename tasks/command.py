@@ -6,6 +6,7 @@ an unknown verb are therefore fast.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import tomllib
@@ -18,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from cyclopts import App, Group
+from pydantic import ValidationError
 
 from tasks.queue.forked_commands import run_in_fork
 from tasks.record.places import muster_home
 from tasks.show.arguments import DEFAULT, EXIT_INVALID, run
 from tasks.spec.formatting import suggest_name
 from tasks.spec.ownership import UntrustedPath, refuse_foreign_settings
+from tasks.spec.service_links import describe_invalid_setting, drop_service_variables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,6 +291,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Turn off the telemetry of Prefect. Set the variable before the import of Prefect, which reads
     # the variable.
     os.environ.setdefault("DO_NOT_TRACK", "1")
+    drop_service_variables()
     # Keep the working directory out of `sys.path` of child processes: a project may contain folders
     # with the names of Muster's packages.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
@@ -305,7 +309,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     find_server()
     if words[:1] == ["train"] and (code := run_in_fork(words)) is not None:
         return code
-    return do(words)
+    logging.getLogger("prefect.plugins").addFilter(_is_no_invalid_setting)
+    try:
+        return do(words)
+    except ValidationError as error:
+        # Prefect reads its settings when it is imported, and names neither variable nor file.
+        if not error.title.endswith("Settings"):
+            raise
+        message = describe_invalid_setting(error.errors(include_url=False))
+        print(f"{message}\nNothing was done.", file=sys.stderr)
+        return EXIT_INVALID
+
+
+def _is_no_invalid_setting(record: logging.LogRecord) -> bool:
+    """Logging filter that rejects Prefect's own report on an invalid setting.
+
+    Prefect tries to start its plugins, prints the error in several lines, and raises the error
+    again later. `main` then prints the error in one line.
+    """
+    return record.exc_info is None or not isinstance(record.exc_info[1], ValidationError)
 
 
 def do(words: Sequence[str]) -> int:

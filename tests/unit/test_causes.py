@@ -91,6 +91,7 @@ TEXTS = {
         "WorkNCCL(SeqNum=812, OpType=ALLREDUCE, Timeout(ms)=600000)"
     ),
     "collective-error": "torch.distributed.DistBackendError: NCCL error in: x.cpp:1275",
+    "service-link": "ValueError: invalid literal for int() with base 10: 'tcp://10.0.0.1:80'",
     "module-not-found": "ModuleNotFoundError: No module named 'flash_attn'",
     "file-not-found": "python: can't open file '/srv/app/trian.py': [Errno 2] No such file",
     "permission": "PermissionError: [Errno 13] Permission denied: '/data'",
