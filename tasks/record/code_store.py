@@ -194,13 +194,28 @@ def hash_files(tree: str) -> dict[str, str]:
         NoCode: The tree is not in this store.
         OSError: The tree could not be read.
     """
-    contents = {}
+    return {
+        name: f"{mode:o} {sha256(content).hexdigest()[:12]}"
+        for name, (mode, content) in read_files(tree).items()
+    }
+
+
+def read_files(tree: str) -> dict[str, tuple[int, bytes]]:
+    """Return the file mode and the content of each file in a tree of the code store.
+
+    The keys of the result are relative paths. The content of a symbolic link is its target.
+
+    Raises:
+        NoCode: The tree is not in this store.
+        OSError: The tree could not be read.
+    """
+    files = {}
     with tarfile.open(fileobj=io.BytesIO(read_content(tree))) as tar:
         for member in tar:
             data = tar.extractfile(member) if member.isreg() else None
             content = data.read() if data else os.fsencode(member.linkname)
-            contents[member.name] = f"{member.mode:o} {sha256(content).hexdigest()[:12]}"
-    return contents
+            files[member.name] = (member.mode, content)
+    return files
 
 
 def find_absolute_links(place: Path) -> list[str]:

@@ -14,6 +14,8 @@ from tasks.record import code_store
 from tasks.record.checkpoints import find_superfluous_checkpoints, remove_checkpoint
 from tasks.record.places import RunPlace
 from tasks.record.run_json import RunRecord
+from tasks.spec.errors import InvalidSpec
+from tasks.spec.loading import is_project_root
 from tasks.spec.run import RunSpec
 from tasks.spec.secrets import find_code_secrets, mask_text
 from tasks.spec.values import select_literals
@@ -62,7 +64,8 @@ def record_provenance(
 
     Args:
         record: The record of the run.
-        code: The submitted code of the run. None if the run uses the project's files directly.
+        code: The submitted code of the run. None if the run uses the project's files directly. The
+            record then names a copy of these files, if they are files of a project.
         spec: The resolved spec of the attempt.
         root: Root folder of the project.
         secrets: The secrets that are masked in the record.
@@ -70,12 +73,30 @@ def record_provenance(
     path = select_literals(spec.env).get("PATH") or component_search_path(spec.env)
     python = Path(shutil.which("python", path=path) or sys.executable)
     try:
+        if code is None and is_project_root(root):
+            code = _store_used_files(root)
         provenance = code_store.describe_versions(code, root, python)
         diff = secrets.mask(str(provenance.get("diff") or ""))
         provenance["diff"] = mask_text(diff, find_code_secrets(diff))
         record.describe({**provenance, "host": host_name()})
     except (OSError, ValueError) as error:
         _log.warning("could not record the code of run %s: %r", record.content.run_id, error)
+
+
+def _store_used_files(root: Path) -> code_store.Code | None:
+    """Store the project's files as they are now, so that two runs can be compared later.
+
+    Args:
+        root: Root folder of the project.
+
+    Returns:
+        The stored code. None if the files cannot be stored, for example because they are too large.
+    """
+    try:
+        return code_store.read_code(code_store.store_project(root))
+    except (InvalidSpec, code_store.NoCode) as error:
+        _log.info("the files of %s were not stored for a later comparison: %s", root, error)
+        return None
 
 
 def remove_superfluous_checkpoints(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from difflib import SequenceMatcher, unified_diff
 
 from tasks.record.checkpoints import read_attempt_spec
-from tasks.record.code_store import NoCode, hash_files
+from tasks.record.code_store import NoCode, hash_files, read_files
 from tasks.record.places import RunPlace
 from tasks.record.run_json import AttemptRecord
 from tasks.spec.errors import BadArgument
+from tasks.spec.secrets import find_code_secrets, mask_text
 from tasks.train.finding_runs import find_run
 from tasks.train.run_records import require_record
 
@@ -33,13 +35,160 @@ def compare_attempts(first_name: str, second_name: str) -> dict[str, tuple[objec
     Raises:
         BadArgument: An attempt has no record on this machine or on the server.
     """
+    return _compare_properties(_read_properties(first_name), _read_properties(second_name))
+
+
+def describe_differences(first_name: str, second_name: str) -> list[str]:
+    """Return the differences between two attempts as lines for people.
+
+    A changed value is a line such as `progress.total 60 -> 80`. For an argument of a command, the
+    name of its option stands before the values: `lr 6e-3 -> 7e-3`. The code is compared as in
+    `diff -u`.
+
+    Args:
+        first_name: Name of an attempt or run, see `compare_attempts`.
+        second_name: Name of the attempt or run to compare with.
+
+    Raises:
+        BadArgument: An attempt has no record on this machine or on the server.
+    """
     first = _read_properties(first_name)
     second = _read_properties(second_name)
+    differences = _compare_properties(first, second)
+
+    lines: list[str] = []
+    compared_lists: set[str] = set()
+    for key, (old, new) in differences.items():
+        parent, _, last = key.rpartition(".")
+        if key.startswith("spec.") and last.isdecimal():
+            if parent not in compared_lists:
+                compared_lists.add(parent)
+                lines += _describe_list(parent, _get_list(first, parent), _get_list(second, parent))
+        elif not key.startswith("code.") and key not in ("tree", "diff"):
+            lines.append(f"{key.removeprefix('spec.')} {_show(old)} -> {_show(new)}")
+    return [*lines, *_describe_code(first, second, differences)]
+
+
+def _compare_properties(
+    first: Mapping[str, object], second: Mapping[str, object]
+) -> dict[str, tuple[object, object]]:
+    """Return the two values of each property that differs. None stands for a missing property."""
     return {
         key: (first.get(key), second.get(key))
         for key in dict.fromkeys((*first, *second))
         if first.get(key) != second.get(key)
     }
+
+
+def _show(value: object) -> str:
+    return "(none)" if value is None else str(value)
+
+
+def _get_list(properties: Mapping[str, object], path: str) -> list[str]:
+    """Return the items of a list of the spec, whose items are properties with a number."""
+    items = []
+    while f"{path}.{len(items)}" in properties:
+        items.append(str(properties[f"{path}.{len(items)}"]))
+    return items
+
+
+def _describe_list(path: str, first: Sequence[str], second: Sequence[str]) -> Iterator[str]:
+    """Yield a line for each difference between two lists, such as the arguments of a command."""
+    place = path.removeprefix("spec.")
+    matcher = SequenceMatcher(None, first, second, autojunk=False)
+    for kind, start, end, other_start, other_end in matcher.get_opcodes():
+        if kind == "equal":
+            continue
+        removed = first[start:end]
+        added = second[other_start:other_end]
+        if len(removed) == len(added):
+            for offset, (old, new) in enumerate(zip(removed, added, strict=True)):
+                position = start + offset
+                option = first[position - 1] if position else ""
+                yield f"{_describe_argument(option, old, new)}  ({place})"
+        else:
+            yield from (f"{word} removed  ({place})" for word in removed)
+            yield from (f"{word} added  ({place})" for word in added)
+
+
+def _describe_argument(option: str, old: str, new: str) -> str:
+    """Return the change of one argument, with the name of its option if there is one.
+
+    Args:
+        option: The argument before it, which may be an option such as `--lr`.
+        old: Text of the argument in the first attempt.
+        new: Text of the argument in the second attempt.
+    """
+    old_name, old_equals, old_value = old.partition("=")
+    new_name, new_equals, new_value = new.partition("=")
+    if old_equals and new_equals and old_name == new_name:
+        return f"{old_name.lstrip('-')} {old_value} -> {new_value}"
+    if option.startswith("-") and "=" not in option and not old.startswith("--"):
+        return f"{option.lstrip('-')} {old} -> {new}"
+    return f"{old} -> {new}"
+
+
+def _describe_code(
+    first: Mapping[str, object],
+    second: Mapping[str, object],
+    differences: Mapping[str, tuple[object, object]],
+) -> Iterator[str]:
+    """Yield the lines of a unified diff between the code of two attempts, with secrets masked.
+
+    Args:
+        first: Properties of the first attempt.
+        second: Properties of the second attempt.
+        differences: The differences between the two.
+    """
+    names = [key.removeprefix("code.") for key in differences if key.startswith("code.")]
+    try:
+        old_files = read_files(str(first.get("tree")))
+        new_files = read_files(str(second.get("tree")))
+    except (NoCode, OSError):
+        # An earlier release stored no copy of the code of direct runs, or the copy was pruned.
+        if {"diff", "tree"} & differences.keys() or names:
+            yield "the code differs, but the files of at least one run are not stored here"
+            patches = [str(properties.get("diff") or "") for properties in (first, second)]
+            yield from _diff_texts("uncommitted changes", *patches)
+        return
+    for name in sorted(names):
+        old_mode, old_content = old_files.get(name, (0, b""))
+        new_mode, new_content = new_files.get(name, (0, b""))
+        if old_mode and new_mode and old_mode != new_mode:
+            yield f"mode of {name} {old_mode:o} -> {new_mode:o}"
+        try:
+            yield from _diff_texts(
+                name,
+                old_content.decode(),
+                new_content.decode(),
+                is_new=name not in old_files,
+                is_deleted=name not in new_files,
+            )
+        except UnicodeDecodeError:
+            yield f"{name} {len(old_content)} bytes -> {len(new_content)} bytes (not a text)"
+
+
+def _diff_texts(
+    name: str, old: str, new: str, *, is_new: bool = False, is_deleted: bool = False
+) -> Iterator[str]:
+    """Yield the lines of a unified diff between two texts, with secrets masked.
+
+    Args:
+        name: Name of the file.
+        old: The first text.
+        new: The second text.
+        is_new: True if the first attempt did not have the file.
+        is_deleted: True if the second attempt did not have the file.
+    """
+    secrets = find_code_secrets(old) | find_code_secrets(new)
+    lines = unified_diff(
+        old.splitlines(),
+        new.splitlines(),
+        "/dev/null" if is_new else f"a/{name}",
+        "/dev/null" if is_deleted else f"b/{name}",
+        lineterm="",
+    )
+    return (mask_text(line, secrets) for line in lines)
 
 
 def _read_properties(name: str) -> dict[str, object]:

@@ -47,7 +47,7 @@ from tasks.train.run_checkpoints import (
     format_checkpoints,
     list_run_checkpoints,
 )
-from tasks.train.run_differences import compare_attempts
+from tasks.train.run_differences import compare_attempts, describe_differences
 from tasks.train.run_logs import Selection, print_logs
 from tasks.train.run_metrics import read_metrics
 from tasks.train.run_progress import RunProgress, read_progress
@@ -166,12 +166,11 @@ def show(
 
 
 def _print_differences(first_name: str, second_name: str, *, json: bool) -> None:
-    """Print the differences between two attempts as JSON, or as one line per difference."""
-    differences = compare_attempts(first_name, second_name)
+    """Print the differences between two attempts as JSON, or as lines for people."""
     if json:
-        print(dumps(differences, indent=2))
+        print(dumps(compare_attempts(first_name, second_name), indent=2))
         return
-    lines = [f"{key}: {first} -> {second}" for key, (first, second) in differences.items()]
+    lines = describe_differences(first_name, second_name)
     print("\n".join(lines) or "The records do not differ.")
 
 

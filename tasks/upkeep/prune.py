@@ -384,10 +384,15 @@ def _forget_code(
     Returns:
         The number of deleted entries.
     """
-    specs = [spec for path in kept_directories for spec in path.glob("attempt-*/spec.yaml")]
-    spec_text = "\n".join(spec.read_text(encoding="utf-8", errors="replace") for spec in specs)
+    # The spec of a queued run names its code, and the record of any run names a copy of its files.
+    files = [
+        file
+        for directory in kept_directories
+        for file in (*directory.glob("attempt-*/spec.yaml"), *directory.glob("run.json"))
+    ]
+    local_text = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
     used_on_server = find_entry_names(server_text, partial(download_code, client))
-    deleted = delete_unused(used_on_server | find_entry_names(spec_text), is_dry=dry_run)
+    deleted = delete_unused(used_on_server | find_entry_names(local_text), is_dry=dry_run)
     if dry_run:
         return len(deleted)
     return len(deleted) + delete_unused_code(client, used_on_server)

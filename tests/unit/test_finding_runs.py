@@ -303,10 +303,71 @@ def test_diff_shows_differences_in_spec_code_packages_and_host(
     [attempts_differ, same_attempt, *runs_differ] = out.splitlines()
     differences = json.loads("\n".join(runs_differ))
     assert codes == [0, 0, 0, 2, 2]
-    assert (attempts_differ, same_attempt) == ("host: a -> b", "The records do not differ.")
+    assert (attempts_differ, same_attempt) == ("host a -> b", "The records do not differ.")
     assert differences.keys() == {"spec.c.1", "spec.c.2", "tree", "packages.torch", "code.train.py"}
     assert (differences["packages.torch"], differences["spec.c.1"]) == (["2.7", "2.8"], [1, 2])
     assert "muster show --diff RUN RUN" in err and "--a03 has no such attempt" in err
+
+
+def diff_text(capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what `muster show --diff` prints about the runs OLD and FAILED."""
+    assert run_verb(SHOW, ["--diff", OLD, FAILED]) == 0
+    return capsys.readouterr().out
+
+
+def write_specs(first: str, second: str) -> None:
+    """Write the `spec.yaml` of the last attempts of the runs OLD and FAILED."""
+    for run_id, number, text in ((OLD, 1, first), (FAILED, 2, second)):
+        place = RunPlace.of(run_id).attempt(number)
+        place.directory.mkdir()
+        place.spec.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "line"),
+    [
+        ("c: [t.py, --lr, 6e-3, x]", "c: [t.py, --lr, 7e-3, x]", "lr 6e-3 -> 7e-3  (c)"),
+        ("c: [t.py, --lr=6e-3]", "c: [t.py, --lr=7e-3]", "lr 6e-3 -> 7e-3  (c)"),
+        ("c: [t.py, lr=6e-3]", "c: [t.py, lr=7e-3]", "lr 6e-3 -> 7e-3  (c)"),
+        ("c: [a.py, --x]", "c: [b.py, --x]", "a.py -> b.py  (c)"),
+        ("c: [t.py, --x, --y]", "c: [t.py, --new, --x, --y]", "--new added  (c)"),
+        ("c: [t.py, --old, --y]", "c: [t.py, --y]", "--old removed  (c)"),
+        ("progress: {total: 60}", "progress: {total: 80}", "progress.total 60 -> 80"),
+        ("env: {A: x}", "env: {}", "env.A x -> (none)"),
+    ],
+)
+def test_diff_shows_changed_values_with_their_names(
+    muster_home: Path, capsys: pytest.CaptureFixture[str], first: str, second: str, line: str
+) -> None:
+    write_record(OLD)
+    write_record(FAILED)
+    write_specs(first, second)
+
+    assert diff_text(capsys).splitlines() == [line]
+
+
+def test_diff_shows_the_code_as_a_unified_diff(
+    muster_home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+    trees = []
+    for rate, token in ((6, "first"), (7, "second")):
+        (project / "train.py").write_text(f"a = 1\nlr = {rate}\nHF_TOKEN = '{token}-value'\n")
+        (project / "data.bin").write_bytes(bytes([255, rate]))
+        trees.append(read_code(store_project(project)).tree)
+        (project / f"added{rate}.py").write_text("new = 1\n")
+    for run_id, tree in ((OLD, trees[0]), (FAILED, trees[1])):
+        write_record(run_id, provenance={"tree": tree})
+
+    text = diff_text(capsys)
+
+    assert "--- a/train.py\n+++ b/train.py\n" in text
+    assert "\n-lr = 6\n" in text and "\n+lr = 7\n" in text
+    assert "--- /dev/null\n+++ b/added6.py\n" in text and "\n+new = 1\n" in text
+    assert "data.bin 2 bytes -> 2 bytes (not a text)" in text
+    assert "first-value" not in text and "second-value" not in text
+    assert trees[0] not in text
 
 
 @pytest.mark.parametrize("host", ["here", "there", None])

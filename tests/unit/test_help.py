@@ -53,7 +53,6 @@ INTERNAL = {
     "tasks.processes.guardian",
     "tasks.processes.own_modules",
     "tasks.ray.wrapper",
-    "tasks.train.group_mlflow_runs",
     "tasks.rollout.lmdeploy_replica",
     "deployments.prefect_worker",
     "deployments.stack.supervisor",

@@ -59,6 +59,8 @@ def test_different_secrets_with_the_same_name_are_masked_in_every_file(
     token = tmp_path / "ray-token"
     token.write_text("of-the-cluster\n")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+    # Outside of a project, Muster stores no copy of the project's files.
+    monkeypatch.chdir(token.parent)
     token_of_api = "hf-of-the-api"
     token_of_trainer = "hf-of-the-trainer"
     key_option = "sk-of-an-option"
@@ -110,6 +112,8 @@ def test_value_of_a_secret_block_reaches_components_but_no_file(
             super().__init__(plan, *arguments)
 
     monkeypatch.setattr(running_attempt, "Supervisor", RecordingSupervisor)
+    # Outside of a project, Muster stores no copy of the project's files.
+    monkeypatch.chdir(muster_home.parent)
     block = {"secret": "dsn"}
     spec = parse_spec(
         {
