@@ -28,7 +28,7 @@ from tasks.show.listing import ListedRun
 from tasks.show.listing import list_runs as format_runs
 from tasks.show.output import console_of, is_on_terminal, line_of
 from tasks.show.page import COMPONENTS, SUMMARY, TIME
-from tasks.spec.errors import BadArgument
+from tasks.spec.errors import BadArgument, MusterError
 from tasks.spec.formatting import format_minutes
 from tasks.train.finding_runs import (
     ENDED_STATES,
@@ -237,9 +237,17 @@ def why(run: RunName = "latest", /, *, pool: Pool = "gang", json: AsJson = False
 
     exit_code = EXIT_DONE
     if failure is None or found_run.state in WAITING_STATES:
-        if PREFECT_API_URL.value() and found_run.flow_run_id:
-            exit_code = explain_waiting(found_run.flow_run_id, pool=pool)
-        else:
+        has_begun = record is not None and found_run.state not in WAITING_STATES
+        try:
+            if PREFECT_API_URL.value() and found_run.flow_run_id:
+                exit_code = explain_waiting(found_run.flow_run_id, pool=pool)
+            else:
+                print(found_run)
+        except MusterError:
+            # The server does not answer, or does not know a run that had a temporary server. The
+            # record on this machine is enough for a run that does not wait in the queue.
+            if not has_begun:
+                raise
             print(found_run)
     if attempt is not None and failure is not None:
         print(format_failure(found_run.place, attempt, failure))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID, uuid4
 
+import prefect
 import pytest
 import yaml
 from cyclopts import App
@@ -28,7 +29,8 @@ from tasks.show.arguments import run as run_verb
 from tasks.spec.errors import BadArgument, MusterError
 from tasks.train import run_cancellation
 from tasks.train.finding_runs import Run, find_run, list_runs
-from tasks.train.run_verbs import cancel, ls, show
+from tasks.train.run_verbs import cancel, explain, ls, show, why
+from tests.support.web import serving
 
 # A run id contains the start time of the run. The last run is the newest.
 OLD = "sft-20260101-000000-aaaa91c2"
@@ -307,6 +309,47 @@ def test_diff_shows_differences_in_spec_code_packages_and_host(
     assert differences.keys() == {"spec.c.1", "spec.c.2", "tree", "packages.torch", "code.train.py"}
     assert (differences["packages.torch"], differences["spec.c.1"]) == (["2.7", "2.8"], [1, 2])
     assert "muster show --diff RUN RUN" in err and "--a03 has no such attempt" in err
+
+
+def answer_as_another_server(method: str, path: str, body: bytes) -> tuple[int, object]:
+    """Answer like a Prefect server that knows none of the runs."""
+    if path.endswith("/filter"):
+        return 200, []
+    if path.endswith("/admin/version"):
+        return 200, prefect.__version__
+    return 404, {"detail": "not found"}
+
+
+def test_every_verb_works_on_a_record_whose_server_was_temporary(
+    muster_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_record(OLD)
+    verbs = [
+        App(name=function.__name__, default_command=function) for function in (show, why, explain)
+    ]
+
+    with (
+        serving(answer_as_another_server) as url,
+        temporary_settings({PREFECT_API_URL: f"{url}/api"}),
+    ):
+        codes = {verb.name[0]: run_verb(verb, [OLD]) for verb in verbs}
+
+    output = capsys.readouterr()
+    assert codes == {"show": 0, "why": 0, "explain": 0}
+    assert output.err == ""
+    assert output.out.count(OLD) >= len(verbs)
+
+
+def test_why_works_on_a_record_if_the_server_does_not_answer(
+    muster_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_record(OLD)
+
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
+        code = run_verb(App(name="why", default_command=why), [OLD])
+
+    assert code == 0
+    assert OLD in capsys.readouterr().out
 
 
 def diff_text(capsys: pytest.CaptureFixture[str]) -> str:
