@@ -117,6 +117,10 @@ def make_failure(
         if cause is not None and cause.rule.role in (Role.CASCADE, Role.WRAPPER):
             # The line only repeats that a rank has ended, or that another rank lost it.
             cause_line = ""
+        if cause is not None and cause.rule.role is Role.WRAPPER:
+            hint = (
+                f"Find the reason in the last lines that {first_rank.name} has written to the log."
+            )
         tail = last_lines(select_traceback_of_rank(text, first_rank)) or tail
     return Failure(
         kind=kind,

@@ -86,7 +86,7 @@ def _show(value: object) -> str:
 
 def _get_list(properties: Mapping[str, object], path: str) -> list[str]:
     """Return the items of a list of the spec, whose items are properties with a number."""
-    items = []
+    items: list[str] = []
     while f"{path}.{len(items)}" in properties:
         items.append(str(properties[f"{path}.{len(items)}"]))
     return items

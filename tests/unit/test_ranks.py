@@ -136,6 +136,7 @@ def test_first_rank_to_die_is_named(text: str, kind: str, message: str) -> None:
     assert message in failure.message
     assert failure.kind == kind
     assert "[rank0]" not in failure.message
+    assert "Another process died first" not in failure.hint
 
 
 @pytest.mark.parametrize("order", [RAISED + LOST_PEER, LOST_PEER + RAISED])
