@@ -36,6 +36,7 @@ from tasks.processes.progress import (
     make_step_reader,
 )
 from tasks.processes.registry import RunRegister
+from tasks.processes.start_errors import describe_start_error
 from tasks.processes.time_to_save import TimeToSave
 from tasks.record.causes import Role, find_cause, last_lines
 from tasks.record.events import Emit
@@ -71,6 +72,22 @@ _PORTS_PAUSE = 20.0
 _DRIVER_WITHIN_S = 5.0
 #: Signals that the kernel sends to a program after an error in that program.
 _FATAL_SIGNALS = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGTRAP"})
+
+#: Advice for a signal that ended a component, if the log does not show the cause.
+_SIGNAL_HINTS = {
+    "SIGKILL": "SIGKILL comes from outside: from the kernel's OOM killer (see dmesg) or from a "
+    "person.",
+    "SIGTERM": "SIGTERM comes from outside: from a person, another program or a job manager.",
+    "SIGBUS": "SIGBUS often means that a memory-mapped file could not grow. Check the free space "
+    "with df -h /dev/shm and df -h.",
+}
+#: Advice for an exit code of a shell, if the log does not show the cause.
+_EXIT_CODE_HINTS = {
+    126: "Exit code 126 of a shell means that it could not execute a program. Check the mode of "
+    "the file, and its first line.",
+    127: "Exit code 127 of a shell means that it did not find a program. Check the name of the "
+    "program and the variable PATH.",
+}
 
 
 def make_failure(
@@ -108,8 +125,8 @@ def make_failure(
             kind = cause.rule.kind
     if kind is None:
         kind = FailureKind.RUNTIME_ERROR if signal in _FATAL_SIGNALS else FailureKind.UNKNOWN
-    if signal == "SIGKILL" and not hint:
-        hint = "SIGKILL comes from outside: the kernel's OOM killer (see dmesg) or a person"
+    if exit is not None and not hint:
+        hint = _make_exit_hint(exit)
     cause_line = line if cause is not None and cause.rule.id != "traceback" else ""
     tail = last_lines(text)
     if first_rank is not None:
@@ -133,6 +150,20 @@ def make_failure(
         hint=hint,
         log_tail=tail,
     )
+
+
+def _make_exit_hint(exit: Exit) -> str:
+    """Return advice for an exit whose cause is not in the log, or an empty string."""
+    code = exit.exit_code
+    if exit.signal_name in _SIGNAL_HINTS:
+        return _SIGNAL_HINTS[exit.signal_name]
+    if code in _EXIT_CODE_HINTS:
+        return _EXIT_CODE_HINTS[code]
+    shell_signal = _signal_of_shell(exit)
+    if shell_signal is None:
+        return ""
+    hint = f"Exit code {code} of a shell or launcher means that {shell_signal} ended its program."
+    return f"{hint} {_SIGNAL_HINTS.get(shell_signal, '')}".rstrip()
 
 
 def _signal_of_shell(exit: Exit) -> str | None:
@@ -308,6 +339,9 @@ class SupervisedAttempt:
             self._check_undecided(name)
             component = self.components[name]
             await self._launch(component)
+            # A program that could not be executed has decided the end of the run. It must not be
+            # reported as ready.
+            self._check_undecided(name)
             await self._until_settled(component)
             self._check_undecided(name)
             if not component.lost_port.is_set():
@@ -512,7 +546,8 @@ class SupervisedAttempt:
         except ComponentFailed as error:
             self._give_up(component, error.reason)
         except OSError as error:  # includes TimeoutError
-            reason = error.strerror or str(error) or "its guardian does not answer"
+            command = component.plan.command
+            reason = describe_start_error(error, command.argv, command.env, command.cwd)
             message = f"{component.name} can't be started: {reason}"
             kind = find_kind_of_start_error(error.errno)
             self._fail(component, message, "spawn", kind=kind)

@@ -259,6 +259,11 @@ class GuardedProcess:
         self.cgroup: str | None = None
         #: Pids that survived SIGKILL, from the last report; empty if there are none.
         self.stuck: tuple[int, ...] = ()
+        #: Command lines of processes that lived on after the command had ended by itself, and that
+        #: the guardian ended. Known when `empty` is done.
+        self.stragglers: tuple[str, ...] = ()
+        #: True if the guardian sent SIGKILL. Known when `empty` is done.
+        self.was_killed = False
         self.exited: asyncio.Future[Exit] = loop.create_future()
         self.empty: asyncio.Future[None] = loop.create_future()
         self._is_in_namespace = is_in_namespace
@@ -496,6 +501,8 @@ class GuardedProcess:
             case "empty":
                 self.stuck = ()
                 self._owes_processes = False
+                self.stragglers = tuple(message["stragglers"])
+                self.was_killed = message["is_killed"]
 
     def _watch_leader(self, pidfd: int) -> None:
         """Watch the end of the command through its pidfd.

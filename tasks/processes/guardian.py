@@ -23,7 +23,8 @@ than SECONDS after the message. The guardian sends messages of the form `{"event
 - `exited`: the first process of the component has ended. The message contains its exit code, or
   the negative number of the signal that killed it.
 - `stuck`: processes have survived SIGKILL. The message contains their pids.
-- `empty`: no process of the component's tree remains. The guardian then exits.
+- `empty`: no process of the component's tree remains. The message contains the command lines of
+  processes that the component left behind. The guardian then exits.
 
 Times in messages are CLOCK_MONOTONIC seconds, which are the same in every process of the machine.
 Pids in messages are valid in the guardian's PID namespace.
@@ -78,6 +79,11 @@ _NAMESPACE_FLAGS = 0x20000000 | 0x00020000
 STUCK_AFTER_S = 5.0
 #: Seconds between two rounds that send SIGKILL to every remaining descendant.
 _KILL_ROUND_S = 0.02
+#: Seconds within which a helper process, such as Python's resource tracker, ends by itself after
+#: the end of the component's first process.
+_HELPER_ENDS_WITHIN_S = 1.0
+#: Length in characters after which a reported command line is cut.
+_COMMAND_LENGTH = 200
 #: Seconds between two checks whether the component's children have ended after the stop signal.
 _CHILDREN_ROUND_S = 0.1
 #: Signals that a guardian ignores, so that only its supervisor can stop it.
@@ -118,6 +124,13 @@ class Guardian:
         #: Time of the first SIGKILL; None if none was sent.
         self._killing_since: float | None = None
         self._reported_stuck = False
+        #: Command lines of the descendants that lived when the first process ended with exit
+        #: code 0 and without a stop signal, by pid.
+        self._stragglers: dict[int, str] = {}
+        #: Time at which the first process ended by itself.
+        self._left_alone_at = 0.0
+        #: Command lines of the stragglers that did not end by themselves.
+        self._ended_stragglers: list[str] = []
         #: Messages of the supervisor that arrived before the program was executed, for example a
         #: request to stop.
         self._early_messages: list[dict] = []  # type: ignore[type-arg]
@@ -145,7 +158,11 @@ class Guardian:
         self._watch()
         if self._cgroup is not None:
             cgroup.remove(self._cgroup)
-        self._channel.send("empty")
+        self._channel.send(
+            "empty",
+            stragglers=[command[:_COMMAND_LENGTH] for command in self._ended_stragglers],
+            is_killed=self._killing_since is not None,
+        )
 
     def _await_permission(self, pid: int) -> bool:
         """Wait until the supervisor permits the component's new process to execute its program.
@@ -231,6 +248,10 @@ class Guardian:
             self._first_process_lives = False
             code = os.waitstatus_to_exitcode(statuses[self._first_process])
             self._channel.send("exited", code=code)
+            is_stopping = self._kill_at is not None or self._children_until is not None
+            if code == 0 and not is_stopping:
+                self._note_stragglers()
+        self._note_ended_stragglers(statuses)
         if not self._first_process_lives and not is_empty:
             if self._order.children_grace_s is None:
                 self._begin_stop()
@@ -240,6 +261,29 @@ class Guardian:
                 self._signalled_stragglers = True
                 tree.signal_descendants(os.getpid(), self._order.stop_signal)
         return is_empty
+
+    def _note_stragglers(self) -> None:
+        """Remember the descendants that live on after the first process ended with exit code 0."""
+        self._left_alone_at = time.monotonic()
+        for pid in tree.descendants(os.getpid()):
+            with contextlib.suppress(OSError):
+                if not tree.is_zombie(pid):
+                    self._stragglers[pid] = tree.read_command_line(pid) or f"pid {pid}"
+
+    def _note_ended_stragglers(self, statuses: dict[int, int]) -> None:
+        """Remember the stragglers that a signal ended, or that outlived the first process.
+
+        Helper processes, such as Python's resource tracker, end by themselves shortly after the
+        first process. They are not counted.
+
+        Args:
+            statuses: Wait status of each process that has ended now, by pid.
+        """
+        lasted_s = time.monotonic() - self._left_alone_at
+        for pid in self._stragglers.keys() & statuses.keys():
+            command = self._stragglers.pop(pid)
+            if os.WIFSIGNALED(statuses[pid]) or lasted_s > _HELPER_ENDS_WITHIN_S:
+                self._ended_stragglers.append(command)
 
     def _begin_stop(self) -> None:
         """Send the component the stop signal. Further calls do nothing.

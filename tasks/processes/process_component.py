@@ -27,6 +27,8 @@ from tasks.record.outcome import ComponentFailed, GiveUpReason
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import LiveProbe, ReadyProbe
 
+#: Largest number of command lines in the warning about processes that a component left behind.
+_MAX_STRAGGLERS_NAMED = 5
 #: Seconds that a component may run after it has ended its own worker processes. If it runs longer,
 #: the end of the workers counts as a failure.
 _LEAVES_WITHIN_S = 1.0
@@ -162,6 +164,7 @@ class ProcessComponent(RunningComponent):
             await self._running.aclose()
             left = self.process.leftover_pids
             await self._close_notify()
+            self._report_stragglers()
             if left:
                 self._emit("component.stuck", self.name, pid=self.pid, pids=left)
             else:
@@ -169,6 +172,19 @@ class ProcessComponent(RunningComponent):
         if self._diagnosis is not None:
             self.hangs_in = self._diagnosis.hangs_in
         return left
+
+    def _report_stragglers(self) -> None:
+        """Report the processes that the component left behind when it ended by itself."""
+        commands = self.process.stragglers
+        if not commands:
+            return
+        how = "ended"
+        if self.process.was_killed:
+            how = f"killed after the grace period of {self.plan.command.grace_s:g} s"
+        count = "1 process" if len(commands) == 1 else f"{len(commands)} processes"
+        names = "; ".join(commands[:_MAX_STRAGGLERS_NAMED])
+        message = f"{self.name} ended and left {count}, which Muster {how}: {names}"
+        self._emit("run.warning", message=message)
 
     async def _publish_statuses(self, notify: NotifyProbe) -> None:
         """Publish each new status message of the component as an event, with pauses in between.

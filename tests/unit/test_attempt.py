@@ -46,6 +46,8 @@ class ScriptedProcess:
         self.guardian_pid = 0
         self.stuck: tuple[int, ...] = ()
         self.requests: list[str] = []
+        self.stragglers: tuple[str, ...] = ()
+        self.was_killed = False
         self.exited: asyncio.Future[Exit] = loop.create_future()
         self.empty: asyncio.Future[None] = loop.create_future()
 

@@ -1,0 +1,148 @@
+"""The messages about programs that cannot be executed, and about processes that are left behind."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tasks.record.states import RunState
+from tasks.spec.failure_kinds import FailureKind
+from tests.support.stage import Stage, is_alive, python, sh
+
+
+def script(directory: Path, first_line: str) -> str:
+    """Write an executable script, and return its command."""
+    path = directory / "run.sh"
+    path.write_bytes(f"{first_line}\necho hello\n".encode())
+    path.chmod(0o755)
+    return "./run.sh"
+
+
+def warnings(stage: Stage) -> list[str]:
+    return [event.message for event in stage.events if event.name == "run.warning"]
+
+
+@pytest.mark.parametrize(
+    ("first_line", "interpreter", "is_windows"),
+    [
+        ("#!/bin/sh\r", "'/bin/sh\\r'", True),
+        ("#!/moved/venv/bin/python -u", "'/moved/venv/bin/python'", False),
+        ("#! /etc/passwd", "'/etc/passwd'", False),
+    ],
+)
+def test_script_with_a_missing_interpreter_names_the_interpreter(
+    stage: Stage, tmp_path: Path, first_line: str, interpreter: str, is_windows: bool
+) -> None:
+    command = script(tmp_path, first_line)
+
+    verdict = stage.run(stage.component("trainer", (command,), cwd=tmp_path))
+
+    assert verdict.failure is not None
+    assert verdict.failure.kind is FailureKind.USER_ERROR
+    assert f"names the interpreter {interpreter}" in verdict.failure.message
+    assert ("Windows line ends" in verdict.failure.message) is is_windows
+    assert not any(event.name == "component.ready" for event in stage.events)
+
+
+def test_script_whose_env_line_has_windows_line_ends_is_a_user_error(
+    stage: Stage, tmp_path: Path
+) -> None:
+    command = script(tmp_path, "#!/usr/bin/env python3\r")
+
+    verdict = stage.run(stage.component("trainer", (command,), cwd=tmp_path))
+
+    assert verdict.failure is not None
+    assert verdict.failure.kind is FailureKind.USER_ERROR
+    assert "Windows line ends" in verdict.failure.hint
+
+
+def test_process_in_the_background_is_named_when_its_component_ends(
+    stage: Stage, tmp_path: Path
+) -> None:
+    pid_file = tmp_path / "pid"
+    command = sh(f"sleep 987 & echo $! > {pid_file}; sleep 0.3; exit 0")
+
+    verdict = stage.run(stage.component("trainer", command, on_exit_zero="complete"))
+
+    assert verdict.state is RunState.COMPLETED
+    assert warnings(stage) == ["trainer ended and left 1 process, which Muster ended: sleep 987"]
+    assert not is_alive(int(pid_file.read_text()))
+
+
+def test_child_that_ignores_the_stop_signal_is_reported_as_killed(
+    stage: Stage, tmp_path: Path
+) -> None:
+    upload = tmp_path / "upload.py"
+    started = tmp_path / "started"
+    upload.write_text(
+        "import pathlib, signal, time\n"
+        "signal.signal(15, signal.SIG_IGN)\n"
+        f"pathlib.Path({str(started)!r}).touch()\n"
+        "time.sleep(600)\n"
+    )
+    wait = f"until [ -e {started} ]; do sleep 0.05; done"
+    command = sh(f"{sys.executable} -I -S {upload} & {wait}; exit 0")
+
+    verdict = stage.run(stage.component("trainer", command, on_exit_zero="complete", grace_s=0.5))
+
+    assert verdict.state is RunState.COMPLETED
+    [warning] = warnings(stage)
+    assert "killed after the grace period of 0.5 s" in warning
+    assert str(upload) in warning
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        # Python's resource tracker ends by itself after its parent.
+        "import multiprocessing.resource_tracker as r; r.ensure_running()",
+        "print('done')",
+    ],
+)
+def test_component_without_leftovers_causes_no_warning(stage: Stage, code: str) -> None:
+    verdict = stage.run(stage.component("trainer", python(code), on_exit_zero="complete"))
+
+    assert verdict.state is RunState.COMPLETED
+    assert warnings(stage) == []
+
+
+@pytest.mark.parametrize(
+    ("script_text", "hint"),
+    [
+        ("exit 127", "Exit code 127 of a shell means that it did not find a program"),
+        ("exit 143", "Exit code 143 of a shell or launcher means that SIGTERM ended its program"),
+        ("kill -BUS $$", "df -h /dev/shm"),
+        ("exit 1", ""),
+    ],
+)
+def test_advice_follows_the_exit(stage: Stage, script_text: str, hint: str) -> None:
+    verdict = stage.run(stage.component("trainer", sh(script_text)))
+
+    assert verdict.failure is not None
+    assert hint in verdict.failure.hint
+    if not hint:
+        assert verdict.failure.hint == ""
+    assert "dmesg" not in f"{verdict.failure.hint} {verdict.failure.kind.properties.remedy}"
+
+
+def test_sigkill_is_explained_by_the_kernel_or_a_person(stage: Stage) -> None:
+    verdict = stage.run(stage.component("trainer", sh("kill -KILL $$")))
+
+    assert verdict.failure is not None
+    assert verdict.failure.signal == signal.SIGKILL.name
+    assert "dmesg" in verdict.failure.hint
+
+
+@pytest.mark.parametrize(
+    ("code", "rule"),
+    [("input('continue? ')", "no-standard-input"), ("breakpoint()", "debugger")],
+)
+def test_program_that_asks_on_stdin_is_a_user_error(stage: Stage, code: str, rule: str) -> None:
+    verdict = stage.run(stage.component("trainer", python(code)))
+
+    assert verdict.failure is not None
+    assert (verdict.failure.kind, verdict.failure.rule) == (FailureKind.USER_ERROR, rule)
+    assert "no terminal" in verdict.failure.hint or "needs a terminal" in verdict.failure.hint
