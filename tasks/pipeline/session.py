@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 from uuid import UUID
 
@@ -35,6 +34,7 @@ from tasks.pipeline.stage_runs import (
 )
 from tasks.pipeline.stage_specs import CannotBegin, read_specs_of_deployments
 from tasks.pipeline.steps import Begin, StageRun, completed_run, find_last_request, next_step
+from tasks.record.checkpoint_paths import CheckpointPath
 from tasks.record.checkpoints import find_stage_checkpoint
 from tasks.record.places import RunPlace
 from tasks.record.states import RunState
@@ -323,7 +323,7 @@ class PipelineSession:
             "`checkpoints` or `checkpoint` in the spec names the place of the checkpoints."
         )
 
-    def _find_checkpoint(self, client: SyncPrefectClient, run: StageRun) -> Path | None:
+    def _find_checkpoint(self, client: SyncPrefectClient, run: StageRun) -> CheckpointPath | None:
         """Return the path of a completed run's checkpoint, or None if the run has no checkpoint."""
         # The pipeline's spec may have changed after the start of the run. So read the spec with
         # which the run was started.

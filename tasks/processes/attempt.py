@@ -751,17 +751,21 @@ class SupervisedAttempt:
             self._fail_by_exit(component, exit)
             return
         newest: tuple[int | None, float] | None = None
+        is_known = True
         find_checkpoint = component.plan.find_checkpoint
         if find_checkpoint is not None:
-            with contextlib.suppress(OSError):
-                newest = await call_with_time_limit(
-                    _FIND_CHECKPOINT_WITHIN_S, find_checkpoint, None
-                )
+            # A list tells a folder without checkpoints from a folder that cannot be read.
+            results: list[tuple[int | None, float] | None] = []
+            results = await call_with_time_limit(
+                _FIND_CHECKPOINT_WITHIN_S, lambda: [find_checkpoint()], results
+            )
+            is_known = bool(results)
+            newest = next(iter(results), None)
         last = self._plan.last_step or 0
         reached_at = self._progress.reached_at or math.inf
         is_saved = newest is not None and ((newest[0] or 0) >= last or newest[1] >= reached_at)
         signal = exit.signal_name or _signal_of_shell(exit)
-        is_crash_at_exit = newest is None and signal in _FATAL_SIGNALS
+        is_crash_at_exit = is_known and newest is None and signal in _FATAL_SIGNALS
         if not is_saved and not is_crash_at_exit:
             self._fail_by_exit(component, exit)
             return

@@ -13,6 +13,7 @@ from enum import Enum
 from pathlib import Path
 
 from tasks.record.checkpoint_names import read_step
+from tasks.record.checkpoint_paths import CheckpointPath
 from tasks.record.outcome import Failure
 from tasks.record.run_json import AttemptRecord
 from tasks.spec.failure_kinds import CheckpointBlame, FailureKind
@@ -74,7 +75,8 @@ class Blame(Enum):
 class RejectedCheckpoint:
     """A checkpoint that an attempt could not load, and from which no later attempt should start."""
 
-    path: Path
+    #: Path or URL.
+    path: str
     #: Hash of the checkpoint's files at the start of the attempt that could not load them. An empty
     #: string if the record of the attempt has no hash.
     signature: str
@@ -133,7 +135,7 @@ def find_given_up(spec: RunSpec, attempts: Sequence[AttemptRecord]) -> list[Reje
     blames = blame_attempts(spec, attempts)
     return [
         RejectedCheckpoint(
-            path=Path(attempt.checkpoint or ""),
+            path=attempt.checkpoint or "",
             signature=attempt.resume.signature if attempt.resume else "",
             attempt=attempt.number,
         )
@@ -256,7 +258,7 @@ def _lifetime_s(attempt: AttemptRecord) -> float:
 
 def match_given_up(
     given_up: Sequence[RejectedCheckpoint],
-    path: Path,
+    path: CheckpointPath,
     signature: str,
     best_later_steps: Mapping[int, float],
 ) -> RejectedCheckpoint | None:
@@ -275,7 +277,7 @@ def match_given_up(
         again afterwards.
     """
     for entry in given_up:
-        if entry.path != path:
+        if entry.path != str(path):
             continue
         if entry.signature:
             if entry.signature == signature:

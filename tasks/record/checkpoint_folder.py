@@ -7,8 +7,6 @@ the trainer. A pointer file is a file in which a trainer names its last complete
 
 from __future__ import annotations
 
-import glob
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,6 +32,14 @@ from tasks.record.checkpoint_names import (
     read_rank,
     read_step,
 )
+from tasks.record.checkpoint_paths import (
+    CheckpointPath,
+    find_fixed_folder,
+    list_entries,
+    match_paths,
+    parse_checkpoint_path,
+)
+from tasks.record.checkpoint_store import suppress_file_errors
 
 #: Names of pointer files. A trainer writes the name or the step of its last complete checkpoint
 #: into such a file.
@@ -86,9 +92,9 @@ class Completeness(Enum):
 class Checkpoint:
     """A checkpoint, as it was when its folder was listed."""
 
-    path: Path
+    path: CheckpointPath
     #: Files and folders of the checkpoint. There are several if each rank writes its own file.
-    parts: tuple[Path, ...]
+    parts: tuple[CheckpointPath, ...]
     #: Training step at which the checkpoint was saved, or None if unknown.
     step: int | None
     #: Time of the last change of the checkpoint's files, in UTC epoch seconds.
@@ -119,7 +125,7 @@ class Listing:
     #: Checkpoints in ascending order of their steps.
     checkpoints: tuple[Checkpoint, ...] = ()
     #: Files and folders that are no checkpoints of the training: pairs of the path and the reason.
-    others: tuple[tuple[Path, str], ...] = ()
+    others: tuple[tuple[CheckpointPath, str], ...] = ()
     #: Remarks for the user about pointer files that do not name the newest complete checkpoint.
     notes: tuple[str, ...] = ()
 
@@ -177,22 +183,24 @@ def list_checkpoints(written: str, root: Path, *, is_running: bool) -> Listing:
     """List the checkpoints that a component writes.
 
     Args:
-        written: Folder of the checkpoints, or a pattern (`*`, `?`, `[...]`) that matches them.
+        written: Folder of the checkpoints, or a pattern (`*`, `?`, `[...]`) that matches them. It
+            may be a URL such as `s3://bucket/folder`.
         root: Directory from which a relative path starts.
         is_running: True if the trainer may still be writing. Its newest checkpoint is then
             complete only if its content or a pointer file proves that.
 
     Raises:
-        OSError: The folder cannot be read. A folder that does not exist has no checkpoints.
+        OSError: The folder cannot be read. A folder that does not exist has no checkpoints. For a
+            URL, the error is a `StoreError`.
     """
-    path = root / written
     for is_last_try in (*[False] * _RACES_AT_MOST, True):
+        path = parse_checkpoint_path(written, root)
         try:
             if path.is_dir():
                 return _list_folder(path, is_running=is_running)
-            if glob.has_magic(written):
-                return _list_pattern(str(path), is_running=is_running)
-            if not os.path.lexists(path):
+            if find_fixed_folder(written) != written:
+                return _list_pattern(path, is_running=is_running)
+            if not (path.exists() or path.is_symlink()):
                 return Listing()
             candidate = _read_candidate(Content.read(path), NameKind.CHECKPOINT)
             return _judge([candidate], [], is_running=is_running)
@@ -204,25 +212,28 @@ def list_checkpoints(written: str, root: Path, *, is_running: bool) -> Listing:
     raise AssertionError
 
 
-def _list_pattern(pattern: str, *, is_running: bool) -> Listing:
-    paths = [Path(found) for found in sorted(glob.iglob(pattern))]
+def _list_pattern(pattern: CheckpointPath, *, is_running: bool) -> Listing:
+    paths = match_paths(pattern)
     pointers: list[_Pointer] = []
     if len(parents := {path.parent for path in paths}) == 1:
         [folder] = parents
-        entries = (folder / name for name in sorted(os.listdir(folder)))
-        pointers = [pointer for entry in entries if (pointer := _read_pointer(entry)) is not None]
+        pointers = [
+            pointer
+            for entry in list_entries(folder)
+            if (pointer := _read_pointer(entry)) is not None
+        ]
     candidates = [*_read_candidates(paths, is_pattern=True)]
     return _judge(candidates, pointers, is_running=is_running, is_pattern=True)
 
 
-def _list_folder(folder: Path, *, is_running: bool) -> Listing:
-    paths = [folder / name for name in sorted(os.listdir(folder))]
+def _list_folder(folder: CheckpointPath, *, is_running: bool) -> Listing:
+    paths = list_entries(folder)
     pointers = [pointer for path in paths if (pointer := _read_pointer(path)) is not None]
     for pointer in pointers:
         # A pointer file may name a checkpoint in a subfolder. That subfolder is listed, too.
         subfolder = (folder / pointer.text).parent
         if subfolder != folder and folder in subfolder.parents and subfolder.is_dir():
-            paths += [path for path in sorted(subfolder.iterdir()) if path not in paths]
+            paths += [path for path in list_entries(subfolder) if path not in paths]
     candidates = [*_read_candidates(paths)]
     known_names = {candidate.name for candidate in candidates}
     for pointer in pointers:
@@ -247,7 +258,7 @@ def _is_flat(content: Content) -> bool:
     )
 
 
-def _list_others(paths: Iterable[Path]) -> Iterator[tuple[Path, str]]:
+def _list_others(paths: Iterable[CheckpointPath]) -> Iterator[tuple[CheckpointPath, str]]:
     """Yield the paths that are no checkpoints according to their names, with the reason."""
     for path in paths:
         if read_step(path.name) is None or classify_name(path.name) is not NameKind.OTHER:
@@ -260,7 +271,9 @@ def _list_others(paths: Iterable[Path]) -> Iterator[tuple[Path, str]]:
             yield path, "a result, not a state of the training, by its name"
 
 
-def _read_candidates(paths: Sequence[Path], *, is_pattern: bool = False) -> Iterator[_Candidate]:
+def _read_candidates(
+    paths: Sequence[CheckpointPath], *, is_pattern: bool = False
+) -> Iterator[_Candidate]:
     """Yield the files and folders that may be checkpoints.
 
     Args:
@@ -274,7 +287,7 @@ def _read_candidates(paths: Sequence[Path], *, is_pattern: bool = False) -> Iter
         if not is_partial_name(path.name) and (path.is_dir() or path.is_file())
     }
     has_named = any(kind is not NameKind.OTHER for kind in kinds.values())
-    groups: dict[str, list[Path]] = {}
+    groups: dict[str, list[CheckpointPath]] = {}
     for path, kind in kinds.items():
         if kind is NameKind.OTHER and (has_named or not is_pattern):
             continue
@@ -310,13 +323,17 @@ def _read_candidate(content: Content, kind: NameKind) -> _Candidate:
     return _Candidate(content, judge_content(content), kind)
 
 
-def _read_pointer(path: Path) -> _Pointer | None:
-    """Return the pointer in a file or symbolic link, or None if the path is no pointer."""
+def _read_pointer(path: CheckpointPath) -> _Pointer | None:
+    """Return the pointer in a file or symbolic link, or None if the path is no pointer.
+
+    Raises:
+        StoreError: The store of the checkpoints did not answer.
+    """
     text = ""
     if path.is_symlink() and is_current_name(path.name) and read_step(path.name) is None:
-        text = os.readlink(path)
+        text = str(path.readlink())
     elif path.name in _POINTER_NAMES and path.is_file() and not path.is_symlink():
-        with suppress(OSError):
+        with suppress_file_errors():
             if path.stat().st_size <= _POINTER_BYTES:
                 text = path.read_text("utf-8", "replace").strip() or "?"
     if not text:
@@ -332,7 +349,7 @@ def _judge(
     *,
     is_running: bool,
     is_pattern: bool = False,
-    others: Iterable[tuple[Path, str]] = (),
+    others: Iterable[tuple[CheckpointPath, str]] = (),
 ) -> Listing:
     """Decide which candidates are checkpoints, and which of these are complete.
 

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 from tasks.record.checkpoint_names import drop_rank, is_partial_name, is_step_named, read_step
+from tasks.record.checkpoint_paths import CheckpointPath, walk_files
+from tasks.record.checkpoint_store import suppress_file_errors
 from tasks.record.tensor_files import check_file, read_pickled_number, read_stored_lengths
 
 #: If a checkpoint has more files than this, the other files are not checked.
@@ -63,16 +63,16 @@ class Content:
     """The list of the files of one checkpoint, with their sizes and times."""
 
     #: Path of the checkpoint: a folder, a file, or the first of several files of different ranks.
-    path: Path
+    path: CheckpointPath
     #: Facts about each file, by its path relative to `root`. The value is None for a symbolic link
     #: to a missing file.
     files: Mapping[str, FileFacts | None]
     #: Folder from which the paths in `files` start.
-    root: Path
+    root: CheckpointPath
     is_folder: bool
 
     @staticmethod
-    def read(path: Path, parts: Iterable[Path] = ()) -> Content:
+    def read(path: CheckpointPath, parts: Iterable[CheckpointPath] = ()) -> Content:
         """List the files of a checkpoint.
 
         Args:
@@ -86,17 +86,16 @@ class Content:
             found = {part.name: _facts_of(part) for part in (parts or (path,))}
             return Content(path=path, files=found, root=path.parent, is_folder=False)
         files: dict[str, FileFacts | None] = {}
-        for folder, _, names in os.walk(path, onerror=_raise):
-            for name in sorted(names):
-                file = Path(folder, name)
-                if file.is_file() or not file.exists():  # Skip sockets, pipes and devices.
-                    files[file.relative_to(path).as_posix()] = _facts_of(file)
+        prefix = f"{path}/"
+        for file_path in walk_files(path):
+            if file_path.is_file() or not file_path.exists():  # Skip sockets, pipes and devices.
+                files[str(file_path).removeprefix(prefix)] = _facts_of(file_path)
             if len(files) > _FILES_AT_MOST:
                 break
         return Content(path=path, files=files, root=path, is_folder=True)
 
     @property
-    def paths(self) -> tuple[Path, ...]:
+    def paths(self) -> tuple[CheckpointPath, ...]:
         """Files or folders that must be removed to remove the checkpoint."""
         if self.is_folder:
             return (self.path,)
@@ -144,7 +143,7 @@ class Content:
         return [facts for facts in self.files.values() if facts is not None]
 
 
-def _facts_of(path: Path) -> FileFacts | None:
+def _facts_of(path: CheckpointPath) -> FileFacts | None:
     try:
         stat = path.stat()
     except FileNotFoundError:
@@ -155,12 +154,6 @@ def _facts_of(path: Path) -> FileFacts | None:
         inode_changed_ns=stat.st_ctime_ns,
         inode=stat.st_ino,
     )
-
-
-def _raise(error: OSError) -> None:
-    # A folder may be removed while it is listed. This is not an error.
-    if not isinstance(error, FileNotFoundError):
-        raise error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,8 +202,11 @@ def _read_json(content: Content, name: str) -> Mapping[str, Any]:
     """Return the object in a JSON file of a checkpoint.
 
     The result is empty if the file is missing or does not contain a JSON object.
+
+    Raises:
+        StoreError: The store of the checkpoint did not answer.
     """
-    with suppress(OSError, ValueError):
+    with suppress_file_errors():
         found = json.loads((content.root / name).read_text(encoding="utf-8"))
         return found if isinstance(found, dict) else {}
     return {}
@@ -513,7 +509,7 @@ def _read_step(content: Content, layout: Layout | None) -> int | None:
     step = read_step(content.path.name)
     if is_step_named(content.path.name) or layout is None:
         return step
-    with suppress(OSError, ValueError):
+    with suppress_file_errors():
         stored = layout.read_step(content)
         return step if stored is None else stored
     return step

@@ -16,19 +16,20 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from tasks.record.checkpoint_paths import CheckpointPath, identify_path, path_exists
 from tasks.record.disk import json_text, replace_file
 from tasks.record.places import muster_home, read_own_file
 
-#: Number of seconds to wait for a checkpoint that `keep` has renamed and renames back.
-_RENAMED_BACK_WITHIN_S = 2.0
+#: Number of seconds to wait for a checkpoint that `keep` has hidden and restores.
+_RESTORED_WITHIN_S = 2.0
 _CHECK_EVERY_S = 0.05
 
 
-def pin_checkpoint(path: Path, parts: Sequence[Path], home: Path) -> None:
+def pin_checkpoint(path: CheckpointPath, parts: Sequence[CheckpointPath], home: Path) -> None:
     """Record that a run is started from a checkpoint, so that `keep` does not remove it.
 
     Args:
-        path: Absolute path of the checkpoint.
+        path: Absolute path or URL of the checkpoint.
         parts: Files and folders of the checkpoint. There are several if each rank writes its own
             file.
         home: Muster's home directory of the run that wrote the checkpoint.
@@ -37,35 +38,35 @@ def pin_checkpoint(path: Path, parts: Sequence[Path], home: Path) -> None:
         FileNotFoundError: The checkpoint was removed in the meantime.
         OSError: The pin cannot be written.
     """
-    pin = _pin_folder(home) / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
+    pin = _pin_folder(home) / f"{hashlib.sha256(os.fsencode(str(path))).hexdigest()[:32]}.json"
     for parent in (pin.parent.parent, pin.parent):
         parent.mkdir(mode=0o700, exist_ok=True, parents=True)
-    paths = sorted({os.path.realpath(part) for part in (path, *parts)})
+    paths = sorted({identify_path(part) for part in (path, *parts)})
     replace_file(pin, json_text({"paths": paths, "since": time.time()}))
 
-    # A run with `keep` renames a checkpoint before it deletes the checkpoint, and then reads the
-    # pins. So a checkpoint that exists after the pin was written is not deleted. The checkpoint may
-    # be absent for a moment, until the other run has renamed it back.
-    deadline = time.monotonic() + _RENAMED_BACK_WITHIN_S
-    while not all(os.path.lexists(part) for part in (path, *parts)):
+    # A run with `keep` hides a checkpoint before it deletes the checkpoint, and then reads the
+    # pins. So a checkpoint that exists after the pin was written is not deleted. The checkpoint
+    # may be absent for a moment, until the other run has restored it.
+    deadline = time.monotonic() + _RESTORED_WITHIN_S
+    while not all(path_exists(part) for part in (path, *parts)):
         if time.monotonic() > deadline:
             pin.unlink(missing_ok=True)
             raise FileNotFoundError(errno.ENOENT, "the checkpoint was removed just now", str(path))
         time.sleep(_CHECK_EVERY_S)
 
 
-def read_pinned_paths() -> frozenset[Path]:
-    """Return the resolved paths of all files and folders of the pinned checkpoints.
+def read_pinned_paths() -> frozenset[str]:
+    """Return the paths of all files and folders of the pinned checkpoints, by `identify_path`.
 
     Raises:
         OSError: A pin cannot be read. It is then unknown which checkpoints are pinned.
         ValueError: A pin is not valid.
     """
-    paths: set[Path] = set()
+    paths: set[str] = set()
     with suppress(FileNotFoundError):
         for pin in sorted(_pin_folder(muster_home()).iterdir()):
             if pin.suffix == ".json":
-                paths.update(Path(path) for path in json.loads(read_own_file(pin))["paths"])
+                paths.update(json.loads(read_own_file(pin))["paths"])
     return frozenset(paths)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -22,11 +21,18 @@ import yaml
 from tasks.record.checkpoint_blame import find_given_up, match_given_up
 from tasks.record.checkpoint_claims import Rival, claim_folder, find_rivals, why_of_rival
 from tasks.record.checkpoint_folder import Checkpoint, Completeness, Listing, list_checkpoints
-from tasks.record.checkpoint_names import (
-    REMOVAL_SUFFIX,
-    is_partial_name,
+from tasks.record.checkpoint_names import REMOVAL_SUFFIX, is_partial_name
+from tasks.record.checkpoint_paths import (
+    CheckpointPath,
+    find_local_path,
+    identify_folder,
+    identify_path,
+    parse_checkpoint_path,
+    path_exists,
+    remove_path,
 )
 from tasks.record.checkpoint_pins import read_pinned_paths
+from tasks.record.checkpoint_store import StoreStat
 from tasks.record.places import RunPlace
 from tasks.record.run_json import AttemptRecord, RefusedCheckpoint, ResumeRecord, RunJson
 from tasks.spec.component import Component
@@ -51,8 +57,8 @@ _RESUME_FROM = "attempt.resume_from"
 class ResumePlan:
     """The checkpoint from which the next attempt should start, and the reasons for the choice."""
 
-    #: Absolute path of the checkpoint, or None if the attempt starts without a checkpoint.
-    path: Path | None = None
+    #: Absolute path or URL of the checkpoint. None if the attempt starts without a checkpoint.
+    path: CheckpointPath | None = None
     #: Evidence that the checkpoint is complete. If `path` is None, the reason for this.
     rule: str = ""
     #: Newer checkpoints from which the attempt should not start, the newest first.
@@ -66,7 +72,7 @@ class ResumePlan:
     is_passed: bool = True
 
     @property
-    def passed(self) -> Path | None:
+    def passed(self) -> CheckpointPath | None:
         """Path for `${attempt.resume_from}`, or None if the spec does not use this placeholder."""
         return self.path if self.is_passed else None
 
@@ -141,7 +147,7 @@ def plan_resume(
     notes: list[str] = []
     given_up: list[Checkpoint] = []
     for number in reversed(_attempts_with_folders(written, attempts)):
-        listing = _checkpoints_of_attempt(place, number, name)
+        listing = _checkpoints_of_attempt(place, number, name, spec=spec)
         for path, why in listing.others:
             refused.append(RefusedCheckpoint(path=str(path), why=why))
         why_foreign = _foreign_checkpoints(place, number, name, foreign or {})
@@ -189,16 +195,21 @@ def _plan_start(
     Raises:
         FileNotFoundError: The checkpoint is missing.
     """
-    path = Path(start.checkpoint)
+    path = parse_checkpoint_path(start.checkpoint)
     step = f" of step {start.step}" if start.step is not None else ""
-    if not os.path.lexists(path):
+    if not path_exists(path):
         problem = f"the checkpoint{step} of {start.run}, from which the run must start, is missing"
         raise FileNotFoundError(errno.ENOENT, problem, str(path))
     rule = f"a person started the run from this checkpoint{step} of {start.run}"
     if start.is_step_back:
         rule = f"a person retried the run from this checkpoint{step}"
-    listing = list_checkpoints(str(path.parent), path.parent, is_running=False)
-    signatures = [one.signature for one in listing.checkpoints if path in (one.path, *one.parts)]
+    listing = list_checkpoints(str(path.parent), Path.cwd(), is_running=False)
+    identity = identify_path(path)
+    signatures = [
+        one.signature
+        for one in listing.checkpoints
+        if identity in map(identify_path, (one.path, *one.parts))
+    ]
     return ResumePlan(
         path=path,
         rule=rule,
@@ -239,7 +250,7 @@ def find_resume_checkpoint(
     place: RunPlace,
     attempts: Sequence[AttemptRecord],
     foreign: Mapping[str, str] | None = None,
-) -> Path | None:
+) -> CheckpointPath | None:
     """Return the checkpoint from which the next attempt should start; see `plan_resume`.
 
     Return None if there is no such checkpoint.
@@ -286,9 +297,9 @@ def _foreign_checkpoints(
 
 def _rivals_of(place: RunPlace, number: int, name: str) -> list[Rival]:
     root, written = _folder_of_attempt(place, number, name)
-    if not written or _is_own_folder(root / written, place):
+    if not written or _is_own_folder(written, root, place):
         return []
-    return find_rivals(os.path.realpath(root / written), place.run_id)
+    return find_rivals(identify_folder(written, root), place.run_id)
 
 
 def describe_rivals(spec: RunSpec, place: RunPlace, number: int) -> list[str]:
@@ -310,9 +321,10 @@ def describe_rivals(spec: RunSpec, place: RunPlace, number: int) -> list[str]:
     ]
 
 
-def _is_own_folder(folder: Path, place: RunPlace) -> bool:
+def _is_own_folder(written: str, root: Path, place: RunPlace) -> bool:
     """Return True if a folder is below the directory of the run, so that no other run uses it."""
-    return folder.resolve().is_relative_to(place.directory.resolve())
+    folder = find_local_path(parse_checkpoint_path(written, root))
+    return folder is not None and folder.resolve().is_relative_to(place.directory.resolve())
 
 
 def _why_foreign(checkpoint: Checkpoint, foreign: Mapping[str, str]) -> str:
@@ -368,41 +380,41 @@ def find_foreign_checkpoints(
     name, component = named
     written = component.checkpoints or ""
     if spec.start_from is not None and spec.start_from.attempt == number:
-        written_in_spec = spec.processes[name].checkpoints or ""
-        return _set_aside_checkpoints(place, number, name, written_in_spec, spec.start_from)
+        return _set_aside_checkpoints(spec, place, number, name, spec.start_from)
     if number > 1 and not _is_per_attempt(spec.processes[name].checkpoints or ""):
         return {}
     root = Path.cwd() / (component.cwd or resolved.cwd)
-    if _is_own_folder(root / written, place):
+    if _is_own_folder(written, root, place):
         return {}
-    claim_folder(os.path.realpath(root / written), place.run_id)
+    claim_folder(identify_folder(written, root), place.run_id)
     listing = list_checkpoints(written, root, is_running=True)
     return {str(checkpoint.path): _sign(checkpoint) for checkpoint in listing.checkpoints}
 
 
 def _set_aside_checkpoints(
-    place: RunPlace, number: int, name: str, written: str, start: StartFrom
+    spec: RunSpec, place: RunPlace, number: int, name: str, start: StartFrom
 ) -> dict[str, str]:
     """Return the signatures of the run's checkpoints after the step from which it is retried.
 
     No later attempt uses them, unless an attempt saves them again.
 
     Args:
+        spec: The spec of the run, in which placeholders are not replaced yet.
         place: Directory of the run.
         number: Number of the attempt that starts from the earlier step.
         name: Name of the component with checkpoints.
-        written: The key `checkpoints` of the component, in which placeholders are not replaced yet.
         start: The key `start_from` of the spec.
 
     Raises:
         OSError: A folder of checkpoints cannot be read.
     """
     earlier = range(1, number)
+    is_per_attempt = _is_per_attempt(spec.processes[name].checkpoints or "")
     return {
         str(checkpoint.path): f"{_sign(checkpoint)}:{start.step}"
-        for attempt in (earlier if _is_per_attempt(written) else earlier[-1:])
-        for checkpoint in _checkpoints_of_attempt(place, attempt, name).checkpoints
-        if checkpoint.path != Path(start.checkpoint)
+        for attempt in (earlier if is_per_attempt else earlier[-1:])
+        for checkpoint in _checkpoints_of_attempt(place, attempt, name, spec=spec).checkpoints
+        if str(checkpoint.path) != start.checkpoint
         if checkpoint.step is None or start.step is None or checkpoint.step > start.step
     }
 
@@ -470,13 +482,15 @@ def judge_checkpoints(
                 why_unfit=why_unfit(checkpoint) if checkpoint.is_complete else "",
             )
             for checkpoint in _checkpoints_of_attempt(
-                place, number, name, is_running=is_running
+                place, number, name, is_running=is_running, spec=spec
             ).checkpoints
         ]
     newest_first = [one.checkpoint.path for one in reversed(judged) if one.is_fit]
-    in_use = {Path(attempt.checkpoint or "").resolve() for attempt in attempts[-1:]}
+    in_use = {
+        identify_path(parse_checkpoint_path(attempt.checkpoint or "")) for attempt in attempts[-1:]
+    }
     linked = {
-        entry.resolve()
+        identify_path(entry)
         for folder in {one.checkpoint.path.parent for one in judged}
         for entry in folder.iterdir()
         if entry.is_symlink()
@@ -485,7 +499,7 @@ def judge_checkpoints(
 
     def list_reasons(one: JudgedCheckpoint) -> Iterator[str]:
         checkpoint = one.checkpoint
-        paths = {path.resolve() for path in (checkpoint.path, *checkpoint.parts)}
+        paths = {identify_path(path) for path in (checkpoint.path, *checkpoint.parts)}
         if component.keep is None:
             yield "the spec has no `keep`"
         if not checkpoint.is_complete:
@@ -515,7 +529,7 @@ def find_superfluous_checkpoints(
     place: RunPlace,
     attempts: Sequence[AttemptRecord],
     foreign: Mapping[str, str] | None = None,
-) -> list[Path]:
+) -> list[CheckpointPath]:
     """Return the files and folders of complete checkpoints beyond the number `keep`, oldest first.
 
     Never returned are:
@@ -551,8 +565,8 @@ def find_superfluous_checkpoints(
     ]
 
 
-def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint. It is renamed first, so that no program loads a half-removed checkpoint.
+def remove_checkpoint(path: CheckpointPath) -> None:
+    """Remove a checkpoint so that no program loads a half-removed checkpoint.
 
     If a person starts another run from the checkpoint at the same moment, it is kept.
 
@@ -560,30 +574,8 @@ def remove_checkpoint(path: Path) -> None:
         OSError: The checkpoint cannot be removed.
         ValueError: The list of the checkpoints from which another run was started is not valid.
     """
-    # If a process was killed while it removed a checkpoint with this name, the renamed checkpoint
-    # still exists.
-    _finish_removals(path.parent)
-    resolved_path = path.resolve()
-    renamed = path.with_name(f".{path.name}{REMOVAL_SUFFIX}")
-    path.rename(renamed)
-    try:
-        is_pinned = resolved_path in read_pinned_paths()
-    except BaseException:
-        renamed.rename(path)
-        raise
-    if is_pinned:
-        renamed.rename(path)
-    else:
-        _finish_removals(path.parent)
-
-
-def _finish_removals(folder: Path) -> None:
-    """Delete the checkpoints in a folder that `remove_checkpoint` has renamed."""
-    for entry in folder.glob(f".*{REMOVAL_SUFFIX}"):
-        if entry.is_dir():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink()
+    identity = identify_path(path)
+    remove_path(path, lambda: identity in read_pinned_paths())
 
 
 def read_attempt_spec(place: RunPlace, number: int) -> Mapping[str, Any]:
@@ -599,7 +591,7 @@ def read_attempt_spec(place: RunPlace, number: int) -> Mapping[str, Any]:
     return {}
 
 
-def find_latest_checkpoint(written: str, root: Path) -> Path | None:
+def find_latest_checkpoint(written: str, root: Path) -> CheckpointPath | None:
     """Return the newest complete checkpoint, or None if there is none yet.
 
     Args:
@@ -607,7 +599,7 @@ def find_latest_checkpoint(written: str, root: Path) -> Path | None:
         root: Directory from which a relative path starts.
 
     Returns:
-        The absolute path of the checkpoint.
+        The absolute path or the URL of the checkpoint.
 
     Raises:
         OSError: The folder cannot be read.
@@ -669,7 +661,7 @@ class CheckpointGrowth:
         """
         self._written = written
         self._root = root
-        self._seen: dict[Path, tuple[int, int, int]] | None = None
+        self._seen: dict[CheckpointPath, tuple[int, int, int]] | None = None
 
     def has_grown(self) -> bool:
         """Return True if a file of an unfinished checkpoint has changed since the last call.
@@ -679,11 +671,15 @@ class CheckpointGrowth:
         if self._seen is None:
             self._seen = self._read()
             return is_writing_checkpoint(self._written, self._root)
+        present = self._read()
+        if present is None:
+            return False
         before = self._seen
-        self._seen = self._read()
-        return any(before.get(path) != state for path, state in self._seen.items())
+        self._seen = present
+        return any(before.get(path) != state for path, state in present.items())
 
-    def _read(self) -> dict[Path, tuple[int, int, int]]:
+    def _read(self) -> dict[CheckpointPath, tuple[int, int, int]] | None:
+        """Return size and time of each unfinished file, or None if they cannot be read."""
         with suppress(OSError):
             return {
                 path: (stat.st_size, stat.st_mtime_ns, stat.st_blocks)
@@ -691,12 +687,12 @@ class CheckpointGrowth:
                     self._written, self._root, with_unknown_files=True
                 )
             }
-        return {}
+        return None
 
 
 def _list_unfinished_files(
     written: str, root: Path, *, with_unknown_files: bool
-) -> Iterator[tuple[Path, os.stat_result]]:
+) -> Iterator[tuple[CheckpointPath, os.stat_result | StoreStat]]:
     """Yield the path and the status of each file that may belong to an unfinished checkpoint.
 
     These are the files of checkpoints that are not known to be complete, and temporary files.
@@ -707,7 +703,7 @@ def _list_unfinished_files(
         with_unknown_files: True to include checkpoints that consist of a single file, although
             nothing shows that this file is still being written.
     """
-    folder = root / written
+    folder = parse_checkpoint_path(written, root)
     listing = list_checkpoints(written, root, is_running=True)
     complete = {path for checkpoint in listing.complete for path in checkpoint.parts}
     newest = max((one.order for one in listing.checkpoints if one.is_complete), default=None)
@@ -734,7 +730,9 @@ def _list_unfinished_files(
                 yield path, path.stat()
 
 
-def find_stage_checkpoint(checkpoint: str | None, spec: RunSpec, place: RunPlace) -> Path | None:
+def find_stage_checkpoint(
+    checkpoint: str | None, spec: RunSpec, place: RunPlace
+) -> CheckpointPath | None:
     """Return the checkpoint that a completed stage of a pipeline passes to the next stage.
 
     Args:
@@ -744,7 +742,7 @@ def find_stage_checkpoint(checkpoint: str | None, spec: RunSpec, place: RunPlace
         place: Directory of the stage's run.
 
     Returns:
-        The absolute path, or None if there is no complete checkpoint.
+        The absolute path or the URL, or None if there is no complete checkpoint.
 
     Raises:
         OSError: The folder of the checkpoints cannot be read.
@@ -757,12 +755,7 @@ def find_stage_checkpoint(checkpoint: str | None, spec: RunSpec, place: RunPlace
         foreign = record.foreign_checkpoints
     if checkpoint is None:
         return find_resume_checkpoint(spec, place, attempts, foreign)
-    values = {
-        "run.id": place.run_id,
-        "run.dir": str(place.directory),
-        "attempt.number": str(len(attempts)),
-        "attempt.dir": str(place.attempt(len(attempts)).directory),
-    }
+    values = _values_of_attempt(place, len(attempts))
     root = Path(read_attempt_spec(place, len(attempts)).get("cwd") or spec.cwd)
     return find_latest_checkpoint(substitute(checkpoint, values.__getitem__), root)
 
@@ -831,26 +824,64 @@ def _is_per_attempt(written: str) -> bool:
 
 
 def _checkpoints_of_attempt(
-    place: RunPlace, number: int, component_name: str, *, is_running: bool = False
+    place: RunPlace,
+    number: int,
+    component_name: str,
+    *,
+    is_running: bool = False,
+    spec: RunSpec | None = None,
 ) -> Listing:
     """Return the checkpoints in the folder of an attempt.
+
+    Args:
+        place: Directory of the run.
+        number: Number of the attempt.
+        component_name: Name of the component with checkpoints.
+        is_running: True if the trainer may still be writing checkpoints.
+        spec: The spec of the run; see `_folder_of_attempt`.
 
     Raises:
         OSError: The folder cannot be read.
     """
-    root, written = _folder_of_attempt(place, number, component_name)
+    root, written = _folder_of_attempt(place, number, component_name, spec)
     return list_checkpoints(written, root, is_running=is_running) if written else Listing()
 
 
-def _folder_of_attempt(place: RunPlace, number: int, component_name: str) -> tuple[Path, str]:
+def _folder_of_attempt(
+    place: RunPlace, number: int, component_name: str, spec: RunSpec | None = None
+) -> tuple[Path, str]:
     """Return where the checkpoints of an attempt are.
+
+    Args:
+        place: Directory of the run.
+        number: Number of the attempt.
+        component_name: Name of the component with checkpoints.
+        spec: The spec of the run, in which placeholders are not replaced yet. It is used if the
+            attempt has no spec file on this host, because the attempt ran on another host.
 
     Returns:
         The directory from which a relative path starts, and the value of the key `checkpoints`.
         The value is empty if the spec of the attempt cannot be read.
     """
-    spec = read_attempt_spec(place, number)
-    component = mapping_or_empty(mapping_or_empty(spec.get("components")).get(component_name))
+    attempt_spec = read_attempt_spec(place, number)
+    if not attempt_spec and spec is not None:
+        values = _values_of_attempt(place, number)
+        component = spec.processes[component_name]
+        folder = component.checkpoints or ""
+        if set(find_names(folder)) <= values.keys():
+            root = Path.cwd() / (component.cwd or spec.cwd)
+            return root, substitute(folder, values.__getitem__)
+    written = mapping_or_empty(mapping_or_empty(attempt_spec.get("components")).get(component_name))
     # An earlier version of Muster stored a relative `cwd`, or no `cwd` at all.
-    root = Path.cwd() / (component.get("cwd") or spec.get("cwd") or ".")
-    return root, str(component.get("checkpoints") or "")
+    root = Path.cwd() / (written.get("cwd") or attempt_spec.get("cwd") or ".")
+    return root, str(written.get("checkpoints") or "")
+
+
+def _values_of_attempt(place: RunPlace, number: int) -> dict[str, str]:
+    """Return the values of the placeholders for paths of an attempt."""
+    return {
+        "run.id": place.run_id,
+        "run.dir": str(place.directory),
+        "attempt.number": str(number),
+        "attempt.dir": str(place.attempt(number).directory),
+    }

@@ -19,8 +19,10 @@ import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from io import BytesIO
-from pathlib import Path
 from typing import Any, BinaryIO
+
+from tasks.record.checkpoint_paths import CheckpointPath
+from tasks.record.checkpoint_store import StoreError
 
 #: Largest header of a safetensors file in bytes. Source: safetensors/src/tensor.rs.
 _SAFETENSORS_HEADER_BYTES = 100_000_000
@@ -63,12 +65,12 @@ class FileCheck:
 #: Results for undamaged files, by path, size, modification time in nanoseconds, and inode number.
 #: The results are kept because the same files are checked again and again, possibly on a slow file
 #: system.
-_whole_files: dict[tuple[Path, int, int, int], FileCheck] = {}
+_whole_files: dict[tuple[str, int, int, int], FileCheck] = {}
 #: Largest number of results in `_whole_files`.
 _WHOLE_FILES_AT_MOST = 100_000
 
 
-def check_file(path: Path) -> FileCheck:
+def check_file(path: CheckpointPath) -> FileCheck:
     """Check whether a file was written completely.
 
     A file of an unknown format counts as damaged only if it is empty or consists of zeros.
@@ -77,7 +79,7 @@ def check_file(path: Path) -> FileCheck:
         OSError: The file cannot be read.
     """
     status = path.stat()
-    key = (path, status.st_size, status.st_mtime_ns, status.st_ino)
+    key = (str(path), status.st_size, status.st_mtime_ns, status.st_ino)
     if key in _whole_files:
         return _whole_files[key]
     check = _examine(path, status.st_size)
@@ -88,7 +90,7 @@ def check_file(path: Path) -> FileCheck:
     return check
 
 
-def _examine(path: Path, size: int) -> FileCheck:
+def _examine(path: CheckpointPath, size: int) -> FileCheck:
     if size == 0:
         return FileCheck(is_known_format=True, damage="is empty")
     with path.open("rb") as file:
@@ -324,15 +326,20 @@ def _check_old_torch(file: BinaryIO, size: int) -> str:
     return ""
 
 
-def read_pickled_number(path: Path, *keys: str) -> int | None:
+def read_pickled_number(path: CheckpointPath, *keys: str) -> int | None:
     """Return the integer that is stored under a key in a pickle, or None if there is none.
 
     Args:
         path: The pickle, or a PyTorch file that contains a pickle `data.pkl`.
         keys: Possible keys, in the order of their priority. A key may be at any depth.
+
+    Raises:
+        StoreError: The store of the checkpoint did not answer.
     """
     try:
         data = _read_pickle_bytes(path)
+    except StoreError:
+        raise
     except (OSError, zipfile.BadZipFile, KeyError, ValueError):
         return None
     found: dict[str, int] = {}
@@ -352,7 +359,7 @@ def read_pickled_number(path: Path, *keys: str) -> int | None:
     return next((found[key] for key in keys if key in found), None)
 
 
-def _read_pickle_bytes(path: Path) -> bytes:
+def _read_pickle_bytes(path: CheckpointPath) -> bytes:
     with path.open("rb") as file:
         if file.read(2) != b"PK":
             if path.stat().st_size > _PICKLE_BYTES:
@@ -367,7 +374,7 @@ def _read_pickle_bytes(path: Path) -> bytes:
             return archive.read(name)
 
 
-def read_stored_lengths(metadata: Path) -> dict[str, int]:
+def read_stored_lengths(metadata: CheckpointPath) -> dict[str, int]:
     """Return the sizes of the files that a `.metadata` of torch.distributed.checkpoint names.
 
     Returns:

@@ -12,6 +12,7 @@ from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
+from tasks.spec.checkpoint_urls import find_url_fault, is_url
 from tasks.spec.placeholders import mapping_or_empty
 from tasks.spec.probes import LiveProbe, ReadyProbe
 from tasks.spec.rollout import Rollout
@@ -145,10 +146,10 @@ class Component(Model):
     )
     checkpoints: Text | None = Field(
         None,
-        description="Folder of the component's checkpoints, or a pattern of their paths. The next "
-        "attempt gets the path of the last complete checkpoint as ${attempt.resume_from}. Only one "
-        "component may have this key.",
-        examples=["${run.dir}/checkpoints"],
+        description="Folder of the component's checkpoints, or a pattern of their paths. It may "
+        "be a URL with s3://, gs:// or file://. The next attempt gets the path or URL of the last "
+        "complete checkpoint as ${attempt.resume_from}. Only one component may have this key.",
+        examples=["${run.dir}/checkpoints", "s3://bucket/${run.id}/checkpoints"],
     )
     keep: Count | None = Field(
         None,
@@ -171,7 +172,10 @@ class Component(Model):
             problem = "needs `checkpoints`: without them, Muster cannot see a save"
             remedy = "write checkpoints: FOLDER, or leave out save_grace_s"
             yield ("stop", "save_grace_s"), make_refusal(problem, remedy)
-        if fault := _find_folder_fault(written.get("checkpoints"), written.get("cwd")):
+        checkpoints = written.get("checkpoints")
+        if isinstance(checkpoints, str) and (url_fault := find_url_fault(checkpoints)):
+            yield ("checkpoints",), make_refusal(url_fault.problem, url_fault.remedy)
+        if fault := _find_folder_fault(checkpoints, written.get("cwd")):
             yield ("checkpoints",), make_refusal(fault, 'write "${run.dir}/checkpoints"')
 
 
@@ -183,7 +187,8 @@ def _find_folder_fault(checkpoints: object, cwd: object) -> str:
     """
     if not isinstance(checkpoints, str):
         return ""
-    is_relative = not checkpoints.startswith(("/", "${"))
+    checkpoints = checkpoints.removeprefix("file://")
+    is_relative = not checkpoints.startswith(("/", "${")) and not is_url(checkpoints)
     folder = f"{cwd}/{checkpoints}" if isinstance(cwd, str) and is_relative else checkpoints
     if "${run.dir}" not in folder and "${attempt.dir}" not in folder:
         return ""

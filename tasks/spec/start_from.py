@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
+from tasks.spec.checkpoint_urls import is_url
 from tasks.spec.errors import Fault
 from tasks.spec.placeholders import find_uses, mapping_or_empty
 from tasks.spec.values import Count, CountOrZero, Model, Text, make_refusal
@@ -19,9 +20,10 @@ _RESUME_FROM = "attempt.resume_from"
 
 
 def _check_absolute(path: str) -> str:
-    if not path.startswith("/"):
+    if not path.startswith("/") and not is_url(path):
         raise make_refusal(
-            f"must be an absolute path, found {path!r}", "write --from RUN@STEP instead of this key"
+            f"must be an absolute path or a URL, found {path!r}",
+            "write --from RUN@STEP instead of this key",
         )
     return path
 
@@ -34,7 +36,8 @@ class StartFrom(Model):
         examples=["quickstart-grpo-20260101-120000-0123abcd"],
     )
     checkpoint: Annotated[Text, AfterValidator(_check_absolute)] = Field(
-        description="Absolute path of the checkpoint. The option `--from RUN@STEP` finds it.",
+        description="Absolute path or URL of the checkpoint. The option `--from RUN@STEP` finds "
+        "it.",
         examples=["/data/checkpoints/step_20"],
     )
     step: CountOrZero | None = Field(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -12,6 +11,7 @@ from pathlib import Path
 from rich.filesize import decimal
 
 from tasks.record.checkpoint_folder import Completeness
+from tasks.record.checkpoint_paths import CheckpointPath, walk_files
 from tasks.record.checkpoint_pins import pin_checkpoint
 from tasks.record.checkpoints import JudgedCheckpoint, judge_checkpoints
 from tasks.record.places import RunPlace
@@ -305,13 +305,11 @@ def _find_attempt(saved_at: float, attempts: Sequence[AttemptRecord]) -> int | N
     return max(numbers, default=None)
 
 
-def _measure(path: Path) -> int:
+def _measure(path: CheckpointPath) -> int:
     """Return the size of a file in bytes, or the total size of the files below a folder."""
     size = 0
-    folders = os.walk(path) if path.is_dir() else [(str(path.parent), [], [path.name])]
-    for folder, _, names in folders:
-        for name in names:
-            # A trainer may remove a file at the same moment.
-            with suppress(FileNotFoundError):
-                size += os.stat(os.path.join(folder, name)).st_size
+    for file in walk_files(path) if path.is_dir() else [path]:
+        # A trainer may remove a file at the same moment.
+        with suppress(FileNotFoundError):
+            size += file.stat().st_size
     return size

@@ -8,8 +8,9 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from uuid import UUID
 
 from tasks.processes.devices import DeviceLease
@@ -20,6 +21,8 @@ from tasks.processes.registry import RunRegister
 from tasks.processes.shared_memory import remove_unused
 from tasks.processes.supervisor import Supervisor
 from tasks.record import code_store
+from tasks.record.checkpoint_paths import check_access
+from tasks.record.checkpoint_store import StoreRefused, StoreUnreachable
 from tasks.record.checkpoints import (
     ResumePlan,
     describe_rivals,
@@ -40,6 +43,8 @@ from tasks.record.retries import PREFLIGHT
 from tasks.record.run_json import AttemptRecord, ResumeRecord, RunJson, RunRecord
 from tasks.record.states import RunState
 from tasks.rollout.component import prepare_fleet
+from tasks.spec.checkpoint_urls import is_url
+from tasks.spec.errors import MusterError
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.loading import dump_spec
 from tasks.spec.run import LIVE_CODE, RunSpec
@@ -57,10 +62,35 @@ _log = logging.getLogger(__name__)
 #: Absolute path of the spec file from which `muster train` starts the run. None if the run was
 #: started in another way.
 spec_file: ContextVar[Path | None] = ContextVar("spec_file", default=None)
+T = TypeVar("T")
 
 #: Pauses in seconds before the folder of checkpoints is read again after an error of its file
-#: system.
+#: system or store, while the run holds its GPUs.
 _READ_CHECKPOINTS_PAUSES_S = (2.0, 8.0)
+#: Longest pause in seconds before the store of the checkpoints is asked again, before an attempt
+#: gets its GPUs.
+_ASK_STORE_EVERY_S = 60.0
+#: Longest time in seconds that a run without GPUs waits for a store that does not answer.
+_STORE_TIMEOUT_S = 6 * 3600.0
+#: Longest time in seconds that a run without GPUs waits for a store that refuses access. The
+#: credentials of a store may be renewed at any moment.
+_REFUSAL_TIMEOUT_S = 600.0
+
+
+class CheckpointsUnreadable(MusterError):
+    """The folder of the run's checkpoints cannot be read, so no attempt may start.
+
+    An attempt that started now would start from the beginning, and overwrite the checkpoints.
+    """
+
+    def __init__(self, cause: OSError) -> None:
+        super().__init__(
+            f"the checkpoints of the run cannot be read, so no attempt starts: {cause}"
+        )
+        #: Kind of failure of the run.
+        self.kind = FailureKind.STORAGE
+        if isinstance(cause, StoreUnreachable):
+            self.kind = FailureKind.NETWORK
 
 
 class RunSession:
@@ -299,21 +329,64 @@ class RunSession:
         """Choose the checkpoint from which the next attempt starts.
 
         Raises:
-            OSError: The folder of the checkpoints cannot be read, after several tries.
+            CheckpointsUnreadable: The folder of the checkpoints cannot be read, after several
+                tries.
         """
+        return self._read_checkpoints(self._plan_resume)
+
+    def _plan_resume(self) -> ResumePlan:
         content = self.record.content
+        return plan_resume(self.spec, self.place, content.attempts, content.foreign_checkpoints)
+
+    def _read_checkpoints(self, read: Callable[[], T]) -> T:
+        """Call a function that reads the folder of checkpoints, and repeat the call after errors.
+
+        Raises:
+            CheckpointsUnreadable: The folder cannot be read, after several tries.
+        """
         for pause_s in (*_READ_CHECKPOINTS_PAUSES_S, None):
             try:
-                return plan_resume(
-                    self.spec, self.place, content.attempts, content.foreign_checkpoints
-                )
+                return read()
             except OSError as error:
                 if pause_s is None or not self.wait(pause_s):
-                    problem = (
-                        f"the checkpoints of the run cannot be read, so no attempt starts: {error}"
-                    )
-                    raise OSError(error.errno, problem) from error
+                    raise CheckpointsUnreadable(error) from error
         raise AssertionError
+
+    def await_checkpoint_store(self) -> None:
+        """Wait until the store of the run's checkpoints answers. Paths of this machine always do.
+
+        Call this before the run gets its GPUs, so that no GPU is idle during the wait. A store that
+        does not answer never counts as a folder without checkpoints.
+
+        Raises:
+            CheckpointsUnreadable: The store did not answer in time, still refuses access, or the
+                run must end.
+        """
+        urls = [one.checkpoints for one in self.spec.processes.values() if one.checkpoints]
+        if not any(map(is_url, urls)):
+            return
+        if self.adopts_jobs and self.record.content.adoptable(self.place) is not None:
+            # The jobs of the last attempt still run, so no attempt starts from a checkpoint.
+            return
+        began_s = time.monotonic()
+        message = ""
+        pause_s = _READ_CHECKPOINTS_PAUSES_S[0]
+        while True:
+            try:
+                for url in urls:
+                    check_access(url)
+                self._plan_resume()
+                return
+            except OSError as error:
+                is_refusal = isinstance(error, StoreRefused)
+                limit_s = _REFUSAL_TIMEOUT_S if is_refusal else _STORE_TIMEOUT_S
+                is_late = time.monotonic() - began_s > limit_s
+                if message != str(error):
+                    message = str(error)
+                    self.record_waiting(f"{message}; the next attempt waits for the checkpoints")
+                if is_late or not self.wait(pause_s):
+                    raise CheckpointsUnreadable(error) from error
+                pause_s = min(pause_s * 2, _ASK_STORE_EVERY_S)
 
     def record_waiting(self, message: str) -> None:
         """Record that the run waits for GPUs, and emit an event with the reason."""
@@ -419,7 +492,9 @@ class RunSession:
 
         mlflow_parents: dict[str, str] = {}
         if adopted is None:
-            foreign = find_foreign_checkpoints(self.spec, spec, self.place, place.number)
+            foreign = self._read_checkpoints(
+                partial(find_foreign_checkpoints, self.spec, spec, self.place, place.number)
+            )
             self.record.begin_attempt(
                 place.number,
                 containment.as_json(),

@@ -49,7 +49,7 @@ from tasks.spec.run import RunSpec
 from tasks.spec.secrets import mask_logs
 from tasks.train.reporter import Reporter
 from tasks.train.run_events import announce_events
-from tasks.train.session import RunSession
+from tasks.train.session import CheckpointsUnreadable, RunSession
 from tasks.train.spec_check import check_spec
 from tasks.upkeep.waiting_runs import forget_waiting_run, read_earlier_record
 
@@ -114,7 +114,7 @@ def admit(run: RunSession) -> State[None]:
     try:
         _repeat_until_answered(run, partial(run.enter_code, _download_code))
         _label_flow_run(run)
-        check_spec(run.spec)
+        check_spec(run.spec, checks_stores=run.record.attempts == 0)
         run.set_secret_blocks(
             _repeat_until_answered(run, partial(read_configured_secrets, run.spec))
         )
@@ -123,6 +123,12 @@ def admit(run: RunSession) -> State[None]:
     except ServerAway as error:
         message = f"the code or the Prefect Secret blocks of the run can't be read: {error}"
         return Failed(message=run.fail(FailureKind.NETWORK, message).message)
+    try:
+        run.await_checkpoint_store()
+    except CheckpointsUnreadable as error:
+        if run.interrupt_reason or run.handover_reason:
+            return Cancelled(message=run.interrupt_reason or run.handover_reason)
+        return Failed(message=run.fail(error.kind, str(error)).message)
 
     reason = "the spec requests no GPUs" if run.spec.gang is None else ""
     if run.adopts_jobs and run.record.content.adoptable(run.place) is not None:
@@ -317,7 +323,10 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
         except Exception as error:
             # Muster has a bug, or this machine lacks ports, disk space or processes. Without this
             # call, the record of the run would never get a final state.
-            run.fail(FailureKind.UNKNOWN, f"the run cannot continue: {error!r}")
+            if isinstance(error, CheckpointsUnreadable):
+                run.fail(error.kind, str(error))
+            else:
+                run.fail(FailureKind.UNKNOWN, f"the run cannot continue: {error!r}")
             traceback_text = "".join(traceback.format_exception(error))
             if run.mask(traceback_text) == traceback_text:
                 raise

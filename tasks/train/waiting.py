@@ -44,7 +44,7 @@ from tasks.server.flow_runs import (
     make_handover_state,
     read_state,
 )
-from tasks.train.session import RunSession
+from tasks.train.session import CheckpointsUnreadable, RunSession
 from tasks.upkeep.waiting_runs import forget_waiting_run, note_waiting_run
 
 _log = logging.getLogger(__name__)
@@ -156,8 +156,8 @@ def _decide_next_step(run: RunSession) -> RetryDecision:
     verdict = run.verdict
     attempts = run.record.content.attempts
     start = ""
-    # If the folder of the checkpoints cannot be read, the next attempt reads it again and fails.
-    with suppress(OSError):
+    # If the folder of the checkpoints cannot be read, the next attempt reads it again.
+    with suppress(CheckpointsUnreadable):
         start = run.plan_resume().describe()
     decision = decide_retry(
         verdict,

@@ -34,7 +34,7 @@ CLIENT = "tasks/client.py"
 #: here may import any package.
 PLAIN = {
     "spec": {"pydantic", "pydantic_core", "yaml"},
-    "record": {"pydantic", "pydantic_core", "yaml"},
+    "record": {"pydantic", "pydantic_core", "yaml", "fsspec"},
 }
 #: Folders of `tasks/` that may import Prefect.
 PREFECT_FROM = ("server", "queue", "upkeep", "pipeline", "train")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -193,9 +194,9 @@ def test_checkpoint_that_is_pinned_during_its_removal_is_kept(
     checkpoint = parent.folder / "step_10.pt"
     read_pinned_paths = checkpoints.read_pinned_paths
 
-    def pin_first() -> frozenset[Path]:
+    def pin_first() -> frozenset[str]:
         monkeypatch.setattr(checkpoints, "read_pinned_paths", read_pinned_paths)
-        return frozenset({checkpoint.resolve()})
+        return frozenset({os.path.realpath(checkpoint)})
 
     monkeypatch.setattr(checkpoints, "read_pinned_paths", pin_first)
     remove_checkpoint(checkpoint)

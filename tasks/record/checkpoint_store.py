@@ -1,0 +1,576 @@
+"""Stores of checkpoints: list, examine, read and remove files by one small interface.
+
+`LocalStore` is the file system of this machine, for URLs with `file://`. `FsspecStore` is an object
+store, such as Amazon S3 or Google Cloud Storage, that the library fsspec reads.
+
+An object store can fail to answer. This is never the same as a folder without checkpoints: each
+request has a deadline, and each failure raises a `StoreError`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import io
+import json
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property, partial
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, Protocol, TypeVar
+
+from tasks.record.checkpoint_names import REMOVAL_SUFFIX
+from tasks.spec.checkpoint_urls import EXTRAS
+
+T = TypeVar("T")
+
+#: Python package that fsspec needs for a protocol.
+_CLIENTS = {"s3": "s3fs", "gs": "gcsfs"}
+#: Beginnings of the names of environment variables that change the connection to a store.
+_CONNECTION_VARIABLES = ("AWS_", "GOOGLE_", "FSSPEC_", "STORAGE_EMULATOR_HOST")
+#: Number of bytes that are read at once. Most checks read only the first and the last bytes.
+_BUFFER_BYTES = 1 << 20
+#: Words in the names of error types that say that the credentials are missing or wrong.
+_CREDENTIAL_WORDS = ("Credential", "Token", "Profile", "SSO", "DefaultCredentials", "Refresh")
+#: Words in the names of error types that say that the URL or the configuration is wrong.
+_CONFIGURATION_WORDS = ("ParamValidation", "InvalidEndpoint", "NoRegion", "InvalidRegion")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreLimits:
+    """Deadlines for the requests to an object store, in seconds."""
+
+    #: Longest wait for the list of all files of a folder.
+    listing_s: float = 30.0
+    #: Longest wait for one part of a file, and for the removal of files.
+    request_s: float = 20.0
+    #: Longest wait for a new connection.
+    connect_s: float = 5.0
+    #: Longest time for all requests that belong to one list of checkpoints. The results for files
+    #: that were checked are kept, so that the next list needs less time.
+    total_s: float = 120.0
+
+
+#: Deadlines for all object stores of this process.
+LIMITS = StoreLimits()
+
+
+class StoreError(OSError):
+    """A store of checkpoints failed, so it is unknown which checkpoints it has."""
+
+
+class StoreUnreachable(StoreError):
+    """The store did not answer, or answered that it cannot work now. The caller tries again."""
+
+
+class StoreRefused(StoreError):
+    """The store refuses access, or has no such bucket. A person must correct the spec or rights.
+
+    Args:
+        problem: What failed, and the reason.
+        remedy: What the person should do. Empty if the reason says it.
+    """
+
+    def __init__(self, problem: str, remedy: str = "") -> None:
+        super().__init__(f"{problem}: {remedy}" if remedy else problem)
+        self.problem = problem
+        self.remedy = remedy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreStat:
+    """Size and times of a file in a store, with the names that `os.stat_result` has."""
+
+    st_size: int
+    #: Time of the last change in nanoseconds since the epoch.
+    st_mtime_ns: int
+    #: Time of the last change that no program can set, in nanoseconds since the epoch.
+    st_ctime_ns: int
+    #: Number that changes if another content is stored; 0 if the store offers none.
+    st_ino: int
+    #: Number of blocks of 512 bytes on the disk; 0 in an object store.
+    st_blocks: int = 0
+
+    @property
+    def st_mtime(self) -> float:
+        return self.st_mtime_ns / 1e9
+
+
+class CheckpointStore(Protocol):
+    """A place that holds checkpoints. Paths in the store are called keys."""
+
+    def list_folder(self, key: str) -> list[str]:
+        """Return the sorted names of the files and folders in a folder."""
+
+    def is_folder(self, key: str) -> bool: ...
+
+    def is_file(self, key: str) -> bool: ...
+
+    def stat(self, key: str) -> StoreStat:
+        """Return size and times of a file, or raise FileNotFoundError."""
+
+    def read_link(self, key: str) -> str | None:
+        """Return the target of a symbolic link, or None for another file."""
+
+    def resolve(self, key: str) -> str:
+        """Return the key of the file to which symbolic links in a key lead."""
+
+    def open(self, key: str) -> BinaryIO:
+        """Open a file to read parts of it, or raise FileNotFoundError."""
+
+    def remove(self, key: str, is_needed: Callable[[], bool] = lambda: False) -> None:
+        """Remove a file or folder. A half-removed folder is never visible.
+
+        Args:
+            key: The file or folder.
+            is_needed: Called when the files are hidden, and before the first file is removed. If
+                it returns True or raises an error, the files become visible again.
+        """
+
+
+class LocalStore:
+    """The file system of this machine. Keys are absolute paths."""
+
+    def list_folder(self, key: str) -> list[str]:
+        return sorted(os.listdir(key))
+
+    def is_folder(self, key: str) -> bool:
+        return Path(key).is_dir()
+
+    def is_file(self, key: str) -> bool:
+        return Path(key).is_file()
+
+    def stat(self, key: str) -> StoreStat:
+        status = os.stat(key)
+        return StoreStat(
+            st_size=status.st_size,
+            st_mtime_ns=status.st_mtime_ns,
+            st_ctime_ns=status.st_ctime_ns,
+            st_ino=status.st_ino,
+            st_blocks=status.st_blocks,
+        )
+
+    def read_link(self, key: str) -> str | None:
+        return os.readlink(key) if os.path.islink(key) else None
+
+    def resolve(self, key: str) -> str:
+        return os.path.realpath(key)
+
+    def open(self, key: str) -> BinaryIO:
+        return open(key, "rb")
+
+    def remove(self, key: str, is_needed: Callable[[], bool] = lambda: False) -> None:
+        raise NotImplementedError("remove_path removes local checkpoints")
+
+
+class FsspecStore:
+    """An object store that fsspec reads, with one listing of the files below a folder.
+
+    The listing is made at the first use, and then stays the same. Files outside of the folder count
+    as missing.
+    """
+
+    def __init__(
+        self,
+        filesystem: Any,
+        protocol: str,
+        root: str,
+        *,
+        limits: StoreLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            filesystem: The file system object of fsspec.
+            protocol: Protocol of its URLs, for messages.
+            root: Key of the folder whose files are listed.
+            limits: Deadlines for requests. If omitted, `LIMITS`.
+            clock: Function that returns the time in seconds for the deadlines.
+        """
+        self._filesystem = filesystem
+        self._protocol = protocol
+        self._root = root
+        self._limits = LIMITS if limits is None else limits
+        self._clock = clock
+        self._expires_s = clock() + self._limits.total_s
+
+    def list_folder(self, key: str) -> list[str]:
+        return sorted(self._children.get(key, ()))
+
+    def is_folder(self, key: str) -> bool:
+        return key in self._children
+
+    def is_file(self, key: str) -> bool:
+        return key in self._files
+
+    def stat(self, key: str) -> StoreStat:
+        if key not in self._files:
+            raise FileNotFoundError(f"{self._url(key)} does not exist")
+        return self._files[key]
+
+    def read_link(self, key: str) -> str | None:
+        return None
+
+    def resolve(self, key: str) -> str:
+        return key
+
+    def open(self, key: str) -> BinaryIO:
+        size = self.stat(key).st_size
+        reader = _RangeReader(lambda start, end: self._read_range(key, start, end), size)
+        return io.BufferedReader(reader, _BUFFER_BYTES)
+
+    def remove(self, key: str, is_needed: Callable[[], bool] = lambda: False) -> None:
+        """Remove a file or folder, and finish removals that were interrupted earlier.
+
+        Before the first file is removed, a small file with the list of all files is written. While
+        it exists, the listed files are hidden. A file that was stored again meanwhile has another
+        content or time, so that it is neither hidden nor removed.
+
+        Raises:
+            StoreError: The store did not answer, or refused the removal.
+        """
+        for removal, files in self._removals.items():
+            self._finish_removal(removal, files)
+        files = self._sign(self._find(key))
+        path = PurePosixPath(key)
+        removal = str(path.with_name(f".{path.name}{REMOVAL_SUFFIX}"))
+        text = json.dumps(files).encode()
+        self._request("write to", key, lambda: self._filesystem.pipe_file(removal, text))
+        must_restore = True
+        try:
+            must_restore = is_needed()
+        finally:
+            if must_restore:
+                self._request("remove", removal, lambda: self._filesystem.rm_file(removal))
+        if not must_restore:
+            self._finish_removal(removal, files)
+
+    def _finish_removal(self, removal: str, files: Mapping[str, str]) -> None:
+        """Remove the files that a removal lists, if nobody has stored them again.
+
+        Args:
+            removal: Key of the file with the list.
+            files: Signature of each file, by key.
+        """
+        folder = str(PurePosixPath(removal).parent)
+        present = self._sign(self._find(folder))
+        for key in sorted(files):
+            if present.get(key) == files[key]:
+                self._request("remove", key, partial(self._filesystem.rm_file, key))
+        self._request("remove", removal, lambda: self._filesystem.rm_file(removal))
+
+    @cached_property
+    def _listing(self) -> tuple[dict[str, StoreStat], dict[str, dict[str, str]]]:
+        """The visible files by key, and for each unfinished removal the signatures of its files."""
+        files = self._find(self._root)
+        removals: dict[str, dict[str, str]] = {}
+        for key in sorted(files):
+            name = PurePosixPath(key).name
+            if name.startswith(".") and name.endswith(REMOVAL_SUFFIX):
+                removals[key] = self._read_removal(key, files[key].st_size)
+        signatures = self._sign(files)
+        for removal, removed in removals.items():
+            del files[removal]
+            for key, signature in removed.items():
+                if signatures.get(key) == signature:
+                    files.pop(key, None)
+        return files, removals
+
+    def _read_removal(self, key: str, size: int) -> dict[str, str]:
+        try:
+            removed = json.loads(self._read_range(key, 0, size))
+        except ValueError:
+            return {}
+        return removed if isinstance(removed, dict) else {}
+
+    @property
+    def _files(self) -> Mapping[str, StoreStat]:
+        return self._listing[0]
+
+    @property
+    def _removals(self) -> Mapping[str, Mapping[str, str]]:
+        return self._listing[1]
+
+    @cached_property
+    def _children(self) -> Mapping[str, set[str]]:
+        """Names of the files and folders in each folder, by the key of the folder."""
+        children: dict[str, set[str]] = {}
+        for key in self._files:
+            path = PurePosixPath(key)
+            while str(path) != self._root and path.name:
+                children.setdefault(str(path.parent), set()).add(path.name)
+                path = path.parent
+        return children
+
+    def _find(self, folder: str) -> dict[str, StoreStat]:
+        """Return all files below a folder by key, or only the file itself.
+
+        Raises:
+            StoreError: The store did not answer, or refused the request.
+        """
+        try:
+            found = self._request(
+                "list",
+                folder,
+                lambda: self._filesystem.find(folder, detail=True),
+                limit_s=self._limits.listing_s,
+            )
+        except FileNotFoundError as error:
+            if self._protocol == "memory":
+                return {}
+            bucket = folder.partition("/")[0]
+            raise StoreRefused(
+                f"the bucket {self._protocol}://{bucket} does not exist",
+                "create the bucket, or correct its name in `checkpoints`",
+            ) from error
+        files = {name.strip("/"): info for name, info in found.items() if not name.endswith("/")}
+        return {
+            name: self._make_stat(name, info)
+            for name, info in files.items()
+            if info.get("type") == "file"
+            # Some programs store an empty object in place of a folder.
+            and not (info.get("size") == 0 and any(other.startswith(f"{name}/") for other in files))
+        }
+
+    def _make_stat(self, key: str, info: Mapping[str, Any]) -> StoreStat:
+        changed = next(
+            (info[name] for name in ("LastModified", "mtime", "updated") if info.get(name)), None
+        )
+        if changed is None:
+            changed = self._request("read", key, lambda: self._filesystem.modified(key))
+        if isinstance(changed, str):
+            changed = datetime.fromisoformat(changed)
+        if isinstance(changed, datetime):
+            changed = changed.timestamp()
+        tag = str(info.get("generation") or info.get("ETag") or info.get("etag") or "")
+        changed_ns = int(float(changed) * 1e9)
+        return StoreStat(
+            st_size=int(info.get("size") or 0),
+            st_mtime_ns=changed_ns,
+            st_ctime_ns=changed_ns,
+            st_ino=int(hashlib.sha256(tag.encode()).hexdigest()[:15], 16) if tag else 0,
+        )
+
+    @staticmethod
+    def _sign(files: Mapping[str, StoreStat]) -> dict[str, str]:
+        return {
+            key: f"{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ino}" for key, stat in files.items()
+        }
+
+    def _read_range(self, key: str, start: int, end: int) -> bytes:
+        """Return the bytes of a file from `start` to the byte before `end`.
+
+        Raises:
+            FileNotFoundError: The file was removed or replaced after the listing.
+            StoreError: The store did not answer, or refused the request.
+        """
+        if start >= end:
+            return b""
+        content = self._request(
+            "read", key, lambda: self._filesystem.cat_file(key, start=start, end=end)
+        )
+        if len(content) != end - start:
+            raise FileNotFoundError(f"{self._url(key)} was replaced while it was read")
+        return bytes(content)
+
+    def _request(
+        self, verb: str, key: str, request: Callable[[], T], limit_s: float | None = None
+    ) -> T:
+        """Send a request with a deadline, and translate its errors.
+
+        Raises:
+            FileNotFoundError: There is no such file or bucket.
+            StoreError: The store did not answer, or refused the request.
+        """
+        wanted_s = self._limits.request_s if limit_s is None else limit_s
+        limit_s = min(wanted_s, self._expires_s - self._clock())
+        subject = f"cannot {verb} {self._url(key)}"
+        if limit_s <= 0:
+            raise StoreUnreachable(
+                f"{subject}: the store needed more than {self._limits.total_s:g} s for all files"
+            )
+        try:
+            return _call_within(limit_s, request)
+        except TimeoutError as error:
+            raise StoreUnreachable(
+                f"{subject}: the store did not answer within {limit_s:.0f} s"
+            ) from error
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            # Each file system of fsspec raises error types of its own.
+            raise _translate(error, subject, self._protocol) from error
+
+    def _url(self, key: str) -> str:
+        return f"{self._protocol}://{key}"
+
+
+class _RangeReader(io.RawIOBase):
+    """A file that can be read at any position. Each read is one request for a range of bytes."""
+
+    def __init__(self, read_range: Callable[[int, int], bytes], size: int) -> None:
+        self._read_range = read_range
+        self._size = size
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        if origin + offset < 0:
+            raise ValueError(f"negative position {origin + offset}")
+        self._position = origin + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        end = min(self._position + len(buffer), self._size)
+        content = self._read_range(self._position, end)
+        buffer[: len(content)] = content
+        self._position += len(content)
+        return len(content)
+
+    def readall(self) -> bytes:
+        content = self._read_range(self._position, self._size)
+        self._position = max(self._position, self._size)
+        return content
+
+
+def _call_within(limit_s: float, function: Callable[[], T]) -> T:
+    """Call a function in a daemon thread, and return its result.
+
+    Raises:
+        TimeoutError: The function has not returned within `limit_s` seconds. Its thread is
+            abandoned. Errors of the function are raised as they are.
+    """
+    results: queue.SimpleQueue[Callable[[], T]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            result = function()
+        except Exception as error:
+            results.put(_make_raiser(error))
+        else:
+            results.put(lambda: result)
+
+    threading.Thread(target=run, name="checkpoint-store", daemon=True).start()
+    try:
+        outcome = results.get(timeout=limit_s)
+    except queue.Empty:
+        raise TimeoutError(f"no result within {limit_s:.0f} s") from None
+    return outcome()
+
+
+def _make_raiser(error: Exception) -> Callable[[], Any]:
+    def raise_error() -> Any:
+        raise error
+
+    return raise_error
+
+
+def _translate(error: Exception, subject: str, protocol: str) -> StoreError:
+    """Return the `StoreError` for an error of fsspec or of a library that it uses."""
+    types = " ".join(base.__name__ for base in type(error).__mro__)
+    reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    reason = " ".join(reason.split())
+    if isinstance(error, PermissionError) or any(word in types for word in _CREDENTIAL_WORDS):
+        remedy = {
+            "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
+            "gs": "set GOOGLE_APPLICATION_CREDENTIALS",
+        }.get(protocol, "correct the rights")
+        return StoreRefused(
+            f"{subject}: access was refused ({reason})",
+            f"{remedy} for Muster's own process, and allow this user to list, read, write and "
+            "delete files of the folder",
+        )
+    if isinstance(error, ValueError) or any(word in types for word in _CONFIGURATION_WORDS):
+        return StoreRefused(f"{subject}: {reason}")
+    return StoreUnreachable(f"{subject}: {reason}")
+
+
+@contextmanager
+def suppress_file_errors() -> Iterator[None]:
+    """Suppress errors of one file, such as a missing file. A `StoreError` is always raised."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except (OSError, ValueError):
+        pass
+
+
+#: Object of fsspec for each protocol, process and connection. After a fork, the object of the
+#: parent process must not be used.
+_filesystems: dict[tuple[object, ...], Any] = {}
+
+
+def open_store(protocol: str, root: str) -> CheckpointStore:
+    """Return the store of a protocol, with a new listing of the files below a folder.
+
+    Nothing is sent to the store before its first use.
+
+    Args:
+        protocol: Protocol of the URL: `s3`, `gs`, `file`, or `memory` for tests.
+        root: Key of the folder.
+
+    Raises:
+        StoreRefused: The client of the store is not installed, or its configuration is invalid.
+    """
+    if protocol == "file":
+        return LocalStore()
+    variables = tuple(
+        (name, value)
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_CONNECTION_VARIABLES)
+    )
+    connection = (protocol, os.getpid(), variables)
+    if connection not in _filesystems:
+        _filesystems[connection] = _connect(protocol)
+    return FsspecStore(_filesystems[connection], protocol, root)
+
+
+def _connect(protocol: str) -> Any:
+    """Return the file system object of fsspec for a protocol."""
+    if fault := _find_client_fault(protocol):
+        raise StoreRefused(*fault)
+    # Import fsspec only now: the import takes 0.1 s, which other runs need not wait for.
+    import fsspec
+
+    options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
+    if protocol == "s3":
+        options["config_kwargs"] = {
+            "connect_timeout": LIMITS.connect_s,
+            "read_timeout": LIMITS.request_s,
+            "retries": {"max_attempts": 1},
+        }
+    try:
+        return fsspec.filesystem(protocol, **options)
+    except Exception as error:
+        raise _translate(error, f"cannot connect to {protocol}://", protocol) from error
+
+
+def _find_client_fault(protocol: str) -> tuple[str, str] | None:
+    """Return why the client of a store cannot be used, and the remedy. None if it can be used."""
+    client = _CLIENTS.get(protocol)
+    if client is None:
+        if protocol in (*EXTRAS, "memory"):
+            return None
+        return f"Muster cannot read checkpoints with the protocol {protocol}://", "write s3://"
+    try:
+        importlib.import_module(client)
+    except ImportError as error:
+        problem = f"{protocol}:// needs the Python package {client}, which cannot be imported"
+        return f"{problem} ({error})", f'run pip install "muster[{EXTRAS[protocol]}]"'
+    return None

@@ -1,0 +1,99 @@
+"""URLs of checkpoint folders in object stores, such as `s3://bucket/runs/7/checkpoints`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+#: Extra of the package `muster` that installs the client of a store, by protocol. An empty string
+#: if the protocol needs no extra.
+EXTRAS = {"s3": "s3", "gs": "gcs", "file": ""}
+#: Other names of the protocols, as some trainers write them.
+_ALIASES = {"s3a": "s3", "gcs": "gs"}
+#: Matches the beginning of a URL. A path of this machine never matches.
+_PROTOCOL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+#: Matches a URL with a missing or additional slash or colon after its protocol.
+_MISTYPED = re.compile(r"(?i)(s3a?|gcs|gs|file)(?::/(?!/)|//|:(?!/))")
+_EXAMPLE = "s3://BUCKET/FOLDER"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UrlFault:
+    """A mistake in the URL of a checkpoint folder."""
+
+    problem: str
+    #: Correct form that the user should write instead.
+    remedy: str
+
+
+def is_url(written: str) -> bool:
+    """Return True if the value of the key `checkpoints` is a URL, and not a path."""
+    return _PROTOCOL.match(written) is not None
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """Split a URL into its protocol, and its path without slashes at the end.
+
+    For `s3://bucket/a/`, the result is `("s3", "bucket/a")`. For `file:///data`, the result is
+    `("file", "/data")`. Aliases of a protocol are replaced: `s3a` by `s3`, and `gcs` by `gs`.
+
+    Raises:
+        ValueError: The text is no URL.
+    """
+    match = _PROTOCOL.match(url)
+    if match is None:
+        raise ValueError(f"no URL: {url!r}")
+    protocol = _ALIASES.get(match[1], match[1])
+    return protocol, re.sub(r"(?<!^)/+$", "", url[match.end() :])
+
+
+def find_url_fault(written: str) -> UrlFault | None:
+    """Return the mistake in the URL of a checkpoint folder, or None if the URL is valid.
+
+    Args:
+        written: Value of the key `checkpoints`, which may contain placeholders. A path of this
+            machine has no fault.
+    """
+    if not is_url(written):
+        if _MISTYPED.match(written):
+            return UrlFault(
+                problem=f"{written!r} looks like a URL, but has no :// after its protocol",
+                remedy=f"write {_EXAMPLE}, or ./{written} for a folder with this name",
+            )
+        return None
+    protocol, path = split_url(written)
+    if protocol not in EXTRAS:
+        return UrlFault(
+            problem=f"Muster cannot read checkpoints with the protocol {protocol}://",
+            remedy="write a URL with s3://, gs:// or file://, or a path",
+        )
+    if protocol == "file":
+        if not path.startswith(("/", "${")):
+            return UrlFault(
+                problem=f"{written!r} names no absolute path of this machine",
+                remedy="write file:///FOLDER, with three slashes",
+            )
+        return None
+    bucket, _, folder = path.partition("/")
+    if "@" in bucket:
+        return UrlFault(
+            problem="a URL of checkpoints must contain no credentials, because records show it",
+            remedy=f"write {protocol}://BUCKET/FOLDER, and set the credentials in the environment "
+            "of Muster",
+        )
+    if not bucket:
+        return UrlFault(
+            problem=f"{written!r} names no bucket",
+            remedy=f"write {protocol}://BUCKET/FOLDER",
+        )
+    if re.search(r"[*?\[\]]", re.sub(r"\$\{[^}]*\}", "", bucket)):
+        return UrlFault(
+            problem=f"the bucket in {written!r} is a pattern, but must be a name",
+            remedy=f"write {protocol}://BUCKET/FOLDER",
+        )
+    if any(part in ("", ".", "..") for part in folder.split("/")) and folder:
+        return UrlFault(
+            problem=f"{written!r} has an empty part, a part '.' or a part '..'",
+            remedy="write each folder once, with one slash between two folders",
+        )
+    return None
