@@ -373,9 +373,11 @@ class RunSession:
         pause_s = _READ_CHECKPOINTS_PAUSES_S[0]
         while True:
             try:
-                for url in urls:
-                    check_access(url)
-                self._plan_resume()
+                if self.record.attempts:
+                    self._plan_resume()
+                else:
+                    for url in urls:
+                        check_access(url.replace("${run.id}", self.run_id))
                 return
             except OSError as error:
                 is_refusal = isinstance(error, StoreRefused)

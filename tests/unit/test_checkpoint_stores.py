@@ -34,7 +34,14 @@ from tasks.record.checkpoints import (
 )
 from tasks.record.places import RunPlace
 from tasks.record.run_json import AttemptRecord
+from tasks.record.states import RunState
+from tasks.spec.errors import InvalidSpec
+from tasks.spec.failure_kinds import FailureKind
+from tasks.spec.loading import parse_spec
 from tasks.spec.run import RunSpec
+from tasks.train import session
+from tasks.train.session import CheckpointsUnreadable, RunSession
+from tasks.train.spec_check import check_spec
 from tests.support import checkpoint_files as files
 from tests.support.checkpoint_files import LAYOUTS, Write
 from tests.support.s3_server import S3Server, running_s3_server
@@ -514,6 +521,79 @@ def test_missing_client_package_names_the_extra(monkeypatch: pytest.MonkeyPatch)
 
     with pytest.raises(StoreRefused, match=r'pip install "muster\[gcs\]"'):
         check_access("gs://bucket/run")
+
+
+def make_session(url: str) -> RunSession:
+    trainer = {"command": ["true"], "checkpoints": url}
+    spec = {"name": "x", "workload": "sft", "components": {"trainer": trainer}}
+    return RunSession(parse_spec(spec), run_id="x-1", flow_run_id=uuid.uuid4())
+
+
+def test_run_waits_for_a_store_that_does_not_answer(
+    muster_home: Path, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_session(f"s3://{BUCKET}/${{run.id}}")
+    messages: list[str] = []
+
+    def restart_server(message: str) -> None:
+        messages.append(message)
+        s3.start()
+
+    monkeypatch.setattr(run, "record_waiting", restart_server)
+    s3.stop()
+
+    run.await_checkpoint_store()
+
+    assert len(messages) == 1
+    assert f"cannot list s3://{BUCKET}/x-1" in messages[0]
+
+
+def test_run_fails_with_network_if_the_store_never_answers(
+    muster_home: Path, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_session(f"s3://{BUCKET}/run")
+    monkeypatch.setattr(session, "_STORE_TIMEOUT_S", 0.0)
+    s3.stop()
+
+    with pytest.raises(CheckpointsUnreadable, match="no attempt starts") as raised:
+        run.await_checkpoint_store()
+
+    assert raised.value.kind is FailureKind.NETWORK
+    assert run.record.state is RunState.PENDING_RESOURCES
+
+
+def test_run_fails_with_storage_if_the_store_refuses_access(
+    muster_home: Path, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_session("s3://no-such-bucket/run")
+    monkeypatch.setattr(session, "_REFUSAL_TIMEOUT_S", 0.0)
+
+    with pytest.raises(CheckpointsUnreadable) as raised:
+        run.await_checkpoint_store()
+
+    assert raised.value.kind is FailureKind.STORAGE
+
+
+def test_interrupt_ends_the_wait_for_a_store(muster_home: Path, s3: S3Server) -> None:
+    run = make_session(f"s3://{BUCKET}/run")
+    s3.stop()
+    run.interrupt("interrupted by SIGTERM")
+
+    with pytest.raises(CheckpointsUnreadable):
+        run.await_checkpoint_store()
+
+    assert run.interrupt_reason == "interrupted by SIGTERM"
+
+
+def test_missing_bucket_is_a_fault_of_the_spec(muster_home: Path, s3: S3Server) -> None:
+    trainer = {"command": ["true"], "checkpoints": "s3://no-such-bucket/${run.id}"}
+    spec = parse_spec({"name": "x", "workload": "sft", "components": {"trainer": trainer}})
+
+    with pytest.raises(InvalidSpec) as raised:
+        check_spec(spec)
+
+    assert "components.trainer.checkpoints: the bucket s3://no-such-bucket" in str(raised.value)
+    assert "create the bucket" in str(raised.value)
 
 
 def test_placeholders_do_not_prevent_the_check(s3: S3Server) -> None:
