@@ -305,7 +305,7 @@ class PipelineSession:
 
         Raises:
             CannotBegin: The placeholder stands for a checkpoint, and no checkpoint was found on
-                this host.
+                this host, or the folder of the checkpoints cannot be read.
         """
         run = completed_run(stage, self._runs)
         assert run is not None, f"stage {stage} has not completed"
@@ -314,7 +314,12 @@ class PipelineSession:
         directory = RunPlace.of(run.name).directory
         if key == RUN_DIR:
             return str(directory)
-        checkpoint = self._ask(lambda client: self._find_checkpoint(client, run))
+        try:
+            checkpoint = self._ask(lambda client: self._find_checkpoint(client, run))
+        except OSError as error:
+            raise CannotBegin(
+                f"Stage {stage} has completed, but its checkpoints cannot be read: {error}"
+            ) from error
         if checkpoint is not None:
             return str(checkpoint)
         raise CannotBegin(

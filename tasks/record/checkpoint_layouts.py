@@ -18,8 +18,8 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from tasks.record.checkpoint_names import drop_rank, is_partial_name, is_step_named, read_step
-from tasks.record.checkpoint_paths import CheckpointPath, walk_files
-from tasks.record.checkpoint_store import suppress_file_errors
+from tasks.record.checkpoint_paths import CheckpointPath, StorePath, walk_files
+from tasks.record.checkpoint_store import call_in_parallel, suppress_file_errors
 from tasks.record.tensor_files import check_file, read_pickled_number, read_stored_lengths
 
 #: If a checkpoint has more files than this, the other files are not checked.
@@ -524,6 +524,9 @@ def _find_general_gap(content: Content) -> tuple[str, bool]:
     """
     if not content.files:
         return "is empty", False
+    if isinstance(content.root, StorePath) and len(content.files) > 1:
+        # One request after the other would take minutes for a checkpoint of many files.
+        call_in_parallel(check_file, [content.root / name for name in content.files])
     has_only_known_formats = True
     for name, facts in sorted(content.files.items()):
         base_name = PurePosixPath(name).name

@@ -17,8 +17,9 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property, partial
@@ -34,8 +35,14 @@ T = TypeVar("T")
 _CLIENTS = {"s3": "s3fs", "gs": "gcsfs"}
 #: Beginnings of the names of environment variables that change the connection to a store.
 _CONNECTION_VARIABLES = ("AWS_", "GOOGLE_", "FSSPEC_", "STORAGE_EMULATOR_HOST")
-#: Number of bytes that are read at once. Most checks read only the first and the last bytes.
-_BUFFER_BYTES = 1 << 20
+#: Number of bytes of the first request for a part of a file. Most checks read only the first and
+#: the last bytes of a file.
+_FIRST_BLOCK_BYTES = 64 << 10
+#: Largest number of bytes of one request. A file that is read from its beginning to its end is read
+#: in blocks of growing size.
+_LARGEST_BLOCK_BYTES = 8 << 20
+#: Largest number of requests to a store at the same time.
+_CONNECTIONS = 16
 #: Words in the names of error types that say that the credentials are missing or wrong.
 _CREDENTIAL_WORDS = ("Credential", "Token", "Profile", "SSO", "DefaultCredentials", "Refresh")
 #: Words in the names of error types that say that the URL or the configuration is wrong.
@@ -223,7 +230,7 @@ class FsspecStore:
     def open(self, key: str) -> BinaryIO:
         size = self.stat(key).st_size
         reader = _RangeReader(lambda start, end: self._read_range(key, start, end), size)
-        return io.BufferedReader(reader, _BUFFER_BYTES)
+        return io.BufferedReader(reader, _FIRST_BLOCK_BYTES)
 
     def remove(self, key: str, is_needed: Callable[[], bool] = lambda: False) -> None:
         """Remove a file or folder, and finish removals that were interrupted earlier.
@@ -412,12 +419,16 @@ class FsspecStore:
 
 
 class _RangeReader(io.RawIOBase):
-    """A file that can be read at any position. Each read is one request for a range of bytes."""
+    """A file that can be read at any position, by requests for blocks of bytes."""
 
     def __init__(self, read_range: Callable[[int, int], bytes], size: int) -> None:
         self._read_range = read_range
         self._size = size
         self._position = 0
+        #: The last block, and its position in the file.
+        self._block = b""
+        self._block_start = 0
+        self._next_block_bytes = _FIRST_BLOCK_BYTES
 
     def readable(self) -> bool:
         return True
@@ -436,11 +447,23 @@ class _RangeReader(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        end = min(self._position + len(buffer), self._size)
-        content = self._read_range(self._position, end)
+        offset = self._position - self._block_start
+        if not 0 <= offset < len(self._block):
+            self._read_block(len(buffer))
+            offset = 0
+        content = self._block[offset : offset + len(buffer)]
         buffer[: len(content)] = content
         self._position += len(content)
         return len(content)
+
+    def _read_block(self, least_bytes: int) -> None:
+        """Read the block at the present position. It is larger if the file is read in order."""
+        is_in_order = self._position == self._block_start + len(self._block) and self._block
+        grown_bytes = min(self._next_block_bytes * 4, _LARGEST_BLOCK_BYTES)
+        self._next_block_bytes = grown_bytes if is_in_order else _FIRST_BLOCK_BYTES
+        end = min(self._position + max(least_bytes, self._next_block_bytes), self._size)
+        self._block = self._read_range(self._position, end)
+        self._block_start = self._position
 
     def readall(self) -> bytes:
         content = self._read_range(self._position, self._size)
@@ -500,6 +523,20 @@ def _translate(error: Exception, subject: str, protocol: str) -> StoreError:
     return StoreUnreachable(f"{subject}: {reason}")
 
 
+def call_in_parallel(function: Callable[[T], object], arguments: Iterable[T]) -> None:
+    """Call a function for many arguments at the same time, and ignore its results and errors.
+
+    Use it to fill a cache, before the same calls are made one after the other.
+    """
+
+    def call(argument: T) -> None:
+        with suppress(Exception):
+            function(argument)
+
+    with ThreadPoolExecutor(_CONNECTIONS) as pool:
+        pool.map(call, arguments)
+
+
 @contextmanager
 def suppress_file_errors() -> Iterator[None]:
     """Suppress errors of one file, such as a missing file. A `StoreError` is always raised."""
@@ -554,6 +591,7 @@ def _connect(protocol: str) -> Any:
             "connect_timeout": LIMITS.connect_s,
             "read_timeout": LIMITS.request_s,
             "retries": {"max_attempts": 1},
+            "max_pool_connections": _CONNECTIONS,
         }
     try:
         return fsspec.filesystem(protocol, **options)

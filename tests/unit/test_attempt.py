@@ -122,6 +122,7 @@ def begin(tmp_path: Path, events: Events) -> MakeAttempt:
         plan: Mapping[str, Any] | None = None,
         live: Mapping[str, LiveProbe] | None = None,
         start: bool = True,
+        find_checkpoint: Callable[[], tuple[int | None, float] | None] | None = None,
         **components: str,
     ) -> SupervisedAttempt:
         plans = tuple(
@@ -131,6 +132,7 @@ def begin(tmp_path: Path, events: Events) -> MakeAttempt:
                 ready=None,
                 live=(live or {}).get(name),
                 on_exit_zero=on_exit_zero,  # type: ignore[arg-type]
+                find_checkpoint=find_checkpoint,
             )
             for name, on_exit_zero in components.items()
         )
@@ -289,6 +291,30 @@ async def test_exit_zero_without_the_required_step_is_a_failure(begin: MakeAttem
 
     assert verdict.failure is not None and verdict.failure.rule == "success-not-reached"
     assert "exit code 0" in verdict.message and "success is step 60" in verdict.message
+
+
+@pytest.mark.parametrize("is_readable", [True, False])
+async def test_crash_after_the_last_step_completes_only_if_checkpoints_can_be_listed(
+    begin: MakeAttempt, tmp_path: Path, is_readable: bool
+) -> None:
+    def find_checkpoint() -> None:
+        if not is_readable:
+            raise OSError("the store does not answer")
+
+    progress = Progress(jsonl="metrics.jsonl", step="step", every_s=0.05, total=7)
+    attempt = await begin(
+        {"progress": progress, "success_step": 7},
+        find_checkpoint=find_checkpoint,
+        trainer="complete",
+    )
+    await reports_arrive()
+
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
+    process("trainer").ends(1.0, signal=11)
+    verdict = await verdict_of(attempt)
+
+    expected = RunState.COMPLETED if is_readable else RunState.FAILED
+    assert verdict.state is expected
 
 
 async def test_last_step_of_a_trainer_that_dies_counts(

@@ -227,9 +227,12 @@ def test_file_is_read_at_any_position(store: Store) -> None:
         tail = file.read()
         file.seek(1000)
         middle = file.read(2_000_000)
+        file.seek(5)
+        small_parts = [file.read(7) for _ in range(3)]
 
     assert tail == content[-3:]
     assert middle == content[1000:2_001_000]
+    assert b"".join(small_parts) == content[5:26]
 
 
 def test_removal_removes_only_the_checkpoint(store: Store) -> None:
@@ -344,7 +347,14 @@ def test_growth_of_an_unfinished_checkpoint_is_noticed(store: Store) -> None:
     assert growth.has_grown()
 
 
-@pytest.mark.parametrize("kind", ["file", "memory", pytest.param("s3", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "memory",
+        pytest.param("file", marks=pytest.mark.thorough),
+        pytest.param("s3", marks=pytest.mark.thorough),
+    ],
+)
 @pytest.mark.parametrize("write", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_every_layout_is_found_in_every_store(
     tmp_path: Path, kind: str, write: Write, request: pytest.FixtureRequest
