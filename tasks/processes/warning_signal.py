@@ -14,9 +14,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypedDict
 
-from tasks.processes import tree
 from tasks.processes.ending import was_started_with
 from tasks.processes.hang_report import handles_signal
+
+# Import the functions and not the module `tree`: Ray sends this code by value, and cannot send a
+# whole module.
+from tasks.processes.tree import (
+    all_pids,
+    children,
+    is_zombie,
+    machine,
+    read_parent,
+    signal_if,
+    start_ticks,
+)
 
 #: Pid of a process, and its start time in clock ticks since boot. No two processes of one boot have
 #: the same pair.
@@ -47,7 +58,6 @@ def send_warning(
     signum: int,
     *,
     skip: Collection[ProcessKey] = (),
-    children: Callable[[int], list[int]] = tree.children,
 ) -> list[ProcessKey]:
     """Send a signal to the first process on each branch of process trees that handles the signal.
 
@@ -56,7 +66,6 @@ def send_warning(
         signum: Number of the signal.
         skip: Processes that do not get the signal, because they got it before. The processes below
             them get no signal either.
-        children: Returns the children of a process.
 
     Returns:
         The processes that got the signal now.
@@ -66,7 +75,7 @@ def send_warning(
     seen = set(pending)
     while pending:
         pid = pending.pop()
-        start = tree.start_ticks(pid)
+        start = start_ticks(pid)
         if (pid, start) in skip:
             continue
         if not handles_signal(pid, signum):
@@ -77,14 +86,14 @@ def send_warning(
             continue
         # A process that has changed its user id, for example by `sudo`, cannot be signalled.
         with suppress(PermissionError):
-            if tree.signal_if(pid, signum, _is_same(pid, start)):
+            if signal_if(pid, signum, _is_same(pid, start)):
                 warned.append((pid, start))
     return warned
 
 
 def _is_same(pid: int, start: int) -> Callable[[], bool]:
     """Return a function that returns True if a process still has the start time `start`."""
-    return lambda: start != 0 and tree.start_ticks(pid) == start
+    return lambda: start != 0 and start_ticks(pid) == start
 
 
 def warn_carriers(
@@ -100,11 +109,9 @@ def warn_carriers(
         signum: Number of the signal.
         skip: Processes that got the signal before: pid and start time, by the machine.
     """
-    carriers = {
-        pid for pid in tree.all_pids() if not tree.is_zombie(pid) and was_started_with(pid, wanted)
-    }
-    roots = [pid for pid in carriers if tree.read_parent(pid) not in carriers]
-    machine = tree.machine()
-    warned_before = {(pid, start) for pid, start in skip.get(machine, [])}
+    carriers = {pid for pid in all_pids() if not is_zombie(pid) and was_started_with(pid, wanted)}
+    roots = [pid for pid in carriers if read_parent(pid) not in carriers]
+    own_machine = machine()
+    warned_before = {(pid, start) for pid, start in skip.get(own_machine, [])}
     warned = send_warning(roots, signum, skip=warned_before)
-    return {"machine": machine, "processes": [[pid, start] for pid, start in warned]}
+    return {"machine": own_machine, "processes": [[pid, start] for pid, start in warned]}

@@ -215,7 +215,8 @@ while True:
 async def test_driver_and_actors_with_a_handler_are_warned_once(jobs: Jobs) -> None:
     plan, job = await jobs.launched("sh", "-c", 'python -c "$0"; exit $?', _WARNED_DRIVER)
     log = plan.command.log
-    await until(lambda: log.exists() and "up" in log.read_text())
+    # Ray repeats the command in the log, so compare whole lines.
+    await until(lambda: log.exists() and "up" in log.read_text().splitlines())
 
     warned = await job.warn(signal.SIGUSR1)
     job._warn_again_s = 0.0

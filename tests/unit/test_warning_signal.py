@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -10,10 +11,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from ray import cloudpickle
 
+import tasks
 from tasks.processes import tree
 from tasks.processes.hang_report import handles_signal
 from tasks.processes.warning_signal import send_warning, warn_carriers
+from tasks.ray.node_agent import execute_order
 from tests.support.stage import wait_until
 
 #: A program that writes its name to the file `warned` for each SIGUSR1. The second argument is
@@ -116,3 +120,31 @@ def test_processes_of_a_run_on_a_node_are_found_by_their_variables(
     assert again["processes"] == []
     wait_until((tmp_path / "warned").exists, "the trainer got the signal")
     assert (tmp_path / "warned").read_text() == "trainer\n"
+
+
+#: Executes a function that was sent by value, in a Python without Muster.
+ON_A_NODE = """
+import json, sys
+sys.modules["tasks"] = None
+from ray import cloudpickle
+function, arguments = cloudpickle.load(sys.stdin.buffer)
+print(json.dumps(function(*arguments)))
+"""
+
+
+def test_order_is_executed_on_a_node_without_muster(start: Start, tmp_path: Path) -> None:
+    run_id = f"run-{os.urandom(4).hex()}"
+    trainer = start(*python(TRAINER, "trainer", "plain"), MUSTER_RUN_ID=run_id)
+    wait_until((tmp_path / "up-trainer").exists, "the trainer is up")
+    arguments = {"wanted": {"MUSTER_RUN_ID": run_id}, "signum": signal.SIGUSR1.value, "skip": {}}
+    cloudpickle.register_pickle_by_value(tasks)
+    try:
+        sent = cloudpickle.dumps((execute_order, ("warn", arguments)))
+    finally:
+        cloudpickle.unregister_pickle_by_value(tasks)
+
+    done = subprocess.run([sys.executable, "-I", "-c", ON_A_NODE], input=sent, capture_output=True)
+
+    assert done.returncode == 0, done.stderr.decode()
+    answer = json.loads(done.stdout)["answer"]
+    assert [pid for pid, _ in answer["processes"]] == [trainer.pid]
