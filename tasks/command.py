@@ -74,6 +74,13 @@ VERBS = {
             guide="queue-runs.md",
         ),
         Verb(
+            name="check",
+            function="tasks.train.checking:check",
+            summary="check a spec, and show where its run would fit",
+            example="muster check muster.yaml",
+            guide="your-training.md",
+        ),
+        Verb(
             name="retry",
             function="flows.train:retry",
             summary="start another attempt of a run that has ended",

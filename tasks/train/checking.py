@@ -1,0 +1,137 @@
+"""Check a run spec without starting a run: the command `muster check`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from json import dumps
+
+from prefect.settings import PREFECT_API_URL
+
+from tasks.processes.devices import Devices
+from tasks.processes.identity import host_name
+from tasks.queue.command import connected
+from tasks.queue.grants import SchedulerProcess
+from tasks.queue.ledger import LedgerReader
+from tasks.queue.nodes import Capacity, explain_infeasible
+from tasks.queue.packing import Demand
+from tasks.queue.scheduling_pass import QueueReader
+from tasks.ray.usage import Cluster
+from tasks.server.flow_process import EXIT_INFEASIBLE
+from tasks.server.flow_runs import connect_to_server
+from tasks.server.server import hide_prefect_logs, read_secrets
+from tasks.show.arguments import EXIT_DONE, AsJson, Overrides, SpecFile
+from tasks.spec.loading import find_project_root, load_spec
+from tasks.spec.programs import find_missing_programs
+from tasks.spec.run import Gang, RunSpec
+from tasks.train.plan import component_search_path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """Answer to the question whether a run fits on a cluster when no other run uses the cluster."""
+
+    #: URL of the Ray cluster, `nodes of the queue`, or `this machine`.
+    cluster: str
+    #: None if the cluster does not answer, so that its nodes are unknown.
+    fits: bool | None
+    #: Reason why the run does not fit, or why this is unknown. Empty if it fits.
+    reason: str = ""
+
+
+def check(spec: SpecFile, /, *, set: Overrides = (), json: AsJson = False) -> int:
+    """Check a run spec, and show on which cluster its run would fit. Nothing is started.
+
+    Exit: 0 the spec is valid, and the run fits or its cluster is unknown; 2 the spec is invalid; 3
+    the run fits on no cluster.
+
+    Args:
+        json: Print the missing programs and the clusters as JSON.
+    """
+    run_spec = load_spec(spec, set)
+    root = find_project_root(spec)
+    missing = [
+        str(fault)
+        for fault in find_missing_programs(run_spec, root=root, path=component_search_path(root))
+    ]
+    fits: list[Fit] = []
+    api_url = PREFECT_API_URL.value()
+    hide_prefect_logs()
+    if api_url:
+        with connect_to_server(api_url) as client:
+            read_secrets(client, run_spec)
+    if run_spec.gang is not None:
+        if run_spec.ray is None:
+            fits.append(_check_this_machine(run_spec.gang))
+        if api_url:
+            fits += asyncio.run(_check_clusters(run_spec, run_spec.gang))
+
+    if json:
+        print(dumps({"missing_programs": missing, "clusters": [asdict(fit) for fit in fits]}))
+    else:
+        _print_result(run_spec, missing, fits)
+    # Without a server, the nodes of the queue are unknown, so the run may fit there.
+    is_too_large = bool(api_url and fits) and all(fit.fits is False for fit in fits)
+    return EXIT_INFEASIBLE if is_too_large else EXIT_DONE
+
+
+def _print_result(spec: RunSpec, missing: Sequence[str], fits: Sequence[Fit]) -> None:
+    print(f"The spec of {spec.name} is valid.")
+    for fault in missing:
+        print(
+            f"  missing on this machine, so the run's host must have it: {fault}", file=sys.stderr
+        )
+    if spec.gang is None:
+        print("The run requests no GPUs, so it waits for no cluster.")
+    for fit in fits:
+        print(f"  {fit.cluster}: {'the run fits' if fit.fits else fit.reason}")
+    if spec.gang is not None and not PREFECT_API_URL.value():
+        print("The clusters of the queue are unknown: no Prefect server is set.", file=sys.stderr)
+
+
+def _make_demand(gang: Gang) -> Demand:
+    return Demand(**gang.model_dump(include={"nodes", "gpus_per_node", "cpus_per_gpu"}))
+
+
+def _check_this_machine(gang: Gang) -> Fit:
+    """Return whether a run without Ray fits on this machine, if `muster train` starts it here."""
+    cluster = f"this machine, {host_name()}"
+    try:
+        count = len(Devices.here().indices)
+    except OSError as error:
+        return Fit(cluster=cluster, fits=None, reason=str(error))
+    if gang.nodes == 1 and gang.gpus_per_node <= count:
+        return Fit(cluster=cluster, fits=True)
+    demand = _make_demand(gang).describe()
+    reason = f"the run needs {demand}, and this machine has {count} GPUs"
+    return Fit(cluster=cluster, fits=False, reason=reason)
+
+
+async def _check_clusters(spec: RunSpec, gang: Gang) -> list[Fit]:
+    """Return whether a run fits on the clusters of the Prefect server's work pools.
+
+    Raises:
+        NoServer: The server does not answer.
+    """
+    async with connected() as client:
+        reader = QueueReader(client, Capacity(), SchedulerProcess.current(), LedgerReader(client))
+        scheduling_pass = await reader.run_pass()
+    fits = []
+    for address, cluster in sorted(scheduling_pass.clusters.items()):
+        if bool(address) is not (spec.ray is not None):
+            continue
+        wanted = spec.ray.address if spec.ray is not None else None
+        if wanted is not None and wanted.rstrip("/") != address:
+            continue
+        fits.append(_check_cluster(address, cluster, _make_demand(gang)))
+    for address, error in sorted(scheduling_pass.cluster_errors.items()):
+        if bool(address) is (spec.ray is not None):
+            fits.append(Fit(cluster=address or "nodes of the queue", fits=None, reason=error))
+    return fits
+
+
+def _check_cluster(address: str, cluster: Cluster, demand: Demand) -> Fit:
+    reason = explain_infeasible(demand, cluster)
+    return Fit(cluster=address or "nodes of the queue", fits=not reason, reason=reason)

@@ -1,0 +1,82 @@
+"""Tests of `muster check` without a Prefect server, and of its answer for a cluster."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cyclopts import App
+
+from tasks.show.arguments import run
+from tasks.train.checking import check
+
+pytestmark = pytest.mark.usefixtures("muster_home")
+
+CHECK = App(name="check", default_command=check)
+SPEC = {
+    "name": "trial",
+    "workload": "sft",
+    "components": {"trainer": {"command": ["python", "train.py"]}},
+}
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Path:
+    path = tmp_path / "muster.yaml"
+    path.write_text(yaml.safe_dump(SPEC))
+    return path
+
+
+def read_answer(
+    spec: Path, capsys: pytest.CaptureFixture[str], *words: str
+) -> tuple[int, dict[str, Any]]:
+    """Return the exit code of `muster check --json`, and the JSON that it prints."""
+    code = run(CHECK, [str(spec), "--json", *words])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_spec_without_gpus_is_valid_and_needs_no_cluster(
+    spec: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, answer = read_answer(spec, capsys)
+
+    assert code == 0 and answer["clusters"] == []
+
+
+@pytest.mark.parametrize(("gpus", "fits"), [("0-7", True), ("0-3", False)])
+def test_gpus_of_this_machine_are_compared_with_the_demand(
+    spec: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: str,
+    fits: bool,
+) -> None:
+    monkeypatch.setenv("MUSTER_GPUS", gpus)
+
+    code, answer = read_answer(spec, capsys, "--set", "gang.gpus_per_node=8")
+
+    # Without a Prefect server, the nodes of the queue are unknown, so the run may fit there.
+    assert code == 0
+    [cluster] = answer["clusters"]
+    assert cluster["fits"] is fits
+    assert ("this machine has 4 GPUs" in cluster["reason"]) is not fits
+
+
+def test_missing_program_is_reported_and_is_no_fault(
+    spec: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--set", "components.trainer.command=[no-such-program]")
+
+    code, answer = read_answer(spec, capsys, *words)
+
+    assert code == 0
+    assert "no-such-program" in answer["missing_programs"][0]
+
+
+def test_invalid_spec_is_refused(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(CHECK, [str(spec), "--set", "workload=x"]) == 2
+
+    assert "workload" in capsys.readouterr().err
