@@ -322,7 +322,7 @@ class FsspecStore:
             StoreError: The store did not answer, or refused the request.
         """
         try:
-            found = self._request(
+            infos = self._request(
                 "list",
                 folder,
                 lambda: self._filesystem.find(folder, detail=True),
@@ -336,7 +336,7 @@ class FsspecStore:
                 f"the bucket {self._protocol}://{bucket} does not exist",
                 "create the bucket, or correct its name in `checkpoints`",
             ) from error
-        files = {name.strip("/"): info for name, info in found.items() if not name.endswith("/")}
+        files = {name.strip("/"): info for name, info in infos.items() if not name.endswith("/")}
         return {
             name: self._make_stat(name, info)
             for name, info in files.items()
