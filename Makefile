@@ -210,7 +210,7 @@ constraints:  ## write constraints.txt anew from what the ranges of pyproject.to
 	@scratch="$$(mktemp -d)"
 	trap 'rm -rf "$$scratch"' EXIT
 	$(PYTHON) -m venv "$$scratch"
-	"$$scratch/bin/python" -m pip install -q --disable-pip-version-check --no-input '.[quickstart,dev,bench,mutants,ui,docs]'
+	"$$scratch/bin/python" -m pip install -q --disable-pip-version-check --no-input '.[quickstart,s3,gcs,dev,bench,mutants,ui,docs]'
 	"$$scratch/bin/python" -m pip freeze --exclude muster >"$$scratch/frozen"
 	if grep -vE '^[A-Za-z0-9._-]+==[^ @;]+$$' "$$scratch/frozen"; then
 		echo "These came from somewhere else than a package index; constraints.txt is left as it was." >&2
