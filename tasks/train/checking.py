@@ -24,7 +24,7 @@ from tasks.server.flow_runs import connect_to_server
 from tasks.server.server import hide_prefect_logs, read_secrets
 from tasks.show.arguments import EXIT_DONE, AsJson, Overrides, SpecFile
 from tasks.spec.loading import find_project_root, load_spec
-from tasks.spec.programs import find_missing_programs
+from tasks.spec.programs import add_active_environment, find_missing_programs
 from tasks.spec.run import Gang, RunSpec
 from tasks.train.plan import component_search_path
 
@@ -50,12 +50,10 @@ def check(spec: SpecFile, /, *, set: Overrides = (), json: AsJson = False) -> in
     Args:
         json: Print the missing programs and the clusters as JSON.
     """
-    run_spec = load_spec(spec, set)
     root = find_project_root(spec)
-    missing = [
-        str(fault)
-        for fault in find_missing_programs(run_spec, root=root, path=component_search_path(root))
-    ]
+    run_spec = add_active_environment(load_spec(spec, set), root)
+    path = component_search_path(run_spec.env, root)
+    missing = [str(fault) for fault in find_missing_programs(run_spec, root=root, path=path)]
     fits: list[Fit] = []
     api_url = PREFECT_API_URL.value()
     hide_prefect_logs()
