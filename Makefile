@@ -187,7 +187,7 @@ backends-check: install  ## hold a fleet's servers against the backends' own pac
 
 house: install  ## figures of the code: folders, modules, lines, the longest chain of imports
 	@$(PY) -m tests.support.house
-	exec $(PY) -m tests.support.ways
+	exec $(PY) -m tests.support.module_paths
 
 docs: install  ## write the parts of docs/ that are made from the code [ARGS=--check]
 	@exec $(PY) -m tests.documents $(ARGS)

@@ -82,7 +82,7 @@ class Leftover:
         return f"pid {self.pid}{run}: {self.command}"
 
 
-def leftovers_of(session_id: str) -> list[Leftover]:
+def find_leftovers(session_id: str) -> list[Leftover]:
     """Return the living processes of this machine with `session_id` in SESSION_VARIABLE.
 
     Two kinds of processes are not found: a process that cleared its environment, and a fork of
@@ -167,7 +167,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workerinput"):
         return
     deadline = time.monotonic() + _LEFTOVERS_WITHIN_S
-    while (leftovers := leftovers_of(_SESSION_ID)) and time.monotonic() < deadline:
+    while (leftovers := find_leftovers(_SESSION_ID)) and time.monotonic() < deadline:
         time.sleep(0.05)
     session.config.stash[_leftovers] = leftovers
     has_passed = session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
@@ -237,5 +237,5 @@ def ray_cluster() -> Iterator[RayCluster]:
     100} each, and a head node that runs no work. A test must not change the cluster: to kill a node
     or the head, it starts another cluster.
     """
-    with RayCluster.started() as cluster:
+    with RayCluster.run() as cluster:
         yield cluster

@@ -25,7 +25,7 @@ from typing import Any
 
 from tasks.processes.machine import read_gpus
 from tasks.record.states import RunState
-from tests.support.ground import ROOT, in_checkout, until
+from tests.support.host_environment import ROOT, wait_for, with_absolute_cwd
 
 #: Code of the component. It starts a process in its own session, which prints the number of visible
 #: GPUs and holds memory of the first GPU. The argument is the size of the memory in bytes.
@@ -85,7 +85,7 @@ class Training:
         }
         home.mkdir(parents=True)
         path = home / "spec.json"
-        path.write_text(json.dumps(in_checkout(spec)))
+        path.write_text(json.dumps(with_absolute_cwd(spec)))
         self.log = (home / "run.log").open("wb")
         self.process = self._muster("train", str(path))
 
@@ -119,7 +119,7 @@ class Training:
             lines = logs[0].read_text().splitlines() if logs else []
             return next((line.split()[1:] for line in lines if line.startswith("sees")), [])
 
-        return until(read_words, f"the program holds memory; see {self.log.name}")
+        return wait_for(read_words, f"the program holds memory; see {self.log.name}")
 
     def reconcile(self) -> None:
         """Start `muster reconcile`, which ends the lost run."""
@@ -167,7 +167,7 @@ def check(home: Path, end: Callable[[Training], None]) -> list[str]:
 
         began = time.monotonic()
         end(training)
-        until(lambda: training.record().get("state") in _FINAL, "its state is final")
+        wait_for(lambda: training.record().get("state") in _FINAL, "its state is final")
         used_after = used_mib()
         took_s = time.monotonic() - began
         if used_after[device] > used_before[device] + _SLACK_MIB:

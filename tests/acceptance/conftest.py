@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.ground import in_checkout, until
-from tests.support.prefect_api import ask
+from tests.support.host_environment import wait_for, with_absolute_cwd
+from tests.support.prefect_api import send_request
 from tests.support.pseudo_terminal import PseudoTerminal
-from tests.support.stage import processes_with
+from tests.support.supervised_components import processes_with
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60.0
@@ -38,7 +38,7 @@ class Run:
     @property
     def directory(self) -> Path:
         """Directory of the run's record and logs; wait until the run has created it."""
-        return until(self._directory, f"a run's directory; so far:\n{self.text()}")
+        return wait_for(self._directory, f"a run's directory; so far:\n{self.text()}")
 
     def _directory(self) -> Path | None:
         records = list((self.home / "runs").glob("*/run.json"))
@@ -64,7 +64,7 @@ class Run:
                     return event
             return None
 
-        return until(find_event, f"event {name} of {component}; so far:\n{self.text()}")
+        return wait_for(find_event, f"event {name} of {component}; so far:\n{self.text()}")
 
     def wait(self, within_s: float = DEADLINE_S) -> int:
         """Wait until the run's process has ended, and return its exit code."""
@@ -75,7 +75,7 @@ class Run:
 
     def flow_run(self) -> dict[str, Any]:
         """Return the flow run from the Prefect server."""
-        flow_run: dict[str, Any] = ask(
+        flow_run: dict[str, Any] = send_request(
             "GET", f"{self.api}/flow_runs/{self.record()['flow_run_id']}"
         )
         return flow_run
@@ -86,7 +86,9 @@ class Run:
             "flow_runs": {"id": {"any_": [self.record()["flow_run_id"]]}},
             "sort": "EXPECTED_START_TIME_ASC",
         }
-        task_runs: list[dict[str, Any]] = ask("POST", f"{self.api}/task_runs/filter", query)
+        task_runs: list[dict[str, Any]] = send_request(
+            "POST", f"{self.api}/task_runs/filter", query
+        )
         return task_runs
 
     def pids(self) -> list[int]:
@@ -131,7 +133,7 @@ def start_run(api: str, tmp_path: Path) -> Iterator[Callable[..., Run]]:
         number = len(runs)
         home = tmp_path / f"home-{number}"
         path = tmp_path / f"spec-{number}.yaml"
-        path.write_text(yaml.safe_dump(in_checkout(spec), sort_keys=False))
+        path.write_text(yaml.safe_dump(with_absolute_cwd(spec), sort_keys=False))
         output = tmp_path / f"output-{number}.txt"
         env = {**os.environ, "MUSTER_HOME": str(home), **environ}
         if server:
@@ -147,7 +149,7 @@ def start_run(api: str, tmp_path: Path) -> Iterator[Callable[..., Run]]:
                 **(terminal.as_stdio() if terminal else stdio),
             )
         if terminal:
-            terminal.started()
+            terminal.close_device()
         runs.append(Run(process=process, home=home, api=server or "", output=output))
         return runs[-1]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support.ground import until
+from tests.support.host_environment import wait_for
 
 ROOT = Path(__file__).parents[2]
 TOO_FEW_GPUS = "raise ValueError('Total available GPUs 0 is less than total desired GPUs 16')"
@@ -25,7 +25,7 @@ def test_killed_quickstart_resumes_from_its_checkpoint(start_run: Callable) -> N
     quickstart["retry"] = {"UNKNOWN": {"attempts": 2, "delay_s": 0.1}}
     run = start_run(quickstart, "--set", "progress.total=15", "--set", "success.step=15")
     checkpoints = run.directory / "attempt-01" / "checkpoints"
-    until((checkpoints / "latest").exists, "a checkpoint exists")
+    wait_for((checkpoints / "latest").exists, "a checkpoint exists")
 
     os.kill(run.record()["attempts"][0]["components"]["trainer"]["pid"], signal.SIGKILL)
 
@@ -73,7 +73,7 @@ def test_trainer_completes_its_checkpoint_before_it_gets_the_stop_signal(
     }
     trainer["stop"] = {"grace_s": 60}
     run = start_run({"name": "x", "workload": "sft", "components": {"trainer": trainer}})
-    until((folder / "global_step_10" / "part").exists, "the trainer writes its checkpoint")
+    wait_for((folder / "global_step_10" / "part").exists, "the trainer writes its checkpoint")
 
     run.process.send_signal(signal.SIGINT)
     run.until_event("teardown.begun")
@@ -90,7 +90,7 @@ def test_ctrl_c_ends_the_wait_for_the_next_attempt(
 ) -> None:
     retry = {"INSUFFICIENT_RESOURCES": {"delay_s": 3600, "max_delay_s": 3600}}
     run = start_run(build_gang_spec(TOO_FEW_GPUS, retry=retry))
-    until(
+    wait_for(
         lambda: run.record()["state"] == "pending_resources", "the run waits for its next attempt"
     )
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.prefect_api import ask
-from tests.support.saving import has_saved, saving_spec, until_training
+from tests.support.prefect_api import send_request
+from tests.support.saving_component import has_saved, saving_spec, until_training
 
 STAY = "import time; time.sleep(600)"
 #: A program that ignores SIGTERM and starts a daemon, which clears its environment.
@@ -53,7 +53,7 @@ def test_concurrency_limit_of_a_tag_does_not_delay_the_task_runs(
 ) -> None:
     # With this limit, Prefect blocks every task run that has the tag `held`. Muster gives its task
     # runs no tags, because its own queue limits the number of runs by tag.
-    ask("POST", f"{api}/concurrency_limits/", {"tag": "held", "concurrency_limit": 0})
+    send_request("POST", f"{api}/concurrency_limits/", {"tag": "held", "concurrency_limit": 0})
 
     run = start_run(build_gang_spec("print('trained')", tags=["held"]))
 
@@ -185,7 +185,7 @@ def test_cancel_of_a_directly_started_run_needs_no_worker(
 
     cancelling = {"type": "CANCELLING", "name": "Cancelling"}
     url = f"{api}/flow_runs/{run.record()['flow_run_id']}/set_state"
-    ask("POST", url, {"state": cancelling})
+    send_request("POST", url, {"state": cancelling})
 
     assert run.wait() == 130, run.text()
     assert run.record()["state"] == "cancelled"
@@ -201,7 +201,7 @@ def test_component_can_save_although_the_cancel_arrives_twice(
     until_training(saved_file)
 
     url = f"{api}/flow_runs/{run.record()['flow_run_id']}/set_state"
-    ask("POST", url, {"state": {"type": "CANCELLING", "name": "Cancelling"}})
+    send_request("POST", url, {"state": {"type": "CANCELLING", "name": "Cancelling"}})
     run.process.send_signal(signal.SIGTERM)
 
     assert run.wait() == 130, run.text()

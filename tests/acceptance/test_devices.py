@@ -15,7 +15,7 @@ import yaml
 
 from tasks.processes.devices import DeviceLease, Devices, read_leases
 from tests.acceptance.conftest import Run
-from tests.support.ground import ROOT, in_checkout, until
+from tests.support.host_environment import ROOT, wait_for, with_absolute_cwd
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +49,7 @@ def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Devices:
 def read_visible_gpus(run: Run, component: str) -> str:
     """Return the GPUs that the component printed, such as "0,1"."""
     log = run.directory / "attempt-01" / f"{component}.log"
-    output_words: list[str] = until(
+    output_words: list[str] = wait_for(
         lambda: log.exists() and log.read_text().split(), "the component has printed its GPUs"
     )
     return output_words[1]
@@ -79,7 +79,7 @@ def test_invalid_list_of_devices_is_reported_before_the_start(
 ) -> None:
     path = tmp_path / "spec.yaml"
     home = tmp_path / "home"
-    path.write_text(yaml.safe_dump(in_checkout(build_spec(1, trainer=build_component()))))
+    path.write_text(yaml.safe_dump(with_absolute_cwd(build_spec(1, trainer=build_component()))))
     env = os.environ | {"MUSTER_GPUS": "0;1", "MUSTER_HOME": str(home)}
 
     result = subprocess.run(
@@ -101,7 +101,7 @@ def test_run_waits_for_devices_that_another_program_uses(
 ) -> None:
     other_lease = DeviceLease(devices, (0, 1), "another program")
     run = start_run(build_spec(3, trainer=build_component()))
-    until(
+    wait_for(
         lambda: "programs outside this queue use 2 GPUs" in run.text(),
         "the run names the reason for its wait",
     )
@@ -128,4 +128,4 @@ def test_devices_of_a_killed_run_stay_leased_until_its_last_process_has_ended(
         assert leases or not is_alive
         if not leases:
             break
-    until(lambda: run.pids() == [], "no process of the run remains")
+    wait_for(lambda: run.pids() == [], "no process of the run remains")

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from tasks.processes.ports import PortsReserved
-from tests.support.documents import ROOT, Block, Document, documents
+from tests.support.documents import ROOT, Block, Document, list_documents
 
 #: Reason why the test does not run a command, by the document and the beginning of the command.
 NOT_TYPED: dict[tuple[str, str], str] = {
@@ -36,7 +36,7 @@ EXITS: dict[str, int] = {}
 #: Time limit of a command in seconds. It suffices on a busy machine.
 WITHIN_S = 400.0
 
-PAGES = [page for page in documents() if page.commands("console")]
+PAGES = [page for page in list_documents() if page.commands("console")]
 
 
 def find_reason_not_to_type(page: Document, command: str) -> str:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.acceptance.conftest import Run, python
-from tests.support.ground import until
-from tests.support.prefect_api import ask
+from tests.support.host_environment import wait_for
+from tests.support.prefect_api import send_request
 
 pytestmark = pytest.mark.slow
 
@@ -20,7 +20,7 @@ def read_muster_events(run: Run) -> list[dict[str, Any]]:
     """Return the events about the run that Muster has sent to the Prefect server, oldest first."""
     about = f"prefect.flow-run.{run.record()['flow_run_id']}"
     event_filter = {"event": {"prefix": ["muster."]}, "resource": {"id": [about]}, "order": "ASC"}
-    events: list[dict[str, Any]] = ask(
+    events: list[dict[str, Any]] = send_request(
         "POST", f"{run.api}/events/filter", {"filter": event_filter}
     )["events"]
     return events
@@ -54,7 +54,7 @@ def test_events_describe_a_failed_run_without_secrets(start_run: Callable[..., R
             else []
         )
 
-    events = until(find_complete_events, "the server has all events of the run")
+    events = wait_for(find_complete_events, "the server has all events of the run")
 
     assert [(event["event"], event["payload"].get("component")) for event in events] == [
         ("muster.run.started", None),

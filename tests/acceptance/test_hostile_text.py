@@ -113,9 +113,9 @@ def run_on_terminal(home: Path, columns: int, *verbs: list[str]) -> PseudoTermin
         start_new_session=True,
         **terminal.as_stdio(),
     )
-    terminal.started()
+    terminal.close_device()
     assert process.wait(90) == 0, terminal.text()
-    terminal.until_read()
+    terminal.wait_until_read()
     return terminal
 
 

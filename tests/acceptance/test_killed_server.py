@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ground import until
-from tests.support.stage import processes_with
+from tests.support.host_environment import wait_for
+from tests.support.supervised_components import processes_with
 
 #: Code of a training that runs until a file exists, and then exits with the exit code `code`.
 TRAINING = """
@@ -71,5 +71,5 @@ def test_training_survives_its_temporary_server(
     assert "EventsWorker" not in run.text()
     attempt = run.record()["attempts"][0]
     assert attempt["components"]["trainer"]["exit_code"] == code
-    until(lambda: not run.pids(), "no process of the run remains")
+    wait_for(lambda: not run.pids(), "no process of the run remains")
     assert processes_with("TMPDIR", str(directory)) == []

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.ground import until
+from tests.support.host_environment import wait_for
 
 NAMES = ("api", "trainer", "environment", "reward")
 LINES = 400
@@ -77,7 +77,7 @@ def test_no_line_is_lost_or_repeated(
     gate = tmp_path / "gate"
     gate.mkdir()
     run = start_run(build_spec(gate))
-    until((gate / "half-trainer-1").exists, "half of the lines are written")
+    wait_for((gate / "half-trainer-1").exists, "half of the lines are written")
     env = {**os.environ, "MUSTER_HOME": str(run.home), "PREFECT_API_URL": run.api}
     command = (sys.executable, "-m", "tasks.command", "logs", "latest", "--follow")
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as follower:
@@ -86,11 +86,11 @@ def test_no_line_is_lost_or_repeated(
         for attempt in (1, 2):
             directory = run.directory / f"attempt-{attempt:02d}"
             for name in NAMES:
-                until((gate / f"half-{name}-{attempt}").exists, f"half of the lines of {name}")
+                wait_for((gate / f"half-{name}-{attempt}").exists, f"half of the lines of {name}")
                 rotate(directory / f"{name}.log")
                 (gate / f"go-{name}-{attempt}").touch()
             for name in NAMES:
-                until((gate / f"done-{name}-{attempt}").exists, f"all of the lines of {name}")
+                wait_for((gate / f"done-{name}-{attempt}").exists, f"all of the lines of {name}")
             (gate / f"end-{attempt}").touch()
         output = follower.stdout.read()
 

@@ -18,7 +18,7 @@ import yaml
 
 from tasks.processes.ports import listeners
 from tests.acceptance.conftest import Run
-from tests.support.ground import until
+from tests.support.host_environment import wait_for
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
@@ -131,14 +131,16 @@ def test_flow_run_shows_the_number_of_active_engines_and_each_recovery(
     [server] = [candidate for candidate in RunFleet(run).servers() if candidate["rank"] == 1]
 
     RunFleet(run).kill(server)
-    until(
+    wait_for(
         lambda: "rollout 2 of 3 engines serve" in read_message(run),
         "the flow run names the number of active engines",
     )
-    running_recoveries = until(lambda: list_recoveries(run, "RUNNING"), "the recovery is running")
+    running_recoveries = wait_for(
+        lambda: list_recoveries(run, "RUNNING"), "the recovery is running"
+    )
     gate.touch()
-    until(lambda: list_recoveries(run, "COMPLETED"), "the recovery is over")
-    until(
+    wait_for(lambda: list_recoveries(run, "COMPLETED"), "the recovery is over")
+    wait_for(
         lambda: read_message(run).endswith("trainer, environment"),
         "the flow run names all components as running",
     )
@@ -176,7 +178,7 @@ def test_recovery_that_is_interrupted_by_the_end_of_the_run_is_cancelled(
     run.until_event("attempt.ready")
 
     RunFleet(run).kill(RunFleet(run).servers()[0])
-    until(lambda: list_recoveries(run, "RUNNING"), "the recovery is running")
+    wait_for(lambda: list_recoveries(run, "RUNNING"), "the recovery is running")
     run.process.send_signal(signal.SIGTERM)
 
     assert run.wait() == 130, run.text()
@@ -191,7 +193,7 @@ def test_next_attempt_has_a_new_fleet_with_the_weights_of_the_checkpoint(
 ) -> None:
     run = start_run(quickstart)
     first_attempt = run.directory / "attempt-01"
-    until((first_attempt / "checkpoints" / "latest").exists, "there is a checkpoint")
+    wait_for((first_attempt / "checkpoints" / "latest").exists, "there is a checkpoint")
 
     os.kill(run.record()["attempts"][0]["components"]["rollout"]["pid"], signal.SIGKILL)
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.prefect_api import ask
+from tests.support.prefect_api import send_request
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,7 +48,7 @@ def test_two_simultaneous_runs_both_learn_on_different_ports(
         assert sum(part["now"] for part in slow["parts"].values()) >= slow["step"]["now"] > 0
         assert "A step takes" in slow["said"] and slow["said"] in story.replace("\n", " ")
         query = {"flow_run_id": {"any_": [run.record()["flow_run_id"]]}, "key": {"any_": ["time"]}}
-        [page] = ask("POST", f"{run.api}/artifacts/filter", {"artifacts": query})
+        [page] = send_request("POST", f"{run.api}/artifacts/filter", {"artifacts": query})
         assert "A step takes" in page["data"]
     ports = [_read_ports(run.directory) for run in runs]
     assert not ports[0] & ports[1]

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.ground import until
+from tests.support.host_environment import wait_for
 from tests.support.ray_cluster import RayCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -99,7 +99,7 @@ def wait_for_helpers(run: Any) -> list[str]:
         lines = [line.split() for line in read_log(run).splitlines()]
         return next((words[1:] for words in lines if words[:1] == ["helpers"]), [])
 
-    helpers: list[str] = until(find_helpers, "the GPUs are taken")
+    helpers: list[str] = wait_for(find_helpers, "the GPUs are taken")
     return helpers
 
 
@@ -171,7 +171,7 @@ def test_cancel_ends_the_job_and_frees_its_gpus(
     run = start_run(spec)
     helpers = []
     if phase == "pending":
-        until(
+        wait_for(
             lambda: "job.state" in {event["event"] for event in run.events()}, "the job is pending"
         )
     else:
@@ -186,7 +186,7 @@ def test_cancel_ends_the_job_and_frees_its_gpus(
     assert read_job_status(ray_cluster, f"{record['run_id']}--a01") in ("STOPPED", "FAILED")
     assert filter_living(helpers) == []
     assert run.pids() == []
-    until(lambda: count_used_gpus(ray_cluster) == 0, "Ray reports the GPUs as free")
+    wait_for(lambda: count_used_gpus(ray_cluster) == 0, "Ray reports the GPUs as free")
 
 
 def test_message_about_an_infeasible_gang_has_the_numbers(

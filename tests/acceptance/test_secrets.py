@@ -11,7 +11,7 @@ import pytest
 from prefect.blocks.system import Secret
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from tests.support.prefect_api import ask
+from tests.support.prefect_api import send_request
 
 pytestmark = pytest.mark.slow
 
@@ -76,12 +76,12 @@ def test_no_secret_is_in_files_on_the_server_or_on_the_terminal(
     published = {
         "flow run": flow_run,
         "task runs": run.task_runs(),
-        "states": ask("GET", f"{api}/flow_run_states/?flow_run_id={flow_run['id']}"),
-        "artifacts": ask("POST", f"{api}/artifacts/filter", run_filter),
-        "logs": ask(
+        "states": send_request("GET", f"{api}/flow_run_states/?flow_run_id={flow_run['id']}"),
+        "artifacts": send_request("POST", f"{api}/artifacts/filter", run_filter),
+        "logs": send_request(
             "POST", f"{api}/logs/filter", {"logs": {"flow_run_id": {"any_": [flow_run["id"]]}}}
         ),
-        "events": ask("POST", f"{api}/events/filter", {"filter": event_filter}),
+        "events": send_request("POST", f"{api}/events/filter", {"filter": event_filter}),
         "terminal": run.text(),
     }
     published_texts = {name: json.dumps(content) for name, content in published.items()}

@@ -116,7 +116,7 @@ def test_narrow_terminal_shows_the_live_run_and_then_its_failure(
 
     stop.touch()
     code = run.wait()
-    tty.until_read()
+    tty.wait_until_read()
 
     assert code == 1, tty.text()
     assert "api        ready" in during
@@ -245,7 +245,7 @@ def test_signal_after_the_verdict_has_no_effect(
     while run.process.poll() is None:
         run.process.send_signal(signum)
         time.sleep(0.005)
-    tty.until_read()
+    tty.wait_until_read()
 
     assert run.process.returncode == 1, tty.text()
     assert "Traceback" not in tty.text() and "Interrupted" not in tty.text()
@@ -270,6 +270,6 @@ def test_stopped_terminal_does_not_delay_the_run(
     tty.press(GO_KEY)
 
     assert run.wait() == 0
-    tty.until_read()
+    tty.wait_until_read()
     assert "completed" not in text_while_stopped
     assert "\ncompleted: " in tty.text()

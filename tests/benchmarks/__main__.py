@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.benchmarks import limits_page, page, records
+from tests.benchmarks.harness import settle_environment
 from tests.benchmarks.report import Machine, NotHere, Result, say, table, write_json
-from tests.benchmarks.stage import settle_environment
 from tests.support.help import HelpFormatter
 
 #: Names of all benchmarks, in the order of BENCHMARKS.md.

@@ -42,7 +42,7 @@ _NOTES = {
 def measure(*, quick: bool) -> Result:
     """Measure all ways to read the resources, on Ray clusters of different sizes."""
     rows: dict[str, list[Row]] = {}
-    with RayCluster.started(nodes=0) as cluster:
+    with RayCluster.run(nodes=0) as cluster:
         for size in _QUICK_SIZES if quick else _SIZES:
             while len(cluster.nodes) < size:
                 cluster.add_node()

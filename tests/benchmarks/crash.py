@@ -24,9 +24,7 @@ from typing import Any
 from tasks.server.server import prefect_server
 from tasks.spec.probes import LiveProbe, ReadyProbe
 from tests.benchmarks import models, peers, sglang_watchdog
-from tests.benchmarks.part import wait as wait_for_sigterm
-from tests.benchmarks.report import Missing, NotHere, Result, Row, Sample, interleaved, say
-from tests.benchmarks.stage import (
+from tests.benchmarks.harness import (
     NAMES,
     FlowProcess,
     folder,
@@ -35,6 +33,8 @@ from tests.benchmarks.stage import (
     supervisor_of,
     wait_until,
 )
+from tests.benchmarks.part import wait as wait_for_sigterm
+from tests.benchmarks.report import Missing, NotHere, Result, Row, Sample, interleaved, say
 
 #: Name of the component that is killed.
 _VICTIM = "trainer"

@@ -30,7 +30,7 @@ from tasks.spec.rollout import FleetHealth
 from tests.benchmarks.report import Result, Row, say
 from tests.faults.fleet_chaos import plan_in, serving
 from tests.support import dummy_server
-from tests.support.fleet_fakes import TOKEN, FakeHost, plan_of, settings_of
+from tests.support.fleet_fakes import TOKEN, FakeHost, make_settings, make_topology
 
 _KILLS, _QUICK_KILLS = 20, 1
 _STOPS, _QUICK_STOPS = 5, 0
@@ -211,13 +211,13 @@ async def sweep_ms(prober: HttpProber, count: int) -> float:
         prober: Sends the probes.
         count: Number of active servers of the fleet.
     """
-    plan = plan_of(count)
+    plan = make_topology(count)
     host = FakeHost()
     registry = Registry(plan)
     health = Health(
         FleetParts(
             states=registry,
-            settings=settings_of(timeout_s=_TIMEOUT_S),
+            settings=make_settings(timeout_s=_TIMEOUT_S),
             questions=plan.questions,
             host=host,
             prober=prober,

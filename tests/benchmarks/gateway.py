@@ -35,8 +35,8 @@ import psutil
 
 from tasks.rollout.router import Entrypoint, Router
 from tests.benchmarks.gateway_load import load
+from tests.benchmarks.harness import folder, wait_until
 from tests.benchmarks.report import Missing, Result, Row, say
-from tests.benchmarks.stage import folder, wait_until
 
 _DUMMY = Path(__file__).parents[1] / "support" / "dummy_server.py"
 _SERVERS = 2

@@ -60,7 +60,7 @@ def measure(*, quick: bool) -> Result:
     values: dict[str, dict[str, list[float]]] = {}
     random_draws = random.Random(0)
     with (
-        RayCluster.started() as cluster,
+        RayCluster.run() as cluster,
         tempfile.TemporaryDirectory(prefix="muster-bench-") as directory,
     ):
         os.environ["MUSTER_HOME"] = directory

@@ -27,8 +27,8 @@ from tests.benchmarks.footprint import cpu_ns, memory_mb, tree_of
 from tests.benchmarks.limits_series import By, database_mb, server_pid
 from tests.benchmarks.report import Missing, Row, say
 from tests.support.gang_pool import GangPool, gang_pool
-from tests.support.ground import Server, until
-from tests.support.postgres import postgres, why_no_postgres
+from tests.support.host_environment import Server, wait_for
+from tests.support.postgres import explain_missing_postgres, postgres
 
 _WAITING, _QUICK_WAITING = (200, 1_000, 5_000), (20, 60)
 _RUNNING, _QUICK_RUNNING = (10, 100, 500), (5, 20)
@@ -53,7 +53,7 @@ def rows(*, quick: bool) -> tuple[list[Row], list[Missing]]:
     """Measure the queue at different loads; return the rows, and the reason for missing rows."""
     measured = [*_on(_SQLITE, quick=quick), *_runs_behind_blocked_runs(quick=quick)]
     missing = []
-    if reason := why_no_postgres():
+    if reason := explain_missing_postgres():
         missing.append(Missing(way=f"the queue on {_POSTGRES}", why=reason))
     else:
         measured += _on(_POSTGRES, quick=quick)
@@ -76,7 +76,7 @@ class _Stage:
     @property
     def server_pid(self) -> int:
         """Process id of the Prefect server."""
-        return server_pid(self.pool.ground.api)
+        return server_pid(self.pool.host_env.api)
 
 
 def _on(database: str, *, quick: bool) -> Iterator[Row]:
@@ -99,7 +99,7 @@ def _on(database: str, *, quick: bool) -> Iterator[Row]:
 
         nodes = {f"n{number:03}": _GPUS for number in range(_NODES)}
         pool = stack.enter_context(gang_pool(place, nodes=nodes, server=server))
-        client = httpx.Client(base_url=pool.ground.api, trust_env=False, timeout=90)
+        client = httpx.Client(base_url=pool.host_env.api, trust_env=False, timeout=90)
         runs = WaitingRuns(pool, stack.enter_context(client))
         yield from _series(
             _Stage(pool=pool, database=database, database_mb=size_mb, quick=quick), runs
@@ -197,7 +197,7 @@ def _passes(stage: _Stage, by: By) -> Iterator[Row]:
     """Measure scheduling passes that admit no run."""
     server = tree_of(stage.server_pid)
     used_before = cpu_ns(server)
-    with temporary_settings({PREFECT_API_URL: stage.pool.ground.api}):
+    with temporary_settings({PREFECT_API_URL: stage.pool.host_env.api}):
         count = _QUICK_PASSES if stage.quick else _PASSES
         each_ms, own_ms = asyncio.run(time_passes(stage.pool, count))
         server_ms = (cpu_ns(server) - used_before) / 1e6 / len(each_ms)
@@ -227,7 +227,7 @@ async def time_passes(
     capacity = Capacity()
     async with get_client() as client:
         worker = (pool.name, _SERVED)
-        scheduler = Scheduler(client, capacity=capacity, home=pool.ground.home, worker=worker)
+        scheduler = Scheduler(client, capacity=capacity, home=pool.host_env.home, worker=worker)
         await scheduler.decide(lambda entry, nodes: True)
         used_before = time.process_time()
         for _ in range(count):
@@ -260,7 +260,7 @@ def _runs_behind_blocked_runs(*, quick: bool) -> Iterator[Row]:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="muster-bench-")))
         free = {_SERVED: 2 * _GPUS}
         pool = stack.enter_context(gang_pool(place, nodes=free, limits={"red": _GPUS}))
-        client = httpx.Client(base_url=pool.ground.api, trust_env=False, timeout=90)
+        client = httpx.Client(base_url=pool.host_env.api, trust_env=False, timeout=90)
         runs = WaitingRuns(pool, stack.enter_context(client), tags=["red"])
         pool.hold({_SERVED: _GPUS}, tags=["red"])
         worker = pool.start_worker()
@@ -268,13 +268,13 @@ def _runs_behind_blocked_runs(*, quick: bool) -> Iterator[Row]:
         stack.callback(worker.terminate)
         spec = pool.spec(gpus=_GPUS, lasts_s=0.1)
         process, waiter = pool.start(pool.spec(gpus=2 * _GPUS))
-        until(lambda: "in line" in pool.ground.log("train"), f"{waiter.name} waits")
+        wait_for(lambda: "in line" in pool.host_env.log("train"), f"{waiter.name} waits")
         process.kill()
         times_s = [_wait_until_pending(pool, spec, time.monotonic())]
         yield by.row("a run behind a waiter that was killed, to PENDING", times_s, "s")
         pool.set_state(waiter, "CRASHED")
         runs.grow_to(count)
-        until(runs.have_reasons, "all waiting runs have a reason", 900)
+        wait_for(runs.have_reasons, "all waiting runs have a reason", 900)
         times_s = [_wait_until_pending(pool, spec, time.monotonic()) for _ in range(_QUICK_PASSES)]
         yield by.row("a run that may start, submitted to PENDING", times_s, "s")
 
@@ -282,7 +282,7 @@ def _runs_behind_blocked_runs(*, quick: bool) -> Iterator[Row]:
 def _wait_until_pending(pool: GangPool, spec: Mapping[str, Any], since: float) -> float:
     """Submit a run, wait for its end, and return the seconds from `since` to its state PENDING."""
     run = pool.submit(spec)
-    until(lambda: run.state()[0] != "SCHEDULED", f"{run.name} starts", 120)
+    wait_for(lambda: run.state()[0] != "SCHEDULED", f"{run.name} starts", 120)
     took_s = time.monotonic() - since
-    run.until_state("COMPLETED")
+    run.wait_for_state("COMPLETED")
     return took_s

@@ -13,10 +13,10 @@ from typing import Any
 
 from tasks.processes import tree
 from tests.benchmarks.footprint import cpu_percent, fds, memory_mb, shared_memory_mb, threads
+from tests.benchmarks.harness import FlowProcess, await_sleepers, folder, sleepers
 from tests.benchmarks.limits_series import By, database_mb, server_pid
 from tests.benchmarks.report import Row, say
-from tests.benchmarks.stage import FlowProcess, await_sleepers, folder, sleepers
-from tests.support.ground import Server
+from tests.support.host_environment import Server
 
 #: Numbers of components of the measured runs.
 _COMPONENTS, _QUICK_COMPONENTS = (1, 10, 100, 1_000), (1, 5)

@@ -20,8 +20,7 @@ from tasks.spec.probes import ReadyProbe
 from tests.benchmarks import models
 from tests.benchmarks.crash import reaction_ms
 from tests.benchmarks.footprint import thread_cpu_ns
-from tests.benchmarks.report import Missing, Result, Row, Sample, interleaved, say
-from tests.benchmarks.stage import (
+from tests.benchmarks.harness import (
     NAMES,
     FlowProcess,
     folder,
@@ -30,6 +29,7 @@ from tests.benchmarks.stage import (
     supervisor_of,
     wait_until,
 )
+from tests.benchmarks.report import Missing, Result, Row, Sample, interleaved, say
 from tests.faults.injections import in_mounts, why_no_mounts
 
 #: Number of files per second that are created in /dev/shm.

@@ -19,8 +19,8 @@ from tasks.processes import guarded, tree
 from tasks.processes.supervisor import Supervisor
 from tests.benchmarks import models
 from tests.benchmarks.footprint import cpu_ns, shared_memory_mb, thread_cpu_ns
+from tests.benchmarks.harness import folder, sleepers, supervisor_of
 from tests.benchmarks.report import Result, Row, interleaved, say
-from tests.benchmarks.stage import folder, sleepers, supervisor_of
 
 _STALL_AFTER_S = 1800.0
 

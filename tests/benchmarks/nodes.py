@@ -36,7 +36,7 @@ def measure(*, quick: bool) -> Result:
     rows: list[Row] = []
     os.environ.update(RAY_ENV)
     with (
-        RayCluster.started(nodes=0) as cluster,
+        RayCluster.run(nodes=0) as cluster,
         tempfile.TemporaryDirectory(prefix="muster-bench-") as shared,
     ):
         os.environ["MUSTER_HOME"] = shared

@@ -20,8 +20,8 @@ from pathlib import Path
 from tasks.processes import tree
 from tasks.server.server import prefect_server
 from tests.benchmarks import peers
+from tests.benchmarks.harness import FlowProcess, folder, part, python_alone, wait_until
 from tests.benchmarks.report import Result, Row, say
-from tests.benchmarks.stage import FlowProcess, folder, part, python_alone, wait_until
 from tests.benchmarks.stubborn import ROLES
 
 _ROUNDS, _QUICK_ROUNDS = 3, 1

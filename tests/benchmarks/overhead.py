@@ -21,8 +21,8 @@ from tasks.server.server import prefect_server
 from tasks.spec.run import RunSpec
 from tasks.train.reporter import await_last_artifacts
 from tests.benchmarks.footprint import cpu_percent, tree_of
+from tests.benchmarks.harness import NAMES
 from tests.benchmarks.report import Result, Row, Sample, interleaved
-from tests.benchmarks.stage import NAMES
 
 _ROUNDED = "Prefect rounds it up to a second"
 #: CPU use, in percent of a core. Below it, the Prefect server counts as idle.

@@ -15,8 +15,7 @@ from tasks.processes.ports import PortsReserved
 from tasks.server.server import prefect_server
 from tasks.spec.probes import ReadyProbe
 from tests.benchmarks import models
-from tests.benchmarks.report import Result, Row, interleaved
-from tests.benchmarks.stage import (
+from tests.benchmarks.harness import (
     NAMES,
     FlowProcess,
     folder,
@@ -25,6 +24,7 @@ from tests.benchmarks.stage import (
     supervisor_of,
     wait_until,
 )
+from tests.benchmarks.report import Result, Row, interleaved
 
 #: Seconds that each component needs to become ready, and the sum of this time for all components.
 _NEED_S = 0.5

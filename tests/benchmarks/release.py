@@ -28,11 +28,11 @@ from itertools import pairwise
 from pathlib import Path
 
 from tests.benchmarks import models
+from tests.benchmarks.harness import folder, part, recorded_ns, wait_until
 from tests.benchmarks.report import Result, Row, say
-from tests.benchmarks.stage import folder, part, recorded_ns, wait_until
 from tests.support.gang_pool import GangPool, Host
 from tests.support.gang_referee import FINAL, History
-from tests.support.ground import Server
+from tests.support.host_environment import Server
 
 _ROUNDS, _QUICK_ROUNDS = 2, 1
 #: Number of measured pairs of a run and its successor in each round.
@@ -184,7 +184,7 @@ def _served(directory: Path) -> Iterator[Mapping[str, tuple[GangPool, subprocess
             stack.callback(host.clear)
             nodes = {name: 8}
             pool = GangPool(
-                ground=host, server=server, type=way.type, name=f"pool-{number}", nodes=nodes
+                host_env=host, server=server, type=way.type, name=f"pool-{number}", nodes=nodes
             )
             pool.set_up(limit=way.limit)
             pools[way.name] = (pool, pool.start_worker(f"worker-{number}"))
@@ -211,7 +211,7 @@ def _time_successors(
             # Prefect's process worker cannot grant GPUs, so the spec must not request any.
             del spec["gang"]
         pool.submit({**spec, "name": f"r{number}"}, env=env)
-    pool.until_all_end(_WITHIN_S)
+    pool.wait_until_all_end(_WITHIN_S)
     runs = sorted(pool.histories(), key=_pending_at)
     for previous, successor in pairwise(runs):
         ended_at = previous.states[-1].at
@@ -244,7 +244,7 @@ def _busy_waiting(pool: GangPool, worker: subprocess.Popen[bytes], *, quick: boo
     time.sleep(_SETTLE_S)
     say("  a line that does not move")
     percent = _cpu_percent({_MUSTER: worker.pid}, quick=quick)[_MUSTER]
-    pool.empty()
+    pool.cancel_all()
     return percent
 
 

@@ -26,9 +26,9 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
+from tests.benchmarks.harness import NAMES
 from tests.benchmarks.part import wait as wait_for_sigterm
 from tests.benchmarks.report import NotHere
-from tests.benchmarks.stage import NAMES
 from tests.peers.pip import NoWheel, fetch
 
 #: Version of SGLang. tests/peers/backends/ uses the same version.

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from tasks.processes import tree
 from tasks.processes.guarded import Command, GuardedProcess
+from tests.benchmarks.harness import folder
 from tests.benchmarks.report import Result, Row, interleaved
-from tests.benchmarks.stage import folder
 
 _SLEEP_S = "60"
 

@@ -32,11 +32,11 @@ def measure(*, quick: bool) -> Result:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="muster-bench-")))
         nodes = {f"n{number:03}": _GPUS for number in range(512)}
         pool = stack.enter_context(gang_pool(place, nodes=nodes))
-        client = httpx.Client(base_url=pool.ground.api, trust_env=False, timeout=90)
+        client = httpx.Client(base_url=pool.host_env.api, trust_env=False, timeout=90)
         runs = WaitingRuns(pool, stack.enter_context(client))
         runs.hold(_SERVED)
         runs.grow_to(count)
-        server = tree_of(server_pid(pool.ground.api))
+        server = tree_of(server_pid(pool.host_env.api))
 
         def measure_server() -> list[float]:
             """Return the CPU use of the server in each window, in percent of a core."""
@@ -60,7 +60,7 @@ def measure(*, quick: bool) -> Result:
                     fork_server_mb = sum(memory_mb(pid)[1] for pid in tree.children(worker.pid))
         say("  all runs read in each pass")
         with_full_reads = []
-        with temporary_settings({PREFECT_API_URL: pool.ground.api}):
+        with temporary_settings({PREFECT_API_URL: pool.host_env.api}):
             for _ in range(_WINDOWS):
                 cpu_before_ns = cpu_ns(server)
                 began_ns = time.monotonic_ns()

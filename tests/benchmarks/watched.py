@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.benchmarks.stage import sleepers, supervisor_of
+from tests.benchmarks.harness import sleepers, supervisor_of
 
 #: Seconds between two polls of the components, for the ways `psutil` and `poll`.
 _POLL_EVERY_S = 1.0

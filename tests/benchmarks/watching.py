@@ -18,8 +18,8 @@ from pathlib import Path
 from tasks.processes import tree
 from tests.benchmarks import peers
 from tests.benchmarks.footprint import cpu_percent, memory_mb, program, shared_memory_mb
+from tests.benchmarks.harness import await_sleepers, folder, sleepers
 from tests.benchmarks.report import Missing, Result, Row, say
-from tests.benchmarks.stage import await_sleepers, folder, sleepers
 
 #: Names of the ways to watch processes that `watched.py` implements: Muster's, and two models of
 #: other programs with their row titles.

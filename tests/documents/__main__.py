@@ -11,18 +11,18 @@ from pathlib import Path
 from tasks.spec.pipeline import PipelineSpec
 from tasks.spec.run import RunSpec
 from tests.documents import failures, listed_runs, spec_reference
-from tests.documents.blocks import filled
+from tests.documents.blocks import fill_blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Function that generates the Markdown of a block in the documents, by the name of the block.
 MAKERS: Mapping[str, Callable[[], str]] = {
-    "spec-reference": partial(spec_reference.reference, RunSpec),
-    "pipeline-reference": partial(spec_reference.reference, PipelineSpec),
-    "moves": failures.moves,
-    "failure-kinds": failures.kinds,
+    "spec-reference": partial(spec_reference.build_reference, RunSpec),
+    "pipeline-reference": partial(spec_reference.build_reference, PipelineSpec),
+    "moves": failures.draw_transitions,
+    "failure-kinds": failures.list_failure_kinds,
     "failure-sections": failures.sections,
-    "cause-rules": failures.rules,
-    "listed-runs": listed_runs.keys,
+    "cause-rules": failures.list_rules,
+    "listed-runs": listed_runs.list_keys,
 }
 #: Exit code if all documents agree with the code, or were written again.
 EXIT_OK = 0
@@ -33,7 +33,7 @@ EXIT_STALE = 1
 def documents(root: Path = ROOT) -> Iterator[tuple[Path, str]]:
     """Yield the path of each document of `docs/`, and its text with newly generated blocks."""
     for path in sorted((root / "docs").glob("*.md")):
-        yield path, filled(path.read_text(encoding="utf-8"), MAKERS)
+        yield path, fill_blocks(path.read_text(encoding="utf-8"), MAKERS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

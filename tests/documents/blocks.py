@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping
 _BLOCK = re.compile(r"(<!-- made: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def names_in(text: str) -> tuple[str, ...]:
+def list_block_names(text: str) -> tuple[str, ...]:
     """Return the names of the generated blocks of a document, in order."""
     return tuple(match.group(2) for match in _BLOCK.finditer(text))
 
 
-def filled(text: str, makers: Mapping[str, Callable[[], str]]) -> str:
+def fill_blocks(text: str, makers: Mapping[str, Callable[[], str]]) -> str:
     """Return the text of a document with newly generated blocks.
 
     Args:

@@ -31,7 +31,7 @@ _BLAMED_CHECKPOINTS = {
 }
 
 
-def moves() -> str:
+def draw_transitions() -> str:
     """Return a diagram of the run states and the legal transitions between them."""
     lines = [f"    [*] --> {RunState.QUEUED.value}"]
     for state in RunState:
@@ -41,7 +41,7 @@ def moves() -> str:
     return "\n".join(["```mermaid", "stateDiagram-v2", *lines, "```"])
 
 
-def kinds() -> str:
+def list_failure_kinds() -> str:
     """Return a table of the failure kinds, with their retries and remedies.
 
     The table has the default retries and the retries if the spec lists the kind.
@@ -89,7 +89,7 @@ def _describe_kind(kind: FailureKind) -> str:
     return "\n".join(lines)
 
 
-def rules() -> str:
+def list_rules() -> str:
     """Return a table of the rules that find the failure kind in a log, in the order of use."""
     rows = [
         (f"`{rule.id}`", f"`{rule.kind.value}`", rule.role.name.lower(), rule.hint, rule.seen_in)

@@ -20,7 +20,7 @@ _TYPE_NAMES = {
 }
 
 
-def keys() -> str:
+def list_keys() -> str:
     """Return a table of the JSON keys of `muster ls`, with the type and meaning of each key."""
     rows = []
     for shown_class in (Run, RunProgress):

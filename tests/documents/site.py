@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from tests.support.documents import ROOT, Document, documents
+from tests.support.documents import ROOT, Document, list_documents
 
 #: Folder that MkDocs reads. The key `docs_dir` of `mkdocs.yml` names the same folder.
 SOURCE = ROOT / "build" / "site-source"
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
     Args:
         arguments: Further arguments of `mkdocs build`.
     """
-    copy_sources(SOURCE, documents())
+    copy_sources(SOURCE, list_documents())
     command = (sys.executable, "-m", "mkdocs", "build", "--strict", *arguments)
     # Without this variable, the theme of MkDocs prints an advertisement for its successor.
     env = os.environ | {"NO_MKDOCS_2_WARNING": "1"}

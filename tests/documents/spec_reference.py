@@ -53,7 +53,7 @@ class Example:
     value: object
 
 
-def reference(model: type[BaseModel]) -> str:
+def build_reference(model: type[BaseModel]) -> str:
     """Return the reference of the spec that `model` validates, as Markdown."""
     return "\n\n".join(_Section(model, part).text() for part in parts(model))
 
@@ -170,7 +170,7 @@ class _Section:
         match value_schema:
             case {"$ref": ref}:
                 path = self._path_of(ref)
-                return f"[mapping](#{anchor(path)})" if path else "a kind of failure"
+                return f"[mapping](#{make_anchor(path)})" if path else "a kind of failure"
             case {"enum": allowed}:
                 return ", ".join(f"`{value}`" for value in allowed)
             case {"const": value}:
@@ -187,7 +187,7 @@ class _Section:
             case {"type": "string"}:
                 return "text"
             case {"type": "array", "items": {"$ref": ref}}:
-                return f"[list of mappings](#{anchor(self._path_of(ref) or ROOT)})"
+                return f"[list of mappings](#{make_anchor(self._path_of(ref) or ROOT)})"
             case {"type": "array"}:
                 return "list of texts"
             case {"type": "object"}:
@@ -204,7 +204,7 @@ class _Section:
         """Return a description of a mapping whose keys the user chooses."""
         if key in _NAME_PLACEHOLDERS:
             path = ".".join(filter(None, [self.part.path, key, _NAME_PLACEHOLDERS[key]]))
-            return f"[mapping by name](#{anchor(path)})"
+            return f"[mapping by name](#{make_anchor(path)})"
         values = schema.get("additionalProperties")
         # A value that may be a text or a reference to a secret counts as a text. The meaning of the
         # key explains references.
@@ -220,7 +220,7 @@ def _describe_meaning(schema: Schema) -> str:
     text = str(schema.get("description", ""))
     text = re.sub(r"(\$\{[^}]*\}|\b[A-Z]+_[A-Z_]+\b)(?!`)", r"`\1`", text)
     if example_values := schema.get("examples"):
-        text = f"{text} Example: `{in_a_line(example_values[0])}`"
+        text = f"{text} Example: `{format_on_one_line(example_values[0])}`"
     return text
 
 
@@ -229,7 +229,7 @@ def _describe_default(schema: Schema, is_required: bool) -> str:
     if is_required:
         return "**required**"
     value = schema.get("default")
-    return "" if value is None or value == [] else f"`{in_a_line(value)}`"
+    return "" if value is None or value == [] else f"`{format_on_one_line(value)}`"
 
 
 def _describe_bounds(schema: Schema) -> str:
@@ -248,12 +248,12 @@ def _without_null(schema: Schema) -> Schema:
     return alternatives[0] if alternatives else schema
 
 
-def anchor(path: str) -> str:
+def make_anchor(path: str) -> str:
     """Return the anchor that GitHub makes for the section of a mapping."""
     return path.lower().replace(".", "") if path else "the-top"
 
 
-def in_a_line(value: object) -> str:
+def format_on_one_line(value: object) -> str:
     """Return a value as YAML on one line."""
     text: str = yaml.safe_dump(value, default_flow_style=True, width=2**31, sort_keys=False)
     text = text.removesuffix("...\n").strip()

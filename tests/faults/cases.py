@@ -11,7 +11,7 @@ from tests.faults import (
     cases_surroundings,
     cases_trees,
 )
-from tests.faults.scene import Case
+from tests.faults.fault_run import Case
 
 _MODULES = (
     cases_crashes,

@@ -9,9 +9,9 @@ import sys
 
 from tasks.spec.run import RunSpec
 from tasks.train.plan import component_env
+from tests.faults.fault_run import NAMES, STARTING, Case, FaultRun, Phase, failed, phases_with
 from tests.faults.injections import memory_cgroup, why_no_cgroup_v1
-from tests.faults.scene import NAMES, STARTING, Case, Phase, Scene, failed, phases_with
-from tests.support.stage import python, sh, wait_until
+from tests.support.supervised_components import python, sh, wait_until
 
 #: Number of lines that a program has printed, but not flushed, when it is killed.
 _LINES_PRINTED = 100
@@ -43,20 +43,20 @@ def print_up_then(end: str) -> tuple[str, ...]:
     return sh(f"echo up; while [ ! -e die ]; do sleep 0.02; done; {end}")
 
 
-def _prepare_victim(scene: Scene, victim: str, end: str) -> None:
-    scene.components[victim]["argv"] = print_up_then(end)
+def _prepare_victim(fault_run: FaultRun, victim: str, end: str) -> None:
+    fault_run.components[victim]["argv"] = print_up_then(end)
 
 
-def _let_trainer_end(scene: Scene) -> None:
-    scene.touch("die")
-    if scene.phase is Phase.STOPPING:
-        scene.until("component.exited", "trainer")
+def _let_trainer_end(fault_run: FaultRun) -> None:
+    fault_run.touch("die")
+    if fault_run.phase is Phase.STOPPING:
+        fault_run.until("component.exited", "trainer")
 
 
-def _kill(scene: Scene, victim: str) -> None:
-    scene.signal(victim)
-    if scene.phase is Phase.STOPPING:
-        scene.until("component.exited", victim)
+def _kill(fault_run: FaultRun, victim: str) -> None:
+    fault_run.signal(victim)
+    if fault_run.phase is Phase.STOPPING:
+        fault_run.until("component.exited", victim)
 
 
 KILLED = [
@@ -87,8 +87,8 @@ CRASHES = [
 ]
 
 
-def _prepare_early_exit(scene: Scene) -> None:
-    scene.components[scene.phase.starting]["argv"] = sh("exit 7")
+def _prepare_early_exit(fault_run: FaultRun) -> None:
+    fault_run.components[fault_run.phase.starting]["argv"] = sh("exit 7")
 
 
 BEFORE_READY = [
@@ -104,26 +104,26 @@ BEFORE_READY = [
 ]
 
 
-def _prepare_gate(scene: Scene) -> None:
-    scene.components[scene.phase.starting]["ready"] = None
-    scene.witness_arguments["gates"] = (scene.phase.starting,)
+def _prepare_gate(fault_run: FaultRun) -> None:
+    fault_run.components[fault_run.phase.starting]["ready"] = None
+    fault_run.witness_arguments["gates"] = (fault_run.phase.starting,)
 
 
-def _kill_dependency_at_gate(scene: Scene) -> None:
+def _kill_dependency_at_gate(fault_run: FaultRun) -> None:
     """Kill a ready component while the test still delays the start of the next component.
 
     The next component depends on the killed component, so it must not be started.
     """
-    dependent = scene.phase.starting
-    scene.until("gate.reached", dependent)
+    dependent = fault_run.phase.starting
+    fault_run.until("gate.reached", dependent)
     dependency = NAMES[NAMES.index(dependent) - 1]
-    scene.signal(dependency)
-    scene.until("component.exited", dependency)
-    scene.touch(f"gate-{dependent}")
+    fault_run.signal(dependency)
+    fault_run.until("component.exited", dependency)
+    fault_run.touch(f"gate-{dependent}")
 
 
-def _check_dependent_was_not_started(scene: Scene) -> None:
-    assert scene.witness.seen("component.starting", scene.phase.starting) == []
+def _check_dependent_was_not_started(fault_run: FaultRun) -> None:
+    assert fault_run.observed_flow.list_events("component.starting", fault_run.phase.starting) == []
 
 
 BEFORE_DEPENDENTS = [
@@ -141,18 +141,18 @@ BEFORE_DEPENDENTS = [
 ]
 
 
-def _prepare_unflushed_output(scene: Scene) -> None:
+def _prepare_unflushed_output(fault_run: FaultRun) -> None:
     spec = RunSpec.model_validate(
         {"name": "a", "workload": "sft", "components": {"trainer": {"command": ["true"]}}}
     )
     # Muster sets these variables for all components. They disable Python's output buffer, whose
     # lines would otherwise be lost.
-    scene.components["trainer"]["env"] = component_env(spec, "trainer", "a-run", 1)
-    scene.components["trainer"]["argv"] = (sys.executable, "-c", _PRINTS_AND_KILLS_ITSELF)
+    fault_run.components["trainer"]["env"] = component_env(spec, "trainer", "a-run", 1)
+    fault_run.components["trainer"]["argv"] = (sys.executable, "-c", _PRINTS_AND_KILLS_ITSELF)
 
 
-def _check_all_lines_are_logged(scene: Scene) -> None:
-    lines = (scene.directory / "trainer.log").read_text().splitlines()
+def _check_all_lines_are_logged(fault_run: FaultRun) -> None:
+    lines = (fault_run.directory / "trainer.log").read_text().splitlines()
     assert len(lines) == 1 + _LINES_PRINTED
 
 
@@ -167,19 +167,19 @@ UNFLUSHED = Case(
 )
 
 
-def _crash_together(scene: Scene) -> None:
+def _crash_together(fault_run: FaultRun) -> None:
     """Kill two components while the flow process is stopped, so that it notices both at once."""
-    scene.witness.kill(signal.SIGSTOP)
-    wait_until(lambda: scene.witness.state() == "T", "the flow is stopped")
+    fault_run.observed_flow.kill(signal.SIGSTOP)
+    wait_until(lambda: fault_run.observed_flow.state() == "T", "the flow is stopped")
     for victim in ("api", "trainer"):
-        pid = scene.pid(victim)
+        pid = fault_run.pid(victim)
         os.kill(pid, signal.SIGSEGV if victim == "api" else signal.SIGKILL)
-        scene.until_gone(pid)
-    scene.witness.kill(signal.SIGCONT)
+        fault_run.until_gone(pid)
+    fault_run.observed_flow.kill(signal.SIGCONT)
 
 
-def _check_one_teardown(scene: Scene) -> None:
-    assert len(scene.witness.seen("teardown.begun")) == 1
+def _check_one_teardown(fault_run: FaultRun) -> None:
+    assert len(fault_run.observed_flow.list_events("teardown.begun")) == 1
 
 
 TOGETHER = Case(
@@ -192,10 +192,10 @@ TOGETHER = Case(
 )
 
 
-def _prepare_memory_limit(scene: Scene) -> None:
-    cgroup = scene.stack.enter_context(memory_cgroup(64 << 20))
+def _prepare_memory_limit(fault_run: FaultRun) -> None:
+    cgroup = fault_run.stack.enter_context(memory_cgroup(64 << 20))
     enter_cgroup = f'echo $$ > {cgroup}/cgroup.procs && exec "$@"'
-    scene.components["trainer"]["argv"] = (*sh(enter_cgroup), "sh", *python(_ALLOCATES))
+    fault_run.components["trainer"]["argv"] = (*sh(enter_cgroup), "sh", *python(_ALLOCATES))
 
 
 OOM = Case(

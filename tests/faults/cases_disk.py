@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.faults.cases_crashes import print_up_then
+from tests.faults.fault_run import STARTING, Case, FaultRun, Phase, failed, phases_with
 from tests.faults.injections import (
     freezable_disk,
     in_mounts,
@@ -16,8 +17,7 @@ from tests.faults.injections import (
     why_no_disks,
     why_no_mounts,
 )
-from tests.faults.scene import STARTING, Case, Phase, Scene, failed, phases_with
-from tests.support.stage import sh
+from tests.support.supervised_components import sh
 
 #: Number of bytes that a component writes to its log at once.
 _BURST_BYTES = 1 << 30
@@ -25,21 +25,21 @@ _BURST_BYTES = 1 << 30
 _MOUNT_DISK = "mount -t tmpfs -o size=256k none %s"
 
 
-def _prepare_log_on_small_disk(scene: Scene) -> None:
-    disk = scene.directory / "disk"
+def _prepare_log_on_small_disk(fault_run: FaultRun) -> None:
+    disk = fault_run.directory / "disk"
     disk.mkdir()
-    scene.witness_arguments["wrapper"] = in_mounts(_MOUNT_DISK % disk)
-    scene.components["trainer"] |= {
+    fault_run.witness_arguments["wrapper"] = in_mounts(_MOUNT_DISK % disk)
+    fault_run.components["trainer"] |= {
         "argv": print_up_then("head -c 1000000 /dev/zero || exit 5"),
         "log": disk / "trainer.log",
     }
     # The test cannot read the log, because only the run sees the disk. So no probe reads the log.
-    scene.components["trainer"]["ready"] = None
+    fault_run.components["trainer"]["ready"] = None
 
 
-def _fill_log(scene: Scene) -> None:
-    scene.touch("die")
-    scene.until("component.exited", "trainer")
+def _fill_log(fault_run: FaultRun) -> None:
+    fault_run.touch("die")
+    fault_run.until("component.exited", "trainer")
 
 
 LOG_ON_FULL_DISK = Case(
@@ -58,12 +58,12 @@ def _mount_small_disk(place: Path) -> contextlib.AbstractContextManager[None]:
 
 
 def _prepare_home_on_disk(
-    disk: Callable[[Path], contextlib.AbstractContextManager[None]], scene: Scene
+    disk: Callable[[Path], contextlib.AbstractContextManager[None]], fault_run: FaultRun
 ) -> None:
     """Put MUSTER_HOME on a new disk that the function `disk` mounts."""
-    mount_point = scene.directory / "disk"
-    scene.stack.enter_context(disk(mount_point))
-    scene.witness_arguments |= {
+    mount_point = fault_run.directory / "disk"
+    fault_run.stack.enter_context(disk(mount_point))
+    fault_run.witness_arguments |= {
         "env": {"MUSTER_HOME": str(mount_point / "home")},
         # The run's record must be larger than the disk space that becomes free when the registry
         # entries are deleted.
@@ -71,47 +71,47 @@ def _prepare_home_on_disk(
     }
 
 
-def _fill_disk(scene: Scene) -> None:
-    with contextlib.suppress(OSError), _filler_path(scene).open("wb", buffering=0) as f:
+def _fill_disk(fault_run: FaultRun) -> None:
+    with contextlib.suppress(OSError), _filler_path(fault_run).open("wb", buffering=0) as f:
         while f.write(b"x" * 4096):
             pass
 
 
-def _filler_path(scene: Scene) -> Path:
-    return scene.directory / "disk" / "filler"
+def _filler_path(fault_run: FaultRun) -> Path:
+    return fault_run.directory / "disk" / "filler"
 
 
-def _fill_disk_at_gate(scene: Scene) -> None:
-    starting = scene.phase.starting
-    scene.until("gate.reached", starting)
-    _fill_disk(scene)
-    scene.touch(f"gate-{starting}")
+def _fill_disk_at_gate(fault_run: FaultRun) -> None:
+    starting = fault_run.phase.starting
+    fault_run.until("gate.reached", starting)
+    _fill_disk(fault_run)
+    fault_run.touch(f"gate-{starting}")
 
 
-def _prepare_registry_on_small_disk(scene: Scene) -> None:
-    _prepare_home_on_disk(_mount_small_disk, scene)
-    scene.witness_arguments["gates"] = (scene.phase.starting,)
+def _prepare_registry_on_small_disk(fault_run: FaultRun) -> None:
+    _prepare_home_on_disk(_mount_small_disk, fault_run)
+    fault_run.witness_arguments["gates"] = (fault_run.phase.starting,)
 
 
-def _check_component_was_not_started(scene: Scene) -> None:
+def _check_component_was_not_started(fault_run: FaultRun) -> None:
     """Check that the component was not started.
 
     The full disk has no room for the component's registry entry, and without an entry
     `muster reconcile` could not find the component.
     """
-    assert scene.witness.seen("component.spawned", scene.phase.starting) == []
-    _check_record_is_closed_later(scene)
+    assert fault_run.observed_flow.list_events("component.spawned", fault_run.phase.starting) == []
+    _check_record_is_closed_later(fault_run)
 
 
-def _check_record_is_closed_later(scene: Scene) -> None:
+def _check_record_is_closed_later(fault_run: FaultRun) -> None:
     """Check that the run stays registered while the disk is full.
 
     Then free space on the disk and run `muster reconcile`, which must close the run's record.
     """
-    assert not scene.witness.record().state.is_final
-    assert any(scene.witness.home.glob("live/*")), "no reconcile would close the record"
-    _filler_path(scene).unlink()
-    scene.reconcile()
+    assert not fault_run.observed_flow.record().state.is_final
+    assert any(fault_run.observed_flow.home.glob("live/*")), "no reconcile would close the record"
+    _filler_path(fault_run).unlink()
+    fault_run.reconcile()
 
 
 REGISTRY_ON_FULL_DISK = [
@@ -130,15 +130,15 @@ REGISTRY_ON_FULL_DISK = [
 ]
 
 
-def _fill_and_kill(scene: Scene) -> None:
-    _fill_disk(scene)
-    scene.signal("trainer")
+def _fill_and_kill(fault_run: FaultRun) -> None:
+    _fill_disk(fault_run)
+    fault_run.signal("trainer")
 
 
-def _fill_kill_and_make_room(scene: Scene) -> None:
-    _fill_and_kill(scene)
-    scene.until("component.exited", "trainer")
-    _filler_path(scene).unlink()
+def _fill_kill_and_make_room(fault_run: FaultRun) -> None:
+    _fill_and_kill(fault_run)
+    fault_run.until("component.exited", "trainer")
+    _filler_path(fault_run).unlink()
 
 
 HOME_ON_FULL_DISK = [
@@ -154,19 +154,19 @@ HOME_ON_FULL_DISK = [
     )
     for how, inject, check in (
         ("and after", _fill_and_kill, _check_record_is_closed_later),
-        ("with room before the end", _fill_kill_and_make_room, lambda scene: None),
+        ("with room before the end", _fill_kill_and_make_room, lambda fault_run: None),
     )
 ]
 
 
-def _freeze_and_kill(scene: Scene) -> None:
+def _freeze_and_kill(fault_run: FaultRun) -> None:
     """Kill the trainer while the file system is frozen, and unfreeze it after the teardown."""
-    disk = str(scene.directory / "disk")
+    disk = str(fault_run.directory / "disk")
     subprocess.run(["fsfreeze", "-f", disk], check=True)
-    scene.signal("trainer")
-    if scene.phase is Phase.STOPPING:
-        scene.touch("release")
-    scene.until("teardown.ended")
+    fault_run.signal("trainer")
+    if fault_run.phase is Phase.STOPPING:
+        fault_run.touch("release")
+    fault_run.until("teardown.ended")
     subprocess.run(["fsfreeze", "-u", disk], check=True)
 
 
@@ -181,17 +181,17 @@ HOME_ON_HUNG_DISK = Case(
 )
 
 
-def _prepare_steady_output(scene: Scene) -> None:
-    scene.components["trainer"]["argv"] = sh(
+def _prepare_steady_output(fault_run: FaultRun) -> None:
+    fault_run.components["trainer"]["argv"] = sh(
         "echo up; while [ ! -e die ]; do echo noise; sleep 0.02; done; exit 4"
     )
 
 
-def _delete_log(scene: Scene) -> None:
-    (scene.directory / "trainer.log").unlink()
-    scene.touch("die")
-    if scene.phase is Phase.STOPPING:
-        scene.until("component.exited", "trainer")
+def _delete_log(fault_run: FaultRun) -> None:
+    (fault_run.directory / "trainer.log").unlink()
+    fault_run.touch("die")
+    if fault_run.phase is Phase.STOPPING:
+        fault_run.until("component.exited", "trainer")
 
 
 LOG_DELETED = Case(
@@ -204,14 +204,14 @@ LOG_DELETED = Case(
 )
 
 
-def _prepare_log_burst(scene: Scene) -> None:
-    scene.components["trainer"]["argv"] = print_up_then(
+def _prepare_log_burst(fault_run: FaultRun) -> None:
+    fault_run.components["trainer"]["argv"] = print_up_then(
         f"yes a line of some length | head -c {_BURST_BYTES}; echo the end; exit 5"
     )
 
 
-def _check_log_is_complete(scene: Scene) -> None:
-    log = scene.directory / "trainer.log"
+def _check_log_is_complete(fault_run: FaultRun) -> None:
+    log = fault_run.directory / "trainer.log"
     size = log.stat().st_size
     log.unlink()
     assert size > _BURST_BYTES
@@ -222,7 +222,7 @@ LOG_BURST = Case(
     title="1 GB burst into the log",
     phases=(Phase.RUNNING,),
     prepare=_prepare_log_burst,
-    inject=lambda scene: scene.touch("die"),
+    inject=lambda fault_run: fault_run.touch("die"),
     check=_check_log_is_complete,
     expect=failed("trainer", exit_code=5),
 )

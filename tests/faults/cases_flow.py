@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from tasks.spec.probes import ReadyProbe
-from tests.faults.scene import (
+from tests.faults.fault_run import (
     ALIVE,
     CANCELLED,
     KILLED,
@@ -16,14 +16,14 @@ from tests.faults.scene import (
     STARTING,
     UP,
     Case,
+    FaultRun,
     Phase,
-    Scene,
     failed,
     phases_with,
 )
-from tests.support.shapes import SHAPES
-from tests.support.stage import Stage, sh, wait_until
-from tests.support.witness import Witness
+from tests.support.observed_flow import ObservedFlow
+from tests.support.process_trees import SHAPES
+from tests.support.supervised_components import ComponentHarness, sh, wait_until
 
 #: Unusual states of the flow process, by the number of the fault: title of the case, and name of
 #: the function in `tests.support.supervising` that brings the flow process into the state.
@@ -35,24 +35,24 @@ _ODDITIES = {
 }
 
 
-def _prepare_daemons(scene: Scene) -> None:
+def _prepare_daemons(fault_run: FaultRun) -> None:
     """Let each component start a daemon.
 
     Only the guardian, the process that starts and ends the component, can find this daemon.
     """
-    for name in NAMES if scene.phase is not Phase.STOPPING else NAMES[:-1]:
-        scene.components[name]["argv"] = SHAPES["scrubbed-daemon"]
+    for name in NAMES if fault_run.phase is not Phase.STOPPING else NAMES[:-1]:
+        fault_run.components[name]["argv"] = SHAPES["scrubbed-daemon"]
 
 
-def _kill_flow(scene: Scene) -> None:
-    scene.witness.kill()
+def _kill_flow(fault_run: FaultRun) -> None:
+    fault_run.observed_flow.kill()
 
 
-def _prepare_first_gate(scene: Scene) -> None:
-    scene.witness_arguments["gates"] = ("api",)
+def _prepare_first_gate(fault_run: FaultRun) -> None:
+    fault_run.witness_arguments["gates"] = ("api",)
 
 
-def _prepare_death_before_registration(scene: Scene) -> None:
+def _prepare_death_before_registration(fault_run: FaultRun) -> None:
     """Let the flow process die after it has forked a guardian, before it registers the component.
 
     The guardian is the process that starts and ends the component.
@@ -60,16 +60,16 @@ def _prepare_death_before_registration(scene: Scene) -> None:
     The program of the component must not start. Its stop signal is SIGWINCH, which it ignores. If
     the program is started by mistake, it has its whole grace period to write to the log.
     """
-    scene.components[scene.phase.starting] |= {
+    fault_run.components[fault_run.phase.starting] |= {
         "argv": sh("echo ran; exec sleep 600"),
         "stop_signal": signal.SIGWINCH,
     }
-    scene.witness_arguments |= {"oddity": "dies-registering", "at": scene.phase.starting}
+    fault_run.witness_arguments |= {"oddity": "dies-registering", "at": fault_run.phase.starting}
 
 
-def _check_program_never_ran(scene: Scene) -> None:
-    assert scene.witness.seen("component.spawned", scene.phase.starting) == []
-    log = scene.directory / f"{scene.phase.starting}.log"
+def _check_program_never_ran(fault_run: FaultRun) -> None:
+    assert fault_run.observed_flow.list_events("component.spawned", fault_run.phase.starting) == []
+    log = fault_run.directory / f"{fault_run.phase.starting}.log"
     assert not log.exists() or log.read_text() == ""
 
 
@@ -103,10 +103,10 @@ FLOW_KILLED = [
 ]
 
 
-def _kill_guardian(scene: Scene, component: str) -> None:
-    os.kill(scene.guardian(component), signal.SIGKILL)
-    if scene.phase is Phase.STOPPING:
-        scene.until("component.exited", component)
+def _kill_guardian(fault_run: FaultRun, component: str) -> None:
+    os.kill(fault_run.guardian(component), signal.SIGKILL)
+    if fault_run.phase is Phase.STOPPING:
+        fault_run.until("component.exited", component)
 
 
 GUARDIAN_KILLED = [
@@ -122,16 +122,16 @@ GUARDIAN_KILLED = [
 ]
 
 
-def _kill_outer_guardian(scene: Scene) -> None:
+def _kill_outer_guardian(fault_run: FaultRun) -> None:
     """Kill the process that waits, outside the PID namespace, for the guardian inside (level L4).
 
     The guardian is the process that starts and ends the component.
     """
-    inner = scene.guardian("trainer")
-    [outer] = set(scene.guardians("trainer")) - {inner}
+    inner = fault_run.guardian("trainer")
+    [outer] = set(fault_run.guardians("trainer")) - {inner}
     os.kill(outer, signal.SIGKILL)
-    if scene.phase is Phase.STOPPING:
-        scene.until("component.exited", "trainer")
+    if fault_run.phase is Phase.STOPPING:
+        fault_run.until("component.exited", "trainer")
 
 
 OUTER_GUARDIAN = Case(
@@ -145,16 +145,16 @@ OUTER_GUARDIAN = Case(
 )
 
 
-def _prepare_readiness_file(scene: Scene) -> None:
-    _prepare_daemons(scene)
-    scene.components["trainer"]["ready"] = ReadyProbe(file="trainer-is-ready")
+def _prepare_readiness_file(fault_run: FaultRun) -> None:
+    _prepare_daemons(fault_run)
+    fault_run.components["trainer"]["ready"] = ReadyProbe(file="trainer-is-ready")
 
 
-def _kill_idle_guardian(scene: Scene) -> None:
-    idle = scene.guardian("environment")
+def _kill_idle_guardian(fault_run: FaultRun) -> None:
+    idle = fault_run.guardian("environment")
     os.kill(idle, signal.SIGKILL)
     wait_until(lambda: not Path(f"/proc/{idle}").exists(), "the guardian is reaped")
-    scene.touch("trainer-is-ready")
+    fault_run.touch("trainer-is-ready")
 
 
 IDLE_GUARDIAN = Case(
@@ -167,9 +167,9 @@ IDLE_GUARDIAN = Case(
 )
 
 
-def _prepare_template_loss(scene: Scene, how: str) -> None:
-    _prepare_daemons(scene)
-    scene.witness_arguments |= {"oddity": "template", "at": how}
+def _prepare_template_loss(fault_run: FaultRun, how: str) -> None:
+    _prepare_daemons(fault_run)
+    fault_run.witness_arguments |= {"oddity": "template", "at": how}
 
 
 TEMPLATE_LOST = [
@@ -201,32 +201,32 @@ TEMPLATE_LOST = [
 ]
 
 
-def _kill_flow_and_guardians(scene: Scene) -> None:
+def _kill_flow_and_guardians(fault_run: FaultRun) -> None:
     """Kill the flow process and the guardian processes of all components, then reconcile.
 
     All of these processes are stopped first, so that no guardian reacts to the end of the flow.
     """
-    guardians = [pid for name in NAMES for pid in scene.guardians(name)]
-    for pid in (scene.witness.pid, *guardians):
+    guardians = [pid for name in NAMES for pid in fault_run.guardians(name)]
+    for pid in (fault_run.observed_flow.pid, *guardians):
         os.kill(pid, signal.SIGSTOP)
-    for pid in (*guardians, scene.witness.pid):
+    for pid in (*guardians, fault_run.observed_flow.pid):
         os.kill(pid, signal.SIGKILL)
-    if scene.level == "L4":
+    if fault_run.level == "L4":
         # The guardian is the first process of the PID namespace. When it dies, the kernel kills all
         # other processes of the namespace.
-        assert scene.witness.testimony().left == ()
+        assert fault_run.observed_flow.oracle_result().left == ()
     else:
-        wait_until(lambda: not scene.witness.is_there(), "the flow is gone")
-    results = scene.reconcile()
-    assert results[scene.witness.run_id]["is_clean"], results
+        wait_until(lambda: not fault_run.observed_flow.exists(), "the flow is gone")
+    results = fault_run.reconcile()
+    assert results[fault_run.observed_flow.run_id]["is_clean"], results
 
 
-def _check_second_reconcile_does_nothing(scene: Scene) -> None:
-    assert not any(scene.witness.home.glob("live/*")), "the registry entry still exists"
+def _check_second_reconcile_does_nothing(fault_run: FaultRun) -> None:
+    assert not any(fault_run.observed_flow.home.glob("live/*")), "the registry entry still exists"
     # At level L4 (PID namespace), the observing oracle process has already removed the cgroups.
-    if scene.level != "L4":
-        assert scene.witness.testimony().cgroups == ()
-    assert scene.reconcile() == {}
+    if fault_run.level != "L4":
+        assert fault_run.observed_flow.oracle_result().cgroups == ()
+    assert fault_run.reconcile() == {}
 
 
 BOTH_KILLED = Case(
@@ -241,22 +241,22 @@ BOTH_KILLED = Case(
 )
 
 
-def _stop_flow(scene: Scene) -> None:
-    scene.witness.kill(signal.SIGSTOP)
-    wait_until(lambda: scene.witness.state() == "T", "the flow is stopped")
+def _stop_flow(fault_run: FaultRun) -> None:
+    fault_run.observed_flow.kill(signal.SIGSTOP)
+    wait_until(lambda: fault_run.observed_flow.state() == "T", "the flow is stopped")
 
 
-def _kill_api_while_flow_is_stopped(scene: Scene) -> None:
-    _stop_flow(scene)
-    pid = scene.pid("api")
+def _kill_api_while_flow_is_stopped(fault_run: FaultRun) -> None:
+    _stop_flow(fault_run)
+    pid = fault_run.pid("api")
     os.kill(pid, signal.SIGSEGV)
-    scene.until_gone(pid)
-    scene.witness.kill(signal.SIGCONT)
+    fault_run.until_gone(pid)
+    fault_run.observed_flow.kill(signal.SIGCONT)
 
 
-def _stop_then_kill_flow(scene: Scene) -> None:
-    _stop_flow(scene)
-    scene.witness.kill()
+def _stop_then_kill_flow(fault_run: FaultRun) -> None:
+    _stop_flow(fault_run)
+    fault_run.observed_flow.kill()
 
 
 FLOW_STOPPED = [
@@ -279,14 +279,14 @@ FLOW_STOPPED = [
 ]
 
 
-def _prepare_oddity(scene: Scene, oddity: str) -> None:
-    _prepare_daemons(scene)
-    scene.witness_arguments["oddity"] = oddity
+def _prepare_oddity(fault_run: FaultRun, oddity: str) -> None:
+    _prepare_daemons(fault_run)
+    fault_run.witness_arguments["oddity"] = oddity
 
 
-def _kill_trainer(scene: Scene) -> None:
+def _kill_trainer(fault_run: FaultRun) -> None:
     """Check that the trainer started with default signals, then kill it."""
-    lines = Path(f"/proc/{scene.pid('trainer')}/status").read_text().splitlines()
+    lines = Path(f"/proc/{fault_run.pid('trainer')}/status").read_text().splitlines()
     status = dict(line.split(":\t", 1) for line in lines)
     assert int(status["SigBlk"], 16) == 0
     # No signal may be ignored except SIGTERM, which the trainer's script ignores, and the signals
@@ -295,9 +295,9 @@ def _kill_trainer(scene: Scene) -> None:
     reserved_by_c_library = 0b11 << 31
     ignored = int(status["SigIgn"], 16)
     assert ignored & ~reserved_by_c_library & ~ignored_by_script == 0
-    scene.signal("trainer")
-    if scene.phase is Phase.STOPPING:
-        scene.until("component.exited", "trainer")
+    fault_run.signal("trainer")
+    if fault_run.phase is Phase.STOPPING:
+        fault_run.until("component.exited", "trainer")
 
 
 ODD = [
@@ -323,25 +323,27 @@ ODD = [
 ]
 
 
-def _prepare_second_run(scene: Scene) -> None:
+def _prepare_second_run(fault_run: FaultRun) -> None:
     """Start a second run with the same commands.
 
     Only the environment variables with the run id distinguish its processes from the first run's.
     """
-    _prepare_daemons(scene)
-    directory = scene.directory / "neighbour"
+    _prepare_daemons(fault_run)
+    directory = fault_run.directory / "neighbour"
     directory.mkdir()
-    component = Stage(directory).component("trainer", SHAPES["scrubbed-daemon"], ready=UP)
-    second_run = Witness(scene.forkserver, directory, component, level=scene.level)
-    scene.stack.callback(second_run.clear)
-    second_run.until("attempt.ready")
-    pids = second_run.tree()
+    component = ComponentHarness(directory).component(
+        "trainer", SHAPES["scrubbed-daemon"], ready=UP
+    )
+    second_run = ObservedFlow(fault_run.forkserver, directory, component, level=fault_run.level)
+    fault_run.stack.callback(second_run.clear)
+    second_run.wait_for_event("attempt.ready")
+    pids = second_run.list_descendants()
     assert len(pids) >= 4, "flow, guardian, component and daemon"
-    scene.bystanders.append((tuple(pids), "another run"))
+    fault_run.bystanders.append((tuple(pids), "another run"))
 
 
-def _check_second_run_is_unchanged(scene: Scene) -> None:
-    assert scene.reconcile().keys() <= {scene.witness.run_id}
+def _check_second_run_is_unchanged(fault_run: FaultRun) -> None:
+    assert fault_run.reconcile().keys() <= {fault_run.observed_flow.run_id}
 
 
 SECOND_RUN = [

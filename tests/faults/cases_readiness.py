@@ -7,20 +7,20 @@ from functools import partial
 from urllib.parse import urlsplit
 
 from tasks.spec.probes import LiveProbe, ReadyProbe
+from tests.faults.fault_run import CANCELLED, STARTING, Case, FaultRun, Phase, failed
 from tests.faults.injections import helper, server
-from tests.faults.scene import CANCELLED, STARTING, Case, Phase, Scene, failed
-from tests.support.stage import DEADLINE_S, FOREVER, free_port, wait_until
+from tests.support.supervised_components import DEADLINE_S, FOREVER, free_port, wait_until
 
 
-def _prepare_never_ready(scene: Scene) -> None:
-    scene.components[scene.phase.starting]["ready"] = ReadyProbe(log="never", within_s=0.5)
+def _prepare_never_ready(fault_run: FaultRun) -> None:
+    fault_run.components[fault_run.phase.starting]["ready"] = ReadyProbe(log="never", within_s=0.5)
 
 
-def _prepare_hanging_server(scene: Scene) -> None:
+def _prepare_hanging_server(fault_run: FaultRun) -> None:
     """Start a server that accepts the connection of the readiness probe and never answers."""
     port = free_port()
     ready = ReadyProbe(http=f"http://127.0.0.1:{port}/ready", within_s=1.0)
-    scene.components[scene.phase.starting] |= {"argv": server(port, "-"), "ready": ready}
+    fault_run.components[fault_run.phase.starting] |= {"argv": server(port, "-"), "ready": ready}
 
 
 NEVER_READY = [
@@ -40,14 +40,14 @@ NEVER_READY = [
 ]
 
 
-def _prepare_flapping_readiness(scene: Scene) -> None:
+def _prepare_flapping_readiness(fault_run: FaultRun) -> None:
     port = free_port()
     ready = ReadyProbe(http=f"http://127.0.0.1:{port}/ready", every_s=0.02, within_s=DEADLINE_S)
-    scene.components[scene.phase.starting] |= {"argv": server(port, "nnyn"), "ready": ready}
+    fault_run.components[fault_run.phase.starting] |= {"argv": server(port, "nnyn"), "ready": ready}
 
 
-def _wait_until_ready(scene: Scene) -> None:
-    scene.until("attempt.ready")
+def _wait_until_ready(fault_run: FaultRun) -> None:
+    fault_run.until("attempt.ready")
 
 
 FLAPPING_AT_START = Case(
@@ -61,21 +61,21 @@ FLAPPING_AT_START = Case(
 )
 
 
-def _prepare_liveness(answers: str, scene: Scene) -> None:
+def _prepare_liveness(answers: str, fault_run: FaultRun) -> None:
     port = free_port()
     live = LiveProbe(
         http=f"http://127.0.0.1:{port}/live", every_s=0.02, timeout_s=DEADLINE_S, misses=3
     )
-    scene.components["trainer"] |= {"argv": server(port, answers), "live": live}
+    fault_run.components["trainer"] |= {"argv": server(port, answers), "live": live}
 
 
-def _wait_for_many_probes(scene: Scene) -> None:
-    log = scene.directory / "trainer.log"
+def _wait_for_many_probes(fault_run: FaultRun) -> None:
+    log = fault_run.directory / "trainer.log"
     wait_until(lambda: log.read_text().count("/live") > 12, "the probe has asked often")
 
 
-def _set_server_down(scene: Scene) -> None:
-    scene.touch("down")
+def _set_server_down(fault_run: FaultRun) -> None:
+    fault_run.touch("down")
 
 
 FLAPPING = [
@@ -98,40 +98,42 @@ FLAPPING = [
 ]
 
 
-def _prepare_taken_port(scene: Scene) -> None:
+def _prepare_taken_port(fault_run: FaultRun) -> None:
     port = free_port()
-    foreign = scene.stack.enter_context(helper(*server(port, "y"), cwd=scene.directory))
-    scene.bystanders.append(((foreign,), "the foreign server"))
-    _probe_port(scene, port)
+    foreign = fault_run.stack.enter_context(helper(*server(port, "y"), cwd=fault_run.directory))
+    fault_run.bystanders.append(((foreign,), "the foreign server"))
+    _probe_port(fault_run, port)
 
 
-def _prepare_gate(scene: Scene) -> None:
-    scene.witness_arguments["gates"] = (scene.phase.starting,)
-    _probe_port(scene, free_port())
+def _prepare_gate(fault_run: FaultRun) -> None:
+    fault_run.witness_arguments["gates"] = (fault_run.phase.starting,)
+    _probe_port(fault_run, free_port())
 
 
-def _start_stale_instance(scene: Scene) -> None:
+def _start_stale_instance(fault_run: FaultRun) -> None:
     """Start a leftover process of an earlier attempt.
 
     The process answers the readiness probe of the component that the new attempt starts.
     """
-    scene.until("gate.reached", scene.phase.starting)
-    env = {**os.environ, "MUSTER_RUN_ID": scene.witness.run_id, "MUSTER_ATTEMPT": "0"}
-    port = urlsplit(scene.components[scene.phase.starting]["ready"].http).port
-    stale = scene.stack.enter_context(helper(*server(port, "y"), cwd=scene.directory, env=env))
-    scene.bystanders.append(((stale,), "the stale instance"))
-    scene.touch(f"gate-{scene.phase.starting}")
+    fault_run.until("gate.reached", fault_run.phase.starting)
+    env = {**os.environ, "MUSTER_RUN_ID": fault_run.observed_flow.run_id, "MUSTER_ATTEMPT": "0"}
+    port = urlsplit(fault_run.components[fault_run.phase.starting]["ready"].http).port
+    stale = fault_run.stack.enter_context(
+        helper(*server(port, "y"), cwd=fault_run.directory, env=env)
+    )
+    fault_run.bystanders.append(((stale,), "the stale instance"))
+    fault_run.touch(f"gate-{fault_run.phase.starting}")
 
 
-def _probe_port(scene: Scene, port: int) -> None:
+def _probe_port(fault_run: FaultRun, port: int) -> None:
     """Give the starting component a readiness probe of this port, on which it does not listen."""
     ready = ReadyProbe(http=f"http://127.0.0.1:{port}/ready", within_s=DEADLINE_S)
-    scene.components[scene.phase.starting] |= {"argv": FOREVER, "ready": ready}
+    fault_run.components[fault_run.phase.starting] |= {"argv": FOREVER, "ready": ready}
 
 
-def _check_component_was_not_started(scene: Scene) -> None:
-    assert scene.witness.seen("component.spawned", scene.phase.starting) == []
-    assert scene.witness.seen("component.ready", scene.phase.starting) == []
+def _check_component_was_not_started(fault_run: FaultRun) -> None:
+    assert fault_run.observed_flow.list_events("component.spawned", fault_run.phase.starting) == []
+    assert fault_run.observed_flow.list_events("component.ready", fault_run.phase.starting) == []
 
 
 PORTS = [
@@ -146,7 +148,7 @@ PORTS = [
         expect=failed(phase.starting, kind="PORT_CONFLICT"),
     )
     for number, title, prepare, inject in (
-        (7, "port taken by a foreign server", _prepare_taken_port, lambda scene: None),
+        (7, "port taken by a foreign server", _prepare_taken_port, lambda fault_run: None),
         (8, "HTTP 200 from a stale instance", _prepare_gate, _start_stale_instance),
     )
     for phase in STARTING

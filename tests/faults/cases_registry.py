@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from tasks.processes.identity import ProcessId
+from tests.faults.fault_run import CANCELLED, KILLED, Case, FaultRun, Phase, failed, phases_with
 from tests.faults.injections import helper, pids_taken, why_no_pid_to_choose
-from tests.faults.scene import CANCELLED, KILLED, Case, Phase, Scene, failed, phases_with
-from tests.support.stage import python, sh, wait_until
+from tests.support.supervised_components import python, sh, wait_until
 
 #: Program that creates a segment of shared memory, keeps it mapped, and never removes it.
 _LEAKS_SEGMENT = """
@@ -22,59 +22,59 @@ time.sleep(600)
 """
 
 
-def _prepare_drain(scene: Scene) -> None:
+def _prepare_drain(fault_run: FaultRun) -> None:
     """Let the trainer exit with code 0 while the run continues."""
-    scene.components["trainer"] |= {
+    fault_run.components["trainer"] |= {
         "argv": sh("echo up; while [ ! -e die ]; do sleep 0.02; done"),
         "on_exit_zero": "drain",
     }
 
 
-def _reuse_pids_of_running_run(scene: Scene) -> None:
-    pids = [scene.pid("trainer"), *scene.guardians("trainer")]
-    scene.touch("die")
-    scene.until("component.drained", "trainer")
+def _reuse_pids_of_running_run(fault_run: FaultRun) -> None:
+    pids = [fault_run.pid("trainer"), *fault_run.guardians("trainer")]
+    fault_run.touch("die")
+    fault_run.until("component.drained", "trainer")
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "they are reaped")
-    _start_processes_with_pids(scene, pids)
+    _start_processes_with_pids(fault_run, pids)
 
 
-def _start_processes_with_pids(scene: Scene, pids: list[int]) -> None:
-    scene.stack.enter_context(pids_taken(*pids, cwd=scene.directory))
-    scene.bystanders.append((tuple(pids), "a process with a pid of the run's"))
+def _start_processes_with_pids(fault_run: FaultRun, pids: list[int]) -> None:
+    fault_run.stack.enter_context(pids_taken(*pids, cwd=fault_run.directory))
+    fault_run.bystanders.append((tuple(pids), "a process with a pid of the run's"))
 
 
-def _registry_entries(scene: Scene) -> list[Path]:
+def _registry_entries(fault_run: FaultRun) -> list[Path]:
     """Return the registry files of the run: one of its flow process, three of its components."""
-    paths = list(scene.witness.home.glob("live/*/*.json"))
+    paths = list(fault_run.observed_flow.home.glob("live/*/*.json"))
     assert len(paths) == 4, "the owner and three components are registered"
     return paths
 
 
-def _kill_flow(scene: Scene) -> None:
+def _kill_flow(fault_run: FaultRun) -> None:
     """Kill the flow process. The components end, and the run's registry entry remains.
 
     The guardian process that owns a component ends the component when the flow process is dead.
     """
-    scene.witness.kill()
-    assert scene.witness.testimony().left == ()
+    fault_run.observed_flow.kill()
+    assert fault_run.observed_flow.oracle_result().left == ()
 
 
-def _reuse_pids_after_kill(scene: Scene) -> None:
-    _kill_flow(scene)
+def _reuse_pids_after_kill(fault_run: FaultRun) -> None:
+    _kill_flow(fault_run)
     recorded_pids: set[int] = set()
-    for path in _registry_entries(scene):
+    for path in _registry_entries(fault_run):
         entry = json.loads(path.read_text())
         names = {"process", "guardian"} & entry.keys()
         recorded_pids |= {entry[name]["pid"] for name in names}
     assert len(recorded_pids) == 7
-    _start_processes_with_pids(scene, sorted(recorded_pids))
-    _check_reconcile_finds_no_process(scene)
+    _start_processes_with_pids(fault_run, sorted(recorded_pids))
+    _check_reconcile_finds_no_process(fault_run)
 
 
-def _check_reconcile_finds_no_process(scene: Scene) -> None:
-    result = scene.reconcile()[scene.witness.run_id]
+def _check_reconcile_finds_no_process(fault_run: FaultRun) -> None:
+    result = fault_run.reconcile()[fault_run.observed_flow.run_id]
     assert result["is_clean"] and result["killed"] == [], result
-    assert not any(scene.witness.home.glob("live/*")), "the registry entry still exists"
+    assert not any(fault_run.observed_flow.home.glob("live/*")), "the registry entry still exists"
 
 
 PID_REUSE = [
@@ -98,19 +98,19 @@ PID_REUSE = [
 ]
 
 
-def _rewrite_registry_for_other_boot(scene: Scene) -> None:
+def _rewrite_registry_for_other_boot(fault_run: FaultRun) -> None:
     """Write process ids of running processes, with another boot id, into the registry.
 
     The other boot id shows that the machine has restarted, so the ids name other processes now.
     """
-    _kill_flow(scene)
-    pids = scene.bystanders[0][0]
-    for path in _registry_entries(scene):
+    _kill_flow(fault_run)
+    pids = fault_run.bystanders[0][0]
+    for path in _registry_entries(fault_run):
         entry = json.loads(path.read_text())
         for name in {"process", "guardian"} & entry.keys():
             entry[name] = _process_of_other_boot(pids[name == "guardian"])
         path.write_text(json.dumps(entry))
-    _check_reconcile_finds_no_process(scene)
+    _check_reconcile_finds_no_process(fault_run)
 
 
 def _process_of_other_boot(pid: int) -> dict[str, Any]:
@@ -127,52 +127,52 @@ REBOOT = Case(
 )
 
 
-def _segment_paths(scene: Scene) -> tuple[Path, Path]:
+def _segment_paths(fault_run: FaultRun) -> tuple[Path, Path]:
     """Return two paths of shared memory segments: the run's, and an unrelated process's."""
     return tuple(  # type: ignore[return-value]
-        Path(f"/dev/shm/muster-fault-{name}-{scene.tag}") for name in ("ours", "others")
+        Path(f"/dev/shm/muster-fault-{name}-{fault_run.tag}") for name in ("ours", "others")
     )
 
 
-def _prepare_segment_leak(scene: Scene) -> None:
-    own_segment, foreign_segment = _segment_paths(scene)
+def _prepare_segment_leak(fault_run: FaultRun) -> None:
+    own_segment, foreign_segment = _segment_paths(fault_run)
     for path in (own_segment, foreign_segment):
-        scene.stack.callback(path.unlink, missing_ok=True)
-    scene.components["trainer"]["argv"] = (*python(_LEAKS_SEGMENT), own_segment.name)
+        fault_run.stack.callback(path.unlink, missing_ok=True)
+    fault_run.components["trainer"]["argv"] = (*python(_LEAKS_SEGMENT), own_segment.name)
 
 
-def _leak_segment_of_other_process(scene: Scene) -> None:
+def _leak_segment_of_other_process(fault_run: FaultRun) -> None:
     """Leak a segment of an unrelated process during the run, and wait for the run's own segment.
 
     The unrelated process ends before the run. Muster must have registered only the run's segment.
     """
-    own_segment, foreign_segment = _segment_paths(scene)
-    with helper(*python(_LEAKS_SEGMENT), foreign_segment.name, cwd=scene.directory):
+    own_segment, foreign_segment = _segment_paths(fault_run)
+    with helper(*python(_LEAKS_SEGMENT), foreign_segment.name, cwd=fault_run.directory):
         assert foreign_segment.exists()
-    wait_until(lambda: own_segment.name in _read_owner_entry(scene), "the segment is noted")
+    wait_until(lambda: own_segment.name in _read_owner_entry(fault_run), "the segment is noted")
 
 
-def _read_owner_entry(scene: Scene) -> str:
+def _read_owner_entry(fault_run: FaultRun) -> str:
     """Return the text of the flow process's file in the registry."""
-    [owner] = scene.witness.home.glob("live/*/owner.json")
+    [owner] = fault_run.observed_flow.home.glob("live/*/owner.json")
     return owner.read_text()
 
 
-def _kill_trainer(scene: Scene) -> None:
-    _leak_segment_of_other_process(scene)
-    scene.signal("trainer")
+def _kill_trainer(fault_run: FaultRun) -> None:
+    _leak_segment_of_other_process(fault_run)
+    fault_run.signal("trainer")
 
 
-def _kill_flow_and_reconcile(scene: Scene) -> None:
-    _leak_segment_of_other_process(scene)
-    scene.witness.kill()
-    scene.touch("release")
-    assert scene.witness.testimony().left == ()
-    assert scene.reconcile()[scene.witness.run_id]["is_clean"]
+def _kill_flow_and_reconcile(fault_run: FaultRun) -> None:
+    _leak_segment_of_other_process(fault_run)
+    fault_run.observed_flow.kill()
+    fault_run.touch("release")
+    assert fault_run.observed_flow.oracle_result().left == ()
+    assert fault_run.reconcile()[fault_run.observed_flow.run_id]["is_clean"]
 
 
-def _check_only_own_segment_is_removed(scene: Scene) -> None:
-    own_segment, foreign_segment = _segment_paths(scene)
+def _check_only_own_segment_is_removed(fault_run: FaultRun) -> None:
+    own_segment, foreign_segment = _segment_paths(fault_run)
     assert not own_segment.exists(), "the run's segment still exists"
     assert foreign_segment.exists(), "the segment of an unrelated process was removed"
 

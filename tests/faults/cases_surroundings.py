@@ -8,6 +8,18 @@ from collections.abc import Callable
 from functools import partial
 
 from tasks.spec.probes import ReadyProbe
+from tests.faults.fault_run import (
+    ANYTHING,
+    CANCELLED,
+    LEVELS,
+    STARTING,
+    Case,
+    Expected,
+    FaultRun,
+    Phase,
+    failed,
+    phases_with,
+)
 from tests.faults.injections import (
     frozen,
     helper,
@@ -17,28 +29,16 @@ from tests.faults.injections import (
     why_no_mounts,
     why_not,
 )
-from tests.faults.scene import (
-    ANYTHING,
-    CANCELLED,
-    LEVELS,
-    STARTING,
-    Case,
-    Expected,
-    Phase,
-    Scene,
-    failed,
-    phases_with,
-)
-from tests.support.shapes import SHAPES
-from tests.support.stage import free_port, sh, wait_until
+from tests.support.process_trees import SHAPES
+from tests.support.supervised_components import free_port, sh, wait_until
 
 
-def _prepare_leaky_flow(scene: Scene) -> None:
-    scene.witness_arguments["oddity"] = "leaky-descriptors"
+def _prepare_leaky_flow(fault_run: FaultRun) -> None:
+    fault_run.witness_arguments["oddity"] = "leaky-descriptors"
 
 
-def _wait_for_three_descriptors(scene: Scene) -> None:
-    for event in scene.witness.seen("component.spawned"):
+def _wait_for_three_descriptors(fault_run: FaultRun) -> None:
+    for event in fault_run.observed_flow.list_events("component.spawned"):
         directory = f"/proc/{event['pid']}/fd"
         # At its start, the program has a fourth open descriptor for a moment: its dynamic loader
         # reads a library.
@@ -58,36 +58,36 @@ DESCRIPTORS = Case(
 )
 
 
-def _prepare_missing_program(scene: Scene) -> None:
-    scene.components[scene.phase.starting]["argv"] = ("/no/such/program",)
+def _prepare_missing_program(fault_run: FaultRun) -> None:
+    fault_run.components[fault_run.phase.starting]["argv"] = ("/no/such/program",)
 
 
-def _prepare_gate(scene: Scene) -> None:
-    scene.witness_arguments["gates"] = (scene.phase.starting,)
+def _prepare_gate(fault_run: FaultRun) -> None:
+    fault_run.witness_arguments["gates"] = (fault_run.phase.starting,)
 
 
-def _limit_guardian(scene: Scene, limit: int, value: int) -> None:
+def _limit_guardian(fault_run: FaultRun, limit: int, value: int) -> None:
     """Set a resource limit of the guardian process that will start the component.
 
     Args:
-        scene: The run. The test delays the start of its component until the limit is set.
+        fault_run: The run. The test delays the start of its component until the limit is set.
         limit: Number of the limit, for example `resource.RLIMIT_NOFILE`.
         value: New soft and hard limit.
     """
-    starting = scene.phase.starting
-    scene.until("gate.reached", starting)
+    starting = fault_run.phase.starting
+    fault_run.until("gate.reached", starting)
     # At level L4, the guardian outside the PID namespace starts a second guardian inside.
-    expected = 2 if scene.level == "L4" else 1
-    wait_until(lambda: len(scene.guardians(starting)) == expected, "its guardians are there")
-    for guardian in scene.guardians(starting):
+    expected = 2 if fault_run.level == "L4" else 1
+    wait_until(lambda: len(fault_run.guardians(starting)) == expected, "its guardians are there")
+    for guardian in fault_run.guardians(starting):
         resource.prlimit(guardian, limit, (value, value))
-    scene.touch(f"gate-{starting}")
+    fault_run.touch(f"gate-{starting}")
 
 
 def _spawn_cases(
     title: str,
-    prepare: Callable[[Scene], None],
-    inject: Callable[[Scene], None] = lambda scene: None,
+    prepare: Callable[[FaultRun], None],
+    inject: Callable[[FaultRun], None] = lambda fault_run: None,
     kind: str | None = None,
 ) -> list[Case]:
     """Return one case per component in which the start of the component's process fails."""
@@ -120,47 +120,47 @@ SPAWN = [
 ]
 
 
-def _freeze(scene: Scene) -> None:
+def _freeze(fault_run: FaultRun) -> None:
     """Keep the trainer in uninterruptible sleep until the run has reported its final state."""
-    with frozen(scene.pid("trainer")):
-        _stop_and_wait_for_verdict(scene)
+    with frozen(fault_run.pid("trainer")):
+        _stop_and_wait_for_verdict(fault_run)
 
 
-def _trace(scene: Scene) -> None:
+def _trace(fault_run: FaultRun) -> None:
     """Trace the trainer until the run has reported its final state.
 
     The parent of a traced process cannot reap it, so the killed trainer stays a zombie.
     """
-    with traced(scene.pid("trainer"), scene.directory):
-        _stop_and_wait_for_verdict(scene)
+    with traced(fault_run.pid("trainer"), fault_run.directory):
+        _stop_and_wait_for_verdict(fault_run)
 
 
-def _stop_and_wait_for_verdict(scene: Scene) -> None:
-    if not scene.has_stopped:
-        scene.stop()
-    scene.touch("release")
-    scene.until("teardown.ended")
-    scene.until_verdict()
+def _stop_and_wait_for_verdict(fault_run: FaultRun) -> None:
+    if not fault_run.has_stopped:
+        fault_run.stop()
+    fault_run.touch("release")
+    fault_run.until("teardown.ended")
+    fault_run.until_verdict()
 
 
-def _check_trainer_is_not_reported_as_stopped(scene: Scene) -> None:
-    assert scene.witness.verdict()["failure"]["rule"] == "teardown-incomplete"
-    assert scene.witness.seen("component.stopped", "trainer") == []
+def _check_trainer_is_not_reported_as_stopped(fault_run: FaultRun) -> None:
+    assert fault_run.observed_flow.verdict()["failure"]["rule"] == "teardown-incomplete"
+    assert fault_run.observed_flow.list_events("component.stopped", "trainer") == []
 
 
-def _check_verdict_names_pid(scene: Scene) -> None:
+def _check_verdict_names_pid(fault_run: FaultRun) -> None:
     """Check that the run's reported failure names the pid of the process that did not end.
 
     With this pid, a person can read /proc/PID/stack.
     """
-    _check_trainer_is_not_reported_as_stopped(scene)
-    assert scene.pid("trainer") in scene.witness.verdict()["left"]["trainer"]
+    _check_trainer_is_not_reported_as_stopped(fault_run)
+    assert fault_run.pid("trainer") in fault_run.observed_flow.verdict()["left"]["trainer"]
 
 
 def _unkillable(
     title: str,
-    inject: Callable[[Scene], None],
-    check: Callable[[Scene], None],
+    inject: Callable[[FaultRun], None],
+    check: Callable[[FaultRun], None],
     survivor: str = "trainer",
     levels: tuple[str, ...] = LEVELS,
     obstacle: Callable[[], str] = lambda: "",
@@ -206,23 +206,23 @@ UNKILLABLE = [
     _unkillable(
         "a process that cannot be reaped",
         _trace,
-        lambda scene: None,
+        lambda fault_run: None,
         survivor=ANYTHING,
         levels=LEVELS[-1:],
     ),
 ]
 
 
-def _check_reason_of_lower_level(scene: Scene, reason: str) -> None:
+def _check_reason_of_lower_level(fault_run: FaultRun, reason: str) -> None:
     """Check that the run uses a lower containment level than it requested, and reports why."""
-    missing = scene.until("containment")["missing"]
-    assert reason in missing[scene.level], missing
+    missing = fault_run.until("containment")["missing"]
+    assert reason in missing[fault_run.level], missing
 
 
-def _prepare_read_only_cgroups(scene: Scene) -> None:
+def _prepare_read_only_cgroups(fault_run: FaultRun) -> None:
     mount_points = "$(awk '/ - cgroup2 /{print $5}' /proc/self/mountinfo)"
     script = f"for m in {mount_points}; do mount -o remount,ro,bind $m; done"
-    scene.witness_arguments["wrapper"] = in_mounts(script)
+    fault_run.witness_arguments["wrapper"] = in_mounts(script)
 
 
 #: Command prefix that runs a command in a user namespace that allows no further user namespace.
@@ -237,12 +237,12 @@ _WITHOUT_NAMESPACES = (
 )
 
 
-def _prepare_user_without_namespaces(scene: Scene) -> None:
-    scene.witness_arguments["wrapper"] = _WITHOUT_NAMESPACES
+def _prepare_user_without_namespaces(fault_run: FaultRun) -> None:
+    fault_run.witness_arguments["wrapper"] = _WITHOUT_NAMESPACES
 
 
-def _prepare_level_limit(scene: Scene) -> None:
-    scene.witness_arguments["env"] = {"MUSTER_MAX_CONTAINMENT": "L2"}
+def _prepare_level_limit(fault_run: FaultRun) -> None:
+    fault_run.witness_arguments["env"] = {"MUSTER_MAX_CONTAINMENT": "L2"}
 
 
 DROPS = [
@@ -281,17 +281,17 @@ DROPS = [
 ]
 
 
-def _starve_flow(scene: Scene) -> None:
+def _starve_flow(fault_run: FaultRun) -> None:
     """Leave the flow process without free file descriptors when it starts the component.
 
     The flow process may then fail to start the component. If it already has all descriptors for
     the start, the component starts and then fails its readiness probe. In both cases no process may
     survive the run.
     """
-    scene.components[scene.phase.starting]["ready"] = ReadyProbe(
+    fault_run.components[fault_run.phase.starting]["ready"] = ReadyProbe(
         http=f"http://127.0.0.1:{free_port()}/", within_s=0.5
     )
-    scene.witness_arguments |= {"oddity": "no-descriptors", "at": scene.phase.starting}
+    fault_run.witness_arguments |= {"oddity": "no-descriptors", "at": fault_run.phase.starting}
 
 
 STARVED = [
@@ -324,11 +324,11 @@ _WITH_HIDDEN_PROC = (
 _OTHER_USER = ("setpriv", "--reuid=65534", "--clear-groups", "--inh-caps=-all")
 
 
-def _prepare_hidden_processes(scene: Scene) -> None:
-    scene.witness_arguments["wrapper"] = _WITH_HIDDEN_PROC
-    scene.components["api"]["argv"] = SHAPES["polite-leader-stubborn-child"]
-    scene.stack.enter_context(
-        helper(*_OTHER_USER, *sh("echo up; cat; exec sleep 600"), cwd=scene.directory)
+def _prepare_hidden_processes(fault_run: FaultRun) -> None:
+    fault_run.witness_arguments["wrapper"] = _WITH_HIDDEN_PROC
+    fault_run.components["api"]["argv"] = SHAPES["polite-leader-stubborn-child"]
+    fault_run.stack.enter_context(
+        helper(*_OTHER_USER, *sh("echo up; cat; exec sleep 600"), cwd=fault_run.directory)
     )
 
 
@@ -338,7 +338,7 @@ HIDEPID = Case(
     phases=phases_with("trainer"),
     levels=("L2",),
     prepare=_prepare_hidden_processes,
-    inject=lambda scene: scene.signal("trainer"),
+    inject=lambda fault_run: fault_run.signal("trainer"),
     expect=failed("trainer", signal="SIGKILL"),
     obstacle=lambda: why_not(*_WITH_HIDDEN_PROC, *_OTHER_USER[:1], "true"),
 )

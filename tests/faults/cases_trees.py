@@ -10,10 +10,10 @@ from functools import partial
 from tasks.processes.signals import ONE_PRESS_S
 from tasks.spec.probes import LiveProbe
 from tests.faults.cases_crashes import print_up_then
+from tests.faults.fault_run import ALIVE, CANCELLED, Case, FaultRun, Phase, failed, phases_with
 from tests.faults.injections import pids_cgroup, server, why_no_cgroup_v1
-from tests.faults.scene import ALIVE, CANCELLED, Case, Phase, Scene, failed, phases_with
-from tests.support.shapes import SHAPES
-from tests.support.stage import DEADLINE_S, free_port, python, sh, wait_until
+from tests.support.process_trees import SHAPES
+from tests.support.supervised_components import DEADLINE_S, free_port, python, sh, wait_until
 
 #: Program that ignores SIGTERM, and forks until the kernel refuses a further process.
 _FORKS_UP_TO_LIMIT = """
@@ -32,18 +32,18 @@ time.sleep(600)
 _MAX_PROCESSES = 150
 
 
-def _prepare_shape(shape: str, scene: Scene) -> None:
-    scene.components["trainer"]["argv"] = SHAPES[shape]
+def _prepare_shape(shape: str, fault_run: FaultRun) -> None:
+    fault_run.components["trainer"]["argv"] = SHAPES[shape]
 
 
-def _kill_leader_while_stopping(scene: Scene) -> None:
+def _kill_leader_while_stopping(fault_run: FaultRun) -> None:
     """Kill the trainer's first process while the environment component is in its grace period.
 
     This fault is possible only while the run stops. In the other phases, the run is only stopped.
     """
-    if scene.phase is Phase.STOPPING:
-        scene.signal("trainer")
-        scene.until("component.exited", "trainer")
+    if fault_run.phase is Phase.STOPPING:
+        fault_run.signal("trainer")
+        fault_run.until("component.exited", "trainer")
 
 
 SHAPED = [
@@ -67,15 +67,15 @@ SHAPED = [
 ]
 
 
-def _prepare_burst(scene: Scene) -> None:
+def _prepare_burst(fault_run: FaultRun) -> None:
     """Let the trainer fork until the process limit of the whole run is reached.
 
     Then the flow process and the guardian processes of the components cannot fork, either.
     """
-    cgroup = scene.stack.enter_context(pids_cgroup(_MAX_PROCESSES))
+    cgroup = fault_run.stack.enter_context(pids_cgroup(_MAX_PROCESSES))
     enter_cgroup = f'echo $$ > {cgroup}/cgroup.procs && exec "$@"'
-    scene.witness_arguments["wrapper"] = (*sh(enter_cgroup), "sh")
-    scene.components["trainer"]["argv"] = python(_FORKS_UP_TO_LIMIT)
+    fault_run.witness_arguments["wrapper"] = (*sh(enter_cgroup), "sh")
+    fault_run.components["trainer"]["argv"] = python(_FORKS_UP_TO_LIMIT)
 
 
 BURST = [
@@ -96,17 +96,17 @@ BURST = [
 ]
 
 
-def _prepare_late_burst(scene: Scene) -> None:
+def _prepare_late_burst(fault_run: FaultRun) -> None:
     """Let the trainer fork after the file `burst` was created, when all components run."""
-    _prepare_burst(scene)
+    _prepare_burst(fault_run)
     wait_for_file = "import os, time\nos.write(1, b'up\\n')\nwhile not os.path.exists('burst'):"
     code = f"{wait_for_file}\n    time.sleep(0.01)\n{_FORKS_UP_TO_LIMIT.replace('up', 'full')}"
-    scene.components["trainer"]["argv"] = python(code)
+    fault_run.components["trainer"]["argv"] = python(code)
 
 
-def _start_burst(scene: Scene) -> None:
-    scene.touch("burst")
-    scene.until_log("trainer", "full")
+def _start_burst(fault_run: FaultRun) -> None:
+    fault_run.touch("burst")
+    fault_run.until_log("trainer", "full")
 
 
 LATE_BURST = Case(
@@ -120,26 +120,26 @@ LATE_BURST = Case(
 )
 
 
-def _prepare_liveness(scene: Scene) -> None:
+def _prepare_liveness(fault_run: FaultRun) -> None:
     port = free_port()
     live = LiveProbe(http=f"http://127.0.0.1:{port}/live", every_s=0.05, timeout_s=0.3, misses=3)
-    scene.components["trainer"] |= {"argv": server(port, "y"), "live": live}
+    fault_run.components["trainer"] |= {"argv": server(port, "y"), "live": live}
 
 
-def _freeze_trainer(scene: Scene) -> None:
-    scene.signal("trainer", signal.SIGSTOP)
+def _freeze_trainer(fault_run: FaultRun) -> None:
+    fault_run.signal("trainer", signal.SIGSTOP)
 
 
-def _prepare_goodbye(scene: Scene) -> None:
-    scene.components["trainer"] |= {
+def _prepare_goodbye(fault_run: FaultRun) -> None:
+    fault_run.components["trainer"] |= {
         "argv": sh("trap 'echo bye; exit' TERM; echo up; while :; do sleep 0.02; done"),
         "grace_s": DEADLINE_S,
     }
 
 
-def _check_goodbye_was_printed(scene: Scene) -> None:
+def _check_goodbye_was_printed(fault_run: FaultRun) -> None:
     """Check that Muster continued the stopped process, so that the process could handle SIGTERM."""
-    assert "bye" in (scene.directory / "trainer.log").read_text()
+    assert "bye" in (fault_run.directory / "trainer.log").read_text()
 
 
 STOPPED = [
@@ -163,18 +163,18 @@ STOPPED = [
 ]
 
 
-def _prepare_holders(scene: Scene) -> None:
+def _prepare_holders(fault_run: FaultRun) -> None:
     argv = print_up_then("exit 3")
-    scene.components["trainer"]["argv"] = (
+    fault_run.components["trainer"]["argv"] = (
         *argv[:-1],
         f"(sleep 600 &); (setsid sleep 600 &); {argv[-1]}",
     )
 
 
-def _let_trainer_end(scene: Scene) -> None:
-    scene.touch("die")
-    if scene.phase is Phase.STOPPING:
-        scene.until("component.exited", "trainer")
+def _let_trainer_end(fault_run: FaultRun) -> None:
+    fault_run.touch("die")
+    if fault_run.phase is Phase.STOPPING:
+        fault_run.until("component.exited", "trainer")
 
 
 HOLDERS = Case(
@@ -187,32 +187,32 @@ HOLDERS = Case(
 )
 
 
-def _prepare_endless_components(scene: Scene) -> None:
+def _prepare_endless_components(fault_run: FaultRun) -> None:
     for name in ("api", "trainer"):
-        scene.components[name] |= {"argv": SHAPES["leader-ignores-term"], "grace_s": 600.0}
-    if scene.phase is Phase.STOPPING:
+        fault_run.components[name] |= {"argv": SHAPES["leader-ignores-term"], "grace_s": 600.0}
+    if fault_run.phase is Phase.STOPPING:
         # The second stop must also end the environment, which is in its grace period.
-        scene.components["environment"]["grace_s"] = 600.0
+        fault_run.components["environment"]["grace_s"] = 600.0
 
 
-def _press_ctrl_c(scene: Scene) -> None:
+def _press_ctrl_c(fault_run: FaultRun) -> None:
     # A terminal sends the signal of Ctrl-C to the whole process group.
-    os.killpg(scene.witness.pid, signal.SIGINT)
-    scene.until("teardown.begun")
+    os.killpg(fault_run.observed_flow.pid, signal.SIGINT)
+    fault_run.until("teardown.begun")
 
 
-def _press_ctrl_c_twice(scene: Scene) -> None:
-    scene.has_stopped = True
-    _press_ctrl_c(scene)
+def _press_ctrl_c_twice(fault_run: FaultRun) -> None:
+    fault_run.has_stopped = True
+    _press_ctrl_c(fault_run)
     # SIGINTs that arrive within ONE_PRESS_S count as a single press of Ctrl-C.
     second_press_at = time.monotonic() + 2 * ONE_PRESS_S
     wait_until(lambda: time.monotonic() > second_press_at, "time for a second press")
-    _press_ctrl_c(scene)
+    _press_ctrl_c(fault_run)
 
 
-def _prepare_components_that_save(scene: Scene) -> None:
+def _prepare_components_that_save(fault_run: FaultRun) -> None:
     for name in ("api", "trainer"):
-        scene.components[name] |= {
+        fault_run.components[name] |= {
             "argv": sh(
                 "trap 'echo saving; sleep 0.5; echo saved; exit' TERM;"
                 " echo up; while :; do sleep 0.02; done"
@@ -221,17 +221,17 @@ def _prepare_components_that_save(scene: Scene) -> None:
         }
 
 
-def _terminate_group_twice(scene: Scene) -> None:
-    scene.has_stopped = True
+def _terminate_group_twice(fault_run: FaultRun) -> None:
+    fault_run.has_stopped = True
     for _ in range(2):
-        os.killpg(scene.witness.pid, signal.SIGTERM)
-        scene.until("teardown.begun")
+        os.killpg(fault_run.observed_flow.pid, signal.SIGTERM)
+        fault_run.until("teardown.begun")
 
 
-def _check_all_have_saved(scene: Scene) -> None:
+def _check_all_have_saved(fault_run: FaultRun) -> None:
     """Check that the second SIGTERM did not shorten the grace period of any component."""
     for name in ("api", "trainer"):
-        log = scene.directory / f"{name}.log"
+        log = fault_run.directory / f"{name}.log"
         lines = log.read_text().splitlines() if log.exists() else []
         if "saving" in lines:
             assert "saved" in lines, f"{name} was killed while it saved"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-pytest.register_assert_rewrite("tests.support.stage", "tests.support.witness", "tests.faults.scene")
+pytest.register_assert_rewrite(
+    "tests.support.supervised_components", "tests.support.observed_flow", "tests.faults.fault_run"
+)
 
 from tests.faults import table  # noqa: E402
 

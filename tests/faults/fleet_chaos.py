@@ -42,7 +42,7 @@ from tasks.processes.ports import listeners
 from tasks.rollout.component import FleetPlan
 from tasks.spec.rollout import Rollout
 from tests.support.help import HelpFormatter
-from tests.support.stage import free_port
+from tests.support.supervised_components import free_port
 
 _ENGINES = 8
 _CLIENTS = 24

@@ -46,13 +46,13 @@ from typing import Any
 import httpx
 
 from tests.support.gang_hosts import OtherHost, other_host
-from tests.support.gang_networks import HERE, Cable, cables, why_no_networks
-from tests.support.gang_pool import GangPool, Host, gang_pool, left_of
+from tests.support.gang_networks import HERE, Cable, cables, explain_missing_networks
+from tests.support.gang_pool import GangPool, Host, gang_pool, list_leftovers
 from tests.support.gang_referee import FINAL, judge
-from tests.support.ground import Ground, Run, Server, until
 from tests.support.help import HelpFormatter
-from tests.support.postgres import Postgres, postgres, why_no_postgres
-from tests.support.production import migrate, settings_of
+from tests.support.host_environment import HostEnvironment, Run, Server, wait_for
+from tests.support.postgres import Postgres, explain_missing_postgres, postgres
+from tests.support.production import migrate, read_settings
 from tests.support.ray_cluster import RAY_ENV, RayCluster
 
 #: Time limit per run, in seconds. A flow process needs about 3 s of a CPU core.
@@ -174,7 +174,7 @@ class Storm:
     def until_ended(self, share: float) -> None:
         """Wait until the given share of all runs, from 0 to 1, has ended."""
         required = int(share * self.runs)
-        until(
+        wait_for(
             lambda: self.ended() >= required,
             f"{required} have ended",
             self.runs * _SECONDS_A_RUN,
@@ -183,7 +183,7 @@ class Storm:
     def first_in(self, type: str) -> list[dict[str, Any]]:
         """Return the three oldest flow runs in a state of this type."""
         states = {"state": {"type": {"any_": [type]}}}
-        flow_runs = self.pool.ground.post(
+        flow_runs = self.pool.host_env.post(
             "/flow_runs/filter", flow_runs=states, sort="EXPECTED_START_TIME_ASC", limit=3
         )
         return list(flow_runs)
@@ -270,7 +270,7 @@ def cancel_some(storm: Storm) -> None:
         time.sleep(storm.random.uniform(0, storm.runs * 0.02))
         kind = kinds[len(storm.may_end) % len(kinds)]
         with contextlib.suppress(AssertionError):
-            runs = until(partial(storm.first_in, kind), kind, 10.0)
+            runs = wait_for(partial(storm.first_in, kind), kind, 10.0)
             cancel(storm, storm.random.choice(runs), kind)
 
 
@@ -284,7 +284,7 @@ def cancel(storm: Storm, run: dict[str, Any], kind: str) -> None:
     """
     if run["id"] in storm.may_end:
         return
-    new_state = storm.pool.cancel(Run(ground=storm.pool.ground, flow_run_id=run["id"]))
+    new_state = storm.pool.cancel(Run(host_env=storm.pool.host_env, flow_run_id=run["id"]))
     storm.may_end[run["id"]] = _CANCELLED if new_state == "CANCELLED" else _IF_IN_TIME
     storm.done.append(f"{run['name']} cancelled while {kind}")
 
@@ -298,7 +298,7 @@ class WorkingHost:
     #: Namespaces that simulate the host.
     host: OtherHost
     #: MUSTER_HOME, Prefect API and environment variables of the host.
-    ground: Ground
+    host_env: HostEnvironment
     #: Process id of the worker in this machine's namespace, or 0 before it was started.
     pid: int = 0
 
@@ -314,16 +314,16 @@ class WorkingHost:
             further: Name of an additional worker. An empty string starts the host's main worker.
         """
         name = f"worker-{further or self.name}"
-        start_count = self.ground.log(name).count("started!")
+        start_count = self.host_env.log(name).count("started!")
         pid = self.host.start(
             *self.pool.worker_arguments(f"{further}@{self.name}" if further else self.name),
-            env=self.ground.env,
-            log=self.ground.home / f"{name}.log",
+            env=self.host_env.env,
+            log=self.host_env.home / f"{name}.log",
         )
         if not further:
             self.pid = pid
-        until(
-            lambda: self.ground.log(name).count("started!") > start_count,
+        wait_for(
+            lambda: self.host_env.log(name).count("started!") > start_count,
             f"a worker on {self.name}",
         )
 
@@ -353,14 +353,14 @@ def _hosts(
     with contextlib.ExitStack() as stack:
         hosts = []
         for name, cable in zip_longest(pool.nodes, network_cables):
-            home = pool.ground.home.parent / ("shared" if is_shared else name)
+            home = pool.host_env.home.parent / ("shared" if is_shared else name)
             home.mkdir(exist_ok=True)
-            host = stack.enter_context(other_host(name, pool.ground.home.parent / name, cable))
+            host = stack.enter_context(other_host(name, pool.host_env.home.parent / name, cable))
             without_proxy = {"NO_PROXY": HERE, "no_proxy": HERE} if cable is not None else {}
             prefect_home = {"PREFECT_HOME": str(home / f"prefect-{name}")}
             variables = {**(settings or {}), **without_proxy, **prefect_home}
-            ground = Host(home=home, api=pool.ground.api, variables=variables)
-            hosts.append(WorkingHost(pool=pool, host=host, ground=ground))
+            host_env = Host(home=home, api=pool.host_env.api, variables=variables)
+            hosts.append(WorkingHost(pool=pool, host=host, host_env=host_env))
             hosts[-1].start_worker()
         yield hosts
 
@@ -371,7 +371,7 @@ def lose_host(storm: Storm) -> None:
     # has sent no heartbeats for a while. Other runs may start in this time.
     storm.late_s = 150.0
     storm.until_ended(1 / 3)
-    name = until(lambda: _starting_host(storm), "one is pending")
+    name = wait_for(lambda: _starting_host(storm), "one is pending")
     next(host for host in storm.hosts if host.name == name).kill_worker()
     storm.done.append(f"the worker of {name} killed")
 
@@ -439,7 +439,7 @@ def verdict_of(storm: Storm, nodes: Mapping[str, int], *, by_states: bool = True
     """
     faults = []
     try:
-        storm.pool.until_all_end(storm.runs * _SECONDS_A_RUN + _ONE_MORE_S)
+        storm.pool.wait_until_all_end(storm.runs * _SECONDS_A_RUN + _ONE_MORE_S)
     except AssertionError as error:
         faults.append(str(error))
     histories = storm.pool.histories(storm.may_end)
@@ -447,11 +447,11 @@ def verdict_of(storm: Storm, nodes: Mapping[str, int], *, by_states: bool = True
     print(f"  {judgement}", flush=True)
     faults += judgement.faults
     with contextlib.suppress(AssertionError):
-        until(lambda: not left_of(storm.pool), "nothing is left", _LEFT_WITHIN_S)
+        wait_for(lambda: not list_leftovers(storm.pool), "nothing is left", _LEFT_WITHIN_S)
     leftover_entries = [
         f"left on {host.name}: {name}" for host in storm.hosts for name in _registered(host)
     ]
-    return faults + left_of(storm.pool) + leftover_entries
+    return faults + list_leftovers(storm.pool) + leftover_entries
 
 
 def run_on_postgres(runs: int, seed: int, directory: Path) -> list[str]:
@@ -465,14 +465,14 @@ def run_on_postgres(runs: int, seed: int, directory: Path) -> list[str]:
         database = stack.enter_context(postgres())
         network_cables = stack.enter_context(cables(len(_NODES)))
         # Use the settings that the project ships for operators.
-        settings = settings_of("server.env")
+        settings = read_settings("server.env")
         settings["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = database.url
         migrate(settings, directory / "server")
         server = Server(directory / "server", address=HERE, settings=settings)
         pool = stack.enter_context(gang_pool(directory, nodes=_NODES, server=server))
         print(f"  {database.query('show server_version')}", flush=True)
         hosts = stack.enter_context(
-            _hosts(pool, network_cables, settings_of("muster.env"), is_shared=True)
+            _hosts(pool, network_cables, read_settings("muster.env"), is_shared=True)
         )
         storm = Storm(pool=pool, hosts=hosts, random=Random(f"{seed} {_POSTGRES}"), runs=runs)
         # Runs of a killed worker return to the queue only after it has sent no heartbeats for a
@@ -523,7 +523,7 @@ def _restart_each_part(storm: Storm, hosts: Sequence[WorkingHost], database: Pos
 
 def _registered(host: WorkingHost) -> list[str]:
     """Return the names of the live runs in the host's registry."""
-    live = host.ground.home / "live"
+    live = host.host_env.home / "live"
     return sorted(entry.name for entry in live.iterdir()) if live.exists() else []
 
 
@@ -546,7 +546,7 @@ def run_on_ray(runs: int, seed: int, directory: Path) -> list[str]:
     """
     began = time.monotonic()
     os.environ.update(RAY_ENV)
-    with RayCluster.started() as cluster, gang_pool(directory, nodes={}) as pool:
+    with RayCluster.run() as cluster, gang_pool(directory, nodes={}) as pool:
         storm = Storm(pool=pool, random=Random(f"{seed} {_RAY}"), runs=runs)
         pool.start_worker()
         with storm.submitting(_ray_specs(storm, cluster, directory)):
@@ -555,7 +555,7 @@ def run_on_ray(runs: int, seed: int, directory: Path) -> list[str]:
         # of each node.
         nodes = {f"127.0.0.1/{node.node_id[:8]}": node.gpus for node in cluster.nodes}
         faults = verdict_of(storm, nodes, by_states=False)
-        waits = [line["waited_s"] for line in pool.all_noted() if "waited_s" in line]
+        waits = [line["waited_s"] for line in pool.read_lines() if "waited_s" in line]
         faults += [f"Ray had no room for {s:.1f} s" for s in waits if s > _RAY_ROOM_WITHIN_S]
     print(f"{_RAY}: {time.monotonic() - began:.0f} s")
     return faults
@@ -608,7 +608,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         variant_directory = directory / name
         variant_directory.mkdir()
         if name == _POSTGRES:
-            if skip_reason := why_no_postgres() or why_no_networks():
+            if skip_reason := explain_missing_postgres() or explain_missing_networks():
                 print(f"{name}: skipped: {skip_reason}", flush=True)
                 continue
             faults = run_on_postgres(options.runs, seed, variant_directory)

@@ -39,7 +39,7 @@ from tasks.rollout.forwarding import ANY_PATH
 from tasks.rollout.gateway import Gateway
 from tasks.rollout.http1 import LONGEST_HEAD
 from tasks.rollout.router import Entrypoint, Router
-from tests.support.fleet_fakes import settings_of
+from tests.support.fleet_fakes import make_settings
 from tests.support.help import HelpFormatter
 
 _ENGINES, _CLIENTS = 2, 8
@@ -485,7 +485,7 @@ class Fleet:
 
     def __init__(self) -> None:
         self.router = Router()
-        self.settings = settings_of(paths=(ANY_PATH,))
+        self.settings = make_settings(paths=(ANY_PATH,))
 
     has_started = True
 

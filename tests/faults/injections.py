@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from tests.support.stage import python, sh, wait_until
+from tests.support.supervised_components import python, sh, wait_until
 
 #: HTTP server with the command line `python(SERVER) PORT ANSWERS`. Each path cycles through the
 #: letters of ANSWERS: `y` answers 200, `n` answers 503, `-` never answers. The server logs each

@@ -34,9 +34,9 @@ import psutil
 import yaml
 
 from tasks.processes.ports import listeners
-from tests.support.ground import in_checkout, until
 from tests.support.help import HelpFormatter
-from tests.support.stage import processes_with
+from tests.support.host_environment import wait_for, with_absolute_cwd
+from tests.support.supervised_components import processes_with
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / ".venv-llm" / "bin"
@@ -70,7 +70,7 @@ class LlmRun:
         spec["progress"]["total"] = spec["success"]["step"] = 100_000
         spec["stall_after_s"] = 900
         path = home / "spec.yaml"
-        path.write_text(yaml.safe_dump(in_checkout(spec), sort_keys=False))
+        path.write_text(yaml.safe_dump(with_absolute_cwd(spec), sort_keys=False))
         env = {
             **os.environ,
             "MUSTER_HOME": str(home),
@@ -137,7 +137,7 @@ class LlmRun:
             assert self.process.poll() is None, f"the run has ended before: {description}"
             return condition()
 
-        return until(check, description, within_s)
+        return wait_for(check, description, within_s)
 
     def both_serve(self) -> bool:
         """Return True if both engines are active and took part in the last weight update."""

@@ -36,10 +36,16 @@ from typing import Any
 import httpx
 import yaml
 
-from tests.support.ground import FINAL, Ground, Server, in_checkout, until
 from tests.support.help import HelpFormatter
+from tests.support.host_environment import (
+    FINAL,
+    HostEnvironment,
+    Server,
+    wait_for,
+    with_absolute_cwd,
+)
 from tests.support.ray_cluster import RAY_ENV, RayCluster
-from tests.support.stage import came, processes_with
+from tests.support.supervised_components import becomes_true, processes_with
 
 #: Program of the Ray job. It counts steps, and records its attempt in the file of its first
 #: argument. It starts a helper process that survives the job unless Muster ends the helper.
@@ -80,7 +86,7 @@ class Trial:
     #: Number of the run, from 0.
     number: int
     #: Host with MUSTER_HOME, the worker and the Prefect server.
-    ground: Ground
+    host_env: HostEnvironment
     #: Ray cluster that runs the job.
     cluster: RayCluster
     #: "adopt" or "stop" if a worker starts the run, "direct" if the run is started without a
@@ -113,11 +119,11 @@ class Trial:
     @property
     def starts_path(self) -> Path:
         """File to which each start of the Ray job appends the number of the run's attempt."""
-        return self.ground.home / f"began-{self.number}"
+        return self.host_env.home / f"began-{self.number}"
 
     def spec(self) -> dict[str, Any]:
         """Return the run spec."""
-        code = self.ground.home / "code"
+        code = self.host_env.home / "code"
         command = ["python", "train.py", str(self.starts_path), str(self.steps)]
         return {
             "name": self.name,
@@ -138,16 +144,16 @@ class Trial:
     @property
     def directory(self) -> Path | None:
         """Directory of the run, or None if the run has not begun."""
-        return next(iter((self.ground.home / "runs").glob(f"{self.name}-*")), None)
+        return next(iter((self.host_env.home / "runs").glob(f"{self.name}-*")), None)
 
     @property
     def attempt(self) -> Path:
         """Directory of the first attempt. It may not exist yet."""
-        return (self.directory or self.ground.home / "nowhere") / "attempt-01"
+        return (self.directory or self.host_env.home / "nowhere") / "attempt-01"
 
     def record(self) -> dict[str, Any]:
         """Return the content of `run.json`, or an empty dict."""
-        return read_json((self.directory or self.ground.home / "nowhere") / "run.json")
+        return read_json((self.directory or self.host_env.home / "nowhere") / "run.json")
 
     def submission(self) -> dict[str, Any]:
         """Return the content of `submission.json` of the first attempt, or an empty dict."""
@@ -173,9 +179,9 @@ class Trial:
     def flow_run(self) -> dict[str, Any] | None:
         """Return the flow run on the Prefect server, or None if there is none yet."""
         if self.flow_run_id:
-            flow_run: dict[str, Any] = self.ground.get(f"/flow_runs/{self.flow_run_id}")
+            flow_run: dict[str, Any] = self.host_env.get(f"/flow_runs/{self.flow_run_id}")
             return flow_run
-        for run in self.ground.flow_runs():
+        for run in self.host_env.flow_runs():
             if any(f":{self.pid}:" in tag for tag in run["tags"]):
                 self.flow_run_id = run["id"]
                 return run
@@ -236,18 +242,18 @@ def run_trial(trial: Trial) -> Trial:
 def begin(trial: Trial) -> None:
     """Submit the run to the worker, or start it directly."""
     if trial.way != "direct":
-        trial.flow_run_id = trial.ground.submit(trial.spec()).flow_run_id
+        trial.flow_run_id = trial.host_env.submit(trial.spec()).flow_run_id
         return
-    path = trial.ground.home / f"spec-{trial.number}.yaml"
-    path.write_text(yaml.safe_dump(in_checkout(trial.spec()), sort_keys=False))
-    process = trial.ground.start("-m", "flows.train", str(path), log=f"train-{trial.number}")
+    path = trial.host_env.home / f"spec-{trial.number}.yaml"
+    path.write_text(yaml.safe_dump(with_absolute_cwd(trial.spec()), sort_keys=False))
+    process = trial.host_env.start("-m", "flows.train", str(path), log=f"train-{trial.number}")
     trial.pid = process.pid
 
 
 def kill_at_its_moment(trial: Trial) -> None:
     """Kill the run's flow process in the drawn moment, unless the process has ended before."""
     is_due, length_s = _MOMENTS[trial.moment]
-    if not came(lambda: flow_pid(trial), _COMES_WITHIN_S):
+    if not becomes_true(lambda: flow_pid(trial), _COMES_WITHIN_S):
         trial.faults.append("its flow process never began")
         return
     pid = flow_pid(trial)
@@ -255,12 +261,12 @@ def kill_at_its_moment(trial: Trial) -> None:
     def is_over() -> bool:
         return not Path(f"/proc/{pid}/exe").exists()
 
-    came(lambda: is_over() or is_due(trial), _COMES_WITHIN_S)
+    becomes_true(lambda: is_over() or is_due(trial), _COMES_WITHIN_S)
     is_late: Callable[[], object] = is_over
     if trial.moment == "start":
         # The moment before the submission of the Ray job is over when the job has been submitted.
         is_late = trial.submission
-    came(is_late, trial.share * length_s(trial))
+    becomes_true(is_late, trial.share * length_s(trial))
     events = trial.events()
     last_event = events[-1] if events else "before its first attempt"
     with contextlib.suppress(ProcessLookupError):
@@ -339,12 +345,12 @@ def _leftovers(trial: Trial) -> list[str]:
         pids := processes_with("PREFECT__FLOW_RUN_ID", f"{trial.flow_run_id}")
     ):
         messages.append(f"processes of the flow left: {pids}")
-    if entries := list((trial.ground.home / "live").glob(f"{trial.name}-*")):
+    if entries := list((trial.host_env.home / "live").glob(f"{trial.name}-*")):
         messages.append(f"still in the registry: {[entry.name for entry in entries]}")
     return messages
 
 
-def drawn(runs: int, seed: int, ground: Ground, cluster: RayCluster) -> list[Trial]:
+def drawn(runs: int, seed: int, host_env: HostEnvironment, cluster: RayCluster) -> list[Trial]:
     """Draw the runs at random.
 
     Each way to start a run is combined with each moment of the kill about equally often.
@@ -360,7 +366,7 @@ def drawn(runs: int, seed: int, ground: Ground, cluster: RayCluster) -> list[Tri
     return [
         Trial(
             number=number,
-            ground=ground,
+            host_env=host_env,
             cluster=cluster,
             way=way,
             moment=moment,
@@ -398,18 +404,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.update(RAY_ENV)
     directory = Path(tempfile.mkdtemp(prefix="muster-kills-"))
     server = Server(directory / "server")
-    ground = Ground(home=directory / "home", api=server.api)
+    host_env = HostEnvironment(home=directory / "home", api=server.api)
     began = time.monotonic()
     try:
-        with RayCluster.started() as cluster:
-            prepare(server, ground)
-            trials = drawn(options.runs, seed, ground, cluster)
+        with RayCluster.run() as cluster:
+            prepare(server, host_env)
+            trials = drawn(options.runs, seed, host_env, cluster)
             with ThreadPoolExecutor(options.at_once) as pool:
                 for trial in pool.map(run_trial, trials):
                     print(line_of(trial), flush=True)
             is_faulty = summary(trials, seed, time.monotonic() - began)
     finally:
-        ground.clear()
+        host_env.clear()
         server.kill()
     if is_faulty:
         print(f"all of it is kept in {directory}")
@@ -418,14 +424,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(is_faulty)
 
 
-def prepare(server: Server, ground: Ground) -> None:
+def prepare(server: Server, host_env: HostEnvironment) -> None:
     """Start the Prefect server, a worker, and a process that runs `muster reconcile` repeatedly."""
     server.start()
-    (ground.home / "code").mkdir(parents=True)
-    (ground.home / "code" / "train.py").write_text(TRAINER)
-    ground.set_up()
-    ground.start_worker()
-    ground.start("-c", _RECONCILE_REPEATEDLY, log="reconcile")
+    (host_env.home / "code").mkdir(parents=True)
+    (host_env.home / "code" / "train.py").write_text(TRAINER)
+    host_env.set_up()
+    host_env.start_worker()
+    host_env.start("-c", _RECONCILE_REPEATEDLY, log="reconcile")
 
 
 def line_of(trial: Trial) -> str:
@@ -441,9 +447,11 @@ def line_of(trial: Trial) -> str:
 def summary(trials: Sequence[Trial], seed: int, took_s: float) -> bool:
     """Check all runs once more, print the results, and return True if there is any error."""
     # Later passes of `muster reconcile` must not have changed the final state of any run.
-    ground = trials[0].ground
+    host_env = trials[0].host_env
     with contextlib.suppress(AssertionError):
-        until(lambda: ground.reconcile_without_flow() == "nothing to do", "nothing to reconcile")
+        wait_for(
+            lambda: host_env.reconcile_without_flow() == "nothing to do", "nothing to reconcile"
+        )
     for trial in trials:
         trial.faults += [f"later: {fault}" for fault in untruths(trial) if not trial.faults]
     faulty = [trial for trial in trials if trial.faults]

@@ -36,10 +36,10 @@ from typing import Any
 import httpx
 import yaml
 
-from tests.support.ground import in_checkout
 from tests.support.help import HelpFormatter
-from tests.support.prefect_api import ask
-from tests.support.stage import came, processes_with
+from tests.support.host_environment import with_absolute_cwd
+from tests.support.prefect_api import send_request
+from tests.support.supervised_components import becomes_true, processes_with
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Time limit, in seconds, on the start of a run, and on its end after the fault.
@@ -156,7 +156,7 @@ def kill_flow_and_guardians(trial: Trial) -> None:
 def suspend_flow(trial: Trial) -> None:
     """Stop the flow process for 2 to 8 seconds, as if the machine had no free CPU core for it."""
     trial.process.send_signal(signal.SIGSTOP)
-    came(lambda: trial.process.poll() is not None, random.uniform(2, 8))
+    becomes_true(lambda: trial.process.poll() is not None, random.uniform(2, 8))
     trial.process.send_signal(signal.SIGCONT)
 
 
@@ -168,7 +168,7 @@ def interrupt(trial: Trial) -> None:
 def interrupt_and_kill(trial: Trial) -> None:
     """Send SIGTERM to the flow process, and SIGKILL within one second."""
     trial.process.terminate()
-    came(lambda: trial.process.poll() is not None, random.uniform(0, 1))
+    becomes_true(lambda: trial.process.poll() is not None, random.uniform(0, 1))
     trial.process.kill()
 
 
@@ -213,7 +213,7 @@ def kill(pid: int) -> None:
 def run_trial(trial: Trial, api_url: str) -> Trial:
     """Start the run, inject its fault, and check the record during the run and after its end."""
     spec = trial.home / f"spec-{trial.number}.yaml"
-    spec.write_text(yaml.safe_dump(in_checkout(trial.spec()), sort_keys=False))
+    spec.write_text(yaml.safe_dump(with_absolute_cwd(trial.spec()), sort_keys=False))
     env = {**os.environ, "MUSTER_HOME": str(trial.home), "PREFECT_API_URL": api_url}
     with (trial.home / f"output-{trial.number}.txt").open("wb") as output:
         trial.process = subprocess.Popen(
@@ -225,15 +225,17 @@ def run_trial(trial: Trial, api_url: str) -> Trial:
             stderr=output,
             start_new_session=True,
         )
-    began = came(lambda: trial.entries() or trial.process.poll() is not None, _BEGIN_WITHIN_S)
+    began = becomes_true(
+        lambda: trial.entries() or trial.process.poll() is not None, _BEGIN_WITHIN_S
+    )
     if not began or (trial.process.poll() is not None and not trial.record()):
         trial.faults.append("it did not begin")
         trial.process.kill()
     with ThreadPoolExecutor(1) as pool:
         watching = pool.submit(watch_running_run, trial, api_url)
-        came(lambda: trial.process.poll() is not None, trial.after_s)
+        becomes_true(lambda: trial.process.poll() is not None, trial.after_s)
         _INJECTIONS[trial.injection][0](trial)
-        if not came(lambda: trial.process.poll() is not None, _BEGIN_WITHIN_S):
+        if not becomes_true(lambda: trial.process.poll() is not None, _BEGIN_WITHIN_S):
             trial.faults.append("its process did not end")
             trial.process.kill()
         trial.process.wait()
@@ -271,7 +273,7 @@ def check_final_state(trial: Trial, api_url: str) -> list[str]:
         state = state_on(api_url, trial)
         return state in _AGREE.get(trial.record().get("state", ""), ())
 
-    is_true = came(is_final, _TRUE_WITHIN_S)
+    is_true = becomes_true(is_final, _TRUE_WITHIN_S)
     record = trial.record()
     state = state_on(api_url, trial)
     trial.outcome = record.get("state", "no record")
@@ -283,7 +285,7 @@ def check_final_state(trial: Trial, api_url: str) -> list[str]:
     is_harmless = trial.injection in ("nothing", "SIGSTOP, later SIGCONT of the flow")
     if is_harmless and trial.outcome != "completed":
         faults.append(f"nothing happened to it, and it {trial.outcome}: {record}")
-    if not came(lambda: not trial.entries(), _TRUE_WITHIN_S):
+    if not becomes_true(lambda: not trial.entries(), _TRUE_WITHIN_S):
         faults.append(f"still in the registry: {trial.entries()}")
     leftover_pids = processes_with("MUSTER_RUN_ID", record.get("run_id", "?"))
     if leftover_pids:
@@ -297,7 +299,7 @@ def state_on(api_url: str, trial: Trial) -> str:
     if flow_run_id is None:
         return ""
     with contextlib.suppress(httpx.HTTPError, KeyError, ValueError):
-        return str(ask("GET", f"{api_url}/flow_runs/{flow_run_id}")["state_type"])
+        return str(send_request("GET", f"{api_url}/flow_runs/{flow_run_id}")["state_type"])
     return ""
 
 
@@ -401,7 +403,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     f"{trial.lasts_s:.1f} s ({trial.shape}): {trial.outcome}; {errors}",
                     flush=True,
                 )
-        came(lambda: not orphans(), 10.0)
+        becomes_true(lambda: not orphans(), 10.0)
         leftovers = orphans()
     return summary(trials, leftovers, seed, time.monotonic() - began)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.scene import LEVELS, Outcome, missing_levels
+from tests.faults.fault_run import LEVELS, Outcome, missing_levels
 
 #: Path of the file that receives a copy of the table. Git ignores `build/`.
 FILE = Path(os.environ.get("MUSTER_FAULTS_TABLE", "build/faults.md"))

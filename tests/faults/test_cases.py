@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from tests.faults.cases import CASES
-from tests.faults.scene import Case, Phase, act
+from tests.faults.fault_run import Case, Phase, run_case_or_skip
 
 ROWS = [(case, phase, level) for case in CASES for phase in case.phases for level in case.levels]
 
@@ -19,4 +19,4 @@ ROWS = [(case, phase, level) for case in CASES for phase in case.phases for leve
     ids=[f"{case}-{phase}-{level}".replace(" ", "-") for case, phase, level in ROWS],
 )
 def test_fault(case: Case, phase: Phase, level: str, request: pytest.FixtureRequest) -> None:
-    act(case, phase, level, request)
+    run_case_or_skip(case, phase, level, request)

@@ -21,23 +21,23 @@ import yaml
 
 from tasks.processes.ports import PortsReserved
 from tests.support.gang_pool import GangPool, gang_pool
-from tests.support.ground import ROOT, Run, in_checkout, until
-from tests.support.prefect_api import ask
+from tests.support.host_environment import ROOT, Run, wait_for, with_absolute_cwd
+from tests.support.prefect_api import send_request
 from tests.support.pseudo_terminal import PseudoTerminal
-from tests.support.saving import has_saved, is_training, saving_spec, until_training
+from tests.support.saving_component import has_saved, is_training, saving_spec, until_training
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 #: Time limit, in seconds, on each wait. A busy machine with many processes needs long.
 WITHIN_S = 600.0
-until_late = partial(until, within_s=WITHIN_S)
+until_late = partial(wait_for, within_s=WITHIN_S)
 MUSTER = str(Path(sys.executable).with_name("muster"))
 CTRL_C = b"\x03"
 GANG = {"nodes": 1, "gpus_per_node": 1}
 
 
 @dataclass(kw_only=True)
-class Scene:
+class StoppedRun:
     """A test with a work pool and runs. The runs' components save their state when they end."""
 
     #: Work pool with its Prefect server.
@@ -56,7 +56,7 @@ class Scene:
     @property
     def env(self) -> dict[str, str]:
         """Environment variables of all commands."""
-        return self.pool.ground.env
+        return self.pool.host_env.env
 
     def specs(self, **fields: Any) -> Iterator[dict[str, Any]]:
         """Yield the spec of each run. Each run writes to its own file."""
@@ -86,10 +86,10 @@ class Scene:
         pseudo_terminals = []
         for number, spec in enumerate(self.specs()):
             path = self.directory / f"{number}.yaml"
-            content: Mapping[str, Any] = in_checkout(spec)
+            content: Mapping[str, Any] = with_absolute_cwd(spec)
             if "flows.pipeline" in words:
-                stage = {"name": "only", "deployment": "train/gang", "spec": dict(spec)}
-                content = {"name": "line", "stages": [stage]}
+                harness = {"name": "only", "deployment": "train/gang", "spec": dict(spec)}
+                content = {"name": "line", "stages": [harness]}
             path.write_text(yaml.safe_dump(content, sort_keys=False))
             with (self.directory / f"{number}.out").open("wb") as output:
                 stdio: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output}
@@ -103,7 +103,7 @@ class Scene:
                     **(terminal.as_stdio() if terminal else stdio),
                 )
             if terminal is not None:
-                terminal.started()
+                terminal.close_device()
                 pseudo_terminals.append(terminal)
             self._children.append(process)
 
@@ -119,7 +119,7 @@ class Scene:
     def set_state(self, run: Run, type: str, *, force: bool = False) -> None:
         """Set the state of the flow run on the Prefect server."""
         path = f"/flow_runs/{run.flow_run_id}/set_state"
-        self.pool.ground.post(path, state={"type": type, "name": type.title()}, force=force)
+        self.pool.host_env.post(path, state={"type": type, "name": type.title()}, force=force)
 
     def command(self, *words: str, may_come_late: bool = False) -> None:
         """Run a command of `muster`, and check that the command succeeds.
@@ -139,128 +139,130 @@ class Scene:
             process.wait(WITHIN_S)
 
         def have_ended() -> bool:
-            records = (self.pool.ground.home / "runs").glob("*/run.json")
+            records = (self.pool.host_env.home / "runs").glob("*/run.json")
             end_times = [yaml.safe_load(record.read_text())["ended_at"] for record in records]
             return len(end_times) == self.times and all(end_times)
 
         until_late(have_ended, "all runs have ended")
 
 
-def by_cancel_of_muster(scene: Scene) -> None:
-    for run in scene.submitted():
-        scene.command("cancel", run.flow_run_id)
+def by_cancel_of_muster(stopped_run: StoppedRun) -> None:
+    for run in stopped_run.submitted():
+        stopped_run.command("cancel", run.flow_run_id)
 
 
-def by_cancel_in_the_ui(scene: Scene) -> None:
-    for run in scene.submitted():
-        scene.set_state(run, "CANCELLING")
+def by_cancel_in_the_ui(stopped_run: StoppedRun) -> None:
+    for run in stopped_run.submitted():
+        stopped_run.set_state(run, "CANCELLING")
 
 
-def by_two_cancels(scene: Scene) -> None:
-    for run in scene.submitted():
-        scene.set_state(run, "CANCELLING")
-        scene.command("cancel", run.flow_run_id, may_come_late=True)
+def by_two_cancels(stopped_run: StoppedRun) -> None:
+    for run in stopped_run.submitted():
+        stopped_run.set_state(run, "CANCELLING")
+        stopped_run.command("cancel", run.flow_run_id, may_come_late=True)
 
 
-def by_state_cancelled(scene: Scene) -> None:
-    for run in scene.submitted():
-        scene.set_state(run, "CANCELLED", force=True)
+def by_state_cancelled(stopped_run: StoppedRun) -> None:
+    for run in stopped_run.submitted():
+        stopped_run.set_state(run, "CANCELLED", force=True)
 
 
-def by_signal_to_flow_process(scene: Scene, signals: Sequence[signal.Signals]) -> None:
-    for run in scene.submitted():
+def by_signal_to_flow_process(stopped_run: StoppedRun, signals: Sequence[signal.Signals]) -> None:
+    for run in stopped_run.submitted():
         pid = run.flow_pid()
         for signum in signals:
             os.kill(pid, signum)
 
 
-def by_cancel_and_its_signals(scene: Scene) -> None:
+def by_cancel_and_its_signals(stopped_run: StoppedRun) -> None:
     """Cancel each run, and send SIGTERM to its processes during the cancel.
 
     The same happens if the stack is stopped while it cancels its runs.
     """
-    for run in scene.submitted():
-        scene.set_state(run, "CANCELLING")
+    for run in stopped_run.submitted():
+        stopped_run.set_state(run, "CANCELLING")
         os.kill(run.flow_pid(), signal.SIGTERM)
         os.killpg(run.flow_pid(), signal.SIGTERM)
 
 
-def by_signal_to_worker(scene: Scene, signum: signal.Signals) -> None:
-    scene.submitted()
-    assert scene.worker is not None
-    scene.worker.send_signal(signum)
-    scene.worker.wait(WITHIN_S)
+def by_signal_to_worker(stopped_run: StoppedRun, signum: signal.Signals) -> None:
+    stopped_run.submitted()
+    assert stopped_run.worker is not None
+    stopped_run.worker.send_signal(signum)
+    stopped_run.worker.wait(WITHIN_S)
 
 
-def by_stop_of_unit(scene: Scene) -> None:
+def by_stop_of_unit(stopped_run: StoppedRun) -> None:
     """Run the commands that systemd runs when the service of a worker is stopped."""
-    scene.submitted()
-    assert scene.worker is not None
-    command = [sys.executable, "-m", "deployments.stack.runs", str(scene.worker.pid)]
-    subprocess.run(command, cwd=ROOT, env=scene.env, check=True, timeout=WITHIN_S)
-    scene.worker.send_signal(signal.SIGTERM)
-    scene.worker.send_signal(signal.SIGCONT)
-    scene.worker.wait(WITHIN_S)
+    stopped_run.submitted()
+    assert stopped_run.worker is not None
+    command = [sys.executable, "-m", "deployments.stack.runs", str(stopped_run.worker.pid)]
+    subprocess.run(command, cwd=ROOT, env=stopped_run.env, check=True, timeout=WITHIN_S)
+    stopped_run.worker.send_signal(signal.SIGTERM)
+    stopped_run.worker.send_signal(signal.SIGCONT)
+    stopped_run.worker.wait(WITHIN_S)
 
 
-def by_max_hours(scene: Scene) -> None:
-    scene.submitted(gang={**GANG, "max_hours": 30 / 3600})
+def by_max_hours(stopped_run: StoppedRun) -> None:
+    stopped_run.submitted(gang={**GANG, "max_hours": 30 / 3600})
 
 
-def by_interrupt_of_pipeline(scene: Scene) -> None:
-    scene.worker = scene.pool.start_worker()
-    for process in scene.started(sys.executable, "-m", "flows.pipeline"):
+def by_interrupt_of_pipeline(stopped_run: StoppedRun) -> None:
+    stopped_run.worker = stopped_run.pool.start_worker()
+    for process in stopped_run.started(sys.executable, "-m", "flows.pipeline"):
         process.send_signal(signal.SIGINT)
 
 
-def by_cancel_of_pipeline(scene: Scene) -> None:
-    scene.worker = scene.pool.start_worker()
-    scene.started(sys.executable, "-m", "flows.pipeline")
-    flow_runs = scene.pool.ground.post("/flow_runs/filter", flows={"name": {"any_": ["pipeline"]}})
+def by_cancel_of_pipeline(stopped_run: StoppedRun) -> None:
+    stopped_run.worker = stopped_run.pool.start_worker()
+    stopped_run.started(sys.executable, "-m", "flows.pipeline")
+    flow_runs = stopped_run.pool.host_env.post(
+        "/flow_runs/filter", flows={"name": {"any_": ["pipeline"]}}
+    )
     for run in flow_runs:
         path = f"/flow_runs/{run['id']}/set_state"
-        scene.pool.ground.post(path, state={"type": "CANCELLING", "name": "Cancelling"})
+        stopped_run.pool.host_env.post(path, state={"type": "CANCELLING", "name": "Cancelling"})
 
 
-def by_ctrl_c(scene: Scene) -> None:
-    for terminal in scene.started(sys.executable, "-m", "flows.train", terminals=True):
+def by_ctrl_c(stopped_run: StoppedRun) -> None:
+    for terminal in stopped_run.started(sys.executable, "-m", "flows.train", terminals=True):
         terminal.press(CTRL_C)
 
 
-def by_ctrl_c_of_forked_run(scene: Scene) -> None:
+def by_ctrl_c_of_forked_run(stopped_run: StoppedRun) -> None:
     """Press Ctrl-C in a terminal of `muster train`, whose run is forked from the fork server.
 
     The fork server is a process of the worker that has imported Muster. A fork of it starts
     quickly.
     """
-    scene.worker = scene.pool.start_worker()
-    until_late((scene.pool.ground.home / "zygote").is_socket, "a fork server")
-    for terminal in scene.started(MUSTER, "train", terminals=True):
+    stopped_run.worker = stopped_run.pool.start_worker()
+    until_late((stopped_run.pool.host_env.home / "zygote").is_socket, "a fork server")
+    for terminal in stopped_run.started(MUSTER, "train", terminals=True):
         terminal.press(CTRL_C)
 
 
-def by_closed_terminal(scene: Scene) -> None:
-    for terminal in scene.started(sys.executable, "-m", "flows.train", terminals=True):
+def by_closed_terminal(stopped_run: StoppedRun) -> None:
+    for terminal in stopped_run.started(sys.executable, "-m", "flows.train", terminals=True):
         terminal.close()
 
 
-def by_signal_to_command(scene: Scene, signals: Sequence[signal.Signals]) -> None:
-    for process in scene.started(sys.executable, "-m", "flows.train"):
+def by_signal_to_command(stopped_run: StoppedRun, signals: Sequence[signal.Signals]) -> None:
+    for process in stopped_run.started(sys.executable, "-m", "flows.train"):
         for signum in signals:
             process.send_signal(signum)
 
 
-def by_cancel_of_direct_run(scene: Scene) -> None:
-    scene.started(sys.executable, "-m", "flows.train")
-    for run in scene.pool.ground.flow_runs():
-        scene.command("cancel", run["id"])
+def by_cancel_of_direct_run(stopped_run: StoppedRun) -> None:
+    stopped_run.started(sys.executable, "-m", "flows.train")
+    for run in stopped_run.pool.host_env.flow_runs():
+        stopped_run.command("cancel", run["id"])
 
 
 TERM = signal.SIGTERM
 INT = signal.SIGINT
 HUP = signal.SIGHUP
 #: Functions that end all runs in one way, by the description of the way.
-WAYS: dict[str, Callable[[Scene], None]] = {
+WAYS: dict[str, Callable[[StoppedRun], None]] = {
     "muster cancel": by_cancel_of_muster,
     "Cancel in the UI": by_cancel_in_the_ui,
     "Cancel in the UI, then muster cancel": by_two_cancels,
@@ -296,11 +298,11 @@ def test_component_saves_its_state_however_its_run_is_ended(
     record_property: Callable[[str, object], None],
 ) -> None:
     with gang_pool(tmp_path) as pool:
-        scene = Scene(pool=pool, directory=tmp_path, times=times)
-        WAYS[way](scene)
-        scene.until_ended()
+        stopped_run = StoppedRun(pool=pool, directory=tmp_path, times=times)
+        WAYS[way](stopped_run)
+        stopped_run.until_ended()
 
-    saved = sum(map(has_saved, scene.files))
+    saved = sum(map(has_saved, stopped_run.files))
     record_property("way", way)
     record_property("saved", f"{saved}/{times}")
     assert saved == times
@@ -322,7 +324,7 @@ def test_component_saves_its_state_when_the_stack_is_stopped(
     try:
         password = (home / "password").read_text().strip()
         pool = f"{variables['PREFECT_API_URL']}/work_pools/gang"
-        ask("PATCH", pool, {"concurrency_limit": times}, password=password)
+        send_request("PATCH", pool, {"concurrency_limit": times}, password=password)
         for number, file in enumerate(files):
             path = tmp_path / f"{number}.yaml"
             path.write_text(yaml.safe_dump(saving_spec(file), sort_keys=False))
@@ -341,54 +343,54 @@ def test_cancel_under_a_worker_waits_for_a_grace_period_longer_than_that_of_pref
     tmp_path: Path,
 ) -> None:
     with gang_pool(tmp_path) as pool:
-        scene = Scene(pool=pool, directory=tmp_path, times=1)
-        [run] = scene.submitted(save_s=40, grace_s=60)
+        stopped_run = StoppedRun(pool=pool, directory=tmp_path, times=1)
+        [run] = stopped_run.submitted(save_s=40, grace_s=60)
 
-        scene.set_state(run, "CANCELLING")
-        scene.until_ended()
+        stopped_run.set_state(run, "CANCELLING")
+        stopped_run.until_ended()
         state = run.record()["state"]
 
-    assert has_saved(scene.files[0])
+    assert has_saved(stopped_run.files[0])
     assert state == "cancelled"
 
 
 def test_cancel_now_does_not_wait_for_the_grace_period(tmp_path: Path) -> None:
     with gang_pool(tmp_path) as pool:
-        scene = Scene(pool=pool, directory=tmp_path, times=1)
-        [run] = scene.submitted(save_s=600, grace_s=900)
-        scene.set_state(run, "CANCELLING")
-        until_late(lambda: "part 1" in scene.files[0].read_text(), "it saves")
+        stopped_run = StoppedRun(pool=pool, directory=tmp_path, times=1)
+        [run] = stopped_run.submitted(save_s=600, grace_s=900)
+        stopped_run.set_state(run, "CANCELLING")
+        until_late(lambda: "part 1" in stopped_run.files[0].read_text(), "it saves")
 
-        scene.command("cancel", "--now", run.flow_run_id)
-        scene.until_ended()
+        stopped_run.command("cancel", "--now", run.flow_run_id)
+        stopped_run.until_ended()
         state = run.record()["state"]
 
-    assert not has_saved(scene.files[0])
+    assert not has_saved(stopped_run.files[0])
     assert state == "cancelled"
 
 
 def test_second_ctrl_c_does_not_wait_for_the_grace_period(tmp_path: Path) -> None:
     with gang_pool(tmp_path) as pool:
-        scene = Scene(pool=pool, directory=tmp_path, times=1)
+        stopped_run = StoppedRun(pool=pool, directory=tmp_path, times=1)
         path = tmp_path / "spec.yaml"
-        scene.files = [tmp_path / "0.txt"]
-        path.write_text(yaml.safe_dump(saving_spec(scene.files[0], save_s=600, grace_s=900)))
+        stopped_run.files = [tmp_path / "0.txt"]
+        path.write_text(yaml.safe_dump(saving_spec(stopped_run.files[0], save_s=600, grace_s=900)))
         terminal = PseudoTerminal()
         process = subprocess.Popen(
             [MUSTER, "train", str(path)],
             cwd=tmp_path,
-            env=scene.env,
+            env=stopped_run.env,
             start_new_session=True,
             **terminal.as_stdio(),
         )
-        terminal.started()
-        until_training(*scene.files)
+        terminal.close_device()
+        until_training(*stopped_run.files)
 
         terminal.press(CTRL_C)
-        until_late(lambda: "part 1" in scene.files[0].read_text(), "it saves")
+        until_late(lambda: "part 1" in stopped_run.files[0].read_text(), "it saves")
         terminal.press(CTRL_C)
         code = process.wait(WITHIN_S)
-        terminal.until_read()
+        terminal.wait_until_read()
 
     assert code == 130, terminal.text()
-    assert not has_saved(scene.files[0])
+    assert not has_saved(stopped_run.files[0])

@@ -18,7 +18,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ground import Ground, Run, Server, sleepers, until
+from tests.support.host_environment import (
+    HostEnvironment,
+    Run,
+    Server,
+    make_sleeping_spec,
+    wait_for,
+)
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -37,42 +43,42 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server = Server(tmp_path_factory.mktemp("server"))
     try:
         server.start()
-        Ground(home=tmp_path_factory.mktemp("home"), api=server.api).set_up()
+        HostEnvironment(home=tmp_path_factory.mktemp("home"), api=server.api).set_up()
         yield server
     finally:
         server.kill()
 
 
 @pytest.fixture
-def ground(server: Server, tmp_path: Path) -> Iterator[Ground]:
+def host_env(server: Server, tmp_path: Path) -> Iterator[HostEnvironment]:
     """Return a host whose upkeep process reconciles lost runs each minute."""
-    ground = Ground(home=tmp_path / "home", api=server.api)
+    host_env = HostEnvironment(home=tmp_path / "home", api=server.api)
     try:
-        ground.start_upkeep()
-        yield ground
+        host_env.start_upkeep()
+        yield host_env
     finally:
-        ground.clear()
+        host_env.clear()
 
 
 @pytest.fixture
-def worker(ground: Ground) -> subprocess.Popen[bytes]:
-    return ground.start_worker()
+def worker(host_env: HostEnvironment) -> subprocess.Popen[bytes]:
+    return host_env.start_worker()
 
 
 @pytest.fixture
-def run(ground: Ground, worker: subprocess.Popen[bytes]) -> Run:
+def run(host_env: HostEnvironment, worker: subprocess.Popen[bytes]) -> Run:
     """Return a run under the worker, with all components ready."""
-    return ground.submit(sleepers("api", "trainer")).until_running()
+    return host_env.submit(make_sleeping_spec("api", "trainer")).wait_until_running()
 
 
 def cancel(run: Run) -> None:
-    run.ground.post(f"/flow_runs/{run.flow_run_id}/set_state", state={"type": "CANCELLING"})
+    run.host_env.post(f"/flow_runs/{run.flow_run_id}/set_state", state={"type": "CANCELLING"})
 
 
 def assert_cancelled(run: Run) -> None:
-    run.until_state("CANCELLED")
-    run.until_gone()
-    until(lambda: run.record()["state"] == "cancelled", "run.json says cancelled")
+    run.wait_for_state("CANCELLED")
+    run.wait_until_gone()
+    wait_for(lambda: run.record()["state"] == "cancelled", "run.json says cancelled")
 
 
 def assert_crashed(run: Run) -> None:
@@ -80,9 +86,9 @@ def assert_crashed(run: Run) -> None:
 
     The state is set by the run's worker or by `muster reconcile`.
     """
-    run.until_state("CRASHED")
-    run.until_gone()
-    until(lambda: run.record()["state"] == "failed", "run.json says failed")
+    run.wait_for_state("CRASHED")
+    run.wait_until_gone()
+    wait_for(lambda: run.record()["state"] == "failed", "run.json says failed")
     assert run.record()["attempts"][-1]["failure"]["rule"] == "flow-lost"
 
 
@@ -113,15 +119,15 @@ def test_dead_run_of_a_dead_worker_becomes_cancelled(
 
 
 def test_run_survives_its_worker_and_a_new_worker_does_not_touch_it(
-    ground: Ground, run: Run, worker: subprocess.Popen[bytes]
+    host_env: HostEnvironment, run: Run, worker: subprocess.Popen[bytes]
 ) -> None:
     pids = run.pids()
 
     worker.kill()
     worker.wait()
-    ground.start_worker()
-    other = ground.submit(sleepers()).until_running()
-    ground.reconcile()
+    host_env.start_worker()
+    other = host_env.submit(make_sleeping_spec()).wait_until_running()
+    host_env.reconcile()
 
     assert_continues(run, pids)
     # The worker cancels the new run. The old run's own flow process cancels the old run.
@@ -131,25 +137,27 @@ def test_run_survives_its_worker_and_a_new_worker_does_not_touch_it(
 
 
 def test_pending_run_of_a_killed_worker_is_started_by_the_next_worker(
-    ground: Ground, worker: subprocess.Popen[bytes], tmp_path: Path
+    host_env: HostEnvironment, worker: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     mark = tmp_path / "first"
     # The run's first process never starts the flow, and only sleeps. The second process starts the
     # flow.
     script = f"[ -e {mark} ] && exec {sys.executable} -m prefect.engine; : >{mark}; exec sleep 600"
-    run = ground.submit(sleepers(), command=f"sh -c '{script}'")
-    (pid,) = until(lambda: mark.exists() and run.processes(), "its first process")
+    run = host_env.submit(make_sleeping_spec(), command=f"sh -c '{script}'")
+    (pid,) = wait_for(lambda: mark.exists() and run.processes(), "its first process")
     worker.kill()
     worker.wait()
     os.kill(pid, signal.SIGKILL)
     assert run.state()[0] == "PENDING"
 
-    ground.start_worker()
+    host_env.start_worker()
 
-    run.until_running()
+    run.wait_until_running()
 
 
-def test_run_continues_while_the_server_is_down(ground: Ground, run: Run, server: Server) -> None:
+def test_run_continues_while_the_server_is_down(
+    host_env: HostEnvironment, run: Run, server: Server
+) -> None:
     pids = run.pids()
 
     server.kill()
@@ -157,7 +165,7 @@ def test_run_continues_while_the_server_is_down(ground: Ground, run: Run, server
     try:
         while time.monotonic() < restart_at:
             # `muster reconcile` cannot reach the Prefect server, so it must not change the run.
-            assert ground.reconcile_without_flow() == "nothing to do"
+            assert host_env.reconcile_without_flow() == "nothing to do"
     finally:
         server.start()
 
@@ -169,12 +177,12 @@ def test_run_continues_while_the_server_is_down(ground: Ground, run: Run, server
 
 
 def test_run_that_dies_while_the_server_is_down_is_closed_afterwards(
-    ground: Ground, run: Run, server: Server
+    host_env: HostEnvironment, run: Run, server: Server
 ) -> None:
     server.kill()
     try:
         run.kill_flow()
-        ground.reconcile_without_flow()
+        host_env.reconcile_without_flow()
         record = run.record()["state"]
     finally:
         server.start()
@@ -210,8 +218,8 @@ def test_sigterm_to_the_worker_ends_its_run(run: Run, worker: subprocess.Popen[b
     worker.terminate()
     worker.wait(60)
 
-    assert run.until_state("CRASHED", "CANCELLED", "FAILED")
-    run.until_gone()
-    until(lambda: run.record()["state"] in {"failed", "cancelled"}, "run.json has an end")
+    assert run.wait_for_state("CRASHED", "CANCELLED", "FAILED")
+    run.wait_until_gone()
+    wait_for(lambda: run.record()["state"] in {"failed", "cancelled"}, "run.json has an end")
     kinds = {"failed": {"CRASHED", "FAILED"}, "cancelled": {"CANCELLED"}}
     assert run.state()[0] in kinds[run.record()["state"]]

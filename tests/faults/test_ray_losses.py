@@ -22,9 +22,16 @@ import pytest_asyncio
 import yaml
 
 from tasks.ray.dashboard import Dashboard
-from tests.support.ground import ROOT, Ground, Run, Server, in_checkout, until
+from tests.support.host_environment import (
+    ROOT,
+    HostEnvironment,
+    Run,
+    Server,
+    wait_for,
+    with_absolute_cwd,
+)
 from tests.support.ray_cluster import RayCluster
-from tests.support.ray_jobs import Wire, wire_to
+from tests.support.ray_jobs import BreakableProxy, run_proxy
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
@@ -101,16 +108,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture
-def ground(server: Server, tmp_path: Path) -> Iterator[Ground]:
-    ground = Ground(home=tmp_path / "home", api=server.api)
-    yield ground
-    ground.clear()
+def host_env(server: Server, tmp_path: Path) -> Iterator[HostEnvironment]:
+    host_env = HostEnvironment(home=tmp_path / "home", api=server.api)
+    yield host_env
+    host_env.clear()
 
 
 @pytest.fixture
 def own_cluster() -> Iterator[RayCluster]:
     """Return a Ray cluster that a test may break. The cluster notices dead nodes quickly."""
-    with RayCluster.started(is_fast_to_notice=True) as cluster:
+    with RayCluster.run(is_fast_to_notice=True) as cluster:
         yield cluster
 
 
@@ -118,13 +125,13 @@ def own_cluster() -> Iterator[RayCluster]:
 def patient_cluster() -> Iterator[RayCluster]:
     """Return a Ray cluster that a test may break. The cluster does not declare nodes as dead."""
     patience = {"RAY_health_check_failure_threshold": "100"}
-    with RayCluster.started(head_env=patience) as cluster:
+    with RayCluster.run(head_env=patience) as cluster:
         yield cluster
 
 
 @pytest_asyncio.fixture
-async def wire(ray_cluster: RayCluster) -> AsyncIterator[Wire]:
-    async with wire_to(ray_cluster.address) as wire:
+async def wire(ray_cluster: RayCluster) -> AsyncIterator[BreakableProxy]:
+    async with run_proxy(ray_cluster.address) as wire:
         yield wire
 
 
@@ -157,23 +164,23 @@ def spec_of(address: str, directory: Path, code: str, *arguments: str, **fields:
     }
 
 
-def start_impatient(ground: Ground, spec: dict[str, Any]) -> subprocess.Popen[bytes]:
+def start_impatient(host_env: HostEnvironment, spec: dict[str, Any]) -> subprocess.Popen[bytes]:
     """Start a run that waits only some seconds for a Ray cluster that does not answer."""
-    ground.home.mkdir(parents=True, exist_ok=True)
-    path = ground.home / "spec.yaml"
-    path.write_text(yaml.safe_dump(in_checkout(spec), sort_keys=False))
-    return ground.start("-c", IMPATIENT, str(path), log="train")
+    host_env.home.mkdir(parents=True, exist_ok=True)
+    path = host_env.home / "spec.yaml"
+    path.write_text(yaml.safe_dump(with_absolute_cwd(spec), sort_keys=False))
+    return host_env.start("-c", IMPATIENT, str(path), log="train")
 
 
-def only_run(ground: Ground) -> Run:
+def only_run(host_env: HostEnvironment) -> Run:
     """Wait until a run has begun on the simulated host, and return the run."""
 
     def read_flow_run_id() -> str:
-        paths = list((ground.home / "live").glob("trial-*/owner.json"))
+        paths = list((host_env.home / "live").glob("trial-*/owner.json"))
         return str(json.loads(paths[0].read_text())["flow_run_id"]) if paths else ""
 
-    description = f"a run; so far:\n{ground.log('train')}"
-    return Run(ground=ground, flow_run_id=until(read_flow_run_id, description))
+    description = f"a run; so far:\n{host_env.log('train')}"
+    return Run(host_env=host_env, flow_run_id=wait_for(read_flow_run_id, description))
 
 
 def log_of(run: Run) -> list[str]:
@@ -229,12 +236,12 @@ def supervisor_of(cluster: RayCluster, submission_id: str) -> int:
     return asyncio.run(ask())
 
 
-def reconciled(ground: Ground) -> tuple[int, str]:
+def reconciled(host_env: HostEnvironment) -> tuple[int, str]:
     """Run `muster reconcile`, and return its exit code and its output."""
     completed = subprocess.run(
         [sys.executable, "-m", "tasks.command", "reconcile"],
         cwd=ROOT,
-        env=ground.env,
+        env=host_env.env,
         capture_output=True,
         text=True,
         timeout=180,
@@ -257,21 +264,21 @@ async def until_holds(condition: Any, description: str) -> None:
 
     Meanwhile, the event loop of the test still serves the proxy of the dashboard.
     """
-    await asyncio.to_thread(until, condition, description)
+    await asyncio.to_thread(wait_for, condition, description)
 
 
 def test_message_of_a_stalled_run_names_rank_node_and_frame_of_the_blocked_actor(
-    ground: Ground, ray_cluster: RayCluster, tmp_path: Path
+    host_env: HostEnvironment, ray_cluster: RayCluster, tmp_path: Path
 ) -> None:
     gang = {"nodes": 1, "gpus_per_node": 8}
     spec = spec_of(ray_cluster.address, tmp_path, BLOCKED, gang=gang, stall_after_s=5)
-    process = start_impatient(ground, spec)
-    run = only_run(ground)
+    process = start_impatient(host_env, spec)
+    run = only_run(host_env)
 
     exit_code = process.wait(180)
 
     failure = failure_of(run)
-    assert (exit_code, failure["kind"]) == (1, "STALLED"), ground.log("train")
+    assert (exit_code, failure["kind"]) == (1, "STALLED"), host_env.log("train")
     actor_text = "it hangs in Rank.stuck_in_all_reduce (train.py:10), in "
     assert actor_text in failure["message"] and "(rank 3, node 127.0.0.1" in failure["message"]
     assert actor_text in run.state()[1]
@@ -282,36 +289,36 @@ def test_message_of_a_stalled_run_names_rank_node_and_frame_of_the_blocked_actor
 
 
 def test_job_of_a_killed_head_is_unknown_and_each_reconcile_asks_again(
-    ground: Ground, own_cluster: RayCluster, tmp_path: Path
+    host_env: HostEnvironment, own_cluster: RayCluster, tmp_path: Path
 ) -> None:
     spec = spec_of(own_cluster.address, tmp_path, COUNTING, str(tmp_path / "never"))
-    process = start_impatient(ground, spec)
-    run = only_run(ground).until_running()
+    process = start_impatient(host_env, spec)
+    run = only_run(host_env).wait_until_running()
 
     own_cluster.kill_head()
     exit_code = process.wait(120)
-    first = ground.reconcile_without_flow()
-    second = ground.reconcile_without_flow()
+    first = host_env.reconcile_without_flow()
+    second = host_env.reconcile_without_flow()
 
     failure = failure_of(run)
-    assert exit_code == 1, ground.log("train")
+    assert exit_code == 1, host_env.log("train")
     assert (failure["kind"], failure["rule"]) == ("LOST_CONTACT", "contact-lost")
     assert own_cluster.address in failure["message"]
     assert f"job {run.name}--a01: state unknown" in failure["message"]
     assert run.state()[0] == "FAILED"
     # The job stays registered, and its recorded status is `unknown`.
     assert submission_of(run)["status"] == "unknown"
-    assert (ground.home / "live" / run.name / "job-trainer.json").exists()
+    assert (host_env.home / "live" / run.name / "job-trainer.json").exists()
     for output in (first, second):
         assert "0 of 1 lost runs reconciled" in output
 
 
 def test_killed_node_is_named_and_no_process_of_the_job_remains(
-    ground: Ground, own_cluster: RayCluster, tmp_path: Path
+    host_env: HostEnvironment, own_cluster: RayCluster, tmp_path: Path
 ) -> None:
     gang = {"nodes": 2, "gpus_per_node": 8}
-    run = ground.start_run(spec_of(own_cluster.address, tmp_path, SPREAD, gang=gang))
-    run.until_running()
+    run = host_env.start_run(spec_of(own_cluster.address, tmp_path, SPREAD, gang=gang))
+    run.wait_until_running()
     [line] = [line for line in log_of(run) if line.startswith("helpers ")]
     helpers = [int(word) for word in line.split()[1:]]
     assert living(helpers) == helpers
@@ -319,7 +326,7 @@ def test_killed_node_is_named_and_no_process_of_the_job_remains(
     [index] = [i for i, node in enumerate(own_cluster.nodes) if node.node_id == driver]
 
     own_cluster.kill_node(index)
-    run.until_state("FAILED")
+    run.wait_for_state("FAILED")
 
     failure = failure_of(run)
     assert failure["kind"] == "NODE_LOST", failure
@@ -327,17 +334,17 @@ def test_killed_node_is_named_and_no_process_of_the_job_remains(
     assert f"node 127.0.0.1/{driver[:8]} left the cluster" in failure["message"], failure
     assert jobs_of(own_cluster) == {f"{run.name}--a01": "FAILED"}
     assert living(helpers) == []
-    run.until_gone()
-    until(lambda: not (ground.home / "live" / run.name).exists(), "the registry is empty")
+    run.wait_until_gone()
+    wait_for(lambda: not (host_env.home / "live" / run.name).exists(), "the registry is empty")
 
 
 def test_node_that_does_not_answer_the_sweep_is_named_until_a_reconcile_reaches_it(
-    ground: Ground, patient_cluster: RayCluster, tmp_path: Path
+    host_env: HostEnvironment, patient_cluster: RayCluster, tmp_path: Path
 ) -> None:
     finished = tmp_path / "finished"
     spec = spec_of(patient_cluster.address, tmp_path, COUNTING, str(finished))
-    process = start_impatient(ground, spec)
-    run = only_run(ground).until_running()
+    process = start_impatient(host_env, spec)
+    run = only_run(host_env).wait_until_running()
     driver = submission_of(run)["driver_node_id"]
     [silent_node] = [node for node in patient_cluster.nodes if node.node_id != driver]
     unseen_text = f"node 127.0.0.1/{silent_node.node_id[:8]} could not be checked"
@@ -346,7 +353,7 @@ def test_node_that_does_not_answer_the_sweep_is_named_until_a_reconcile_reaches_
     try:
         finished.touch()
         exit_code = process.wait(180)
-        result_while_stopped = reconciled(ground)
+        result_while_stopped = reconciled(host_env)
         is_still_stopped = is_stopped(silent_node.raylet)
     finally:
         os.kill(silent_node.raylet, signal.SIGCONT)
@@ -355,20 +362,20 @@ def test_node_that_does_not_answer_the_sweep_is_named_until_a_reconcile_reaches_
     variables = {"MUSTER_RUN_ID": run.name, "MUSTER_ATTEMPT": "1", "MUSTER_COMPONENT": "trainer"}
     with subprocess.Popen(["sleep", "600"], env={**os.environ, **variables}) as leftover:
         try:
-            result_when_reached = reconciled(ground)
+            result_when_reached = reconciled(host_env)
             leftover_status = leftover.wait(30)
         finally:
             leftover.kill()
-    last_result = reconciled(ground)
+    last_result = reconciled(host_env)
 
     assert is_still_stopped
     kind, message = run.state()
-    assert (exit_code, kind) == (0, "COMPLETED"), ground.log("train")
+    assert (exit_code, kind) == (0, "COMPLETED"), host_env.log("train")
     assert unseen_text in message and "`muster reconcile` checks again" in message, message
     assert run.record()["message"] == message
     [attempt] = run.record()["attempts"]
     assert unseen_text in attempt["ray"]["unseen"][0]
-    assert unseen_text in ground.log("train")
+    assert unseen_text in host_env.log("train")
     status, output = result_while_stopped
     assert (status, unseen_text in output) == (1, True), result_while_stopped
     status, output = result_when_reached
@@ -380,44 +387,44 @@ def test_node_that_does_not_answer_the_sweep_is_named_until_a_reconcile_reaches_
 
 
 def test_run_with_a_killed_job_supervisor_fails_with_the_reason_of_ray(
-    ground: Ground, ray_cluster: RayCluster, tmp_path: Path
+    host_env: HostEnvironment, ray_cluster: RayCluster, tmp_path: Path
 ) -> None:
     gang = {"nodes": 2, "gpus_per_node": 8}
-    run = ground.start_run(spec_of(ray_cluster.address, tmp_path, SPREAD, gang=gang))
-    run.until_running()
+    run = host_env.start_run(spec_of(ray_cluster.address, tmp_path, SPREAD, gang=gang))
+    run.wait_until_running()
     [line] = [line for line in log_of(run) if line.startswith("helpers ")]
     helpers = [int(word) for word in line.split()[1:]]
 
     os.kill(supervisor_of(ray_cluster, f"{run.name}--a01"), signal.SIGKILL)
-    run.until_state("FAILED")
+    run.wait_for_state("FAILED")
 
     failure = failure_of(run)
     failure_text = f"{failure['message']} {failure['line']}".lower()
     assert "supervisor" in failure_text, failure
     assert jobs_of(ray_cluster)[f"{run.name}--a01"] == "FAILED"
     assert living(helpers) == []
-    run.until_gone()
-    until(lambda: not (ground.home / "live" / run.name).exists(), "the registry is empty")
+    run.wait_until_gone()
+    wait_for(lambda: not (host_env.home / "live" / run.name).exists(), "the registry is empty")
 
 
 @pytest.mark.asyncio
 async def test_run_survives_a_temporary_loss_of_the_dashboard(
-    ground: Ground, ray_cluster: RayCluster, wire: Wire, tmp_path: Path
+    host_env: HostEnvironment, ray_cluster: RayCluster, wire: BreakableProxy, tmp_path: Path
 ) -> None:
     finished = tmp_path / "finished"
     spec = spec_of(wire.address, tmp_path, COUNTING, str(finished))
-    run = await asyncio.to_thread(ground.start_run, spec)
-    await asyncio.to_thread(run.until_running)
+    run = await asyncio.to_thread(host_env.start_run, spec)
+    await asyncio.to_thread(run.wait_until_running)
 
-    await wire.cut()
+    await wire.stop()
     await until_holds(lambda: "contact.lost" in event_names_of(run), "the cut is noticed")
     steps_before = len(steps_of(run))
     await asyncio.sleep(3.0)  # Duration of the cut.
-    await wire.mend()
+    await wire.start()
     await until_holds(lambda: "contact.back" in event_names_of(run), "the contact is back")
     await until_holds(lambda: len(steps_of(run)) > steps_before + 20, "the log grows")
     finished.touch()
-    await asyncio.to_thread(run.until_state, "COMPLETED")
+    await asyncio.to_thread(run.wait_for_state, "COMPLETED")
 
     steps = steps_of(run)
     assert steps == list(range(len(steps)))
@@ -428,20 +435,20 @@ async def test_run_survives_a_temporary_loss_of_the_dashboard(
 
 @pytest.mark.asyncio
 async def test_loss_of_the_dashboard_during_the_submit_creates_only_one_job(
-    ground: Ground, ray_cluster: RayCluster, wire: Wire, tmp_path: Path
+    host_env: HostEnvironment, ray_cluster: RayCluster, wire: BreakableProxy, tmp_path: Path
 ) -> None:
     finished = tmp_path / "finished"
     wire.swallows = b"POST /api/jobs/"
     spec = spec_of(wire.address, tmp_path, COUNTING, str(finished))
-    run = await asyncio.to_thread(ground.start_run, spec)
+    run = await asyncio.to_thread(host_env.start_run, spec)
 
     await until_holds(lambda: b"POST /api/jobs/" in wire.passed, "the submit is sent")
-    await wire.cut()
+    await wire.stop()
     await asyncio.sleep(3.0)  # Duration of the cut.
-    await wire.mend()
-    await asyncio.to_thread(run.until_running)
+    await wire.start()
+    await asyncio.to_thread(run.wait_until_running)
     finished.touch()
-    await asyncio.to_thread(run.until_state, "COMPLETED")
+    await asyncio.to_thread(run.wait_for_state, "COMPLETED")
 
     steps = steps_of(run)
     assert steps == list(range(len(steps)))

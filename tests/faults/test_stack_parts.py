@@ -22,8 +22,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ground import until
-from tests.support.own_stack import OwnStack, faults_of, plan_of_kills
+from tests.support.host_environment import wait_for
+from tests.support.own_stack import OwnStack, find_faults, plan_kills
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 
@@ -58,13 +58,13 @@ def test_all_trainings_complete_while_parts_of_the_stack_are_killed(stack: OwnSt
     # run in three rounds of up to two.
     steps = max(40, int(len(PARTS) * KILLS * 20 / 3 / PAUSE_S))
     ids = {name: stack.submit(name, steps, PAUSE_S, gang=GANG) for name in RUNS}
-    until(lambda: sum(bool(stack.marks(name)) for name in RUNS) == 2, "two trainings run")
+    wait_for(lambda: sum(bool(stack.marks(name)) for name in RUNS) == 2, "two trainings run")
     is_over = threading.Event()
     load = threading.Thread(target=list_runs_repeatedly, args=(stack, is_over))
     load.start()
     try:
         kill_all(stack, random_draws, deaths)
-        until(lambda: is_ended(stack, ids), "all trainings have ended", within_s=1500)
+        wait_for(lambda: is_ended(stack, ids), "all trainings have ended", within_s=1500)
     finally:
         is_over.set()
         load.join()
@@ -73,7 +73,7 @@ def test_all_trainings_complete_while_parts_of_the_stack_are_killed(stack: OwnSt
     faults = [
         fault
         for name, run_id in ids.items()
-        for fault in faults_of(stack, name, run_id, steps, states)
+        for fault in find_faults(stack, name, run_id, steps, states)
     ]
     admissions = [stack.admissions(ids[name]) for name in RUNS]
     recorded_deaths = {part.name: part.deaths for part in stack.stack.parts}
@@ -119,7 +119,7 @@ def kill_while_starting(
             time.sleep(random_draws.uniform(0.0, 2.0))
             deaths["deployments"] += stack.kill("deployments", guardian=random_draws.random() < 0.5)
             is_recorded = partial(has_died, stack, "deployments", deaths["deployments"])
-            until(is_recorded, "its death is recorded")
+            wait_for(is_recorded, "its death is recorded")
         time.sleep(0.05)
 
 
@@ -134,20 +134,20 @@ def kill_all(stack: OwnStack, random_draws: random.Random, deaths: Counter[str])
 
     Sometimes a part is killed before the previous part has started again.
     """
-    for name, guardian in plan_of_kills(PARTS, KILLS, random_draws):
+    for name, guardian in plan_kills(PARTS, KILLS, random_draws):
         before = stack.part(name)
         assert before is not None
-        until(partial(stack.kill, name, guardian=guardian), f"{name} has a process to be killed")
+        wait_for(partial(stack.kill, name, guardian=guardian), f"{name} has a process to be killed")
         deaths[name] += 1
         print(f"{time.strftime('%X')} {name} killed{' (guardian)' * guardian}", flush=True)
         if random_draws.random() < 0.7:
-            stack.until_back(name, before.deaths + 1)
+            stack.wait_until_back(name, before.deaths + 1)
         else:
             is_recorded = partial(has_died, stack, name, before.deaths + 1)
-            until(is_recorded, f"the death of {name} is recorded")
+            wait_for(is_recorded, f"the death of {name} is recorded")
         time.sleep(random_draws.uniform(0.0, 6.0))
     for name in PARTS:
-        stack.until_back(name, 1)
+        stack.wait_until_back(name, 1)
 
 
 def list_runs_repeatedly(stack: OwnStack, is_over: threading.Event) -> None:

@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 
-pytest.register_assert_rewrite("tests.support.stage", "tests.support.witness")
+pytest.register_assert_rewrite("tests.support.supervised_components", "tests.support.observed_flow")
 
 from tests.support.forkserver import ForkServer  # noqa: E402
-from tests.support.stage import Stage, stage_in  # noqa: E402
-from tests.support.wheel import built_wheel, program_in_venv  # noqa: E402
-from tests.support.witness import Witness  # noqa: E402
+from tests.support.observed_flow import ObservedFlow  # noqa: E402
+from tests.support.supervised_components import ComponentHarness, create_harness  # noqa: E402
+from tests.support.wheel import build_wheel, install_in_venv  # noqa: E402
 
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the path of a wheel that was built from the checkout."""
     with _shared_directory(tmp_path_factory, "dist") as (directory, is_ready):
-        return next(directory.glob("*.whl")) if is_ready else built_wheel(directory)
+        return next(directory.glob("*.whl")) if is_ready else build_wheel(directory)
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +30,7 @@ def muster(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the path of `muster` in a virtual environment in which the wheel is installed."""
     with _shared_directory(tmp_path_factory, "muster") as (directory, is_ready):
         venv = directory / "venv"
-        return venv / "bin/muster" if is_ready else program_in_venv(wheel, venv)
+        return venv / "bin/muster" if is_ready else install_in_venv(wheel, venv)
 
 
 @contextmanager
@@ -52,32 +52,32 @@ def _shared_directory(factory: pytest.TempPathFactory, name: str) -> Iterator[tu
 
 
 @pytest.fixture
-def stage(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Stage]:
-    """Yield a `Stage`, which runs components and supervisors in this test's directory.
+def harness(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[ComponentHarness]:
+    """Yield a `ComponentHarness`, which runs components and supervisors in this test's directory.
 
-    After the test, the stage ends all of their processes.
+    After the test, the harness ends all of their processes.
     """
-    if "witness" in request.fixturenames:
+    if "observed_flow" in request.fixturenames:
         # Pytest tears fixtures down in reverse order. The fork server must outlive the fixture
-        # `stage`, so it must be created first.
+        # `harness`, so it must be created first.
         request.getfixturevalue("forkserver")
-    with stage_in(tmp_path) as stage:
-        yield stage
+    with create_harness(tmp_path) as harness:
+        yield harness
 
 
 @pytest.fixture
-def witness(tmp_path: Path, forkserver: ForkServer) -> Iterator[Callable[..., Witness]]:
-    """Yield a function that starts a flow process under an oracle, which is a `Witness`.
+def observed_flow(tmp_path: Path, forkserver: ForkServer) -> Iterator[Callable[..., ObservedFlow]]:
+    """Yield a function that starts a flow process under an oracle, which is a `ObservedFlow`.
 
     The oracle is a process that checks whether a descendant of the flow process survives. All
     processes end with the test.
     """
-    witnesses: list[Witness] = []
+    witnesses: list[ObservedFlow] = []
 
-    def make(*components: object, **options: object) -> Witness:
-        witnesses.append(Witness(forkserver, tmp_path, *components, **options))  # type: ignore[arg-type]
+    def make(*components: object, **options: object) -> ObservedFlow:
+        witnesses.append(ObservedFlow(forkserver, tmp_path, *components, **options))  # type: ignore[arg-type]
         return witnesses[-1]
 
     yield make
-    for witness in witnesses:
-        witness.clear()
+    for observed_flow in witnesses:
+        observed_flow.clear()

@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.ground import in_checkout, until
-from tests.support.stage import processes_with
+from tests.support.host_environment import wait_for, with_absolute_cwd
+from tests.support.supervised_components import processes_with
 
 ROOT = Path(__file__).resolve().parents[2]
 NOBODY = 65534
@@ -119,7 +119,7 @@ def test_another_user_gets_nothing_of_a_run(home: Path) -> None:
     spec_file = home.parent / "spec.yaml"
     output = home.parent / "output.txt"
     end_file = home.parent / "end"
-    spec = in_checkout(
+    spec = with_absolute_cwd(
         {
             "name": "private",
             "workload": "sft",
@@ -143,7 +143,7 @@ def test_another_user_gets_nothing_of_a_run(home: Path) -> None:
             stderr=subprocess.STDOUT,
         )
     try:
-        logs = until(
+        logs = wait_for(
             lambda: [path for path in home.rglob("trainer.log") if "training" in path.read_text()],
             "the trainer runs",
             within_s=300,

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.ground import FINAL, Ground, Run, host_with_worker, until
-from tests.support.prefect_api import ask
+from tests.support.host_environment import FINAL, HostEnvironment, Run, host_with_worker, wait_for
+from tests.support.prefect_api import send_request
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -32,11 +32,11 @@ API = "import time; print('up', flush=True); time.sleep(600)"
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
-    """Yield a `Ground`: a simulated host with a Prefect server and a worker."""
+def host_env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostEnvironment]:
+    """Yield a `HostEnvironment`: a simulated host with a Prefect server and a worker."""
     home = tmp_path_factory.mktemp("host") / "home"
-    with host_with_worker(tmp_path_factory.mktemp("server"), home) as ground:
-        yield ground
+    with host_with_worker(tmp_path_factory.mktemp("server"), home) as host_env:
+        yield host_env
 
 
 @pytest.fixture
@@ -75,12 +75,12 @@ def wait_until_parked(run: Run) -> dict[str, Any]:
         assert state["type"] not in FINAL, state
         return state if state["name"] == "PendingResources" else None
 
-    return until(find_parked_state, "the run waits for its next attempt") or {}
+    return wait_for(find_parked_state, "the run waits for its next attempt") or {}
 
 
 def read_artifacts(run: Run) -> dict[str, dict[str, Any]]:
     """Return the Prefect artifacts of the run by key, and check that each key has one artifact."""
-    artifacts = run.ground.post(
+    artifacts = run.host_env.post(
         "/artifacts/filter", artifacts={"flow_run_id": {"any_": [run.flow_run_id]}}
     )
     assert len({artifact["key"] for artifact in artifacts}) == len(artifacts)
@@ -101,12 +101,14 @@ def read_ports(run: Run, attempt: int) -> set[str]:
 
 
 @pytest.mark.thorough
-def test_run_without_gpus_is_retried_until_gpus_are_free(ground: Ground, room_file: Path) -> None:
-    run = ground.submit(build_spec(room_file, delay_s=3))
+def test_run_without_gpus_is_retried_until_gpus_are_free(
+    host_env: HostEnvironment, room_file: Path
+) -> None:
+    run = host_env.submit(build_spec(room_file, delay_s=3))
     state = wait_until_parked(run)
 
     room_file.touch()
-    run.until_state("COMPLETED")
+    run.wait_for_state("COMPLETED")
 
     assert state["type"] == "SCHEDULED"
     assert state["message"].startswith("INSUFFICIENT_RESOURCES: ")
@@ -133,20 +135,22 @@ def test_run_without_gpus_is_retried_until_gpus_are_free(ground: Ground, room_fi
 
 @pytest.mark.thorough
 def test_run_takes_its_record_to_another_host(
-    ground: Ground, room_file: Path, tmp_path: Path
+    host_env: HostEnvironment, room_file: Path, tmp_path: Path
 ) -> None:
-    run = ground.submit(build_spec(room_file, delay_s=3))
+    run = host_env.submit(build_spec(room_file, delay_s=3))
     wait_until_parked(run)
-    elsewhere = replace(ground, home=tmp_path / "elsewhere")
+    elsewhere = replace(host_env, home=tmp_path / "elsewhere")
     job_variables = {"env": {"MUSTER_HOME": str(elsewhere.home)}}
-    ask("PATCH", f"{ground.api}/flow_runs/{run.flow_run_id}", {"job_variables": job_variables})
+    send_request(
+        "PATCH", f"{host_env.api}/flow_runs/{run.flow_run_id}", {"job_variables": job_variables}
+    )
 
     room_file.touch()
-    run.until_state("COMPLETED")
+    run.wait_for_state("COMPLETED")
     record_here = run.record()
-    ground.reconcile()
+    host_env.reconcile()
 
-    record_elsewhere = replace(run, ground=elsewhere).record()
+    record_elsewhere = replace(run, host_env=elsewhere).record()
     numbers = [attempt["number"] for attempt in record_elsewhere["attempts"]]
     assert numbers == list(range(1, len(numbers) + 1))
     assert record_elsewhere["state"] == "completed"
@@ -159,21 +163,21 @@ def test_run_takes_its_record_to_another_host(
 
 @pytest.mark.thorough
 def test_run_between_attempts_has_no_process_and_can_be_cancelled(
-    ground: Ground, room_file: Path
+    host_env: HostEnvironment, room_file: Path
 ) -> None:
-    run = ground.submit(build_spec(room_file, delay_s=600))
+    run = host_env.submit(build_spec(room_file, delay_s=600))
     state = wait_until_parked(run)
-    until(lambda: not run.processes() and not run.pids(), "no process of the run remains")
+    wait_for(lambda: not run.processes() and not run.pids(), "no process of the run remains")
     record_before = run.record()
     page = read_artifacts(run)["summary"]["description"]
 
-    registered = (ground.home / "live" / run.name).exists()
-    ground.reconcile_without_flow()
+    registered = (host_env.home / "live" / run.name).exists()
+    host_env.reconcile_without_flow()
     record_after_reconcile = run.record()
     state_after_reconcile = run.flow_run()["state"]
-    ground.post(f"/flow_runs/{run.flow_run_id}/set_state", state={"type": "CANCELLING"})
+    host_env.post(f"/flow_runs/{run.flow_run_id}/set_state", state={"type": "CANCELLING"})
     state_type = run.state()[0]
-    ground.reconcile_without_flow()
+    host_env.reconcile_without_flow()
 
     assert not registered
     assert page.startswith("**waiting**: INSUFFICIENT") and "next: requeued: INSUFF" in page
@@ -188,26 +192,28 @@ def test_run_between_attempts_has_no_process_and_can_be_cancelled(
     assert record["state"] == "cancelled" and record["ended_at"] is not None
     assert record["attempts"] == record_before["attempts"]
     assert run.events()[-1]["state"] == "cancelled"
-    assert not (ground.home / "parked" / f"{run.name}.json").exists()
+    assert not (host_env.home / "parked" / f"{run.name}.json").exists()
 
 
 @pytest.mark.thorough
 def test_directly_started_run_waits_for_its_next_attempt_in_its_process(
-    ground: Ground, room_file: Path
+    host_env: HostEnvironment, room_file: Path
 ) -> None:
-    run = ground.start_run(build_spec(room_file, delay_s=1))
-    until(lambda: run.record_path().exists() and run.record()["attempts"], "the run has an attempt")
+    run = host_env.start_run(build_spec(room_file, delay_s=1))
+    wait_for(
+        lambda: run.record_path().exists() and run.record()["attempts"], "the run has an attempt"
+    )
     pid = run.flow_pid()
 
-    until(lambda: len(run.record()["attempts"]) > 2, "the run has three attempts")
+    wait_for(lambda: len(run.record()["attempts"]) > 2, "the run has three attempts")
     later_pid = run.flow_pid()
     room_file.touch()
-    run.until_state("COMPLETED")
+    run.wait_for_state("COMPLETED")
 
     attempts = run.record()["attempts"]
     assert [attempt["number"] for attempt in attempts] == list(range(1, len(attempts) + 1))
     assert {attempt["state"] for attempt in attempts[:-1]} == {"failed"}
     assert attempts[-1]["state"] == "completed"
     assert pid == later_pid
-    assert "waiting: INSUFFICIENT_RESOURCES: " in ground.log("train")
+    assert "waiting: INSUFFICIENT_RESOURCES: " in host_env.log("train")
     assert len(json.loads(read_artifacts(run)["attempts"]["data"])) == len(attempts)

@@ -25,7 +25,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from deployments.automations.apply import FOLDER, apply
 from tasks.processes.ports import listeners
 from tests.support.gang_pool import GangPool, host
-from tests.support.ground import ROOT, Run, Server, until
+from tests.support.host_environment import ROOT, Run, Server, wait_for
 from tests.support.web import serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(240)]
@@ -61,7 +61,7 @@ class Sink:
 
 
 @dataclass(kw_only=True)
-class Scene:
+class AutomationSetup:
     """The setup of a test: a work pool with a worker, and a sink for the server's notifications.
 
     The automations of the Prefect server post their messages to the sink.
@@ -74,7 +74,7 @@ class Scene:
 
     def message_of(self, text: str) -> dict[str, str]:
         """Wait until the sink has a message that contains a text, and return the first message."""
-        until(lambda: self.sink.of(text), f"a message with {text}", 60)
+        wait_for(lambda: self.sink.of(text), f"a message with {text}", 60)
         return self.sink.of(text)[0]
 
     def events(self, *names: str, about: str = "") -> list[dict[str, Any]]:
@@ -89,7 +89,7 @@ class Scene:
         event_filter: dict[str, Any] = {"event": event, "order": "ASC"}
         if about:
             event_filter["resource"] = {"id": [about]}
-        answer = self.pool.ground.post("/events/filter", filter=event_filter, limit=50)
+        answer = self.pool.host_env.post("/events/filter", filter=event_filter, limit=50)
         return list(answer["events"])
 
     def until_fired(self, automation: str, resource: str) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class Scene:
                     return event
             return None
 
-        fired: dict[str, Any] = until(find_event, f"{automation} fires for {resource}", 60)
+        fired: dict[str, Any] = wait_for(find_event, f"{automation} fires for {resource}", 60)
         return fired
 
 
@@ -137,14 +137,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def scene(
+def automation_setup(
     tmp_path_factory: pytest.TempPathFactory,
     folder: Path,
     client_of: Callable[[str], SyncPrefectClient],
-) -> Iterator[Scene]:
+) -> Iterator[AutomationSetup]:
     server = Server(tmp_path_factory.mktemp("server"))
-    ground = host("n1", tmp_path_factory.mktemp("home"), server.api)
-    pool = GangPool(ground=ground, server=server)
+    host_env = host("n1", tmp_path_factory.mktemp("home"), server.api)
+    pool = GangPool(host_env=host_env, server=server)
     sink = Sink()
     with serving(sink.answer) as url:
         try:
@@ -154,16 +154,16 @@ def scene(
                 assert {automation.what for automation in apply(client, folder)} == {"created"}
             pool.set_up()
             pool.start_worker()
-            yield Scene(pool=pool, sink=sink, url=url)
+            yield AutomationSetup(pool=pool, sink=sink, url=url)
         finally:
-            ground.clear()
+            host_env.clear()
             server.kill()
 
 
 @pytest.fixture(autouse=True)
-def empty_pool(scene: Scene) -> Iterator[None]:
+def empty_pool(automation_setup: AutomationSetup) -> Iterator[None]:
     yield
-    scene.pool.empty()
+    automation_setup.pool.cancel_all()
 
 
 def save_block(api: str, url: str) -> None:
@@ -181,11 +181,13 @@ def submit_failing_run(pool: GangPool) -> Run:
     )
 
 
-def test_failed_run_is_notified_once_with_kind_component_and_log(scene: Scene) -> None:
-    run = submit_failing_run(scene.pool)
-    run.until_state("FAILED")
+def test_failed_run_is_notified_once_with_kind_component_and_log(
+    automation_setup: AutomationSetup,
+) -> None:
+    run = submit_failing_run(automation_setup.pool)
+    run.wait_for_state("FAILED")
 
-    message = scene.message_of(run.name)
+    message = automation_setup.message_of(run.name)
 
     assert message["subject"] == f"{run.name} failed: CUDA_OOM"
     lines = message["body"].splitlines()
@@ -197,28 +199,30 @@ def test_failed_run_is_notified_once_with_kind_component_and_log(scene: Scene) -
     assert any(run.flow_run_id in line for line in lines if line.startswith("page: "))
     # The server has also emitted its own event of the same failure. That event must not cause a
     # second message.
-    fired = scene.until_fired(FAILED, f"prefect.flow-run.{run.flow_run_id}")
-    executed = until(
-        lambda: scene.events(
+    fired = automation_setup.until_fired(FAILED, f"prefect.flow-run.{run.flow_run_id}")
+    executed = wait_for(
+        lambda: automation_setup.events(
             "prefect.automation.action.executed", about=fired["resource"]["prefect.resource.id"]
         ),
         "the feed of events names the action",
     )
     assert executed
-    until(
-        lambda: scene.events(
+    wait_for(
+        lambda: automation_setup.events(
             "prefect.flow-run.Failed", about=f"prefect.flow-run.{run.flow_run_id}"
         ),
         "the server's own event of the failure",
     )
-    assert len(scene.sink.of(run.name)) == 1
+    assert len(automation_setup.sink.of(run.name)) == 1
 
 
-def test_infeasible_run_is_notified_with_the_requested_resources(scene: Scene) -> None:
-    run = scene.pool.submit(scene.pool.spec(nodes=3, gpus=8))
-    until(lambda: run.name.startswith("gang-grpo-"), "the run has its name")
+def test_infeasible_run_is_notified_with_the_requested_resources(
+    automation_setup: AutomationSetup,
+) -> None:
+    run = automation_setup.pool.submit(automation_setup.pool.spec(nodes=3, gpus=8))
+    wait_for(lambda: run.name.startswith("gang-grpo-"), "the run has its name")
 
-    message = scene.message_of(run.name)
+    message = automation_setup.message_of(run.name)
 
     # Either Muster's event or the server's own event triggers the message.
     assert message["subject"] == f"{run.name} failed: INFEASIBLE"
@@ -226,43 +230,44 @@ def test_infeasible_run_is_notified_with_the_requested_resources(scene: Scene) -
     assert "3 nodes with 8 GPUs" in message["body"]
 
 
-def test_run_with_a_killed_flow_process_is_notified(scene: Scene) -> None:
-    run = scene.pool.submit(scene.pool.spec(lasts_s=60))
-    run.until_running()
+def test_run_with_a_killed_flow_process_is_notified(automation_setup: AutomationSetup) -> None:
+    run = automation_setup.pool.submit(automation_setup.pool.spec(lasts_s=60))
+    run.wait_until_running()
     run.kill_flow()
 
-    message = scene.message_of(run.name)
+    message = automation_setup.message_of(run.name)
 
     assert message["subject"] == f"{run.name} failed: Crashed"
 
 
-def test_only_the_run_that_still_waits_is_notified(scene: Scene) -> None:
-    pool = scene.pool
+def test_only_the_run_that_still_waits_is_notified(automation_setup: AutomationSetup) -> None:
+    pool = automation_setup.pool
     pool.hold({"n1": 8})
     second = pool.hold({"n2": 8})
     admitted = pool.submit(pool.spec(gpus=1, lasts_s=60))
     waiting = pool.submit(pool.spec(gpus=8))
     about = f"prefect.flow-run.{waiting.flow_run_id}"
-    until(
-        lambda: scene.events("muster.run.waiting", about=about), "Muster reports that the run waits"
+    wait_for(
+        lambda: automation_setup.events("muster.run.waiting", about=about),
+        "Muster reports that the run waits",
     )
     pool.set_state(second, "COMPLETED")
-    admitted.until_state("RUNNING")
+    admitted.wait_for_state("RUNNING")
 
-    message = scene.message_of(waiting.name)
+    message = automation_setup.message_of(waiting.name)
 
     # The admitted run was the first in the queue. The message about the other run may still mention
     # the admitted run.
-    assert scene.sink.of(f"run: {admitted.name}") == []
+    assert automation_setup.sink.of(f"run: {admitted.name}") == []
     assert "still waits" in message["subject"]
     assert "needs 1 node with 8 GPUs" in message["body"]
-    scene.until_fired(WAITS, about)
+    automation_setup.until_fired(WAITS, about)
 
 
-def test_fleet_below_min_active_is_notified(scene: Scene) -> None:
+def test_fleet_below_min_active_is_notified(automation_setup: AutomationSetup) -> None:
     stay = "import time; print('up', flush=True); time.sleep(600)"
     server = [sys.executable, str(DUMMY), "--port", "${server.port}", "--rank", "${server.rank}"]
-    run = scene.pool.submit(
+    run = automation_setup.pool.submit(
         {
             "name": "fleet",
             "workload": "grpo",
@@ -278,41 +283,44 @@ def test_fleet_below_min_active_is_notified(scene: Scene) -> None:
             },
         }
     )
-    run.until_running()
+    run.wait_until_running()
     started = [event for event in run.events() if event["event"] == "rollout.server.started"]
     port = int(started[0]["url"].rpartition(":")[2])
     for listener in listeners(port):
         os.kill(listener.pid, signal.SIGKILL)
 
-    message = scene.message_of(f"{run.name}: 1 of 2 engines serve")
+    message = automation_setup.message_of(f"{run.name}: 1 of 2 engines serve")
 
     assert "floor: 2" in message["body"]
-    scene.until_fired(FLOOR, f"prefect.flow-run.{run.flow_run_id}")
-    run.until_state("FAILED")
-    names = [event["event"] for event in scene.events(about=f"prefect.flow-run.{run.flow_run_id}")]
+    automation_setup.until_fired(FLOOR, f"prefect.flow-run.{run.flow_run_id}")
+    run.wait_for_state("FAILED")
+    names = [
+        event["event"]
+        for event in automation_setup.events(about=f"prefect.flow-run.{run.flow_run_id}")
+    ]
     assert {"muster.rollout.engine.failed", "muster.rollout.degraded"} <= set(names)
     # Engines that stop because the run ends are not reported as failed.
     assert names.count("muster.rollout.engine.failed") == 1
 
 
-def test_node_drained_by_the_command_is_notified(scene: Scene) -> None:
+def test_node_drained_by_the_command_is_notified(automation_setup: AutomationSetup) -> None:
     command = [sys.executable, "-m", "tasks.command", "queue", "drain", "n1"]
     done = subprocess.run(
-        command, cwd=ROOT, env=scene.pool.ground.env, capture_output=True, text=True
+        command, cwd=ROOT, env=automation_setup.pool.host_env.env, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
 
-    message = scene.message_of("Node n1 was drained")
+    message = automation_setup.message_of("Node n1 was drained")
 
     assert "pool: gang" in message["body"] and "undrain n1" in message["body"]
-    scene.until_fired(DRAINED, "muster.node.n1")
-    scene.pool.change()
+    automation_setup.until_fired(DRAINED, "muster.node.n1")
+    automation_setup.pool.change()
 
 
 def test_automation_changed_on_the_server_is_kept_until_it_is_replaced(
-    scene: Scene, folder: Path, client_of: Callable[[str], SyncPrefectClient]
+    automation_setup: AutomationSetup, folder: Path, client_of: Callable[[str], SyncPrefectClient]
 ) -> None:
-    with client_of(scene.pool.server.api) as client:
+    with client_of(automation_setup.pool.server.api) as client:
         (changed,) = client.read_automations_by_name(WAITS)
         (disabled,) = client.read_automations_by_name(DRAINED)
 
@@ -341,11 +349,11 @@ def test_automation_changed_on_the_server_is_kept_until_it_is_replaced(
 
 
 def test_automation_without_a_block_only_fires_and_with_a_block_also_notifies(
-    tmp_path: Path, scene: Scene, client_of: Callable[[str], SyncPrefectClient]
+    tmp_path: Path, automation_setup: AutomationSetup, client_of: Callable[[str], SyncPrefectClient]
 ) -> None:
     source = (FOLDER / "node-drained.yaml").read_text().replace(DRAINED, "theirs")
     (tmp_path / "theirs.yaml").write_text(source)
-    api = scene.pool.server.api
+    api = automation_setup.pool.server.api
     with client_of(api) as client:
         block = client.request(
             "GET",
@@ -355,13 +363,13 @@ def test_automation_without_a_block_only_fires_and_with_a_block_also_notifies(
         client.delete_block_document(block)
         created = [automation.what for automation in apply(client, tmp_path)]
         command = [sys.executable, "-m", "tasks.command", "queue", "drain", "n2"]
-        subprocess.run(command, cwd=ROOT, env=scene.pool.ground.env, check=True)
-        fired = scene.until_fired("theirs", "muster.node.n2")
-        save_block(api, scene.url)
+        subprocess.run(command, cwd=ROOT, env=automation_setup.pool.host_env.env, check=True)
+        fired = automation_setup.until_fired("theirs", "muster.node.n2")
+        save_block(api, automation_setup.url)
         updated = [automation.what for automation in apply(client, tmp_path)]
         (automation,) = client.read_automations_by_name("theirs")
         client.delete_automation(automation.id)
-    scene.pool.change()
+    automation_setup.pool.change()
 
     assert created == ["created"] and fired
     assert updated == ["updated"]

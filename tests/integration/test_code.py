@@ -18,8 +18,8 @@ import yaml
 from tasks.train.finding_runs import ENDED_STATES
 from tasks.train.finding_runs import Run as Listed
 from tests.support.gang_pool import GangPool, host
-from tests.support.ground import ROOT, Ground, Run, Server, until
-from tests.support.prefect_api import ask
+from tests.support.host_environment import ROOT, HostEnvironment, Run, Server, wait_for
+from tests.support.prefect_api import send_request
 from tests.support.ray_cluster import RayCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -61,24 +61,24 @@ def write_word(project: Path, word: str) -> None:
 @pytest.fixture
 def pool(prefect_url: str, tmp_path: Path) -> Iterator[GangPool]:
     """Yield a pool without a worker; runs are submitted from a host with its own MUSTER_HOME."""
-    ground = host("n1", tmp_path / "home", prefect_url)
-    pool = GangPool(ground=ground, server=Server(tmp_path), name="code", nodes={})
+    host_env = host("n1", tmp_path / "home", prefect_url)
+    pool = GangPool(host_env=host_env, server=Server(tmp_path), name="code", nodes={})
     pool.set_up()
-    flow = ground.post("/flows/", name="train")["id"]
+    flow = host_env.post("/flows/", name="train")["id"]
     any_spec = {"name": "any", "flow_id": flow, "work_pool_name": "code", "pull_steps": []}
-    ground.post("/deployments/", **any_spec, entrypoint="flows.train.train")
+    host_env.post("/deployments/", **any_spec, entrypoint="flows.train.train")
     yield pool
-    pool.empty()
-    ground.clear()
-    ask("DELETE", f"{ground.api}/work_pools/code")
+    pool.cancel_all()
+    host_env.clear()
+    send_request("DELETE", f"{host_env.api}/work_pools/code")
 
 
-def run_muster(ground: Ground, *arguments: str) -> str:
+def run_muster(host_env: HostEnvironment, *arguments: str) -> str:
     """Run `muster` with the arguments on a host, and return its standard output."""
     done = subprocess.run(
         (sys.executable, "-m", "tasks.command", *arguments),
         cwd=ROOT,
-        env=ground.env,
+        env=host_env.env,
         capture_output=True,
         text=True,
         timeout=100,
@@ -89,14 +89,14 @@ def run_muster(ground: Ground, *arguments: str) -> str:
 
 def find_newest_run(pool: GangPool) -> Run:
     """Return the run of the pool that was submitted last."""
-    [run, *_] = pool.ground.post(
+    [run, *_] = pool.host_env.post(
         "/flow_runs/filter",
         flows={"name": {"any_": ["train"]}},
         work_pools={"name": {"any_": ["code"]}},
         sort="EXPECTED_START_TIME_DESC",
     )
-    pool.note(run["id"], run["parameters"]["spec"])
-    return Run(ground=pool.ground, flow_run_id=run["id"])
+    pool.record_run(run["id"], run["parameters"]["spec"])
+    return Run(host_env=pool.host_env, flow_run_id=run["id"])
 
 
 def read_trainer_logs(home: Path, run: Run) -> list[str]:
@@ -109,15 +109,15 @@ def read_trainer_logs(home: Path, run: Run) -> list[str]:
 def test_each_attempt_on_another_host_has_the_code_of_the_submission(
     pool: GangPool, project: Path, tmp_path: Path
 ) -> None:
-    other_host = host("n2", tmp_path / "other home", pool.ground.api)
+    other_host = host("n2", tmp_path / "other home", pool.host_env.api)
     pool.patch(is_paused=True)
-    run_muster(pool.ground, "submit", str(project / "muster.yaml"))
+    run_muster(pool.host_env, "submit", str(project / "muster.yaml"))
     run = find_newest_run(pool)
     write_word(project, "new")
     pool.start_worker(on=other_host)
     try:
         pool.patch(is_paused=False)
-        run.until_state("COMPLETED", "FAILED", "CRASHED")
+        run.wait_for_state("COMPLETED", "FAILED", "CRASHED")
 
         assert read_trainer_logs(other_host.home, run) == ["ran old data"] * 2, other_host.log(
             "worker-n2"
@@ -126,7 +126,7 @@ def test_each_attempt_on_another_host_has_the_code_of_the_submission(
         provenance = record["provenance"]
         assert (provenance["project"], provenance["host"]) == (str(project), "n2")
         assert run.flow_run()["labels"]["muster.code"] == provenance["tree"]
-        assert not (pool.ground.home / "runs").exists()
+        assert not (pool.host_env.home / "runs").exists()
     finally:
         other_host.clear()
 
@@ -135,17 +135,17 @@ def test_each_attempt_on_another_host_has_the_code_of_the_submission(
 def test_hosts_that_share_a_home_run_deployed_code_without_the_project(
     pool: GangPool, project: Path, tmp_path: Path
 ) -> None:
-    run_muster(pool.ground, "deploy", str(project / "muster.yaml"))
+    run_muster(pool.host_env, "deploy", str(project / "muster.yaml"))
     shutil.rmtree(project)
-    deployment = pool.ground.get("/deployments/name/train/trial")["id"]
+    deployment = pool.host_env.get("/deployments/name/train/trial")["id"]
     for name in ("n1", "n2"):
-        host_ground = host(name, pool.ground.home, pool.ground.api)
+        host_ground = host(name, pool.host_env.home, pool.host_env.api)
         pool.start_worker(on=host_ground)
         try:
-            run = pool.ground.post(f"/deployments/{deployment}/create_flow_run")
-            pool.note(run["id"], run["parameters"]["spec"])
-            started = Run(ground=pool.ground, flow_run_id=run["id"])
-            started.until_state("COMPLETED", "FAILED", "CRASHED")
+            run = pool.host_env.post(f"/deployments/{deployment}/create_flow_run")
+            pool.record_run(run["id"], run["parameters"]["spec"])
+            started = Run(host_env=pool.host_env, flow_run_id=run["id"])
+            started.wait_for_state("COMPLETED", "FAILED", "CRASHED")
 
             assert read_trainer_logs(host_ground.home, started) == ["ran old"] * 2, host_ground.log(
                 f"worker-{name}"
@@ -162,18 +162,20 @@ def test_second_stage_of_a_pipeline_has_the_code_of_the_pipelines_start(
 ) -> None:
     stages = [{"name": name, "spec": "muster.yaml"} for name in ("first", "second")]
     (project / "two.yaml").write_text(yaml.safe_dump({"name": "two", "stages": stages}))
-    pipeline = pool.ground.start("-m", "flows.pipeline", str(project / "two.yaml"), log="pipeline")
+    pipeline = pool.host_env.start(
+        "-m", "flows.pipeline", str(project / "two.yaml"), log="pipeline"
+    )
 
     def is_first_stage_queued() -> bool:
-        assert pipeline.poll() is None, pool.ground.log("pipeline")
-        return "stage first: queued" in pool.ground.log("pipeline")
+        assert pipeline.poll() is None, pool.host_env.log("pipeline")
+        return "stage first: queued" in pool.host_env.log("pipeline")
 
-    until(is_first_stage_queued, "the first stage is queued")
+    wait_for(is_first_stage_queued, "the first stage is queued")
     write_word(project, "new")
     pool.start_worker()
 
-    assert pipeline.wait(200) == 0, pool.ground.log("pipeline")
-    logs = sorted(pool.ground.home.glob("runs/*/attempt-*/trainer.log"))
+    assert pipeline.wait(200) == 0, pool.host_env.log("pipeline")
+    logs = sorted(pool.host_env.home.glob("runs/*/attempt-*/trainer.log"))
     assert [log.read_text() for log in logs] == ["ran old data\n"] * 4
 
 
@@ -187,18 +189,18 @@ def test_ray_job_has_the_submitted_code_and_starts_on_a_node_of_its_gang(
     overrides = {"gang": {"gpus_per_node": 1}, "ray": {"address": ray_cluster.address}}
     spec = {**SPEC, **overrides, "components": {"trainer": trainer}}
     (project / "muster.yaml").write_text(yaml.safe_dump(spec))
-    run_muster(pool.ground, "submit", str(project / "muster.yaml"))
+    run_muster(pool.host_env, "submit", str(project / "muster.yaml"))
     run = find_newest_run(pool)
     write_word(project, "new")
     pool.start_worker()
 
-    run.until_state("COMPLETED", "FAILED", "CRASHED")
+    run.wait_for_state("COMPLETED", "FAILED", "CRASHED")
 
-    [log] = read_trainer_logs(pool.ground.home, run)
+    [log] = read_trainer_logs(pool.host_env.home, run)
     *_, ran, on = log.splitlines()
     node = on.removeprefix("on 127.0.0.1/")
     submission_id = run.record()["attempts"][0]["ray"]["submission_id"]
-    job = ask("GET", f"{ray_cluster.address}/api/jobs/{submission_id}")
+    job = send_request("GET", f"{ray_cluster.address}/api/jobs/{submission_id}")
     assert (ran, job["driver_node_id"][:8]) == ("ran old", node), log
 
 
@@ -249,7 +251,7 @@ def test_python_client_and_json_output_do_what_the_documents_say(
 
     command = (sys.executable, "-c", CLIENT, str(spec), json.dumps(sleeper))
     done = subprocess.run(
-        command, cwd=ROOT, env=pool.ground.env, capture_output=True, text=True, timeout=280
+        command, cwd=ROOT, env=pool.host_env.env, capture_output=True, text=True, timeout=280
     )
 
     assert done.returncode == 0, done.stdout + done.stderr
@@ -265,7 +267,7 @@ def test_python_client_and_json_output_do_what_the_documents_say(
     assert results["named"] and results["waits"] not in ENDED_STATES
     assert results["cancelled"] == "cancelled" and "has ended" in results["refused"]
 
-    run, other = results["id"], json.loads(run_muster(pool.ground, "ls", "--json"))[0]["run_id"]
+    run, other = results["id"], json.loads(run_muster(pool.host_env, "ls", "--json"))[0]["run_id"]
     listed_fields = {*Listed.__dataclass_fields__}
     slow_fields = {"step", "parts", "gpus", "requests", "said"}
     for arguments, keys in (
@@ -277,10 +279,10 @@ def test_python_client_and_json_output_do_what_the_documents_say(
         (("cancel", "latest"), listed_fields),
         (("queue", "--pool", "code"), {"line", "nodes", "troubles"}),
     ):
-        answer = json.loads(run_muster(pool.ground, *arguments, "--json"))
+        answer = json.loads(run_muster(pool.host_env, *arguments, "--json"))
         assert keys is None or keys <= answer.keys(), (arguments, answer)
         assert arguments[0] != "why" or slow_fields == answer["slow"].keys()
     assert [
         json.loads(line)["step"]
-        for line in run_muster(pool.ground, "metrics", run).split("\n")[:-1]
+        for line in run_muster(pool.host_env, "metrics", run).split("\n")[:-1]
     ] == [1]

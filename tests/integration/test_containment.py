@@ -20,8 +20,8 @@ from tasks.processes.containment import Containment, Level, probe
 from tasks.processes.registry import RunRegister, claim_lost_run
 from tasks.processes.shared_memory import remove_unused
 from tasks.spec.probes import ReadyProbe
-from tests.support.shapes import SHAPES
-from tests.support.stage import RUN_ID, Stage, is_alive, sh, wait_until
+from tests.support.process_trees import SHAPES
+from tests.support.supervised_components import RUN_ID, ComponentHarness, is_alive, sh, wait_until
 
 UP = ReadyProbe(log="up")
 HERE = probe(namespace=True)
@@ -111,67 +111,75 @@ def test_text_of_a_level_names_its_promise_and_the_reason_against_a_higher_level
 
 
 @needs_cgroup
-def test_component_and_its_descendants_are_in_their_own_cgroup(stage: Stage) -> None:
-    daemon = stage.component("trainer", SHAPES["scrubbed-daemon"], ready=UP)
-    supervisor = stage.running(daemon, **containment_at(Level.L3))
-    [directory] = find_cgroup(stage.pid_of("trainer"))
+def test_component_and_its_descendants_are_in_their_own_cgroup(harness: ComponentHarness) -> None:
+    daemon = harness.component("trainer", SHAPES["scrubbed-daemon"], ready=UP)
+    supervisor = harness.start_all(daemon, **containment_at(Level.L3))
+    [directory] = find_cgroup(harness.wait_for_pid("trainer"))
 
-    descendants = tree.descendants(stage.guardian_of("trainer"))
+    descendants = tree.descendants(harness.guardian_of("trainer"))
     assert cgroup.pids(directory) == set(descendants)
     assert len(descendants) == 2
 
-    stage.end(supervisor)
+    harness.end(supervisor)
     assert not Path(directory).exists()
 
 
 @needs_cgroup
-def test_cgroup_of_a_component_that_failed_to_start_is_removed(stage: Stage) -> None:
+def test_cgroup_of_a_component_that_failed_to_start_is_removed(harness: ComponentHarness) -> None:
     before = list_run_cgroups()
 
-    stage.run(stage.component("trainer", ("/no/such/program",)), **containment_at(Level.L3))
+    harness.run(harness.component("trainer", ("/no/such/program",)), **containment_at(Level.L3))
 
     assert list_run_cgroups() == before
 
 
 @needs_namespace
 def test_components_of_a_run_share_a_namespace_and_see_only_processes_of_the_run(
-    stage: Stage,
+    harness: ComponentHarness,
 ) -> None:
     listing = sh("echo up; ls -d /proc/[0-9]*; readlink /proc/self/ns/pid >&2; exec sleep 600")
-    supervisor = stage.running(
-        stage.component("api", listing, ready=UP),
-        stage.component("trainer", listing, ready=UP),
+    supervisor = harness.start_all(
+        harness.component("api", listing, ready=UP),
+        harness.component("trainer", listing, ready=UP),
         **containment_at(Level.L4),
     )
-    namespaces = {os.readlink(f"/proc/{stage.pid_of(c)}/ns/pid") for c in ("api", "trainer")}
-    wait_until(lambda: "pid:[" in stage.text_of("trainer"), "the trainer has printed its namespace")
+    namespaces = {
+        os.readlink(f"/proc/{harness.wait_for_pid(c)}/ns/pid") for c in ("api", "trainer")
+    }
+    wait_until(
+        lambda: "pid:[" in harness.read_log("trainer"), "the trainer has printed its namespace"
+    )
 
     assert len(namespaces) == 1
     assert namespaces != {os.readlink("/proc/self/ns/pid")}
-    assert stage.text_of("trainer").count("/proc/") < 10
-    stage.end(supervisor)
+    assert harness.read_log("trainer").count("/proc/") < 10
+    harness.end(supervisor)
 
 
 # This test uses two process trees of SHAPES. `make faults` tests all of them, at each containment
 # level.
 @needs_namespace
 @pytest.mark.parametrize("shape", ["leader-ignores-term", "scrubbed-daemon"])
-def test_process_tree_in_a_namespace_ends_with_its_component(stage: Stage, shape: str) -> None:
-    supervisor = stage.running(
-        stage.component("trainer", SHAPES[shape], ready=UP), **containment_at(Level.L4)
+def test_process_tree_in_a_namespace_ends_with_its_component(
+    harness: ComponentHarness, shape: str
+) -> None:
+    supervisor = harness.start_all(
+        harness.component("trainer", SHAPES[shape], ready=UP), **containment_at(Level.L4)
     )
 
     supervisor.interrupt("enough")
-    verdict = stage.end(supervisor)
+    verdict = harness.end(supervisor)
 
     assert verdict.left == {}
 
 
 @needs_namespace
-def test_signal_that_killed_a_component_in_a_namespace_is_reported(stage: Stage) -> None:
-    verdict = stage.run(
-        stage.component("api"),
-        stage.component("trainer", sh("kill -SEGV $$")),
+def test_signal_that_killed_a_component_in_a_namespace_is_reported(
+    harness: ComponentHarness,
+) -> None:
+    verdict = harness.run(
+        harness.component("api"),
+        harness.component("trainer", sh("kill -SEGV $$")),
         **containment_at(Level.L4),
     )
 
@@ -180,15 +188,15 @@ def test_signal_that_killed_a_component_in_a_namespace_is_reported(stage: Stage)
 
 
 @needs_namespace
-def test_processes_of_a_killed_guardian_in_a_namespace_are_ended(stage: Stage) -> None:
-    supervisor = stage.running(
-        stage.component("api", ready=None),
-        stage.component("trainer", SHAPES["scrubbed-daemon"], ready=UP),
+def test_processes_of_a_killed_guardian_in_a_namespace_are_ended(harness: ComponentHarness) -> None:
+    supervisor = harness.start_all(
+        harness.component("api", ready=None),
+        harness.component("trainer", SHAPES["scrubbed-daemon"], ready=UP),
         **containment_at(Level.L4),
     )
 
-    os.kill(stage.guardian_of("trainer"), signal.SIGKILL)
-    verdict = stage.verdict_of(supervisor)
+    os.kill(harness.guardian_of("trainer"), signal.SIGKILL)
+    verdict = harness.wait_for_verdict(supervisor)
 
     assert verdict.failure is not None and verdict.failure.component == "trainer"
     assert verdict.left == {}
@@ -231,13 +239,13 @@ def test_shared_memory_in_use_is_not_removed(segment: Path) -> None:
 
 
 def test_shared_memory_is_registered_before_processes_are_stopped(
-    stage: Stage, register: RunRegister, segment: Path, monkeypatch: pytest.MonkeyPatch
+    harness: ComponentHarness, register: RunRegister, segment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The supervisor searches for shared memory at intervals, and before it stops processes."""
     monkeypatch.setattr(shared_memory, "_CPU_SHARE", 1e-6)
     second = segment.with_name(f"{segment.name}-2")
-    stage.running(
-        stage.component(
+    harness.start_all(
+        harness.component(
             "api",
             sh(
                 f"exec 3>{segment}; until [ -e make ]; do sleep 0.02; done; "
@@ -245,16 +253,16 @@ def test_shared_memory_is_registered_before_processes_are_stopped(
             ),
             grace_s=0.3,
         ),
-        stage.component("trainer"),
+        harness.component("trainer"),
         register=register,
     )
     wait_until(
         lambda: segment in register.owner.leftovers, "the first shared memory file is registered"
     )
-    (stage.directory / "make").touch()
-    wait_until(lambda: "made" in stage.text_of("api"), "the second shared memory file exists")
+    (harness.directory / "make").touch()
+    wait_until(lambda: "made" in harness.read_log("api"), "the second shared memory file exists")
 
-    os.kill(stage.pid_of("trainer"), signal.SIGKILL)
+    os.kill(harness.wait_for_pid("trainer"), signal.SIGKILL)
 
     wait_until(
         lambda: second in register.owner.leftovers, "the second shared memory file is registered"
@@ -263,31 +271,31 @@ def test_shared_memory_is_registered_before_processes_are_stopped(
 
 
 def test_registry_is_written_before_the_program_runs(
-    stage: Stage, register: RunRegister, muster_home: Path
+    harness: ComponentHarness, register: RunRegister, muster_home: Path
 ) -> None:
     """The program prints its own entry in the registry, so the entry existed before it ran."""
     entry = muster_home / "live" / RUN_ID / "component-trainer.json"
 
-    stage.run(
-        stage.component("trainer", ("cat", str(entry)), on_exit_zero="complete"),
+    harness.run(
+        harness.component("trainer", ("cat", str(entry)), on_exit_zero="complete"),
         register=register,
     )
 
-    assert f'"pid": {stage.pid_of("trainer")}' in stage.text_of("trainer")
+    assert f'"pid": {harness.wait_for_pid("trainer")}' in harness.read_log("trainer")
     assert not entry.exists()
 
 
 def test_process_cannot_claim_its_own_living_run_as_lost(
-    stage: Stage, register: RunRegister, muster_home: Path
+    harness: ComponentHarness, register: RunRegister, muster_home: Path
 ) -> None:
-    supervisor = stage.supervise(stage.component("trainer"), register=register)
+    supervisor = harness.supervise(harness.component("trainer"), register=register)
     supervisor.start("trainer")
 
     with claim_lost_run(RUN_ID) as lost_run:
         assert lost_run is None
 
-    assert is_alive(stage.pid_of("trainer"))
-    stage.end(supervisor)
+    assert is_alive(harness.wait_for_pid("trainer"))
+    harness.end(supervisor)
 
 
 def find_cgroup(pid: int) -> list[str]:

@@ -20,7 +20,7 @@ from deployments.stack.env import PROJECT_FILE, ROOT
 from deployments.upkeep import SERVED, deployment_options
 from tasks.command import do
 from tasks.spec.pipeline import STAGE_DEPLOYMENT
-from tests.support.prefect_api import ask
+from tests.support.prefect_api import send_request
 
 SPEC = {
     "name": f"kept-{uuid4().hex[:6]}",
@@ -62,13 +62,13 @@ def make_changes_of_a_person(prefect_url: str, deployment_url: str) -> Any:
 
     The deployment must have a single schedule.
     """
-    deployment = ask("GET", deployment_url)
+    deployment = send_request("GET", deployment_url)
     address = f"{prefect_url}/deployments/{deployment['id']}"
-    ask("PATCH", address, CHANGES)
-    ask("POST", f"{address}/schedules", SCHEDULES)
+    send_request("PATCH", address, CHANGES)
+    send_request("POST", f"{address}/schedules", SCHEDULES)
     schedule = f"{address}/schedules/{deployment['schedules'][0]['id']}"
-    ask("PATCH", schedule, {"active": not deployment["schedules"][0]["active"]})
-    return ask("GET", deployment_url)
+    send_request("PATCH", schedule, {"active": not deployment["schedules"][0]["active"]})
+    return send_request("GET", deployment_url)
 
 
 def test_renewed_deployment_keeps_what_a_person_changed_in_the_ui(
@@ -82,7 +82,7 @@ def test_renewed_deployment_keeps_what_a_person_changed_in_the_ui(
 
     code = do(["deploy", str(spec), "--set", "components.trainer.command=[sleep]"])
 
-    after = ask("GET", deployment_url)
+    after = send_request("GET", deployment_url)
     assert code == 0
     assert after["parameters"]["spec"]["components"]["trainer"]["command"] == ["sleep"]
     assert {name: after[name] for name in KEPT} == {name: before[name] for name in KEPT}
@@ -90,7 +90,7 @@ def test_renewed_deployment_keeps_what_a_person_changed_in_the_ui(
     assert do(["deploy", str(spec), "--no-cron"]) == 0
 
     remaining_schedules = {
-        schedule["id"]: schedule for schedule in ask("GET", deployment_url)["schedules"]
+        schedule["id"]: schedule for schedule in send_request("GET", deployment_url)["schedules"]
     }
     assert remaining_schedules == {
         schedule["id"]: schedule for schedule in before["schedules"] if schedule["slug"] is None
@@ -120,7 +120,7 @@ def test_setup_of_a_stack_keeps_what_a_person_changed_in_the_ui(
 
     deploy_project(client, project_file)
 
-    after = ask("GET", deployment_url)
+    after = send_request("GET", deployment_url)
     assert after["entrypoint"] == entry["entrypoint"]
     assert after["parameters"]["spec"]["name"] == "quickstart"
     assert {name: after[name] for name in KEPT} == {name: before[name] for name in KEPT}
@@ -145,7 +145,7 @@ def test_restart_of_the_upkeep_keeps_schedules_of_a_person(
 
     runner.add_flow(served_flow.flow, name=host, **deployment_options(client, served_flow, host))
 
-    after = ask("GET", deployment_url)
+    after = send_request("GET", deployment_url)
     assert schedules_of(after) == schedules_of(before)
     assert (after["tags"], after["description"]) == (CHANGES["tags"], CHANGES["description"])
 

@@ -21,9 +21,9 @@ NOTICE_S = 600
 
 
 async def test_job_on_a_drained_node_knows_its_deadline(tmp_path: Path, muster_home: Path) -> None:
-    with RayCluster.started() as cluster:
+    with RayCluster.run() as cluster:
         jobs = Jobs(cluster.address, tmp_path)
-        _, job = await jobs.launched("sleep", "3600")
+        _, job = await jobs.launch("sleep", "3600")
         assert job._state is not None
         before = await job.read_planned_end()
 

@@ -13,7 +13,7 @@ import pytest
 from tasks.processes.ports import listeners
 from tests.integration.test_fleet_process import COMMAND, SERVER, FleetProcess, fleet
 from tests.support.attack_programs import FLOODS, OTHER_USER, only_as_root, start_as_another_user
-from tests.support.stage import DEADLINE_S, free_port, wait_until
+from tests.support.supervised_components import DEADLINE_S, free_port, wait_until
 
 __all__ = ("fleet",)  # A pytest fixture.
 

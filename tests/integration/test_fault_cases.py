@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from tests.faults.cases import CASES
-from tests.faults.scene import Case, Phase, act, missing_levels
+from tests.faults.fault_run import Case, Phase, missing_levels, run_case_or_skip
 
 PART = {
     "SIGKILL of api": [Phase.START_TRAINER],
@@ -49,7 +49,7 @@ ROWS = [
 
 @pytest.mark.parametrize(("case", "phase"), ROWS, ids=lambda value: str(value).replace(" ", "-"))
 def test_fault(case: Case, phase: Phase, request: pytest.FixtureRequest) -> None:
-    act(case, phase, "L2" if "L3" in missing_levels() else "L3", request)
+    run_case_or_skip(case, phase, "L2" if "L3" in missing_levels() else "L3", request)
 
 
 def test_every_named_case_exists() -> None:

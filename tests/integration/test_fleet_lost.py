@@ -18,9 +18,9 @@ import pytest
 import yaml
 
 from tasks.processes.ports import listeners
-from tests.support.ground import DEADLINE_S, Ground, Run, until
+from tests.support.host_environment import DEADLINE_S, HostEnvironment, Run, wait_for
 from tests.support.ray_cluster import RayCluster
-from tests.support.stage import is_alive
+from tests.support.supervised_components import is_alive
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -32,10 +32,10 @@ TRAINER = "import sys, time; time.sleep(600 if int(sys.argv[1]) < int(sys.argv[2
 
 
 @pytest.fixture
-def ground(prefect_url: str, tmp_path: Path) -> Iterator[Ground]:
-    ground = Ground(home=tmp_path / "home", api=prefect_url)
-    yield ground
-    ground.clear()
+def host_env(prefect_url: str, tmp_path: Path) -> Iterator[HostEnvironment]:
+    host_env = HostEnvironment(home=tmp_path / "home", api=prefect_url)
+    yield host_env
+    host_env.clear()
 
 
 def build_spec(last_attempt: int, **fleet: Any) -> dict[str, Any]:
@@ -59,10 +59,10 @@ class Attempt:
     def __init__(self, run: Run, number: int) -> None:
         self.number = number
         # The path changes when the run gets its name, so each check must ask for the path again.
-        until(lambda: run.record_path().exists(), "the run has a record")
+        wait_for(lambda: run.record_path().exists(), "the run has a record")
         self._run = run
         self._directory = run.record_path().parent / f"attempt-{number:02d}"
-        until(lambda: self.events("attempt.ready"), f"attempt {number} is ready: {self._log()}")
+        wait_for(lambda: self.events("attempt.ready"), f"attempt {number} is ready: {self._log()}")
 
     def events(self, name: str) -> list[dict[str, Any]]:
         path = self._directory / "events.jsonl"
@@ -87,18 +87,18 @@ class Attempt:
         os.kill(self.record()["components"]["rollout"]["pid"], signal.SIGKILL)
 
     def _log(self) -> str:
-        return self._run.ground.log("train")
+        return self._run.host_env.log("train")
 
 
-def test_run_with_a_killed_fleet_is_retried_with_a_new_fleet(ground: Ground) -> None:
-    run = ground.start_run(build_spec(last_attempt=2))
+def test_run_with_a_killed_fleet_is_retried_with_a_new_fleet(host_env: HostEnvironment) -> None:
+    run = host_env.start_run(build_spec(last_attempt=2))
     first = Attempt(run, 1)
     servers = first.servers()
 
     first.kill_fleet()
-    until(lambda: len(run.record()["attempts"]) == 2, "the run is retried")
+    wait_for(lambda: len(run.record()["attempts"]) == 2, "the run is retried")
     remaining_pids = [pid for pid in servers.values() if is_alive(pid)]
-    run.until_state("COMPLETED")
+    run.wait_for_state("COMPLETED")
 
     assert remaining_pids == []
     lost_attempt, last_attempt = run.record()["attempts"]
@@ -109,32 +109,32 @@ def test_run_with_a_killed_fleet_is_retried_with_a_new_fleet(ground: Ground) -> 
     assert lost_attempt["failure"]["message"].endswith("; at its end 2 of 2 engines served")
     assert lost_attempt["decision"].startswith("requeued: FLEET_LOST, next try (2 of 4) in ")
     assert last_attempt["state"] == "completed"
-    run.until_gone()
+    run.wait_until_gone()
 
 
 @pytest.mark.thorough
-def test_fourth_lost_fleet_ends_the_run(ground: Ground) -> None:
-    run = ground.start_run(build_spec(last_attempt=9))
+def test_fourth_lost_fleet_ends_the_run(host_env: HostEnvironment) -> None:
+    run = host_env.start_run(build_spec(last_attempt=9))
 
     for number in (1, 2, 3, 4):
         Attempt(run, number).kill_fleet()
-    message = run.until_state("FAILED")
+    message = run.wait_for_state("FAILED")
 
     assert message.startswith("FLEET_LOST: rollout (pid ")
     attempts = run.record()["attempts"]
     assert [attempt["failure"]["kind"] for attempt in attempts] == ["FLEET_LOST"] * 4
     assert attempts[-1]["decision"] == "final: FLEET_LOST, 4 of 4 attempts used"
-    run.until_gone()
+    run.wait_until_gone()
 
 
 @pytest.mark.thorough
 def test_failure_of_a_fleet_killed_during_a_recovery_names_the_recovering_engine(
-    ground: Ground, tmp_path: Path
+    host_env: HostEnvironment, tmp_path: Path
 ) -> None:
     # In each attempt, the first start of a server works. A restarted server only sleeps, so it
     # never becomes ready.
     once = f'test ! -e {tmp_path}/$0 || exec sleep 600; : > {tmp_path}/$0; exec "$@"'
-    run = ground.start_run(
+    run = host_env.start_run(
         build_spec(
             last_attempt=2, command=["sh", "-c", once, "${attempt.number}-${server.rank}", *COMMAND]
         )
@@ -142,13 +142,13 @@ def test_failure_of_a_fleet_killed_during_a_recovery_names_the_recovering_engine
     first = Attempt(run, 1)
 
     os.kill(first.servers()[1], signal.SIGKILL)
-    until(lambda: first.events("rollout.recovery.begun"), "the engine is being recovered")
+    wait_for(lambda: first.events("rollout.recovery.begun"), "the engine is being recovered")
     first.kill_fleet()
-    run.until_state("COMPLETED")
+    run.wait_for_state("COMPLETED")
 
     failure = run.record()["attempts"][0]["failure"]
     assert failure["message"].endswith("; at its end 1 of 2 engines served, recovering: 1")
-    run.until_gone()
+    run.wait_until_gone()
 
 
 @pytest.mark.thorough
@@ -162,13 +162,13 @@ def test_failure_of_a_fleet_killed_during_a_recovery_names_the_recovering_engine
     ],
 )
 def test_fleet_ended_by_any_signal_counts_as_lost(
-    ground: Ground, end: Callable[[int], None]
+    host_env: HostEnvironment, end: Callable[[int], None]
 ) -> None:
-    run = ground.start_run(build_spec(last_attempt=2))
+    run = host_env.start_run(build_spec(last_attempt=2))
     first = Attempt(run, 1)
 
     end(first.record()["components"]["rollout"]["pid"])
-    run.until_state("COMPLETED")
+    run.wait_for_state("COMPLETED")
 
     failure = run.record()["attempts"][0]["failure"]
     assert failure["kind"] == "FLEET_LOST"
@@ -176,12 +176,12 @@ def test_fleet_ended_by_any_signal_counts_as_lost(
 
 
 @pytest.mark.thorough
-def test_fleet_below_min_active_is_not_retried(ground: Ground) -> None:
-    run = ground.start_run(build_spec(last_attempt=2, recovery={"min_active": 2}))
+def test_fleet_below_min_active_is_not_retried(host_env: HostEnvironment) -> None:
+    run = host_env.start_run(build_spec(last_attempt=2, recovery={"min_active": 2}))
     first = Attempt(run, 1)
 
     os.kill(first.servers()[0], signal.SIGKILL)
-    message = run.until_state("FAILED")
+    message = run.wait_for_state("FAILED")
 
     assert not message.startswith("FLEET_LOST")
     assert "FleetError: 1 of 2 engines serve requests, min_active is 2" in message
@@ -189,16 +189,16 @@ def test_fleet_below_min_active_is_not_retried(ground: Ground) -> None:
 
 
 @pytest.mark.thorough
-def test_lost_fleet_on_ray_is_retried(ground: Ground, ray_cluster: RayCluster) -> None:
+def test_lost_fleet_on_ray_is_retried(host_env: HostEnvironment, ray_cluster: RayCluster) -> None:
     spec = build_spec(last_attempt=2, placement="ray", gpus_per_node=1)
-    run = ground.start_run({**spec, "ray": {"address": ray_cluster.address}})
+    run = host_env.start_run({**spec, "ray": {"address": ray_cluster.address}})
     first = Attempt(run, 1)
     servers = first.servers()
 
     first.kill_fleet()
-    until(lambda: len(run.record()["attempts"]) == 2, "the run is retried")
+    wait_for(lambda: len(run.record()["attempts"]) == 2, "the run is retried")
     remaining_pids = [pid for pid in servers.values() if is_alive(pid)]
-    run.until_state("COMPLETED")
+    run.wait_for_state("COMPLETED")
 
     assert remaining_pids == []
     failure = run.record()["attempts"][0]["failure"]

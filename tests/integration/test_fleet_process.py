@@ -22,7 +22,14 @@ from tasks.processes.ports import listeners
 from tasks.processes.registry import claim_lost_run, finish, registered_runs
 from tasks.rollout.component import FleetPlan
 from tasks.spec.probes import ReadyProbe
-from tests.support.stage import DEADLINE_S, RUN_ID, Stage, free_port, is_alive, wait_until
+from tests.support.supervised_components import (
+    DEADLINE_S,
+    RUN_ID,
+    ComponentHarness,
+    free_port,
+    is_alive,
+    wait_until,
+)
 
 SERVER = Path(__file__).parents[1] / "support" / "dummy_server.py"
 COMMAND = [sys.executable, str(SERVER), "--port", "${server.port}", "--rank", "${server.rank}"]
@@ -191,7 +198,7 @@ class FleetProcess:
 
 
 @pytest.fixture
-def fleet(tmp_path: Path, stage: Stage) -> Iterator[FleetProcess]:
+def fleet(tmp_path: Path, harness: ComponentHarness) -> Iterator[FleetProcess]:
     """Yield a fleet process that is not started yet.
 
     After the test, no process of the fleet may be alive.
@@ -200,16 +207,16 @@ def fleet(tmp_path: Path, stage: Stage) -> Iterator[FleetProcess]:
     fleet_process = FleetProcess(tmp_path)
     yield fleet_process
     fleet_process.end()
-    wait_until(lambda: _reap_leftovers(stage) == {}, "no process of the fleet remains")
+    wait_until(lambda: _reap_leftovers(harness) == {}, "no process of the fleet remains")
 
 
-def _reap_leftovers(stage: Stage) -> dict[int, str]:
+def _reap_leftovers(harness: ComponentHarness) -> dict[int, str]:
     """Reap child processes that have ended, and return the processes that are still alive."""
-    for pid in stage.left():
+    for pid in harness.list_survivors():
         if not is_alive(pid):
             with suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
-    return stage.left()
+    return harness.list_survivors()
 
 
 def pid_on(port: int) -> int:
@@ -418,15 +425,17 @@ def test_request_in_flight_at_the_stop_gets_a_retryable_error(fleet: FleetProces
 
 
 @pytest.mark.thorough
-def test_killed_guardian_of_the_fleet_ends_all_servers(fleet: FleetProcess, stage: Stage) -> None:
+def test_killed_guardian_of_the_fleet_ends_all_servers(
+    fleet: FleetProcess, harness: ComponentHarness
+) -> None:
     health = f"http://127.0.0.1:{fleet.port}/muster/health"
     ready = ReadyProbe.model_validate({"http": health, "json": {"ready": True}})
     plan = fleet.plan(fleet={"command": WITH_A_DAEMON})
-    supervisor = stage.running(stage.component("rollout", ARGV, ready=ready, env=plan.env))
+    supervisor = harness.start_all(harness.component("rollout", ARGV, ready=ready, env=plan.env))
     servers = fleet.pids()
 
-    os.kill(stage.guardian_of("rollout"), signal.SIGKILL)
-    verdict = stage.verdict_of(supervisor)
+    os.kill(harness.guardian_of("rollout"), signal.SIGKILL)
+    verdict = harness.wait_for_verdict(supervisor)
 
     assert verdict.failure is not None and verdict.failure.component == "rollout"
     assert not any(map(is_alive, servers))

@@ -33,8 +33,20 @@ from tasks.rollout.fleet import Fleet
 from tasks.rollout.local_host import LocalHost
 from tasks.rollout.probing import HttpProber
 from tasks.rollout.topology import Engine, ServerSlot, TopologyPlan
-from tests.support.fleet_fakes import loops, pid_of, plan_in, ports_from, settings_of
-from tests.support.stage import DEADLINE_S, RUN_ID, Stage, free_port, is_alive
+from tests.support.fleet_fakes import (
+    find_server_pid,
+    list_fleet_tasks,
+    make_fleet_plan,
+    make_rebind,
+    make_settings,
+)
+from tests.support.supervised_components import (
+    DEADLINE_S,
+    RUN_ID,
+    ComponentHarness,
+    free_port,
+    is_alive,
+)
 
 DUMMY = Path(__file__).parents[1] / "support" / "dummy_server.py"
 A = GroupState.ACTIVE
@@ -51,7 +63,7 @@ class RealFleet:
 
     def __init__(self, directory: Path, **settings: Any) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
-        plan = plan_in(directory, run_id=RUN_ID, grace_s=0.3)
+        plan = make_fleet_plan(directory, run_id=RUN_ID, grace_s=0.3)
         self.host = LocalHost(plan, {"PATH": os.environ["PATH"]}, DiskThread("disk"))
         self.prober = HttpProber()
         self.fleet = Fleet(
@@ -60,7 +72,7 @@ class RealFleet:
                 questions=QUESTIONS,
                 placement="local",
             ),
-            settings=settings_of(
+            settings=make_settings(
                 **{
                     "interval_s": 0.5,
                     "timeout_s": 1.5,
@@ -75,11 +87,11 @@ class RealFleet:
             host=self.host,
             prober=self.prober,
             emit=lambda event, **fields: self.events.append((event, fields)),
-            rebind=ports_from(9000),  # No other program takes a port in these tests.
+            rebind=make_rebind(9000),  # No other program takes a port in these tests.
         )
 
     def pid(self, rank: int) -> int:
-        pid = pid_of(self.host, rank)
+        pid = find_server_pid(self.host, rank)
         assert pid is not None
         return pid
 
@@ -144,7 +156,7 @@ def _build_slot(rank: int, engine: int, ranks: tuple[int, ...]) -> ServerSlot:
 
 
 @pytest.fixture
-def play(tmp_path: Path, stage: Stage) -> Iterator[Callable[..., None]]:
+def play(tmp_path: Path, harness: ComponentHarness) -> Iterator[Callable[..., None]]:
     """Yield a function that starts a fleet, runs a test's coroutine on it, and stops the fleet.
 
     After the test, no process of the fleet may remain.
@@ -160,12 +172,12 @@ def play(tmp_path: Path, stage: Stage) -> Iterator[Callable[..., None]]:
             finally:
                 await real_fleet.fleet.stop()
                 await real_fleet.host.close()
-                assert loops() == []
+                assert list_fleet_tasks() == []
 
         asyncio.run(start_run_and_stop())
 
     yield play
-    assert stage.left() == {}
+    assert harness.list_survivors() == {}
 
 
 def test_killed_server_stops_its_group_at_once_and_the_group_recovers(
@@ -272,11 +284,11 @@ def test_stop_and_start_leave_one_loop_and_one_process_per_server(
 ) -> None:
     async def scenario(real_fleet: RealFleet) -> None:
         pids = {real_fleet.pid(rank) for rank in range(4)}
-        expected_loops = loops()
+        expected_loops = list_fleet_tasks()
         assert await real_fleet.fleet.stop() == ""
         assert not any(is_alive(pid) for pid in pids)
         await real_fleet.fleet.start()
-        assert loops() == expected_loops
+        assert list_fleet_tasks() == expected_loops
         assert {real_fleet.pid(rank) for rank in range(4)}.isdisjoint(pids)
         assert real_fleet.routed_ranks() == {0, 2}
 

@@ -30,8 +30,8 @@ from tests.support.another_user import (
     needs_another_user,
     start_as_another_user,
 )
-from tests.support.ground import in_checkout, until
-from tests.support.stage import DEADLINE_S, RUN_ID, Stage, python, sh
+from tests.support.host_environment import wait_for, with_absolute_cwd
+from tests.support.supervised_components import DEADLINE_S, RUN_ID, ComponentHarness, python, sh
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = needs_another_user
@@ -58,20 +58,20 @@ print(json.dumps(re.findall(r"@muster/port/(\\d+)$", open("/proc/net/unix").read
 
 
 @pytest.fixture
-def start_stranger(stage: Stage) -> Iterator[Callable[..., ForeignServer]]:
+def start_stranger(harness: ComponentHarness) -> Iterator[Callable[..., ForeignServer]]:
     """Yield a function that starts a server of another user on a port; all end with the test."""
     with ExitStack() as servers:
 
         def start(port: int, **disguise: Any) -> ForeignServer:
             server = servers.enter_context(foreign_server(port, **disguise))
-            stage.others.add(server.process.pid)
+            harness.others.add(server.process.pid)
             return server
 
         yield start
 
 
 def take_once_spawned(
-    stage: Stage, start_stranger: Callable[..., ForeignServer], port: int
+    harness: ComponentHarness, start_stranger: Callable[..., ForeignServer], port: int
 ) -> threading.Thread:
     """Start a thread that lets another user listen on the api's port as soon as the api runs.
 
@@ -79,9 +79,9 @@ def take_once_spawned(
     """
 
     def take_port() -> None:
-        stage.until("component.spawned", "api")
+        harness.wait_for_event("component.spawned", "api")
         start_stranger(port)
-        (stage.directory / "go").touch()
+        (harness.directory / "go").touch()
 
     thread = threading.Thread(target=take_port)
     thread.start()
@@ -107,33 +107,35 @@ def test_other_users_cannot_read_which_ports_are_reserved() -> None:
     ids=["none", "alive_s", "log", "file"],
 )
 def test_component_whose_port_another_user_has_is_not_ready(
-    stage: Stage, start_stranger: Callable[..., ForeignServer], ready: dict[str, object] | None
+    harness: ComponentHarness,
+    start_stranger: Callable[..., ForeignServer],
+    ready: dict[str, object] | None,
 ) -> None:
     ports = PortsReserved(["api.port"])
     port = ports.numbers["api.port"]
     probe = ReadyProbe.model_validate({**ready, "within_s": DEADLINE_S}) if ready else None
-    api = stage.component(
+    api = harness.component(
         "api", sh("until [ -e go ]; do sleep 0.01; done; echo up; touch up; sleep 600")
     )
-    trainer = stage.component("trainer", sh("echo started; sleep 600"))
-    supervisor = stage.supervise(replace(api, ready=probe), trainer, ports=ports)
+    trainer = harness.component("trainer", sh("echo started; sleep 600"))
+    supervisor = harness.supervise(replace(api, ready=probe), trainer, ports=ports)
     if probe is None:
         # Without a readiness probe, the component is ready as soon as it runs. So another user must
         # take the port before.
         ports.release("api")
         start_stranger(port)
     else:
-        thread = take_once_spawned(stage, start_stranger, port)
+        thread = take_once_spawned(harness, start_stranger, port)
 
     with pytest.raises(RunEnded):
         supervisor.start("api")
         supervisor.start("trainer")
 
-    verdict = stage.end(supervisor)
+    verdict = harness.end(supervisor)
     if probe is not None:
         thread.join()
     assert_port_conflict(verdict)
-    assert stage.seen("component.spawned", "trainer") == []
+    assert harness.list_events("component.spawned", "trainer") == []
 
 
 @pytest.mark.parametrize(
@@ -142,32 +144,36 @@ def test_component_whose_port_another_user_has_is_not_ready(
     ids=["run id", "container runtime"],
 )
 def test_disguised_server_of_another_user_does_not_answer_for_a_component(
-    stage: Stage, start_stranger: Callable[..., ForeignServer], disguise: dict[str, Any]
+    harness: ComponentHarness,
+    start_stranger: Callable[..., ForeignServer],
+    disguise: dict[str, Any],
 ) -> None:
     ports = PortsReserved(["api.port"])
     port = ports.numbers["api.port"]
     ready = ReadyProbe(http=f"http://127.0.0.1:{port}/", within_s=DEADLINE_S)
-    supervisor = stage.supervise(stage.component("api", ready=ready), ports=ports)
-    thread = take_once_spawned(stage, lambda port: start_stranger(port, **disguise), port)
+    supervisor = harness.supervise(harness.component("api", ready=ready), ports=ports)
+    thread = take_once_spawned(harness, lambda port: start_stranger(port, **disguise), port)
 
     with pytest.raises(RunEnded):
         supervisor.start("api")
 
-    verdict = stage.end(supervisor)
+    verdict = harness.end(supervisor)
     thread.join()
     assert_port_conflict(verdict)
-    assert stage.seen("component.ready") == []
+    assert harness.list_events("component.ready") == []
 
 
 def test_port_that_another_user_takes_later_ends_the_run(
-    stage: Stage, start_stranger: Callable[..., ForeignServer]
+    harness: ComponentHarness, start_stranger: Callable[..., ForeignServer]
 ) -> None:
     ports = PortsReserved(["api.port"])
-    supervisor = stage.running(stage.component("api"), stage.component("trainer"), ports=ports)
+    supervisor = harness.start_all(
+        harness.component("api"), harness.component("trainer"), ports=ports
+    )
 
     start_stranger(ports.numbers["api.port"])
 
-    assert_port_conflict(stage.verdict_of(supervisor))
+    assert_port_conflict(harness.wait_for_verdict(supervisor))
 
 
 def assert_port_conflict(verdict: Verdict) -> None:
@@ -178,21 +184,21 @@ def assert_port_conflict(verdict: Verdict) -> None:
 
 
 def test_component_whose_port_was_taken_restarts_with_another_port(
-    stage: Stage, start_stranger: Callable[..., ForeignServer]
+    harness: ComponentHarness, start_stranger: Callable[..., ForeignServer]
 ) -> None:
     ports = PortsReserved(["api.port"])
 
     def plan() -> AttemptPlan:
         port = ports.numbers["api.port"]
         ready = ReadyProbe(http=f"http://127.0.0.1:{port}/", within_s=DEADLINE_S)
-        argv = (*python(SERVER), str(stage.directory), str(port))
+        argv = (*python(SERVER), str(harness.directory), str(port))
         return AttemptPlan(
             run_id="run-1",
             number=1,
-            cwd=stage.directory,
+            cwd=harness.directory,
             components=(
-                stage.component("api", argv, ready=ready),
-                stage.component("trainer", sh(f"echo {port}"), on_exit_zero="complete"),
+                harness.component("api", argv, ready=ready),
+                harness.component("trainer", sh(f"echo {port}"), on_exit_zero="complete"),
             ),
         )
 
@@ -201,37 +207,37 @@ def test_component_whose_port_was_taken_restarts_with_another_port(
         return plan()
 
     first_port = ports.numbers["api.port"]
-    supervisor = stage.supervise(*plan().components, ports=ports, replan=replan)
-    thread = take_once_spawned(stage, start_stranger, first_port)
+    supervisor = harness.supervise(*plan().components, ports=ports, replan=replan)
+    thread = take_once_spawned(harness, start_stranger, first_port)
 
     supervisor.start("api")
     with suppress(RunEnded):  # The trainer may end before `start` returns.
         supervisor.start("trainer")
 
-    verdict = stage.verdict_of(supervisor)
+    verdict = harness.wait_for_verdict(supervisor)
     thread.join()
     assert verdict.state is RunState.COMPLETED
     assert ports.numbers["api.port"] != first_port
-    assert stage.text_of("trainer") == f"{ports.numbers['api.port']}\n"
-    assert [event.component for event in stage.seen("component.moved")] == ["api"]
+    assert harness.read_log("trainer") == f"{ports.numbers['api.port']}\n"
+    assert [event.component for event in harness.list_events("component.moved")] == ["api"]
 
 
 def test_port_used_by_an_earlier_component_is_not_replaced(
-    stage: Stage, start_stranger: Callable[..., ForeignServer]
+    harness: ComponentHarness, start_stranger: Callable[..., ForeignServer]
 ) -> None:
     ports = PortsReserved(["api.port"])
 
     def plan() -> AttemptPlan:
         port = ports.numbers["api.port"]
         ready = ReadyProbe(http=f"http://127.0.0.1:{port}/", within_s=DEADLINE_S)
-        argv = (*python(SERVER), str(stage.directory), str(port))
+        argv = (*python(SERVER), str(harness.directory), str(port))
         return AttemptPlan(
             run_id="run-1",
             number=1,
-            cwd=stage.directory,
+            cwd=harness.directory,
             components=(
-                stage.component("trainer", sh(f"sleep 600 # {port}")),
-                stage.component("api", argv, ready=ready),
+                harness.component("trainer", sh(f"sleep 600 # {port}")),
+                harness.component("api", argv, ready=ready),
             ),
         )
 
@@ -239,14 +245,14 @@ def test_port_used_by_an_earlier_component_is_not_replaced(
         ports.move(component)
         return plan()
 
-    supervisor = stage.supervise(*plan().components, ports=ports, replan=replan)
-    thread = take_once_spawned(stage, start_stranger, ports.numbers["api.port"])
+    supervisor = harness.supervise(*plan().components, ports=ports, replan=replan)
+    thread = take_once_spawned(harness, start_stranger, ports.numbers["api.port"])
 
     supervisor.start("trainer")
     with pytest.raises(RunEnded):
         supervisor.start("api")
 
-    verdict = stage.end(supervisor)
+    verdict = harness.end(supervisor)
     thread.join()
     assert verdict.failure is not None
     assert verdict.failure.kind is FailureKind.PORT_CONFLICT
@@ -272,7 +278,7 @@ def test_run_completes_although_another_user_took_a_port(
             "trainer": {"command": ["sh", "-c", "echo ${api.port}"]},
         },
     }
-    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(in_checkout(spec), sort_keys=False))
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(with_absolute_cwd(spec), sort_keys=False))
     with output.open("w") as stdout:
         process = subprocess.Popen(
             (sys.executable, "-m", "flows.train", str(tmp_path / "spec.yaml")),
@@ -283,7 +289,7 @@ def test_run_completes_although_another_user_took_a_port(
             stderr=subprocess.STDOUT,
         )
     try:
-        [first_port] = until(
+        [first_port] = wait_for(
             lambda: find_spawned_ports(tmp_path), "the api was spawned", within_s=200
         )
         start_stranger(first_port)

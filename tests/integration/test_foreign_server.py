@@ -38,7 +38,7 @@ from tasks.ray.dashboard import Dashboard, NoAnswer
 from tasks.ray.submit import _client
 from tasks.server.flow_runs import ServerAway, connect_to_server
 from tests.support.another_user import NOBODY, foreign_server, needs_another_user
-from tests.support.ground import until
+from tests.support.host_environment import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSWORD = "muster:the-password-of-the-stack"
@@ -131,7 +131,7 @@ def test_no_process_of_the_stack_sends_a_byte_to_another_user(tmp_path: Path, mo
             start_new_session=True,
         )
         try:
-            until(
+            wait_for(
                 lambda: "nothing was sent" in output.read_text(),
                 "the process reports the server of another user",
             )

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.ground import DEADLINE_S, Ground, host_with_worker, until
-from tests.support.prefect_api import ask
+from tests.support.host_environment import DEADLINE_S, HostEnvironment, host_with_worker, wait_for
+from tests.support.prefect_api import send_request
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(600)]
 
@@ -49,8 +49,8 @@ while step < int(total):
 class Project:
     """A project with a trainer and a spec, and the command `muster` in the project's folder."""
 
-    def __init__(self, ground: Ground, folder: Path) -> None:
-        self.ground = ground
+    def __init__(self, host_env: HostEnvironment, folder: Path) -> None:
+        self.host_env = host_env
         self.folder = folder
         folder.mkdir()
         (folder / "pyproject.toml").touch()
@@ -79,7 +79,7 @@ class Project:
         return subprocess.run(
             [sys.executable, "-m", "tasks.command", *words],
             cwd=self.folder,
-            env=self.ground.env,
+            env=self.host_env.env,
             capture_output=True,
             text=True,
             timeout=DEADLINE_S,
@@ -108,27 +108,27 @@ class Project:
         ]
 
     def record(self, run_id: str) -> dict[str, Any]:
-        path = self.ground.home / "runs" / run_id / "run.json"
+        path = self.host_env.home / "runs" / run_id / "run.json"
         record: dict[str, Any] = json.loads(path.read_text())
         return record
 
     def saved(self, run_id: str) -> set[str]:
         """Return the names of the checkpoints in the directory of a run."""
-        folder = self.ground.home / "runs" / run_id / "checkpoints"
+        folder = self.host_env.home / "runs" / run_id / "checkpoints"
         return {path.name for path in folder.iterdir()}
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+def host_env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostEnvironment]:
     """Yield a simulated host with a Prefect server and a worker."""
     home = tmp_path_factory.mktemp("host") / "home"
-    with host_with_worker(tmp_path_factory.mktemp("server"), home) as ground:
-        yield ground
+    with host_with_worker(tmp_path_factory.mktemp("server"), home) as host_env:
+        yield host_env
 
 
 @pytest.fixture
-def project(ground: Ground, tmp_path: Path) -> Project:
-    return Project(ground, tmp_path / "project")
+def project(host_env: HostEnvironment, tmp_path: Path) -> Project:
+    return Project(host_env, tmp_path / "project")
 
 
 def test_killed_run_of_the_queue_is_retried_completed_and_stepped_back(project: Project) -> None:
@@ -161,7 +161,7 @@ def test_two_runs_start_from_one_checkpoint_that_no_run_removes(project: Project
     children = [project.do(*fork)["run_id"] for _ in range(2)]
     project.do("retry", parent, "--watch")
     for child in children:
-        until(lambda child=child: _has_ended(project, child), f"{child} has ended")
+        wait_for(lambda child=child: _has_ended(project, child), f"{child} has ended")
 
     assert missing.returncode == 2
     assert "Steps with a complete checkpoint: 10, 20, 30." in missing.stderr
@@ -171,7 +171,7 @@ def test_two_runs_start_from_one_checkpoint_that_no_run_removes(project: Project
     kept = {"step_10", "step_30", "step_40", "step_50", "step_60"}
     assert project.saved(parent) == kept
     assert [project.saved(child) for child in children] == [{"step_40", "step_50", "step_60"}] * 2
-    checkpoint = project.ground.home / "runs" / parent / "checkpoints" / "step_10"
+    checkpoint = project.host_env.home / "runs" / parent / "checkpoints" / "step_10"
     assert [project.record(child)["provenance"]["parent"] for child in children] == [
         {"run": parent, "checkpoint": str(checkpoint), "step": 10}
     ] * 2
@@ -194,7 +194,7 @@ def test_run_without_a_worker_is_retried_in_the_terminal(
     if not has_flow_run:
         # A temporary Prefect server ends with its run, so no server has the flow run any more.
         flow_run_id = project.record(run_id)["flow_run_id"]
-        ask("DELETE", f"{project.ground.api}/flow_runs/{flow_run_id}")
+        send_request("DELETE", f"{project.host_env.api}/flow_runs/{flow_run_id}")
     project.room.touch()
     retried = project.muster("retry", run_id, "--from-step", "10")
     checkpoints = project.do("checkpoints", run_id)
@@ -211,7 +211,7 @@ def test_run_that_has_not_ended_is_not_retried(project: Project) -> None:
     sleeper = ["python", "-c", "import time; time.sleep(600)"]
     words = ("--set", f"components.trainer.command={json.dumps(sleeper)}")
     run_id = str(project.do("submit", str(project.spec), *words)["run_id"])
-    until(lambda: project.do("show", run_id)["state"] == "running", f"{run_id} runs")
+    wait_for(lambda: project.do("show", run_id)["state"] == "running", f"{run_id} runs")
 
     refused = project.muster("retry", run_id)
     unknown = project.muster("retry", "no-such-run")

@@ -97,10 +97,10 @@ async def test_gpus_of_muster_runs_are_distinguished_from_gpus_of_others(
 ) -> None:
     run_id = f"trial-sft-20260102-030405-{uuid.uuid4().hex[-8:]}"
     (_, run_job), (_, other_job) = await asyncio.gather(
-        jobs.launched("python", "-c", GANG, run_id=run_id),
+        jobs.launch("python", "-c", GANG, run_id=run_id),
         # The submission id of this job is not the id of a run, so the job counts as another
         # program.
-        jobs.launched("python", "-c", STRANGER),
+        jobs.launch("python", "-c", STRANGER),
     )
 
     reading = await read_until(
@@ -132,7 +132,7 @@ def suspend_program(cluster: RayCluster, program: str) -> Iterator[None]:
     """Suspend the processes of the head node whose command line contains `program`."""
     pids = [
         pid
-        for pid in keeper.below(cluster.head)
+        for pid in keeper.list_descendants(cluster.head)
         if program in Path(f"/proc/{pid}/cmdline").read_bytes().decode()
     ]
     assert pids
@@ -147,7 +147,7 @@ def suspend_program(cluster: RayCluster, program: str) -> Iterator[None]:
 
 @pytest.mark.thorough
 async def test_suspended_head_node_is_an_error_until_it_resumes() -> None:
-    with RayCluster.started(nodes=0) as cluster:
+    with RayCluster.run(nodes=0) as cluster:
         capacity = Capacity(within_s=1.0)
         second_capacity = Capacity(within_s=1.0)
         try:

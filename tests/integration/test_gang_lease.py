@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from tests.support.ground import Server, until
-from tests.support.prefect_api import ask
+from tests.support.host_environment import Server, wait_for
+from tests.support.prefect_api import send_request
 from tests.support.schedulers import Nursery, Schedulers, overlaps
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -56,7 +56,7 @@ def schedulers(nursery: Nursery, tmp_path: Path) -> Iterator[Schedulers]:
 
 def read_leases(api: str) -> list[Any]:
     """Return the contents of all leases that Muster keeps on the Prefect server."""
-    variables: list[Any] = ask("POST", f"{api}/variables/filter", {})
+    variables: list[Any] = send_request("POST", f"{api}/variables/filter", {})
     return [variable["value"] for variable in variables if variable["name"].startswith("muster")]
 
 
@@ -107,7 +107,7 @@ def test_suspended_scheduler_writes_nothing_after_another_may_decide(
 
     schedulers.until_decided_without(victim)
     os.kill(victim, signal.SIGCONT)
-    until(
+    wait_for(
         lambda: (victim, "lost") in [(p, w) for p, _t, w in schedulers.lines()[lines_before:]],
         "lost",
     )
@@ -122,7 +122,7 @@ def test_terminated_scheduler_releases_the_lease(schedulers: Schedulers, api: st
     leases_before = read_leases(api)
 
     os.kill(first, signal.SIGTERM)
-    until(lambda: has_ended(first), "the scheduler has ended")
+    wait_for(lambda: has_ended(first), "the scheduler has ended")
 
     assert [lease["pid"] for lease in leases_before] == [first]
     assert read_leases(api) == []

@@ -22,8 +22,8 @@ from tasks.record.states import RunState
 from tasks.server.flow_runs import connect_to_server
 from tasks.spec.pipeline import Stage
 from tests.support.gang_pool import POOL, GangPool, host
-from tests.support.ground import ROOT, Run, Server, until
-from tests.support.prefect_api import ask
+from tests.support.host_environment import ROOT, Run, Server, wait_for
+from tests.support.prefect_api import send_request
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -48,13 +48,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def served(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GangPool]:
     """Yield a pool with a node of 16 GPUs and a worker, for all tests of the module."""
     home = tmp_path_factory.mktemp("served")
-    pool = GangPool(ground=host("n1", home, server.api), server=server)
+    pool = GangPool(host_env=host("n1", home, server.api), server=server)
     try:
         pool.set_up()
         pool.start_worker()
         yield pool
     finally:
-        pool.ground.clear()
+        pool.host_env.clear()
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def pool(served: GangPool) -> Iterator[GangPool]:
     served.change()
     yield served
     served.patch(is_paused=False)
-    served.empty()
+    served.cancel_all()
 
 
 def wait_for_message(run: Run, *texts: str) -> str:
@@ -76,7 +76,7 @@ def wait_for_message(run: Run, *texts: str) -> str:
         return message if is_complete else ""
 
     try:
-        return until(find_message, f"{run.flow_run_id} waits", WITHIN_S)
+        return wait_for(find_message, f"{run.flow_run_id} waits", WITHIN_S)
     except AssertionError as error:
         raise AssertionError(f"{error}; its state is {run.flow_run()['state']}") from None
 
@@ -89,13 +89,13 @@ def read_grant(run: Run) -> str:
 
 def wait_for_grant(run: Run) -> str:
     """Wait until a run is admitted, and return its granted nodes."""
-    until(lambda: run.state()[0] in ("PENDING", "RUNNING"), f"{run.name} is admitted", WITHIN_S)
+    wait_for(lambda: run.state()[0] in ("PENDING", "RUNNING"), f"{run.name} is admitted", WITHIN_S)
     return read_grant(run)
 
 
 def read_state_types(run: Run) -> list[str]:
     """Return the types of all states of the run, oldest first."""
-    state_history = run.ground.get(f"/flow_run_states/?flow_run_id={run.flow_run_id}")
+    state_history = run.host_env.get(f"/flow_run_states/?flow_run_id={run.flow_run_id}")
     return [state["type"] for state in sorted(state_history, key=lambda state: state["timestamp"])]
 
 
@@ -103,7 +103,7 @@ def read_state_types(run: Run) -> list[str]:
 def test_infeasible_run_fails_at_once_and_the_message_has_the_numbers(pool: GangPool) -> None:
     run = pool.submit(pool.spec(gpus=24))
 
-    message = run.until_state("FAILED")
+    message = run.wait_for_state("FAILED")
 
     assert message.startswith("INFEASIBLE: ")
     assert "1 node with 24 GPUs" in message and "1 with 16 GPUs" in message
@@ -181,12 +181,14 @@ def test_run_whose_worker_was_killed_keeps_its_place(pool: GangPool, has_begun: 
     write_grant(run, {"n1": 8}, giver_process=dead_worker)
     pool.set_state(run, "PENDING")
     if has_begun:
-        path = f"{run.ground.api}/flow_runs/{run.flow_run_id}"
-        ask("PATCH", path, {"infrastructure_pid": str(dead_worker.pid)})
+        path = f"{run.host_env.api}/flow_runs/{run.flow_run_id}"
+        send_request("PATCH", path, {"infrastructure_pid": str(dead_worker.pid)})
 
     pool.patch(is_paused=False)
 
-    until(lambda: read_state_types(run).count("PENDING") > 1, "the run is admitted again", WITHIN_S)
+    wait_for(
+        lambda: read_state_types(run).count("PENDING") > 1, "the run is admitted again", WITHIN_S
+    )
     assert "PENDING" not in read_state_types(younger_run)
     assert wait_for_grant(run) == "n1:8"
     wait_for_message(younger_run, "waits for holder-n1 to end")
@@ -205,7 +207,7 @@ def write_grant(run: Run, nodes: dict[str, int], *, giver_process: ProcessId) ->
     giver = SchedulerProcess(host="n1", **giver_process.model_dump())
     state = run.flow_run()["state"]["id"]
     grant = Grant(nodes=nodes, state_id=state, at=time.time(), by=giver)
-    ask("PATCH", f"{run.ground.api}/flow_runs/{run.flow_run_id}/labels", grant.label())
+    send_request("PATCH", f"{run.host_env.api}/flow_runs/{run.flow_run_id}/labels", grant.label())
 
 
 @pytest.mark.thorough
@@ -218,10 +220,10 @@ def test_directly_started_run_waits_in_the_queue(pool: GangPool) -> None:
 
     process.send_signal(signal.SIGINT)
 
-    assert process.wait(60) == 130, pool.ground.log("train")
-    assert "position 2 of 2 in the queue" in pool.ground.log("train")
+    assert process.wait(60) == 130, pool.host_env.log("train")
+    assert "position 2 of 2 in the queue" in pool.host_env.log("train")
     assert run.state()[0] == "CANCELLED"
-    assert pool.noted(run) == []
+    assert pool.read_lines_of(run) == []
     wait_for_message(first, "waits for holder")
 
 
@@ -230,8 +232,8 @@ def test_run_started_by_a_worker_without_the_queue_waits_in_its_process(
     server: Server, tmp_path: Path
 ) -> None:
     """A worker of type "process" serves the pool. It starts every scheduled run at once."""
-    ground = host("p1", tmp_path, server.api)
-    pool = GangPool(ground=ground, server=server, name="past", nodes={"p1": 8})
+    host_env = host("p1", tmp_path, server.api)
+    pool = GangPool(host_env=host_env, server=server, name="past", nodes={"p1": 8})
     pool.set_up()
     try:
         holder = pool.hold({"p1": 8})
@@ -239,18 +241,18 @@ def test_run_started_by_a_worker_without_the_queue_waits_in_its_process(
         run = pool.submit(pool.spec(gpus=8))
         # Wait for RUNNING first: the worker of another pool may have written the same message
         # before the run started.
-        run.until_state("RUNNING")
+        run.wait_for_state("RUNNING")
         wait_for_message(run, "waits for holder-p1 to end")
-        assert (run.state()[0], pool.noted(run)) == ("RUNNING", [])
+        assert (run.state()[0], pool.read_lines_of(run)) == ("RUNNING", [])
 
         pool.set_state(holder, "COMPLETED")
 
-        run.until_state("COMPLETED")
-        assert [line["what"] for line in pool.noted(run)] == ["start", "placed", "end"]
+        run.wait_for_state("COMPLETED")
+        assert [line["what"] for line in pool.read_lines_of(run)] == ["start", "placed", "end"]
         assert read_grant(run) == "p1:8"
     finally:
-        pool.empty()
-        ground.clear()
+        pool.cancel_all()
+        host_env.clear()
 
 
 @pytest.mark.thorough
@@ -260,17 +262,17 @@ def test_repeated_creation_of_a_pipeline_stage_makes_one_run(pool: GangPool) -> 
     Two processes may also create the run of a stage at the same time.
     """
     pool.patch(is_paused=True)
-    flow = pool.ground.post("/flows/", name="pipeline")["id"]
-    pipeline = UUID(pool.ground.post("/flow_runs/", flow_id=flow)["id"])
+    flow = pool.host_env.post("/flows/", name="pipeline")["id"]
+    pipeline = UUID(pool.host_env.post("/flow_runs/", flow_id=flow)["id"])
     stage = Stage.model_validate({"name": "sft", "deployment": f"train/{POOL}"})
 
-    with connect_to_server(pool.ground.api) as client:
+    with connect_to_server(pool.host_env.api) as client:
         created_runs = [
             create_stage_run(client, pipeline, stage, number, spec=pool.spec(), tags=["mine"])
             for number in (1, 1, 2, 1)
         ]
         for run in created_runs:
-            pool.note(run.flow_run_id, pool.spec())
+            pool.record_run(run.flow_run_id, pool.spec())
         cancel_stage_run(client, created_runs[0])
         listed_runs = list_stage_runs(client, pipeline)
 
@@ -285,7 +287,7 @@ def test_repeated_creation_of_a_pipeline_stage_makes_one_run(pool: GangPool) -> 
     )
     assert {(run.number, run.ending) for run in listed_runs} == {(1, RunState.CANCELLED), (2, None)}
     pipeline_filter = {"id": {"any_": [str(pipeline)]}}
-    tasks = pool.ground.post("/task_runs/filter", flow_runs=pipeline_filter)
+    tasks = pool.host_env.post("/task_runs/filter", flow_runs=pipeline_filter)
     assert {(task["name"], task["state"]["type"]) for task in tasks} == {
         ("sft", "CANCELLED"),
         ("sft, try 2", "SCHEDULED"),
@@ -302,19 +304,21 @@ def test_worker_starts_a_run_that_the_scheduler_of_another_pool_found(
 
     The leader searches for due runs of the other pool's host, too.
     """
-    other_host = host("n9", tmp_path, pool.ground.api)
-    other_pool = GangPool(ground=other_host, server=pool.server, name="other", nodes={"n9": 2})
+    other_host = host("n9", tmp_path, pool.host_env.api)
+    other_pool = GangPool(host_env=other_host, server=pool.server, name="other", nodes={"n9": 2})
     other_pool.set_up()
     try:
         other_pool.start_worker()
         run = other_pool.submit(other_pool.spec(gpus=2, lasts_s=0.2))
 
-        run.until_state("COMPLETED")
+        run.wait_for_state("COMPLETED")
 
-        assert [line["host"] for line in other_pool.noted(run) if line["what"] == "start"] == ["n9"]
+        assert [
+            line["host"] for line in other_pool.read_lines_of(run) if line["what"] == "start"
+        ] == ["n9"]
         assert other_host.events(run.flow_run_id, "muster.run.offered")
     finally:
-        other_pool.empty()
+        other_pool.cancel_all()
         other_host.clear()
 
 
@@ -323,30 +327,32 @@ def test_runs_of_one_schedule_have_different_ids_and_records(
     pool: GangPool,
 ) -> None:
     """The ids of these flow runs begin with the same digits, because they were created together."""
-    deployment = pool.ground.get(f"/deployments/name/train/{pool.name}")["id"]
+    deployment = pool.host_env.get(f"/deployments/name/train/{pool.name}")["id"]
     spec = pool.spec(lasts_s=0.2)
-    api = f"{pool.ground.api}/deployments/{deployment}"
+    api = f"{pool.host_env.api}/deployments/{deployment}"
     schedule = {"interval": 3600, "anchor_date": "2026-01-01T00:00:00Z"}
-    ids_before = {run["id"] for run in pool.ground.flow_runs()}
+    ids_before = {run["id"] for run in pool.host_env.flow_runs()}
     now = datetime.now(UTC)
     schedules = [{"active": True, "schedule": schedule, "parameters": {"spec": spec}}]
-    [created_schedule] = ask("POST", f"{api}/schedules", schedules)
+    [created_schedule] = send_request("POST", f"{api}/schedules", schedules)
     try:
         span = {"start_time": str(now - timedelta(hours=5)), "end_time": str(now)}
-        ask("POST", f"{api}/schedule", {**span, "min_runs": 4, "max_runs": 4})
-        ids = {run["id"] for run in pool.ground.flow_runs()} - ids_before
+        send_request("POST", f"{api}/schedule", {**span, "min_runs": 4, "max_runs": 4})
+        ids = {run["id"] for run in pool.host_env.flow_runs()} - ids_before
         for flow_run_id in ids:
-            pool.note(flow_run_id, spec)
-        pool.until_all_end(WITHIN_S)
+            pool.record_run(flow_run_id, spec)
+        pool.wait_until_all_end(WITHIN_S)
     finally:
-        ask("DELETE", f"{api}/schedules/{created_schedule['id']}")
+        send_request("DELETE", f"{api}/schedules/{created_schedule['id']}")
 
-    runs = [Run(ground=pool.ground, flow_run_id=flow_run_id) for flow_run_id in ids]
+    runs = [Run(host_env=pool.host_env, flow_run_id=flow_run_id) for flow_run_id in ids]
     assert len(ids) >= 4 and len({flow_run_id[:8] for flow_run_id in ids}) == 1
     records = [json.loads(run.record_path().read_text()) for run in runs]
     assert {record["flow_run_id"] for record in records} == ids
     assert [len(record["attempts"]) for record in records] == [1] * len(ids)
-    started = [line["run"] for run in runs for line in pool.noted(run) if line["what"] == "start"]
+    started = [
+        line["run"] for run in runs for line in pool.read_lines_of(run) if line["what"] == "start"
+    ]
     assert len(started) == len(set(started)) == len(ids)
 
 
@@ -360,7 +366,7 @@ def test_failing_node_is_avoided_and_drained_after_a_second_failed_run(
 ) -> None:
     first_host = host("a1", tmp_path / "a1", server.api)
     second_host = host("a2", tmp_path / "a2", server.api)
-    pool = GangPool(ground=first_host, server=server, name="hosts", nodes={"a1": 8, "a2": 8})
+    pool = GangPool(host_env=first_host, server=server, name="hosts", nodes={"a1": 8, "a2": 8})
     pool.set_up()
     command_that_fails_on_a1 = f'case "$MUSTER_NODES" in a1*) echo "{XID}" >&2; exit 1;; esac'
     spec = pool.spec(
@@ -371,7 +377,7 @@ def test_failing_node_is_avoided_and_drained_after_a_second_failed_run(
 
     def wait_for_nodes(run: Run) -> str:
         """Wait until the run has completed, and return its granted nodes."""
-        run.until_state("COMPLETED")
+        run.wait_for_state("COMPLETED")
         return read_grant(run)
 
     def count_requeues(run: Run) -> int:
@@ -407,7 +413,7 @@ def test_failing_node_is_avoided_and_drained_after_a_second_failed_run(
         ).stdout
         assert "a1 is drained until " in output and f"by {second.name}" in output
     finally:
-        pool.empty()
+        pool.cancel_all()
         first_host.clear()
         second_host.clear()
 
@@ -440,23 +446,23 @@ def test_run_is_requeued_before_start_if_its_node_lost_a_gpu(
     gpu_count_file.write_text("8")
     gpu_host = host("b1", tmp_path / "b1", server.api)
     gpu_host.variables = {**gpu_host.variables, "PYTHONPATH": str(tmp_path)}
-    pool = GangPool(ground=gpu_host, server=server, name="driver", nodes={"b1": 8})
+    pool = GangPool(host_env=gpu_host, server=server, name="driver", nodes={"b1": 8})
     pool.set_up()
     try:
         pool.start_worker()
-        pool.submit(pool.spec(gpus=8, lasts_s=0.1)).until_state("COMPLETED")
+        pool.submit(pool.spec(gpus=8, lasts_s=0.1)).wait_for_state("COMPLETED")
         gpu_count_file.write_text("7")
         run = pool.submit(pool.spec(gpus=8, lasts_s=0.1))
-        until(
+        wait_for(
             lambda: (run.flow_run()["run_count"] or 0) and run.state()[0] == "SCHEDULED",
             "the run is queued again",
         )
-        assert pool.noted(run) == []
+        assert pool.read_lines_of(run) == []
         gpu_count_file.write_text("8")
 
-        run.until_state("COMPLETED")
+        run.wait_for_state("COMPLETED")
     finally:
-        pool.empty()
+        pool.cancel_all()
         gpu_host.clear()
 
     first_attempt = json.loads(run.record_path().read_text())["attempts"][0]

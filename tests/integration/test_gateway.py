@@ -31,7 +31,7 @@ from tasks.rollout.router import Entrypoint, Router
 from tasks.rollout.sync import InFlight, NoSuchSync
 from tasks.spec.errors import MusterError
 from tests.support.dummy_server import DummyServer
-from tests.support.fleet_fakes import settings_of
+from tests.support.fleet_fakes import make_settings
 
 pytestmark = pytest.mark.asyncio
 
@@ -43,7 +43,7 @@ class FakeFleet:
     """A fake fleet, which lists the active servers and records the reports of the gateway."""
 
     def __init__(self, *, limit: int | None = None, **settings: Any) -> None:
-        self.settings = settings_of(**{"paths": (ANY_PATH,), **settings})
+        self.settings = make_settings(**{"paths": (ANY_PATH,), **settings})
         self.router = Router(limit=limit, queue_size=self.settings.queue_size)
         self.failures: list[tuple[int, int, str]] = []
         #: Number of tokens that the gateway has reported for each server, by rank and epoch. Each
@@ -126,7 +126,7 @@ class FakeFleet:
         return answer
 
 
-class Scene:
+class GatewaySetup:
     """The setup of a test: a gateway, a fake fleet with dummy servers, and an HTTP client."""
 
     def __init__(self, fleet: FakeFleet, gateway: Gateway, servers: list[DummyServer]) -> None:
@@ -162,14 +162,14 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene(
+async def gateway_setup(
     count: int = 2,
     *,
     limit: int | None = None,
     settings: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
-) -> AsyncIterator[Scene]:
-    """Yield a `Scene`: a gateway, a fake fleet with dummy servers, and an HTTP client.
+) -> AsyncIterator[GatewaySetup]:
+    """Yield a `GatewaySetup`: a gateway, a fake fleet with dummy servers, and an HTTP client.
 
     `count` is the number of servers, `limit` and `settings` are arguments of the fake fleet, and
     `options` are arguments of the gateway.
@@ -181,7 +181,7 @@ async def scene(
     gateway = Gateway(fleet, **options)
     await gateway.start()
     fleet.serve(*servers)
-    setup = Scene(fleet, gateway, servers)
+    setup = GatewaySetup(fleet, gateway, servers)
     try:
         async with asyncio.timeout(_DEADLINE_S):
             yield setup
@@ -215,7 +215,7 @@ async def until(is_true: Callable[[], Any], description: str) -> None:
 )
 async def test_every_method_and_path_reaches_a_server_unchanged(method: str) -> None:
     async with (
-        scene(1) as setup,
+        gateway_setup(1) as setup,
         setup.ask("/a%2Fb//c?x=1&x=%20", method=method, data=b"z") as answer,
     ):
         content = await answer.read()
@@ -250,7 +250,7 @@ async def test_every_method_and_path_reaches_a_server_unchanged(method: str) -> 
 async def test_only_requests_that_any_server_can_answer_are_forwarded(
     method: str, path: str, is_forwarded: bool
 ) -> None:
-    async with scene(1, settings={"paths": ("/act",)}) as setup:
+    async with gateway_setup(1, settings={"paths": ("/act",)}) as setup:
         async with setup.client.request(method, path, json={}) as answer:
             text = await answer.text()
 
@@ -261,7 +261,7 @@ async def test_only_requests_that_any_server_can_answer_are_forwarded(
 
 
 async def test_metrics_report_requests_engines_and_weight_versions() -> None:
-    async with scene(2, token="secret", settings={"paths": None}) as setup:
+    async with gateway_setup(2, token="secret", settings={"paths": None}) as setup:
         engine = {"engine": 0, "state": "active", "version": 7, "recoveries": 2}
         setup.fleet.seen = {"version": 7, "engines": [engine, {**engine, "engine": 1}]}
         bearer = {"Authorization": "Bearer secret"}
@@ -289,7 +289,7 @@ async def test_metrics_report_requests_engines_and_weight_versions() -> None:
 
 
 async def test_health_is_ok_if_any_server_is_active() -> None:
-    async with scene(1, token="secret") as setup:
+    async with gateway_setup(1, token="secret") as setup:
         async with setup.client.get("/health") as answer:
             assert (answer.status, await answer.json()) == (200, {"status": "ok"})
         setup.fleet.serve()
@@ -303,7 +303,7 @@ async def test_health_is_ok_if_any_server_is_active() -> None:
 
 
 async def test_requests_of_a_user_are_one_session_if_configured() -> None:
-    async with scene(3, settings={"paths": None, "session_by_user": True}) as setup:
+    async with gateway_setup(3, settings={"paths": None, "session_by_user": True}) as setup:
         ranks = [await setup.request_rank(json={"user": "me"}) for _ in range(3)]
 
     assert len(set(ranks)) == 1
@@ -322,7 +322,7 @@ async def test_all_headers_except_connection_headers_are_forwarded_both_ways() -
         ("TE", "trailers"),
         ("Proxy-Authorization", "secret"),
     ]
-    async with scene(1) as setup:
+    async with gateway_setup(1) as setup:
         raw = "".join(f"{name}: {value}\r\n" for name, value in sent).encode("latin-1")
         head, body = await exchange(
             setup.gateway, b"GET /x HTTP/1.1\r\nHost: localhost\r\n" + raw + b"\r\n"
@@ -367,7 +367,7 @@ async def test_request_body_arrives_unchanged(size: int, is_chunked: bool) -> No
             yield body[start : start + 100_000]
 
     async with (
-        scene(1) as setup,
+        gateway_setup(1) as setup,
         setup.ask("/x", data=stream_body() if is_chunked else body) as answer,
     ):
         received = await answer.json()
@@ -381,7 +381,7 @@ async def test_request_body_above_the_limit_is_refused(
     framing: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forwarding, "_LONGEST_BODY", 1000)
-    async with scene(1) as setup:
+    async with gateway_setup(1) as setup:
         reader, writer = await connected(setup.gateway)
         writer.write(b"POST /x HTTP/1.1\r\nHost: localhost\r\n%b\r\n\r\n" % framing)
         writer.write(b"3e9\r\n" + bytes(1001))
@@ -393,7 +393,7 @@ async def test_request_body_above_the_limit_is_refused(
 
 
 async def test_client_that_expects_100_continue_gets_it() -> None:
-    async with scene(1) as setup:
+    async with gateway_setup(1) as setup:
         reader, writer = await connected(setup.gateway)
         writer.write(
             b"POST /x HTTP/1.1\r\nHost: localhost\r\n"
@@ -409,12 +409,15 @@ async def test_client_that_expects_100_continue_gets_it() -> None:
 
 
 async def test_large_response_arrives_unchanged() -> None:
-    async with scene(1) as setup, setup.ask("/large?bytes=20000000", method="GET") as answer:
+    async with (
+        gateway_setup(1) as setup,
+        setup.ask("/large?bytes=20000000", method="GET") as answer,
+    ):
         assert len(await answer.read()) == 20_000_000
 
 
 async def test_slow_client_slows_its_server_instead_of_filling_a_buffer() -> None:
-    async with scene(1) as setup:
+    async with gateway_setup(1) as setup:
         counts = setup.servers[0].counts
         async with setup.ask("/large?bytes=200000000", method="GET") as answer:
             await answer.content.readexactly(1)
@@ -430,7 +433,7 @@ async def test_slow_client_slows_its_server_instead_of_filling_a_buffer() -> Non
 
 
 async def test_stream_arrives_piece_by_piece() -> None:
-    async with scene(1) as setup:
+    async with gateway_setup(1) as setup:
         setup.servers[0].misbehave(kind="step")
         async with setup.ask(json={"stream": True, "max_tokens": 3}) as answer:
             lines = []
@@ -446,7 +449,7 @@ async def test_stream_arrives_piece_by_piece() -> None:
 
 @pytest.mark.parametrize("status", [400, 404, 422, 429, 500, 502])
 async def test_response_with_an_error_status_is_forwarded(status: int) -> None:
-    async with scene(2) as setup:
+    async with gateway_setup(2) as setup:
         setup.servers[0].misbehave(kind="status", status=status)
         async with setup.ask() as answer:
             content = await answer.json()
@@ -460,7 +463,7 @@ async def test_response_with_an_error_status_is_forwarded(status: int) -> None:
 
 
 async def test_error_of_a_server_with_a_dead_engine_is_retried_elsewhere() -> None:
-    async with scene(2) as setup:
+    async with gateway_setup(2) as setup:
         setup.servers[0].misbehave(kind="status", status=500)
         setup.fleet.dying.add(setup.servers[0].url)
 
@@ -471,7 +474,7 @@ async def test_error_of_a_server_with_a_dead_engine_is_retried_elsewhere() -> No
 
 
 async def test_only_responses_to_generation_requests_are_counted() -> None:
-    async with scene(1) as setup:
+    async with gateway_setup(1) as setup:
         for path in ("/v1/models", "/large?bytes=200000"):
             async with setup.ask(path, method="GET") as answer:
                 assert answer.status == 200 and await answer.read()
@@ -509,7 +512,7 @@ async def test_only_responses_to_generation_requests_are_counted() -> None:
 async def test_session_stays_on_its_server_and_moves_if_the_server_is_gone(
     session: dict[str, Any],
 ) -> None:
-    async with scene(3) as setup:
+    async with gateway_setup(3) as setup:
         ranks_before = [await setup.request_rank(**session) for _ in range(4)]
         setup.fleet.serve(*(server for server in setup.servers if server.rank != ranks_before[0]))
         ranks_after = [await setup.request_rank(**session) for _ in range(4)]
@@ -531,7 +534,7 @@ async def test_session_stays_on_its_server_and_moves_if_the_server_is_gone(
 )
 async def test_requests_without_a_session_rotate_over_the_servers(body: bytes) -> None:
     headers = {"Content-Type": "application/json"}
-    async with scene(3) as setup:
+    async with gateway_setup(3) as setup:
         ranks = [await setup.request_rank(path="/x", data=body, headers=headers) for _ in range(3)]
 
     assert sorted(ranks) == [0, 1, 2]
@@ -544,7 +547,7 @@ async def test_requests_without_a_session_rotate_over_the_servers(body: bytes) -
 async def test_request_without_a_started_response_is_retried_on_another_server_once(
     kind: str,
 ) -> None:
-    async with scene(2) as setup:
+    async with gateway_setup(2) as setup:
         setup.servers[0].misbehave(kind=kind)
 
         assert await setup.request_rank() == 1
@@ -554,7 +557,7 @@ async def test_request_without_a_started_response_is_retried_on_another_server_o
 
 
 async def test_server_without_a_listener_is_skipped() -> None:
-    async with scene(2) as setup:
+    async with gateway_setup(2) as setup:
         await setup.servers[0].stop()
 
         assert await setup.request_rank() == 1
@@ -563,7 +566,7 @@ async def test_server_without_a_listener_is_skipped() -> None:
 
 
 async def test_request_refused_by_a_busy_server_is_retried_on_one_other() -> None:
-    async with scene(3) as setup:
+    async with gateway_setup(3) as setup:
         setup.servers[0].misbehave(kind="status", status=503)
 
         assert await setup.request_rank() == 1
@@ -577,7 +580,7 @@ async def test_request_refused_by_a_busy_server_is_retried_on_one_other() -> Non
 
 
 async def test_response_of_a_busy_server_is_forwarded_after_the_last_retry() -> None:
-    async with scene(4) as setup:
+    async with gateway_setup(4) as setup:
         for server in setup.servers[:2]:
             server.misbehave(kind="reset")
         for server in setup.servers[2:]:
@@ -588,7 +591,7 @@ async def test_response_of_a_busy_server_is_forwarded_after_the_last_retry() -> 
 
 
 async def test_retries_are_limited_and_the_final_error_is_retryable() -> None:
-    async with scene(5) as setup:
+    async with gateway_setup(5) as setup:
         for server in setup.servers:
             server.misbehave(kind="reset")
         async with setup.ask() as answer:
@@ -602,7 +605,7 @@ async def test_no_retry_starts_after_the_time_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(forwarding, "_RETRY_FOR_S", -1.0)
-    async with scene(3) as setup:
+    async with gateway_setup(3) as setup:
         setup.servers[0].misbehave(kind="reset")
         async with setup.ask() as answer:
             assert answer.status == 502
@@ -611,7 +614,7 @@ async def test_no_retry_starts_after_the_time_limit(
 
 
 async def test_request_is_retried_on_the_only_server() -> None:
-    async with scene(1) as setup:
+    async with gateway_setup(1) as setup:
         setup.servers[0].misbehave(kind="reset", times=1)
 
         assert await setup.request_rank() == 0
@@ -619,7 +622,7 @@ async def test_request_is_retried_on_the_only_server() -> None:
 
 
 async def test_broken_stream_ends_with_an_error_event_and_is_not_retried() -> None:
-    async with scene(2) as setup:
+    async with gateway_setup(2) as setup:
         setup.servers[0].misbehave(kind="die_mid_stream", after=2)
         async with setup.ask(json={"stream": True}) as answer:
             received = b""
@@ -637,7 +640,10 @@ async def test_broken_stream_ends_with_an_error_event_and_is_not_retried() -> No
 
 
 async def test_client_notices_an_incomplete_response() -> None:
-    async with scene(2) as setup, setup.ask("/large?bytes=50000000", method="GET") as answer:
+    async with (
+        gateway_setup(2) as setup,
+        setup.ask("/large?bytes=50000000", method="GET") as answer,
+    ):
         await answer.content.readexactly(1)
         await setup.servers[0].stop()
         with pytest.raises(aiohttp.ClientPayloadError):
@@ -647,7 +653,7 @@ async def test_client_notices_an_incomplete_response() -> None:
 
 
 async def test_http_1_0_connection_is_reset_if_the_response_is_incomplete() -> None:
-    async with scene(1) as setup:
+    async with gateway_setup(1) as setup:
         setup.servers[0].misbehave(kind="step")
         reader, writer = await connected(setup.gateway)
         body = b'{"stream": true}'
@@ -664,7 +670,7 @@ async def test_http_1_0_connection_is_reset_if_the_response_is_incomplete() -> N
 
 
 async def test_requests_to_a_removed_engine_are_retried_on_another_at_once() -> None:
-    async with scene(2) as setup:
+    async with gateway_setup(2) as setup:
         first, second = setup.servers
         first.misbehave(kind="hang")
         request_task = asyncio.create_task(setup.request_rank())
@@ -680,7 +686,7 @@ async def test_requests_to_a_removed_engine_are_retried_on_another_at_once() -> 
 
 
 async def test_unanswered_request_is_retried_on_the_next_epoch_of_the_engine() -> None:
-    async with scene(1) as setup:
+    async with gateway_setup(1) as setup:
         setup.servers[0].misbehave(kind="hang", times=1)
         request_task = asyncio.create_task(setup.request_rank())
         await until(lambda: setup.servers[0].counts.now, "a server has the request")
@@ -692,7 +698,7 @@ async def test_unanswered_request_is_retried_on_the_next_epoch_of_the_engine() -
 
 
 async def test_requests_get_the_reason_if_the_last_server_is_removed() -> None:
-    async with scene(2) as setup:
+    async with gateway_setup(2) as setup:
         for server in setup.servers:
             server.misbehave(kind="hang")
         request_tasks = [asyncio.create_task(request_refusal(setup, id=str(i))) for i in range(8)]
@@ -709,7 +715,7 @@ async def test_requests_get_the_reason_if_the_last_server_is_removed() -> None:
 
 
 async def request_refusal(
-    setup: Scene, **options: Any
+    setup: GatewaySetup, **options: Any
 ) -> tuple[int, Mapping[str, str], dict[str, Any]]:
     """Send a request that the gateway must refuse; return the status, the headers and the error."""
     async with setup.ask(**options) as answer:
@@ -730,7 +736,7 @@ async def test_requests_of_a_killed_server_are_answered_by_the_other_servers() -
         stdout=asyncio.subprocess.PIPE,
     )
     try:
-        async with scene(2) as setup:
+        async with gateway_setup(2) as setup:
             assert victim.stdout is not None
             killed_server = DummyServer(9)
             killed_server.port = int(await victim.stdout.readline())
@@ -774,7 +780,7 @@ async def test_every_request_gets_one_end_that_it_can_tell_whatever_the_servers_
     kinds = ["ok", "reset", "garbage", "die_mid_stream", "status", "hang"]
     outcomes: Counter[str] = Counter()
 
-    async def send_request(setup: Scene, id: str) -> None:
+    async def send_request(setup: GatewaySetup, id: str) -> None:
         body = {
             "stream": random_source.random() < 0.5,
             "session_id": f"s{random_source.randrange(9)}",
@@ -795,7 +801,7 @@ async def test_every_request_gets_one_end_that_it_can_tell_whatever_the_servers_
             assert json.loads(content)["error"]["retryable"] is True
             outcomes["refused"] += 1
 
-    async with scene(4, limit=8) as setup:
+    async with gateway_setup(4, limit=8) as setup:
         request_tasks = []
         for number in range(400):
             request_tasks.append(asyncio.create_task(send_request(setup, f"r{number}")))
@@ -819,7 +825,7 @@ async def test_every_request_gets_one_end_that_it_can_tell_whatever_the_servers_
 
 
 async def test_without_an_active_server_a_request_is_refused_at_once_with_the_reason() -> None:
-    async with scene(1) as setup:
+    async with gateway_setup(1) as setup:
         setup.fleet.serve(why_none="rank 0 is being started again: killed by SIGKILL")
         status, headers, error = await request_refusal(setup)
 
@@ -832,7 +838,7 @@ async def test_without_an_active_server_a_request_is_refused_at_once_with_the_re
 
 
 async def test_new_requests_wait_and_old_requests_finish_while_the_router_is_closed() -> None:
-    async with scene(1) as setup:
+    async with gateway_setup(1) as setup:
         setup.servers[0].misbehave(kind="hang")
         old_request = asyncio.create_task(setup.request_rank(id="old"))
         await until(lambda: setup.servers[0].counts.now, "the server has the old request")
@@ -851,7 +857,7 @@ async def test_new_requests_wait_and_old_requests_finish_while_the_router_is_clo
 
 
 async def test_aborted_requests_are_retried_after_the_router_opens() -> None:
-    async with scene(1) as setup:
+    async with gateway_setup(1) as setup:
         setup.servers[0].misbehave(kind="hang")
         request_task = asyncio.create_task(setup.request_rank())
         await until(lambda: setup.servers[0].counts.now, "a server has the request")
@@ -868,7 +874,7 @@ async def test_aborted_requests_are_retried_after_the_router_opens() -> None:
 
 
 async def test_response_names_its_engine_epoch_and_weight_version() -> None:
-    async with scene(1) as setup:
+    async with gateway_setup(1) as setup:
         setup.fleet.version = 7
         setup.fleet.serve(*setup.servers, epoch=3)
         async with setup.ask() as answer:
@@ -887,7 +893,7 @@ async def test_response_names_its_engine_epoch_and_weight_version() -> None:
 
 
 async def test_no_server_is_blamed_if_the_gateway_has_no_file_descriptor_left() -> None:
-    async with scene(1) as setup:
+    async with gateway_setup(1) as setup:
         reader, writer = await connected(setup.gateway)
         writer.write(b"GET /muster/health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         await reader.readuntil(b"}")  # The gateway has accepted the connection.
@@ -909,7 +915,7 @@ async def test_no_server_is_blamed_if_the_gateway_has_no_file_descriptor_left() 
 
 
 async def test_request_is_cancelled_if_its_client_disconnects() -> None:
-    async with scene(1) as setup:
+    async with gateway_setup(1) as setup:
         setup.servers[0].misbehave(kind="hang")
         request_task = asyncio.create_task(setup.request_rank())
         await until(lambda: setup.servers[0].counts.now, "a server has the request")
@@ -926,7 +932,7 @@ async def test_request_is_cancelled_if_its_client_disconnects() -> None:
 
 
 async def test_stopping_gateway_finishes_requests_until_the_limit_and_cuts_the_rest() -> None:
-    async with scene(2) as setup:
+    async with gateway_setup(2) as setup:
         for server in setup.servers:
             server.misbehave(kind="hang")
         cut_request = asyncio.create_task(request_refusal(setup, id="0"))
@@ -945,7 +951,7 @@ async def test_stopping_gateway_finishes_requests_until_the_limit_and_cuts_the_r
 
 
 async def test_idle_client_connections_do_not_delay_the_stop_of_the_gateway() -> None:
-    async with scene(1) as setup:
+    async with gateway_setup(1) as setup:
         assert await setup.request_rank() == 0  # The client keeps its connection open.
         reader, writer = await connected(setup.gateway)
 
@@ -966,7 +972,7 @@ async def test_gateway_with_a_taken_address_raises_os_error() -> None:
 
 
 async def test_snapshot_request_returns_the_snapshot_of_the_fleet() -> None:
-    async with scene(1) as setup:
+    async with gateway_setup(1) as setup:
         async with setup.client.get("/muster/rollout") as answer:
             assert await answer.json() == {"state": "serving"}
         async with setup.client.get("/muster/health") as answer:
@@ -974,14 +980,14 @@ async def test_snapshot_request_returns_the_snapshot_of_the_fleet() -> None:
         assert not setup.servers[0].counts.total
 
 
-async def send_order(setup: Scene, name: str, body: Any = None) -> tuple[int, Any]:
+async def send_order(setup: GatewaySetup, name: str, body: Any = None) -> tuple[int, Any]:
     """Send a control request to the gateway; return the status and the JSON of the response."""
     async with setup.client.post(f"/muster/rollout/{name}", json=body) as answer:
         return answer.status, await answer.json()
 
 
 async def test_caller_gets_the_result_of_the_check() -> None:
-    async with scene(1) as setup:
+    async with gateway_setup(1) as setup:
         status, answer = await send_order(setup, "check", {})
 
     assert status == 200
@@ -1018,7 +1024,7 @@ async def test_caller_gets_the_result_of_the_check() -> None:
 async def test_an_order_forwards_its_arguments(
     name: str, body: dict[str, Any], order: tuple[Any, ...]
 ) -> None:
-    async with scene(0) as setup:
+    async with gateway_setup(0) as setup:
         status, _ = await send_order(setup, name, body)
 
         assert status == 200
@@ -1042,7 +1048,7 @@ async def test_an_order_forwards_its_arguments(
 async def test_control_request_acts_on_the_object_in_its_path(
     method: str, path: str, body: Any, order: tuple[Any, ...]
 ) -> None:
-    async with scene(0) as setup:
+    async with gateway_setup(0) as setup:
         async with setup.client.request(method, path, json=body) as answer:
             assert answer.status == (202 if path.startswith("/workers") else 200)
 
@@ -1050,7 +1056,7 @@ async def test_control_request_acts_on_the_object_in_its_path(
 
 
 async def test_workers_are_listed_in_the_format_of_sglang_router() -> None:
-    async with scene(0) as setup, setup.client.get("/workers") as answer:
+    async with gateway_setup(0) as setup, setup.client.get("/workers") as answer:
         assert (answer.status, await answer.json()) == (200, {"workers": [], "total": 0})
 
 
@@ -1067,7 +1073,7 @@ for method, path in (("POST", "/v1/chat/completions"), ("DELETE", "/workers/0"))
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 async def test_another_user_of_the_machine_may_nothing_without_a_token() -> None:
-    async with scene(1) as setup:
+    async with gateway_setup(1) as setup:
         port = setup.gateway.url.rpartition(":")[2]
         arguments = (sys.executable, "-I", "-c", _REQUESTS_OF_NOBODY, port)
         process = await asyncio.create_subprocess_exec(*arguments, stdout=subprocess.PIPE)
@@ -1105,7 +1111,7 @@ async def test_another_user_of_the_machine_may_nothing_without_a_token() -> None
 async def test_error_of_an_invalid_control_request_names_the_fault(
     name: str, body: Any, complaint: str
 ) -> None:
-    async with scene(0) as setup:
+    async with gateway_setup(0) as setup:
         status, answer = await send_order(setup, name, body)
 
         assert status == 422
@@ -1125,7 +1131,7 @@ async def test_error_of_an_invalid_control_request_names_the_fault(
 async def test_error_of_a_control_request_has_the_fleets_message_and_a_fitting_status(
     exception: Exception, status: int
 ) -> None:
-    async with scene(0) as setup:
+    async with gateway_setup(0) as setup:
         setup.fleet.refuses = exception
         response_status, answer = await send_order(setup, "check", {})
 
@@ -1150,12 +1156,12 @@ async def test_error_of_a_control_request_has_the_fleets_message_and_a_fitting_s
 async def test_unknown_paths_and_methods_of_the_gateway_are_refused(
     method: str, path: str, status: int
 ) -> None:
-    async with scene(1) as setup, setup.client.request(method, path) as answer:
+    async with gateway_setup(1) as setup, setup.client.request(method, path) as answer:
         assert answer.status == status
 
 
 async def test_control_request_continues_if_its_client_disconnects() -> None:
-    async with scene(0) as setup:
+    async with gateway_setup(0) as setup:
         setup.fleet.hold = asyncio.Event()
         order_task = asyncio.create_task(send_order(setup, "check", {}))
         await until(lambda: setup.fleet.orders, "the order has begun")
@@ -1172,7 +1178,7 @@ async def test_control_request_continues_if_its_client_disconnects() -> None:
 
 
 async def test_requests_without_the_required_token_are_refused() -> None:
-    async with scene(1, token="secret") as setup:
+    async with gateway_setup(1, token="secret") as setup:
         for path in ("/v1/models", "/muster/rollout"):
             async with setup.client.get(path) as answer:
                 assert answer.status == 401
@@ -1183,14 +1189,20 @@ async def test_requests_without_the_required_token_are_refused() -> None:
 
 
 async def test_health_of_the_gateway_needs_no_token() -> None:
-    async with scene(1, token="secret") as setup, setup.client.get("/muster/health") as answer:
+    async with (
+        gateway_setup(1, token="secret") as setup,
+        setup.client.get("/muster/health") as answer,
+    ):
         assert answer.status == 200
         assert await answer.json() == {"ok": True, "ready": False}
 
 
 async def test_token_of_the_gateway_is_not_forwarded_to_a_server() -> None:
     headers = {"Authorization": "Bearer secret"}
-    async with scene(1, token="secret") as setup, setup.ask("/x", headers=headers) as answer:
+    async with (
+        gateway_setup(1, token="secret") as setup,
+        setup.ask("/x", headers=headers) as answer,
+    ):
         received = await answer.json()
 
     assert answer.status == 200
@@ -1198,7 +1210,7 @@ async def test_token_of_the_gateway_is_not_forwarded_to_a_server() -> None:
 
 
 async def test_page_of_another_origin_cannot_control_the_fleet() -> None:
-    async with scene(0) as setup:
+    async with gateway_setup(0) as setup:
         for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
             async with setup.client.post("/muster/rollout/sync", headers=headers) as answer:
                 assert answer.status == 403

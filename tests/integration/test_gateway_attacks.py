@@ -16,11 +16,11 @@ from tasks.rollout import http1
 from tasks.rollout.gateway import Gateway
 from tests.integration.test_gateway import (
     FakeFleet,
-    Scene,
+    GatewaySetup,
     connected,
     event_loop_policy,
     exchange,
-    scene,
+    gateway_setup,
     until,
 )
 from tests.support.attack_programs import FLOODS, only_as_root, start_as_another_user
@@ -58,7 +58,7 @@ async def read_line(process: subprocess.Popen[bytes], line_to_send: str = "") ->
 
 @asynccontextmanager
 async def start_attacker(
-    setup: Scene, script: str, *arguments: object
+    setup: GatewaySetup, script: str, *arguments: object
 ) -> AsyncIterator[subprocess.Popen[bytes]]:
     """Run a script as another user while the context is open.
 
@@ -89,7 +89,7 @@ def count_client_sockets(gateway: Gateway) -> int:
 
 @only_as_root
 async def test_another_user_is_refused_while_no_file_can_be_opened() -> None:
-    async with scene(1) as setup, start_attacker(setup, REQUESTER) as attacker:
+    async with gateway_setup(1) as setup, start_attacker(setup, REQUESTER) as attacker:
         assert await read_line(attacker) == "connected"
         own_reader, own_writer = await connected(setup.gateway)
         own_writer.write(b"GET /muster/health HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -114,7 +114,7 @@ async def test_another_user_is_refused_if_the_kernel_cannot_be_asked(
     def fail_to_ask_kernel(*ends: object) -> int | None:
         raise OSError(1, "not allowed here")
 
-    async with scene(1) as setup:
+    async with gateway_setup(1) as setup:
         table = setup.gateway._admission._table
         monkeypatch.setattr(table, "user_of_connection", fail_to_ask_kernel)
         async with start_attacker(setup, REQUESTER) as attacker:
@@ -130,7 +130,7 @@ async def test_silent_connections_of_another_user_are_few_and_are_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(http1, "SILENT_AT_MOST_S", 1.0)
-    async with scene(1) as setup, start_attacker(setup, FLOODS, 1500, 0) as attacker:
+    async with gateway_setup(1) as setup, start_attacker(setup, FLOODS, 1500, 0) as attacker:
         await read_line(attacker)
 
         assert count_client_sockets(setup.gateway) <= setup.gateway._admission.bounds.strangers + 2
@@ -148,7 +148,7 @@ async def test_half_heads_of_another_user_are_refused_or_closed(
     monkeypatch.setattr(http1, "HEAD_WITHIN_S", 1.0)
     monkeypatch.setattr(http1, "_LINGER_S", 0.2)
     for size in (120_000, 30_000):
-        async with scene(1) as setup, start_attacker(setup, FLOODS, 100, size) as attacker:
+        async with gateway_setup(1) as setup, start_attacker(setup, FLOODS, 100, size) as attacker:
             await read_line(attacker)
 
             await until(
@@ -161,7 +161,7 @@ async def test_incomplete_head_of_the_same_user_is_refused_by_size_and_by_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(http1, "HEAD_WITHIN_S", 0.2)
-    async with scene(1) as setup:
+    async with gateway_setup(1) as setup:
         statuses = []
         for size in (100_000, 10_000):
             reader, writer = await connected(setup.gateway)
@@ -176,7 +176,7 @@ async def test_a_body_that_stops_coming_is_not_waited_for_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(http1, "BODY_PIECE_WITHIN_S", 0.2)
-    async with scene(1) as setup:
+    async with gateway_setup(1) as setup:
         reader, writer = await connected(setup.gateway)
         writer.write(b"POST /x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nabc")
         answer = await reader.read()
@@ -190,7 +190,7 @@ async def test_idle_connections_are_closed_after_a_time_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(http1, "IDLE_AT_MOST_S", 0.2)
-    async with scene(1) as setup:
+    async with gateway_setup(1) as setup:
         reader, writer = await connected(setup.gateway)
         writer.write(b"GET /x HTTP/1.1\r\nHost: localhost\r\n\r\n")
         answer = await reader.read()
@@ -200,7 +200,7 @@ async def test_idle_connections_are_closed_after_a_time_limit(
 
 
 async def test_nothing_is_answered_after_a_refusal() -> None:
-    async with scene(1, token="secret") as setup:
+    async with gateway_setup(1, token="secret") as setup:
         reader, writer = await connected(setup.gateway)
         pipelined_request = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n%b\r\n"
         writer.write(
@@ -223,7 +223,7 @@ async def test_number_of_connections_is_limited_and_leaves_file_descriptors_for_
     limit = len(os.listdir("/proc/self/fd")) + 200
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, old_limits[1]))
     try:
-        async with scene(1) as setup:
+        async with gateway_setup(1) as setup:
             count = setup.gateway._admission.bounds.in_all
             connections = [await connected(setup.gateway) for _ in range(count + 1)]
 
@@ -278,7 +278,7 @@ async def test_number_of_connections_is_limited_and_leaves_file_descriptors_for_
     ],
 )
 async def test_a_path_that_may_lead_elsewhere_is_not_passed_on(path: str) -> None:
-    async with scene(1, settings={"paths": None}) as setup:
+    async with gateway_setup(1, settings={"paths": None}) as setup:
         for method in ("GET", "POST"):
             request = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n"
             head, _ = await exchange(setup.gateway, request.encode())
@@ -300,7 +300,7 @@ async def test_a_path_that_may_lead_elsewhere_is_not_passed_on(path: str) -> Non
     ],
 )
 async def test_requests_with_model_names_in_the_path_are_forwarded(path: str) -> None:
-    async with scene(1, settings={"paths": None}) as setup:
+    async with gateway_setup(1, settings={"paths": None}) as setup:
         head, _ = await exchange(
             setup.gateway, f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
         )
@@ -336,7 +336,7 @@ async def test_a_foreign_page_gets_nothing(header: str) -> None:
         "OPTIONS /v1/chat/completions",
         "HEAD /v1/models",
     )
-    async with scene(1) as setup:
+    async with gateway_setup(1) as setup:
         for line in lines:
             reader, writer = await connected(setup.gateway)
             writer.write(f"{line} HTTP/1.1\r\n{header}\r\nContent-Length: 0\r\n\r\n".encode())
@@ -349,7 +349,7 @@ async def test_a_foreign_page_gets_nothing(header: str) -> None:
 
 
 async def test_preflight_request_of_a_browser_gets_no_permission() -> None:
-    async with scene(1, token="secret") as setup:
+    async with gateway_setup(1, token="secret") as setup:
         reader, writer = await connected(setup.gateway)
         writer.write(
             b"OPTIONS /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"

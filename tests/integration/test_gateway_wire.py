@@ -9,7 +9,13 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tests.faults.gateway_fuzz import fuzz
-from tests.integration.test_gateway import Scene, connected, event_loop_policy, exchange, scene
+from tests.integration.test_gateway import (
+    GatewaySetup,
+    connected,
+    event_loop_policy,
+    exchange,
+    gateway_setup,
+)
 
 pytestmark = pytest.mark.asyncio
 __all__ = ("event_loop_policy",)  # A pytest fixture.
@@ -61,7 +67,7 @@ _CHUNKED = _POST + b"Transfer-Encoding: chunked\r\n\r\n"
 async def test_ambiguous_requests_are_rejected_and_the_connection_is_closed(
     status: int, request_: bytes
 ) -> None:
-    async with scene(1) as setup:
+    async with gateway_setup(1) as setup:
         reader, writer = await connected(setup.gateway)
         writer.write(request_ + _GET + b"\r\n")
         answer = await reader.read()
@@ -73,7 +79,7 @@ async def test_ambiguous_requests_are_rejected_and_the_connection_is_closed(
 
 
 async def test_pipelined_requests_are_answered_in_order() -> None:
-    async with scene(2) as setup:
+    async with gateway_setup(2) as setup:
         reader, writer = await connected(setup.gateway)
         numbers = range(200)
         writer.write(
@@ -93,7 +99,7 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
 async def test_connection_is_kept_open_if_the_client_asks_for_it(
     version: str, connection: str, is_kept: bool
 ) -> None:
-    async with scene(1) as setup:
+    async with gateway_setup(1) as setup:
         reader, writer = await connected(setup.gateway)
         line = f"Connection: {connection}\r\n" if connection else ""
         request = f"GET /v1/models HTTP/{version}\r\nHost: localhost\r\n{line}\r\n".encode()
@@ -111,7 +117,7 @@ async def test_connection_is_kept_open_if_the_client_asks_for_it(
 
 
 async def test_client_that_is_still_sending_gets_the_refusal() -> None:
-    async with scene(1, token="secret") as setup:
+    async with gateway_setup(1, token="secret") as setup:
         reader, writer = await connected(setup.gateway)
         writer.write(_POST + b"Content-Length: 100000000\r\n\r\n")
         for _ in range(100):
@@ -126,7 +132,9 @@ Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 @asynccontextmanager
-async def start_answering_server(raw: bytes, answer: Answer | None = None) -> AsyncIterator[Scene]:
+async def start_answering_server(
+    raw: bytes, answer: Answer | None = None
+) -> AsyncIterator[GatewaySetup]:
     """Yield a gateway in front of a server that sends these bytes and closes the connection.
 
     If `answer` is given, this function handles the connections of the server instead.
@@ -138,7 +146,7 @@ async def start_answering_server(raw: bytes, answer: Answer | None = None) -> As
         writer.close()
 
     server = await asyncio.start_server(answer or answer_once, "127.0.0.1", 0)
-    async with scene(1) as setup:
+    async with gateway_setup(1) as setup:
         setup.servers[0].port, own_port = server.sockets[0].getsockname()[1], setup.servers[0].port
         setup.fleet.serve(setup.servers[0], epoch=2)
         try:
@@ -199,7 +207,7 @@ async def test_content_length_of_a_response_to_head_is_forwarded() -> None:
     assert "Content-Length: 30000000" in head
 
 
-async def request_head(setup: Scene) -> tuple[str, bytes]:
+async def request_head(setup: GatewaySetup) -> tuple[str, bytes]:
     """Send a HEAD request; return the head of the response and all bytes after the head."""
     reader, writer = await connected(setup.gateway)
     writer.write(b"HEAD /x HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")

@@ -15,7 +15,14 @@ from tasks.processes.guarded import Command
 from tasks.processes.guards import Guards
 from tasks.processes.registry import EntryWriter, ProcessEntry
 from tasks.record.disk import DiskThread
-from tests.support.stage import DEADLINE_S, FOREVER, RUN_ID, Stage, is_alive, sh
+from tests.support.supervised_components import (
+    DEADLINE_S,
+    FOREVER,
+    RUN_ID,
+    ComponentHarness,
+    is_alive,
+    sh,
+)
 
 pytestmark = pytest.mark.asyncio
 
@@ -52,13 +59,13 @@ class Home:
 
 
 @pytest_asyncio.fixture
-async def home(tmp_path: Path, stage: Stage) -> AsyncIterator[Home]:
+async def home(tmp_path: Path, harness: ComponentHarness) -> AsyncIterator[Home]:
     """Yield `Guards` with a registry. No process may remain after the test."""
     tree.become_subreaper()
     home = Home(tmp_path)
     yield home
     await home.guards.close()
-    assert stage.left() == {}
+    assert harness.list_survivors() == {}
 
 
 @pytest.mark.parametrize(("part", "name"), [("", "api"), ("r0", "api.r0")])

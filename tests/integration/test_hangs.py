@@ -16,7 +16,13 @@ from tasks.processes.identity import host_name
 from tasks.record.outcome import Failure, Verdict
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import LiveProbe, ReadyProbe
-from tests.support.stage import DEADLINE_S, Stage, free_port, sh, wait_until
+from tests.support.supervised_components import (
+    DEADLINE_S,
+    ComponentHarness,
+    free_port,
+    sh,
+    wait_until,
+)
 
 UP = ReadyProbe(log="up", within_s=DEADLINE_S)
 #: A liveness probe that always fails. Muster therefore soon treats the component as hanging, and
@@ -57,9 +63,11 @@ signal.signal(signal.SIGTERM, leave)
 IGNORES_SIGTERM_IN_A_HANDLER = "signal.signal(signal.SIGTERM, lambda *_: print('no'))"
 
 
-def build_python_component(stage: Stage, name: str, code: str, **options: object) -> ComponentPlan:
+def build_python_component(
+    harness: ComponentHarness, name: str, code: str, **options: object
+) -> ComponentPlan:
     """Return a Python component with Python's faulthandler enabled, as in a real run."""
-    return stage.component(
+    return harness.component(
         name,
         (sys.executable, "-c", code),
         env={"PYTHONFAULTHANDLER": "1"},
@@ -67,17 +75,17 @@ def build_python_component(stage: Stage, name: str, code: str, **options: object
     )
 
 
-def read_report(stage: Stage, name: str) -> str:
+def read_report(harness: ComponentHarness, name: str) -> str:
     """Return the report that Muster has written about the hang of a component."""
-    return (stage.directory / f"{name}.hang.txt").read_text()
+    return (harness.directory / f"{name}.hang.txt").read_text()
 
 
-def read_log_end(stage: Stage, name: str) -> str:
+def read_log_end(harness: ComponentHarness, name: str) -> str:
     """Return the last part of the report: the output of the component after the hang was noticed.
 
     Muster makes a hanging component print its stacks.
     """
-    _, _, log_end = read_report(stage, name).partition(f"New output in {name}.log:")
+    _, _, log_end = read_report(harness, name).partition(f"New output in {name}.log:")
     return log_end
 
 
@@ -87,28 +95,30 @@ def check_stalled(verdict: Verdict) -> Failure:
     return verdict.failure
 
 
-def test_report_about_a_stopped_component_has_kernel_state_and_stacks(stage: Stage) -> None:
+def test_report_about_a_stopped_component_has_kernel_state_and_stacks(
+    harness: ComponentHarness,
+) -> None:
     port = free_port()
     live = LiveProbe(http=f"http://127.0.0.1:{port}/", every_s=0.05, timeout_s=0.2, misses=2)
-    supervisor = stage.running(
+    supervisor = harness.start_all(
         build_python_component(
-            stage, "api", SERVES % port, ready=ReadyProbe(tcp=str(port)), live=live
+            harness, "api", SERVES % port, ready=ReadyProbe(tcp=str(port)), live=live
         ),
-        stage.component("trainer"),
+        harness.component("trainer"),
     )
-    pid = stage.pid_of("api")
+    pid = harness.wait_for_pid("api")
 
     os.kill(pid, signal.SIGSTOP)
-    failure = check_stalled(stage.verdict_of(supervisor))
+    failure = check_stalled(harness.wait_for_verdict(supervisor))
 
     assert (failure.component, failure.rule, failure.signal) == ("api", "live", None)
     assert "Fatal Python error" not in failure.message + failure.log_tail
-    report = read_report(stage, "api")
+    report = read_report(harness, "api")
     assert f"pid {pid}, child of" in report and "http.server" in report
     assert "state: T (stopped)" in report
     assert f" 127.0.0.1:{port} LISTEN" in report
-    assert "serve_requests" in read_log_end(stage, "api")
-    assert not (stage.directory / "trainer.hang.txt").exists()
+    assert "serve_requests" in read_log_end(harness, "api")
+    assert not (harness.directory / "trainer.hang.txt").exists()
 
 
 #: Code of programs that hang, by the letter of the process state that /proc shows for them.
@@ -149,22 +159,22 @@ stop_itself()
     [("S", "acquire_both (<string>:8)"), ("R", "spin_forever"), ("T", "stop_itself")],
 )
 def test_message_about_a_hang_names_rank_node_and_frame(
-    stage: Stage, state: str, frame: str
+    harness: ComponentHarness, state: str, frame: str
 ) -> None:
     if hang_report._find_py_spy() is None:
         pytest.skip("py-spy is not installed")
-    component = stage.component(
+    component = harness.component(
         "trainer", (sys.executable, "-c", SHAPES[state]), env={"RANK": "3"}, ready=UP
     )
-    supervisor = stage.running(component, stall_after_s=2.0)
-    pid = stage.pid_of("trainer")
+    supervisor = harness.start_all(component, stall_after_s=2.0)
+    pid = harness.wait_for_pid("trainer")
     wait_until(lambda: read_process_state(pid) == state, f"state {state}")
 
-    failure = check_stalled(stage.verdict_of(supervisor))
+    failure = check_stalled(harness.wait_for_verdict(supervisor))
 
     process_description = f"rank 3, node {host_name()}, pid {pid} ("
     assert f"hangs in {frame}" in failure.message and process_description in failure.message
-    _, named_process, *_ = read_report(stage, "trainer").split("\n\n")
+    _, named_process, *_ = read_report(harness, "trainer").split("\n\n")
     assert (
         named_process.startswith(f"trainer, {process_description}")
         and frame in named_process
@@ -177,61 +187,65 @@ def read_process_state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
 
 
-def test_report_about_a_deadlock_names_the_blocked_function(stage: Stage) -> None:
-    verdict = stage.run(
-        build_python_component(stage, "trainer", STUCK % "", ready=UP), stall_after_s=2.0
+def test_report_about_a_deadlock_names_the_blocked_function(harness: ComponentHarness) -> None:
+    verdict = harness.run(
+        build_python_component(harness, "trainer", STUCK % "", ready=UP), stall_after_s=2.0
     )
 
     failure = check_stalled(verdict)
     assert (failure.component, failure.rule) == ("trainer", "stall")
-    assert "in wait_for_lock" in read_log_end(stage, "trainer")
-    diagnosed = stage.until("component.diagnosed", "trainer")
-    assert diagnosed.fields["path"] == str(stage.directory / "trainer.hang.txt")
+    assert "in wait_for_lock" in read_log_end(harness, "trainer")
+    diagnosed = harness.wait_for_event("component.diagnosed", "trainer")
+    assert diagnosed.fields["path"] == str(harness.directory / "trainer.hang.txt")
     # The failure must not quote the stacks that Muster made the component print.
     assert "wait_for_lock" not in failure.log_tail
 
 
-def test_component_that_hangs_during_its_start_is_named_and_examined(stage: Stage) -> None:
+def test_component_that_hangs_during_its_start_is_named_and_examined(
+    harness: ComponentHarness,
+) -> None:
     never = ReadyProbe(log="never said", within_s=DEADLINE_S)
 
-    verdict = stage.run(
-        build_python_component(stage, "api", STUCK % "", ready=never),
-        stage.component("trainer"),
+    verdict = harness.run(
+        build_python_component(harness, "api", STUCK % "", ready=never),
+        harness.component("trainer"),
         stall_after_s=2.0,
     )
 
     assert check_stalled(verdict).component == "api"
-    assert "in wait_for_lock" in read_log_end(stage, "api")
-    assert stage.seen("component.starting", "trainer") == []
+    assert "in wait_for_lock" in read_log_end(harness, "api")
+    assert harness.list_events("component.starting", "trainer") == []
 
 
-def test_py_spy_reports_the_stack_if_faulthandler_is_disabled(stage: Stage) -> None:
+def test_py_spy_reports_the_stack_if_faulthandler_is_disabled(harness: ComponentHarness) -> None:
     if hang_report._find_py_spy() is None:
         pytest.skip("py-spy is not installed")
     disable_faulthandler = "import faulthandler; faulthandler.disable()"
-    verdict = stage.run(
+    verdict = harness.run(
         build_python_component(
-            stage, "trainer", STUCK % disable_faulthandler, ready=UP, live=MISSED
+            harness, "trainer", STUCK % disable_faulthandler, ready=UP, live=MISSED
         )
     )
 
     check_stalled(verdict)
-    report = read_report(stage, "trainer")
+    report = read_report(harness, "trainer")
     assert "py-spy of pid" in report and "wait_for_lock" in report
-    assert read_log_end(stage, "trainer") == ""
+    assert read_log_end(harness, "trainer") == ""
 
 
 def test_process_reports_its_own_frame_if_py_spy_is_unavailable(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
+    harness: ComponentHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hang_report, "_find_py_spy", lambda: None)
 
-    verdict = stage.run(build_python_component(stage, "trainer", STUCK % "", ready=UP, live=MISSED))
+    verdict = harness.run(
+        build_python_component(harness, "trainer", STUCK % "", ready=UP, live=MISSED)
+    )
 
     assert "it hangs in wait_for_lock (<string>:7) (node " in check_stalled(verdict).message
 
 
-def test_component_that_exits_at_sigterm_is_not_aborted(stage: Stage) -> None:
+def test_component_that_exits_at_sigterm_is_not_aborted(harness: ComponentHarness) -> None:
     script = (
         "import os, signal, time\n"
         f"{LEAVES_AT_SIGTERM}\n"
@@ -240,29 +254,33 @@ def test_component_that_exits_at_sigterm_is_not_aborted(stage: Stage) -> None:
         "    time.sleep(600)\n"
     )
 
-    verdict = stage.run(
-        build_python_component(stage, "trainer", script, ready=UP, live=MISSED, grace_s=DEADLINE_S)
+    verdict = harness.run(
+        build_python_component(
+            harness, "trainer", script, ready=UP, live=MISSED, grace_s=DEADLINE_S
+        )
     )
 
     check_stalled(verdict)
-    exit_event = stage.until("component.exited", "trainer")
+    exit_event = harness.wait_for_event("component.exited", "trainer")
     assert (exit_event.fields["exit_code"], exit_event.fields["signal"]) == (0, None)
-    assert read_log_end(stage, "trainer").strip() == "saved"
+    assert read_log_end(harness, "trainer").strip() == "saved"
 
 
-def test_component_that_ignores_sigterm_dumps_its_stacks_before_it_is_killed(stage: Stage) -> None:
+def test_component_that_ignores_sigterm_dumps_its_stacks_before_it_is_killed(
+    harness: ComponentHarness,
+) -> None:
     stays = STUCK % IGNORES_SIGTERM_IN_A_HANDLER
 
-    verdict = stage.run(
-        build_python_component(stage, "trainer", stays, ready=UP, live=MISSED, grace_s=2.0)
+    verdict = harness.run(
+        build_python_component(harness, "trainer", stays, ready=UP, live=MISSED, grace_s=2.0)
     )
 
     check_stalled(verdict)
-    assert stage.until("component.exited", "trainer").fields["signal"] == "SIGABRT"
-    assert "in wait_for_lock" in read_log_end(stage, "trainer")
+    assert harness.wait_for_event("component.exited", "trainer").fields["signal"] == "SIGABRT"
+    assert "in wait_for_lock" in read_log_end(harness, "trainer")
 
 
-def test_hanging_child_processes_dump_their_stacks_too(stage: Stage) -> None:
+def test_hanging_child_processes_dump_their_stacks_too(harness: ComponentHarness) -> None:
     parent = (
         "import subprocess, sys\n"
         "def run_worker():\n"
@@ -270,29 +288,31 @@ def test_hanging_child_processes_dump_their_stacks_too(stage: Stage) -> None:
         "run_worker()\n"
     )
 
-    verdict = stage.run(build_python_component(stage, "trainer", parent, ready=UP, live=MISSED))
+    verdict = harness.run(build_python_component(harness, "trainer", parent, ready=UP, live=MISSED))
 
     check_stalled(verdict)
-    log_end = read_log_end(stage, "trainer")
+    log_end = read_log_end(harness, "trainer")
     assert "in wait_for_lock" in log_end and "in run_worker" in log_end
-    assert read_report(stage, "trainer").count(", child of ") == 2
+    assert read_report(harness, "trainer").count(", child of ") == 2
 
 
-def test_report_about_a_program_without_python_has_only_the_kernel_state(stage: Stage) -> None:
-    verdict = stage.run(
-        stage.component("trainer", sh("echo up; exec sleep 600"), ready=UP, live=MISSED)
+def test_report_about_a_program_without_python_has_only_the_kernel_state(
+    harness: ComponentHarness,
+) -> None:
+    verdict = harness.run(
+        harness.component("trainer", sh("echo up; exec sleep 600"), ready=UP, live=MISSED)
     )
 
     check_stalled(verdict)
-    report = read_report(stage, "trainer")
+    report = read_report(harness, "trainer")
     assert "sleep 600" in report and "state: S (sleeping)" in report
     assert "py-spy" not in report
-    assert stage.until("component.exited", "trainer").fields["signal"] == "SIGTERM"
+    assert harness.wait_for_event("component.exited", "trainer").fields["signal"] == "SIGTERM"
 
 
-def test_secrets_are_masked_in_the_report(stage: Stage) -> None:
+def test_secrets_are_masked_in_the_report(harness: ComponentHarness) -> None:
     script = "import sys; sys.stderr.write('hunter2hunter2')\n" + STUCK % ""
-    component = stage.component(
+    component = harness.component(
         "trainer",
         (sys.executable, "-c", script, "--key=hunter2hunter2"),
         env={"PYTHONFAULTHANDLER": "1", "API_KEY": "hunter2hunter2", "PLAIN": "seen-nowhere"},
@@ -300,31 +320,35 @@ def test_secrets_are_masked_in_the_report(stage: Stage) -> None:
         live=MISSED,
     )
 
-    verdict = stage.run(component, mask=lambda text: text.replace("hunter2hunter2", "***"))
+    verdict = harness.run(component, mask=lambda text: text.replace("hunter2hunter2", "***"))
 
     check_stalled(verdict)
-    report = read_report(stage, "trainer")
+    report = read_report(harness, "trainer")
     assert "--key=***" in report
     assert "hunter2" not in report and "seen-nowhere" not in report
 
 
-def test_component_is_ended_even_if_the_report_cannot_be_written(stage: Stage) -> None:
-    (stage.directory / "trainer.hang.txt").mkdir()
+def test_component_is_ended_even_if_the_report_cannot_be_written(harness: ComponentHarness) -> None:
+    (harness.directory / "trainer.hang.txt").mkdir()
 
-    verdict = stage.run(build_python_component(stage, "trainer", STUCK % "", ready=UP, live=MISSED))
+    verdict = harness.run(
+        build_python_component(harness, "trainer", STUCK % "", ready=UP, live=MISSED)
+    )
 
     check_stalled(verdict)
-    assert stage.seen("component.diagnosed") == []
+    assert harness.list_events("component.diagnosed") == []
 
 
 def test_examination_that_never_finishes_does_not_prevent_the_end(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    harness: ComponentHarness, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     never_set = threading.Event()
     monkeypatch.setattr("tasks.processes.hang_report._EXAMINED_WITHIN_S", 0.1)
     monkeypatch.setattr("tasks.processes.hang_report.kernel_view", lambda pids: never_set.wait())
 
-    verdict = stage.run(build_python_component(stage, "trainer", STUCK % "", ready=UP, live=MISSED))
+    verdict = harness.run(
+        build_python_component(harness, "trainer", STUCK % "", ready=UP, live=MISSED)
+    )
 
     check_stalled(verdict)
     assert not never_set.is_set()

@@ -14,8 +14,12 @@ from typing import Any
 import pytest
 
 from tests.support.gang_pool import GangPool, gang_pool
-from tests.support.ground import FINAL, until
-from tests.support.guarded_dashboard import GuardedDashboard, guarded, own_certificate
+from tests.support.guarded_dashboard import (
+    GuardedDashboard,
+    create_certificate,
+    run_guarded_dashboard,
+)
+from tests.support.host_environment import FINAL, wait_for
 from tests.support.ray_cluster import RayCluster
 
 pytestmark = [pytest.mark.thorough, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -28,13 +32,13 @@ CODE = "import ray\nray.init()\nprint('GPUs', ray.cluster_resources()['GPU'])"
 @pytest.fixture
 def certificate(tmp_path: Path) -> tuple[Path, Path]:
     """Return the paths of two files: the server's key and certificate, and the CA certificate."""
-    return own_certificate(tmp_path)
+    return create_certificate(tmp_path)
 
 
 @pytest.fixture
 def listed(ray_cluster: RayCluster, certificate: tuple[Path, Path]) -> Iterator[GuardedDashboard]:
     """Yield a proxy of the cluster that the pool lists, with TLS and a required header."""
-    with guarded(
+    with run_guarded_dashboard(
         ray_cluster.address, wants=("X-Key", KEY), certificate=certificate[0]
     ) as dashboard:
         yield dashboard
@@ -43,7 +47,7 @@ def listed(ray_cluster: RayCluster, certificate: tuple[Path, Path]) -> Iterator[
 @pytest.fixture
 def unlisted(ray_cluster: RayCluster) -> Iterator[GuardedDashboard]:
     """Yield another proxy of the same cluster, which the pool does not list."""
-    with guarded(ray_cluster.address) as dashboard:
+    with run_guarded_dashboard(ray_cluster.address) as dashboard:
         yield dashboard
 
 
@@ -59,7 +63,7 @@ def pool(
     }
     with gang_pool(tmp_path / "pool", nodes={}, clusters=[cluster]) as pool:
         secrets = {"CLUSTER_KEY": KEY, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
-        pool.ground.variables = {**pool.ground.variables, **secrets}
+        pool.host_env.variables = {**pool.host_env.variables, **secrets}
         yield pool
 
 
@@ -85,8 +89,8 @@ def test_run_without_ray_address_uses_the_only_listed_cluster(
 
     run = pool.submit(build_spec(tmp_path))
 
-    until(lambda: run.flow_run()["state_type"] in FINAL, "the run ends", within_s=200)
-    run_directory = pool.ground.home / "runs" / run.flow_run()["name"]
+    wait_for(lambda: run.flow_run()["state_type"] in FINAL, "the run ends", within_s=200)
+    run_directory = pool.host_env.home / "runs" / run.flow_run()["name"]
     [attempt] = json.loads((run_directory / "run.json").read_text())["attempts"]
     assert run.flow_run()["state_type"] == "COMPLETED", run.flow_run()["state"]
     assert "GPUs 16.0" in (run_directory / "attempt-01" / "trainer.log").read_text()
@@ -104,10 +108,10 @@ def test_queue_command_sends_no_secret_to_an_unlisted_cluster(
 ) -> None:
     pool.submit(build_spec(tmp_path, address=unlisted.address))
 
-    with pool.ground.start("-m", "tasks.command", "queue", "--json", log="queue") as process:
-        assert process.wait() == 0, pool.ground.log("queue")
+    with pool.host_env.start("-m", "tasks.command", "queue", "--json", log="queue") as process:
+        assert process.wait() == 0, pool.host_env.log("queue")
 
-    view = json.loads(pool.ground.log("queue"))
+    view = json.loads(pool.host_env.log("queue"))
     # The cluster id of Ray shows that both addresses belong to one cluster.
     assert {node["cluster"] for node in view["nodes"]} == {listed.address}
     assert [trouble for trouble in view["troubles"] if "http" in trouble] == []

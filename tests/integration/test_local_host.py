@@ -21,8 +21,14 @@ from tasks.rollout.backends import Ask
 from tasks.rollout.local_host import LocalHost
 from tasks.rollout.probing import Death, StartFailed
 from tasks.rollout.topology import ServerSlot
-from tests.support.fleet_fakes import pid_of, plan_in
-from tests.support.stage import DEADLINE_S, RUN_ID, Stage, free_port, is_alive
+from tests.support.fleet_fakes import find_server_pid, make_fleet_plan
+from tests.support.supervised_components import (
+    DEADLINE_S,
+    RUN_ID,
+    ComponentHarness,
+    free_port,
+    is_alive,
+)
 
 pytestmark = pytest.mark.asyncio
 
@@ -63,7 +69,9 @@ class Hosts:
         `register_at` is the run's directory in the registry. None if the servers are not
         registered.
         """
-        plan = plan_in(self.directory, run_id=RUN_ID, grace_s=grace_s, register_at=register_at)
+        plan = make_fleet_plan(
+            self.directory, run_id=RUN_ID, grace_s=grace_s, register_at=register_at
+        )
         env = {"PATH": os.environ["PATH"], "FROM": "the run"}
         host = LocalHost(plan, env, self.disk)
         host.on_death = self.deaths.append
@@ -83,7 +91,7 @@ class Hosts:
 
 
 @pytest_asyncio.fixture
-async def hosts(tmp_path: Path, stage: Stage) -> AsyncIterator[Hosts]:
+async def hosts(tmp_path: Path, harness: ComponentHarness) -> AsyncIterator[Hosts]:
     """Yield an object that makes `LocalHost` objects, which run servers.
 
     No process of a server may remain after the test.
@@ -93,7 +101,7 @@ async def hosts(tmp_path: Path, stage: Stage) -> AsyncIterator[Hosts]:
     yield hosts
     for host in hosts.created_hosts:
         await host.close()
-    assert stage.left() == {}
+    assert harness.list_survivors() == {}
 
 
 def build_slot(rank: int = 0, *argv: str, port: int | None = None, **env: str) -> ServerSlot:
@@ -130,12 +138,12 @@ async def test_server_gets_the_environments_of_the_run_and_of_its_slot(hosts: Ho
     host = hosts()
     slot = build_slot(3, "sh", "-c", "echo $FROM $TO; exec sleep 600", TO="the slot")
     await host.start(slot, 1)
-    assert pid_of(host, 3)
+    assert find_server_pid(host, 3)
     await until(
         lambda: hosts.has_printed(3, "the run the slot"), "the server has printed its variables"
     )
     assert await host.stop([3], grace_s=1.0) == ()
-    assert not pid_of(host, 3)
+    assert not find_server_pid(host, 3)
 
     assert hosts.deaths == []
 
@@ -191,9 +199,9 @@ async def test_missing_program_is_named_and_no_process_remains(hosts: Hosts) -> 
     host = hosts()
     with pytest.raises(StartFailed, match="no-such-program: No such file"):
         await host.start(build_slot(0, "no-such-program"), 1)
-    assert not pid_of(host, 0)
+    assert not find_server_pid(host, 0)
     await host.start(build_slot(0), 2)
-    assert pid_of(host, 0)
+    assert find_server_pid(host, 0)
 
     assert hosts.deaths == []
 
@@ -211,7 +219,7 @@ async def test_server_is_registered_until_its_last_process_has_ended(hosts: Host
     host = hosts(register_at=hosts.directory)
 
     await host.start(build_slot(4), 1)
-    assert json.loads(entry.read_text())["process"]["pid"] == pid_of(host, 4)
+    assert json.loads(entry.read_text())["process"]["pid"] == find_server_pid(host, 4)
     await host.stop([4], grace_s=1.0)
     await until(lambda: not entry.exists(), "the server's entry in the registry is gone")
 
@@ -221,7 +229,7 @@ async def test_stop_ends_all_servers_and_kills_those_that_ignore_sigterm(hosts: 
     slots = [build_slot(rank, "sh", "-c", STUBBORN) for rank in range(3)]
     for slot in slots:
         await host.start(slot, 1)
-    pids = [pid_of(host, rank) for rank in range(3)]
+    pids = [find_server_pid(host, rank) for rank in range(3)]
     # Each script prints "up" after it has begun to ignore SIGTERM.
     await until(
         lambda: all(hosts.has_printed(rank, "up") for rank in range(3)),
@@ -236,7 +244,7 @@ async def test_stop_ends_all_servers_and_kills_those_that_ignore_sigterm(hosts: 
 async def test_server_with_a_killed_guardian_ends_and_counts_as_dead(hosts: Hosts) -> None:
     host = hosts()
     await host.start(build_slot(0, "sh", "-c", "sleep 600 & sleep 600"), 1)
-    pid = pid_of(host, 0)
+    pid = find_server_pid(host, 0)
     assert pid is not None
     os.kill(tree.read_parent(pid), signal.SIGKILL)
     await hosts.until_deaths(1)
@@ -256,7 +264,7 @@ async def test_probe_returns_the_answer_of_the_server(hosts: Hosts) -> None:
     assert await host.ask(0, HEALTH, DEADLINE_S) is None
     why = await host.ask(0, Ask(method="GET", path="/generate"), DEADLINE_S)
     assert why == "GET /generate: 503 the engine is dead"
-    pid = pid_of(host, 0)
+    pid = find_server_pid(host, 0)
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     assert await host.ask(0, HEALTH, 0.05) == "GET /health: no answer within 0.05 s"

@@ -15,7 +15,7 @@ from tasks.processes import registry as lost_runs
 from tasks.processes import tree
 from tasks.processes.identity import ProcessId, boot_id, host_name
 from tasks.processes.registry import LeftoverCleanup, LostRun, Owner, ProcessEntry, finish
-from tests.support.stage import RUN_ID, is_alive
+from tests.support.supervised_components import RUN_ID, is_alive
 
 #: Identity of a process that does not exist.
 GONE = ProcessId(pid=1 << 22, start_ticks=1, boot_id=boot_id())

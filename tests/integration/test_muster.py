@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.pseudo_terminal import PseudoTerminal
-from tests.support.wheel import each
+from tests.support.wheel import run_each
 
 SCRIPT = """
 import json, os, sys
@@ -81,9 +81,9 @@ class Shell:
             start_new_session=True,
             **terminal.as_stdio(),
         )
-        terminal.started()
+        terminal.close_device()
         assert process.wait(100) == 0, terminal.text()
-        terminal.until_read()
+        terminal.wait_until_read()
         return terminal
 
 
@@ -119,7 +119,7 @@ def test_commands_read_the_records_without_a_server(shell: Shell, tmp_path: Path
         ("logs", "latest", "trainer"),
         (),
     ]
-    results = each(shell.program, arguments, cwd=tmp_path, env=shell.env)
+    results = run_each(shell.program, arguments, cwd=tmp_path, env=shell.env)
     outputs = {line: output for line, (_, output, _) in zip(arguments, results, strict=True)}
     [run] = json.loads(outputs["ls", "--json"])
 
@@ -160,7 +160,7 @@ VERBS = [
 
 def test_each_command_reports_its_result_or_the_remedy(shell: Shell) -> None:
     argument_lists = [arguments for arguments, _, _ in VERBS]
-    results = each(shell.program, argument_lists, cwd=shell.project, env=shell.env)
+    results = run_each(shell.program, argument_lists, cwd=shell.project, env=shell.env)
 
     for (arguments, code, expected_text), (actual_code, output, errors) in zip(
         VERBS, results, strict=True

@@ -19,10 +19,10 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from tasks.processes.identity import host_name
 from tasks.server import flow_runs
 from tasks.upkeep.reconcile import reconcile_host
-from tests.support.gang_pool import GangPool, host, left_of
-from tests.support.ground import FINAL, ROOT, Ground, Run, Server
-from tests.support.ground import until as until_within
-from tests.support.prefect_api import ask
+from tests.support.gang_pool import GangPool, host, list_leftovers
+from tests.support.host_environment import FINAL, ROOT, HostEnvironment, Run, Server
+from tests.support.host_environment import wait_for as until_within
+from tests.support.prefect_api import send_request
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.thorough]
 
@@ -58,8 +58,8 @@ class Pipelines:
     go: Path
 
     @property
-    def ground(self) -> Ground:
-        return self.pool.ground
+    def host_env(self) -> HostEnvironment:
+        return self.pool.host_env
 
     def stage(
         self,
@@ -92,7 +92,7 @@ class Pipelines:
 
     def write_spec(self, *stages: Mapping[str, Any]) -> Path:
         """Write the spec of a pipeline with these stages, and return the path of the file."""
-        path = self.ground.home / "pipeline.yaml"
+        path = self.host_env.home / "pipeline.yaml"
         content = {"name": "two", "tags": ["mine"], "stages": list(stages)}
         path.write_text(yaml.safe_dump(content, sort_keys=False))
         return path
@@ -100,10 +100,10 @@ class Pipelines:
     def start(self, *arguments: str | Path) -> tuple[Popen[bytes], str]:
         """Start `python -m flows.pipeline`; return its process and the id of its flow run."""
         ids_before = {run["id"] for run in self.list_pipelines()}
-        process = self.ground.start("-m", "flows.pipeline", *map(str, arguments), log="pipeline")
+        process = self.host_env.start("-m", "flows.pipeline", *map(str, arguments), log="pipeline")
 
         def find_new_flow_run() -> str:
-            assert process.poll() is None, self.ground.log("pipeline")
+            assert process.poll() is None, self.host_env.log("pipeline")
             return next(
                 (run["id"] for run in self.list_pipelines() if run["id"] not in ids_before), ""
             )
@@ -112,27 +112,27 @@ class Pipelines:
 
     def run_to_end(self, *arguments: str | Path) -> int:
         """Run `python -m flows.pipeline` to its end, and return its exit code."""
-        process = self.ground.start("-m", "flows.pipeline", *map(str, arguments), log="pipeline")
+        process = self.host_env.start("-m", "flows.pipeline", *map(str, arguments), log="pipeline")
         return process.wait(WITHIN_S)
 
     def submit(self, *stages: Mapping[str, Any]) -> str:
         """Submit the stages to the pool `pipelines`; return the id of the flow run."""
-        deployment = self.ground.get("/deployments/name/pipeline/two")["id"]
+        deployment = self.host_env.get("/deployments/name/pipeline/two")["id"]
         spec = {"name": "two", "stages": list(stages)}
         path = f"/deployments/{deployment}/create_flow_run"
-        return str(self.ground.post(path, parameters={"spec": spec})["id"])
+        return str(self.host_env.post(path, parameters={"spec": spec})["id"])
 
     def list_pipelines(self) -> list[dict[str, Any]]:
         """Return the flow runs of pipelines, newest first."""
         flows = {"name": {"any_": ["pipeline"]}}
-        flow_runs_of_pipelines: list[dict[str, Any]] = self.ground.post(
+        flow_runs_of_pipelines: list[dict[str, Any]] = self.host_env.post(
             "/flow_runs/filter", flows=flows, sort="EXPECTED_START_TIME_DESC"
         )
         return flow_runs_of_pipelines
 
     def state(self, flow_run_id: str) -> tuple[str, str]:
         """Return the type and the message of a flow run's state."""
-        state = self.ground.get(f"/flow_runs/{flow_run_id}")["state"]
+        state = self.host_env.get(f"/flow_runs/{flow_run_id}")["state"]
         return state["type"], state["message"] or ""
 
     def until_state(self, flow_run_id: str, *types: str) -> str:
@@ -143,7 +143,7 @@ class Pipelines:
     def runs(self, flow_run_id: str, stage: str = "") -> list[dict[str, Any]]:
         """Return the runs of a stage of the pipeline, or of all its stages if `stage` is empty."""
         children = {"parent_flow_run_id": {"any_": [flow_run_id]}}
-        child_runs = self.ground.post("/flow_runs/filter", flow_runs=children)
+        child_runs = self.host_env.post("/flow_runs/filter", flow_runs=children)
         return [run for run in child_runs if f"-{stage}" in run["idempotency_key"]]
 
     def until_running(self, flow_run_id: str, stage: str) -> Run:
@@ -152,16 +152,18 @@ class Pipelines:
         def find_running_stage() -> Run | None:
             for run in self.runs(flow_run_id, stage):
                 if (run["state"]["message"] or "").startswith("running:"):
-                    return Run(ground=self.ground, flow_run_id=run["id"])
+                    return Run(host_env=self.host_env, flow_run_id=run["id"])
             return None
 
-        stage_run = until(find_running_stage, f"stage {stage} runs:\n{self.ground.log('pipeline')}")
+        stage_run = until(
+            find_running_stage, f"stage {stage} runs:\n{self.host_env.log('pipeline')}"
+        )
         assert stage_run is not None
         return stage_run
 
     def read_given(self, run: Mapping[str, Any]) -> str:
         """Return the content of the checkpoint that the stage has read, or "none"."""
-        return (self.ground.home / "runs" / run["name"] / "given.txt").read_text()
+        return (self.host_env.home / "runs" / run["name"] / "given.txt").read_text()
 
     def let_go(self) -> None:
         """Create the file `go`, so that the waiting stages end."""
@@ -169,11 +171,11 @@ class Pipelines:
 
     def start_worker(self) -> Popen[bytes]:
         """Start a worker of the pool `pipelines`, and return it when it accepts flow runs."""
-        starts_before = self.ground.log("pipelines").count("started!")
+        starts_before = self.host_env.log("pipelines").count("started!")
         options = ("--pool", "pipelines", "--name", host_name(), "--install-policy", "never")
-        worker = self.ground.start("-m", "deployments.worker", *options, log="pipelines")
+        worker = self.host_env.start("-m", "deployments.worker", *options, log="pipelines")
         until(
-            lambda: self.ground.log("pipelines").count("started!") > starts_before,
+            lambda: self.host_env.log("pipelines").count("started!") > starts_before,
             "the worker of the pool `pipelines` has started",
         )
         return worker
@@ -182,7 +184,7 @@ class Pipelines:
         """Wait until a worker has started a process for the pipeline, and return its process id."""
 
         def find_engine() -> int:
-            pids = Run(ground=self.ground, flow_run_id=flow_run_id).processes()
+            pids = Run(host_env=self.host_env, flow_run_id=flow_run_id).processes()
             programs = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids}
             engines = [pid for pid, line in programs.items() if b"prefect" in line]
             return max(engines, default=0)
@@ -194,26 +196,26 @@ class Pipelines:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GangPool]:
     """Yield a pool with a worker, on a server that also has the pool `pipelines`."""
     server = Server(tmp_path_factory.mktemp("server"))
-    ground = host("n1", tmp_path_factory.mktemp("home"), server.api)
-    pool = GangPool(ground=ground, server=server)
+    host_env = host("n1", tmp_path_factory.mktemp("home"), server.api)
+    pool = GangPool(host_env=host_env, server=server)
     try:
         server.start()
         pool.set_up()
-        _set_up_pipelines(ground)
+        _set_up_pipelines(host_env)
         pool.start_worker()
         yield pool
     finally:
-        pool.ground.clear()
+        pool.host_env.clear()
         server.kill()
 
 
-def _set_up_pipelines(ground: Ground) -> None:
+def _set_up_pipelines(host_env: HostEnvironment) -> None:
     """Create the pool `pipelines` and its deployment on the Prefect server."""
     from prefect.workers.process import ProcessWorker
 
     template = ProcessWorker.get_default_base_job_template()
-    ground.post("/work_pools/", name="pipelines", type="process", base_job_template=template)
-    flow = ground.post("/flows/", name="pipeline")["id"]
+    host_env.post("/work_pools/", name="pipelines", type="process", base_job_template=template)
+    flow = host_env.post("/flows/", name="pipeline")["id"]
     set_directory_step = {
         "prefect.deployments.steps.set_working_directory": {"directory": str(ROOT)}
     }
@@ -225,7 +227,7 @@ def _set_up_pipelines(ground: Ground) -> None:
         "path": str(ROOT),
         "pull_steps": [set_directory_step],
     }
-    ask("POST", f"{ground.api}/deployments/", deployment)
+    send_request("POST", f"{host_env.api}/deployments/", deployment)
 
 
 @pytest.fixture
@@ -236,12 +238,15 @@ def pipelines(served: GangPool, tmp_path: Path) -> Iterator[Pipelines]:
     for run in pipelines.list_pipelines():
         if run["state_type"] not in FINAL:
             path = f"/flow_runs/{run['id']}/set_state"
-            served.ground.post(path, state={"type": "CANCELLED"}, force=True)
+            served.host_env.post(path, state={"type": "CANCELLED"}, force=True)
         for stage in pipelines.runs(run["id"]):
-            served.note(stage["id"], stage["parameters"]["spec"])
+            served.record_run(stage["id"], stage["parameters"]["spec"])
     # Prefect may still run a process that reports the end of a flow run. Wait for that, too.
-    until(lambda: not left_of(served) or not all_ended(served), "no process of the pool remains")
-    served.empty()
+    until(
+        lambda: not list_leftovers(served) or not all_ended(served),
+        "no process of the pool remains",
+    )
+    served.cancel_all()
 
 
 def all_ended(pool: GangPool) -> bool:
@@ -266,7 +271,7 @@ def test_stage_reads_the_checkpoint_of_the_previous_stage(pipelines: Pipelines) 
 
     code = pipelines.run_to_end(path)
 
-    assert code == 0, pipelines.ground.log("pipeline")
+    assert code == 0, pipelines.host_env.log("pipeline")
     [flow_run, *_] = pipelines.list_pipelines()
     [first] = pipelines.runs(flow_run["id"], "first")
     [second] = pipelines.runs(flow_run["id"], "second")
@@ -276,7 +281,7 @@ def test_stage_reads_the_checkpoint_of_the_previous_stage(pipelines: Pipelines) 
     assert {"mine", "pipeline:two"} <= set(second["tags"]) & set(flow_run["tags"])
     # The UI links the pipeline and its runs through task runs with child flow runs.
     pipeline_filter = {"flow_runs": {"id": {"any_": [flow_run["id"]]}}}
-    tasks = pipelines.ground.post("/task_runs/filter", **pipeline_filter)
+    tasks = pipelines.host_env.post("/task_runs/filter", **pipeline_filter)
     children = {task["name"]: task["state"]["state_details"]["child_flow_run_id"] for task in tasks}
     assert children == {"first": first["id"], "second": second["id"]}
 
@@ -298,7 +303,7 @@ def test_resumed_pipeline_retries_only_the_corrected_stage(pipelines: Pipelines)
     assert (first_code, state_type) == (1, "FAILED")
     assert message.startswith("stage second: ") and "exit code 3" in message
     assert f"runs/flow-run/{second['id']}" in message
-    assert second_code == 0, pipelines.ground.log("pipeline")
+    assert second_code == 0, pipelines.host_env.log("pipeline")
     assert [run["id"] for run in pipelines.runs(flow_run["id"], "first")] == [first["id"]]
     second_runs = pipelines.runs(flow_run["id"], "second")
     assert sorted(run["state_type"] for run in second_runs) == ["COMPLETED", "FAILED"]
@@ -314,17 +319,17 @@ def test_resumed_pipeline_continues_with_the_run_of_a_killed_pipeline(pipelines:
     process.kill()
     process.wait()
     run_survived = first.is_running()
-    resumed_process = pipelines.ground.start(
+    resumed_process = pipelines.host_env.start(
         "-m", "flows.pipeline", "--resume", flow_run_id, log="pipeline"
     )
     until(
-        lambda: "attached to run" in pipelines.ground.log("pipeline"),
+        lambda: "attached to run" in pipelines.host_env.log("pipeline"),
         "the resumed pipeline has found the run",
     )
     pipelines.let_go()
 
     assert run_survived
-    assert resumed_process.wait(WITHIN_S) == 0, pipelines.ground.log("pipeline")
+    assert resumed_process.wait(WITHIN_S) == 0, pipelines.host_env.log("pipeline")
     assert [run["id"] for run in pipelines.runs(flow_run_id, "first")] == [first.flow_run_id]
     assert len(pipelines.runs(flow_run_id, "second")) == 1
 
@@ -337,7 +342,7 @@ def test_pipeline_with_a_living_process_cannot_be_resumed(pipelines: Pipelines) 
     code = pipelines.run_to_end("--resume", flow_run_id)
 
     assert code == 1
-    assert "its process may still run. Cancel it first" in pipelines.ground.log("pipeline")
+    assert "its process may still run. Cancel it first" in pipelines.host_env.log("pipeline")
     pipelines.let_go()
     assert process.wait(WITHIN_S) == 0
 
@@ -349,7 +354,7 @@ def test_interrupt_ends_the_stage_and_starts_no_later_stage(pipelines: Pipelines
 
     process.send_signal(signal.SIGINT)
 
-    assert process.wait(WITHIN_S) == 130, pipelines.ground.log("pipeline")
+    assert process.wait(WITHIN_S) == 130, pipelines.host_env.log("pipeline")
     assert first.state()[0] == "CANCELLED"
     assert pipelines.runs(flow_run_id, "second") == []
     state_type, message = pipelines.state(flow_run_id)
@@ -360,7 +365,7 @@ def test_interrupt_ends_the_stage_and_starts_no_later_stage(pipelines: Pipelines
 def cancel(pipelines: Pipelines, flow_run_id: str) -> None:
     """Cancel a flow run in the way that the button of the UI does."""
     path = f"/flow_runs/{flow_run_id}/set_state"
-    pipelines.ground.post(path, state={"type": "CANCELLING", "name": "Cancelling"})
+    pipelines.host_env.post(path, state={"type": "CANCELLING", "name": "Cancelling"})
 
 
 def test_cancel_of_a_pipeline_cancels_its_queued_stage(
@@ -391,8 +396,8 @@ def test_cancel_of_a_pipeline_cancels_its_running_stage(
     cancel(pipelines, flow_run_id)
 
     pipelines.until_state(flow_run_id, "CANCELLED")
-    first.until_state("CANCELLED")
-    first.until_gone()
+    first.wait_for_state("CANCELLED")
+    first.wait_until_gone()
     assert pipelines.runs(flow_run_id, "second") == []
 
 
@@ -410,7 +415,7 @@ def test_retry_in_the_ui_starts_at_the_failed_stage(
 
     pipelines.let_go()
     path = f"/flow_runs/{flow_run_id}/set_state"
-    pipelines.ground.post(path, state={"type": "SCHEDULED", "name": "AwaitingRetry"}, force=True)
+    pipelines.host_env.post(path, state={"type": "SCHEDULED", "name": "AwaitingRetry"}, force=True)
 
     pipelines.until_state(flow_run_id, "COMPLETED")
     assert len(pipelines.runs(flow_run_id, "first")) == 1
@@ -427,9 +432,9 @@ def test_pipeline_continues_after_its_process_was_killed(
     # The worker is killed first, because otherwise it would set the state Crashed of the flow run.
     os.kill(worker.pid, signal.SIGKILL)
     os.kill(pipelines.pid_of(flow_run_id), signal.SIGKILL)
-    monkeypatch.setenv("MUSTER_HOME", str(pipelines.ground.home))
+    monkeypatch.setenv("MUSTER_HOME", str(pipelines.host_env.home))
     monkeypatch.setattr(flow_runs, "_SETTLED_AFTER", flow_runs._SETTLED_AFTER * 0)
-    with temporary_settings({PREFECT_API_URL: pipelines.ground.api}):
+    with temporary_settings({PREFECT_API_URL: pipelines.host_env.api}):
         until(lambda: reconcile_host().changed_runs, "the lost pipeline is found")
     state_type, message = pipelines.state(flow_run_id)
     pipelines.start_worker()

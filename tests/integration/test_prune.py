@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tasks.processes.identity import host_name
-from tests.support.ground import Ground, Server, until
+from tests.support.host_environment import HostEnvironment, Server, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(600)]
 
@@ -20,17 +20,17 @@ WANTED = "wanted-grpo-20260101-000000-abcd91c2"
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+def host_env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostEnvironment]:
     """Yield a simulated host with a Prefect server, and an upkeep process that runs `prune`."""
     server = Server(tmp_path_factory.mktemp("server"))
-    ground = Ground(home=tmp_path_factory.mktemp("home"), api=server.api)
+    host_env = HostEnvironment(home=tmp_path_factory.mktemp("home"), api=server.api)
     try:
         server.start()
-        ground.start_upkeep()
-        until(lambda: "'prune' is being served" in ground.log("upkeep"), "prune is served")
-        yield ground
+        host_env.start_upkeep()
+        wait_for(lambda: "'prune' is being served" in host_env.log("upkeep"), "prune is served")
+        yield host_env
     finally:
-        ground.clear()
+        host_env.clear()
         server.kill()
 
 
@@ -44,23 +44,25 @@ def make_run(home: Path, run_id: str) -> Path:
     return attempt / "trainer.log"
 
 
-def list_completed(ground: Ground, flow: str) -> list[dict[str, Any]]:
+def list_completed(host_env: HostEnvironment, flow: str) -> list[dict[str, Any]]:
     """Return the completed flow runs of a flow."""
     states = {"state": {"type": {"any_": ["COMPLETED"]}}}
     flows = {"name": {"any_": [flow]}}
-    return list(ground.post("/flow_runs/filter", flows=flows, flow_runs=states))
+    return list(host_env.post("/flow_runs/filter", flows=flows, flow_runs=states))
 
 
-def test_prune_deletes_old_files_and_reports_their_number(ground: Ground) -> None:
-    log = make_run(ground.home, OLD)
-    wanted_log = make_run(ground.home, WANTED)
-    flow = ground.post("/flows/", name="train")["id"]
-    resume = {"spec": {"env": {"FROM": f"{ground.home}/runs/{WANTED}/checkpoints/step-1"}}}
-    ground.post("/flow_runs/", flow_id=flow, parameters=resume, state={"type": "SCHEDULED"})
-    deployment = ground.get(f"/deployments/name/prune/{host_name()}")
+def test_prune_deletes_old_files_and_reports_their_number(host_env: HostEnvironment) -> None:
+    log = make_run(host_env.home, OLD)
+    wanted_log = make_run(host_env.home, WANTED)
+    flow = host_env.post("/flows/", name="train")["id"]
+    resume = {"spec": {"env": {"FROM": f"{host_env.home}/runs/{WANTED}/checkpoints/step-1"}}}
+    host_env.post("/flow_runs/", flow_id=flow, parameters=resume, state={"type": "SCHEDULED"})
+    deployment = host_env.get(f"/deployments/name/prune/{host_name()}")
 
-    run = ground.post(f"/deployments/{deployment['id']}/create_flow_run")
-    state = until(lambda: _read_final_state(ground, run["id"]), "the flow run of prune ends", 300)
+    run = host_env.post(f"/deployments/{deployment['id']}/create_flow_run")
+    state = wait_for(
+        lambda: _read_final_state(host_env, run["id"]), "the flow run of prune ends", 300
+    )
 
     assert state["type"] == "COMPLETED"
     assert state["message"].startswith("removed the files of 1 run")
@@ -70,22 +72,26 @@ def test_prune_deletes_old_files_and_reports_their_number(ground: Ground) -> Non
     assert wanted_log.exists()
 
 
-def test_old_flow_runs_of_the_upkeep_are_deleted_but_not_trainings(ground: Ground) -> None:
-    flow = ground.post("/flows/", name="train")["id"]
-    training = ground.post("/flow_runs/", flow_id=flow, state={"type": "COMPLETED"})["id"]
-    deployment = ground.get(f"/deployments/name/reconcile/{host_name()}")
-    ground.post(f"/deployments/{deployment['id']}/create_flow_run")
-    until(lambda: list_completed(ground, "reconcile"), "a flow run of reconcile has completed", 300)
+def test_old_flow_runs_of_the_upkeep_are_deleted_but_not_trainings(
+    host_env: HostEnvironment,
+) -> None:
+    flow = host_env.post("/flows/", name="train")["id"]
+    training = host_env.post("/flow_runs/", flow_id=flow, state={"type": "COMPLETED"})["id"]
+    deployment = host_env.get(f"/deployments/name/reconcile/{host_name()}")
+    host_env.post(f"/deployments/{deployment['id']}/create_flow_run")
+    wait_for(
+        lambda: list_completed(host_env, "reconcile"), "a flow run of reconcile has completed", 300
+    )
 
-    output = ground._python(
+    output = host_env._python(
         "from tasks.upkeep import prune; prune._UPKEEP_DAYS = 0; print(prune.prune_host().summary)"
     )
 
     assert "flow runs of the upkeep" in output
-    assert training in {run["id"] for run in list_completed(ground, "train")}
+    assert training in {run["id"] for run in list_completed(host_env, "train")}
 
 
-def _read_final_state(ground: Ground, flow_run_id: str) -> dict[str, Any]:
+def _read_final_state(host_env: HostEnvironment, flow_run_id: str) -> dict[str, Any]:
     """Return the state of the flow run if it is a final state; otherwise an empty dictionary."""
-    state: dict[str, Any] = ground.get(f"/flow_runs/{flow_run_id}")["state"]
+    state: dict[str, Any] = host_env.get(f"/flow_runs/{flow_run_id}")["state"]
     return state if state["type"] in ("COMPLETED", "FAILED", "CRASHED") else {}

@@ -18,8 +18,8 @@ from tasks.queue.settings import settings_of
 from tasks.queue.tables import ROWS_AT_MOST, QueueArtifacts, artifact_keys
 from tasks.ray.usage import ClusterNode
 from tasks.show.arguments import run
-from tests.support.ground import sleepers
-from tests.support.prefect_api import ask
+from tests.support.host_environment import make_sleeping_spec
+from tests.support.prefect_api import send_request
 
 pytestmark = pytest.mark.slow
 
@@ -79,12 +79,12 @@ def build_view(
 
 def list_versions(api: str, key: str) -> list[dict[str, Any]]:
     """Return all artifacts with this key that the Prefect server keeps."""
-    return ask("POST", f"{api}/artifacts/filter", {"artifacts": {"key": {"any_": [key]}}})
+    return send_request("POST", f"{api}/artifacts/filter", {"artifacts": {"key": {"any_": [key]}}})
 
 
 def read_latest(api: str, key: str) -> dict[str, Any]:
     """Return the artifact with this key that the UI shows."""
-    return ask("GET", f"{api}/artifacts/{key}/latest")
+    return send_request("GET", f"{api}/artifacts/{key}/latest")
 
 
 def test_changed_tables_replace_the_old_tables(api: str) -> None:
@@ -166,7 +166,7 @@ def test_deleted_table_is_created_again(api: str) -> None:
     async def show() -> None:
         artifacts = QueueArtifacts(api, clock=clock)
         await artifacts.show(build_view("again"))
-        ask("DELETE", f"{api}/artifacts/{list_versions(api, 'again-gang-queue')[0]['id']}")
+        send_request("DELETE", f"{api}/artifacts/{list_versions(api, 'again-gang-queue')[0]['id']}")
         clock.now += 10
         await artifacts.show(build_view("again", build_queued_run(1)))
 
@@ -217,24 +217,24 @@ def pool(api: str) -> Iterator[str]:
         "variables": {"type": "object", "properties": {"env": {"type": "object"}}},
     }
     pool_settings = {"name": "operated", "type": "process", "base_job_template": template}
-    ask("POST", f"{api}/work_pools/", pool_settings)
-    ask("POST", f"{api}/work_pools/operated/queues", {"name": "low"})
+    send_request("POST", f"{api}/work_pools/", pool_settings)
+    send_request("POST", f"{api}/work_pools/operated/queues", {"name": "low"})
     yield "operated"
-    ask("DELETE", f"{api}/work_pools/operated")
+    send_request("DELETE", f"{api}/work_pools/operated")
 
 
 def test_operator_commands_change_only_the_settings_of_the_queue(
     api: str, pool: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "read_queue_view", build_empty_view)
-    before = ask("GET", f"{api}/work_pools/{pool}")
+    before = send_request("GET", f"{api}/work_pools/{pool}")
 
     codes = [
         run(command.app, [*arguments, "--pool", pool])
         for arguments in (["drain", "gpu-1"], ["set", "policy=backfill", "limit.team-a=16"])
     ]
 
-    after = ask("GET", f"{api}/work_pools/{pool}")
+    after = send_request("GET", f"{api}/work_pools/{pool}")
     settings = settings_of(after["base_job_template"])
     assert codes == [0, 0]
     assert (settings.drained, settings.policy) == (("gpu-1",), "backfill")
@@ -250,29 +250,33 @@ def unserved(api: str) -> Iterator[str]:
     variables = {"properties": {"gang": {"default": nodes}}}
     template = {"job_configuration": {"env": {}}, "variables": variables}
     pool_settings = {"name": "alone", "type": "gang", "base_job_template": template}
-    ask("POST", f"{api}/work_pools/", pool_settings)
-    flow = ask("POST", f"{api}/flows/", {"name": "train"})["id"]
+    send_request("POST", f"{api}/work_pools/", pool_settings)
+    flow = send_request("POST", f"{api}/flows/", {"name": "train"})["id"]
     deployment = {"name": "alone", "flow_id": flow, "work_pool_name": "alone"}
-    deployment_id = ask("POST", f"{api}/deployments/", deployment)["id"]
+    deployment_id = send_request("POST", f"{api}/deployments/", deployment)["id"]
     for _ in range(2):
-        spec = {**sleepers("trainer"), "gang": {"nodes": 1, "gpus_per_node": 8}}
-        ask(
+        spec = {**make_sleeping_spec("trainer"), "gang": {"nodes": 1, "gpus_per_node": 8}}
+        send_request(
             "POST",
             f"{api}/deployments/{deployment_id}/create_flow_run",
             {"parameters": {"spec": spec}},
         )
     yield "alone"
-    ask("DELETE", f"{api}/work_pools/alone")
+    send_request("DELETE", f"{api}/work_pools/alone")
 
 
 def test_queue_command_shows_the_next_decision_without_making_it(
     api: str, unserved: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = ask("POST", f"{api}/flow_runs/filter", {"work_pools": {"name": {"any_": [unserved]}}})
+    before = send_request(
+        "POST", f"{api}/flow_runs/filter", {"work_pools": {"name": {"any_": [unserved]}}}
+    )
 
     code = run(command.app, ["--pool", unserved])
 
-    after = ask("POST", f"{api}/flow_runs/filter", {"work_pools": {"name": {"any_": [unserved]}}})
+    after = send_request(
+        "POST", f"{api}/flow_runs/filter", {"work_pools": {"name": {"any_": [unserved]}}}
+    )
     output = capsys.readouterr().out
     assert code == 0
     assert "work pool alone, fifo: 0 running, 2 waiting; 8 of 8 GPUs are free on 1 node" in output

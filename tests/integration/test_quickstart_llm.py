@@ -26,8 +26,15 @@ from rollout_client import Answer, FleetError, RolloutClient, Synced, SyncLost
 from tasks.processes import tree
 from tasks.processes.ports import listeners
 from tasks.rollout.component import FleetPlan
-from tests.support.stage import DEADLINE_S, RUN_ID, free_port, is_alive, processes_with, wait_until
-from tests.support.vllm_server import installed, log_prob, save_weights
+from tests.support.supervised_components import (
+    DEADLINE_S,
+    RUN_ID,
+    free_port,
+    is_alive,
+    processes_with,
+    wait_until,
+)
+from tests.support.vllm_server import install_program, log_prob, save_weights
 
 ENGINES = (0, 1)
 PROMPTS = ("one", "two", "three", "four")
@@ -75,7 +82,7 @@ class VllmFleet:
                 "directory": directory,
             }
         )
-        programs = installed(directory / "bin")
+        programs = install_program(directory / "bin")
         with (directory / "rollout.log").open("wb") as log:
             self._process = subprocess.Popen(
                 (sys.executable, "-P", "-m", "tasks.rollout.process"),

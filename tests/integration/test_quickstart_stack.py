@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.stage import free_port, wait_until
+from tests.support.supervised_components import free_port, wait_until
 
 QUICKSTART = Path(__file__).parents[2] / "deployments" / "quickstart"
 

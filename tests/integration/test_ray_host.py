@@ -23,7 +23,7 @@ from tasks.rollout.backends import Ask
 from tasks.rollout.probing import Death, NoHost, StartFailed
 from tasks.rollout.ray_host import RayHost
 from tasks.rollout.topology import ServerSlot
-from tests.support.fleet_fakes import plan_in
+from tests.support.fleet_fakes import make_fleet_plan
 from tests.support.ray_cluster import RAY_ENV, RayCluster
 
 #: A server that answers GET /health with 200, and has a child process in another session.
@@ -103,7 +103,9 @@ async def open_fleet(
     """Yield a fleet whose host reserves `bundles` nodes with 8 GPUs each on the Ray cluster."""
     os.environ.update(RAY_ENV)
     fleet = {"backend": "command", "engines": bundles, "gpus_per_node": 8, "placement": "ray"}
-    plan = plan_in(folder, run_id=_RUN, grace_s=2.0, fleet=fleet, node_gpus=8, ray=cluster.address)
+    plan = make_fleet_plan(
+        folder, run_id=_RUN, grace_s=2.0, fleet=fleet, node_gpus=8, ray=cluster.address
+    )
     host = await RayHost.open(plan, {}, within_s=within_s)
     try:
         yield Fleet(host)

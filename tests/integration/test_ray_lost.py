@@ -22,7 +22,7 @@ from tasks.processes.registry import JobEntry, LostRun, Owner
 from tasks.record.disk import write_json
 from tasks.record.final_record import FlowLoss
 from tasks.upkeep.lost_run import stop_jobs
-from tests.support.ground import Ground, Run, host_with_worker, until
+from tests.support.host_environment import HostEnvironment, Run, host_with_worker, wait_for
 from tests.support.ray_cluster import RayCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
@@ -46,11 +46,11 @@ LOSS = FlowLoss(pid=GONE.pid)
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
-    """Yield a `Ground`: a simulated host with a Prefect server and a worker."""
+def host_env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostEnvironment]:
+    """Yield a `HostEnvironment`: a simulated host with a Prefect server and a worker."""
     home = tmp_path_factory.mktemp("host") / "home"
-    with host_with_worker(tmp_path_factory.mktemp("server"), home) as ground:
-        yield ground
+    with host_with_worker(tmp_path_factory.mktemp("server"), home) as host_env:
+        yield host_env
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def until_next_process(run: Run, old_pid: int) -> None:
         except (OSError, ValueError, AssertionError):
             return False
 
-    until(has_next_process, "the next flow process has taken over the run")
+    wait_for(has_next_process, "the next flow process has taken over the run")
 
 
 def until_finished(run: Run) -> None:
@@ -124,17 +124,17 @@ def until_finished(run: Run) -> None:
     """
 
     def is_gone() -> bool:
-        run.ground.reconcile_without_flow()
-        return not (run.ground.home / "live" / run.name).exists()
+        run.host_env.reconcile_without_flow()
+        return not (run.host_env.home / "live" / run.name).exists()
 
-    until(is_gone, "the run is no longer registered")
+    wait_for(is_gone, "the run is no longer registered")
 
 
 @pytest.mark.thorough
 def test_jobs_continue_after_a_killed_flow_and_the_next_process_attaches_to_them(
-    ground: Ground, ray_cluster: RayCluster, finished: Path
+    host_env: HostEnvironment, ray_cluster: RayCluster, finished: Path
 ) -> None:
-    run = ground.submit(build_spec(ray_cluster, finished, "adopt")).until_running()
+    run = host_env.submit(build_spec(ray_cluster, finished, "adopt")).wait_until_running()
     submission_id = f"{run.name}--a01"
 
     # SIGTERM without a cancellation on the Prefect server, as during an upgrade of the worker.
@@ -143,17 +143,17 @@ def test_jobs_continue_after_a_killed_flow_and_the_next_process_attaches_to_them
     until_next_process(run, first)
     second = run.flow_pid()
     os.kill(second, signal.SIGKILL)
-    until(lambda: run.state()[0] == "CRASHED", "the worker has reported the loss")
+    wait_for(lambda: run.state()[0] == "CRASHED", "the worker has reported the loss")
     # The run is rescheduled only after the other processes that the worker started have ended.
     expected_summary = "1 of 1 lost runs reconciled"
-    until(
-        lambda: expected_summary in ground.reconcile_without_flow(),
+    wait_for(
+        lambda: expected_summary in host_env.reconcile_without_flow(),
         "the flow run is scheduled again",
     )
     until_next_process(run, second)
     assert read_job_status(ray_cluster, submission_id) == "RUNNING"
     finished.touch()
-    run.until_state("COMPLETED")
+    run.wait_for_state("COMPLETED")
 
     [attempt] = run.record()["attempts"]
     assert (attempt["number"], attempt["state"]) == (1, "completed")
@@ -165,17 +165,17 @@ def test_jobs_continue_after_a_killed_flow_and_the_next_process_attaches_to_them
     assert names.count("attempt.begun") == 1
     assert names.count("attempt.adopted") == 2
     assert names.count("job.submitted") == 1
-    until(lambda: not (ground.home / "live" / run.name).exists(), "the registry is empty")
+    wait_for(lambda: not (host_env.home / "live" / run.name).exists(), "the registry is empty")
 
 
 @pytest.mark.thorough
 def test_jobs_of_a_lost_host_are_ended_from_another_host(
-    ground: Ground, ray_cluster: RayCluster, finished: Path
+    host_env: HostEnvironment, ray_cluster: RayCluster, finished: Path
 ) -> None:
-    run = ground.start_run(build_spec(ray_cluster, finished, "stop")).until_running()
+    run = host_env.start_run(build_spec(ray_cluster, finished, "stop")).wait_until_running()
     submission_id = f"{run.name}--a01"
     run.kill_flow()
-    owner = ground.home / "live" / run.name / "owner.json"
+    owner = host_env.home / "live" / run.name / "owner.json"
     owner_content = json.loads(owner.read_text())
     owner_on_lost_host = {
         "host": "lost-host",
@@ -183,7 +183,7 @@ def test_jobs_of_a_lost_host_are_ended_from_another_host(
     }
     owner.write_text(json.dumps(owner_content | owner_on_lost_host))
 
-    output = ground.ask("tasks.command", "reconcile", "--lost-host", "lost-host")
+    output = host_env.run_module("tasks.command", "reconcile", "--lost-host", "lost-host")
 
     assert output.splitlines()[-1] == "lost-host: 1 of 1 lost runs reconciled"
     assert read_job_status(ray_cluster, submission_id) == "STOPPED"
@@ -193,25 +193,27 @@ def test_jobs_of_a_lost_host_are_ended_from_another_host(
     assert (record["state"], failure["rule"]) == ("failed", "flow-lost")
     assert f"job {submission_id}" in failure["message"]
     assert not owner.exists()
-    run.until_gone()
+    run.wait_until_gone()
 
 
 @pytest.mark.thorough
 def test_cancel_without_a_flow_process_ends_the_continued_jobs(
-    ground: Ground, ray_cluster: RayCluster, finished: Path
+    host_env: HostEnvironment, ray_cluster: RayCluster, finished: Path
 ) -> None:
-    run = ground.submit(build_spec(ray_cluster, finished, "adopt")).until_running()
+    run = host_env.submit(build_spec(ray_cluster, finished, "adopt")).wait_until_running()
     submission_id = f"{run.name}--a01"
 
     run.kill_flow()
-    until(lambda: run.state()[0] == "CRASHED", "the worker has reported the loss")
-    ground.post(f"/flow_runs/{run.flow_run_id}/set_state", state={"type": "CANCELLED"}, force=True)
+    wait_for(lambda: run.state()[0] == "CRASHED", "the worker has reported the loss")
+    host_env.post(
+        f"/flow_runs/{run.flow_run_id}/set_state", state={"type": "CANCELLED"}, force=True
+    )
     until_finished(run)
 
     assert read_job_status(ray_cluster, submission_id) == "STOPPED"
     assert run.state()[0] == "CANCELLED"
     assert run.record()["state"] == "cancelled"
-    run.until_gone()
+    run.wait_until_gone()
 
 
 @pytest.fixture

@@ -14,39 +14,41 @@ from tasks.ray import submit
 from tasks.record.outcome import ComponentFailed
 from tasks.spec.failure_kinds import FailureKind
 from tests.support.ray_cluster import RayCluster
-from tests.support.ray_jobs import WITHIN_S, Jobs, Wire, until, wire_to
+from tests.support.ray_jobs import WITHIN_S, BreakableProxy, Jobs, run_proxy, wait_until
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.slow]
 
 
 @pytest_asyncio.fixture
-async def wire(ray_cluster: RayCluster) -> AsyncIterator[Wire]:
-    """Yield a `Wire`: a proxy before the Ray dashboard that a test can stop and start again."""
-    async with wire_to(ray_cluster.address) as wire:
+async def wire(ray_cluster: RayCluster) -> AsyncIterator[BreakableProxy]:
+    """Yield a proxy before the Ray dashboard. A test can stop the proxy and start it again."""
+    async with run_proxy(ray_cluster.address) as wire:
         yield wire
 
 
 @pytest_asyncio.fixture
-async def jobs(wire: Wire, tmp_path: Path, muster_home: Path) -> AsyncIterator[Jobs]:
+async def jobs(wire: BreakableProxy, tmp_path: Path, muster_home: Path) -> AsyncIterator[Jobs]:
     """Yield an object that starts Ray jobs through the proxy; no process of a job may remain."""
     jobs = Jobs(wire.address, tmp_path)
     yield jobs
     await jobs.clear()
-    assert jobs.marked() == []
+    assert jobs.list_processes() == []
 
 
 @pytest.mark.thorough
 async def test_short_loss_of_the_connection_harms_neither_job_nor_log(
-    jobs: Jobs, wire: Wire
+    jobs: Jobs, wire: BreakableProxy
 ) -> None:
     program = "import time\nfor i in range(80): print(i, flush=True); time.sleep(0.1)"
-    plan, job = await jobs.launched("python", "-c", program)
+    plan, job = await jobs.launch("python", "-c", program)
     watch = asyncio.create_task(job.until_job_lost())
-    await until(lambda: plan.command.log.exists() and b"\n3\n" in plan.command.log.read_bytes())
+    await wait_until(
+        lambda: plan.command.log.exists() and b"\n3\n" in plan.command.log.read_bytes()
+    )
 
-    await wire.cut()
-    await until(lambda: "contact.lost" in jobs.told.names)
-    await wire.mend()
+    await wire.stop()
+    await wait_until(lambda: "contact.lost" in jobs.told.names)
+    await wire.start()
     job_exit = await asyncio.wait_for(job.exited, WITHIN_S)
     leftovers = await job.end()
 
@@ -59,29 +61,31 @@ async def test_short_loss_of_the_connection_harms_neither_job_nor_log(
 
 
 async def test_long_loss_of_the_connection_is_lost_contact_and_the_job_is_ended_later(
-    jobs: Jobs, wire: Wire, monkeypatch: pytest.MonkeyPatch
+    jobs: Jobs, wire: BreakableProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, job = await jobs.launched("sleep", "3600", lost_after_s=1.0)
+    plan, job = await jobs.launch("sleep", "3600", lost_after_s=1.0)
     monkeypatch.setattr(job._take_down, "unknown_after_s", 1.0)
 
-    await wire.cut()
+    await wire.stop()
     loss = await asyncio.wait_for(job.until_job_lost(), WITHIN_S)
     unknown_jobs = await job.end()
     status = json.loads(plan.submission_file.read_text())["status"]
-    await wire.mend()
+    await wire.start()
     leftovers = await job.end()
 
     assert (loss.kind, loss.rule) == (FailureKind.LOST_CONTACT, "contact-lost")
     assert len(unknown_jobs) == 1 and "state unknown" in unknown_jobs[0]
     assert status == "unknown"
     assert leftovers == ()
-    assert jobs.marked() == []
+    assert jobs.list_processes() == []
 
 
-async def test_submission_with_a_lost_response_is_not_repeated(jobs: Jobs, wire: Wire) -> None:
+async def test_submission_with_a_lost_response_is_not_repeated(
+    jobs: Jobs, wire: BreakableProxy
+) -> None:
     wire.swallows = b"POST /api/jobs/"
 
-    _, job = await jobs.launched("sleep", "3600")
+    _, job = await jobs.launch("sleep", "3600")
 
     assert wire.passed[b"POST /api/jobs/"] == 1
     wire.swallows = b""
@@ -90,18 +94,18 @@ async def test_submission_with_a_lost_response_is_not_repeated(jobs: Jobs, wire:
 
 
 async def test_launch_cancelled_during_the_submission_leaves_no_process(
-    jobs: Jobs, wire: Wire
+    jobs: Jobs, wire: BreakableProxy
 ) -> None:
     job = jobs.job(jobs.plan("sleep", "3600"))
     await job.launch()
     launch = asyncio.create_task(job.until_running())
-    await until(lambda: any(line.startswith(b"POST /api/jobs/") for line in wire.passed))
+    await wait_until(lambda: any(line.startswith(b"POST /api/jobs/") for line in wire.passed))
 
     launch.cancel()
     leftovers = await job.end()
 
     assert leftovers == ()
-    await until(lambda: not jobs.marked(), 10)
+    await wait_until(lambda: not jobs.list_processes(), 10)
 
 
 async def test_launch_is_refused_if_no_dashboard_listens(

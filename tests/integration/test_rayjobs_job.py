@@ -20,7 +20,7 @@ from tasks.ray.submission import SubmissionFile
 from tasks.record.outcome import ComponentFailed
 from tasks.spec.failure_kinds import FailureKind
 from tests.support.ray_cluster import RayCluster, free_gpus
-from tests.support.ray_jobs import WITHIN_S, Jobs, kill, until
+from tests.support.ray_jobs import WITHIN_S, Jobs, kill, wait_until
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.slow]
 
@@ -35,7 +35,7 @@ async def jobs(ray_cluster: RayCluster, tmp_path: Path, muster_home: Path) -> As
     jobs = Jobs(ray_cluster.address, tmp_path)
     yield jobs
     await jobs.clear()
-    assert jobs.marked() == []
+    assert jobs.list_processes() == []
 
 
 #: A driver that waits forever for an actor. The actor, on another node, also waits forever.
@@ -55,8 +55,8 @@ wait_for_ranks()
 
 @pytest.mark.thorough
 async def test_report_about_a_hanging_job_has_the_stacks_of_its_processes(jobs: Jobs) -> None:
-    plan, job = await jobs.launched("python", "-c", _HANGING_DRIVER)
-    await until(lambda: "up" in plan.command.log.read_text())
+    plan, job = await jobs.launch("python", "-c", _HANGING_DRIVER)
+    await wait_until(lambda: "up" in plan.command.log.read_text())
 
     await job.examine()
 
@@ -86,7 +86,7 @@ async def test_driver_gets_its_arguments_its_environment_and_the_programs_of_ray
     (jobs.working_dir / "tests").mkdir()
     (jobs.working_dir / "tests" / "test_a.py").write_text("")
 
-    plan, job_exit = await jobs.ended(
+    plan, job_exit = await jobs.run_to_end(
         "python",
         "-I",
         "-c",
@@ -122,10 +122,10 @@ async def test_end_of_a_job_is_reported_as_exit_code_or_signal(jobs: Jobs) -> No
     segfault = "import ctypes; ctypes.string_at(0)"
 
     ends = await asyncio.gather(
-        jobs.ended("sh", "-c", "exit 7"),
-        jobs.ended("sh", "-c", "kill -KILL $$"),
-        jobs.ended("python", "-c", segfault),
-        jobs.ended("no-such-program"),
+        jobs.run_to_end("sh", "-c", "exit 7"),
+        jobs.run_to_end("sh", "-c", "kill -KILL $$"),
+        jobs.run_to_end("python", "-c", segfault),
+        jobs.run_to_end("no-such-program"),
     )
 
     assert [(end.exit_code, end.signal) for _, end in ends] == [
@@ -142,11 +142,13 @@ async def test_no_process_survives_the_end_of_the_driver_or_of_rays_supervisor(
     jobs: Jobs, ray_cluster: RayCluster
 ) -> None:
     (_, ended), (_, killed), (orphan_plan, orphan) = await asyncio.gather(
-        jobs.launched("sh", "-c", f"{_TREE} exec sleep 2"),
-        jobs.launched("sh", "-c", f"{_TREE} exec sleep 3601"),
-        jobs.launched("sh", "-c", f"{_TREE} exec sleep 3602"),
+        jobs.launch("sh", "-c", f"{_TREE} exec sleep 2"),
+        jobs.launch("sh", "-c", f"{_TREE} exec sleep 3601"),
+        jobs.launch("sh", "-c", f"{_TREE} exec sleep 3602"),
     )
-    await until(lambda: _find_pids(jobs, "sleep\x003601") and _find_pids(jobs, "sleep\x003602"))
+    await wait_until(
+        lambda: _find_pids(jobs, "sleep\x003601") and _find_pids(jobs, "sleep\x003602")
+    )
 
     for pid in _find_pids(jobs, "sleep\x003601"):
         kill(pid)
@@ -161,7 +163,7 @@ async def test_no_process_survives_the_end_of_the_driver_or_of_rays_supervisor(
     assert "supervisor" in ends[2].note
     # The wrapper of the driver has ended all processes. Muster's check for leftover processes, in
     # `end`, finds none.
-    await until(lambda: not jobs.marked(), 10)
+    await wait_until(lambda: not jobs.list_processes(), 10)
     assert [await job.end() for job in (ended, killed, orphan)] == [(), (), ()]
 
 
@@ -171,11 +173,11 @@ async def test_stop_ends_all_processes_after_the_grace_period(jobs: Jobs) -> Non
     )
     ignoring_script = f"trap '' TERM; {_TREE} while :; do sleep 0.1; done"
     (saving_plan, first), (_, second), (_, third) = await asyncio.gather(
-        jobs.launched("sh", "-c", saving_script),
-        jobs.launched("sh", "-c", ignoring_script),
-        jobs.launched("sh", "-c", ignoring_script, grace_s=600.0),
+        jobs.launch("sh", "-c", saving_script),
+        jobs.launch("sh", "-c", ignoring_script),
+        jobs.launch("sh", "-c", ignoring_script, grace_s=600.0),
     )
-    await until(lambda: len(jobs.marked()) >= 12)
+    await wait_until(lambda: len(jobs.list_processes()) >= 12)
 
     first.stop()
     first.stop()
@@ -185,7 +187,7 @@ async def test_stop_ends_all_processes_after_the_grace_period(jobs: Jobs) -> Non
 
     assert "stopped by Muster" in ends[0].note and "stopped by Muster" in ends[1].note
     assert [await job.end() for job in (first, second, third)] == [(), (), ()]
-    assert jobs.marked() == []
+    assert jobs.list_processes() == []
     assert saving_plan.command.log.read_text().splitlines().count("saved") == 1
     assert jobs.told.swept
 
@@ -213,17 +215,17 @@ while True:
 
 @pytest.mark.thorough
 async def test_driver_and_actors_with_a_handler_are_warned_once(jobs: Jobs) -> None:
-    plan, job = await jobs.launched("sh", "-c", 'python -c "$0"; exit $?', _WARNED_DRIVER)
+    plan, job = await jobs.launch("sh", "-c", 'python -c "$0"; exit $?', _WARNED_DRIVER)
     log = plan.command.log
     # Ray repeats the command in the log, so compare whole lines.
-    await until(lambda: log.exists() and "up" in log.read_text().splitlines())
+    await wait_until(lambda: log.exists() and "up" in log.read_text().splitlines())
 
     warned = await job.warn(signal.SIGUSR1)
     job._warn_again_s = 0.0
     again = await job.warn(signal.SIGUSR1)
 
     assert len(warned) == 2 and again == []
-    await until(lambda: {"driver is warned", "rank is warned"} <= ended_lines(log.read_text()))
+    await wait_until(lambda: {"driver is warned", "rank is warned"} <= ended_lines(log.read_text()))
     assert await job.read_planned_end() is None
     assert not job.exited.done()
     assert await job.end() == ()
@@ -240,9 +242,9 @@ async def test_job_that_saves_after_its_stop_signal_is_killed_later(jobs: Jobs) 
         "trap 'for i in 1 2 3 4; do sleep 1; done; echo saved; exit 5' TERM; echo is up; "
         "while :; do sleep 0.1; done"
     )
-    plan, job = await jobs.launched("sh", "-c", saving_script, grace_s=0.5, save_grace_s=60.0)
+    plan, job = await jobs.launch("sh", "-c", saving_script, grace_s=0.5, save_grace_s=60.0)
     log = plan.command.log
-    await until(lambda: log.exists() and "is up" in log.read_text().splitlines())
+    await wait_until(lambda: log.exists() and "is up" in log.read_text().splitlines())
 
     job.stop()
     job.delay_kill(30.0)
@@ -256,7 +258,7 @@ async def test_job_that_saves_after_its_stop_signal_is_killed_later(jobs: Jobs) 
 async def test_stop_by_another_program_is_reported_as_such(
     jobs: Jobs, ray_cluster: RayCluster
 ) -> None:
-    plan, job = await jobs.launched("sleep", "3600")
+    plan, job = await jobs.launch("sleep", "3600")
     dashboard = Dashboard(ray_cluster.address)
 
     await dashboard.stop(plan.submission_id)
@@ -295,8 +297,8 @@ async def test_second_process_attaches_without_a_gap_or_a_repetition_in_the_log(
         "import os, time\n"
         "for i in range(60): os.write(1, b'%d ' % i + b'\\xff\\xfe' * 9 + b'\\n'); time.sleep(0.1)"
     )
-    plan, first = await jobs.launched("python", "-c", program)
-    await until(lambda: plan.command.log.exists() and b"\n5 " in plan.command.log.read_bytes())
+    plan, first = await jobs.launch("python", "-c", program)
+    await wait_until(lambda: plan.command.log.exists() and b"\n5 " in plan.command.log.read_bytes())
     await first.detach()
     log_before = plan.command.log.read_bytes()
 
@@ -317,7 +319,7 @@ async def test_second_process_attaches_without_a_gap_or_a_repetition_in_the_log(
 
 @pytest.mark.thorough
 async def test_job_without_a_muster_process_can_be_ended_by_its_submission_file(jobs: Jobs) -> None:
-    plan, job = await jobs.launched("sh", "-c", f"{_TREE} exec sleep 3600")
+    plan, job = await jobs.launch("sh", "-c", f"{_TREE} exec sleep 3600")
     await job.detach()
 
     status_before = await jobs.state_of(plan)
@@ -328,7 +330,7 @@ async def test_job_without_a_muster_process_can_be_ended_by_its_submission_file(
 
     assert status_before is not None and status_before.status == "RUNNING"
     assert (ended.left, ended.unseen) == ((), ())
-    assert jobs.marked() == []
+    assert jobs.list_processes() == []
     assert json.loads(plan.submission_file.read_text())["status"] == "stopped"
 
 
@@ -339,7 +341,7 @@ async def test_missing_gpus_at_the_deadline_are_named(jobs: Jobs) -> None:
         "ray.init(log_to_driver=False)\n"
         "big = pg([{'GPU': 8}] * 3); time.sleep(3600)"
     )
-    plan, first = await jobs.launched("python", "-c", program, gpus=24)
+    plan, first = await jobs.launch("python", "-c", program, gpus=24)
     await first.detach()
     job = jobs.job(replace(plan, start_within_s=1.0))
     await job.launch()
@@ -368,9 +370,11 @@ async def test_all_gpus_are_free_after_the_end_even_if_actors_are_detached(
         "group = pg([{'GPU': 4}], lifetime='detached', name='g'); ray.get(group.ready())\n"
         "print('taken', flush=True); time.sleep(3600)"
     )
-    plan, job = await jobs.launched("python", "-c", program, gpus=8, start_within_s=40.0)
+    plan, job = await jobs.launch("python", "-c", program, gpus=8, start_within_s=40.0)
     loss_watch = asyncio.create_task(job.until_job_lost())
-    await until(lambda: plan.command.log.exists() and b"\ntaken\n" in plan.command.log.read_bytes())
+    await wait_until(
+        lambda: plan.command.log.exists() and b"\ntaken\n" in plan.command.log.read_bytes()
+    )
     # The cluster's control store counts the GPUs as used only a moment after the driver has printed
     # "taken".
     while sum((await free_gpus(ray_cluster.gcs_address)).values()) != 8:
@@ -389,7 +393,7 @@ async def test_all_gpus_are_free_after_the_end_even_if_actors_are_detached(
 def _find_pids(jobs: Jobs, command_line: str) -> list[int]:
     """Return the pids of job processes with this command line; NUL separates the arguments."""
     pids = []
-    for pid in jobs.marked():
+    for pid in jobs.list_processes():
         try:
             cmdline = Path(f"/proc/{pid}/cmdline").read_text()
         except OSError:

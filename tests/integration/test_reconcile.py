@@ -20,9 +20,9 @@ from tasks.server import flow_runs
 from tasks.server.server import prefect_server
 from tasks.upkeep.reconcile import reconcile_host
 from tests.faults.injections import mounted, why_no_disks
-from tests.support.ground import Ground, Run, sleepers, until
-from tests.support.prefect_api import ask
-from tests.support.stage import is_alive
+from tests.support.host_environment import HostEnvironment, Run, make_sleeping_spec, wait_for
+from tests.support.prefect_api import send_request
+from tests.support.supervised_components import is_alive
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -38,56 +38,58 @@ def api() -> Iterator[str]:
 
 
 @pytest.fixture
-def ground(api: str, tmp_path: Path) -> Iterator[Ground]:
-    """Yield a `Ground`: a simulated host, which has no runs yet."""
-    ground = Ground(home=tmp_path / "home", api=api)
-    yield ground
-    ground.clear()
+def host_env(api: str, tmp_path: Path) -> Iterator[HostEnvironment]:
+    """Yield a `HostEnvironment`: a simulated host, which has no runs yet."""
+    host_env = HostEnvironment(home=tmp_path / "home", api=api)
+    yield host_env
+    host_env.clear()
     # Processes that were just killed must not be lost runs of the next test.
-    ground.reconcile_without_flow()
+    host_env.reconcile_without_flow()
 
 
 @pytest.fixture
-def pending(ground: Ground) -> Callable[..., Run]:
+def pending(host_env: HostEnvironment) -> Callable[..., Run]:
     """Return a function that makes a flow run in the state PENDING, without a process.
 
     The worker that had the flow run never started a process for it.
     """
 
     def make_pending_run(worker: str) -> Run:
-        flow = ground.post("/flows/", name="train")["id"]
+        flow = host_env.post("/flows/", name="train")["id"]
         pool = {"name": "gang", "type": "process"}
-        if not ground.post("/work_pools/filter", work_pools={"name": {"any_": ["gang"]}}):
-            ground.post("/work_pools/", **pool)
-        deployment = ground.post("/deployments/", name="t", flow_id=flow, work_pool_name="gang")
+        if not host_env.post("/work_pools/filter", work_pools={"name": {"any_": ["gang"]}}):
+            host_env.post("/work_pools/", **pool)
+        deployment = host_env.post("/deployments/", name="t", flow_id=flow, work_pool_name="gang")
         path = f"/deployments/{deployment['id']}/create_flow_run"
-        run = ground.post(path, parameters={"spec": sleepers()})["id"]
-        set_state(ground, run, "PENDING")
-        set_worker(ground, run, worker)
-        return Run(ground=ground, flow_run_id=run)
+        run = host_env.post(path, parameters={"spec": make_sleeping_spec()})["id"]
+        set_state(host_env, run, "PENDING")
+        set_worker(host_env, run, worker)
+        return Run(host_env=host_env, flow_run_id=run)
 
     return make_pending_run
 
 
-def set_state(ground: Ground, flow_run_id: str, state_type: str, **state_fields: Any) -> None:
+def set_state(
+    host_env: HostEnvironment, flow_run_id: str, state_type: str, **state_fields: Any
+) -> None:
     """Give a flow run a state of this type on the Prefect server."""
-    ground.post(f"/flow_runs/{flow_run_id}/set_state", state={"type": state_type, **state_fields})
+    host_env.post(f"/flow_runs/{flow_run_id}/set_state", state={"type": state_type, **state_fields})
 
 
-def set_worker(ground: Ground, flow_run_id: str, worker: str) -> None:
+def set_worker(host_env: HostEnvironment, flow_run_id: str, worker: str) -> None:
     """Record on the Prefect server that the worker has taken the flow run."""
-    url = f"{ground.api}/flow_runs/{flow_run_id}/labels"
-    ask("PATCH", url, {"prefect.worker.name": worker})
+    url = f"{host_env.api}/flow_runs/{flow_run_id}/labels"
+    send_request("PATCH", url, {"prefect.worker.name": worker})
 
 
 @pytest.mark.thorough
-def test_run_with_a_killed_flow_process_is_finished_completely(ground: Ground) -> None:
-    artifacts_before = len(ground.artifacts())
-    run = ground.start_run(sleepers("api", "trainer")).until_running()
+def test_run_with_a_killed_flow_process_is_finished_completely(host_env: HostEnvironment) -> None:
+    artifacts_before = len(host_env.artifacts())
+    run = host_env.start_run(make_sleeping_spec("api", "trainer")).wait_until_running()
     pid = run.flow_pid()
 
     run.kill_flow()
-    summary = ground.reconcile()
+    summary = host_env.reconcile()
 
     assert summary == f"{host_name()}: 1 of 1 lost runs reconciled"
     assert run.pids() == []
@@ -100,16 +102,18 @@ def test_run_with_a_killed_flow_process_is_finished_completely(ground: Ground) -
     assert state_type == "CRASHED"
     assert f"the flow process (pid {pid}) of this run was killed or lost" in message
     assert [e["event"] for e in run.events()][-3:] == ["reconcile.ended", "run.state", "run.state"]
-    assert not (ground.home / "live" / run.name).exists()
+    assert not (host_env.home / "live" / run.name).exists()
     # An artifact and an event report the cleanup.
-    artifacts = ground.artifacts()
+    artifacts = host_env.artifacts()
     assert len(artifacts) == artifacts_before + 1
     assert f"- {run.name}: " in artifacts[-1]["data"]
-    (event,) = until(lambda: ground.events(run.flow_run_id), "the cleanup is reported as an event")
+    (event,) = wait_for(
+        lambda: host_env.events(run.flow_run_id), "the cleanup is reported as an event"
+    )
     assert (event["payload"]["record"], event["payload"]["server"]) == ("failed", "Crashed")
     # Running `reconcile` again finds nothing to do.
-    assert ground.reconcile_without_flow() == "nothing to do"
-    assert ground.artifacts() == artifacts and run.record() == record
+    assert host_env.reconcile_without_flow() == "nothing to do"
+    assert host_env.artifacts() == artifacts and run.record() == record
 
 
 #: A training whose last update of the run's page in the Prefect UI never finishes.
@@ -125,36 +129,36 @@ run_alone(command, "train")
 
 @pytest.mark.thorough
 def test_page_of_a_run_killed_before_its_last_update_is_completed(
-    ground: Ground,
+    host_env: HostEnvironment,
 ) -> None:
-    spec = sleepers("trainer")
+    spec = make_sleeping_spec("trainer")
     spec["components"]["trainer"] |= {"command": ["true"], "ready": None}
-    run = ground.start_run(spec, "-c", HANGS_AT_LAST_PAGE)
-    run.until_state("COMPLETED")
+    run = host_env.start_run(spec, "-c", HANGS_AT_LAST_PAGE)
+    run.wait_for_state("COMPLETED")
     record = run.record()
 
     run.kill_flow()
-    ground.reconcile_without_flow()
+    host_env.reconcile_without_flow()
 
     assert record["state"] == "completed" and run.record() == record
     artifact_filter = {"flow_run_id": {"any_": [run.flow_run_id]}}
     artifacts = {
         artifact["key"]: artifact
-        for artifact in ground.post("/artifacts/filter", artifacts=artifact_filter)
+        for artifact in host_env.post("/artifacts/filter", artifacts=artifact_filter)
     }
     assert {*artifacts} == {"summary", "components", "timeline", "attempts", "record"}
     assert artifacts["summary"]["description"].startswith("**completed**")
     assert run.state()[0] == "COMPLETED"
-    assert not (ground.home / "live" / run.name).exists()
+    assert not (host_env.home / "live" / run.name).exists()
 
 
 @pytest.mark.thorough
-def test_simultaneous_reconciles_finish_a_run_once(ground: Ground) -> None:
-    run = ground.start_run(sleepers()).until_running()
+def test_simultaneous_reconciles_finish_a_run_once(host_env: HostEnvironment) -> None:
+    run = host_env.start_run(make_sleeping_spec()).wait_until_running()
     run.kill_flow()
 
     with ThreadPoolExecutor(2) as pool:
-        summaries = set(pool.map(lambda _: ground.reconcile(), range(2)))
+        summaries = set(pool.map(lambda _: host_env.reconcile(), range(2)))
 
     # Only one of the two calls of `reconcile` finishes the run. The other call found the run in
     # work or already finished.
@@ -164,13 +168,13 @@ def test_simultaneous_reconciles_finish_a_run_once(ground: Ground) -> None:
 
 
 @pytest.mark.thorough
-def test_live_run_is_not_changed(ground: Ground) -> None:
-    run = ground.start_run(sleepers()).until_running()
+def test_live_run_is_not_changed(host_env: HostEnvironment) -> None:
+    run = host_env.start_run(make_sleeping_spec()).wait_until_running()
     flow_run_before = run.flow_run()
     record = run.record_path().read_bytes()
     pids = run.pids()
 
-    summary = ground.reconcile_without_flow()
+    summary = host_env.reconcile_without_flow()
 
     assert summary == "nothing to do"
     assert run.flow_run()["state"] == flow_run_before["state"]
@@ -179,28 +183,28 @@ def test_live_run_is_not_changed(ground: Ground) -> None:
 
 
 @pytest.mark.thorough
-def test_lost_run_that_was_being_cancelled_becomes_cancelled(ground: Ground) -> None:
-    run = ground.start_run(sleepers()).until_running()
+def test_lost_run_that_was_being_cancelled_becomes_cancelled(host_env: HostEnvironment) -> None:
+    run = host_env.start_run(make_sleeping_spec()).wait_until_running()
     # The flow process is killed before the cancellation, because a living process would react to
     # the cancellation itself.
     run.kill_flow()
-    set_state(ground, run.flow_run_id, "CANCELLING")
+    set_state(host_env, run.flow_run_id, "CANCELLING")
 
-    ground.reconcile_without_flow()
+    host_env.reconcile_without_flow()
 
     assert run.state()[0] == "CANCELLED"
     assert run.record()["state"] == "cancelled"
 
 
 @pytest.mark.thorough
-def test_run_that_waits_for_its_next_attempt_keeps_its_state(ground: Ground) -> None:
+def test_run_that_waits_for_its_next_attempt_keeps_its_state(host_env: HostEnvironment) -> None:
     """The flow process ended as planned: it left a registry entry, and the flow run waits."""
-    run = ground.start_run(sleepers()).until_running()
-    set_state(ground, run.flow_run_id, "SCHEDULED", name="PendingResources")
+    run = host_env.start_run(make_sleeping_spec()).wait_until_running()
+    set_state(host_env, run.flow_run_id, "SCHEDULED", name="PendingResources")
     run.kill_flow()
     state_before = run.flow_run()["state"]
 
-    ground.reconcile_without_flow()
+    host_env.reconcile_without_flow()
 
     assert run.flow_run()["state"] == state_before
     # Leftover processes of the run are ended nevertheless, so that the next attempt can begin.
@@ -209,18 +213,20 @@ def test_run_that_waits_for_its_next_attempt_keeps_its_state(ground: Ground) -> 
 
 
 @pytest.mark.thorough
-def test_run_is_finished_without_the_server_and_reported_when_it_returns(ground: Ground) -> None:
-    run = ground.start_run(sleepers()).until_running()
+def test_run_is_finished_without_the_server_and_reported_when_it_returns(
+    host_env: HostEnvironment,
+) -> None:
+    run = host_env.start_run(make_sleeping_spec()).wait_until_running()
     run.kill_flow()
-    owner = ground.home / "live" / run.name / "owner.json"
+    owner = host_env.home / "live" / run.name / "owner.json"
     owner_content = owner.read_text()
-    owner.write_text(owner_content.replace(ground.api, "http://127.0.0.1:9/api"))
+    owner.write_text(owner_content.replace(host_env.api, "http://127.0.0.1:9/api"))
 
-    summary_without_server = ground.reconcile_without_flow()
+    summary_without_server = host_env.reconcile_without_flow()
     state_without_server = run.state()[0]
     record_without_server = run.record()
     owner.write_text(owner_content)
-    summary_with_server = ground.reconcile_without_flow()
+    summary_with_server = host_env.reconcile_without_flow()
 
     assert summary_without_server == f"{host_name()}: 1 of 1 lost runs reconciled, 1 still open"
     assert (state_without_server, record_without_server["state"]) == ("RUNNING", "failed")
@@ -232,12 +238,12 @@ def test_run_is_finished_without_the_server_and_reported_when_it_returns(ground:
 
 @pytest.mark.thorough
 def test_pending_flow_run_without_a_process_is_rescheduled(
-    ground: Ground, pending: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+    host_env: HostEnvironment, pending: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours = pending(worker=host_name())
     other = pending(worker="another-host")
-    monkeypatch.setenv("MUSTER_HOME", str(ground.home))
-    with temporary_settings({PREFECT_API_URL: ground.api}):
+    monkeypatch.setenv("MUSTER_HOME", str(host_env.home))
+    with temporary_settings({PREFECT_API_URL: host_env.api}):
         first_report = reconcile_host()
         # `reconcile` ignores flow runs that changed only recently. The test lowers this limit
         # instead of waiting. It is negative because the server's times are in whole seconds.
@@ -253,18 +259,18 @@ def test_pending_flow_run_without_a_process_is_rescheduled(
 
 @pytest.mark.thorough
 def test_state_set_after_the_end_is_corrected_from_the_record(
-    ground: Ground, monkeypatch: pytest.MonkeyPatch
+    host_env: HostEnvironment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The Prefect server accepts another state after Completed, which must be corrected."""
-    run = ground.start_run(sleepers(code="print('up', flush=True); raise SystemExit"))
-    run.until_state("COMPLETED")
-    run.until_gone()
-    until(lambda: ground._started[-1].poll() is not None, "the flow process has ended")
-    set_state(ground, run.flow_run_id, "RUNNING", message="step 3 of 4")
-    monkeypatch.setenv("MUSTER_HOME", str(ground.home))
+    run = host_env.start_run(make_sleeping_spec(code="print('up', flush=True); raise SystemExit"))
+    run.wait_for_state("COMPLETED")
+    run.wait_until_gone()
+    wait_for(lambda: host_env._started[-1].poll() is not None, "the flow process has ended")
+    set_state(host_env, run.flow_run_id, "RUNNING", message="step 3 of 4")
+    monkeypatch.setenv("MUSTER_HOME", str(host_env.home))
     monkeypatch.setattr(flow_runs, "_SETTLED_AFTER", timedelta(seconds=-2))
 
-    with temporary_settings({PREFECT_API_URL: ground.api}):
+    with temporary_settings({PREFECT_API_URL: host_env.api}):
         report = reconcile_host()
 
     assert [(reconciled_run.name, reconciled_run.server) for reconciled_run in report.runs] == [
@@ -282,9 +288,9 @@ def test_run_that_ends_on_a_full_disk_reports_its_failure_everywhere(
     if reason := why_no_disks(lambda place: mounted(place, *options)):
         pytest.skip(reason)
     with mounted(tmp_path / "disk", *options):
-        ground = Ground(home=tmp_path / "disk" / "home", api=api)
+        host_env = HostEnvironment(home=tmp_path / "disk" / "home", api=api)
         try:
-            run = ground.start_run(sleepers("api", "trainer")).until_running()
+            run = host_env.start_run(make_sleeping_spec("api", "trainer")).wait_until_running()
             pid = run.record()["attempts"][0]["components"]["trainer"]["pid"]
             name = run.name
             flow = run.flow_pid()
@@ -294,20 +300,20 @@ def test_run_that_ends_on_a_full_disk_reports_its_failure_everywhere(
                     pass
 
             os.kill(pid, signal.SIGKILL)
-            message = run.until_state("FAILED")
-            run.until_gone()
+            message = run.wait_for_state("FAILED")
+            run.wait_until_gone()
             filler.unlink()
-            until(lambda: not is_alive(flow), "the flow process has ended")
-            ground.reconcile_without_flow()
+            wait_for(lambda: not is_alive(flow), "the flow process has ended")
+            host_env.reconcile_without_flow()
 
             assert "trainer" in message and "SIGKILL" in message
             record = run.record()
             assert (record["state"], run.state()[0]) == ("failed", "FAILED")
             failure = record["attempts"][-1]["failure"]
             assert (failure["component"], failure["signal"]) == ("trainer", "SIGKILL")
-            assert not (ground.home / "live" / name).exists()
+            assert not (host_env.home / "live" / name).exists()
         finally:
-            ground.clear()
+            host_env.clear()
 
 
 #: A program that starts a flow run in the same way as the process of a worker.
@@ -328,42 +334,44 @@ except Abort as error:
 
 
 @pytest.mark.thorough
-def test_second_process_of_a_flow_run_leaves_the_run_to_the_first(ground: Ground) -> None:
-    run = ground.start_run(sleepers("api", "trainer")).until_running()
+def test_second_process_of_a_flow_run_leaves_the_run_to_the_first(
+    host_env: HostEnvironment,
+) -> None:
+    run = host_env.start_run(make_sleeping_spec("api", "trainer")).wait_until_running()
     first_pid = run.flow_pid()
 
-    second_process = ground.start("-c", START_FLOW_RUN, run.flow_run_id, log="again")
+    second_process = host_env.start("-c", START_FLOW_RUN, run.flow_run_id, log="again")
 
-    assert second_process.wait(60) == 0, ground.log("again")
-    assert f"left: another process of this machine runs {run.name}" in ground.log("again")
+    assert second_process.wait(60) == 0, host_env.log("again")
+    assert f"left: another process of this machine runs {run.name}" in host_env.log("again")
     assert run.state()[0] == "RUNNING"
     assert run.flow_pid() == first_pid
     os.kill(first_pid, signal.SIGTERM)
-    run.until_state("CANCELLED")
+    run.wait_for_state("CANCELLED")
 
 
 @pytest.mark.thorough
 def test_run_that_moved_to_another_host_is_left_to_that_host(
-    ground: Ground, pending: Callable[..., Run]
+    host_env: HostEnvironment, pending: Callable[..., Run]
 ) -> None:
     """Each host has its own MUSTER_HOME. This host was down, and finds a run that it had begun."""
     run = pending(worker=host_name())
-    ground.start("-c", START_FLOW_RUN, run.flow_run_id, log="here")
-    run.until_running().kill_flow()
-    set_worker(ground, run.flow_run_id, worker="another-host")
+    host_env.start("-c", START_FLOW_RUN, run.flow_run_id, log="here")
+    run.wait_until_running().kill_flow()
+    set_worker(host_env, run.flow_run_id, worker="another-host")
 
-    first_summary = ground.reconcile_without_flow()
+    first_summary = host_env.reconcile_without_flow()
     state = run.state()[0]
     record = run.record()
     final_record = {**record, "state": "completed", "message": "done there"}
-    ground.post(
+    host_env.post(
         "/artifacts/",
         key="record",
         flow_run_id=run.flow_run_id,
         data=f"```\n{json.dumps(final_record)}\n```",
     )
-    set_state(ground, run.flow_run_id, "COMPLETED")
-    second_summary = ground.reconcile_without_flow()
+    set_state(host_env, run.flow_run_id, "COMPLETED")
+    second_summary = host_env.reconcile_without_flow()
 
     assert first_summary == f"{host_name()}: 1 of 1 lost runs reconciled"
     assert run.pids() == []
@@ -372,19 +380,19 @@ def test_run_that_moved_to_another_host_is_left_to_that_host(
     assert record["attempts"][0]["failure"]["rule"] == "flow-lost"
     assert second_summary == "nothing to do"
     assert run.record()["message"] == "done there"
-    assert list(ground.home.glob("live/*")) == list(ground.home.glob("parked/*")) == []
+    assert list(host_env.home.glob("live/*")) == list(host_env.home.glob("parked/*")) == []
 
 
 @pytest.mark.thorough
 def test_runs_of_a_lost_host_are_finished_from_another_host(
-    ground: Ground, pending: Callable[..., Run]
+    host_env: HostEnvironment, pending: Callable[..., Run]
 ) -> None:
     """Both hosts share a MUSTER_HOME, and the lost host failed together with its runs."""
     run = pending(worker="lost-host")
-    ground.start("-c", START_FLOW_RUN, run.flow_run_id, log="there")
-    run.until_running().kill_flow()
-    run.until_gone()
-    owner = ground.home / "live" / run.name / "owner.json"
+    host_env.start("-c", START_FLOW_RUN, run.flow_run_id, log="there")
+    run.wait_until_running().kill_flow()
+    run.wait_until_gone()
+    owner = host_env.home / "live" / run.name / "owner.json"
     owner_content = json.loads(owner.read_text())
     owner_on_lost_host = {
         "host": "lost-host",
@@ -392,8 +400,8 @@ def test_runs_of_a_lost_host_are_finished_from_another_host(
     }
     owner.write_text(json.dumps(owner_content | owner_on_lost_host))
 
-    own_summary = ground.reconcile_without_flow()
-    output = ground.ask("tasks.command", "reconcile", "--lost-host", "lost-host")
+    own_summary = host_env.reconcile_without_flow()
+    output = host_env.run_module("tasks.command", "reconcile", "--lost-host", "lost-host")
 
     assert own_summary == "nothing to do"
     assert output.splitlines()[-1] == "lost-host: 1 of 1 lost runs reconciled"

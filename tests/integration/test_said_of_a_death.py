@@ -10,7 +10,7 @@ import pytest
 
 from tasks.record.states import RunState
 from tasks.spec.failure_kinds import FailureKind
-from tests.support.stage import Stage, is_alive, python, sh
+from tests.support.supervised_components import ComponentHarness, is_alive, python, sh
 
 
 def script(directory: Path, first_line: str) -> str:
@@ -21,8 +21,8 @@ def script(directory: Path, first_line: str) -> str:
     return "./run.sh"
 
 
-def warnings(stage: Stage) -> list[str]:
-    return [event.message for event in stage.events if event.name == "run.warning"]
+def warnings(harness: ComponentHarness) -> list[str]:
+    return [event.message for event in harness.events if event.name == "run.warning"]
 
 
 @pytest.mark.parametrize(
@@ -34,25 +34,25 @@ def warnings(stage: Stage) -> list[str]:
     ],
 )
 def test_script_with_a_missing_interpreter_names_the_interpreter(
-    stage: Stage, tmp_path: Path, first_line: str, interpreter: str, is_windows: bool
+    harness: ComponentHarness, tmp_path: Path, first_line: str, interpreter: str, is_windows: bool
 ) -> None:
     command = script(tmp_path, first_line)
 
-    verdict = stage.run(stage.component("trainer", (command,), cwd=tmp_path))
+    verdict = harness.run(harness.component("trainer", (command,), cwd=tmp_path))
 
     assert verdict.failure is not None
     assert verdict.failure.kind is FailureKind.USER_ERROR
     assert f"names the interpreter {interpreter}" in verdict.failure.message
     assert ("Windows line ends" in verdict.failure.message) is is_windows
-    assert not any(event.name == "component.ready" for event in stage.events)
+    assert not any(event.name == "component.ready" for event in harness.events)
 
 
 def test_script_whose_env_line_has_windows_line_ends_is_a_user_error(
-    stage: Stage, tmp_path: Path
+    harness: ComponentHarness, tmp_path: Path
 ) -> None:
     command = script(tmp_path, "#!/usr/bin/env python3\r")
 
-    verdict = stage.run(stage.component("trainer", (command,), cwd=tmp_path))
+    verdict = harness.run(harness.component("trainer", (command,), cwd=tmp_path))
 
     assert verdict.failure is not None
     assert verdict.failure.kind is FailureKind.USER_ERROR
@@ -60,20 +60,20 @@ def test_script_whose_env_line_has_windows_line_ends_is_a_user_error(
 
 
 def test_process_in_the_background_is_named_when_its_component_ends(
-    stage: Stage, tmp_path: Path
+    harness: ComponentHarness, tmp_path: Path
 ) -> None:
     pid_file = tmp_path / "pid"
     command = sh(f"sleep 987 & echo $! > {pid_file}; sleep 0.3; exit 0")
 
-    verdict = stage.run(stage.component("trainer", command, on_exit_zero="complete"))
+    verdict = harness.run(harness.component("trainer", command, on_exit_zero="complete"))
 
     assert verdict.state is RunState.COMPLETED
-    assert warnings(stage) == ["trainer ended and left 1 process, which Muster ended: sleep 987"]
+    assert warnings(harness) == ["trainer ended and left 1 process, which Muster ended: sleep 987"]
     assert not is_alive(int(pid_file.read_text()))
 
 
 def test_child_that_ignores_the_stop_signal_is_reported_as_killed(
-    stage: Stage, tmp_path: Path
+    harness: ComponentHarness, tmp_path: Path
 ) -> None:
     upload = tmp_path / "upload.py"
     started = tmp_path / "started"
@@ -86,10 +86,12 @@ def test_child_that_ignores_the_stop_signal_is_reported_as_killed(
     wait = f"until [ -e {started} ]; do sleep 0.05; done"
     command = sh(f"{sys.executable} -I -S {upload} & {wait}; exit 0")
 
-    verdict = stage.run(stage.component("trainer", command, on_exit_zero="complete", grace_s=0.5))
+    verdict = harness.run(
+        harness.component("trainer", command, on_exit_zero="complete", grace_s=0.5)
+    )
 
     assert verdict.state is RunState.COMPLETED
-    [warning] = warnings(stage)
+    [warning] = warnings(harness)
     assert "killed after the grace period of 0.5 s" in warning
     assert str(upload) in warning
 
@@ -102,11 +104,13 @@ def test_child_that_ignores_the_stop_signal_is_reported_as_killed(
         "print('done')",
     ],
 )
-def test_component_without_leftovers_causes_no_warning(stage: Stage, code: str) -> None:
-    verdict = stage.run(stage.component("trainer", python(code), on_exit_zero="complete"))
+def test_component_without_leftovers_causes_no_warning(
+    harness: ComponentHarness, code: str
+) -> None:
+    verdict = harness.run(harness.component("trainer", python(code), on_exit_zero="complete"))
 
     assert verdict.state is RunState.COMPLETED
-    assert warnings(stage) == []
+    assert warnings(harness) == []
 
 
 @pytest.mark.parametrize(
@@ -118,8 +122,8 @@ def test_component_without_leftovers_causes_no_warning(stage: Stage, code: str) 
         ("exit 1", ""),
     ],
 )
-def test_advice_follows_the_exit(stage: Stage, script_text: str, hint: str) -> None:
-    verdict = stage.run(stage.component("trainer", sh(script_text)))
+def test_advice_follows_the_exit(harness: ComponentHarness, script_text: str, hint: str) -> None:
+    verdict = harness.run(harness.component("trainer", sh(script_text)))
 
     assert verdict.failure is not None
     assert hint in verdict.failure.hint
@@ -128,8 +132,8 @@ def test_advice_follows_the_exit(stage: Stage, script_text: str, hint: str) -> N
     assert "dmesg" not in f"{verdict.failure.hint} {verdict.failure.kind.properties.remedy}"
 
 
-def test_sigkill_is_explained_by_the_kernel_or_a_person(stage: Stage) -> None:
-    verdict = stage.run(stage.component("trainer", sh("kill -KILL $$")))
+def test_sigkill_is_explained_by_the_kernel_or_a_person(harness: ComponentHarness) -> None:
+    verdict = harness.run(harness.component("trainer", sh("kill -KILL $$")))
 
     assert verdict.failure is not None
     assert verdict.failure.signal == signal.SIGKILL.name
@@ -140,8 +144,10 @@ def test_sigkill_is_explained_by_the_kernel_or_a_person(stage: Stage) -> None:
     ("code", "rule"),
     [("input('continue? ')", "no-standard-input"), ("breakpoint()", "debugger")],
 )
-def test_program_that_asks_on_stdin_is_a_user_error(stage: Stage, code: str, rule: str) -> None:
-    verdict = stage.run(stage.component("trainer", python(code)))
+def test_program_that_asks_on_stdin_is_a_user_error(
+    harness: ComponentHarness, code: str, rule: str
+) -> None:
+    verdict = harness.run(harness.component("trainer", python(code)))
 
     assert verdict.failure is not None
     assert (verdict.failure.kind, verdict.failure.rule) == (FailureKind.USER_ERROR, rule)

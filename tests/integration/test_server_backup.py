@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.gang_pool import gang_pool
-from tests.support.ground import Server
-from tests.support.postgres import postgres, why_no_postgres
-from tests.support.production import PRODUCTION, migrate, settings_of
+from tests.support.host_environment import Server
+from tests.support.postgres import explain_missing_postgres, postgres
+from tests.support.production import PRODUCTION, migrate, read_settings
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(600)]
 
@@ -34,10 +34,12 @@ def run_backup_script(url: str, *arguments: str) -> str:
     return result.stdout.strip()
 
 
-@pytest.mark.skipif(bool(why_no_postgres()), reason=why_no_postgres() or "PostgreSQL is available")
+@pytest.mark.skipif(
+    bool(explain_missing_postgres()), reason=explain_missing_postgres() or "PostgreSQL is available"
+)
 def test_queue_on_postgresql_is_restored_from_its_backup(tmp_path: Path) -> None:
     with postgres() as database:
-        settings = {**settings_of("server.env"), URL: database.url}
+        settings = {**read_settings("server.env"), URL: database.url}
         migrate(settings, tmp_path / "server")
         server = Server(tmp_path / "server", settings=settings)
         with gang_pool(tmp_path, server=server) as pool:
@@ -53,7 +55,7 @@ def test_queue_on_postgresql_is_restored_from_its_backup(tmp_path: Path) -> None
             server.start()
 
             restored_runs = pool.flow_runs()
-            pools = pool.ground.post("/work_pools/filter")
+            pools = pool.host_env.post("/work_pools/filter")
             new_run = pool.submit(pool.spec(gpus=5)).flow_run_id
             accepts_new_runs = new_run in pool.flow_runs()
     assert set(restored_runs) == runs and lost_run not in restored_runs

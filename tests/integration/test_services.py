@@ -20,7 +20,7 @@ from tasks.processes.identity import ProcessId
 from tasks.processes.ports import PortsReserved
 from tasks.processes.services import RestartPolicy, ServiceReport, Services, ServiceState
 from tasks.spec.probes import ReadyProbe
-from tests.support.stage import is_alive, python, wait_until
+from tests.support.supervised_components import is_alive, python, wait_until
 
 #: A service, a program that Muster keeps alive. At its first start, it also starts a child process.
 #:

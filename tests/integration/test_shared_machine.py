@@ -14,8 +14,8 @@ import httpx
 import prefect
 import pytest
 
-from tests.support.ground import ROOT, until
-from tests.support.prefect_api import ask
+from tests.support.host_environment import ROOT, wait_for
+from tests.support.prefect_api import send_request
 from tests.support.shared_places import attack, needs_another_user, shared_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -53,7 +53,7 @@ def test_processes_start_although_another_user_took_a_name_in_tmp(
 ) -> None:
     pool = f"shared-{uuid4().hex[:8]}"
     log = tmp_path / "log"
-    ask("POST", f"{prefect_url}/work_pools/", {"name": pool, "type": "process"})
+    send_request("POST", f"{prefect_url}/work_pools/", {"name": pool, "type": "process"})
     command = [pool if word == "POOL" else word for word in module_and_arguments]
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -66,12 +66,12 @@ def test_processes_start_although_another_user_took_a_name_in_tmp(
         )
     try:
         # Prefect's runner creates its folder before the process writes one of these lines.
-        until(
+        wait_for(
             lambda: re.search(f"{start_pattern}|Error|are not served", log.read_text()),
             "the process reports its start or an error",
             within_s=120,
         )
-        storage = until(
+        storage = wait_for(
             lambda: [*muster_home.glob("temp/*/*/runner_storage")],
             "the runner has made its folder",
             within_s=30,
@@ -83,7 +83,7 @@ def test_processes_start_although_another_user_took_a_name_in_tmp(
     finally:
         process.terminate()
         process.wait(60)
-        ask("DELETE", f"{prefect_url}/work_pools/{pool}")
+        send_request("DELETE", f"{prefect_url}/work_pools/{pool}")
     assert [*muster_home.glob("temp/*/*/")] == []
     assert [path.name for path in shared.iterdir()] == ["runner_storage"]
 

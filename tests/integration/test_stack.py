@@ -30,10 +30,10 @@ from tasks.processes.ports import PortsReserved
 from tasks.ray.control_store import convert_grpc_errors, open_channel, prepare_request
 from tasks.ray.dashboard import Denied
 from tasks.spec.loading import load_spec
-from tests.support.ground import until
-from tests.support.prefect_api import ask
-from tests.support.stage import processes_with
-from tests.support.wheel import each
+from tests.support.host_environment import wait_for
+from tests.support.prefect_api import send_request
+from tests.support.supervised_components import processes_with
+from tests.support.wheel import run_each
 
 ROOT = Path(__file__).resolve().parents[2]
 PREFECT = str(Path(sys.executable).parent / "prefect")
@@ -153,7 +153,7 @@ class Home:
 
     def api(self, method: str, path: str, content: Any = None) -> Any:
         """Send a request to the Prefect server, and return the JSON of its response."""
-        return ask(method, self.api_url + path, content, password=self.password)
+        return send_request(method, self.api_url + path, content, password=self.password)
 
     def trigger(self, steps: int) -> str:
         """Start a run of the quickstart as a user does, and return the id of the flow run."""
@@ -180,7 +180,7 @@ class Home:
             )
             return None
 
-        return until(find_flow_run, f"{flow_run_id} is {state}: {message}")
+        return wait_for(find_flow_run, f"{flow_run_id} is {state}: {message}")
 
     def record(self, flow_run: dict[str, Any]) -> dict[str, Any]:
         """Return the content of the record file `run.json` of a flow run."""
@@ -269,7 +269,7 @@ def test_ui_is_served_and_uses_the_server_of_the_stack(home: Home) -> None:
     url = f"http://127.0.0.1:{home.port}"
 
     page = httpx.get(url, trust_env=False, follow_redirects=True, headers={"accept": "text/html"})
-    settings = ask("GET", f"{url}/ui-settings")
+    settings = send_request("GET", f"{url}/ui-settings")
 
     assert page.is_success
     assert settings["api_url"] == home.api_url
@@ -472,7 +472,7 @@ def test_ray_job_runs_on_a_node_and_its_log_is_available(home: Home) -> None:
         answer = ray.get(jobs + job).raise_for_status().json()
         return answer if answer["status"] in {"SUCCEEDED", "FAILED", "STOPPED"} else None
 
-    ended_job = until(find_ended_job, "the job has ended")
+    ended_job = wait_for(find_ended_job, "the job has ended")
     assert ended_job["status"] == "SUCCEEDED", ended_job
     log = ray.get(f"{jobs}{job}/logs").raise_for_status().json()["logs"]
     assert "GPUs 16.0" in log
@@ -488,8 +488,8 @@ def test_dead_node_is_replaced_and_the_stack_continues(home: Home) -> None:
         states = sorted(node["state"] for node in list_ray_nodes(stack))
         return states == ["ALIVE", "ALIVE", "ALIVE", "DEAD"]
 
-    until(is_replaced, "the node is replaced")
-    until(lambda: home.muster("status").returncode == 0, "all parts of the stack answer")
+    wait_for(is_replaced, "the node is replaced")
+    wait_for(lambda: home.muster("status").returncode == 0, "all parts of the stack answer")
     node = home.stack.part("ray-node-1")
     assert node is not None
     assert node.deaths == 1
@@ -517,7 +517,7 @@ def test_run_through_the_queue_completes(home: Home) -> None:
     record = home.record(flow_run)
     assert record["state"] == "completed"
     assert record["flow_run_id"] == flow_run["id"]
-    until(
+    wait_for(
         lambda: not processes_with("MUSTER_RUN_ID", flow_run["name"]),
         "no process of the run remains",
     )
@@ -540,7 +540,7 @@ def test_run_of_the_users_project_can_be_submitted_watched_and_shown(home: Home)
         ("why", "own-sft"),
         ("cancel", "latest"),
     ]
-    results = each(home.program, arguments, cwd=home.project, env=home.env)
+    results = run_each(home.program, arguments, cwd=home.project, env=home.env)
     outputs = {line: output for line, (_, output, _) in zip(arguments, results, strict=True)}
     [run, *others] = json.loads(outputs["ls", "--json"])
     assert run["run_id"].startswith("own-sft-")
@@ -563,7 +563,7 @@ def test_training_survives_the_death_of_server_and_worker(home: Home) -> None:
     run_id = result.stdout.split()[0]
     run_directory = home.directory / "runs" / run_id
     metrics = run_directory / "attempt-01" / "metrics.jsonl"
-    until(metrics.exists, "the training takes steps")
+    wait_for(metrics.exists, "the training takes steps")
     record_before = json.loads((run_directory / "run.json").read_text())
     trainer = record_before["attempts"][0]["components"]["trainer"]["pid"]
 
@@ -577,15 +577,17 @@ def test_training_survives_the_death_of_server_and_worker(home: Home) -> None:
         parts = [home.stack.part(name) for name in ("prefect-server", "worker")]
         return all(part and part.deaths == 1 and part.state == "ready" for part in parts)
 
-    until(are_back, "the server and the worker are ready again")
+    wait_for(are_back, "the server and the worker are ready again")
     steps = len(metrics.read_text().splitlines())
-    until(lambda: len(metrics.read_text().splitlines()) > steps, "the training takes further steps")
+    wait_for(
+        lambda: len(metrics.read_text().splitlines()) > steps, "the training takes further steps"
+    )
     assert psutil.pid_exists(trainer)
     home.wait_for(record_before["flow_run_id"], "")
     assert home.muster("status").stdout.count("died 1 time") == 2
     assert home.muster("cancel", run_id).returncode == 0
     home.wait_for(record_before["flow_run_id"], "", state="CANCELLED")
-    until(lambda: not processes_with("MUSTER_RUN_ID", run_id), "no process of the run remains")
+    wait_for(lambda: not processes_with("MUSTER_RUN_ID", run_id), "no process of the run remains")
     assert len(json.loads((run_directory / "run.json").read_text())["attempts"]) == 1
 
 
@@ -596,7 +598,7 @@ def test_deployment_of_the_users_spec_can_be_started_and_cancelled(home: Home) -
 
     assert result.returncode == 0, result.stdout + result.stderr
     assert home.prefect("deployment", "run", "train/own").returncode == 0
-    flow_run = until(
+    flow_run = wait_for(
         lambda: next(
             (
                 run
@@ -609,7 +611,7 @@ def test_deployment_of_the_users_spec_can_be_started_and_cancelled(home: Home) -
     )
     assert home.muster("cancel", flow_run["run_id"]).returncode == 0
     home.wait_for(flow_run["flow_run_id"], "", state="CANCELLED")
-    until(
+    wait_for(
         lambda: not processes_with("MUSTER_RUN_ID", flow_run["run_id"]),
         "no process of the run remains",
     )
@@ -627,7 +629,7 @@ def test_operator_commands_show_and_change_the_queue(home: Home) -> None:
         ("prune",): "",
     }
 
-    results = each(home.program, expected_outputs, cwd=home.project, env=home.env)
+    results = run_each(home.program, expected_outputs, cwd=home.project, env=home.env)
 
     for arguments, (code, output, errors) in zip(expected_outputs, results, strict=True):
         assert (code, expected_outputs[arguments] in output) == (0, True), (
@@ -675,7 +677,7 @@ def test_schedule_starts_a_run_with_its_own_parameters(home: Home) -> None:
         runs = home.api("POST", "/flow_runs/filter", run_filter)
         return [run for run in runs if run["auto_scheduled"]]
 
-    [flow_run] = until(list_ended_runs, "the schedule has started a run")
+    [flow_run] = wait_for(list_ended_runs, "the schedule has started a run")
     home.api("DELETE", f"{schedules}/{created_schedule['id']}")
 
     assert flow_run["state"]["message"] == "step 5 of 5"
@@ -689,7 +691,7 @@ def test_cancel_leaves_no_process_of_the_run(home: Home) -> None:
     home.prefect("flow-run", "cancel", flow_run["id"])
 
     home.wait_for(flow_run["id"], "", state="CANCELLED")
-    until(
+    wait_for(
         lambda: not processes_with("MUSTER_RUN_ID", flow_run["name"]),
         "no process of the run remains",
     )

@@ -12,25 +12,29 @@ import yaml
 
 from tasks.train.deploying import load_run_spec
 from tests.support.gang_pool import GangPool, gang_pool
-from tests.support.ground import Run, Server, in_checkout
-from tests.support.postgres import postgres, why_no_postgres
-from tests.support.prefect_api import ask
-from tests.support.production import migrate, settings_of
+from tests.support.host_environment import Run, Server, with_absolute_cwd
+from tests.support.postgres import explain_missing_postgres, postgres
+from tests.support.prefect_api import send_request
+from tests.support.production import migrate, read_settings
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(600)]
 
 
 def run_deployment(pool: GangPool, spec: Path) -> Run:
     """Create a deployment with the spec as its parameter, as `prefect deploy` does, and run it."""
-    deployment = pool.ground.get(f"/deployments/name/train/{pool.name}")["id"]
+    deployment = pool.host_env.get(f"/deployments/name/train/{pool.name}")["id"]
     parameters = load_run_spec(str(spec))
-    ask("PATCH", f"{pool.ground.api}/deployments/{deployment}", {"parameters": parameters})
-    flow_run = pool.ground.post(f"/deployments/{deployment}/create_flow_run")["id"]
-    pool.note(flow_run, parameters["spec"])
-    return Run(ground=pool.ground, flow_run_id=flow_run)
+    send_request(
+        "PATCH", f"{pool.host_env.api}/deployments/{deployment}", {"parameters": parameters}
+    )
+    flow_run = pool.host_env.post(f"/deployments/{deployment}/create_flow_run")["id"]
+    pool.record_run(flow_run, parameters["spec"])
+    return Run(host_env=pool.host_env, flow_run_id=flow_run)
 
 
-@pytest.mark.skipif(bool(why_no_postgres()), reason=why_no_postgres() or "PostgreSQL is available")
+@pytest.mark.skipif(
+    bool(explain_missing_postgres()), reason=explain_missing_postgres() or "PostgreSQL is available"
+)
 def test_run_of_a_deployment_starts_in_the_order_of_the_spec_file_on_postgresql(
     tmp_path: Path,
 ) -> None:
@@ -39,11 +43,11 @@ def test_run_of_a_deployment_starts_in_the_order_of_the_spec_file_on_postgresql(
     components = {name: sleeping_component for name in names} | {"trainer": {"command": ["true"]}}
     spec = tmp_path / "spec.yaml"
     spec_content = {"name": "x", "workload": "grpo", "components": components}
-    spec.write_text(yaml.safe_dump(in_checkout(spec_content), sort_keys=False))
+    spec.write_text(yaml.safe_dump(with_absolute_cwd(spec_content), sort_keys=False))
 
     with postgres() as database:
         settings = {
-            **settings_of("server.env"),
+            **read_settings("server.env"),
             "PREFECT_SERVER_DATABASE_CONNECTION_URL": database.url,
         }
         migrate(settings, tmp_path / "server")
@@ -51,7 +55,7 @@ def test_run_of_a_deployment_starts_in_the_order_of_the_spec_file_on_postgresql(
         with gang_pool(tmp_path, server=server) as pool:
             pool.start_worker()
             run = run_deployment(pool, spec)
-            pool.until_all_end(120)
+            pool.wait_until_all_end(120)
             ended = run.flow_run()
             events = run.events()
 

@@ -12,12 +12,12 @@ from collections.abc import Callable
 import pytest
 
 from tasks.spec.probes import ReadyProbe
-from tests.support.stage import DEADLINE_S, Stage, wait_until
-from tests.support.witness import Witness
+from tests.support.observed_flow import ObservedFlow
+from tests.support.supervised_components import DEADLINE_S, ComponentHarness, wait_until
 
 NEVER = ReadyProbe(log="never", within_s=DEADLINE_S)
 
-MakeWitness = Callable[..., Witness]
+MakeWitness = Callable[..., ObservedFlow]
 
 
 @pytest.mark.parametrize(
@@ -30,37 +30,37 @@ MakeWitness = Callable[..., Witness]
     ],
 )
 def test_flow_process_killed_while_its_fork_lives_leaves_no_process(
-    stage: Stage, witness: MakeWitness, ready: ReadyProbe | None, event_name: str
+    harness: ComponentHarness, observed_flow: MakeWitness, ready: ReadyProbe | None, event_name: str
 ) -> None:
-    api = stage.component("api", ready=ready)
-    trainer = stage.component("trainer")
-    flow_process = witness(api, trainer, oddity="fork")
-    flow_process.until(event_name, "api")
+    api = harness.component("api", ready=ready)
+    trainer = harness.component("trainer")
+    flow_process = observed_flow(api, trainer, oddity="fork")
+    flow_process.wait_for_event(event_name, "api")
 
     flow_process.kill()
     wait_until(lambda: flow_process.processes_of_run() == [], "no process of the run remains")
-    (stage.directory / "release").touch()
+    (harness.directory / "release").touch()
 
-    assert flow_process.testimony().left == ()
+    assert flow_process.oracle_result().left == ()
 
 
 def test_resumed_supervisor_finds_a_ready_component_after_its_deadline(
-    stage: Stage, witness: MakeWitness
+    harness: ComponentHarness, observed_flow: MakeWitness
 ) -> None:
     slow = ReadyProbe(file="ready", within_s=2.0)
-    flow_process = witness(stage.component("api"), stage.component("trainer", ready=slow))
-    flow_process.until("component.spawned", "trainer")
+    flow_process = observed_flow(harness.component("api"), harness.component("trainer", ready=slow))
+    flow_process.wait_for_event("component.spawned", "trainer")
 
     flow_process.kill(signal.SIGSTOP)
     wait_until(lambda: flow_process.state() == "T", "the supervisor is stopped")
-    (stage.directory / "ready").touch()
+    (harness.directory / "ready").touch()
     # The readiness deadline must pass while SIGSTOP suspends the supervisor. No event reports the
     # deadline, so the test waits for its time.
-    deadline_time = flow_process.until("component.spawned", "trainer")["at"] + 2.5
+    deadline_time = flow_process.wait_for_event("component.spawned", "trainer")["at"] + 2.5
     wait_until(lambda: time.time() > deadline_time, "the deadline has passed")
     flow_process.kill(signal.SIGCONT)
-    flow_process.until("component.ready", "trainer")
+    flow_process.wait_for_event("component.ready", "trainer")
     flow_process.end()
 
-    assert flow_process.testimony().left == ()
+    assert flow_process.oracle_result().left == ()
     assert flow_process.verdict()["state"] == "cancelled"

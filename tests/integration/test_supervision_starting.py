@@ -20,8 +20,16 @@ from tasks.record.states import RunState
 from tasks.spec.errors import RunEnded
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import ReadyProbe
-from tests.support.shapes import SHAPES
-from tests.support.stage import DEADLINE_S, FOREVER, Stage, free_port, python, sh, wait_until
+from tests.support.process_trees import SHAPES
+from tests.support.supervised_components import (
+    DEADLINE_S,
+    FOREVER,
+    ComponentHarness,
+    free_port,
+    python,
+    sh,
+    wait_until,
+)
 
 UP = ReadyProbe(log="up", within_s=DEADLINE_S)
 NEVER = ReadyProbe(log="never", within_s=DEADLINE_S)
@@ -43,17 +51,17 @@ while True:
 
 
 def test_components_start_after_the_previous_component_is_ready_and_end_in_reverse(
-    stage: Stage,
+    harness: ComponentHarness,
 ) -> None:
     polite = sh("trap 'sleep 0.1; exit' TERM; echo up; while :; do sleep 0.02; done")
     names = ["api", "trainer", "environment"]
-    supervisor = stage.running(
-        *(stage.component(name, polite, ready=UP, grace_s=DEADLINE_S) for name in names)
+    supervisor = harness.start_all(
+        *(harness.component(name, polite, ready=UP, grace_s=DEADLINE_S) for name in names)
     )
 
-    stage.end(supervisor)
+    harness.end(supervisor)
 
-    assert [entry for entry in stage.story() if entry.startswith("component.")] == [
+    assert [entry for entry in harness.list_event_names() if entry.startswith("component.")] == [
         *(
             f"component.{change} {name}"
             for name in names
@@ -65,7 +73,7 @@ def test_components_start_after_the_previous_component_is_ready_and_end_in_rever
             for change in ("exited", "stopped")
         ),
     ]
-    assert "attempt.ready" in stage.story()
+    assert "attempt.ready" in harness.list_event_names()
 
 
 @pytest.mark.parametrize(
@@ -90,17 +98,17 @@ def test_components_start_after_the_previous_component_is_ready_and_end_in_rever
     ],
 )
 def test_component_is_ready_when_its_probe_succeeds(
-    stage: Stage, argv: tuple[str, ...], ready: ReadyProbe | None
+    harness: ComponentHarness, argv: tuple[str, ...], ready: ReadyProbe | None
 ) -> None:
-    supervisor = stage.running(stage.component("trainer", argv, ready=ready))
+    supervisor = harness.start_all(harness.component("trainer", argv, ready=ready))
 
-    assert stage.seen("component.ready", "trainer")
-    assert stage.end(supervisor).state is RunState.CANCELLED
+    assert harness.list_events("component.ready", "trainer")
+    assert harness.end(supervisor).state is RunState.CANCELLED
 
 
 @pytest.mark.parametrize("last_message", ["READY=1", "STATUS=x"])
 def test_status_messages_after_ready_are_read_to_the_last_message(
-    stage: Stage, last_message: str
+    harness: ComponentHarness, last_message: str
 ) -> None:
     program = python(
         "import os, socket\n"
@@ -112,30 +120,34 @@ def test_status_messages_after_ready_are_read_to_the_last_message(
         "print('sent all')\n"
     )
 
-    verdict = stage.run(
-        stage.component("trainer", program, ready=ReadyProbe(notify=True), on_exit_zero="complete")
+    verdict = harness.run(
+        harness.component(
+            "trainer", program, ready=ReadyProbe(notify=True), on_exit_zero="complete"
+        )
     )
 
     assert verdict.state is RunState.COMPLETED
-    assert "sent all" in stage.text_of("trainer")
+    assert "sent all" in harness.read_log("trainer")
     expected_status = "x" if last_message == "STATUS=x" else "step 2999"
-    statuses = [event.fields["message"] for event in stage.seen("component.status")]
+    statuses = [event.fields["message"] for event in harness.list_events("component.status")]
     assert statuses[-1] == expected_status and len(statuses) < 100
 
 
 @pytest.mark.parametrize("probe_kind", ["http", "tcp"])
-def test_component_is_ready_when_its_port_answers(stage: Stage, probe_kind: str) -> None:
+def test_component_is_ready_when_its_port_answers(
+    harness: ComponentHarness, probe_kind: str
+) -> None:
     ports = PortsReserved(["api.port"])
     port = ports.numbers["api.port"]
     address = {"http": f"http://127.0.0.1:{port}/", "tcp": f"127.0.0.1:{port}"}[probe_kind]
-    api = stage.component(
+    api = harness.component(
         "api", python(SERVER % (0.1, port)), ready=ReadyProbe.model_validate({probe_kind: address})
     )
 
-    supervisor = stage.running(api, ports=ports)
+    supervisor = harness.start_all(api, ports=ports)
 
-    assert stage.seen("component.ready", "api")
-    stage.end(supervisor)
+    assert harness.list_events("component.ready", "api")
+    harness.end(supervisor)
 
 
 @pytest.mark.parametrize(
@@ -147,11 +159,11 @@ def test_component_is_ready_when_its_port_answers(stage: Stage, probe_kind: str)
     ],
 )
 def test_component_that_ends_before_it_is_ready_is_the_cause_of_the_failure(
-    stage: Stage, command: str, expected_text: str, on_exit_zero: str
+    harness: ComponentHarness, command: str, expected_text: str, on_exit_zero: str
 ) -> None:
-    verdict = stage.run(
-        stage.component("api"),
-        stage.component("trainer", sh(command), ready=NEVER, on_exit_zero=on_exit_zero),  # type: ignore[arg-type]
+    verdict = harness.run(
+        harness.component("api"),
+        harness.component("trainer", sh(command), ready=NEVER, on_exit_zero=on_exit_zero),  # type: ignore[arg-type]
     )
 
     assert verdict.state is RunState.FAILED
@@ -159,29 +171,33 @@ def test_component_that_ends_before_it_is_ready_is_the_cause_of_the_failure(
     assert expected_text in verdict.failure.message
 
 
-def test_file_of_an_earlier_process_does_not_make_a_component_ready(stage: Stage) -> None:
-    old_file = stage.directory / "registered"
+def test_file_of_an_earlier_process_does_not_make_a_component_ready(
+    harness: ComponentHarness,
+) -> None:
+    old_file = harness.directory / "registered"
     old_file.touch()
     os.utime(old_file, (4e9, 4e9))
     script = "until [ -e go ]; do sleep 0.01; done; touch -d @1 registered; exec sleep 600"
-    supervisor = stage.supervise(
-        stage.component("trainer", sh(script), ready=ReadyProbe(file="registered"))
+    supervisor = harness.supervise(
+        harness.component("trainer", sh(script), ready=ReadyProbe(file="registered"))
     )
     starting = threading.Thread(target=supervisor.start, args=["trainer"])
     starting.start()
 
-    failed_probe = stage.until("probe.failed", "trainer")
-    (stage.directory / "go").touch()
+    failed_probe = harness.wait_for_event("probe.failed", "trainer")
+    (harness.directory / "go").touch()
     starting.join(DEADLINE_S)
 
     assert "older than the component" in failed_probe.fields["reason"]
-    assert stage.seen("component.ready", "trainer")
-    stage.end(supervisor)
+    assert harness.list_events("component.ready", "trainer")
+    harness.end(supervisor)
 
 
-def test_component_that_exits_at_once_was_ready_if_its_log_shows_it(stage: Stage) -> None:
-    verdict = stage.run(
-        stage.component("trainer", sh("echo up"), ready=UP, on_exit_zero="complete")
+def test_component_that_exits_at_once_was_ready_if_its_log_shows_it(
+    harness: ComponentHarness,
+) -> None:
+    verdict = harness.run(
+        harness.component("trainer", sh("echo up"), ready=UP, on_exit_zero="complete")
     )
 
     assert verdict.state is RunState.COMPLETED
@@ -198,7 +214,7 @@ def test_component_that_exits_at_once_was_ready_if_its_log_shows_it(stage: Stage
     ],
 )
 def test_component_that_never_gets_ready_fails_with_the_last_reason(
-    stage: Stage, ready: dict[str, object], reason: str
+    harness: ComponentHarness, ready: dict[str, object], reason: str
 ) -> None:
     port = str(free_port())
     fields = {
@@ -207,12 +223,12 @@ def test_component_that_never_gets_ready_fails_with_the_last_reason(
     }
     probe = ReadyProbe.model_validate({**fields, "within_s": 0.3})
 
-    verdict = stage.run(stage.component("api"), stage.component("trainer", ready=probe))
+    verdict = harness.run(harness.component("api"), harness.component("trainer", ready=probe))
 
     assert verdict.failure is not None and verdict.failure.kind is FailureKind.NOT_READY
     assert verdict.failure.component == "trainer"
     assert reason.replace("PORT", port) in verdict.failure.message
-    assert stage.seen("probe.failed", "trainer")
+    assert harness.list_events("probe.failed", "trainer")
 
 
 @pytest.mark.parametrize(
@@ -227,37 +243,37 @@ def test_component_that_never_gets_ready_fails_with_the_last_reason(
     ],
 )
 def test_command_that_cannot_be_started_is_a_user_error(
-    stage: Stage, argv: tuple[str, ...], expected_text: str
+    harness: ComponentHarness, argv: tuple[str, ...], expected_text: str
 ) -> None:
-    verdict = stage.run(stage.component("api"), stage.component("trainer", argv))
+    verdict = harness.run(harness.component("api"), harness.component("trainer", argv))
 
     assert verdict.failure is not None and verdict.failure.kind is FailureKind.USER_ERROR
     assert verdict.failure.component == "trainer"
     assert expected_text in verdict.failure.message
 
 
-def test_missing_working_directory_is_named(stage: Stage) -> None:
-    verdict = stage.run(stage.component("trainer", cwd=Path("/no/such/place")))
+def test_missing_working_directory_is_named(harness: ComponentHarness) -> None:
+    verdict = harness.run(harness.component("trainer", cwd=Path("/no/such/place")))
 
     assert verdict.failure is not None and verdict.failure.kind is FailureKind.USER_ERROR
     assert "No such file or directory: /no/such/place" in verdict.failure.message
 
 
-def test_unwritable_log_is_named(stage: Stage) -> None:
-    verdict = stage.run(stage.component("trainer", log=Path("/proc/no.log")))
+def test_unwritable_log_is_named(harness: ComponentHarness) -> None:
+    verdict = harness.run(harness.component("trainer", log=Path("/proc/no.log")))
 
     assert verdict.state is RunState.FAILED
     assert "/proc/no.log" in verdict.message
 
 
 @pytest.fixture
-def foreign_server(stage: Stage) -> Iterator[Callable[[int], None]]:
+def foreign_server(harness: ComponentHarness) -> Iterator[Callable[[int], None]]:
     """Yield a function that starts a server on a port; the server belongs to no run."""
     servers: list[subprocess.Popen[bytes]] = []
 
     def start_server(port: int) -> None:
         servers.append(subprocess.Popen([sys.executable, "-I", "-S", "-c", SERVER % (0, port)]))
-        stage.others.add(servers[-1].pid)
+        harness.others.add(servers[-1].pid)
         wait_until(lambda: accepts_connections(port), "the foreign server listens")
 
     yield start_server
@@ -277,23 +293,24 @@ def accepts_connections(port: int) -> bool:
 
 @pytest.mark.parametrize("probe_kind", ["http", "tcp"])
 def test_foreign_server_on_the_port_does_not_make_a_component_ready(
-    stage: Stage, foreign_server: Callable[[int], None], probe_kind: str
+    harness: ComponentHarness, foreign_server: Callable[[int], None], probe_kind: str
 ) -> None:
     ports = PortsReserved(["api.port"])
     port = ports.numbers["api.port"]
     address = {"http": f"http://127.0.0.1:{port}/", "tcp": f"127.0.0.1:{port}"}[probe_kind]
-    supervisor = stage.supervise(
-        stage.component("api", ready=ReadyProbe.model_validate({probe_kind: address})), ports=ports
+    supervisor = harness.supervise(
+        harness.component("api", ready=ReadyProbe.model_validate({probe_kind: address})),
+        ports=ports,
     )
 
-    verdict = start_with_taken_port(stage, supervisor, lambda: foreign_server(port))
+    verdict = start_with_taken_port(harness, supervisor, lambda: foreign_server(port))
 
     assert verdict.failure is not None and verdict.failure.kind is FailureKind.PORT_CONFLICT
-    assert stage.seen("component.ready") == []
+    assert harness.list_events("component.ready") == []
 
 
 def start_with_taken_port(
-    stage: Stage, supervisor: Supervisor, take: Callable[[], None]
+    harness: ComponentHarness, supervisor: Supervisor, take: Callable[[], None]
 ) -> Verdict:
     """Start the api, call `take` once the api runs, and return the verdict on the attempt.
 
@@ -301,25 +318,25 @@ def start_with_taken_port(
     """
 
     def wait_and_take() -> None:
-        stage.until("component.spawned")
+        harness.wait_for_event("component.spawned")
         take()
 
     threading.Thread(target=wait_and_take).start()
     with pytest.raises(RunEnded):
         supervisor.start("api")
-    return stage.end(supervisor)
+    return harness.end(supervisor)
 
 
 def test_component_whose_port_was_bound_first_is_a_port_conflict(
-    stage: Stage, foreign_server: Callable[[int], None]
+    harness: ComponentHarness, foreign_server: Callable[[int], None]
 ) -> None:
     ports = PortsReserved(["api.port"])
     port = ports.numbers["api.port"]
-    supervisor = stage.supervise(
-        stage.component("api", python(SERVER % (1.0, port)), ready=NEVER), ports=ports
+    supervisor = harness.supervise(
+        harness.component("api", python(SERVER % (1.0, port)), ready=NEVER), ports=ports
     )
 
-    verdict = start_with_taken_port(stage, supervisor, lambda: foreign_server(port))
+    verdict = start_with_taken_port(harness, supervisor, lambda: foreign_server(port))
 
     assert verdict.failure is not None and verdict.failure.kind is FailureKind.PORT_CONFLICT
     assert "Address already in use" in verdict.failure.line
@@ -329,18 +346,18 @@ def test_component_whose_port_was_bound_first_is_a_port_conflict(
     ("stop_index", "shape"), [(0, "polite"), (1, "leader-ignores-term"), (2, "scrubbed-daemon")]
 )
 def test_stop_during_the_start_starts_no_later_component(
-    stage: Stage, shape: str, stop_index: int
+    harness: ComponentHarness, shape: str, stop_index: int
 ) -> None:
     names = ["api", "trainer", "environment"]
-    supervisor = stage.supervise(
+    supervisor = harness.supervise(
         *(
-            stage.component(name, SHAPES[shape], ready=NEVER if index == stop_index else UP)
+            harness.component(name, SHAPES[shape], ready=NEVER if index == stop_index else UP)
             for index, name in enumerate(names)
         )
     )
 
     def interrupt() -> None:
-        stage.until("component.starting", names[stop_index])
+        harness.wait_for_event("component.starting", names[stop_index])
         supervisor.interrupt("enough")
 
     threading.Thread(target=interrupt).start()
@@ -350,30 +367,38 @@ def test_stop_during_the_start_starts_no_later_component(
         )
         with expectation:
             supervisor.start(name)
-    verdict = stage.end(supervisor)
+    verdict = harness.end(supervisor)
 
     assert verdict.state is RunState.CANCELLED
-    teardown_index = stage.story().index("teardown.begun")
+    teardown_index = harness.list_event_names().index("teardown.begun")
     assert not [
-        entry for entry in stage.story()[teardown_index:] if entry.startswith("component.starting")
+        entry
+        for entry in harness.list_event_names()[teardown_index:]
+        if entry.startswith("component.starting")
     ]
-    assert all(stage.seen("component.starting", name) == [] for name in names[stop_index + 1 :])
+    assert all(
+        harness.list_events("component.starting", name) == [] for name in names[stop_index + 1 :]
+    )
 
 
-def test_stop_before_the_first_start_starts_no_process(stage: Stage) -> None:
-    supervisor = stage.supervise(stage.component("api"), stage.component("trainer"))
+def test_stop_before_the_first_start_starts_no_process(harness: ComponentHarness) -> None:
+    supervisor = harness.supervise(harness.component("api"), harness.component("trainer"))
 
     supervisor.interrupt("enough")
     with pytest.raises(RunEnded):
         supervisor.start("api")
-    verdict = stage.end(supervisor)
+    verdict = harness.end(supervisor)
 
     assert verdict.state is RunState.CANCELLED
-    assert stage.story() == ["teardown.begun", "teardown.ended"]
+    assert harness.list_event_names() == ["teardown.begun", "teardown.ended"]
 
 
-def test_concurrent_and_repeated_teardowns_return_the_same_verdict(stage: Stage) -> None:
-    supervisor = stage.running(stage.component("api", SHAPES["leader-ignores-term"], ready=UP))
+def test_concurrent_and_repeated_teardowns_return_the_same_verdict(
+    harness: ComponentHarness,
+) -> None:
+    supervisor = harness.start_all(
+        harness.component("api", SHAPES["leader-ignores-term"], ready=UP)
+    )
 
     verdicts: list[object] = []
     threads = [
@@ -391,5 +416,5 @@ def test_concurrent_and_repeated_teardowns_return_the_same_verdict(stage: Stage)
     supervisor.hurry()
 
     assert all(verdict == verdicts[0] for verdict in verdicts)
-    assert stage.story().count("teardown.begun") == 1
-    assert stage.left() == {}
+    assert harness.list_event_names().count("teardown.begun") == 1
+    assert harness.list_survivors() == {}

@@ -9,35 +9,41 @@ import subprocess
 import pytest
 
 from tasks.spec.probes import ReadyProbe
-from tests.support.shapes import SHAPES
-from tests.support.stage import DEADLINE_S, Stage, is_alive, sh, wait_until
+from tests.support.process_trees import SHAPES
+from tests.support.supervised_components import (
+    DEADLINE_S,
+    ComponentHarness,
+    is_alive,
+    sh,
+    wait_until,
+)
 
 UP = ReadyProbe(log="up", within_s=DEADLINE_S)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_no_process_of_a_tree_remains_after_its_guardian_is_killed(
-    stage: Stage, shape: str
+    harness: ComponentHarness, shape: str
 ) -> None:
-    supervisor = stage.running(stage.component("trainer", SHAPES[shape], ready=UP))
+    supervisor = harness.start_all(harness.component("trainer", SHAPES[shape], ready=UP))
 
-    os.kill(stage.guardian_of("trainer"), signal.SIGKILL)
-    verdict = stage.verdict_of(supervisor)
+    os.kill(harness.guardian_of("trainer"), signal.SIGKILL)
+    verdict = harness.wait_for_verdict(supervisor)
 
     assert verdict.failure is not None and verdict.failure.component == "trainer"
     assert "its guardian" in verdict.message
     assert verdict.left == {}
 
 
-def test_component_gets_the_stop_signal_of_its_plan(stage: Stage) -> None:
+def test_component_gets_the_stop_signal_of_its_plan(harness: ComponentHarness) -> None:
     polite = sh("trap 'echo hello; exit' INT; echo up; while :; do sleep 0.02; done")
-    trainer = stage.component(
+    trainer = harness.component(
         "trainer", polite, ready=UP, stop_signal=signal.SIGINT, grace_s=DEADLINE_S
     )
 
-    stage.end(stage.running(trainer))
+    harness.end(harness.start_all(trainer))
 
-    assert stage.text_of("trainer").splitlines() == ["up", "hello"]
+    assert harness.read_log("trainer").splitlines() == ["up", "hello"]
 
 
 @pytest.mark.parametrize(
@@ -50,13 +56,13 @@ def test_component_gets_the_stop_signal_of_its_plan(stage: Stage) -> None:
     ],
 )
 def test_process_that_belongs_to_no_component_is_not_ended(
-    stage: Stage, victim: str, scrubbed: bool, new_session: bool
+    harness: ComponentHarness, victim: str, scrubbed: bool, new_session: bool
 ) -> None:
-    supervisor = stage.supervise(stage.component("api"), stage.component("trainer"))
+    supervisor = harness.supervise(harness.component("api"), harness.component("trainer"))
     supervisor.start("api")
     idle_guardian = supervisor._attempt.components["trainer"].process.guardian_pid
     guardian_pids = {
-        "guardian of a component": stage.guardian_of("api"),
+        "guardian of a component": harness.guardian_of("api"),
         "idle guardian": idle_guardian,
     }
     with subprocess.Popen(
@@ -65,26 +71,28 @@ def test_process_that_belongs_to_no_component_is_not_ended(
         env={} if scrubbed else None,
         executable="/bin/sleep",
     ) as unrelated:
-        stage.others.add(unrelated.pid)
+        harness.others.add(unrelated.pid)
         try:
             if victim in guardian_pids:
                 os.kill(guardian_pids[victim], signal.SIGKILL)
                 wait_until(lambda: not is_alive(guardian_pids[victim]), "the guardian has ended")
-            stage.end(supervisor)
+            harness.end(supervisor)
 
             assert unrelated.poll() is None
         finally:
             unrelated.kill()
 
 
-def test_daemon_of_the_flow_process_survives_the_death_of_a_guardian(stage: Stage) -> None:
-    supervisor = stage.running(stage.component("trainer"))
+def test_daemon_of_the_flow_process_survives_the_death_of_a_guardian(
+    harness: ComponentHarness,
+) -> None:
+    supervisor = harness.start_all(harness.component("trainer"))
     shell = ["sh", "-c", "setsid sleep 600 >/dev/null 2>&1 & echo $!"]
     daemon = int(subprocess.run(shell, capture_output=True, check=True).stdout)
-    stage.others.add(daemon)
+    harness.others.add(daemon)
 
-    os.kill(stage.guardian_of("trainer"), signal.SIGKILL)
-    stage.verdict_of(supervisor)
+    os.kill(harness.guardian_of("trainer"), signal.SIGKILL)
+    harness.wait_for_verdict(supervisor)
 
     assert is_alive(daemon)
     # This process is a subreaper, so the daemon is now its child. Therefore this process must reap

@@ -24,7 +24,7 @@ from tasks.ray.node_agent import NAMESPACE
 from tasks.ray.nodes import AgentConnection, AgentKey, NodeClient, sweep
 from tasks.record.places import muster_home
 from tests.support.ray_cluster import RAY_ENV, RayCluster, free_gpus
-from tests.support.stage import came
+from tests.support.supervised_components import becomes_true
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -132,7 +132,7 @@ def own_cluster(muster_home: Path) -> Iterator[RayCluster]:
 
     An agent is an actor of Muster that kills leftover processes of runs.
     """
-    with RayCluster.started(nodes=1) as cluster:
+    with RayCluster.run(nodes=1) as cluster:
         assert asyncio.run(sweep(cluster.gcs_address, run_id="nobody")).is_clean
         yield cluster
 
@@ -200,7 +200,7 @@ def test_agents_of_an_old_code_version_end_and_hold_no_gpus(
     AgentKey.of.cache_clear()
     report = asyncio.run(sweep(own_cluster.gcs_address, run_id=run_id))
     both = list_agents(own_cluster)
-    assert came(lambda: not old.keys() & list_agents(own_cluster).keys(), within_s=120)
+    assert becomes_true(lambda: not old.keys() & list_agents(own_cluster).keys(), within_s=120)
     new = list_agents(own_cluster)
 
     AgentKey.of.cache_clear()
@@ -222,7 +222,7 @@ def test_sweeps_of_a_running_job_and_from_another_home_are_refused(
         runtime_env={"env_vars": run_variables},
         entrypoint_num_cpus=1,
     )
-    assert came(lambda: client.get_job_status(job) is JobStatus.RUNNING, within_s=60)
+    assert becomes_true(lambda: client.get_job_status(job) is JobStatus.RUNNING, within_s=60)
 
     async def sweep_from_another_home() -> set[str]:
         own_key = AgentKey.of(muster_home())
@@ -244,7 +244,7 @@ def test_sweeps_of_a_running_job_and_from_another_home_are_refused(
     forged = asyncio.run(sweep_from_another_home())
     status = client.get_job_status(job)
     client.stop_job(job)
-    assert came(lambda: client.get_job_status(job) is JobStatus.STOPPED, within_s=60)
+    assert becomes_true(lambda: client.get_job_status(job) is JobStatus.STOPPED, within_s=60)
 
     assert {node.why for node in refused.unreached} == {f"refused: job {job} is RUNNING"}
     assert refused.killed == () and status is JobStatus.RUNNING
@@ -267,16 +267,16 @@ def test_leftovers_of_a_killed_raylet_are_killed_and_its_agent_ends(
     # as unreached.
     assert {node.node_id for node in report.unreached} <= {own_cluster.nodes[0].node_id}
     assert len(agents_before) == 2
-    assert came(lambda: len(list_agents(own_cluster)) == 1, within_s=60)
+    assert becomes_true(lambda: len(list_agents(own_cluster)) == 1, within_s=60)
 
 
 @pytest.mark.thorough
 def test_agents_end_with_their_cluster(muster_home: Path) -> None:
-    with RayCluster.started(nodes=1) as cluster:
+    with RayCluster.run(nodes=1) as cluster:
         assert asyncio.run(sweep(cluster.gcs_address, run_id="nobody")).is_clean
         agents = list_agents(cluster)
         cluster.kill_head()
         cluster.kill_node(0)
-        assert came(lambda: not any(map(psutil.pid_exists, agents)), within_s=60)
+        assert becomes_true(lambda: not any(map(psutil.pid_exists, agents)), within_s=60)
 
     assert len(agents) == 2

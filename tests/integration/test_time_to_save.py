@@ -12,7 +12,7 @@ from tasks.processes.component import ComponentPlan
 from tasks.processes.warning_signal import StopWarning
 from tasks.record.states import RunState
 from tasks.spec.probes import ReadyProbe
-from tests.support.stage import DEADLINE_S, Stage, python
+from tests.support.supervised_components import DEADLINE_S, ComponentHarness, python
 
 #: A trainer that needs its environment to finish a step, and saves after the step if it was warned.
 #: SIGTERM ends the trainer at once.
@@ -31,10 +31,10 @@ time.sleep(600)
 UP = ReadyProbe(log="up", within_s=DEADLINE_S)
 
 
-def trainer_of(stage: Stage, code: str = TRAINER) -> ComponentPlan:
+def trainer_of(harness: ComponentHarness, code: str = TRAINER) -> ComponentPlan:
     """Return the plan of a trainer that is warned with SIGUSR1, and may save for 30 s."""
-    checkpoint = stage.directory / "checkpoint"
-    component = stage.component("trainer", python(code), ready=UP)
+    checkpoint = harness.directory / "checkpoint"
+    component = harness.component("trainer", python(code), ready=UP)
     return replace(
         component,
         command=replace(component.command, save_grace_s=30.0),
@@ -43,53 +43,57 @@ def trainer_of(stage: Stage, code: str = TRAINER) -> ComponentPlan:
     )
 
 
-def test_cancel_warns_the_trainer_and_waits_for_its_checkpoint(stage: Stage) -> None:
+def test_cancel_warns_the_trainer_and_waits_for_its_checkpoint(harness: ComponentHarness) -> None:
     write_pid = "import os, time; open('pid', 'w').write(str(os.getpid())); print('up', flush=True)"
-    environment = stage.component("environment", python(f"{write_pid}\ntime.sleep(600)"), ready=UP)
-    supervisor = stage.running(trainer_of(stage), environment)
+    environment = harness.component(
+        "environment", python(f"{write_pid}\ntime.sleep(600)"), ready=UP
+    )
+    supervisor = harness.start_all(trainer_of(harness), environment)
 
     supervisor.interrupt("cancelled")
-    verdict = stage.end(supervisor)
+    verdict = harness.end(supervisor)
 
     assert verdict.state is RunState.CANCELLED
-    assert (stage.directory / "checkpoint").read_text() == "whole"
-    assert stage.seen("component.warned", "trainer")[0].fields["processes"]
+    assert (harness.directory / "checkpoint").read_text() == "whole"
+    assert harness.list_events("component.warned", "trainer")[0].fields["processes"]
 
 
-def test_second_wish_of_the_user_ends_the_wait_for_a_checkpoint(stage: Stage) -> None:
+def test_second_wish_of_the_user_ends_the_wait_for_a_checkpoint(harness: ComponentHarness) -> None:
     code = TRAINER.replace("time.sleep(0.5)", "time.sleep(600)")
-    supervisor = stage.running(trainer_of(stage, code))
+    supervisor = harness.start_all(trainer_of(harness, code))
 
     supervisor.interrupt("cancelled")
-    stage.until("component.warned", "trainer")
+    harness.wait_for_event("component.warned", "trainer")
     supervisor.hurry()
-    verdict = stage.end(supervisor)
+    verdict = harness.end(supervisor)
 
     assert verdict.state is RunState.CANCELLED
-    [event] = stage.seen("component.exited", "trainer")
+    [event] = harness.list_events("component.exited", "trainer")
     assert event.fields["signal"] == "SIGKILL"
 
 
 @pytest.mark.parametrize("handler", ["", "signal.signal(signal.SIGUSR1, signal.SIG_IGN)"])
-def test_trainer_without_a_handler_survives_the_warning(stage: Stage, handler: str) -> None:
+def test_trainer_without_a_handler_survives_the_warning(
+    harness: ComponentHarness, handler: str
+) -> None:
     code = f"import signal, time\n{handler}\nprint('up', flush=True)\ntime.sleep(600)"
-    supervisor = stage.running(trainer_of(stage, code))
+    supervisor = harness.start_all(trainer_of(harness, code))
 
     supervisor.interrupt("cancelled")
-    stage.end(supervisor)
+    harness.end(supervisor)
 
-    [event] = stage.seen("component.exited", "trainer")
+    [event] = harness.list_events("component.exited", "trainer")
     assert event.fields["signal"] == "SIGTERM"
-    [warning] = stage.seen("run.warning")
+    [warning] = harness.list_events("run.warning")
     assert "none of its processes handles SIGUSR1" in warning.message
 
 
-def test_failure_of_another_component_sends_no_warning(stage: Stage) -> None:
-    environment = stage.component("environment", python("import time; time.sleep(600)"))
-    supervisor = stage.running(environment, trainer_of(stage))
+def test_failure_of_another_component_sends_no_warning(harness: ComponentHarness) -> None:
+    environment = harness.component("environment", python("import time; time.sleep(600)"))
+    supervisor = harness.start_all(environment, trainer_of(harness))
 
-    os.kill(stage.pid_of("environment"), signal.SIGKILL)
-    verdict = stage.verdict_of(supervisor)
+    os.kill(harness.wait_for_pid("environment"), signal.SIGKILL)
+    verdict = harness.wait_for_verdict(supervisor)
 
     assert verdict.failure is not None and verdict.failure.component == "environment"
-    assert stage.seen("component.warned") == []
+    assert harness.list_events("component.warned") == []

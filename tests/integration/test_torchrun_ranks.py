@@ -13,7 +13,7 @@ import pytest
 
 from tasks.processes.attempt import failure_of
 from tasks.record.outcome import Exit
-from tests.support.stage import free_port
+from tests.support.supervised_components import free_port
 
 PYTHON = os.environ.get("MUSTER_TEST_TORCH_PYTHON", "")
 pytestmark = [

@@ -30,7 +30,7 @@ from tasks.train import waiting
 from tasks.train.session import RunSession
 from tasks.train.waiting import next_attempt
 from tasks.upkeep import waiting_runs
-from tests.support.ground import Ground, Run
+from tests.support.host_environment import HostEnvironment, Run
 
 pytestmark = pytest.mark.slow
 
@@ -64,9 +64,9 @@ def make_failed_run(
     sessions = []
 
     def make_run(pid: str = "812", **changes: Any) -> tuple[RunSession, Run]:
-        ground = Ground(home=muster_home, api=api)
-        flow = ground.post("/flows/", name="train")["id"]
-        flow_run = ground.post("/flow_runs/", flow_id=flow, state={"type": "RUNNING"})["id"]
+        host_env = HostEnvironment(home=muster_home, api=api)
+        flow = host_env.post("/flows/", name="train")["id"]
+        flow_run = host_env.post("/flow_runs/", flow_id=flow, state={"type": "RUNNING"})["id"]
         with get_client(sync_client=True) as client:
             client.update_flow_run(UUID(flow_run), infrastructure_pid=pid)
         monkeypatch.setattr(
@@ -82,7 +82,7 @@ def make_failed_run(
             session.supervisor.start("trainer")
         session.supervisor.wait_decided()
         session.end_attempt()
-        return session, Run(ground=ground, flow_run_id=flow_run)
+        return session, Run(host_env=host_env, flow_run_id=flow_run)
 
     yield make_run
     for session in sessions:
@@ -123,7 +123,7 @@ def test_run_is_handed_over_to_its_next_process(
 
 def test_cancel_during_the_handover_wins(make_failed_run: MakeFailedRun, muster_home: Path) -> None:
     session, run = make_failed_run()
-    run.ground.post(f"/flow_runs/{run.flow_run_id}/set_state", state={"type": "CANCELLING"})
+    run.host_env.post(f"/flow_runs/{run.flow_run_id}/set_state", state={"type": "CANCELLING"})
 
     assert not next_attempt(session)
     verdict = session.close()
@@ -257,7 +257,7 @@ def test_record_of_a_run_that_ended_while_waiting_gets_the_final_state(
         next_attempt(session)
     assert list(waiting_runs.close_ended_waiting_runs()) == []
 
-    run.ground.post(f"/flow_runs/{run.flow_run_id}/set_state", state=state, force=True)
+    run.host_env.post(f"/flow_runs/{run.flow_run_id}/set_state", state=state, force=True)
     closed = list(waiting_runs.close_ended_waiting_runs())
 
     assert [record.record for record in closed] == (
@@ -277,7 +277,7 @@ def test_reconcile_does_not_close_a_run_that_has_a_process(
         next_attempt(session)
     new_session = RunSession(session.spec, run_id=session.run_id, flow_run_id=UUID(run.flow_run_id))
 
-    run.ground.post(f"/flow_runs/{run.flow_run_id}/set_state", state={"type": "CANCELLED"})
+    run.host_env.post(f"/flow_runs/{run.flow_run_id}/set_state", state={"type": "CANCELLED"})
 
     assert list(waiting_runs.close_ended_waiting_runs()) == []
     assert read_recorded_state(new_session) == "pending_resources"

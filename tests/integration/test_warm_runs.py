@@ -26,7 +26,7 @@ import yaml
 from tasks.processes.tree import descendants, read_environment
 from tasks.queue.fork_server import ENGINE, ForkServer
 from tests.support.gang_pool import GangPool, gang_pool
-from tests.support.ground import Run, sleepers, until
+from tests.support.host_environment import Run, make_sleeping_spec, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -66,7 +66,7 @@ def wait_for_fork_server(worker: int) -> int:
                 return pid
         return 0
 
-    return until(find_fork_server, "the worker has a ready fork server")
+    return wait_for(find_fork_server, "the worker has a ready fork server")
 
 
 def read_parent(pid: int) -> int:
@@ -76,13 +76,13 @@ def read_parent(pid: int) -> int:
 
 def start_run(pool: GangPool, lasts_s: float = 60.0) -> tuple[Run, int]:
     """Start a run through the worker; return the run and the pid of its flow process."""
-    run = pool.submit(pool.spec(lasts_s=lasts_s)).until_running()
+    run = pool.submit(pool.spec(lasts_s=lasts_s)).wait_until_running()
     return run, run.flow_pid()
 
 
 def count_crashes(run: Run) -> int:
     """Return how often the flow run had the state Crashed."""
-    states = run.ground.get(f"/flow_run_states/?flow_run_id={run.flow_run_id}")
+    states = run.host_env.get(f"/flow_run_states/?flow_run_id={run.flow_run_id}")
     return sum(state["type"] == "CRASHED" for state in states)
 
 
@@ -115,19 +115,19 @@ def test_forked_flow_process_looks_like_a_started_flow_process(pool: GangPool) -
     # A fork server is a process with all imports loaded, from which flow processes are forked. A
     # running run does not need it any more, and the next run is forked from a new fork server.
     os.kill(fork_server, signal.SIGKILL)
-    new_fork_server = until(
+    new_fork_server = wait_for(
         lambda: (
             wait_for_fork_server(worker.pid) != fork_server and wait_for_fork_server(worker.pid)
         ),
         "the worker has a new fork server",
     )
     os.kill(pid, signal.SIGKILL)
-    run.until_state("CRASHED")
+    run.wait_for_state("CRASHED")
     next_run, next_pid = start_run(pool, lasts_s=5.0)
 
     assert read_auxiliary_vector(next_pid) == read_auxiliary_vector(new_fork_server)
     assert count_crashes(run) == 1
-    assert next_run.until_state("COMPLETED")
+    assert next_run.wait_for_state("COMPLETED")
 
 
 @pytest.mark.parametrize(
@@ -138,9 +138,9 @@ def test_train_command_forwards_its_signals_to_the_forked_process(
 ) -> None:
     worker = pool.start_worker()
     fork_server = wait_for_fork_server(worker.pid)
-    until((pool.ground.home / "zygote").is_socket, "the fork server accepts commands")
+    wait_for((pool.host_env.home / "zygote").is_socket, "the fork server accepts commands")
     spec_file = tmp_path / "spec.yaml"
-    spec_file.write_text(yaml.safe_dump(sleepers()))
+    spec_file.write_text(yaml.safe_dump(make_sleeping_spec()))
 
     def list_forked() -> list[int]:
         """Return the pids of processes that were forked from the fork server.
@@ -161,20 +161,20 @@ def test_train_command_forwards_its_signals_to_the_forked_process(
 
     command = subprocess.Popen(
         [Path(sys.executable).with_name("muster"), "train", spec_file],
-        env={**os.environ, **pool.ground.env},
+        env={**os.environ, **pool.host_env.env},
         stdout=subprocess.PIPE,
         text=True,
     )
     assert command.stdout is not None
-    until(lambda: "trainer: ready" in command.stdout.readline(), "the trainer is ready")
+    wait_for(lambda: "trainer: ready" in command.stdout.readline(), "the trainer is ready")
     [pid] = list_forked()
     components = descendants(pid)
     os.kill(command.pid, signum)
 
     output = command.stdout.read()
     assert command.wait() == (130 if signum == signal.SIGINT else -signum)
-    until(lambda: not list_forked(), "the process of the run has ended")
-    until(
+    wait_for(lambda: not list_forked(), "the process of the run has ended")
+    wait_for(
         lambda: not any(Path(f"/proc/{component_pid}").exists() for component_pid in components),
         "all components have ended",
     )
@@ -188,7 +188,7 @@ def test_forked_process_ignores_the_signals_that_its_command_ignores(
     pool: GangPool, tmp_path: Path
 ) -> None:
     pool.start_worker()
-    until((pool.ground.home / "zygote").is_socket, "the fork server accepts commands")
+    wait_for((pool.host_env.home / "zygote").is_socket, "the fork server accepts commands")
     trained = tmp_path / "trained.txt"
     stop = tmp_path / "stop"
     code = (
@@ -202,11 +202,11 @@ def test_forked_process_ignores_the_signals_that_its_command_ignores(
     muster = str(Path(sys.executable).with_name("muster"))
     process = subprocess.Popen(
         ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", muster, "train", str(spec_file)],
-        env={**os.environ, **pool.ground.env},
+        env={**os.environ, **pool.host_env.env},
         stdout=subprocess.DEVNULL,
     )
-    until(trained.exists, "the run trains")
-    [owner] = (pool.ground.home / "live").glob("t-sft-*/owner.json")
+    wait_for(trained.exists, "the run trains")
+    [owner] = (pool.host_env.home / "live").glob("t-sft-*/owner.json")
     flow_pid = int(json.loads(owner.read_text())["process"]["pid"])
 
     os.kill(process.pid, signal.SIGHUP)

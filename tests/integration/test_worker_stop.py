@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.gang_pool import gang_pool
-from tests.support.ground import ROOT, until
-from tests.support.saving import has_saved, saving_spec
+from tests.support.host_environment import ROOT, wait_for
+from tests.support.saving_component import has_saved, saving_spec
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(600)]
 
@@ -19,12 +19,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(600)]
 def test_runs_of_a_stopped_worker_end_as_cancelled(tmp_path: Path) -> None:
     with gang_pool(tmp_path) as pool:
         worker = pool.start_worker()
-        run = pool.submit(pool.spec(lasts_s=600)).until_running()
+        run = pool.submit(pool.spec(lasts_s=600)).wait_until_running()
 
         stop_result = subprocess.run(
             (sys.executable, "-m", "deployments.stack.runs", str(worker.pid), "--within-s", "60"),
             cwd=ROOT,
-            env=pool.ground.env,
+            env=pool.host_env.env,
             timeout=120,
         )
         # systemd sends SIGTERM and SIGCONT to the worker after the command of ExecStop has ended.
@@ -33,7 +33,7 @@ def test_runs_of_a_stopped_worker_end_as_cancelled(tmp_path: Path) -> None:
         worker.wait(60)
         state = run.state()[0]
         record = run.record()
-        run.until_gone()
+        run.wait_until_gone()
     assert stop_result.returncode == 0
     assert record["state"] == "cancelled"
     assert record["attempts"][0]["components"]["trainer"]["exit_code"] == 0
@@ -47,7 +47,7 @@ def test_worker_that_gets_a_signal_lets_its_runs_save(
     with gang_pool(tmp_path) as pool:
         worker = pool.start_worker()
         saved_file = tmp_path / "saved.txt"
-        run = pool.submit(saving_spec(saved_file, save_s=3)).until_running()
+        run = pool.submit(saving_spec(saved_file, save_s=3)).wait_until_running()
 
         worker.send_signal(signum)
         worker.wait(60)
@@ -62,11 +62,11 @@ def test_worker_that_gets_a_signal_lets_its_runs_save(
 def test_run_survives_the_death_of_its_worker(tmp_path: Path) -> None:
     with gang_pool(tmp_path) as pool:
         worker = pool.start_worker()
-        run = pool.submit(pool.spec(lasts_s=20)).until_running()
+        run = pool.submit(pool.spec(lasts_s=20)).wait_until_running()
 
         worker.kill()
         pool.start_worker()
 
-        until(lambda: run.state()[0] == "COMPLETED", "the run completes", 300)
+        wait_for(lambda: run.state()[0] == "COMPLETED", "the run completes", 300)
         attempts = run.record()["attempts"]
     assert len(attempts) == 1

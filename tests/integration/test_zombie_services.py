@@ -16,7 +16,14 @@ import pytest
 from tasks.record.states import RunState
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import LiveProbe, ReadyProbe
-from tests.support.stage import DEADLINE_S, Stage, free_port, python, sh, wait_until
+from tests.support.supervised_components import (
+    DEADLINE_S,
+    ComponentHarness,
+    free_port,
+    python,
+    sh,
+    wait_until,
+)
 
 UP = ReadyProbe(log="up", within_s=DEADLINE_S)
 WATCHED = LiveProbe(processes="^sh -c .* scheduler", every_s=0.05, misses=3)
@@ -58,10 +65,10 @@ def build_service(*workers: str, port: int | None = None, reaps: bool = True) ->
     return python(SERVICE % (workers, port or free_port(), reaps))
 
 
-def wait_for_watched_pids(stage: Stage, count: int = 1) -> list[int]:
+def wait_for_watched_pids(harness: ComponentHarness, count: int = 1) -> list[int]:
     """Wait until Muster watches this number of workers, and return their pids."""
-    wait_until(lambda: len(stage.seen("process.watched")) >= count, f"{count} are watched")
-    return [event.fields["pid"] for event in stage.seen("process.watched")]
+    wait_until(lambda: len(harness.list_events("process.watched")) >= count, f"{count} are watched")
+    return [event.fields["pid"] for event in harness.list_events("process.watched")]
 
 
 def list_pidfds() -> list[Path]:
@@ -76,70 +83,73 @@ def list_pidfds() -> list[Path]:
     return pidfds
 
 
-def test_healthy_worker_raises_no_alarm(stage: Stage) -> None:
+def test_healthy_worker_raises_no_alarm(harness: ComponentHarness) -> None:
     live = LiveProbe(processes="^sh -c .* scheduler", every_s=0.01)
     late = "while [ ! -e late ]; do sleep 0.01; done; sh -c 'sleep 600; exit' scheduler; exit"
-    supervisor = stage.running(
-        stage.component("rollout", build_service("sleep 600; exit", late), ready=UP, live=live)
+    supervisor = harness.start_all(
+        harness.component("rollout", build_service("sleep 600; exit", late), ready=UP, live=live)
     )
-    wait_for_watched_pids(stage, 2)
+    wait_for_watched_pids(harness, 2)
 
-    (stage.directory / "late").touch()
-    wait_for_watched_pids(stage, 3)
+    (harness.directory / "late").touch()
+    wait_for_watched_pids(harness, 3)
     supervisor.interrupt("enough")
 
-    assert stage.end(supervisor).state is RunState.CANCELLED
+    assert harness.end(supervisor).state is RunState.CANCELLED
 
 
 @pytest.mark.parametrize(
     ("exit_code", "reaps"), [(42, True), (42, False), (0, False)], ids=["reaped", "zombie", "zero"]
 )
 def test_exited_worker_is_a_failure_with_its_exit_code(
-    stage: Stage, exit_code: int, reaps: bool
+    harness: ComponentHarness, exit_code: int, reaps: bool
 ) -> None:
     rollout = build_service(wait_for_file("die", exit_code), reaps=reaps)
-    supervisor = stage.running(stage.component("rollout", rollout, ready=UP, live=WATCHED))
-    [worker] = wait_for_watched_pids(stage)
+    supervisor = harness.start_all(harness.component("rollout", rollout, ready=UP, live=WATCHED))
+    [worker] = wait_for_watched_pids(harness)
 
-    (stage.directory / "die").touch()
-    verdict = stage.verdict_of(supervisor)
+    (harness.directory / "die").touch()
+    verdict = harness.wait_for_verdict(supervisor)
 
     failure = verdict.failure
     assert failure is not None and failure.component == "rollout"
     assert (failure.rule, failure.exit_code, failure.signal) == ("process-died", exit_code, None)
-    assert f"rollout (pid {stage.pid_of('rollout')}): lost its process {worker}" in failure.message
+    assert (
+        f"rollout (pid {harness.wait_for_pid('rollout')}): lost its process {worker}"
+        in failure.message
+    )
     assert "scheduler" in failure.message and f"exit code {exit_code}" in failure.message
 
 
-def test_worker_that_exits_at_once_is_a_failure(stage: Stage) -> None:
+def test_worker_that_exits_at_once_is_a_failure(harness: ComponentHarness) -> None:
     rollout = build_service("exit 1")
 
-    verdict = stage.run(stage.component("rollout", rollout, ready=UP, live=WATCHED))
+    verdict = harness.run(harness.component("rollout", rollout, ready=UP, live=WATCHED))
 
     assert verdict.failure is not None and verdict.failure.component == "rollout"
     assert verdict.failure.rule in ("process-died", "process-missing")
 
 
-def test_worker_may_crash_if_no_process_is_watched(stage: Stage) -> None:
+def test_worker_may_crash_if_no_process_is_watched(harness: ComponentHarness) -> None:
     rollout = build_service(f"echo worker $$; {wait_for_file('die', 42)}")
-    supervisor = stage.running(stage.component("rollout", rollout, ready=UP))
-    wait_until(lambda: "worker " in stage.text_of("rollout"), "the worker runs")
-    worker = int(stage.text_of("rollout").split("worker ")[1].split()[0])
+    supervisor = harness.start_all(harness.component("rollout", rollout, ready=UP))
+    wait_until(lambda: "worker " in harness.read_log("rollout"), "the worker runs")
+    worker = int(harness.read_log("rollout").split("worker ")[1].split()[0])
 
-    (stage.directory / "die").touch()
+    (harness.directory / "die").touch()
     wait_until(lambda: not Path(f"/proc/{worker}").exists(), "the worker has ended")
 
-    assert stage.end(supervisor).state is RunState.CANCELLED
+    assert harness.end(supervisor).state is RunState.CANCELLED
 
 
-def test_missing_worker_is_a_failure_that_names_the_pattern(stage: Stage) -> None:
+def test_missing_worker_is_a_failure_that_names_the_pattern(harness: ComponentHarness) -> None:
     live = LiveProbe(processes="no-such-worker", every_s=0.01, misses=3)
 
-    verdict = stage.run(
-        stage.component("rollout", build_service("sleep 600; exit"), ready=UP, live=live)
+    verdict = harness.run(
+        harness.component("rollout", build_service("sleep 600; exit"), ready=UP, live=live)
     )
 
-    pid = stage.pid_of("rollout")
+    pid = harness.wait_for_pid("rollout")
     assert verdict.failure is not None and verdict.failure.kind is FailureKind.STALLED
     assert f"rollout (pid {pid}): none of its processes matches /no-such-worker/" in verdict.message
 
@@ -152,47 +162,49 @@ def test_missing_worker_is_a_failure_that_names_the_pattern(stage: Stage) -> Non
     ],
 )
 def test_killed_worker_is_a_failure_although_its_service_answers(
-    stage: Stage, signum: signal.Signals, kind: FailureKind, reaps: bool
+    harness: ComponentHarness, signum: signal.Signals, kind: FailureKind, reaps: bool
 ) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}/health"
     live = LiveProbe(http=url, processes="^sh -c .* scheduler", every_s=0.05)
     rollout = build_service("sleep 600; exit", port=port, reaps=reaps)
-    supervisor = stage.running(stage.component("rollout", rollout, ready=UP, live=live))
-    [worker] = wait_for_watched_pids(stage)
+    supervisor = harness.start_all(harness.component("rollout", rollout, ready=UP, live=live))
+    [worker] = wait_for_watched_pids(harness)
     with urllib.request.urlopen(url, timeout=DEADLINE_S) as answer:
         assert answer.status == 200
 
     os.kill(worker, signum)
-    verdict = stage.verdict_of(supervisor)
+    verdict = harness.wait_for_verdict(supervisor)
 
     assert verdict.failure is not None and verdict.failure.kind is kind
     assert (verdict.failure.rule, verdict.failure.signal) == ("process-died", signum.name)
-    assert "live" not in [event.fields.get("probe") for event in stage.seen("probe.failed")]
+    assert "live" not in [
+        event.fields.get("probe") for event in harness.list_events("probe.failed")
+    ]
 
 
-def test_second_crash_changes_no_cause_and_leaks_no_descriptor(stage: Stage) -> None:
+def test_second_crash_changes_no_cause_and_leaks_no_descriptor(harness: ComponentHarness) -> None:
     count_before = len(list_pidfds())
     rollout = build_service(wait_for_file("die", 42), wait_for_file("die", 43))
-    supervisor = stage.running(
-        stage.component("rollout", rollout, ready=UP, live=WATCHED), stage.component("trainer")
+    supervisor = harness.start_all(
+        harness.component("rollout", rollout, ready=UP, live=WATCHED), harness.component("trainer")
     )
-    wait_for_watched_pids(stage, 2)
+    wait_for_watched_pids(harness, 2)
 
-    (stage.directory / "die").touch()
-    verdict = stage.verdict_of(supervisor)
+    (harness.directory / "die").touch()
+    verdict = harness.wait_for_verdict(supervisor)
 
     assert verdict.failure is not None and verdict.failure.exit_code in (42, 43)
     assert verdict.message.count("lost its process") == 1
     assert len(list_pidfds()) == count_before
-    assert stage.story().count("teardown.begun") == 1
+    assert harness.list_event_names().count("teardown.begun") == 1
 
 
-def test_component_that_ends_its_workers_can_complete(stage: Stage) -> None:
+def test_component_that_ends_its_workers_can_complete(harness: ComponentHarness) -> None:
     worker = "sh -c 'sleep 600; exit' scheduler & worker=$!; echo up"
     exit_script = "while [ ! -e done ]; do sleep 0.01; done; kill $worker; wait $worker; exit 0"
-    supervisor = stage.running(
-        stage.component(
+    supervisor = harness.start_all(
+        harness.component(
             "trainer",
             sh(f"{worker}; {exit_script}"),
             ready=UP,
@@ -200,37 +212,39 @@ def test_component_that_ends_its_workers_can_complete(stage: Stage) -> None:
             on_exit_zero="complete",
         )
     )
-    wait_for_watched_pids(stage)
+    wait_for_watched_pids(harness)
 
-    (stage.directory / "done").touch()
-    verdict = stage.verdict_of(supervisor)
+    (harness.directory / "done").touch()
+    verdict = harness.wait_for_verdict(supervisor)
 
     assert verdict.state is RunState.COMPLETED
 
 
-def test_workers_that_end_with_a_drained_component_are_no_failure(stage: Stage) -> None:
+def test_workers_that_end_with_a_drained_component_are_no_failure(
+    harness: ComponentHarness,
+) -> None:
     worker = "sh -c 'sleep 600; exit' scheduler & echo up"
     exit_script = "while [ ! -e done ]; do sleep 0.01; done; exit 0"
-    supervisor = stage.running(
-        stage.component(
+    supervisor = harness.start_all(
+        harness.component(
             "environment",
             sh(f"{worker}; {exit_script}"),
             ready=UP,
             live=WATCHED,
             on_exit_zero="drain",
         ),
-        stage.component("trainer"),
+        harness.component("trainer"),
     )
-    [worker_pid] = wait_for_watched_pids(stage)
+    [worker_pid] = wait_for_watched_pids(harness)
 
-    (stage.directory / "done").touch()
-    stage.until("component.drained", "environment")
+    (harness.directory / "done").touch()
+    harness.wait_for_event("component.drained", "environment")
     wait_until(lambda: not Path(f"/proc/{worker_pid}").exists(), "the worker has ended")
 
-    assert stage.end(supervisor).state is RunState.CANCELLED
+    assert harness.end(supervisor).state is RunState.CANCELLED
 
 
-def test_fork_that_becomes_another_program_is_not_watched(stage: Stage) -> None:
+def test_fork_that_becomes_another_program_is_not_watched(harness: ComponentHarness) -> None:
     compiling_program = python(
         "import os, time\n"
         "os.write(1, b'up\\n')\n"
@@ -243,10 +257,10 @@ def test_fork_that_becomes_another_program_is_not_watched(stage: Stage) -> None:
     )
     live = LiveProbe(processes="# scheduler$", every_s=0.01)
     leader = python(f"import subprocess; subprocess.run({compiling_program!r})")
-    supervisor = stage.running(stage.component("rollout", leader, ready=UP, live=live))
+    supervisor = harness.start_all(harness.component("rollout", leader, ready=UP, live=live))
 
-    wait_until(lambda: (stage.directory / "compiled").exists(), "the other program ran")
-    pids = wait_for_watched_pids(stage)
+    wait_until(lambda: (harness.directory / "compiled").exists(), "the other program ran")
+    pids = wait_for_watched_pids(harness)
 
-    assert stage.end(supervisor).state is RunState.CANCELLED
+    assert harness.end(supervisor).state is RunState.CANCELLED
     assert len(pids) == 1

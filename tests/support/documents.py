@@ -37,7 +37,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class DocumentCommand:
     """A shell command in a code block of a document."""
 
     #: The command. A line that ends with a backslash is joined with the next line.
@@ -101,7 +101,7 @@ class Document:
             anchors.add(f"{anchor}-{count}" if count else anchor)
         return frozenset(anchors)
 
-    def commands(self, *languages: str) -> tuple[Said, ...]:
+    def commands(self, *languages: str) -> tuple[DocumentCommand, ...]:
         """Return the commands in the code blocks of some languages.
 
         In blocks of the language `console`, commands begin after `$ `, and other lines are output.
@@ -121,7 +121,7 @@ class Document:
                     joined += "\n"
                 else:
                     if joined.strip() and not joined.lstrip().startswith("#"):
-                        commands.append(Said(command=joined.strip(), line=number))
+                        commands.append(DocumentCommand(command=joined.strip(), line=number))
                     joined = ""
         return tuple(commands)
 
@@ -162,7 +162,7 @@ def _is_open(command: str) -> bool:
     return False
 
 
-def documents() -> list[Document]:
+def list_documents() -> list[Document]:
     """Return every Markdown file that git tracks or does not ignore, in the order of the paths."""
     listing = subprocess.run(
         ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "*.md"),

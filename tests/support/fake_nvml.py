@@ -53,7 +53,7 @@ class FakeNvml:
     NVML_SUCCESS: int = 0
 
     @staticmethod
-    def installed(monkeypatch: pytest.MonkeyPatch, gpus: list[Gpu] | None) -> FakeNvml:
+    def install(monkeypatch: pytest.MonkeyPatch, gpus: list[Gpu] | None) -> FakeNvml:
         """Replace the module `pynvml` by a fake driver until the test ends; return the driver."""
         nvml = FakeNvml(gpus)
         monkeypatch.setitem(sys.modules, "pynvml", nvml)  # type: ignore[arg-type]

@@ -37,7 +37,7 @@ TOKEN = Ask(method="GET", path="/health_generate")
 PORT_IN_USE = "OSError: [Errno 98] Address already in use"
 
 
-def plan_of(
+def make_topology(
     engines: int, servers: int = 1, *, token: Ask | None = TOKEN, are_experts: bool = False
 ) -> TopologyPlan:
     """Return the plan of a fleet.
@@ -55,7 +55,7 @@ def plan_of(
     for engine in range(engines):
         ranks = tuple(range(engine * servers, (engine + 1) * servers))
         slots = tuple(
-            slot_of(
+            make_slot(
                 rank,
                 engine,
                 is_entrypoint=are_experts or rank == ranks[0],
@@ -68,7 +68,7 @@ def plan_of(
     return TopologyPlan(engines=tuple(planned_engines), questions=questions, placement="local")
 
 
-def slot_of(
+def make_slot(
     rank: int,
     engine: int,
     *,
@@ -305,7 +305,7 @@ async def _answer(server: FakeServer, behaviour: str, timeout_s: float) -> str |
     return None
 
 
-def settings_of(*, grace_s: float = 10.0, budget: int | None = None, **numbers: Any) -> Rollout:
+def make_settings(*, grace_s: float = 10.0, budget: int | None = None, **numbers: Any) -> Rollout:
     """Return a `Rollout`: the settings of a fleet, as a spec has them, without validation.
 
     Args:
@@ -325,7 +325,7 @@ def settings_of(*, grace_s: float = 10.0, budget: int | None = None, **numbers: 
     return Rollout.model_construct(health=health, recovery=recovery, stop=stop, **numbers)
 
 
-def plan_in(
+def make_fleet_plan(
     directory: Path,
     *,
     run_id: str,
@@ -339,13 +339,13 @@ def plan_in(
         directory: Working directory of the servers, and directory of the attempt's files.
         run_id: Id of the run.
         grace_s: Grace period of the servers, in seconds.
-        fleet: Rollout settings, as for `settings_of`.
+        fleet: Rollout settings, as for `make_settings`.
         **fields: Further fields of the plan.
     """
     return FleetPlan(
         run_id=run_id,
         attempt=1,
-        fleet=settings_of(grace_s=grace_s, **fleet),
+        fleet=make_settings(grace_s=grace_s, **fleet),
         port=0,
         ports={},
         cwd=directory,
@@ -354,13 +354,13 @@ def plan_in(
     )
 
 
-def pid_of(host: LocalHost, rank: int) -> int | None:
+def find_server_pid(host: LocalHost, rank: int) -> int | None:
     """Return the process id of a server on a host, or None if the server does not run."""
     server = host._servers.get(rank)
     return None if server is None or server.process.exited.done() else server.process.pid
 
 
-class Stage:
+class FleetHarness:
     """The test environment of a fleet: fake servers on a fake host, and the events of the fleet."""
 
     def __init__(
@@ -376,7 +376,7 @@ class Stage:
         self.prober = FakeProber(self.host)
         #: `(time, event, fields)` of each event that the fleet emitted.
         self.events: list[tuple[float, str, dict[str, Any]]] = []
-        self.settings = settings_of(
+        self.settings = make_settings(
             **{"grace_s": 5.0, "start_within_s": 100.0, "paths": ("*",), **settings}
         )
         self.stop_within_s = self.settings.stop.grace_s + STOPPED_WITHIN_S
@@ -387,7 +387,7 @@ class Stage:
             prober=self.prober,
             emit=self._emit,
             random=Random(seed),
-            rebind=rebind or ports_from(9000),
+            rebind=rebind or make_rebind(9000),
             serves_as_loaded=serves_as_loaded,
         )
 
@@ -418,11 +418,11 @@ class Stage:
     def _emit(self, event: str, **fields: Any) -> None:
         self.events.append((now_s(), event, fields))
 
-    def told(self, event: str) -> list[dict[str, Any]]:
+    def list_events(self, event: str) -> list[dict[str, Any]]:
         """Return the fields of each event with this name that the fleet has emitted."""
         return [fields for _, name, fields in self.events if name == event]
 
-    def when(self, event: str, **wanted: Any) -> float:
+    def time_of_event(self, event: str, **wanted: Any) -> float:
         """Return the time of the first event with the name `event` and with the fields `wanted`."""
         return next(
             at
@@ -433,11 +433,11 @@ class Stage:
     def states(self) -> list[GroupState]:
         return [group.state for group in self.fleet.registry.view.groups]
 
-    def routed(self) -> list[int]:
+    def list_routed_ranks(self) -> list[int]:
         """Return the ranks of the entrypoints that receive requests from the router."""
         return sorted(entrypoint.rank for entrypoint in self.fleet.router.entrypoints)
 
-    async def until(self, condition: Callable[[], Any], within_s: float = 1000.0) -> float:
+    async def wait_until(self, condition: Callable[[], Any], within_s: float = 1000.0) -> float:
         """Wait until a condition is true, and return the waiting time in seconds.
 
         Raises:
@@ -449,11 +449,11 @@ class Stage:
                 await asyncio.sleep(0.01)
         return now_s() - began_s
 
-    async def until_active(self) -> float:
+    async def wait_until_active(self) -> float:
         """Wait until all servers are active, and return the waiting time in seconds."""
-        return await self.until(lambda: set(self.states()) == {GroupState.ACTIVE})
+        return await self.wait_until(lambda: set(self.states()) == {GroupState.ACTIVE})
 
-    async def until_out(self, group: int = 0, within_s: float = 1000.0) -> float:
+    async def wait_until_failed(self, group: int = 0, within_s: float = 1000.0) -> float:
         """Wait until a lifecycle group has failed, and return the waiting time in seconds.
 
         A lifecycle group is a set of servers that are stopped and started together.
@@ -469,12 +469,12 @@ class Stage:
                 await asyncio.sleep(0.01)
         return now_s() - began_s
 
-    def cause_of(self, group: int = 0) -> str:
+    def last_failure_cause(self, group: int = 0) -> str:
         """Return the cause of the last failure of a lifecycle group, by the fleet's events.
 
         A lifecycle group is a set of servers that are stopped and started together.
         """
-        changes = self.told("rollout.group.state")
+        changes = self.list_events("rollout.group.state")
         return next(
             str(change["cause"])
             for change in reversed(changes)
@@ -482,13 +482,13 @@ class Stage:
         )
 
 
-def loops() -> list[str]:
+def list_fleet_tasks() -> list[str]:
     """Return the sorted names of the asyncio tasks of the fleet that still run."""
     names = (task.get_name() for task in asyncio.all_tasks())
     return sorted(name for name in names if name.startswith("rollout-"))
 
 
-def ports_from(first: int) -> Rebind:
+def make_rebind(first: int) -> Rebind:
     """Return a `Rebind` function: it moves a server to the next free port, from `first` on.
 
     The function works for lifecycle groups of one server.
@@ -496,20 +496,22 @@ def ports_from(first: int) -> Rebind:
     ports = itertools.count(first)
 
     async def rebind(group: int) -> list[ServerSlot]:
-        return [slot_of(group, group, port=next(ports))]
+        return [make_slot(group, group, port=next(ports))]
 
     return rebind
 
 
-async def serving(
+async def start_fake_fleet(
     engines: int = 2,
     servers: int = 1,
     *,
     token: Ask | None = TOKEN,
     are_experts: bool = False,
     **settings: Any,
-) -> Stage:
-    """Start a fleet of fake servers, and return it in a `Stage`, which records its events."""
-    stage = Stage(plan_of(engines, servers, token=token, are_experts=are_experts), **settings)
-    await stage.fleet.start()
-    return stage
+) -> FleetHarness:
+    """Start a fleet of fake servers, and return a `FleetHarness` that records its events."""
+    harness = FleetHarness(
+        make_topology(engines, servers, token=token, are_experts=are_experts), **settings
+    )
+    await harness.fleet.start()
+    return harness

@@ -39,7 +39,7 @@ _PRELOADED_MODULES = (
 )
 
 
-class Forked:
+class ForkedProcess:
     """A process that the fork server has started.
 
     Only the fork server can reap the process. The fork server does so before it starts the next
@@ -85,7 +85,9 @@ class ForkServer:
         self.api = api
         self._requests = requests
 
-    def start(self, module: str, *arguments: str, env: Mapping[str, str], stderr: Path) -> Forked:
+    def start(
+        self, module: str, *arguments: str, env: Mapping[str, str], stderr: Path
+    ) -> ForkedProcess:
         """Start a program like `python -m tests.support.MODULE ARGUMENTS` in the project's root.
 
         Args:
@@ -101,7 +103,7 @@ class ForkServer:
             socket.send_fds(self._requests, [request], [child_stdin, child_stdout, log.fileno()])
         os.close(child_stdin)
         os.close(child_stdout)
-        return Forked(stdin, stdout)
+        return ForkedProcess(stdin, stdout)
 
 
 @contextmanager

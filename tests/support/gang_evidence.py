@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from tests.support.gang_referee import History, Part, State
+from tests.support.gang_referee import ComponentProcess, History, State
 
 #: Code of a component that holds the GPUs of its run for SECONDS seconds. Its arguments are `FILE
 #: SECONDS RUN-DIRECTORY API FAILS`. The attempts 1 to FAILS of the run fail with the error that
 #: they find no GPUs. The component writes its start and its end to FILE, each line with one write,
 #: so that lines of two processes never mix.
-PART = """
+COMPONENT_PROGRAM = """
 import json, os, signal, socket, sys, time
 began = time.time()
 file, lasts_s, directory, api, fails = sys.argv[1:]
@@ -68,7 +68,7 @@ leave(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class SubmittedDemand:
     """The GPUs that a run requests, and the place of the run in the order of submission."""
 
     name: str
@@ -82,11 +82,11 @@ class Asked:
     number: int
 
 
-def history_of(
+def make_history(
     run: Mapping[str, Any],
     states: Sequence[Mapping[str, Any]],
     lines: Sequence[Mapping[str, Any]],
-    asked: Asked,
+    asked: SubmittedDemand,
 ) -> History:
     """Return the history of a run, for the judgement by `gang_referee`.
 
@@ -103,7 +103,7 @@ def history_of(
         place=(asked.rank, asked.number),
         states=sorted(map(_state, states), key=lambda state: state.at),
         parts=_parts([line for line in lines if line["run"] == run["name"]]),
-        placed=nodes_of(str(run["labels"].get("muster.gang.grant") or "")),
+        placed=parse_granted_nodes(str(run["labels"].get("muster.gang.grant") or "")),
     )
 
 
@@ -121,23 +121,23 @@ def _seconds(text: str) -> float:
     return datetime.fromisoformat(text).timestamp()
 
 
-def nodes_of(label: str) -> dict[str, int] | None:
+def parse_granted_nodes(label: str) -> dict[str, int] | None:
     """Return the number of GPUs by node from the label of a grant. None if it names no nodes."""
     return json.loads(label or "{}").get("nodes") or None
 
 
-def _parts(lines: Sequence[Mapping[str, Any]]) -> list[Part]:
+def _parts(lines: Sequence[Mapping[str, Any]]) -> list[ComponentProcess]:
     """Return the component processes that wrote these lines of one run."""
     lines_of_process: dict[tuple[int, int], dict[str, Mapping[str, Any]]] = {}
     for line in lines:
         lines_of_process.setdefault((line["attempt"], line["pid"]), {})[line["what"]] = line
     return [
-        Part(
+        ComponentProcess(
             attempt=attempt,
             pid=pid,
             began=written["start"]["at"],
             ended=written["end"]["at"] if "end" in written else None,
-            nodes=nodes_of(written["placed"]["nodes"]) if "placed" in written else None,
+            nodes=parse_granted_nodes(written["placed"]["nodes"]) if "placed" in written else None,
             host=written["start"].get("host", ""),
             devices=_devices(written["start"].get("devices")),
         )

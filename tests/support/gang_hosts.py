@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tests.support import keeper
 from tests.support.gang_networks import Cable
-from tests.support.ground import ROOT, until
+from tests.support.host_environment import ROOT, wait_for
 
 #: Command that starts a process in new namespaces for the host name and the process ids.
 _UNSHARE = ("unshare", "--uts", "--pid", "--fork", "--mount-proc")
@@ -58,7 +58,7 @@ class OtherHost:
         if cable is not None:
             # Only the child process of the program `unshare` is in the new namespaces. The process
             # of `unshare` itself is not.
-            cable.plug_into(until(lambda: _children(self._keeper.pid), f"host {name}")[0])
+            cable.plug_into(wait_for(lambda: _children(self._keeper.pid), f"host {name}")[0])
 
     def start(self, *arguments: str, env: Mapping[str, str], log: Path) -> int:
         """Start a Python program of the project on the host, and return its process id.
@@ -79,7 +79,7 @@ class OtherHost:
 
         # The keeper runs in the namespace, so it answers with the process id inside of it.
         inner_pid = int(self._keeper.stdout.readline())
-        return until(lambda: self._outer_pid(inner_pid), f"pid {inner_pid} of {self.name}")
+        return wait_for(lambda: self._outer_pid(inner_pid), f"pid {inner_pid} of {self.name}")
 
     def _outer_pid(self, inner_pid: int) -> int:
         """Return the process id that a process of the host has outside of the host's namespace.

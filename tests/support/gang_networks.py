@@ -45,7 +45,7 @@ class Cable:
             _run_command("nsenter", f"--net=/proc/{pid}/ns/net", *command)
 
 
-def why_no_networks() -> str:
+def explain_missing_networks() -> str:
     """Return the reason why simulated hosts cannot have their own networks on this machine.
 
     An empty string means that they can.

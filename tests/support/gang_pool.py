@@ -16,10 +16,17 @@ import yaml
 
 from tasks.processes.identity import host_name
 from tasks.queue.grants import Grant
-from tests.support.gang_evidence import PART, Asked, history_of
+from tests.support.gang_evidence import COMPONENT_PROGRAM, SubmittedDemand, make_history
 from tests.support.gang_referee import FINAL, History
-from tests.support.ground import ROOT, Ground, Run, Server, in_checkout, until
-from tests.support.prefect_api import ask
+from tests.support.host_environment import (
+    ROOT,
+    HostEnvironment,
+    Run,
+    Server,
+    wait_for,
+    with_absolute_cwd,
+)
+from tests.support.prefect_api import send_request
 
 #: Name of the work pool.
 POOL = "gang"
@@ -28,8 +35,8 @@ NODES: Mapping[str, int] = {"n1": 16}
 
 
 @dataclass(kw_only=True)
-class Host(Ground):
-    """A simulated host (`Ground`) whose programs get further environment variables."""
+class Host(HostEnvironment):
+    """A simulated host (`HostEnvironment`) whose programs get further environment variables."""
 
     variables: Mapping[str, str] = field(default_factory=dict)
 
@@ -55,7 +62,7 @@ class GangPool:
     """A work pool on a Prefect server, with the host of its worker and the submitted runs."""
 
     #: Host of the worker.
-    ground: Ground
+    host_env: HostEnvironment
     server: Server
     #: Number of GPUs by node.
     nodes: Mapping[str, int] = field(default_factory=lambda: dict(NODES))
@@ -66,7 +73,7 @@ class GangPool:
     #: Priority of each work queue. The queue with the lowest number is served first.
     ranks: Mapping[str, int] = field(default_factory=lambda: {"urgent": 1, "default": 2, "idle": 3})
     #: Requested GPUs of the submitted runs, by flow run id, in the order of submission.
-    asked: dict[str, Asked] = field(default_factory=dict)
+    asked: dict[str, SubmittedDemand] = field(default_factory=dict)
     #: Flow run ids of the runs that `hold` created: they hold GPUs, but have no process.
     _holders: list[str] = field(default_factory=list)
 
@@ -77,16 +84,16 @@ class GangPool:
             limit: Concurrency limit of the work pool. None for no limit.
             **settings: Settings of the work pool, by the names of the fields of `PoolSettings`.
         """
-        self.ground.home.mkdir(parents=True, exist_ok=True)
+        self.host_env.home.mkdir(parents=True, exist_ok=True)
         pool = {"name": self.name, "type": self.type, "concurrency_limit": limit}
         template = self._template(settings)
-        self.ground.post("/work_pools/", **pool, base_job_template=template)
+        self.host_env.post("/work_pools/", **pool, base_job_template=template)
         # The queue `default` has priority 1 until another queue gets this priority. The server then
         # moves the queue `default` to the next priority.
         for queue, rank in sorted(self.ranks.items(), key=lambda item: item[1]):
             if queue != "default":
-                self.ground.post(f"/work_pools/{self.name}/queues", name=queue, priority=rank)
-        flow = self.ground.post("/flows/", name="train")["id"]
+                self.host_env.post(f"/work_pools/{self.name}/queues", name=queue, priority=rank)
+        flow = self.host_env.post("/flows/", name="train")["id"]
         here = {"prefect.deployments.steps.set_working_directory": {"directory": str(ROOT)}}
         deployment = {
             "name": self.name,
@@ -96,7 +103,7 @@ class GangPool:
             "path": str(ROOT),
             "pull_steps": [here],
         }
-        ask("POST", f"{self.ground.api}/deployments/", deployment)
+        send_request("POST", f"{self.host_env.api}/deployments/", deployment)
 
     def change(self, **settings: Any) -> None:
         """Change settings of the work pool, by the names of the fields of `PoolSettings`."""
@@ -104,7 +111,7 @@ class GangPool:
 
     def patch(self, **content: Any) -> None:
         """Change fields of the work pool on the server, for example `concurrency_limit`."""
-        ask("PATCH", f"{self.ground.api}/work_pools/{self.name}", content)
+        send_request("PATCH", f"{self.host_env.api}/work_pools/{self.name}", content)
 
     def _template(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return the base job template of the work pool, with its settings."""
@@ -121,7 +128,7 @@ class GangPool:
         )
 
     def start_worker(
-        self, name: str = "", *, on: Ground | None = None, type: str = ""
+        self, name: str = "", *, on: HostEnvironment | None = None, type: str = ""
     ) -> Popen[bytes]:
         """Start a worker of the work pool, and wait until it accepts runs.
 
@@ -131,17 +138,17 @@ class GangPool:
             on: Host of the worker. If None, the host of the pool.
             type: Type of the worker. If empty, the type of the work pool.
         """
-        ground = on or self.ground
-        name = name or ground.env.get("MUSTER_HOST") or host_name()
+        host_env = on or self.host_env
+        name = name or host_env.env.get("MUSTER_HOST") or host_name()
         log = f"worker-{name}"
-        earlier_starts = ground.log(log).count("started!")
-        worker = ground.start(*self.worker_arguments(name, type), log=log)
+        earlier_starts = host_env.log(log).count("started!")
+        worker = host_env.start(*self.worker_arguments(name, type), log=log)
 
         def is_up() -> bool:
-            assert worker.poll() is None, ground.log(log)
-            return ground.log(log).count("started!") > earlier_starts
+            assert worker.poll() is None, host_env.log(log)
+            return host_env.log(log).count("started!") > earlier_starts
 
-        until(is_up, f"worker {name} takes runs")
+        wait_for(is_up, f"worker {name} takes runs")
         return worker
 
     def worker_arguments(self, name: str, type: str = "") -> list[str]:
@@ -161,8 +168,8 @@ class GangPool:
             fails: Number of first attempts that fail because they find no GPUs.
             **keys: Further keys of the spec.
         """
-        arguments = [str(self.lines), f"{lasts_s:.2f}", "${run.dir}", self.ground.api, str(fails)]
-        command = [sys.executable, "-I", "-S", "-c", PART, *arguments]
+        arguments = [str(self.lines), f"{lasts_s:.2f}", "${run.dir}", self.host_env.api, str(fails)]
+        command = [sys.executable, "-I", "-S", "-c", COMPONENT_PROGRAM, *arguments]
         return {
             "name": "gang",
             "workload": "grpo",
@@ -190,8 +197,8 @@ class GangPool:
             key: Idempotency key: submissions with the same key create only one run.
             env: Environment variables of the run's process, in addition to those of the worker.
         """
-        deployment = self.ground.get(f"/deployments/name/train/{self.name}")["id"]
-        flow_run = self.ground.post(
+        deployment = self.host_env.get(f"/deployments/name/train/{self.name}")["id"]
+        flow_run = self.host_env.post(
             f"/deployments/{deployment}/create_flow_run",
             parameters={"spec": dict(spec)},
             work_queue_name=queue,
@@ -201,23 +208,23 @@ class GangPool:
             enforce_parameter_schema=False,
         )
         self._note(flow_run["id"], spec, self.ranks[queue])
-        return Run(ground=self.ground, flow_run_id=flow_run["id"])
+        return Run(host_env=self.host_env, flow_run_id=flow_run["id"])
 
     def start(self, spec: Mapping[str, Any]) -> tuple[Popen[bytes], Run]:
         """Start a run without a worker, by `python -m flows.train`; return its process and run."""
-        path = self.ground.home / f"spec-{len(self.asked)}.yaml"
-        path.write_text(yaml.safe_dump(in_checkout(spec), sort_keys=False))
-        earlier_ids = {run["id"] for run in self.ground.flow_runs()}
-        process = self.ground.start("-m", "flows.train", str(path), log="train")
+        path = self.host_env.home / f"spec-{len(self.asked)}.yaml"
+        path.write_text(yaml.safe_dump(with_absolute_cwd(spec), sort_keys=False))
+        earlier_ids = {run["id"] for run in self.host_env.flow_runs()}
+        process = self.host_env.start("-m", "flows.train", str(path), log="train")
 
         def find_new_id() -> str:
-            assert process.poll() is None, self.ground.log("train")
-            ids = (run["id"] for run in self.ground.flow_runs())
+            assert process.poll() is None, self.host_env.log("train")
+            ids = (run["id"] for run in self.host_env.flow_runs())
             return next((id_ for id_ in ids if id_ not in earlier_ids), "")
 
-        flow_run_id = until(find_new_id, "a flow run of the process")
+        flow_run_id = wait_for(find_new_id, "a flow run of the process")
         self._note(flow_run_id, spec, self.ranks["default"])
-        return process, Run(ground=self.ground, flow_run_id=flow_run_id)
+        return process, Run(host_env=self.host_env, flow_run_id=flow_run_id)
 
     def hold(self, nodes: Mapping[str, int], *, hours: float = 1, tags: Sequence[str] = ()) -> Run:
         """Create a run that holds GPUs on the Prefect server but has no process.
@@ -231,8 +238,8 @@ class GangPool:
         gang = {"nodes": len(nodes), "gpus_per_node": max(nodes.values()), "hours": hours}
         # Muster's messages use the name in the spec, so it must be the name of the flow run.
         spec = {"name": name, "gang": gang}
-        flow = self.ground.post("/flows/", name="train")["id"]
-        flow_run = self.ground.post(
+        flow = self.host_env.post("/flows/", name="train")["id"]
+        flow_run = self.host_env.post(
             "/flow_runs/",
             flow_id=flow,
             name=name,
@@ -242,7 +249,7 @@ class GangPool:
             state={"type": "RUNNING"},
         )
         self._holders.append(flow_run["id"])
-        return Run(ground=self.ground, flow_run_id=flow_run["id"])
+        return Run(host_env=self.host_env, flow_run_id=flow_run["id"])
 
     def cancel(self, run: Run) -> str:
         """Cancel a run as the Prefect UI does, and return the type of its new state."""
@@ -251,9 +258,9 @@ class GangPool:
     def set_state(self, run: Run, type: str) -> str:
         """Propose a state type for a run, and return the state type that the server set."""
         path = f"/flow_runs/{run.flow_run_id}/set_state"
-        return str(self.ground.post(path, state={"type": type})["state"]["type"])
+        return str(self.host_env.post(path, state={"type": type})["state"]["type"])
 
-    def empty(self) -> None:
+    def cancel_all(self) -> None:
         """Cancel all runs, wait until they have ended, and forget them.
 
         Raises:
@@ -263,25 +270,25 @@ class GangPool:
         # First cancel the queued runs: they would start as soon as the held GPUs become free.
         for id_, run in self.flow_runs().items():
             if run["state_type"] not in FINAL:
-                self.cancel(Run(ground=self.ground, flow_run_id=id_))
+                self.cancel(Run(host_env=self.host_env, flow_run_id=id_))
         for id_ in self._holders:
-            self.set_state(Run(ground=self.ground, flow_run_id=id_), "COMPLETED")
+            self.set_state(Run(host_env=self.host_env, flow_run_id=id_), "COMPLETED")
         try:
-            self.until_all_end(40)
+            self.wait_until_all_end(40)
         finally:
             for id_, run in self.flow_runs().items():
                 if run["state_type"] not in FINAL:
-                    self.set_state(Run(ground=self.ground, flow_run_id=id_), "CANCELLED")
+                    self.set_state(Run(host_env=self.host_env, flow_run_id=id_), "CANCELLED")
             self._holders.clear()
             self.asked.clear()
 
-    def note(self, flow_run_id: str, spec: Mapping[str, Any]) -> None:
+    def record_run(self, flow_run_id: str, spec: Mapping[str, Any]) -> None:
         """Add a run to `asked`. Another program has submitted it to the work queue `default`."""
         self._note(flow_run_id, spec, self.ranks["default"])
 
     def _note(self, flow_run_id: str, spec: Mapping[str, Any], rank: int) -> None:
         gang = {"nodes": 0, "gpus_per_node": 0, **(spec.get("gang") or {})}
-        self.asked[flow_run_id] = Asked(
+        self.asked[flow_run_id] = SubmittedDemand(
             name=f"{spec.get('name')}/{len(self.asked)}",
             nodes=gang["nodes"],
             gpus=gang["gpus_per_node"],
@@ -292,14 +299,14 @@ class GangPool:
     @property
     def lines(self) -> Path:
         """File with the lines that the components of all runs write."""
-        return self.ground.home / "parts.jsonl"
+        return self.host_env.home / "parts.jsonl"
 
-    def noted(self, run: Run) -> list[dict[str, Any]]:
+    def read_lines_of(self, run: Run) -> list[dict[str, Any]]:
         """Return the lines of `parts.jsonl` that the components of a run have written."""
         name = run.flow_run()["name"]
-        return [line for line in self.all_noted() if line["run"] == name]
+        return [line for line in self.read_lines() if line["run"] == name]
 
-    def all_noted(self) -> list[dict[str, Any]]:
+    def read_lines(self) -> list[dict[str, Any]]:
         """Return the lines of `parts.jsonl` that the components of all runs have written."""
         if not self.lines.exists():
             return []
@@ -310,13 +317,13 @@ class GangPool:
         ids = list(self.asked)
         flow_runs: dict[str, dict[str, Any]] = {}
         for start in range(0, len(ids), 100):
-            page = self.ground.post(
+            page = self.host_env.post(
                 "/flow_runs/filter", flow_runs={"id": {"any_": ids[start : start + 100]}}
             )
             flow_runs |= {run["id"]: run for run in page}
         return flow_runs
 
-    def until_all_end(self, within_s: float) -> None:
+    def wait_until_all_end(self, within_s: float) -> None:
         """Wait until all submitted runs have ended.
 
         Raises:
@@ -339,11 +346,11 @@ class GangPool:
             may_end: State types with which a run may end, by flow run id. Other runs must end as
                 COMPLETED.
         """
-        lines = self.all_noted()
+        lines = self.read_lines()
         histories = []
         for id_, run in self.flow_runs().items():
-            states = self.ground.get(f"/flow_run_states/?flow_run_id={id_}")
-            history = history_of(run, states, lines, self.asked[id_])
+            states = self.host_env.get(f"/flow_run_states/?flow_run_id={id_}")
+            history = make_history(run, states, lines, self.asked[id_])
             ends = (may_end or {}).get(id_, history.may_end)
             histories.append(replace(history, may_end=ends))
         return sorted(histories, key=lambda history: history.place)
@@ -370,18 +377,18 @@ def gang_pool(
         **settings: Arguments of `GangPool.set_up`.
     """
     server = server or Server(directory / "server")
-    ground = host(next(iter(nodes), host_name()), directory / "home", server.api)
-    pool = GangPool(ground=ground, type=type, server=server, nodes=nodes)
+    host_env = host(next(iter(nodes), host_name()), directory / "home", server.api)
+    pool = GangPool(host_env=host_env, type=type, server=server, nodes=nodes)
     try:
         server.start()
         pool.set_up(**settings)
         yield pool
     finally:
-        pool.ground.clear()
+        pool.host_env.clear()
         server.kill()
 
 
-def left_of(pool: GangPool) -> list[str]:
+def list_leftovers(pool: GangPool) -> list[str]:
     """Return descriptions of leftover processes and registry entries of the runs of a pool.
 
     Call this function when all runs have ended. The list is then empty if Muster cleaned up
@@ -398,6 +405,6 @@ def left_of(pool: GangPool) -> list[str]:
             if of_runs := variables.intersection(environ.split(b"\0")):
                 leftovers.append(f"process {entry.name} of {of_runs}")
     with suppress(FileNotFoundError):
-        for entry in (pool.ground.home / "live").iterdir():
+        for entry in (pool.host_env.home / "live").iterdir():
             leftovers.append(f"in the registry: {entry.name}")
     return leftovers

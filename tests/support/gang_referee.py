@@ -41,7 +41,7 @@ class State:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class ComponentProcess:
     """One process of a component of a run, described by the lines that the process wrote."""
 
     #: Number of the attempt.
@@ -76,7 +76,7 @@ class History:
     #: States of the flow run, the oldest first.
     states: Sequence[State]
     #: Component processes of the run.
-    parts: Sequence[Part] = ()
+    parts: Sequence[ComponentProcess] = ()
     #: Number of GPUs by node that the run was granted last. None if there was no grant.
     placed: Mapping[str, int] | None = None
     #: Types of the final states that the run may have.
@@ -153,7 +153,7 @@ def judge(
             False for Ray: it places runs itself, and frees GPUs before the state of the run
             changes. Only the lines of the components then count.
     """
-    holds = {run.name: list(holds_of(run)) for run in runs}
+    holds = {run.name: list(list_holds(run)) for run in runs}
     all_holds = [hold for holds_of_run in holds.values() for hold in holds_of_run]
 
     peak: dict[str, float] = {}
@@ -193,7 +193,7 @@ def judge(
     )
 
 
-def holds_of(run: History) -> Iterator[Hold]:
+def list_holds(run: History) -> Iterator[Hold]:
     """Yield the periods in which a run held its GPUs, the earliest first.
 
     A period starts with the state Pending, or when a wait in the run's own process ends. It ends

@@ -37,7 +37,7 @@ class GuardedDashboard:
 
 
 @contextmanager
-def guarded(
+def run_guarded_dashboard(
     target: str, *, wants: tuple[str, str] | None = None, certificate: Path | None = None
 ) -> Iterator[GuardedDashboard]:
     """Run a proxy before a Ray dashboard while the context is open.
@@ -95,7 +95,7 @@ def guarded(
         server.server_close()
 
 
-def own_certificate(directory: Path) -> tuple[Path, Path]:
+def create_certificate(directory: Path) -> tuple[Path, Path]:
     """Create a self-signed certificate for 127.0.0.1 that is valid for one day.
 
     Args:

@@ -95,16 +95,16 @@ def end_all() -> bool:
     while has_children():
         if time.monotonic() > deadline:
             return False
-        for pid in below(os.getpid()):
+        for pid in list_descendants(os.getpid()):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.005)
     return True
 
 
-def below(root: int) -> list[int]:
+def list_descendants(root: int) -> list[int]:
     """Return the process ids of the descendants of a process, parents before their children."""
-    parents = {int(name): parent_of(name) for name in os.listdir("/proc") if name.isdigit()}
+    parents = {int(name): read_parent_pid(name) for name in os.listdir("/proc") if name.isdigit()}
     pids = [root]
     # The list grows during the loop, so that the children of each descendant are added, too.
     for ancestor in pids:
@@ -112,7 +112,7 @@ def below(root: int) -> list[int]:
     return pids[1:]
 
 
-def parent_of(name: str) -> int:
+def read_parent_pid(name: str) -> int:
     """Return the parent's pid of the process /proc/`name`, or 0 if that process has ended."""
     try:
         with open(f"/proc/{name}/stat", "rb") as f:

@@ -45,7 +45,7 @@ def is_watched(deadline_s: float) -> bool:
     """
     if ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) != 0:  # PR_SET_CHILD_SUBREAPER
         raise SystemExit("not a subreaper")
-    cgroup = own_cgroup()
+    cgroup = create_cgroup()
     pid = os.fork()
     if pid == 0:
         # Give the program its own process group, as a shell does for a foreground program.
@@ -71,18 +71,18 @@ def watch(deadline_s: float, pid: int, cgroup: str) -> None:
         pid: Process id of the process.
         cgroup: Path of the cgroup of the process, or an empty string.
     """
-    say(f"pid {pid}")
+    print_line(f"pid {pid}")
     ended_pid = 0
     status = 0
     while ended_pid != pid:
         ended_pid, status = os.wait()
-    say(f"ended {os.waitstatus_to_exitcode(status)}")
+    print_line(f"ended {os.waitstatus_to_exitcode(status)}")
 
     since = time.monotonic()
     while is_alive() or is_populated(cgroup):
         if time.monotonic() - since > deadline_s:
-            for living_pid in below(cgroup):
-                say(f"left {living_pid} {command_of(living_pid)}")
+            for living_pid in list_processes(cgroup):
+                print_line(f"left {living_pid} {read_command(living_pid)}")
             end_all(cgroup)
             return
         time.sleep(0.005)
@@ -91,12 +91,12 @@ def watch(deadline_s: float, pid: int, cgroup: str) -> None:
 
     # A program that has killed the last process of a cgroup may need a moment to remove the cgroup.
     since = time.monotonic()
-    while made_below(cgroup) and time.monotonic() - since < TIDY_WITHIN_S:
+    while list_inner_cgroups(cgroup) and time.monotonic() - since < TIDY_WITHIN_S:
         time.sleep(0.005)
-    for path in made_below(cgroup):
-        say(f"cgroup {path}")
-    say("oracles ECHILD" + (" populated" if cgroup else ""))
-    say(f"empty {after_s:.3f} {at:.3f}")
+    for path in list_inner_cgroups(cgroup):
+        print_line(f"cgroup {path}")
+    print_line("oracles ECHILD" + (" populated" if cgroup else ""))
+    print_line(f"empty {after_s:.3f} {at:.3f}")
 
 
 def is_alive() -> bool:
@@ -113,26 +113,26 @@ def end_all(cgroup: str) -> None:
     """Kill all descendants of this process and all processes of a cgroup, within at most 10 s."""
     since = time.monotonic()
     while (is_alive() or is_populated(cgroup)) and time.monotonic() - since < 10:
-        for pid in below(cgroup):
+        for pid in list_processes(cgroup):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.005)
 
 
-def below(cgroup: str) -> list[int]:
+def list_processes(cgroup: str) -> list[int]:
     """Return the ids of all descendants of this process, and of all processes of a cgroup."""
-    parents = {int(name): parent_of(name) for name in os.listdir("/proc") if name.isdigit()}
+    parents = {int(name): read_parent_pid(name) for name in os.listdir("/proc") if name.isdigit()}
     pids = [os.getpid()]
     # The list grows during the loop, so that the children of each descendant are added, too.
     for ancestor in pids:
         pids.extend(pid for pid, parent in parents.items() if parent == ancestor)
-    for path in [cgroup, *made_below(cgroup)] if cgroup else []:
+    for path in [cgroup, *list_inner_cgroups(cgroup)] if cgroup else []:
         with contextlib.suppress(OSError), open(f"{path}/cgroup.procs", encoding="ascii") as f:
             pids.extend(int(line) for line in f if int(line) not in pids)
     return pids[1:]
 
 
-def own_cgroup() -> str:
+def create_cgroup() -> str:
     """Create a cgroup v2 below the cgroup of this process.
 
     Returns:
@@ -159,7 +159,7 @@ def is_populated(cgroup: str) -> bool:
         return "populated 1\n" in f.readlines()
 
 
-def made_below(cgroup: str) -> list[str]:
+def list_inner_cgroups(cgroup: str) -> list[str]:
     """Return the paths of the cgroups below a cgroup, the innermost first."""
     paths = [path for path, _, _ in os.walk(cgroup, topdown=False)] if cgroup else []
     return paths[:-1]
@@ -167,7 +167,7 @@ def made_below(cgroup: str) -> list[str]:
 
 def remove(cgroup: str) -> None:
     """Remove a cgroup and the cgroups below it, if they have no processes."""
-    for path in [*made_below(cgroup), cgroup]:
+    for path in [*list_inner_cgroups(cgroup), cgroup]:
         with contextlib.suppress(OSError):
             os.rmdir(path)
 
@@ -178,7 +178,7 @@ def write(path: str, text: str) -> None:
         f.write(text)
 
 
-def parent_of(name: str) -> int:
+def read_parent_pid(name: str) -> int:
     """Return the parent's pid of the process /proc/`name`, or 0 if that process has ended."""
     try:
         with open(f"/proc/{name}/stat", "rb") as f:
@@ -187,7 +187,7 @@ def parent_of(name: str) -> int:
         return 0
 
 
-def command_of(pid: int) -> str:
+def read_command(pid: int) -> str:
     """Return the first 120 characters of the command line of a process, or `?` if it has ended."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as f:
@@ -196,6 +196,6 @@ def command_of(pid: int) -> str:
         return "?"
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()

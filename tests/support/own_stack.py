@@ -19,8 +19,8 @@ import httpx
 
 from deployments.stack.state import Stack, StackPart, processes_of
 from tasks.processes.ports import PortsReserved
-from tests.support.ground import ROOT, until
-from tests.support.prefect_api import ask
+from tests.support.host_environment import ROOT, wait_for
+from tests.support.prefect_api import send_request
 
 #: Code of a training program that writes each of its actions to a file. Its arguments are the path
 #: of the file, the number of steps, and the seconds per step.
@@ -180,7 +180,7 @@ class OwnStack:
         """
         password = (self.home / "password").read_text().strip()
         url = f"http://127.0.0.1:{self.port}/api{path}"
-        return ask(method, url, content, password=password)
+        return send_request(method, url, content, password=password)
 
     def states(self) -> dict[str, str]:
         """Return the state type of each training on the Prefect server, by run id.
@@ -217,21 +217,21 @@ class OwnStack:
             return False
         return True
 
-    def until_back(self, name: str, deaths: int) -> None:
+    def wait_until_back(self, name: str, deaths: int) -> None:
         """Wait until a part of the stack has died this number of times and is ready again."""
 
         def is_back() -> bool:
             part = self.part(name)
             return part is not None and part.deaths >= deaths and part.state in ("ready", "done")
 
-        until(is_back, f"{name} is back after {deaths} deaths", within_s=200)
+        wait_for(is_back, f"{name} is back after {deaths} deaths", within_s=200)
 
     def leftovers(self, stack_id: str) -> list[int]:
         """Return the process ids of the living processes of a stack."""
         return processes_of(stack_id)
 
 
-def faults_of(
+def find_faults(
     stack: OwnStack, name: str, run_id: str, steps: int, states: Mapping[str, str]
 ) -> list[str]:
     """Return the faults of a training that should have completed in one attempt.
@@ -266,7 +266,7 @@ def faults_of(
     return faults
 
 
-def plan_of_kills(parts: Sequence[str], each: int, chance: random.Random) -> list[tuple[str, bool]]:
+def plan_kills(parts: Sequence[str], each: int, chance: random.Random) -> list[tuple[str, bool]]:
     """Return the parts of a stack that a test kills one after the other, in random order.
 
     Args:

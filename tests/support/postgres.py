@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.support.ground import until
+from tests.support.host_environment import wait_for
 
 #: Name of the database.
 _DATABASE = "prefect"
@@ -85,7 +85,7 @@ class Postgres:
                 start_new_session=True,
             )
         is_ready = (self._programs / "pg_isready", f"--host={self.sockets}", "--quiet")
-        until(lambda: subprocess.run(is_ready).returncode == 0, f"PostgreSQL: see {self._log}")
+        wait_for(lambda: subprocess.run(is_ready).returncode == 0, f"PostgreSQL: see {self._log}")
 
     def stop(self, *, at_once: bool = False) -> None:
         """Stop the server, if it runs.
@@ -125,7 +125,7 @@ class Postgres:
         return self.run("psql", host, "-AtX", "-c", statement, _DATABASE).strip()
 
 
-def why_no_postgres() -> str:
+def explain_missing_postgres() -> str:
     """Return the reason why no PostgreSQL server can run here, with a remedy.
 
     An empty string if a server can run.
@@ -144,10 +144,10 @@ def postgres() -> Iterator[Postgres]:
     After the context, the server has ended and its files are deleted.
 
     Raises:
-        AssertionError: No server can run here. `why_no_postgres` returns the reason.
+        AssertionError: No server can run here. `explain_missing_postgres` returns the reason.
     """
     programs = _find_programs()
-    assert programs is not None, why_no_postgres()
+    assert programs is not None, explain_missing_postgres()
     # The path of a Unix socket must be short, and the server's user must be able to reach it. The
     # temporary directory of a test may fail both conditions.
     directory = Path(tempfile.mkdtemp(prefix="muster-pg-", dir="/tmp"))

@@ -16,7 +16,7 @@ _RETRY_WITHIN_S = 180.0
 _RETRY_DELAY_S = 0.2
 
 
-def ask(method: str, url: str, content: Any = None, *, password: str = "") -> Any:
+def send_request(method: str, url: str, content: Any = None, *, password: str = "") -> Any:
     """Send a request to a Prefect server, and return the JSON of its answer.
 
     A server with SQLite answers 503 while another request locks the database. Like Prefect's own

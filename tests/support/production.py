@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.support.ground import ROOT
+from tests.support.host_environment import ROOT
 
 PRODUCTION = ROOT / "deployments" / "production"
 #: Variables with addresses and directories. Tests set their own values.
@@ -26,7 +26,7 @@ _ADDRESSES_AND_DIRECTORIES = frozenset(
 _MIGRATION_TIMEOUT_S = 300.0
 
 
-def variables_in(path: Path, *, switched_off: bool = False) -> dict[str, str]:
+def read_variables(path: Path, *, switched_off: bool = False) -> dict[str, str]:
     """Return the values of the variables in an environment file, by name.
 
     Args:
@@ -42,9 +42,9 @@ def variables_in(path: Path, *, switched_off: bool = False) -> dict[str, str]:
     return variables
 
 
-def settings_of(name: str) -> dict[str, str]:
+def read_settings(name: str) -> dict[str, str]:
     """Return the variables of an example environment file, without addresses and directories."""
-    variables = variables_in(PRODUCTION / name)
+    variables = read_variables(PRODUCTION / name)
     return {
         variable: value
         for variable, value in variables.items()

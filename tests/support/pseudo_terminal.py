@@ -45,7 +45,7 @@ class PseudoTerminal:
         streams = dict.fromkeys(("stdin", "stdout", "stderr"), self._slave)
         return {**streams, "preexec_fn": take_terminal}
 
-    def started(self) -> None:
+    def close_device(self) -> None:
         """Close the test process's copy of the terminal device, after a process was started in it.
 
         The output then ends when the last process in the terminal has ended.
@@ -76,7 +76,7 @@ class PseudoTerminal:
         """All output up to now, with its escape sequences."""
         return self._written.decode(errors="replace")
 
-    def until_read(self, within_s: float = 30.0) -> None:
+    def wait_until_read(self, within_s: float = 30.0) -> None:
         """Wait until the last process in the terminal has ended and all output is read.
 
         After `within_s` seconds, return in any case.

@@ -226,7 +226,7 @@ class RayCluster:
 
     @classmethod
     @contextmanager
-    def started(
+    def run(
         cls,
         *,
         nodes: int = 2,
@@ -306,13 +306,13 @@ class RayCluster:
 
     def kill_head(self) -> None:
         """Send SIGKILL to all processes of the head: GCS, dashboard, raylet and agents."""
-        for pid in (self.head, *keeper.below(self.head)):
+        for pid in (self.head, *keeper.list_descendants(self.head)):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def pids(self) -> list[int]:
         """Return the process ids of the cluster and of the programs that run in it."""
-        return [] if self._keeper.poll() is not None else keeper.below(self._keeper.pid)
+        return [] if self._keeper.poll() is not None else keeper.list_descendants(self._keeper.pid)
 
     def stop(self) -> None:
         """Kill all processes of the cluster, and remove its directory. A second call has no effect.
@@ -422,7 +422,11 @@ def _common_options(agent_port: int) -> tuple[str, ...]:
 
 def _find_descendant(ancestor: int, program: str) -> int:
     """Return the process id of the only descendant of a process that runs this program."""
-    [pid] = (pid for pid in keeper.below(ancestor) if Path((_argv(pid) or [""])[0]).name == program)
+    [pid] = (
+        pid
+        for pid in keeper.list_descendants(ancestor)
+        if Path((_argv(pid) or [""])[0]).name == program
+    )
     return pid
 
 

@@ -28,7 +28,7 @@ WITHIN_S = 60.0
 
 
 @dataclass(kw_only=True)
-class Told:
+class JobEvents:
     """Records the events of a job, and replaces its check of the nodes for leftover processes."""
 
     #: Names and fields of the emitted events, in order.
@@ -52,7 +52,7 @@ class Told:
         return [name for name, _ in self.events if not name.startswith("component.")]
 
 
-async def as_they_are(address: str) -> None:
+async def skip_node_preparation(address: str) -> None:
     """Do nothing, in place of preparing the nodes for the later check for leftover processes."""
 
 
@@ -80,7 +80,7 @@ def make_job(
     job = RayJob(component, context, job=plan)
     if sweep is not None:
         job._take_down.sweep = sweep
-        job._take_down.make_ready = as_they_are
+        job._take_down.make_ready = skip_node_preparation
     return job
 
 
@@ -96,7 +96,7 @@ class Jobs:
         self.address = address
         self.directory = directory
         #: Events of all jobs, and the checks for leftover processes that the jobs requested.
-        self.told = Told()
+        self.told = JobEvents()
         #: Value of the environment variable MARK of each job's command. Ray's own processes do not
         #: have this variable.
         self.mark = uuid.uuid4().hex
@@ -146,7 +146,7 @@ class Jobs:
         finally:
             await dashboard.aclose()
 
-    async def launched(self, *argv: str, **fields: Any) -> tuple[JobPlan, RayJob]:
+    async def launch(self, *argv: str, **fields: Any) -> tuple[JobPlan, RayJob]:
         """Launch a job, wait until it runs, and return its plan and the job.
 
         The arguments are those of `plan`.
@@ -158,17 +158,17 @@ class Jobs:
             await job.until_running()
         return plan, job
 
-    async def ended(self, *argv: str, **fields: Any) -> tuple[JobPlan, Exit]:
+    async def run_to_end(self, *argv: str, **fields: Any) -> tuple[JobPlan, Exit]:
         """Launch a job, wait until it ends by itself, and return its plan and its result.
 
         The arguments are those of `plan`.
         """
-        plan, job = await self.launched(*argv, **fields)
+        plan, job = await self.launch(*argv, **fields)
         exit_ = await asyncio.wait_for(job.exited, WITHIN_S)
         assert await job.end() == ()
         return plan, exit_
 
-    def marked(self) -> list[int]:
+    def list_processes(self) -> list[int]:
         """Return the process ids of the living processes of all jobs' commands."""
         pids = []
         for entry in Path("/proc").iterdir():
@@ -189,7 +189,7 @@ class Jobs:
             await job.detach()
 
 
-async def until(condition: Callable[[], object], within_s: float = WITHIN_S) -> None:
+async def wait_until(condition: Callable[[], object], within_s: float = WITHIN_S) -> None:
     """Wait until a condition is true.
 
     Raises:
@@ -201,7 +201,7 @@ async def until(condition: Callable[[], object], within_s: float = WITHIN_S) -> 
         await asyncio.sleep(0.05)
 
 
-class Wire:
+class BreakableProxy:
     """A TCP proxy before a Ray dashboard, which a test can stop and start again."""
 
     def __init__(self, target: str) -> None:
@@ -227,12 +227,12 @@ class Wire:
         """URL of the proxy."""
         return f"http://127.0.0.1:{self._port}"
 
-    async def mend(self) -> None:
+    async def start(self) -> None:
         """Start the proxy, or start it again on the same port."""
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port)
         self._port = self._server.sockets[0].getsockname()[1]
 
-    async def cut(self) -> None:
+    async def stop(self) -> None:
         """Stop the proxy: refuse new connections, and break the open connections."""
         assert self._server is not None
         self._server.close()
@@ -275,14 +275,14 @@ class Wire:
 
 
 @contextlib.asynccontextmanager
-async def wire_to(target: str) -> AsyncIterator[Wire]:
+async def run_proxy(target: str) -> AsyncIterator[BreakableProxy]:
     """Run a TCP proxy before the Ray dashboard at the URL `target` while the context is open."""
-    wire = Wire(target)
-    await wire.mend()
+    wire = BreakableProxy(target)
+    await wire.start()
     try:
         yield wire
     finally:
-        await wire.cut()
+        await wire.stop()
 
 
 def kill(pid: int) -> None:

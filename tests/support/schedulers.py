@@ -26,7 +26,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tests.support.ground import DEADLINE_S, ROOT
+from tests.support.host_environment import DEADLINE_S, ROOT
 
 #: Time limit of one try to take the lease, in seconds.
 _TAKE_WITHIN_S = 1.0

@@ -3,7 +3,7 @@
     python -m tests.support.supervising DIRECTORY
 
 This runs the flow `train` like `muster train`, on the Prefect server of PREFECT_API_URL. The plan
-of the attempt comes from `part.pickle` in the directory (see `Part`), not from a spec.
+of the attempt comes from `part.pickle` in the directory (see `FlowInstructions`), not from a spec.
 The process writes `events.jsonl` and `verdict.json` into the directory. It uses the registry and
 the record of $MUSTER_HOME. When its stdin is closed, the process kills itself.
 
@@ -54,15 +54,15 @@ EXIT_CHILD_ENDED = 99
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class FlowInstructions:
     """Instructions of a test to the flow process, in the file `part.pickle`."""
 
     #: Fields of the `AttemptPlan`.
     plan: Mapping[str, Any]
-    #: Name of an unusual condition of the flow process, from `ODDITIES`. Empty for no condition.
+    #: Name of an unusual condition of the flow process, from `CONDITIONS`. Empty for no condition.
     oddity: str = ""
-    #: Moment at which the condition begins, for the conditions in `OF_A_MOMENT`. The function of
-    #: each condition describes the value. Mostly it is the name of a component, and the condition
+    #: Moment at which the condition begins, for the conditions in `CONDITIONS_OF_A_MOMENT`. The
+    #: function of each condition describes the value. Mostly it is the name of a component, and the condition
     #: begins when that component starts.
     at: str = ""
     #: Highest containment level to use: `L2` (guardian processes), `L3` (cgroups) or `L4`
@@ -100,7 +100,7 @@ class Part:
         return replace(plan, components=tuple(map(with_run_id, plan.components)))
 
 
-def supervise(part: Part) -> int:
+def supervise(part: FlowInstructions) -> int:
     """Run the flow with the instructions of the test, and return the exit code for the process."""
     cwd = part.plan["cwd"]
     components = part.plan["components"]
@@ -183,7 +183,7 @@ def wait_for_any_child(run: Callable[[], None]) -> None:
     run()
 
 
-def make_in_short_lived_thread(run: Callable[[], None]) -> None:
+def create_in_short_lived_thread(run: Callable[[], None]) -> None:
     """Call `run`, which supervises the run, but create the `Supervisor` in a short-lived thread.
 
     The thread ends as soon as the `Supervisor` exists.
@@ -199,7 +199,7 @@ def make_in_short_lived_thread(run: Callable[[], None]) -> None:
     run()
 
 
-def beside_a_fork(run: Callable[[], None]) -> None:
+def fork_after_guardians(run: Callable[[], None]) -> None:
     """Call `run`, and fork the process after the guardians have started.
 
     The forked process has copies of all descriptors, and ends when the file `release` exists. A
@@ -228,7 +228,7 @@ def leak_descriptors(run: Callable[[], None]) -> None:
     run()
 
 
-def have_a_child_of_ones_own(run: Callable[[], None]) -> None:
+def keep_unrelated_child(run: Callable[[], None]) -> None:
     """Call `run` while the process has a child that is no component.
 
     If the child has ended afterwards, exit with EXIT_CHILD_ENDED: Muster must not stop it.
@@ -345,29 +345,29 @@ def step_until_it_forks(pid: int) -> None:
 
 #: Unusual conditions of the flow process, by name. Each function creates its condition, and calls
 #: its first argument, which supervises the run.
-ODDITIES: dict[str, Callable[..., None]] = {
+CONDITIONS: dict[str, Callable[..., None]] = {
     "": lambda run: run(),
     "sigchld-ignored": ignore_sigchld,
     "signals-blocked": block_signals,
     "foreign-wait": wait_for_any_child,
-    "short-lived-thread": make_in_short_lived_thread,
-    "fork": beside_a_fork,
+    "short-lived-thread": create_in_short_lived_thread,
+    "fork": fork_after_guardians,
     "leaky-descriptors": leak_descriptors,
-    "own-child": have_a_child_of_ones_own,
+    "own-child": keep_unrelated_child,
     "dies-registering": die_before_registering,
     "no-descriptors": run_out_of_descriptors,
     "template": lose_the_template,
 }
-#: Conditions that begin at a moment during the attempt, see `Part.at`.
-OF_A_MOMENT = ("dies-registering", "no-descriptors", "template")
+#: Conditions that begin at a moment during the attempt, see `FlowInstructions.at`.
+CONDITIONS_OF_A_MOMENT = ("dies-registering", "no-descriptors", "template")
 
 
-def take_part(directory: Path) -> int:
+def run_flow_process(directory: Path) -> int:
     """Run the flow with the instructions in `part.pickle`, and return its exit code."""
-    part: Part = pickle.loads((directory / "part.pickle").read_bytes())
-    at = (part.at,) if part.oddity in OF_A_MOMENT else ()
+    part: FlowInstructions = pickle.loads((directory / "part.pickle").read_bytes())
+    at = (part.at,) if part.oddity in CONDITIONS_OF_A_MOMENT else ()
     exit_code: list[int] = []
-    ODDITIES[part.oddity](lambda: exit_code.append(supervise(part)), *at)
+    CONDITIONS[part.oddity](lambda: exit_code.append(supervise(part)), *at)
     return exit_code[0]
 
 
@@ -387,8 +387,8 @@ def main() -> None:
     if wrapper:
         program = (sys.executable, "-m", "tests.support.supervising", directory)
         os.execvp(wrapper[0], (*wrapper, *program))
-    sys.exit(take_part(Path(directory)))
+    sys.exit(run_flow_process(Path(directory)))
 
 
 if __name__ == "__main__":
-    sys.exit(take_part(Path(sys.argv[1])))
+    sys.exit(run_flow_process(Path(sys.argv[1])))

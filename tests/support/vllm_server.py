@@ -2,7 +2,7 @@
 
     python tests/support/vllm_server.py serve MODEL --host HOST --port PORT ...
 
-The function `installed` creates a program `vllm` that starts this server. The weights are a
+The function `install_program` creates a program `vllm` that starts this server. The weights are a
 folder with a file `weights.json`, for example `{"scale": 1.5}`. The log-probabilities of an answer
 depend on the weights (`log_prob`), so a test can compute which weights produced an answer.
 
@@ -46,7 +46,7 @@ LEAVES_AFTER_S = 0.5
 TOKEN_S = 0.002
 
 
-def installed(folder: Path) -> Path:
+def install_program(folder: Path) -> Path:
     """Write a program `vllm` that starts this server into a folder, and return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     program = folder / "vllm"

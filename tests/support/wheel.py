@@ -59,7 +59,7 @@ def run(*command: str, cwd: Path, stdin: str = "", env: dict[str, str] | None = 
     return result.stdout
 
 
-def built_wheel(directory: Path) -> Path:
+def build_wheel(directory: Path) -> Path:
     """Build the wheel of the project into a directory, without network; return its path."""
     build = (sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir")
     run(*build, str(directory), str(ROOT), cwd=directory)
@@ -67,7 +67,7 @@ def built_wheel(directory: Path) -> Path:
     return wheel
 
 
-def program_in_venv(wheel: Path, venv: Path) -> Path:
+def install_in_venv(wheel: Path, venv: Path) -> Path:
     """Create a virtual environment with the wheel, and return the path of its program `muster`.
 
     The dependencies come from the virtual environment of the tests. Muster itself comes only from
@@ -105,7 +105,7 @@ def program_in_venv(wheel: Path, venv: Path) -> Path:
     return venv / "bin" / "muster"
 
 
-def each(
+def run_each(
     program: Path, lines: Iterable[tuple[str, ...]], *, cwd: Path, env: Mapping[str, str]
 ) -> list[tuple[int, str, str]]:
     """Run several `muster` commands, one after the other, each in a new forked process.

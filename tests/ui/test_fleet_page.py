@@ -9,7 +9,7 @@ import psutil
 import yaml
 
 from tests.ui.browsing import Ui
-from tests.ui.ui_stack import ROOT, UiStack, until
+from tests.ui.ui_stack import ROOT, UiStack, wait_for
 
 SPEC = ROOT / "deployments" / "runs" / "quickstart-fleet.yaml"
 
@@ -22,14 +22,14 @@ def test_death_of_a_server_appears_in_the_message_and_as_a_task_run(stack: UiSta
     run = stack.run(spec, deployment="train/quickstart-fleet")
     try:
         running = stack.until_state(run, "Running", saying="running:")
-        [first_server, *_] = until(
+        [first_server, *_] = wait_for(
             lambda: find_servers(str(running["name"])), "the fleet has servers"
         )
 
         first_server.send_signal(signal.SIGKILL)
 
         degraded = stack.until_state(run, "Running", "Completed", saying="of 3")
-        recovery = until(lambda: find_recovery(stack, run), "the recovery has a task run")
+        recovery = wait_for(lambda: find_recovery(stack, run), "the recovery has a task run")
         assert recovery["name"].startswith("recover-rollout-")
         ui.open_run(run, "TaskRuns")
         ui.sees(recovery["name"])

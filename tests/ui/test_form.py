@@ -9,7 +9,7 @@ from playwright.sync_api import expect
 
 from tasks.spec.run import RunSpec
 from tests.ui.browsing import Ui
-from tests.ui.ui_stack import UiStack, until
+from tests.ui.ui_stack import UiStack, wait_for
 
 
 def read_deployment(stack: UiStack, name: str) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def submit_form(stack: UiStack, ui: Ui, name: str, before: dict[str, Any] | None
         newest_run = stack.newest_run(f"train/{name}")
         return newest_run if newest_run and newest_run["id"] != (before or {}).get("id") else None
 
-    return until(find_new_run, "the form has created a run")
+    return wait_for(find_new_run, "the form has created a run")
 
 
 def test_form_has_labels_descriptions_and_default_values(stack: UiStack, ui: Ui) -> None:

@@ -8,7 +8,7 @@ from playwright.sync_api import expect
 
 from tests.ui import specs
 from tests.ui.browsing import Ui
-from tests.ui.ui_stack import UiStack, until
+from tests.ui.ui_stack import UiStack, wait_for
 
 RUNS = Path(__file__).resolve().parents[2] / "deployments" / "runs"
 
@@ -34,7 +34,7 @@ def test_settings_of_the_queue_are_fields_of_the_pool(stack: UiStack, ui: Ui) ->
 def test_queued_run_of_a_paused_pool_names_the_pause(stack: UiStack, ui: Ui) -> None:
     ui.open("/v2/work-pools/work-pool/gang")
     ui.page.get_by_role("switch").first.click()
-    until(lambda: stack.ask("GET", "/work_pools/gang")["is_paused"], "the pool is paused")
+    wait_for(lambda: stack.ask("GET", "/work_pools/gang")["is_paused"], "the pool is paused")
 
     waiting_id = stack.run(specs.spec("paused"))
     try:
@@ -45,7 +45,7 @@ def test_queued_run_of_a_paused_pool_names_the_pause(stack: UiStack, ui: Ui) -> 
         stack.cancel(waiting_id)
         ui.open("/v2/work-pools/work-pool/gang")
         ui.page.get_by_role("switch").first.click()
-        until(
+        wait_for(
             lambda: not stack.ask("GET", "/work_pools/gang")["is_paused"],
             "the pool is active again",
         )

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.ui.browsing import Ui
-from tests.ui.ui_stack import UiStack, until
+from tests.ui.ui_stack import UiStack, wait_for
 
 #: Names of a run's tasks in the graph and in the list of task runs.
 TASKS = ("admit", "start-api", "start-trainer", "start-environment", "monitor", "teardown")
@@ -56,7 +56,7 @@ def quick_run(stack: UiStack, ui: Ui, name: str) -> str:
             else None
         )
 
-    return str(until(find_new_run, "the menu has created a run"))
+    return str(wait_for(find_new_run, "the menu has created a run"))
 
 
 def test_new_user_finds_a_deployment_and_starts_it(stack: UiStack, ui: Ui) -> None:

@@ -16,8 +16,8 @@ from deployments.stack.state import Stack
 from tasks.processes.identity import host_name
 from tasks.processes.ports import PortsReserved
 from tasks.queue.settings import PoolSettings, TableNode, with_settings
-from tests.support.ground import FINAL, until
-from tests.support.prefect_api import ask
+from tests.support.host_environment import FINAL, wait_for
+from tests.support.prefect_api import send_request
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Time limit of each wait, in seconds. On an idle machine, all waits are far shorter.
@@ -43,7 +43,7 @@ class UiStack:
 
     def ask(self, method: str, path: str, content: Any = None) -> Any:
         """Send a request to the stack's Prefect server, and return the JSON of the response."""
-        return ask(method, f"{self.url}/api{path}", content, password=self.password)
+        return send_request(method, f"{self.url}/api{path}", content, password=self.password)
 
     @property
     def password(self) -> str:
@@ -100,7 +100,7 @@ class UiStack:
             assert run["state_type"] not in FINAL, run["state"]
             return None
 
-        return until(
+        return wait_for(
             find_flow_run, f"{id} {' or '.join(states)} {saying!r}: {self.flow_run(id)['state']}"
         )
 

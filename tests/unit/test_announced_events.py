@@ -17,7 +17,7 @@ from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.run import RunSpec
 from tasks.train.run_events import RunAnnouncements
 from tasks.upkeep.report import RunReport
-from tests.support.events_page import CATALOGUE, names_in, rows_of
+from tests.support.events_page import CATALOGUE, find_code_words, read_table
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMON = {"run_id": "trial-grpo-20260101-000000-abcd91c2", "workload": "grpo", "host": "gpu-1"}
@@ -78,16 +78,16 @@ def names(events: list[Event]) -> list[str]:
 
 
 def test_document_lists_sender_time_and_payload_of_each_event() -> None:
-    rows = rows_of("| event | emitted by | emitted when | payload |")
+    rows = read_table("| event | emitted by | emitted when | payload |")
 
-    told = {name.strip("`"): names_in(keys) for name, _, _, keys in rows}
+    told = {name.strip("`"): find_code_words(keys) for name, _, _, keys in rows}
 
     assert told == dict(PAYLOADS)
     assert all(by and when for _, by, when, _ in rows)
 
 
 def test_document_explains_each_payload_key() -> None:
-    meanings = {key.strip("`"): meaning for key, meaning in rows_of("| key | meaning |")}
+    meanings = {key.strip("`"): meaning for key, meaning in read_table("| key | meaning |")}
 
     assert set(meanings) == {key for keys in PAYLOADS.values() for key in keys}
     assert all(meanings.values())

@@ -14,7 +14,7 @@ from prefect.events.schemas.events import Event
 
 from tasks.record.events import build_payload
 from tasks.server.events import Announcer, make_pool_event, make_run_event
-from tests.support.stage import wait_until
+from tests.support.supervised_components import wait_until
 from tests.support.web import serving
 
 WITHIN_S = 20.0

@@ -230,7 +230,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch, muster_home: Path) -> FakeNvml:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("MUSTER_GPUS", raising=False)
     monkeypatch.setattr(devices, "_PREFIX", f"muster/test-{os.getpid()}/")
-    return FakeNvml.installed(monkeypatch, [Gpu(), Gpu()])
+    return FakeNvml.install(monkeypatch, [Gpu(), Gpu()])
 
 
 async def test_this_machine_has_the_gpus_of_its_driver(nvml: FakeNvml) -> None:

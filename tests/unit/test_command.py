@@ -22,8 +22,8 @@ from tasks.processes.identity import ProcessId
 from tasks.record.places import make_server_password
 from tasks.show.arguments import run
 from tasks.spec.errors import Fault, InvalidSpec, MusterError
+from tests.support.command_checks import find_command_error
 from tests.support.documents import ROOT
-from tests.support.typed import complaint_about
 
 STACK_URL = "http://127.0.0.1:4321/api"
 
@@ -104,7 +104,7 @@ def test_help_of_each_verb_has_a_valid_example_and_a_guide(
     assert f"Example: {verb.example}" in " ".join(line.strip() for line in lines)
     assert f"Guide: docs/{verb.guide}" in [line.strip() for line in lines]
     assert (ROOT / "docs" / verb.guide).exists()
-    assert complaint_about(verb.example) == ""
+    assert find_command_error(verb.example) == ""
 
 
 def test_names_of_verbs_are_unique(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,13 +26,13 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     """Install a fake driver with four GPUs, and separate their leases from those of real GPUs."""
     monkeypatch.setattr(module, "_PREFIX", f"muster/test-{os.getpid()}/")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    return FakeNvml.installed(monkeypatch, [Gpu() for _ in range(4)])
+    return FakeNvml.install(monkeypatch, [Gpu() for _ in range(4)])
 
 
 @pytest.fixture
 def numbers_without_gpus(monkeypatch: pytest.MonkeyPatch, muster_home: Path) -> None:
     """Simulate a machine without a GPU driver, on which MUSTER_GPUS defines four devices."""
-    FakeNvml.installed(monkeypatch, None)
+    FakeNvml.install(monkeypatch, None)
     monkeypatch.setenv("MUSTER_GPUS", "0-3")
 
 

@@ -16,7 +16,7 @@ from tasks.record.disk import DiskThread
 from tasks.record.events import Event, EventLog
 from tasks.record.run_json import RunJson, RunRecord
 from tasks.record.states import RunState
-from tests.support.stage import DEADLINE_S
+from tests.support.supervised_components import DEADLINE_S
 
 
 @pytest.fixture

@@ -30,10 +30,10 @@ from tasks.spec.rollout import Rollout
 from tasks.spec.run import RunSpec
 from tests.documents import listed_runs, spec_reference
 from tests.documents.__main__ import documents as made_documents
-from tests.support.documents import ROOT, Block, Document, documents
-from tests.support.typed import muster_verbs
+from tests.support.command_checks import muster_verbs
+from tests.support.documents import ROOT, Block, Document, list_documents
 
-DOCUMENTS = documents()
+DOCUMENTS = list_documents()
 DOCS = ROOT / "docs"
 
 each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=str)
@@ -257,7 +257,7 @@ def test_every_key_has_a_description(model: type[RunSpec | PipelineSpec]) -> Non
 
 
 def test_every_key_of_a_listed_run_has_a_description() -> None:
-    assert not re.findall(r"^.*\| +\|$", listed_runs.keys(), re.MULTILINE)
+    assert not re.findall(r"^.*\| +\|$", listed_runs.list_keys(), re.MULTILINE)
 
 
 def test_page_of_commands_lists_every_verb() -> None:

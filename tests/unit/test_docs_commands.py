@@ -9,10 +9,15 @@ import re
 
 import pytest
 
-from tests.support.documents import ROOT, Document, Said, documents
-from tests.support.typed import complaint_about, make_targets, muster_verbs, program_file
+from tests.support.command_checks import (
+    find_command_error,
+    make_targets,
+    muster_verbs,
+    program_file,
+)
+from tests.support.documents import ROOT, Document, DocumentCommand, list_documents
 
-DOCUMENTS = documents()
+DOCUMENTS = list_documents()
 #: Suffixes of the files that may contain commands for a reader to type.
 SOURCES = frozenset((".py", ".yaml", ".service", ".timer", ".sh", ".env"))
 
@@ -30,7 +35,7 @@ def test_every_block_has_a_known_language(document: Document) -> None:
     assert not unknown
 
 
-def commands() -> list[tuple[Document, Said]]:
+def commands() -> list[tuple[Document, DocumentCommand]]:
     """Return the commands in the code blocks of all documents."""
     return [(page, command) for page in DOCUMENTS for command in page.commands("console", "sh")]
 
@@ -40,7 +45,7 @@ def commands() -> list[tuple[Document, Said]]:
     [pytest.param(command.command, id=f"{page}:{command.line}") for page, command in commands()],
 )
 def test_commands_in_blocks_are_valid(command: str) -> None:
-    assert not complaint_about(command)
+    assert not find_command_error(command)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
@@ -56,7 +61,7 @@ def test_commands_within_sentences_exist(document: Document) -> None:
         if code.startswith("muster "):
             # A text may name a command of `muster` without its required arguments. So missing
             # arguments are ignored if the command has no options.
-            complaint = complaint_about(code)
+            complaint = find_command_error(code)
             if complaint and not ("--" not in code and "requires an argument" in complaint):
                 wrong.append(f"line {line}: {complaint}")
 
@@ -104,7 +109,7 @@ def test_commands_in_the_code_exist() -> None:
     ],
 )
 def test_invalid_commands_are_detected(command: str, complaint: str) -> None:
-    reported = complaint_about(command)
+    reported = find_command_error(command)
 
     assert complaint in reported
     assert bool(reported) == bool(complaint)

@@ -52,11 +52,11 @@ from tasks.rollout.sync import InFlight
 from tests.support.fleet_clock import in_virtual_time, now_s
 from tests.support.fleet_fakes import (
     TOKEN,
-    Stage,
-    loops,
-    plan_of,
-    ports_from,
-    serving,
+    FleetHarness,
+    list_fleet_tasks,
+    make_rebind,
+    make_topology,
+    start_fake_fleet,
 )
 
 A, X, R, S = GroupState.ACTIVE, GroupState.INACTIVE, GroupState.RECOVERING, GroupState.STALE
@@ -64,39 +64,39 @@ A, X, R, S = GroupState.ACTIVE, GroupState.INACTIVE, GroupState.RECOVERING, Grou
 
 @in_virtual_time
 async def test_group_that_fails_while_generating_is_stopped_before_the_next_check() -> None:
-    stage = await serving(servers=2)
+    harness = await start_fake_fleet(servers=2)
     began_s = now_s()
-    stage.host.die(0)
-    await stage.until(lambda: not stage.host[1].is_alive)
+    harness.host.die(0)
+    await harness.wait_until(lambda: not harness.host[1].is_alive)
 
     assert now_s() - began_s < 0.1
-    [stopped, *_] = [ranks for _, verb, ranks in stage.host.log if verb == "stop"]
+    [stopped, *_] = [ranks for _, verb, ranks in harness.host.log if verb == "stop"]
     assert stopped == (0, 1)
 
 
 @in_virtual_time
 async def test_all_groups_recover_at_once_if_all_are_down() -> None:
-    stage = await serving(3, backoff_s=50.0, parallel=3)
+    harness = await start_fake_fleet(3, backoff_s=50.0, parallel=3)
     for rank in range(3):
-        stage.host.die(rank)
-    assert stage.routed() == []
+        harness.host.die(rank)
+    assert harness.list_routed_ranks() == []
 
-    assert await stage.until_active() < 1.0
+    assert await harness.wait_until_active() < 1.0
 
 
 @in_virtual_time
 async def test_all_groups_down_without_budget_is_fatal_at_once() -> None:
-    stage = await serving(budget=1, parallel=2)
+    harness = await start_fake_fleet(budget=1, parallel=2)
     for rank in range(2):
-        stage.host.die(rank)
-    await stage.until_active()
+        harness.host.die(rank)
+    await harness.wait_until_active()
     await asyncio.sleep(10.0)
     began_s = now_s()
     for rank in range(2):
-        stage.host.die(rank, "killed by SIGKILL", log_end="CUDA error")
+        harness.host.die(rank, "killed by SIGKILL", log_end="CUDA error")
 
     took_s = now_s() - began_s
-    reason = await stage.fleet.fatal
+    reason = await harness.fleet.fatal
 
     assert took_s == 0
     assert reason.startswith("0 of 2 engines remain, 1 are needed: ranks 0: the budget of 1")
@@ -106,10 +106,12 @@ async def test_all_groups_down_without_budget_is_fatal_at_once() -> None:
 
 @in_virtual_time
 async def test_failed_server_leaves_the_router_first() -> None:
-    stage = await serving()
+    harness = await start_fake_fleet()
     routed_ranks: list[int] = []
-    stage.fleet.registry.listen(lambda before, after: routed_ranks.extend(stage.routed()))
-    stage.host.die(0)
+    harness.fleet.registry.listen(
+        lambda before, after: routed_ranks.extend(harness.list_routed_ranks())
+    )
+    harness.host.die(0)
 
     assert routed_ranks == [1]
 
@@ -117,44 +119,44 @@ async def test_failed_server_leaves_the_router_first() -> None:
 @pytest.mark.parametrize("stop_takes_s", [0.0, 1e6])
 @in_virtual_time
 async def test_stop_during_a_recovery_has_a_time_limit(stop_takes_s: float) -> None:
-    stage = await serving(3)
-    stage.host[1].hangs_in_start = True
-    stage.host.die(1)
-    await stage.until(lambda: len(stage.host.times("start", 1)) == 2)
-    stage.host.stop_takes_s = stop_takes_s
+    harness = await start_fake_fleet(3)
+    harness.host[1].hangs_in_start = True
+    harness.host.die(1)
+    await harness.wait_until(lambda: len(harness.host.times("start", 1)) == 2)
+    harness.host.stop_takes_s = stop_takes_s
     began_s = now_s()
-    await stage.fleet.stop()
+    await harness.fleet.stop()
 
-    assert now_s() - began_s < stage.stop_within_s + 2.0
-    assert stage.states() == [X, X, X]
-    assert loops() == []
+    assert now_s() - began_s < harness.stop_within_s + 2.0
+    assert harness.states() == [X, X, X]
+    assert list_fleet_tasks() == []
 
 
 @in_virtual_time
 async def test_stop_that_times_out_then_stop_then_start_leaves_one_loop_each() -> None:
-    stage = await serving()
-    tasks_before = loops()
-    stage.host.die(0)
-    stage.host.stop_takes_s = 1e6
-    assert "TimeoutError" in await stage.fleet.stop()
-    stage.host.stop_takes_s = 0.0
-    assert await stage.fleet.stop() == ""
-    await stage.fleet.start()
+    harness = await start_fake_fleet()
+    tasks_before = list_fleet_tasks()
+    harness.host.die(0)
+    harness.host.stop_takes_s = 1e6
+    assert "TimeoutError" in await harness.fleet.stop()
+    harness.host.stop_takes_s = 0.0
+    assert await harness.fleet.stop() == ""
+    await harness.fleet.start()
 
     assert tasks_before == ["rollout-health-0", "rollout-health-1"]
-    assert loops() == tasks_before
-    assert stage.routed() == [0, 1]
+    assert list_fleet_tasks() == tasks_before
+    assert harness.list_routed_ranks() == [0, 1]
 
 
 @pytest.mark.parametrize("at_home", ["yes", "hang"])
 @in_virtual_time
 async def test_many_hung_probes_take_one_timeout(at_home: str) -> None:
-    stage = await serving(100, timeout_s=15.0)
+    harness = await start_fake_fleet(100, timeout_s=15.0)
     for rank in range(100):
-        stage.host[rank].answers = "hang"
-        stage.host[rank].at_home = at_home
+        harness.host[rank].answers = "hang"
+        harness.host[rank].at_home = at_home
     began_s = now_s()
-    failed = (await stage.fleet.check())["failed"]
+    failed = (await harness.fleet.check())["failed"]
 
     assert 15.0 <= now_s() - began_s < 15.0 * 1.1
     assert len(failed) == (0 if at_home == "yes" else 100)
@@ -162,7 +164,7 @@ async def test_many_hung_probes_take_one_timeout(at_home: str) -> None:
 
 @in_virtual_time
 async def test_unknown_rank_or_group_is_an_error() -> None:
-    registry = Stage(plan_of(2)).fleet.registry
+    registry = FleetHarness(make_topology(2)).fleet.registry
     with pytest.raises(KeyError, match="rank 7 has no server; ranks with a server: 0, 1"):
         registry.fail(7, 1, "gone")
     with pytest.raises(KeyError, match="the fleet has no engine 2: it has 2"):
@@ -172,38 +174,38 @@ async def test_unknown_rank_or_group_is_an_error() -> None:
 @pytest.mark.parametrize("servers", [1, 2])
 @in_virtual_time
 async def test_dead_engine_behind_a_live_http_server_is_detected(servers: int) -> None:
-    stage = await serving(1, servers=servers, interval_s=10.0, misses=3)
-    stage.prober.deaf_paths = {TOKEN.path}
-    await stage.until_out(within_s=31.0)
+    harness = await start_fake_fleet(1, servers=servers, interval_s=10.0, misses=3)
+    harness.prober.deaf_paths = {TOKEN.path}
+    await harness.wait_until_failed(within_s=31.0)
 
-    assert stage.cause_of() == "rank 0 does not work: 503 Scheduler is dead"
+    assert harness.last_failure_cause() == "rank 0 does not work: 503 Scheduler is dead"
     # Of the two servers of an engine, only the entrypoint, which receives requests, is probed. The
     # other server answers 200 even if the engine is dead.
-    assert stage.prober.times(1) == []
+    assert harness.prober.times(1) == []
 
 
 @in_virtual_time
 async def test_backend_without_a_token_question_is_asked_for_readiness() -> None:
-    stage = await serving(3, token=None, interval_s=10.0)
+    harness = await start_fake_fleet(3, token=None, interval_s=10.0)
     await asyncio.sleep(100.0)
 
-    assert {path for _, _, path in stage.prober.asked} == {"/health"}
-    [warning] = stage.told("rollout.warning")
+    assert {path for _, _, path in harness.prober.asked} == {"/health"}
+    [warning] = harness.list_events("rollout.warning")
     assert "no probe that generates a token" in warning["message"]
 
 
 @in_virtual_time
 async def test_restarted_group_generates_a_token_before_it_is_active() -> None:
-    stage = await serving()
-    stage.host[0].loads_for_s = 40.0
+    harness = await start_fake_fleet()
+    harness.host[0].loads_for_s = 40.0
     began_s = now_s()
-    stage.host.die(0)
-    await stage.until(lambda: stage.host[0].is_alive)
-    assert stage.states() == [R, A]
-    await stage.until_active()
+    harness.host.die(0)
+    await harness.wait_until(lambda: harness.host[0].is_alive)
+    assert harness.states() == [R, A]
+    await harness.wait_until_active()
 
-    became_active_s = stage.when("rollout.group.state", group=0, before="recovering")
-    answered = [(at, path) for at, rank, path in stage.prober.asked if rank == 0 and at > began_s]
+    became_active_s = harness.time_of_event("rollout.group.state", group=0, before="recovering")
+    answered = [(at, path) for at, rank, path in harness.prober.asked if rank == 0 and at > began_s]
     assert became_active_s > began_s + 40.0
     assert answered[-1][1] == TOKEN.path
     assert answered[-1][0] <= became_active_s
@@ -212,55 +214,55 @@ async def test_restarted_group_generates_a_token_before_it_is_active() -> None:
 @pytest.mark.parametrize("misses", [0, 3, 50])
 @in_virtual_time
 async def test_check_fails_a_group_at_the_first_bad_probe(misses: int) -> None:
-    stage = await serving(misses=misses)
-    stage.host[1].answers = "503"
+    harness = await start_fake_fleet(misses=misses)
+    harness.host[1].answers = "503"
 
-    answer = await stage.fleet.check()
+    answer = await harness.fleet.check()
 
     assert [failure["ranks"] for failure in answer["failed"]] == [[1]]
-    assert len(stage.host.times("stop", 1)) == 1
+    assert len(harness.host.times("stop", 1)) == 1
 
 
 @in_virtual_time
 async def test_result_of_a_check_names_failed_and_active_servers() -> None:
-    stage = await serving(3, servers=2)
-    stage.host[2].answers = stage.host[2].at_home = "hang"
-    answer = await stage.fleet.check()
+    harness = await start_fake_fleet(3, servers=2)
+    harness.host[2].answers = harness.host[2].at_home = "hang"
+    answer = await harness.fleet.check()
 
     cause = "rank 2 does not answer: no answer within 15 s"
     assert answer == {
-        "epoch": stage.fleet.registry.view.epoch,
+        "epoch": harness.fleet.registry.view.epoch,
         "failed": [{"engine": 1, "ranks": [2, 3], "cause": cause}],
         "active": [0, 4],
         "inactive": [[2, 3]],
         "unreachable": [],
     }
-    assert not stage.host[2].is_alive
-    assert not stage.host[3].is_alive
+    assert not harness.host[2].is_alive
+    assert not harness.host[3].is_alive
 
 
 @in_virtual_time
 async def test_first_probe_after_a_sync_waits_a_whole_interval() -> None:
-    stage = await serving(3, interval_s=30.0)
+    harness = await start_fake_fleet(3, interval_s=30.0)
     await asyncio.sleep(29.0)
-    begun = await stage.fleet.begin_sync(2000.0, InFlight.WAIT)
+    begun = await harness.fleet.begin_sync(2000.0, InFlight.WAIT)
     await asyncio.sleep(1000.0)
-    await stage.fleet.syncs.give_up(begun["sync"])
+    await harness.fleet.syncs.give_up(begun["sync"])
     ended_s = now_s()
     await asyncio.sleep(100.0)
 
     for rank in range(3):
-        [*_, first, _, _] = stage.prober.times(rank)
+        [*_, first, _, _] = harness.prober.times(rank)
         assert first == pytest.approx(ended_s + 30.0)
 
 
 @in_virtual_time
 async def test_event_quotes_an_answer_that_is_not_200() -> None:
-    stage = await serving(1, interval_s=10.0)
-    stage.host[0].answers = "503"
-    await stage.until_out()
+    harness = await start_fake_fleet(1, interval_s=10.0)
+    harness.host[0].answers = "503"
+    await harness.wait_until_failed()
 
-    failures = stage.told("rollout.probe.failed")
+    failures = harness.list_events("rollout.probe.failed")
     assert [(failure["misses"], failure["reason"]) for failure in failures] == [
         (1, "503 Scheduler is dead"),
         (2, "503 Scheduler is dead"),
@@ -270,75 +272,75 @@ async def test_event_quotes_an_answer_that_is_not_200() -> None:
 
 @in_virtual_time
 async def test_one_failed_rank_removes_and_restores_its_whole_group() -> None:
-    stage = await serving(servers=4, are_experts=True)
-    assert stage.routed() == [0, 1, 2, 3, 4, 5, 6, 7]
-    stage.host.die(6)
-    assert stage.routed() == [0, 1, 2, 3]
-    await stage.until_active()
+    harness = await start_fake_fleet(servers=4, are_experts=True)
+    assert harness.list_routed_ranks() == [0, 1, 2, 3, 4, 5, 6, 7]
+    harness.host.die(6)
+    assert harness.list_routed_ranks() == [0, 1, 2, 3]
+    await harness.wait_until_active()
 
-    assert stage.routed() == [0, 1, 2, 3, 4, 5, 6, 7]
-    assert [len(stage.host.times("start", rank)) for rank in range(8)] == [1, 1, 1, 1, 2, 2, 2, 2]
+    assert harness.list_routed_ranks() == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert [len(harness.host.times("start", rank)) for rank in range(8)] == [1, 1, 1, 1, 2, 2, 2, 2]
 
 
 @in_virtual_time
 async def test_only_entrypoints_get_requests() -> None:
     # The fleet has two engines with two servers each. Ranks 0 and 2 are the entrypoints, which are
     # the servers that receive requests.
-    stage = await serving(servers=2)
-    routed = [stage.routed()]
-    stage.host.die(3)
-    routed.append(stage.routed())
-    await stage.until_active()
+    harness = await start_fake_fleet(servers=2)
+    routed = [harness.list_routed_ranks()]
+    harness.host.die(3)
+    routed.append(harness.list_routed_ranks())
+    await harness.wait_until_active()
 
-    assert [*routed, stage.routed()] == [[0, 2], [0], [0, 2]]
+    assert [*routed, harness.list_routed_ranks()] == [[0, 2], [0], [0, 2]]
 
 
 @in_virtual_time
 async def test_restart_reuses_addresses_and_bundles() -> None:
-    stage = await serving(rebind=ports_from(9000))
-    before = stage.host.slots[0]
-    stage.host.die(0)
-    await stage.until(lambda: stage.states()[0] is R)
-    await stage.until_active()
+    harness = await start_fake_fleet(rebind=make_rebind(9000))
+    before = harness.host.slots[0]
+    harness.host.die(0)
+    await harness.wait_until(lambda: harness.states()[0] is R)
+    await harness.wait_until_active()
 
-    assert stage.host.slots[0] == before
+    assert harness.host.slots[0] == before
 
 
 @in_virtual_time
 async def test_port_conflict_gets_new_ports() -> None:
-    stage = await serving(rebind=ports_from(9000))
-    stage.host.foreign_ports.add(8000)
-    stage.host.die(0)
-    await stage.until(lambda: stage.states()[0] is R)
-    await stage.until_active()
+    harness = await start_fake_fleet(rebind=make_rebind(9000))
+    harness.host.foreign_ports.add(8000)
+    harness.host.die(0)
+    await harness.wait_until(lambda: harness.states()[0] is R)
+    await harness.wait_until_active()
 
-    assert stage.host.slots[0].port == 9000
-    assert stage.fleet.registry.view.servers[0].url == "http://10.0.0.1:9000"
-    assert sorted(entrypoint.url for entrypoint in stage.fleet.router.entrypoints) == [
+    assert harness.host.slots[0].port == 9000
+    assert harness.fleet.registry.view.servers[0].url == "http://10.0.0.1:9000"
+    assert sorted(entrypoint.url for entrypoint in harness.fleet.router.entrypoints) == [
         "http://10.0.0.1:8001",
         "http://10.0.0.1:9000",
     ]
-    assert len(stage.host.times("start", 0)) == 2
+    assert len(harness.host.times("start", 0)) == 2
 
 
 @in_virtual_time
 async def test_trainer_reads_one_consistent_snapshot() -> None:
-    stage = await serving(3, servers=2)
-    await stage.sync(1)
-    stage.host.die(3)
-    await stage.until(lambda: stage.states() == [A, S, A])
-    snapshot = stage.fleet.snapshot()
+    harness = await start_fake_fleet(3, servers=2)
+    await harness.sync(1)
+    harness.host.die(3)
+    await harness.wait_until(lambda: harness.states() == [A, S, A])
+    snapshot = harness.fleet.snapshot()
     training = snapshot["training"]
 
-    stage.host.die(0)
+    harness.host.die(0)
 
     assert training["mesh"] == [[0, 1], [2, 3], [4, 5]]
     assert [engine["epoch"] for engine in snapshot["engines"]] == [1, 2, 1]
     assert snapshot["epoch"] == training["epoch"]
-    assert stage.fleet.snapshot()["training"]["epoch"] > training["epoch"]
+    assert harness.fleet.snapshot()["training"]["epoch"] > training["epoch"]
     # Engine 0 has died since the trainer's snapshot, so a commit for its old epoch is ignored.
-    stage.fleet.registry.commit(2, {0: 1, 1: 2, 2: 1})
-    assert [group.index for group in stage.fleet.registry.view.serving] == [1, 2]
+    harness.fleet.registry.commit(2, {0: 1, 1: 2, 2: 1})
+    assert [group.index for group in harness.fleet.registry.view.serving] == [1, 2]
 
 
 def _raise_error(*_: Any, **__: Any) -> Any:
@@ -352,38 +354,42 @@ async def _raise_error_later(*_: Any, **__: Any) -> Any:
 @pytest.mark.parametrize(
     "break_part",
     [
-        pytest.param(lambda stage: setattr(stage.host, "start", _raise_error_later), id="start"),
-        pytest.param(lambda stage: setattr(stage.host, "stop", _raise_error_later), id="stop"),
         pytest.param(
-            lambda stage: setattr(stage.host, "ports_taken", _raise_error_later), id="ports"
+            lambda harness: setattr(harness.host, "start", _raise_error_later), id="start"
         ),
-        pytest.param(lambda stage: setattr(stage.prober, "ask", _raise_error_later), id="probe"),
-        pytest.param(lambda stage: stage.host.foreign_ports.add(8000), id="rebind"),
+        pytest.param(lambda harness: setattr(harness.host, "stop", _raise_error_later), id="stop"),
+        pytest.param(
+            lambda harness: setattr(harness.host, "ports_taken", _raise_error_later), id="ports"
+        ),
+        pytest.param(
+            lambda harness: setattr(harness.prober, "ask", _raise_error_later), id="probe"
+        ),
+        pytest.param(lambda harness: harness.host.foreign_ports.add(8000), id="rebind"),
     ],
 )
 @in_virtual_time
 async def test_every_claimed_group_ends_in_a_final_state_after_any_error(
-    break_part: Callable[[Stage], None], caplog: pytest.LogCaptureFixture
+    break_part: Callable[[FleetHarness], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    stage = await serving(budget=3, backoff_s=0.1, rebind=_raise_error)
+    harness = await start_fake_fleet(budget=3, backoff_s=0.1, rebind=_raise_error)
     claimed: set[int] = set()
-    stage.fleet.registry.listen(
+    harness.fleet.registry.listen(
         lambda before, after: claimed.add(after.index) if after.state is R else None
     )
-    break_part(stage)
-    stage.host.die(0)
+    break_part(harness)
+    harness.host.die(0)
     await asyncio.sleep(1000.0)
 
     assert claimed == {0}
-    assert stage.states() in ([A, A], [GroupState.RETIRED, A])
+    assert harness.states() in ([A, A], [GroupState.RETIRED, A])
 
 
 @in_virtual_time
 async def test_death_of_the_hosting_actor_is_recovered() -> None:
-    stage = await serving()
-    stage.host.die(0, "its actor died: node 10.0.0.7 is gone")
-    await stage.until(lambda: stage.states()[0] is R)
-    await stage.until_active()
+    harness = await start_fake_fleet()
+    harness.host.die(0, "its actor died: node 10.0.0.7 is gone")
+    await harness.wait_until(lambda: harness.states()[0] is R)
+    await harness.wait_until_active()
 
-    [begun] = stage.told("rollout.recovery.begun")
+    [begun] = harness.list_events("rollout.recovery.begun")
     assert begun["cause"] == "rank 0 died: its actor died: node 10.0.0.7 is gone"

@@ -17,24 +17,24 @@ from tasks.rollout.forwarding import Forwarder, is_generation
 from tasks.rollout.http1 import HttpRequest
 from tasks.rollout.probing import NoReply
 from tests.support.fleet_clock import in_virtual_time, now_s, run
-from tests.support.fleet_fakes import Stage, serving
+from tests.support.fleet_fakes import FleetHarness, start_fake_fleet
 
 ACTIVE = GroupState.ACTIVE
 SUSPECT = GroupState.SUSPECT
 RECOVERING = GroupState.RECOVERING
 
 
-def hang(stage: Stage, *ranks: int) -> None:
+def hang(harness: FleetHarness, *ranks: int) -> None:
     """Make servers hang, as after SIGSTOP: the process exists and answers no request."""
     for rank in ranks:
-        stage.host[rank].answers = "hang"
-        stage.host[rank].at_home = "hang"
+        harness.host[rank].answers = "hang"
+        harness.host[rank].at_home = "hang"
 
 
-def cut_off(stage: Stage, *ranks: int) -> None:
+def cut_off(harness: FleetHarness, *ranks: int) -> None:
     """Cut the network to servers. They still answer requests from their own machine."""
     for rank in ranks:
-        stage.host[rank].answers = "hang"
+        harness.host[rank].answers = "hang"
 
 
 async def repeat(seconds: float, piece: bytes) -> AsyncIterator[bytes]:
@@ -104,8 +104,8 @@ class DiscardingRequest(HttpRequest):
 class Clients:
     """Sends requests through a `Forwarder` to servers whose responses the test chooses."""
 
-    def __init__(self, stage: Stage) -> None:
-        self.forwarder = Forwarder(stage.fleet, is_token_own=False)
+    def __init__(self, harness: FleetHarness) -> None:
+        self.forwarder = Forwarder(harness.fleet, is_token_own=False)
         self.tasks: list[asyncio.Task[Any]] = []
 
     def send(
@@ -124,9 +124,9 @@ class Clients:
 
 
 @asynccontextmanager
-async def open_clients(stage: Stage) -> AsyncIterator[Clients]:
+async def open_clients(harness: FleetHarness) -> AsyncIterator[Clients]:
     """Yield clients of the fleet, and cancel their requests at the end."""
-    clients = Clients(stage)
+    clients = Clients(harness)
     try:
         yield clients
     finally:
@@ -153,10 +153,12 @@ async def open_clients(stage: Stage) -> AsyncIterator[Clients]:
 )
 def test_hanging_server_leaves_the_routing_in_time(misses: int, timeout_s: float) -> None:
     async def measure_detection_s(seed: int) -> float:
-        stage = await serving(interval_s=30.0, timeout_s=timeout_s, misses=misses, seed=seed)
+        harness = await start_fake_fleet(
+            interval_s=30.0, timeout_s=timeout_s, misses=misses, seed=seed
+        )
         await asyncio.sleep(Random(seed).uniform(30.0, 200.0))
-        hang(stage, 0)
-        return await stage.until(lambda: stage.routed() == [1])
+        hang(harness, 0)
+        return await harness.wait_until(lambda: harness.list_routed_ranks() == [1])
 
     latest_s = max(run(measure_detection_s(seed)) for seed in range(600 // int(timeout_s)))
 
@@ -165,12 +167,12 @@ def test_hanging_server_leaves_the_routing_in_time(misses: int, timeout_s: float
 
 @in_virtual_time
 async def test_hanging_server_is_stopped_after_a_probe_from_its_own_machine() -> None:
-    stage = await serving()
-    hang(stage, 0)
-    await stage.until_out()
+    harness = await start_fake_fleet()
+    hang(harness, 0)
+    await harness.wait_until_failed()
 
-    assert stage.cause_of() == "rank 0 does not answer: no answer within 15 s"
-    assert stage.host.times("stop", 0)
+    assert harness.last_failure_cause() == "rank 0 does not answer: no answer within 15 s"
+    assert harness.host.times("stop", 0)
 
 
 @pytest.mark.parametrize(
@@ -186,12 +188,12 @@ async def test_hanging_server_is_stopped_after_a_probe_from_its_own_machine() ->
 async def test_first_probe_comes_after_the_grace_period(
     first_after_s: float | None, first_s: float
 ) -> None:
-    stage = await serving(engines=5, interval_s=30.0, first_after_s=first_after_s)
-    active_s = stage.when("rollout.group.state", group=3, after="active")
-    count_before = len(stage.prober.times(3))
+    harness = await start_fake_fleet(engines=5, interval_s=30.0, first_after_s=first_after_s)
+    active_s = harness.time_of_event("rollout.group.state", group=3, after="active")
+    count_before = len(harness.prober.times(3))
     await asyncio.sleep(first_s + 100.0)
 
-    first, second, third, *_ = [at - active_s for at in stage.prober.times(3)[count_before:]]
+    first, second, third, *_ = [at - active_s for at in harness.prober.times(3)[count_before:]]
 
     assert first == pytest.approx(first_s)
     assert 15.0 <= second - first <= 30.0
@@ -200,41 +202,41 @@ async def test_first_probe_comes_after_the_grace_period(
 
 @in_virtual_time
 async def test_probes_of_servers_that_started_together_spread() -> None:
-    stage = await serving(engines=20)
+    harness = await start_fake_fleet(engines=20)
     await asyncio.sleep(200.0)
 
-    last_probes_s = [stage.prober.times(rank)[-1] for rank in range(20)]
+    last_probes_s = [harness.prober.times(rank)[-1] for rank in range(20)]
     assert len({round(probe_s, 3) for probe_s in last_probes_s}) == 20
 
 
 @in_virtual_time
 async def test_group_is_suspect_from_a_miss_until_a_successful_probe() -> None:
-    stage = await serving()
-    stage.host[0].answers = "503"
-    await stage.until(lambda: stage.states() == [SUSPECT, ACTIVE])
-    assert stage.routed() == [0, 1]
+    harness = await start_fake_fleet()
+    harness.host[0].answers = "503"
+    await harness.wait_until(lambda: harness.states() == [SUSPECT, ACTIVE])
+    assert harness.list_routed_ranks() == [0, 1]
     preferred = {
-        entrypoint.rank: entrypoint.is_preferred for entrypoint in stage.fleet.router.entrypoints
+        entrypoint.rank: entrypoint.is_preferred for entrypoint in harness.fleet.router.entrypoints
     }
     assert preferred == {0: False, 1: True}
-    stage.host[0].answers = "yes"
-    await stage.until_active()
+    harness.host[0].answers = "yes"
+    await harness.wait_until_active()
     await asyncio.sleep(1000.0)
 
-    assert stage.states() == [ACTIVE, ACTIVE]
+    assert harness.states() == [ACTIVE, ACTIVE]
 
 
 @in_virtual_time
 async def test_misses_of_zero_turn_periodic_probes_off() -> None:
-    stage = await serving(misses=0)
-    count_before = len(stage.prober.asked)
+    harness = await start_fake_fleet(misses=0)
+    count_before = len(harness.prober.asked)
     await asyncio.sleep(1000.0)
-    periodic_probes = len(stage.prober.asked) - count_before
-    stage.fleet.note_failure(0, 1, "500")
-    stage.host.die(0)
-    await stage.until_active()
-    stage.host[1].answers = "503"
-    failed = (await stage.fleet.check())["failed"]
+    periodic_probes = len(harness.prober.asked) - count_before
+    harness.fleet.note_failure(0, 1, "500")
+    harness.host.die(0)
+    await harness.wait_until_active()
+    harness.host[1].answers = "503"
+    failed = (await harness.fleet.check())["failed"]
 
     assert periodic_probes == 0
     assert [failure["engine"] for failure in failed] == [1]
@@ -242,14 +244,14 @@ async def test_misses_of_zero_turn_periodic_probes_off() -> None:
 
 @in_virtual_time
 async def test_missing_answer_is_excused_while_another_stream_gets_tokens() -> None:
-    stage = await serving(engines=1)
-    async with open_clients(stage) as clients:
+    harness = await start_fake_fleet(engines=1)
+    async with open_clients(harness) as clients:
         clients.send(pieces=repeat(1.0, b"data: {}\n\n"))
-        stage.host[0].answers = "hang"
+        harness.host[0].answers = "hang"
         await asyncio.sleep(1000.0)
 
-    assert stage.states() == [ACTIVE]
-    assert stage.told("rollout.probe.failed") == []
+    assert harness.states() == [ACTIVE]
+    assert harness.list_events("rollout.probe.failed") == []
 
 
 @pytest.mark.parametrize(
@@ -268,12 +270,12 @@ async def test_missing_answer_is_excused_while_another_stream_gets_tokens() -> N
 async def test_responses_without_tokens_do_not_excuse_a_hanging_engine(
     request_: dict[str, Any],
 ) -> None:
-    stage = await serving(engines=1, interval_s=30.0, timeout_s=15.0, misses=3)
-    async with open_clients(stage) as clients:
+    harness = await start_fake_fleet(engines=1, interval_s=30.0, timeout_s=15.0, misses=3)
+    async with open_clients(harness) as clients:
         await asyncio.sleep(100.0)
-        hang(stage, 0)
+        hang(harness, 0)
         began_s = now_s()
-        while not stage.host.times("stop", 0) and now_s() < began_s + 500.0:
+        while not harness.host.times("stop", 0) and now_s() < began_s + 500.0:
             clients.send(**request_)
             await asyncio.sleep(1.0)
 
@@ -306,26 +308,26 @@ def test_generations_are_recognized_by_method_and_path(
 
 @in_virtual_time
 async def test_complete_response_with_a_body_counts_as_generated() -> None:
-    stage = await serving(engines=1)
-    async with open_clients(stage) as clients:
-        stage.host[0].answers = "hang"
+    harness = await start_fake_fleet(engines=1)
+    async with open_clients(harness) as clients:
+        harness.host[0].answers = "hang"
         for _ in range(200):
             clients.send(whole=b'{"choices": []}')
             await asyncio.sleep(5.0)
 
         assert clients.forwarder.generated_pieces == {(0, 1): 200}
-    assert stage.states() == [ACTIVE]
+    assert harness.states() == [ACTIVE]
 
 
 @in_virtual_time
 async def test_failed_request_triggers_a_probe_at_once() -> None:
-    stage = await serving()
+    harness = await start_fake_fleet()
     await asyncio.sleep(100.0)
-    hang(stage, 0)
-    stage.host[0].answers = "refuse"
+    hang(harness, 0)
+    harness.host[0].answers = "refuse"
     began_s = now_s()
-    while 0 in stage.routed():
-        stage.fleet.note_failure(0, 1, "connection reset")
+    while 0 in harness.list_routed_ranks():
+        harness.fleet.note_failure(0, 1, "connection reset")
         await asyncio.sleep(0.1)
 
     assert now_s() - began_s < 3.0
@@ -333,16 +335,16 @@ async def test_failed_request_triggers_a_probe_at_once() -> None:
 
 @in_virtual_time
 async def test_server_with_some_failed_requests_stays_suspect_with_few_events() -> None:
-    stage = await serving()
+    harness = await start_fake_fleet()
     states = []
     for count in range(1000):
-        stage.fleet.note_failure(0, 1, "it answered 503")
-        stage.fleet.note_tokens(0, 1, count)
-        states.append(stage.states()[0])
+        harness.fleet.note_failure(0, 1, "it answered 503")
+        harness.fleet.note_tokens(0, 1, count)
+        states.append(harness.states()[0])
         await asyncio.sleep(0.001)
 
     assert set(states) == {SUSPECT}
-    assert len(stage.told("rollout.group.state")) < 10
+    assert len(harness.list_events("rollout.group.state")) < 10
 
 
 @pytest.mark.parametrize(
@@ -356,180 +358,180 @@ async def test_server_with_some_failed_requests_stays_suspect_with_few_events() 
 async def test_server_without_successful_requests_fails_despite_good_probes(
     working_ranks: tuple[int, ...],
 ) -> None:
-    stage = await serving(engines=3, misses=3, interval_s=30.0)
+    harness = await start_fake_fleet(engines=3, misses=3, interval_s=30.0)
     began_s = now_s()
     second = 0
-    while not stage.host.times("stop", 0) and second < 500:
+    while not harness.host.times("stop", 0) and second < 500:
         second += 1
         for rank in range(3):
             if rank in working_ranks:
-                stage.fleet.note_tokens(rank, 1, second)
+                harness.fleet.note_tokens(rank, 1, second)
             else:
-                stage.fleet.note_failure(rank, 1, "it answered 500")
+                harness.fleet.note_failure(rank, 1, "it answered 500")
         await asyncio.sleep(1.0)
 
-    assert stage.cause_of(0) == (
+    assert harness.last_failure_cause(0) == (
         "rank 0: it answers probes, but its requests fail and generate no token; "
         "last failure: it answered 500"
     )
     assert 90.0 <= now_s() - began_s <= 93.0
-    stopped_ranks = {rank for rank in range(3) if len(stage.host.times("stop", rank))}
+    stopped_ranks = {rank for rank in range(3) if len(harness.host.times("stop", rank))}
     assert stopped_ranks == {0, 1, 2} - set(working_ranks)
 
 
 @pytest.mark.parametrize("misses", [1, 2, 3])
 @in_virtual_time
 async def test_lost_connections_do_not_end_a_server(misses: int) -> None:
-    stage = await serving(misses=misses)
+    harness = await start_fake_fleet(misses=misses)
     for loss in range(misses):
         for _ in range(50):
-            stage.fleet.note_failure(0, 1, NoReply("its answer broke off"))
+            harness.fleet.note_failure(0, 1, NoReply("its answer broke off"))
         await asyncio.sleep(200.0 * (loss + 1))
 
-    assert stage.states() == [ACTIVE, ACTIVE]
-    assert len(stage.host.times("start", 0)) == 1
+    assert harness.states() == [ACTIVE, ACTIVE]
+    assert len(harness.host.times("start", 0)) == 1
 
 
 @in_virtual_time
 async def test_failed_requests_during_network_faults_do_not_end_a_server() -> None:
-    stage = await serving(interval_s=1.0, timeout_s=15.0)
+    harness = await start_fake_fleet(interval_s=1.0, timeout_s=15.0)
     for _ in range(5):
-        cut_off(stage, 0)
+        cut_off(harness, 0)
         for _ in range(14):
-            stage.fleet.note_failure(0, 1, NoReply("no connection"))
+            harness.fleet.note_failure(0, 1, NoReply("no connection"))
             await asyncio.sleep(1.0)
-        stage.host[0].answers = "yes"
-        await stage.until_active()
-        stage.fleet.note_tokens(0, 1, 1)
+        harness.host[0].answers = "yes"
+        await harness.wait_until_active()
+        harness.fleet.note_tokens(0, 1, 1)
 
-    assert len(stage.host.times("start", 0)) == 1
+    assert len(harness.host.times("start", 0)) == 1
 
 
 @in_virtual_time
 async def test_server_that_answers_some_requests_is_kept() -> None:
-    stage = await serving(engines=2)
+    harness = await start_fake_fleet(engines=2)
     for second in range(500):
-        stage.fleet.note_failure(0, 1, "it answered 500")
+        harness.fleet.note_failure(0, 1, "it answered 500")
         if second % 50 == 0:
-            stage.fleet.note_tokens(0, 1, second)
+            harness.fleet.note_tokens(0, 1, second)
         await asyncio.sleep(1.0)
 
-    assert stage.host.times("stop", 0) == []
+    assert harness.host.times("stop", 0) == []
 
 
 @in_virtual_time
 async def test_slow_server_gets_a_timeout_longer_than_the_interval() -> None:
-    stage = await serving(interval_s=1.0, timeout_s=5.0, misses=2)
-    stage.host[0].answers = "slow"
+    harness = await start_fake_fleet(interval_s=1.0, timeout_s=5.0, misses=2)
+    harness.host[0].answers = "slow"
     await asyncio.sleep(300.0)
 
-    assert stage.states() == [ACTIVE, ACTIVE]
-    assert stage.told("rollout.probe.failed") == []
+    assert harness.states() == [ACTIVE, ACTIVE]
+    assert harness.list_events("rollout.probe.failed") == []
 
 
 @in_virtual_time
 async def test_burst_of_failed_requests_does_not_end_a_server_with_good_probes() -> None:
-    stage = await serving()
+    harness = await start_fake_fleet()
     for _ in range(100):
         for _ in range(50):
-            stage.fleet.note_failure(0, 1, "connection reset")
+            harness.fleet.note_failure(0, 1, "connection reset")
         await asyncio.sleep(0.3)
     await asyncio.sleep(100.0)
 
-    assert stage.states() == [ACTIVE, ACTIVE]
-    assert len(stage.host.times("start", 0)) == 1
-    assert stage.host.faults == []
+    assert harness.states() == [ACTIVE, ACTIVE]
+    assert len(harness.host.times("start", 0)) == 1
+    assert harness.host.faults == []
     # There were 5,000 failed requests. They must not cause a probe each.
-    assert len(stage.prober.times(0)) < 60
+    assert len(harness.prober.times(0)) < 60
 
 
 @in_virtual_time
 async def test_reports_about_earlier_incarnations_are_ignored() -> None:
-    stage = await serving()
-    stage.host.die(0)
-    await stage.until(lambda: stage.states() == [RECOVERING, ACTIVE])
+    harness = await start_fake_fleet()
+    harness.host.die(0)
+    await harness.wait_until(lambda: harness.states() == [RECOVERING, ACTIVE])
     for count in range(10):
-        stage.fleet.note_failure(0, 1, "connection reset")
-        stage.fleet.note_tokens(0, 1, count)
-    await stage.until_active()
-    stage.fleet.note_failure(0, 1, "connection reset")
+        harness.fleet.note_failure(0, 1, "connection reset")
+        harness.fleet.note_tokens(0, 1, count)
+    await harness.wait_until_active()
+    harness.fleet.note_failure(0, 1, "connection reset")
 
-    assert stage.states() == [ACTIVE, ACTIVE]
+    assert harness.states() == [ACTIVE, ACTIVE]
 
 
 @in_virtual_time
 async def test_late_probe_result_of_an_earlier_incarnation_is_ignored() -> None:
-    stage = await serving(misses=1, timeout_s=15.0)
-    count_before = len(stage.prober.times(0))
-    hang(stage, 0)
-    await stage.until(lambda: len(stage.prober.times(0)) > count_before)
-    stage.host.die(0)
-    await stage.until(lambda: stage.states() == [RECOVERING, ACTIVE])
-    await stage.until_active()
+    harness = await start_fake_fleet(misses=1, timeout_s=15.0)
+    count_before = len(harness.prober.times(0))
+    hang(harness, 0)
+    await harness.wait_until(lambda: len(harness.prober.times(0)) > count_before)
+    harness.host.die(0)
+    await harness.wait_until(lambda: harness.states() == [RECOVERING, ACTIVE])
+    await harness.wait_until_active()
     await asyncio.sleep(300.0)
 
-    assert stage.states() == [ACTIVE, ACTIVE]
-    assert len(stage.host.times("start", 0)) == 2
+    assert harness.states() == [ACTIVE, ACTIVE]
+    assert len(harness.host.times("start", 0)) == 2
 
 
 @in_virtual_time
 async def test_group_is_suspect_until_all_its_servers_answer() -> None:
-    stage = await serving(1, servers=2, are_experts=True)
+    harness = await start_fake_fleet(1, servers=2, are_experts=True)
 
     def misses() -> list[int]:
-        return [server["misses"] for server in stage.fleet.snapshot()["servers"]]
+        return [server["misses"] for server in harness.fleet.snapshot()["servers"]]
 
-    stage.host[0].answers = "503"
-    stage.host[1].answers = "503"
-    await stage.until(lambda: misses() == [1, 1])
-    stage.host[0].answers = "yes"
-    await stage.until(lambda: misses()[0] == 0)
-    assert stage.states() == [SUSPECT]
-    stage.host[1].answers = "yes"
-    await stage.until(lambda: misses() == [0, 0])
+    harness.host[0].answers = "503"
+    harness.host[1].answers = "503"
+    await harness.wait_until(lambda: misses() == [1, 1])
+    harness.host[0].answers = "yes"
+    await harness.wait_until(lambda: misses()[0] == 0)
+    assert harness.states() == [SUSPECT]
+    harness.host[1].answers = "yes"
+    await harness.wait_until(lambda: misses() == [0, 0])
 
-    assert stage.states() == [ACTIVE]
+    assert harness.states() == [ACTIVE]
 
 
 @in_virtual_time
 async def test_server_behind_a_cut_network_is_not_restarted() -> None:
-    stage = await serving()
-    cut_off(stage, 0)
-    await stage.until(lambda: stage.routed() == [1], within_s=106.0)
+    harness = await start_fake_fleet()
+    cut_off(harness, 0)
+    await harness.wait_until(lambda: harness.list_routed_ranks() == [1], within_s=106.0)
     await asyncio.sleep(3600.0)
-    assert stage.fleet.snapshot()["servers"][0]["reachable"] is False
-    stage.host[0].answers = "yes"
-    await stage.until_active()
+    assert harness.fleet.snapshot()["servers"][0]["reachable"] is False
+    harness.host[0].answers = "yes"
+    await harness.wait_until_active()
 
-    assert stage.routed() == [0, 1]
-    assert len(stage.host.times("start", 0)) == 1
-    assert stage.host.times("stop", 0) == []
-    [warning] = stage.told("rollout.warning")
+    assert harness.list_routed_ranks() == [0, 1]
+    assert len(harness.host.times("start", 0)) == 1
+    assert harness.host.times("stop", 0) == []
+    [warning] = harness.list_events("rollout.warning")
     assert warning["message"].startswith("rank 0 works, but cannot be reached")
 
 
 @in_virtual_time
 async def test_cut_network_to_all_servers_causes_one_warning_and_no_restart() -> None:
-    stage = await serving(engines=8)
-    cut_off(stage, *range(8))
-    await stage.until(lambda: stage.routed() == [], within_s=106.0)
+    harness = await start_fake_fleet(engines=8)
+    cut_off(harness, *range(8))
+    await harness.wait_until(lambda: harness.list_routed_ranks() == [], within_s=106.0)
     await asyncio.sleep(600.0)
     for rank in range(8):
-        stage.host[rank].answers = "yes"
-    await stage.until_active()
+        harness.host[rank].answers = "yes"
+    await harness.wait_until_active()
 
-    assert stage.routed() == list(range(8))
-    assert [verb for _, verb, _ in stage.host.log] == ["start"] * 8
-    assert len(stage.told("rollout.warning")) == 1
+    assert harness.list_routed_ranks() == list(range(8))
+    assert [verb for _, verb, _ in harness.host.log] == ["start"] * 8
+    assert len(harness.list_events("rollout.warning")) == 1
 
 
 @in_virtual_time
 async def test_snapshot_names_the_unreachable_servers() -> None:
-    stage = await serving(engines=1)
-    cut_off(stage, 0)
-    await stage.until(lambda: stage.routed() == [])
+    harness = await start_fake_fleet(engines=1)
+    cut_off(harness, 0)
+    await harness.wait_until(lambda: harness.list_routed_ranks() == [])
 
-    reason = stage.fleet.snapshot()["reason"]
+    reason = harness.fleet.snapshot()["reason"]
     assert reason == "ranks 0 are suspect and cannot be reached (no answer within 15 s)"
 
 
@@ -549,44 +551,44 @@ async def test_snapshot_names_the_unreachable_servers() -> None:
 async def test_unreachable_machines_are_restarted_unless_most_are_unreachable(
     lost_count: int, is_restarted: bool
 ) -> None:
-    stage = await serving(engines=5)
+    harness = await start_fake_fleet(engines=5)
     for rank in range(lost_count):
-        stage.host[rank].answers = "hang"
-        stage.host[rank].at_home = "lost"
+        harness.host[rank].answers = "hang"
+        harness.host[rank].at_home = "lost"
     await asyncio.sleep(200.0)
 
-    assert bool(stage.host.times("stop", 0)) is is_restarted
-    assert stage.routed() == list(range(5) if is_restarted else range(lost_count, 5))
+    assert bool(harness.host.times("stop", 0)) is is_restarted
+    assert harness.list_routed_ranks() == list(range(5) if is_restarted else range(lost_count, 5))
 
 
 @in_virtual_time
 async def test_cut_off_server_that_starts_to_hang_is_recovered() -> None:
-    stage = await serving()
-    cut_off(stage, 0)
-    await stage.until(lambda: stage.routed() == [1])
+    harness = await start_fake_fleet()
+    cut_off(harness, 0)
+    await harness.wait_until(lambda: harness.list_routed_ranks() == [1])
     await asyncio.sleep(60.0)
-    stage.host[0].at_home = "hang"
-    await stage.until_out()
-    await stage.until_active()
+    harness.host[0].at_home = "hang"
+    await harness.wait_until_failed()
+    await harness.wait_until_active()
 
-    assert stage.routed() == [0, 1]
+    assert harness.list_routed_ranks() == [0, 1]
 
 
 @in_virtual_time
 async def test_exception_in_a_probe_does_not_end_the_health_checks(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage = await serving()
-    working_ask = stage.prober.ask
-    monkeypatch.setattr(stage.prober, "ask", _raise_bug)
+    harness = await start_fake_fleet()
+    working_ask = harness.prober.ask
+    monkeypatch.setattr(harness.prober, "ask", _raise_bug)
     await asyncio.sleep(100.0)
-    monkeypatch.setattr(stage.prober, "ask", working_ask)
-    assert stage.states() == [ACTIVE, ACTIVE]
-    hang(stage, 0)
-    await stage.until_out()
-    await stage.until_active()
-    monkeypatch.setattr(stage.prober, "ask", _raise_bug)
-    assert (await stage.fleet.check())["failed"] == []
+    monkeypatch.setattr(harness.prober, "ask", working_ask)
+    assert harness.states() == [ACTIVE, ACTIVE]
+    hang(harness, 0)
+    await harness.wait_until_failed()
+    await harness.wait_until_active()
+    monkeypatch.setattr(harness.prober, "ask", _raise_bug)
+    assert (await harness.fleet.check())["failed"] == []
 
     assert "rank 0, epoch 1: the probe could not be sent" in caplog.text
 

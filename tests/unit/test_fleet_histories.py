@@ -18,7 +18,7 @@ from tasks.rollout.registry import GroupView
 from tasks.rollout.router import Entrypoint
 from tasks.rollout.sync import InFlight, NoSuchSync
 from tests.support.fleet_clock import now_s, run
-from tests.support.fleet_fakes import Stage, loops, plan_of
+from tests.support.fleet_fakes import FleetHarness, list_fleet_tasks, make_topology
 
 G = GroupState
 #: Number of random events in one history. The seed of a history decides all of them.
@@ -26,10 +26,10 @@ EVENTS = 60
 
 
 @dataclass(slots=True)
-class Witness:
+class HistoryChecker:
     """Causes random events in a fleet, and records each violation of a rule."""
 
-    stage: Stage
+    harness: FleetHarness
     dice: Random
     #: Number of broadcasts so far. Each broadcast sends other weights.
     broadcasts: int = 0
@@ -51,10 +51,10 @@ class Witness:
     loaded: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def watch(self) -> None:
-        self.stage.fleet.registry.listen(self._see)
+        self.harness.fleet.registry.listen(self._see)
 
     def _see(self, before: GroupView, after: GroupView) -> None:
-        view = self.stage.fleet.registry.view
+        view = self.harness.fleet.registry.view
         if (
             before.state is not after.state
             and after.state not in LEGAL_GROUP_TRANSITIONS[before.state]
@@ -75,7 +75,7 @@ class Witness:
 
     def check_rules(self) -> None:
         """Record violations of the rules that apply at any moment."""
-        fleet = self.stage.fleet
+        fleet = self.harness.fleet
         for entrypoint in fleet.router.entrypoints:
             group = fleet.registry.view.groups[fleet.registry.group_of(entrypoint.rank)]
             if group.state not in SERVING_STATES or group.epoch != entrypoint.epoch:
@@ -88,11 +88,11 @@ class Witness:
 
     def _check_weights(self, entrypoint: Entrypoint) -> None:
         """Record a violation if a server that gets requests has weights that are not committed."""
-        if self.is_syncing and self.stage.fleet.router.is_closed:
+        if self.is_syncing and self.harness.fleet.router.is_closed:
             return
         rank = entrypoint.rank
         epoch = entrypoint.epoch
-        group = self.stage.fleet.registry.group_of(rank)
+        group = self.harness.fleet.registry.group_of(rank)
         loaded = self.loaded.get((group, epoch), 0)
         expected = (epoch, 0) if self.committed is None else self.committed.get(group)
         if expected != (epoch, loaded):
@@ -105,72 +105,72 @@ class Witness:
     def kill_server(self) -> None:
         rank = self._random_rank()
         self._note_damage(rank)
-        self.stage.host.die(rank)
+        self.harness.host.die(rank)
 
     def kill_four_servers(self) -> None:
-        for rank in self.dice.sample(sorted(self.stage.host.servers), 4):
+        for rank in self.dice.sample(sorted(self.harness.host.servers), 4):
             self._note_damage(rank)
-            self.stage.host.die(rank)
+            self.harness.host.die(rank)
 
     def hang_server(self) -> None:
-        server = self.stage.host[self._random_rank()]
+        server = self.harness.host[self._random_rank()]
         self._note_damage(server.rank)
         server.answers = server.at_home = "hang"
 
     def break_server(self) -> None:
-        server = self.stage.host[self._random_rank()]
+        server = self.harness.host[self._random_rank()]
         self._note_damage(server.rank)
         server.answers = server.at_home = "503"
 
     def cut_network(self) -> None:
-        ranks = self.dice.sample(sorted(self.stage.host.servers), 3)
-        healthy = [rank for rank in ranks if self.stage.host[rank].answers == "yes"]
+        ranks = self.dice.sample(sorted(self.harness.host.servers), 3)
+        healthy = [rank for rank in ranks if self.harness.host[rank].answers == "yes"]
         for rank in healthy:
-            self.stage.host[rank].answers = "hang"
+            self.harness.host[rank].answers = "hang"
             if self.is_syncing:
                 self._note_damage(rank)
         heal_after_s = self.dice.uniform(1, 400)
         loop = asyncio.get_running_loop()
-        epochs = {rank: self.stage.host[rank].epoch for rank in healthy}
+        epochs = {rank: self.harness.host[rank].epoch for rank in healthy}
 
         def heal() -> None:
             for rank in healthy:
-                server = self.stage.host[rank]
+                server = self.harness.host[rank]
                 if server.epoch == epochs[rank] and server.at_home == "yes":
                     server.answers = "yes"
 
         loop.call_later(heal_after_s, heal)
 
     def hinder_next_start(self) -> None:
-        server = self.stage.host[self._random_rank()]
+        server = self.harness.host[self._random_rank()]
         server.start_errors = ["no GPU"] * self.dice.randrange(4)
         server.loads_for_s = self.dice.choice([0.0, 3.0, 40.0, 150.0])
 
     def fail_requests(self) -> None:
         rank = self._random_rank()
-        epoch = self.dice.choice([1, self.stage.host[rank].epoch])
+        epoch = self.dice.choice([1, self.harness.host[rank].epoch])
         for _ in range(self.dice.randrange(20)):
-            self.stage.fleet.note_failure(rank, epoch, "reset")
+            self.harness.fleet.note_failure(rank, epoch, "reset")
         # An engine may fail after a number of failed requests without a generated token.
         self.failed[rank] += 1
-        if self.failed[rank] > self.stage.settings.health.misses:
+        if self.failed[rank] > self.harness.settings.health.misses:
             self._note_damage(rank)
 
     def generate_tokens(self) -> None:
         rank = self._random_rank()
         self.failed[rank] = 0
         self.pieces += 1
-        self.stage.fleet.note_tokens(rank, self.stage.host[rank].epoch, self.pieces)
+        self.harness.fleet.note_tokens(rank, self.harness.host[rank].epoch, self.pieces)
 
     def take_port(self) -> None:
-        self.stage.host.foreign_ports.add(8000 + self._random_rank())
+        self.harness.host.foreign_ports.add(8000 + self._random_rank())
 
     def slow_down_stops(self) -> None:
-        self.stage.host.stop_takes_s = self.dice.choice([0.0, 0.0, 4.0, 1000.0])
+        self.harness.host.stop_takes_s = self.dice.choice([0.0, 0.0, 4.0, 1000.0])
 
     async def act_as_trainer(self) -> None:
         """Act as the trainer: send new weights. Some syncs fail, are late or are not committed."""
-        fleet, dice = self.stage.fleet, self.dice
+        fleet, dice = self.harness.fleet, self.dice
         if dice.random() < 0.3:
             await fleet.check()
         taken = (
@@ -192,23 +192,23 @@ class Witness:
             self.is_syncing = False
 
     async def _sync(self, begun: dict[str, Any]) -> None:
-        fleet, dice, sync = self.stage.fleet, self.dice, begun["sync"]
+        fleet, dice, sync = self.harness.fleet, self.dice, begun["sync"]
         version = fleet.registry.view.version + dice.choice([0, 1, 3])
         self.broadcasts += 1
         broadcast_number = self.broadcasts
         # An engine that cannot be reached over the network receives no weights, so it may fail.
-        for server in self.stage.host.servers.values():
+        for server in self.harness.host.servers.values():
             if server.answers != "yes":
                 self.damaged.add(fleet.registry.group_of(server.rank))
-        for server in self.stage.host.servers.values():
+        for server in self.harness.host.servers.values():
             if dice.random() < 0.1:
                 self.damaged.add(fleet.registry.group_of(server.rank))
-                self.stage.prober.statuses[server.rank] = dice.choice([None, 500])
+                self.harness.prober.statuses[server.rank] = dice.choice([None, 500])
         ask = Ask(method="POST", path="/load", body={"version": broadcast_number})
         try:
             answers = (await fleet.syncs.broadcast(sync, ask, dice.choice([1.0, 20.0])))["answers"]
         finally:
-            self.stage.prober.statuses.clear()
+            self.harness.prober.statuses.clear()
         # Each engine that received the broadcast may have the new weights, even if it answered with
         # an error.
         for answer in answers:
@@ -233,11 +233,11 @@ class Witness:
             await asyncio.sleep(601.0)
 
     def _random_rank(self) -> int:
-        return self.dice.choice(sorted(self.stage.host.servers))
+        return self.dice.choice(sorted(self.harness.host.servers))
 
     def _note_damage(self, rank: int) -> None:
-        if self.stage.host[rank].is_alive:
-            self.damaged.add(self.stage.fleet.registry.group_of(rank))
+        if self.harness.host[rank].is_alive:
+            self.damaged.add(self.harness.fleet.registry.group_of(rank))
 
 
 def rebinding(ports: dict[int, int]) -> Callable[[int], Awaitable[list[Any]]]:
@@ -245,22 +245,22 @@ def rebinding(ports: dict[int, int]) -> Callable[[int], Awaitable[list[Any]]]:
 
     async def rebind(group: int) -> list[Any]:
         ports[group] = ports.get(group, 8000) + 100
-        engine = plan_of(5, 2).engines[group]
+        engine = make_topology(5, 2).engines[group]
         return [replace(slot, port=ports[group] + slot.rank) for slot in engine.servers]
 
     return rebind
 
 
-async def play_history(seed: int) -> tuple[Witness, float]:
+async def play_history(seed: int) -> tuple[HistoryChecker, float]:
     """Play a random history.
 
     Returns:
-        The `Witness` with its recorded violations, and the number of seconds by which the final
-        stop exceeded its time limit.
+        The `HistoryChecker` with its recorded violations, and the number of seconds by which the
+        final stop exceeded its time limit.
     """
     dice = Random(seed)
-    stage = Stage(
-        plan_of(5, 2),
+    harness = FleetHarness(
+        make_topology(5, 2),
         seed=seed,
         rebind=rebinding({}),
         misses=dice.choice([1, 2, 3]),
@@ -268,64 +268,64 @@ async def play_history(seed: int) -> tuple[Witness, float]:
         backoff_s=dice.choice([0.1, 1.0, 10.0]),
         parallel=dice.choice([1, 2, 5]),
     )
-    witness = Witness(stage, dice)
-    await stage.fleet.start()
-    witness.watch()
+    checker = HistoryChecker(harness, dice)
+    await harness.fleet.start()
+    checker.watch()
     random_events = [
-        witness.kill_server,
-        witness.kill_four_servers,
-        witness.hang_server,
-        witness.break_server,
-        witness.cut_network,
-        witness.hinder_next_start,
-        witness.fail_requests,
-        witness.generate_tokens,
-        witness.take_port,
-        witness.slow_down_stops,
+        checker.kill_server,
+        checker.kill_four_servers,
+        checker.hang_server,
+        checker.break_server,
+        checker.cut_network,
+        checker.hinder_next_start,
+        checker.fail_requests,
+        checker.generate_tokens,
+        checker.take_port,
+        checker.slow_down_stops,
     ]
     trainer_tasks: set[asyncio.Task[None]] = set()
     for _ in range(EVENTS):
         await asyncio.sleep(dice.choice([0.0, 0.01, 0.5, 5.0, 60.0, 300.0]))
-        witness.check_rules()
+        checker.check_rules()
         if not trainer_tasks and dice.random() < 0.15:
-            trainer_task = asyncio.create_task(witness.act_as_trainer())
+            trainer_task = asyncio.create_task(checker.act_as_trainer())
             trainer_tasks.add(trainer_task)
             trainer_task.add_done_callback(trainer_tasks.discard)
         else:
             dice.choice(random_events)()
-        witness.check_rules()
+        checker.check_rules()
     if trainer_tasks:
         await asyncio.wait(trainer_tasks)
     # Repair all servers and networks, so that each group can recover.
-    stage.host.stop_takes_s = 0.0
-    stage.host.foreign_ports.clear()
-    for server in stage.host.servers.values():
+    harness.host.stop_takes_s = 0.0
+    harness.host.foreign_ports.clear()
+    for server in harness.host.servers.values():
         server.start_errors, server.loads_for_s = [], 0.0
         if server.answers != "yes" and server.at_home == "yes":
             server.answers = "yes"
     await asyncio.sleep(1000.0)
-    await stage.sync()
+    await harness.sync()
     final = {G.ACTIVE, G.RETIRED}
-    for group in stage.fleet.registry.view.groups:
+    for group in harness.fleet.registry.view.groups:
         if group.state not in final or group.unreachable:
-            witness.violations.append(f"group {group.index} ends as {group.state}: {group.cause}")
+            checker.violations.append(f"group {group.index} ends as {group.state}: {group.cause}")
     began_s = now_s()
-    witness.damaged.update(range(5))
-    stage.host.stop_takes_s = dice.choice([0.0, 1e6])
-    await stage.fleet.stop()
-    if remaining_tasks := loops():
-        witness.violations.append(f"left: {remaining_tasks}")
-    return witness, now_s() - began_s - stage.stop_within_s
+    checker.damaged.update(range(5))
+    harness.host.stop_takes_s = dice.choice([0.0, 1e6])
+    await harness.fleet.stop()
+    if remaining_tasks := list_fleet_tasks():
+        checker.violations.append(f"left: {remaining_tasks}")
+    return checker, now_s() - began_s - harness.stop_within_s
 
 
 def check(seed: int) -> None:
-    witness, over_s = run(play_history(seed))
+    checker, over_s = run(play_history(seed))
 
-    assert witness.violations == []
-    assert witness.stage.host.faults == []
+    assert checker.violations == []
+    assert checker.harness.host.faults == []
     assert over_s < 1.5
-    begun = [event["id"] for event in witness.stage.told("rollout.recovery.begun")]
-    ended = [event["id"] for event in witness.stage.told("rollout.recovery.ended")]
+    begun = [event["id"] for event in checker.harness.list_events("rollout.recovery.begun")]
+    ended = [event["id"] for event in checker.harness.list_events("rollout.recovery.ended")]
     assert sorted(begun) == sorted(ended)
 
 

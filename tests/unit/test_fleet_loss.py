@@ -18,7 +18,7 @@ from tasks.rollout.backends import Ask
 from tasks.rollout.sync import InFlight
 from tasks.spec.failure_kinds import FailureKind
 from tests.support.fleet_clock import in_virtual_time
-from tests.support.fleet_fakes import serving
+from tests.support.fleet_fakes import start_fake_fleet
 
 CRASH = 'Traceback (most recent call last):\n  File "fleet.py", line 8, in run\nKeyError: 7\n'
 #: Log of a fleet that has ended because of an error: the error of a server, the reason of the end,
@@ -180,15 +180,15 @@ def test_last_activity_of_a_fleet(events: list[Event], doing: str) -> None:
 
 @in_virtual_time
 async def test_stop_of_the_fleet_is_not_its_last_activity() -> None:
-    stage = await serving(3)
-    begun = await stage.fleet.begin_sync(60.0, InFlight.WAIT)
+    harness = await start_fake_fleet(3)
+    begun = await harness.fleet.begin_sync(60.0, InFlight.WAIT)
     push = Ask(method="POST", path="/update_weights_from_disk")
-    await stage.fleet.syncs.broadcast(begun["sync"], push, 10.0)
+    await harness.fleet.syncs.broadcast(begun["sync"], push, 10.0)
 
-    await stage.fleet.stop()
+    await harness.fleet.stop()
 
     events = [
-        fleet_event(name, **json.loads(json.dumps(fields))) for _, name, fields in stage.events
+        fleet_event(name, **json.loads(json.dumps(fields))) for _, name, fields in harness.events
     ]
     assert describe_fleet_activity(events, 3) == "3 of 3 engines served, weights were being synced"
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tasks.record.states import LEGAL_GROUP_TRANSITIONS, RUNNING_STATES, SERVING_STATES, GroupState
 from tasks.rollout.registry import FleetView, GroupView, Registry
 from tasks.spec.errors import IllegalTransition
-from tests.support.fleet_fakes import plan_of, slot_of
+from tests.support.fleet_fakes import make_slot, make_topology
 
 G = GroupState
 A, U, X, R, S = G.ACTIVE, G.SUSPECT, G.INACTIVE, G.RECOVERING, G.STALE
@@ -20,7 +20,7 @@ A, U, X, R, S = G.ACTIVE, G.SUSPECT, G.INACTIVE, G.RECOVERING, G.STALE
 
 def start_all(engines: int = 2, servers: int = 1) -> Registry:
     """Return a registry whose groups are all ACTIVE."""
-    registry = Registry(plan_of(engines, servers))
+    registry = Registry(make_topology(engines, servers))
     for group in range(engines):
         registry.mark_started(group, registry.begin(group))
     return registry
@@ -35,7 +35,7 @@ def registry_with_group_in(state: GroupState) -> Registry:
 
     The epoch of the group, which counts its starts, is 1 or 2.
     """
-    registry = Registry(plan_of(1), serves_as_loaded=state is not G.STALE)
+    registry = Registry(make_topology(1), serves_as_loaded=state is not G.STALE)
     path: dict[GroupState, list[Callable[[], object]]] = {
         G.STARTING: [],
         G.ACTIVE: [lambda: registry.mark_started(0, 1)],
@@ -140,7 +140,7 @@ def test_new_epoch_can_have_new_addresses() -> None:
     registry.fail(0, 1, "port taken")
     registry.claim(0)
 
-    epoch = registry.begin(0, slots=[slot_of(0, 0, port=9)])
+    epoch = registry.begin(0, slots=[make_slot(0, 0, port=9)])
 
     assert epoch == 2
     assert registry.view.servers[0].port == 9
@@ -263,7 +263,7 @@ def test_group_that_starts_after_a_commit_is_stale(version: int) -> None:
 
 
 def test_serves_as_loaded_decides_if_groups_serve_before_the_first_commit() -> None:
-    awaiting = Registry(plan_of(1), serves_as_loaded=False)
+    awaiting = Registry(make_topology(1), serves_as_loaded=False)
     awaiting.mark_started(0, awaiting.begin(0))
 
     assert [group.version for group in start_all().view.serving] == [0, 0]
@@ -335,7 +335,7 @@ ACTIONS = st.tuples(
 @settings(max_examples=300, deadline=None)
 @given(st.lists(ACTIONS, max_size=60))
 def test_random_calls_make_only_legal_transitions(actions: list[tuple[str, int, int]]) -> None:
-    registry = Registry(plan_of(3))
+    registry = Registry(make_topology(3))
     moves: list[tuple[GroupView, GroupView]] = []
     registry.listen(lambda before, after: moves.append((before, after)))
     calls: dict[str, Callable[[int, int], object]] = {

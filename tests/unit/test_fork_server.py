@@ -13,7 +13,7 @@ import pytest
 from prefect.client.schemas.responses import DeploymentResponse
 
 from tasks.queue import fork_server
-from tests.support.ground import ROOT
+from tests.support.host_environment import ROOT
 
 STEP = "prefect.deployments.steps.set_working_directory"
 

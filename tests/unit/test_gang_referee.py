@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.gang_referee import History, Part, State, judge
+from tests.support.gang_referee import ComponentProcess, History, State, judge
 
 #: GPUs of each node, in a cluster of one node and in a cluster of two nodes.
 ALONE = {"n1": 8}
@@ -40,7 +40,7 @@ def run(
         changes: Fields of the history to replace.
     """
     placed = dict.fromkeys(on, gpus)
-    component = Part(
+    component = ComponentProcess(
         attempt=1,
         pid=100 + number,
         began=pending + 1,
@@ -94,7 +94,9 @@ def with_state(at: float, type: str, name: str) -> History:
 
 def with_part(attempt: int, began: float, ended: float) -> History:
     """Return the history `ONE` with one more component, whose pid is 7."""
-    return replace(ONE, parts=[*ONE.parts, Part(attempt=attempt, pid=7, began=began, ended=ended)])
+    return replace(
+        ONE, parts=[*ONE.parts, ComponentProcess(attempt=attempt, pid=7, began=began, ended=ended)]
+    )
 
 
 def seeing(*devices: str | None, host: str = "n1") -> History:

@@ -26,7 +26,7 @@ from tasks.processes.tree import read_environment
 from tasks.ray.dashboard import NoAnswer
 from tasks.ray.job import RayJob
 from tasks.ray.submission import JobPlan
-from tests.support.ground import until
+from tests.support.host_environment import wait_for
 from tests.support.ray_jobs import make_job
 
 HANGS = """
@@ -195,7 +195,7 @@ def test_nccl_is_asked_only_at_processes_of_the_job() -> None:
         env = {"NCCL_RAS_ADDR": address}
         with subprocess.Popen(["sleep", "600"], env=env) as rank:
             # The kernel shows the variables of a new program only some moments after its start.
-            until(lambda: "NCCL_RAS_ADDR" in read_environment(rank.pid), "the rank's variables")
+            wait_for(lambda: "NCCL_RAS_ADDR" in read_environment(rank.pid), "the rank's variables")
             foreign = nccl_status([rank.pid, other.pid])
             status = nccl_status([rank.pid, ras.pid])
             rank.kill()

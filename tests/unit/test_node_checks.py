@@ -22,7 +22,7 @@ from tasks.ray.submission import SubmissionFile
 from tasks.ray.unchecked_nodes import UncheckedNode, read_notes
 from tasks.record.run_json import SubmissionJson
 from tasks.upkeep import node_checks, reconcile
-from tests.support.ray_jobs import as_they_are
+from tests.support.ray_jobs import skip_node_preparation
 
 ADDRESS = "http://10.0.0.1:8265"
 BEGAN_AT = 1000.0
@@ -124,7 +124,7 @@ def end(cluster: Cluster, tmp_path: Path, muster_home: Path) -> Callable[..., Jo
             grace_s=0.0,
             emit=lambda name, **fields: None,
             on_state=lambda state: None,
-            make_ready=as_they_are,
+            make_ready=skip_node_preparation,
             sweep=cluster.sweep,
         )
         return asyncio.run(down.run(SubmissionFile(tmp_path / "submission.json", content)))

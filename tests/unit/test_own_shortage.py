@@ -17,7 +17,7 @@ from tasks.rollout.backends import Ask
 from tasks.rollout.probing import HttpProber, NoReply, Reply
 from tasks.rollout.sync import InFlight
 from tests.support.fleet_clock import run
-from tests.support.fleet_fakes import Stage, plan_of
+from tests.support.fleet_fakes import FleetHarness, make_topology
 from tests.support.open_files import full_table_of_files
 
 SHORTAGE = NotChecked("this machine could not send the request: [Errno 24] Too many open files")
@@ -99,23 +99,23 @@ def test_listener_on_the_port_of_a_client_does_not_give_the_user() -> None:
     table.close()
 
 
-def played(story: Callable[[Stage], object], **settings: object) -> Stage:
+def played(story: Callable[[FleetHarness], object], **settings: object) -> FleetHarness:
     """Run a fleet of two engines in virtual time, and return the simulated environment.
 
     Args:
         story: Function that causes the events of the test, in the environment.
         settings: Settings of the environment.
     """
-    stages: list[Stage] = []
+    stages: list[FleetHarness] = []
 
     async def play() -> None:
-        stage = Stage(plan_of(2), **settings)  # type: ignore[arg-type]
-        stages.append(stage)
-        await stage.fleet.start()
-        answer = story(stage)
+        harness = FleetHarness(make_topology(2), **settings)  # type: ignore[arg-type]
+        stages.append(harness)
+        await harness.fleet.start()
+        answer = story(harness)
         if asyncio.iscoroutine(answer):
             await answer
-        await stage.fleet.stop()
+        await harness.fleet.stop()
 
     run(play())
     return stages[0]
@@ -124,37 +124,39 @@ def played(story: Callable[[Stage], object], **settings: object) -> Stage:
 def test_engines_stay_active_without_recoveries_during_a_shortage() -> None:
     states: list[list[GroupState]] = []
 
-    async def story(stage: Stage) -> None:
-        stage.prober.shortage = SHORTAGE
+    async def story(harness: FleetHarness) -> None:
+        harness.prober.shortage = SHORTAGE
         await asyncio.sleep(600)
-        states.append([group.state for group in stage.fleet.registry.view.groups])
-        answer = await stage.fleet.check()
+        states.append([group.state for group in harness.fleet.registry.view.groups])
+        answer = await harness.fleet.check()
         assert answer["failed"] == []
-        stage.prober.shortage = None
+        harness.prober.shortage = None
         await asyncio.sleep(120)
 
-    stage = played(story, interval_s=10.0, timeout_s=5.0, misses=3, budget=1)
+    harness = played(story, interval_s=10.0, timeout_s=5.0, misses=3, budget=1)
 
     assert states == [[GroupState.ACTIVE] * 2]
-    assert [group.recoveries for group in stage.fleet.registry.view.groups] == [0, 0]
+    assert [group.recoveries for group in harness.fleet.registry.view.groups] == [0, 0]
     warnings = [
-        fields["message"] for _, event, fields in stage.events if event == "rollout.warning"
+        fields["message"] for _, event, fields in harness.events if event == "rollout.warning"
     ]
     assert any("Too many open files" in message for message in warnings)
 
 
 def test_recovery_without_free_files_waits() -> None:
-    async def story(stage: Stage) -> None:
-        stage.host[0].shortages = 30
-        stage.host.die(0, "killed by SIGKILL")
+    async def story(harness: FleetHarness) -> None:
+        harness.host[0].shortages = 30
+        harness.host.die(0, "killed by SIGKILL")
         await asyncio.sleep(120)
 
-    stage = played(story, budget=1)
+    harness = played(story, budget=1)
 
     # The engine recovered once, although its first 30 starts found no free file.
-    assert stage.fleet.registry.view.groups[0].recoveries == 1
+    assert harness.fleet.registry.view.groups[0].recoveries == 1
     outcomes = [
-        fields["outcome"] for _, event, fields in stage.events if event == "rollout.recovery.ended"
+        fields["outcome"]
+        for _, event, fields in harness.events
+        if event == "rollout.recovery.ended"
     ]
     assert outcomes == ["recovered"]
 
@@ -162,15 +164,15 @@ def test_recovery_without_free_files_waits() -> None:
 def test_engine_is_stale_but_not_ended_if_muster_cannot_send_weights() -> None:
     results: list[object] = []
 
-    async def story(stage: Stage) -> None:
-        sync = await stage.fleet.begin_sync(600.0, InFlight.WAIT)
-        stage.prober.shortage = SHORTAGE
+    async def story(harness: FleetHarness) -> None:
+        sync = await harness.fleet.begin_sync(600.0, InFlight.WAIT)
+        harness.prober.shortage = SHORTAGE
         ask = Ask(method="POST", path="/update_weights", body={})
-        answers = await stage.fleet.syncs.broadcast(sync["sync"], ask, 5.0)
-        stage.prober.shortage = None
-        answer = await stage.fleet.syncs.commit(sync["sync"], 1, {0: 1, 1: 1})
+        answers = await harness.fleet.syncs.broadcast(sync["sync"], ask, 5.0)
+        harness.prober.shortage = None
+        answer = await harness.fleet.syncs.commit(sync["sync"], 1, {0: 1, 1: 1})
         results.extend([answers["answers"][0]["status"], answer["serving"], answer["stale"]])
-        results.append([group.recoveries for group in stage.fleet.registry.view.groups])
+        results.append([group.recoveries for group in harness.fleet.registry.view.groups])
 
     played(story)
 

@@ -22,7 +22,7 @@ from tests.support.fake_nvml import FakeNvml, Gpu
 
 def test_gpus_and_their_processes_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     held = Gpu(used_mib=40321, processes=[(os.getpid(), 40318)])
-    FakeNvml.installed(monkeypatch, [held, Gpu(used_mib=3)])
+    FakeNvml.install(monkeypatch, [held, Gpu(used_mib=3)])
 
     facts = read_gpus()
 
@@ -38,7 +38,7 @@ def test_gpus_and_their_processes_are_reported(monkeypatch: pytest.MonkeyPatch) 
 def test_dead_process_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()
-    FakeNvml.installed(monkeypatch, [Gpu(processes=[(ended.pid, None)])])
+    FakeNvml.install(monkeypatch, [Gpu(processes=[(ended.pid, None)])])
 
     [held] = read_gpus()["processes"]
 
@@ -46,7 +46,7 @@ def test_dead_process_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_silent_driver_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeNvml.installed(monkeypatch, [Gpu()]).is_silent = True
+    FakeNvml.install(monkeypatch, [Gpu()]).is_silent = True
 
     facts = read_gpus()
 

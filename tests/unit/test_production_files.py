@@ -18,8 +18,8 @@ from prefect.settings import Settings
 from pydantic import AliasChoices, BaseModel
 
 from tasks.upkeep.prune import Retention
-from tests.support.ground import ROOT
-from tests.support.production import PRODUCTION, variables_in
+from tests.support.host_environment import ROOT
+from tests.support.production import PRODUCTION, read_variables
 
 ENV_FILES = ("server.env", "muster.env", "secrets.env.example")
 UNITS = sorted((PRODUCTION / "systemd").iterdir())
@@ -68,7 +68,7 @@ def read_commands(path: Path) -> list[list[str]]:
 def test_every_variable_is_a_setting(name: str) -> None:
     known_settings = {*prefect_settings(), *MUSTER_SETTINGS, *OTHER_SETTINGS}
 
-    variables = variables_in(PRODUCTION / name, switched_off=True)
+    variables = read_variables(PRODUCTION / name, switched_off=True)
 
     assert variables
     assert set(variables) <= known_settings
@@ -76,7 +76,7 @@ def test_every_variable_is_a_setting(name: str) -> None:
 
 @pytest.mark.parametrize("name", ENV_FILES)
 def test_prefect_and_muster_accept_every_value(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = variables_in(PRODUCTION / name)
+    values = read_variables(PRODUCTION / name)
     for variable, value in values.items():
         monkeypatch.setenv(variable, value)
 
@@ -98,7 +98,7 @@ def test_files_contain_no_real_password() -> None:
     passwords = [
         value
         for name in ENV_FILES
-        for variable, value in variables_in(PRODUCTION / name).items()
+        for variable, value in read_variables(PRODUCTION / name).items()
         if re.search("AUTH|PASSWORD|CONNECTION_URL", variable)
     ]
 

@@ -23,7 +23,7 @@ from tasks.show.arguments import run as run_verb
 from tasks.upkeep import prune as pruning
 from tasks.upkeep.prune import Retention, prune_host
 from tasks.upkeep.waiting_runs import note_waiting_run
-from tests.support.ground import ROOT
+from tests.support.host_environment import ROOT
 
 DAY_S = 24 * 3600.0
 OLD, NEW, OTHER = (f"{name}-grpo-20260101-000000-abcd91c2" for name in ("old", "new", "other"))

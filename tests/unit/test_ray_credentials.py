@@ -20,7 +20,7 @@ from tasks.ray.dashboard import (
 )
 from tasks.spec.run import RunSpec
 from tasks.train.plan import component_env
-from tests.support.guarded_dashboard import guarded, own_certificate
+from tests.support.guarded_dashboard import create_certificate, run_guarded_dashboard
 
 ADDRESS = "https://ray:8265"
 TOKEN = {"authorization": "Bearer of-ray"}
@@ -110,8 +110,8 @@ def test_components_do_not_inherit_listed_clusters() -> None:
 async def test_https_address_is_verified_with_the_listed_certificates(
     tmp_path: Path,
 ) -> None:
-    whole, trusted = own_certificate(tmp_path)
-    with guarded("http://127.0.0.1:9", certificate=whole) as proxy:
+    whole, trusted = create_certificate(tmp_path)
+    with run_guarded_dashboard("http://127.0.0.1:9", certificate=whole) as proxy:
 
         async def ask(ca: str | None) -> str:
             dashboard = Dashboard(proxy.address, credentials=Credentials(ca=ca, has_token=False))

@@ -29,7 +29,7 @@ from tasks.record.outcome import Failure, Verdict
 from tasks.record.run_json import RunJson, RunRecord
 from tasks.record.states import RunState
 from tasks.spec.failure_kinds import FailureKind
-from tests.support.stage import wait_until
+from tests.support.supervised_components import wait_until
 
 #: Program that opens a registry, prints "open", and runs until its stdin ends.
 OWNER = """

@@ -13,7 +13,7 @@ from tasks.rollout.forwarding import Forwarder
 from tasks.rollout.http1 import Answer, HttpRequest
 from tasks.rollout.router import Entrypoint, Router
 from tasks.rollout.upstream import BrokenOff
-from tests.support.fleet_fakes import settings_of
+from tests.support.fleet_fakes import make_settings
 
 pytestmark = pytest.mark.asyncio
 
@@ -38,7 +38,7 @@ class FakeRequest(HttpRequest):
         return answer.status
 
 
-class Scene:
+class RequestSetup:
     """A `Forwarder`, which sends requests to fake servers.
 
     The servers answer when the test calls `let_server_answer`.
@@ -49,7 +49,7 @@ class Scene:
         self.failures: list[tuple[int, int, str]] = []
         fleet = SimpleNamespace(
             router=self.router,
-            settings=settings_of(),
+            settings=make_settings(),
             note_failure=lambda *failure: self.failures.append(failure),
         )
         self.forwarder = Forwarder(fleet, is_token_own=False)  # type: ignore[arg-type]
@@ -86,72 +86,72 @@ class Scene:
 
 
 async def test_requests_to_a_retired_entrypoint_end_with_a_retryable_error() -> None:
-    scene = Scene()
-    started = [await scene.start_request() for _ in range(3)]
+    request_setup = RequestSetup()
+    started = [await request_setup.start_request() for _ in range(3)]
 
-    scene.remove_entrypoints()
+    request_setup.remove_entrypoints()
 
     assert await asyncio.gather(*(task for task, _ in started)) == [503] * 3
     for _, request in started:
         assert "before: rank 0 was removed from the routing" in request.sent.text
-    assert scene.router.outstanding == 0
-    assert not scene.failures
+    assert request_setup.router.outstanding == 0
+    assert not request_setup.failures
 
 
 @pytest.mark.parametrize(("rank", "epoch"), [(0, 1), (0, 3), (1, 2)])
 async def test_end_of_another_incarnation_cancels_no_request(rank: int, epoch: int) -> None:
-    scene = Scene()
-    task, request = await scene.start_request()
-    scene.router.set([_RANK_0, make_entrypoint(rank, epoch)])
+    request_setup = RequestSetup()
+    task, request = await request_setup.start_request()
+    request_setup.router.set([_RANK_0, make_entrypoint(rank, epoch)])
 
-    scene.router.set([_RANK_0])
-    scene.let_server_answer()
+    request_setup.router.set([_RANK_0])
+    request_setup.let_server_answer()
 
     assert (await task, request.sent.text) == (200, "answered")
 
 
 @pytest.mark.parametrize("first", ["cancel", "abort"])
 async def test_client_may_leave_at_the_moment_of_an_abort(first: str) -> None:
-    scene = Scene()
-    task, _ = await scene.start_request()
+    request_setup = RequestSetup()
+    task, _ = await request_setup.start_request()
 
     if first == "cancel":
         task.cancel()
-    scene.remove_entrypoints()
+    request_setup.remove_entrypoints()
     if first == "abort":
         task.cancel()
 
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert scene.router.outstanding == 0
+    assert request_setup.router.outstanding == 0
 
 
 async def test_answer_at_the_moment_of_an_abort_is_discarded() -> None:
-    scene = Scene()
-    task, request = await scene.start_request()
+    request_setup = RequestSetup()
+    task, request = await request_setup.start_request()
 
     # Between these two calls, the event loop does not run the task of the request.
-    scene.let_server_answer()
-    scene.remove_entrypoints()
+    request_setup.let_server_answer()
+    request_setup.remove_entrypoints()
 
     assert await task == 503
     assert "before: rank 0 was removed from the routing" in request.sent.text
 
 
 async def test_error_at_the_moment_of_an_abort_is_no_failure_of_the_server() -> None:
-    scene = Scene()
+    request_setup = RequestSetup()
 
     async def reset_connection(*_: Any, **__: Any) -> None:
         try:
-            await scene.answer
+            await request_setup.answer
         except asyncio.CancelledError:
             raise BrokenOff("reset") from None
 
-    scene.forwarder.client.request = reset_connection  # type: ignore[method-assign,assignment]
-    task, request = await scene.start_request()
-    scene.remove_entrypoints()
+    request_setup.forwarder.client.request = reset_connection  # type: ignore[method-assign,assignment]
+    task, request = await request_setup.start_request()
+    request_setup.remove_entrypoints()
 
     assert await task == 503
     assert "before: no answer: reset" in request.sent.text
     assert not task.cancelling()
-    assert not scene.failures
+    assert not request_setup.failures

@@ -25,7 +25,7 @@ from tasks.processes.services import (
 from tasks.record.outcome import ComponentFailed, Exit, GiveUpReason
 from tasks.spec.errors import RunEnded
 from tasks.spec.failure_kinds import FailureKind
-from tests.support.stage import wait_until
+from tests.support.supervised_components import wait_until
 
 POLICY = RestartPolicy(first_delay_s=1.0, most_delay_s=8.0, steady_s=30.0, give_up_after_s=100.0)
 
@@ -82,19 +82,19 @@ class Process:
 class FakeServiceProcess:
     """Fake process of a service, which follows the script of a test."""
 
-    def __init__(self, stage: Stage, plan: ComponentPlan) -> None:
-        self.stage = stage
+    def __init__(self, harness: ServiceHarness, plan: ComponentPlan) -> None:
+        self.harness = harness
         self.name = plan.name
         self.pid: int | None = None
         self.exited: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
         self.process = Process()
         self.was_ended = False
-        self._script = stage.next_script(plan.name)
+        self._script = harness.next_script(plan.name)
 
     async def launch(self) -> None:
-        self.pid = len(self.stage.processes[self.name]) + 1000
-        self.stage.processes[self.name].append(self)
-        self.stage.order.append(f"start {self.name}")
+        self.pid = len(self.harness.processes[self.name]) + 1000
+        self.harness.processes[self.name].append(self)
+        self.harness.order.append(f"start {self.name}")
         if self._script == "port taken":
             raise ComponentFailed(
                 GiveUpReason(kind=FailureKind.PORT_CONFLICT, rule="port", message="taken")
@@ -120,14 +120,14 @@ class FakeServiceProcess:
 
     async def end(self) -> tuple[int | str, ...]:
         self.was_ended = True
-        self.stage.order.append(f"end {self.name}")
+        self.harness.order.append(f"end {self.name}")
         self.exit(Exit.from_return_code(-15, 0.0))
         if not self.process.empty.done():
             self.process.empty.set_result(None)
         return ()
 
 
-class Stage:
+class ServiceHarness:
     """Environment of a test: services with fake processes, and a clock that does not wait."""
 
     def __init__(self, *plans: ComponentPlan, needs: dict[str, str] | None = None) -> None:
@@ -194,156 +194,160 @@ def plan(name: str, *, children_grace_s: float | None = None) -> ComponentPlan:
 
 
 @pytest.fixture
-def stages() -> Iterator[list[Stage]]:
-    made: list[Stage] = []
+def stages() -> Iterator[list[ServiceHarness]]:
+    made: list[ServiceHarness] = []
     yield made
-    for stage in made:
-        with stage.services:
+    for harness in made:
+        with harness.services:
             pass
 
 
-def test_dead_service_is_restarted_and_reports_the_reason(stages: list[Stage]) -> None:
-    stages.append(stage := Stage(plan("server"), plan("worker")))
+def test_dead_service_is_restarted_and_reports_the_reason(stages: list[ServiceHarness]) -> None:
+    stages.append(harness := ServiceHarness(plan("server"), plan("worker")))
     for name in ("server", "worker"):
-        stage.services.start(name)
+        harness.services.start(name)
 
-    stage.die("server")
+    harness.die("server")
 
-    report = stage.reports["server"]
+    report = harness.reports["server"]
     assert (report.deaths, report.state, report.pid) == (1, ServiceState.READY, 1001)
     assert report.reason.startswith("server (pid 1000) was killed by SIGKILL")
     assert report.died_at is not None
-    assert stage.slept == [1.0]
+    assert harness.slept == [1.0]
     # The other services continue.
-    assert len(stage.processes["worker"]) == 1
-    assert stage.reports["worker"].deaths == 0
+    assert len(harness.processes["worker"]) == 1
+    assert harness.reports["worker"].deaths == 0
 
 
-def test_exit_code_0_is_also_a_death(stages: list[Stage]) -> None:
-    stages.append(stage := Stage(plan("server")))
-    stage.services.start("server")
+def test_exit_code_0_is_also_a_death(stages: list[ServiceHarness]) -> None:
+    stages.append(harness := ServiceHarness(plan("server")))
+    harness.services.start("server")
 
-    stage.die("server", how=0)
+    harness.die("server", how=0)
 
-    assert "ended with exit code 0" in stage.reports["server"].reason
+    assert "ended with exit code 0" in harness.reports["server"].reason
 
 
 def test_leftovers_are_ended_before_the_restart(
-    stages: list[Stage],
+    stages: list[ServiceHarness],
 ) -> None:
-    stages.append(stage := Stage(plan("server")))
-    stage.services.start("server")
+    stages.append(harness := ServiceHarness(plan("server")))
+    harness.services.start("server")
 
-    stage.die("server")
+    harness.die("server")
 
-    assert stage.order == ["start server", "end server", "start server"]
+    assert harness.order == ["start server", "end server", "start server"]
 
 
 def test_outliving_children_are_ended_only_with_the_services(
-    stages: list[Stage],
+    stages: list[ServiceHarness],
 ) -> None:
-    stages.append(stage := Stage(plan("worker", children_grace_s=5.0)))
-    stage.services.start("worker")
+    stages.append(harness := ServiceHarness(plan("worker", children_grace_s=5.0)))
+    harness.services.start("worker")
 
-    stage.die("worker")
-    order = [*stage.order]
-    stage.services.teardown()
+    harness.die("worker")
+    order = [*harness.order]
+    harness.services.teardown()
 
     assert order == ["start worker", "start worker"]
-    assert [service_process.was_ended for service_process in stage.processes["worker"]] == [
+    assert [service_process.was_ended for service_process in harness.processes["worker"]] == [
         True,
         True,
     ]
 
 
-def test_service_is_restarted_after_the_service_it_needs(stages: list[Stage]) -> None:
+def test_service_is_restarted_after_the_service_it_needs(stages: list[ServiceHarness]) -> None:
     needs = {"node": "head"}
-    stages.append(stage := Stage(plan("head"), plan("node"), plan("worker"), needs=needs))
+    stages.append(
+        harness := ServiceHarness(plan("head"), plan("node"), plan("worker"), needs=needs)
+    )
     for name in ("head", "node", "worker"):
-        stage.services.start(name)
-    stage.order.clear()
+        harness.services.start(name)
+    harness.order.clear()
 
-    stage.die("head")
-    wait_until(lambda: len(stage.processes["node"]) == 2, "the node is started again")
-    wait_until(lambda: stage.state("node") is ServiceState.READY, "the node is ready again")
+    harness.die("head")
+    wait_until(lambda: len(harness.processes["node"]) == 2, "the node is started again")
+    wait_until(lambda: harness.state("node") is ServiceState.READY, "the node is ready again")
 
-    assert stage.order.index("start head") < stage.order.index("start node")
-    assert "end node" in stage.order
-    assert "start worker" not in stage.order
+    assert harness.order.index("start head") < harness.order.index("start node")
+    assert "end node" in harness.order
+    assert "start worker" not in harness.order
     # The service `node` did not die by itself: it was stopped because the service `head` died.
-    assert stage.reports["node"].deaths == 0
+    assert harness.reports["node"].deaths == 0
 
 
-def test_service_that_fails_for_minutes_ends_all_services(stages: list[Stage]) -> None:
-    stages.append(stage := Stage(plan("server"), plan("worker")))
+def test_service_that_fails_for_minutes_ends_all_services(stages: list[ServiceHarness]) -> None:
+    stages.append(harness := ServiceHarness(plan("server"), plan("worker")))
     for name in ("server", "worker"):
-        stage.services.start(name)
-    stage.scripts["server"] = ["port taken"] * 100
+        harness.services.start(name)
+    harness.scripts["server"] = ["port taken"] * 100
 
-    stage._in_loop(lambda: stage.processes["server"][-1].exit(Exit.from_return_code(-9, 0.0)))
-    stage.services.wait_over()
+    harness._in_loop(lambda: harness.processes["server"][-1].exit(Exit.from_return_code(-9, 0.0)))
+    harness.services.wait_over()
 
-    assert stage.services.failure is not None
-    assert "server could not be started again: server" in stage.services.failure.message
-    assert "taken" in stage.services.failure.message
-    assert sum(stage.slept) > POLICY.give_up_after_s
-    assert stage.state("server") is ServiceState.GIVEN_UP
-    assert stage.services.teardown() == {}
-    assert stage.processes["worker"][0].was_ended
+    assert harness.services.failure is not None
+    assert "server could not be started again: server" in harness.services.failure.message
+    assert "taken" in harness.services.failure.message
+    assert sum(harness.slept) > POLICY.give_up_after_s
+    assert harness.state("server") is ServiceState.GIVEN_UP
+    assert harness.services.teardown() == {}
+    assert harness.processes["worker"][0].was_ended
 
 
 @pytest.mark.parametrize("script", ["exits", "port taken"])
-def test_service_that_fails_at_first_is_given_up_at_once(stages: list[Stage], script: str) -> None:
-    stages.append(stage := Stage(plan("server")))
-    stage.scripts["server"] = [script]
+def test_service_that_fails_at_first_is_given_up_at_once(
+    stages: list[ServiceHarness], script: str
+) -> None:
+    stages.append(harness := ServiceHarness(plan("server")))
+    harness.scripts["server"] = [script]
 
     with pytest.raises(RunEnded):
-        stage.services.start("server")
+        harness.services.start("server")
 
-    assert stage.slept == []
-    assert stage.services.failure is not None
-    assert stage.services.failure.component == "server"
-    assert stage.services.failure.log_tail == "last words"
+    assert harness.slept == []
+    assert harness.services.failure is not None
+    assert harness.services.failure.component == "server"
+    assert harness.services.failure.log_tail == "last words"
 
 
 def test_service_killed_before_it_was_ready_is_restarted(
-    stages: list[Stage],
+    stages: list[ServiceHarness],
 ) -> None:
-    stages.append(stage := Stage(plan("server")))
-    stage.scripts["server"] = ["is killed", "is killed"]
+    stages.append(harness := ServiceHarness(plan("server")))
+    harness.scripts["server"] = ["is killed", "is killed"]
 
-    stage.services.start("server")
+    harness.services.start("server")
 
-    assert stage.slept == [1.0, 2.0]
-    assert stage.reports["server"].deaths == 2
+    assert harness.slept == [1.0, 2.0]
+    assert harness.reports["server"].deaths == 2
 
 
-def test_services_end_in_the_reverse_order_of_their_start(stages: list[Stage]) -> None:
-    stages.append(stage := Stage(plan("server"), plan("head"), plan("worker")))
+def test_services_end_in_the_reverse_order_of_their_start(stages: list[ServiceHarness]) -> None:
+    stages.append(harness := ServiceHarness(plan("server"), plan("head"), plan("worker")))
     for name in ("server", "head", "worker"):
-        stage.services.start(name)
-    stage.order.clear()
+        harness.services.start(name)
+    harness.order.clear()
 
-    stage.services.stop("asked to")
-    stage.services.wait_over()
-    stage.services.teardown()
+    harness.services.stop("asked to")
+    harness.services.wait_over()
+    harness.services.teardown()
 
-    assert stage.order == ["end worker", "end head", "end server"]
-    assert (stage.services.stopped_by, stage.services.failure) == ("asked to", None)
+    assert harness.order == ["end worker", "end head", "end server"]
+    assert (harness.services.stopped_by, harness.services.failure) == ("asked to", None)
 
 
 def test_service_whose_end_raises_an_error_does_not_keep_the_others_alive(
-    stages: list[Stage],
+    stages: list[ServiceHarness],
 ) -> None:
-    stages.append(stage := Stage(plan("server"), plan("worker")))
+    stages.append(harness := ServiceHarness(plan("server"), plan("worker")))
     for name in ("server", "worker"):
-        stage.services.start(name)
+        harness.services.start(name)
 
     async def fail() -> tuple[int | str, ...]:
         raise RuntimeError("a bug")
 
-    stage.processes["worker"][-1].end = fail  # type: ignore[method-assign]
-    left = stage.services.teardown()
+    harness.processes["worker"][-1].end = fail  # type: ignore[method-assign]
+    left = harness.services.teardown()
 
-    assert stage.processes["server"][-1].was_ended
+    assert harness.processes["server"][-1].was_ended
     assert left == {"worker": ("the end of worker has failed: RuntimeError('a bug')",)}

@@ -11,7 +11,7 @@ import pytest
 
 from tasks.processes import shared_memory
 from tasks.processes.shared_memory import SharedMemoryWatch, find_used_files
-from tests.support.stage import DEADLINE_S
+from tests.support.supervised_components import DEADLINE_S
 
 
 class Crowd:

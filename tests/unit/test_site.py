@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from tests.documents.site import copy_sources
-from tests.support.documents import ROOT, Document, documents
+from tests.support.documents import ROOT, Document, list_documents
 
 
 def read_settings() -> dict[str, Any]:
@@ -47,7 +47,7 @@ def test_navigation_names_every_document_outside_the_tests() -> None:
 
     missing = [
         str(document)
-        for document in documents()
+        for document in list_documents()
         if not str(document).startswith("tests/") and f": {document}\n" not in text
     ]
 
@@ -57,7 +57,7 @@ def test_navigation_names_every_document_outside_the_tests() -> None:
 def test_paragraphs_below_a_list_item_are_indented_by_four_spaces() -> None:
     # With fewer spaces, MkDocs ends the list.
     wrong = []
-    for document in documents():
+    for document in list_documents():
         lines = ["", *document.text.splitlines()]
         starts = [number for number, _ in document.prose]
         starts += [block.line for block in document.blocks]

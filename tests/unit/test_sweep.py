@@ -15,7 +15,7 @@ import pytest
 from tasks.processes import ending
 from tasks.processes.ending import end_all, end_carriers, find_holders
 from tasks.processes.tree import is_zombie, read_environment
-from tests.support.stage import wait_until
+from tests.support.supervised_components import wait_until
 
 #: Program that forks and exits again and again. It stops after 30 s, in case the test fails to
 #: end it: the test could not find its last child.

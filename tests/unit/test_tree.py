@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from tasks.processes import tree
-from tests.support.stage import wait_until
+from tests.support.supervised_components import wait_until
 
 #: Program with three descendants: a child of its main thread, a child of another thread, and a
 #: grandchild. It adopts the grandchild when that child ends. It prints the three pids.

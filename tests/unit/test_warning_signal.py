@@ -18,7 +18,7 @@ from tasks.processes import tree
 from tasks.processes.hang_report import handles_signal
 from tasks.processes.warning_signal import send_warning, warn_carriers
 from tasks.ray.node_agent import execute_order
-from tests.support.stage import wait_until
+from tests.support.supervised_components import wait_until
 
 #: A program that writes its name to the file `warned` for each SIGUSR1. The second argument is
 #: "fork" if the program also forks a child, which inherits the handler.

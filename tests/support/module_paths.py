@@ -62,7 +62,7 @@ _RUN = {
 }
 
 
-class Ways:
+class ModulePaths:
     """The modules on each path, in the order of their first call, with the called function."""
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class Ways:
         self._traces_wait = True
 
 
-def measure() -> Ways:
+def trace_run() -> ModulePaths:
     """Trace a failing run in a new MUSTER_HOME, and return the modules on the first two paths."""
     from tasks.spec.loading import parse_spec
     from tasks.train.session import RunSession
@@ -126,7 +126,7 @@ def measure() -> Ways:
     from tasks.train.tasks import conclude
     from tasks.train.waiting import next_attempt
 
-    ways = Ways()
+    ways = ModulePaths()
     with tempfile.TemporaryDirectory(prefix="muster-ways-") as home:
         os.environ["MUSTER_HOME"] = home
         threading.setprofile(ways.observe)
@@ -148,7 +148,7 @@ def measure() -> Ways:
     return ways
 
 
-def measure_wait(ways: Ways) -> None:
+def trace_wait(ways: ModulePaths) -> None:
     """Trace a run that waits until another run has ended, and add its modules to `ways`."""
     from tasks.queue import admission, worker
     from tasks.queue import scheduler as scheduler_module
@@ -196,8 +196,8 @@ def measure_wait(ways: Ways) -> None:
 
 def main() -> None:
     """Print the modules on each path."""
-    ways = measure()
-    measure_wait(ways)
+    ways = trace_run()
+    trace_wait(ways)
     for title, modules in (
         ("a spec to its program", ways.to_exec),
         ("a death", ways.to_state),

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.ground import until
+from tests.support.host_environment import wait_for
 from tests.support.wandb_files import read_offline_runs
 
 ROOT = Path(__file__).parents[2]
@@ -146,7 +146,7 @@ def test_run_completes_despite_random_kills_and_broken_checkpoints(
         # Kill an attempt only after a step that no earlier attempt reached, because Muster limits
         # the attempts without progress.
         step = max(step, 1 + _read_best_step(run))
-        until(
+        wait_for(
             lambda step=step: _read_last_step(run) >= step or run.process.poll() is not None,
             str(step),
         )
@@ -157,7 +157,7 @@ def test_run_completes_despite_random_kills_and_broken_checkpoints(
         if number % 4 == 1:
             _break_newest_checkpoint(run.directory, rng)
         count = len(run.record()["attempts"])
-        until(lambda count=count: len(run.record()["attempts"]) > count, "the next attempt")
+        wait_for(lambda count=count: len(run.record()["attempts"]) > count, "the next attempt")
 
     assert run.wait(400) == 0, run.text()
     steps_by_attempt = [_read_steps(folder) for folder in _list_attempts(run)]

@@ -61,7 +61,7 @@ class _AppCalled(Exception):
     """A program has called its cyclopts app. The message is the error of the app, or empty."""
 
 
-def complaint_about(command: str) -> str:
+def find_command_error(command: str) -> str:
     """Return the first error in a shell command, or an empty string if the command is correct."""
     try:
         lexer = shlex.shlex(command, posix=True, punctuation_chars=True)
@@ -116,9 +116,9 @@ def _check_simple_command(words: list[str]) -> str:
     if re.fullmatch(r"python(3(\.\d+)?)?", name):
         return _check_python(arguments)
     if name == "prefect":
-        return about_prefect(arguments)
+        return check_prefect(arguments)
     if name == "muster":
-        return about_muster(arguments)
+        return check_muster(arguments)
     return "" if name in _FOREIGN_PROGRAMS else f"no test knows the program {name}"
 
 
@@ -166,7 +166,7 @@ def _check_make(arguments: Sequence[str]) -> str:
             options = options.replace("$(SPEC)", variables.get("SPEC", "spec.yaml"))
             options = options.replace("$(ARGS)", variables.get("ARGS", ""))
             words = shlex.split(options)
-            complaint = about_muster(words) if name == "muster" else about_module(name, words)
+            complaint = check_muster(words) if name == "muster" else check_module(name, words)
             if complaint:
                 return complaint
     return ""
@@ -176,7 +176,7 @@ def _check_python(arguments: Sequence[str]) -> str:
     """Return the error in a call of `python`, or an empty string if the call is correct."""
     match arguments:
         case ["-m", module, *module_arguments]:
-            return about_module(module, module_arguments)
+            return check_module(module, module_arguments)
         case [script, *_] if not script.startswith("-") and not (ROOT / script).exists():
             return f"there is no {script}"
     return ""
@@ -206,7 +206,7 @@ def _main_statements(file: Path) -> list[ast.stmt]:
     return [statement for block in blocks for statement in block.body]
 
 
-def about_module(module: str, arguments: Sequence[str]) -> str:
+def check_module(module: str, arguments: Sequence[str]) -> str:
     """Return the error in `python -m MODULE ARGUMENT...`, or an empty string if it is correct."""
     if module.partition(".")[0] not in _PROJECT_PACKAGES:
         try:
@@ -217,7 +217,7 @@ def about_module(module: str, arguments: Sequence[str]) -> str:
     if file is None:
         return f"there is no program {module}"
     if module == "deployments.worker":
-        return about_prefect(["worker", "start", *arguments])
+        return check_prefect(["worker", "start", *arguments])
     if not _parses_arguments(file):
         return f"{module} takes no arguments" if arguments else ""
     return _parse_with(module, arguments)
@@ -291,7 +291,7 @@ def _parse_with(module: str, arguments: Sequence[str]) -> str:
     return f"{module} did not read its arguments"
 
 
-def about_prefect(arguments: Sequence[str]) -> str:
+def check_prefect(arguments: Sequence[str]) -> str:
     """Return the error in `prefect ARGUMENT...`, or an empty string if the command is correct."""
     from prefect.cli._app import _app
 
@@ -307,7 +307,7 @@ def muster_verbs() -> frozenset[str]:
     return frozenset(verb.name for verbs in VERBS.values() for verb in verbs)
 
 
-def about_muster(arguments: Sequence[str]) -> str:
+def check_muster(arguments: Sequence[str]) -> str:
     """Return the error in `muster ARGUMENT...`, or an empty string if the command is correct."""
     from tasks.command import _build_app
 

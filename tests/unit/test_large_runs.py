@@ -22,8 +22,8 @@ from tasks.record.outcome import Failure, Verdict
 from tasks.record.run_json import RunJson, RunRecord
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.run import Progress
-from tests.support.stage import DEADLINE_S
 from tests.support.step_function import StepFunction
+from tests.support.supervised_components import DEADLINE_S
 
 
 @pytest.fixture

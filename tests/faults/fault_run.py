@@ -4,7 +4,7 @@ The run has three components: `api`, `trainer` and `environment`. Its flow proce
 oracle process (`tests/support/oracle.py`), which observes all descendants through the kernel. An
 unrelated process tree runs at the same time and must survive.
 
-`play` brings the run into the phase and injects the fault. Then the run ends by itself or is
+`run_case` brings the run into the phase and injects the fault. Then the run ends by itself or is
 stopped, and the oracle waits until the run has no process left. At last `run.json`, the Prefect
 server and the registry of live runs must agree about the run. If the fault requires it,
 `muster reconcile` runs first.
@@ -31,9 +31,15 @@ import pytest
 from tasks.processes import tree
 from tasks.spec.probes import ReadyProbe
 from tests.support.forkserver import ForkServer
-from tests.support.shapes import SHAPES
-from tests.support.stage import DEADLINE_S, Stage, is_alive, sh, wait_until
-from tests.support.witness import Testimony, Witness, bystander
+from tests.support.observed_flow import ObservedFlow, OracleResult, run_unrelated_processes
+from tests.support.process_trees import SHAPES
+from tests.support.supervised_components import (
+    DEADLINE_S,
+    ComponentHarness,
+    is_alive,
+    sh,
+    wait_until,
+)
 
 #: Names of the components of the run, in the order of their start.
 NAMES = ("api", "trainer", "environment")
@@ -122,7 +128,7 @@ def failed(component: str, **fields: Any) -> Expected:
 
 
 @dataclass(slots=True)
-class Scene:
+class FaultRun:
     """The run of one fault test, with operations that a case may apply to the run.
 
     A case is a fault with its expected result, and a phase is a section of the run's life, for
@@ -139,10 +145,10 @@ class Scene:
     stack: contextlib.ExitStack
     #: Server that forks the flow process of the run.
     forkserver: ForkServer
-    #: Arguments of the function that makes a component's plan (`Stage.component`), by the name of
-    #: the component. A case changes these arguments before the run starts.
+    #: Arguments of `ComponentHarness.component`, the function that makes a component's plan, by the
+    #: name of the component. A case changes these arguments before the run starts.
     components: dict[str, dict[str, Any]] = field(default_factory=dict)
-    #: Further keyword arguments of `Witness`, the object that starts and observes the run.
+    #: Further keyword arguments of `ObservedFlow`, the object that starts and observes the run.
     witness_arguments: dict[str, Any] = field(default_factory=dict)
     #: Processes outside the run that must survive the test. A pair has their process ids and their
     #: description.
@@ -154,7 +160,7 @@ class Scene:
     #: Random part of the names of files that the test creates outside its directory.
     tag: str = field(default_factory=lambda: os.urandom(4).hex())
     #: Controls and observes the flow process of the run. Set when the run starts.
-    witness: Witness = field(init=False)
+    observed_flow: ObservedFlow = field(init=False)
 
     def set_components(self) -> None:
         """Set the arguments of the components, as the phase of the test requires.
@@ -171,12 +177,12 @@ class Scene:
 
     def begin(self) -> None:
         """Start the run with its three components."""
-        plan_component = Stage(self.directory).component
+        plan_component = ComponentHarness(self.directory).component
         plans = [plan_component(name, **arguments) for name, arguments in self.components.items()]
-        self.witness = Witness(
+        self.observed_flow = ObservedFlow(
             self.forkserver, self.directory, *plans, level=self.level, **self.witness_arguments
         )
-        self.stack.callback(self.witness.clear)
+        self.stack.callback(self.observed_flow.clear)
 
     def reach_phase(self) -> None:
         """Wait until the run is in the phase in which the fault is injected."""
@@ -200,7 +206,7 @@ class Scene:
 
         Its arguments are the name of the event and, optionally, the name of the component.
         """
-        return self.witness.until
+        return self.observed_flow.wait_for_event
 
     def until_log(self, name: str, text: str) -> None:
         """Wait until the log of the component contains the text."""
@@ -221,7 +227,7 @@ class Scene:
 
         The guardian is the process that starts the component and ends it.
         """
-        if self.witness.seen("component.spawned", name):
+        if self.observed_flow.list_events("component.spawned", name):
             return tree.read_parent(self.pid(name))
         [guardian, *_] = self.guardians(name)
         return guardian
@@ -233,7 +239,7 @@ class Scene:
         component has two guardians: one in the PID namespace, and the parent of this one outside.
         """
         pids = []
-        for pid in tree.descendants(self.witness.pid):
+        for pid in tree.descendants(self.observed_flow.pid):
             # A process may exit before its command line is read.
             with contextlib.suppress(OSError):
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
@@ -248,7 +254,7 @@ class Scene:
     def stop(self) -> None:
         """Request the end of the run, so that it ends as cancelled."""
         self.has_stopped = True
-        self.witness.end()
+        self.observed_flow.end()
 
     def touch(self, file: str) -> None:
         """Create an empty file in the working directory of the components."""
@@ -264,7 +270,7 @@ class Scene:
 
         The function returns the results by run id.
         """
-        return self.witness.reconcile
+        return self.observed_flow.reconcile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,15 +284,15 @@ class Case:
     #: Phases in which the fault is injected.
     phases: tuple[Phase, ...]
     #: Injects the fault into the run.
-    inject: Callable[[Scene], None] = lambda scene: None
+    inject: Callable[[FaultRun], None] = lambda fault_run: None
     #: Correct result of the run in every phase except STOPPING.
     expect: Expected
     #: Correct result in the phase STOPPING. The run is already cancelled when the fault occurs.
     expect_stopping: Expected = CANCELLED
     #: Changes the components, or the surroundings of the run, before the run starts.
-    prepare: Callable[[Scene], None] = lambda scene: None
+    prepare: Callable[[FaultRun], None] = lambda fault_run: None
     #: Checks conditions that only this case has, after the run has ended.
-    check: Callable[[Scene], None] = lambda scene: None
+    check: Callable[[FaultRun], None] = lambda fault_run: None
     #: Containment levels at which the fault is injected.
     levels: tuple[str, ...] = LEVELS
     #: True if the fault makes the run use a lower containment level than it requested.
@@ -322,7 +328,9 @@ class Outcome:
     oracles: tuple[str, ...]
 
 
-def play(case: Case, phase: Phase, level: str, directory: Path, forkserver: ForkServer) -> Outcome:
+def run_case(
+    case: Case, phase: Phase, level: str, directory: Path, forkserver: ForkServer
+) -> Outcome:
     """Start a run, inject the fault of the case, wait for the end, and check the result.
 
     Args:
@@ -336,37 +344,41 @@ def play(case: Case, phase: Phase, level: str, directory: Path, forkserver: Fork
         AssertionError: The run, its records or an unrelated process differ from the expectation.
     """
     with contextlib.ExitStack() as stack:
-        scene = Scene(
+        fault_run = FaultRun(
             phase=phase, level=level, directory=directory, stack=stack, forkserver=forkserver
         )
-        scene.bystanders.append((stack.enter_context(bystander()), "an unrelated tree"))
-        scene.set_components()
-        case.prepare(scene)
-        scene.begin()
+        fault_run.bystanders.append(
+            (stack.enter_context(run_unrelated_processes()), "an unrelated tree")
+        )
+        fault_run.set_components()
+        case.prepare(fault_run)
+        fault_run.begin()
         if not case.is_at_once:
-            scene.reach_phase()
-        scene.injected_at = time.time()
-        case.inject(scene)
+            fault_run.reach_phase()
+        fault_run.injected_at = time.time()
+        case.inject(fault_run)
         expected = case.expected(phase)
         if phase is Phase.STOPPING:
-            scene.touch("release")
-        elif expected.state == "cancelled" and not scene.has_stopped:
-            scene.stop()
-        testimony = scene.witness.testimony()
+            fault_run.touch("release")
+        elif expected.state == "cancelled" and not fault_run.has_stopped:
+            fault_run.stop()
+        oracle_result = fault_run.observed_flow.oracle_result()
 
-        assert testimony.left == (), "processes survived the end of the run"
-        for pids, description in scene.bystanders:
+        assert oracle_result.left == (), "processes survived the end of the run"
+        for pids, description in fault_run.bystanders:
             assert all(is_alive(pid) for pid in pids), f"{description} was hurt"
-        verdict = _judge(scene, expected, testimony)
+        verdict = _judge(fault_run, expected, oracle_result)
         if expected.state:
-            _judge_flow_run(scene, expected)
-        case.check(scene)
+            _judge_flow_run(fault_run, expected)
+        case.check(fault_run)
         if expected.state and case.is_tidy:
-            assert testimony.cgroups == (), "the cgroups still exist"
-            assert not any(scene.witness.home.glob("live/*")), "the registry entry still exists"
-        _judge_record(scene, expected)
-        _judge_flow_run(scene, expected)
-        events = scene.witness.seen("containment")
+            assert oracle_result.cgroups == (), "the cgroups still exist"
+            assert not any(fault_run.observed_flow.home.glob("live/*")), (
+                "the registry entry still exists"
+            )
+        _judge_record(fault_run, expected)
+        _judge_flow_run(fault_run, expected)
+        events = fault_run.observed_flow.list_events("containment")
         # Each flow process emits an event about its containment level, but a killed flow process
         # may have died before this event.
         assert len(events) == 1 or not (events or expected.state), events
@@ -377,25 +389,25 @@ def play(case: Case, phase: Phase, level: str, directory: Path, forkserver: Fork
             verdict += f" (at {containment['level']})"
         return Outcome(
             verdict=verdict,
-            empty_after_s=testimony.empty_at - _ending_since(scene),
-            oracles=testimony.oracles,
+            empty_after_s=oracle_result.empty_at - _ending_since(fault_run),
+            oracles=oracle_result.oracles,
         )
 
 
-def _judge(scene: Scene, expected: Expected, testimony: Testimony) -> str:
+def _judge(fault_run: FaultRun, expected: Expected, oracle_result: OracleResult) -> str:
     """Check the final state that the flow process reported, and its exit code.
 
     Returns:
         A short description of the final state: the state, the failure kind, the component, and
         the signal or the exit code.
     """
-    witness = scene.witness
+    observed_flow = fault_run.observed_flow
     if not expected.state:
-        assert testimony.exit_code == -signal.SIGKILL, witness.said()
+        assert oracle_result.exit_code == -signal.SIGKILL, observed_flow.read_stderr()
         return "none: its flow was killed"
-    verdict = witness.verdict()
+    verdict = observed_flow.verdict()
     exit_codes = {"completed": 0, "failed": 1, "cancelled": 130}
-    assert testimony.exit_code == exit_codes[verdict["state"]], witness.said()
+    assert oracle_result.exit_code == exit_codes[verdict["state"]], observed_flow.read_stderr()
     failure = verdict["failure"] or {}
     words = [verdict["state"], failure.get("kind"), failure.get("component")]
     words.append(failure.get("signal") or failure.get("exit_code"))
@@ -412,20 +424,20 @@ def _judge(scene: Scene, expected: Expected, testimony: Testimony) -> str:
     return description
 
 
-def _judge_record(scene: Scene, expected: Expected) -> None:
+def _judge_record(fault_run: FaultRun, expected: Expected) -> None:
     """Check `run.json`. If the run still has a registry entry, first reconcile the lost runs.
 
     Every component must have an end time, except those with processes that survive SIGKILL.
     """
-    witness = scene.witness
-    home = witness.home
+    observed_flow = fault_run.observed_flow
+    home = observed_flow.home
     if any(home.glob("live/*")):
-        scene.reconcile()
+        fault_run.reconcile()
         assert not any(home.glob("live/*")), "the registry entry exists after a reconcile"
-    record = witness.record()
+    record = observed_flow.record()
     attempt = record.attempt
     assert attempt is not None and record.state.is_final and attempt.state is record.state
-    surviving_components = witness.verdict()["left"] if expected.state else {}
+    surviving_components = observed_flow.verdict()["left"] if expected.state else {}
     unended_components = {
         name for name, component in attempt.components.items() if component.ended_at is None
     }
@@ -434,7 +446,7 @@ def _judge_record(scene: Scene, expected: Expected) -> None:
     if not expected.state:
         assert failure["rule"] == "flow-lost", failure
         return
-    verdict = witness.verdict()
+    verdict = observed_flow.verdict()
     assert (record.state.value, record.message) == (verdict["state"], verdict["message"])
     for key, value in (verdict["failure"] or {}).items():
         # If the disk was full when the record was written, the record has no last lines of the log.
@@ -442,16 +454,16 @@ def _judge_record(scene: Scene, expected: Expected) -> None:
             assert failure[key] == value, key
 
 
-def _judge_flow_run(scene: Scene, expected: Expected) -> None:
+def _judge_flow_run(fault_run: FaultRun, expected: Expected) -> None:
     """Check the state of the flow run on the Prefect server.
 
-    If the flow process was killed, `muster reconcile` must have run before this check. `play`
+    If the flow process was killed, `muster reconcile` must have run before this check. `run_case`
     calls this function also after the reconcile, to check that the state stays the same.
     """
-    state = scene.witness.flow_run()["state"]
+    state = fault_run.observed_flow.flow_run()["state"]
     state_fields = state["type"], state["name"], state["message"]
     if expected.state:
-        verdict = scene.witness.verdict()
+        verdict = fault_run.observed_flow.verdict()
         message = verdict["message"]
         if verdict["state"] == "failed":
             assert message.startswith(f"{verdict['failure']['kind']}: "), message
@@ -461,19 +473,19 @@ def _judge_flow_run(scene: Scene, expected: Expected) -> None:
         assert state["message"].startswith(message), state_fields
     else:
         assert state_fields[:2] == ("CRASHED", "Crashed"), state_fields
-        assert state["message"] in scene.witness.record().message, state_fields
+        assert state["message"] in fault_run.observed_flow.record().message, state_fields
 
 
-def _ending_since(scene: Scene) -> float:
+def _ending_since(fault_run: FaultRun) -> float:
     """Return the time from which the duration of the run's end is measured, in UTC epoch seconds.
 
     This is the beginning of the teardown. If the run had no teardown, or if its teardown began
     before the fault was injected, this is the time of the fault.
     """
-    teardown_events = scene.witness.seen("teardown.begun")
-    if teardown_events and scene.phase is not Phase.STOPPING:
+    teardown_events = fault_run.observed_flow.list_events("teardown.begun")
+    if teardown_events and fault_run.phase is not Phase.STOPPING:
         return float(teardown_events[0]["at"])
-    return scene.injected_at
+    return fault_run.injected_at
 
 
 @functools.cache
@@ -492,7 +504,7 @@ def missing_levels() -> dict[str, str]:
     return missing
 
 
-def act(case: Case, phase: Phase, level: str, request: pytest.FixtureRequest) -> None:
+def run_case_or_skip(case: Case, phase: Phase, level: str, request: pytest.FixtureRequest) -> None:
     """Run the test of one fault case in one phase and at one containment level.
 
     The result is added to the pytest report, as a row of the result table. The test is skipped if
@@ -505,6 +517,6 @@ def act(case: Case, phase: Phase, level: str, request: pytest.FixtureRequest) ->
         pytest.skip(skip_reason)
     directory = request.getfixturevalue("tmp_path")
     forkserver = request.getfixturevalue("forkserver")
-    outcome = play(case, phase, level, directory, forkserver)
+    outcome = run_case(case, phase, level, directory, forkserver)
     # `pytest -n` sends the report to another process as plain data, so the outcome is a dict.
     add_property(("outcome", asdict(outcome)))

@@ -14,7 +14,7 @@ from tests.support.house import ROOT
 @pytest.mark.usefixtures("muster_home")
 def test_house_report_lists_the_modules_of_each_path() -> None:
     result = subprocess.run(
-        (sys.executable, "-m", "tests.support.ways"),
+        (sys.executable, "-m", "tests.support.module_paths"),
         cwd=ROOT,
         capture_output=True,
         text=True,

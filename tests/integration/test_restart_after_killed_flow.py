@@ -15,7 +15,7 @@ import pytest
 
 from tasks.spec.run import RunSpec
 from tasks.train.session import RunSession
-from tests.support.stage import RUN_ID, is_alive, wait_until
+from tests.support.supervised_components import RUN_ID, is_alive, wait_until
 
 FLOW_RUN = UUID(int=7)
 

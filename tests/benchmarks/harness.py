@@ -24,7 +24,7 @@ from tasks.processes.registry import RunRegister
 from tasks.processes.supervisor import Supervisor
 from tasks.record.events import EventLog
 from tasks.spec.probes import LiveProbe, ReadyProbe
-from tests.support.ground import in_checkout
+from tests.support.host_environment import with_absolute_cwd
 
 #: Names of the components of a run, in the order of their start.
 NAMES = ("api", "trainer", "environment")
@@ -201,7 +201,7 @@ class FlowProcess:
         home = place / "muster"
         self._output = place / "flow.out"
         path = place / "spec.yaml"
-        path.write_text(yaml.safe_dump(in_checkout(spec), sort_keys=False))
+        path.write_text(yaml.safe_dump(with_absolute_cwd(spec), sort_keys=False))
         with self._output.open("wb") as output:
             self._popen = subprocess.Popen(
                 [*wrapper, sys.executable, "-m", "flows.train", str(path)],

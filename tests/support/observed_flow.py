@@ -19,13 +19,13 @@ from tasks.processes.component import ComponentPlan
 from tasks.record.places import RunPlace
 from tasks.record.run_json import RunJson
 from tests.support.forkserver import ForkServer
-from tests.support.prefect_api import ask
-from tests.support.stage import DEADLINE_S, processes_with
-from tests.support.supervising import Part
+from tests.support.prefect_api import send_request
+from tests.support.supervised_components import DEADLINE_S, processes_with
+from tests.support.supervising import FlowInstructions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Testimony:
+class OracleResult:
     """The result of the oracle: how a flow process and its descendants ended.
 
     The oracle is a process that checks through the kernel whether descendants survive.
@@ -48,7 +48,7 @@ class Testimony:
     cgroups: tuple[str, ...]
 
 
-class Witness:
+class ObservedFlow:
     """A flow process that a test may kill, with its events, its record and its flow run.
 
     An oracle, another process, checks whether descendants of the flow process survive it.
@@ -76,7 +76,7 @@ class Witness:
             directory: Directory for the files of the flow process.
             *components: Components of the run.
             oddity: Name of an unusual condition of the flow process, from `supervising.ODDITIES`.
-            at: See `supervising.Part`, also for `level`, `gates` and `record_bytes`.
+            at: See `supervising.FlowInstructions`, also for `level`, `gates` and `record_bytes`.
             level: Highest containment level.
             gates: Components whose start waits for a file.
             record_bytes: Number of bytes that are added to the record.
@@ -86,11 +86,11 @@ class Witness:
             deadline_s: Seconds that descendants may survive the flow process.
             **fields: Further fields of the `AttemptPlan`.
         """
-        self._testimony: Testimony | None = None
+        self._testimony: OracleResult | None = None
         self._forkserver = forkserver
         self.directory = directory
         self.home = Path((env or {}).get("MUSTER_HOME", directory / "home"))
-        self._part = Part(
+        self._part = FlowInstructions(
             plan={"cwd": directory, "components": components, **fields},
             oddity=oddity,
             at=at,
@@ -113,14 +113,14 @@ class Witness:
     @property
     def run_id(self) -> str:
         """Id of the run. Available after the flow process has emitted the event `run.opened`."""
-        run_id: str = self.until("run.opened")["run_id"]
+        run_id: str = self.wait_for_event("run.opened")["run_id"]
         return run_id
 
     def flow_run(self) -> dict[str, Any]:
         """Return the flow run from the Prefect server."""
         with_name = {"flow_runs": {"name": {"any_": [self.run_id]}}}
         flow_run: dict[str, Any]
-        [flow_run] = ask("POST", f"{self._forkserver.api}/flow_runs/filter", with_name)
+        [flow_run] = send_request("POST", f"{self._forkserver.api}/flow_runs/filter", with_name)
         return flow_run
 
     def reconcile(self) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class Witness:
             return []
         return [json.loads(line) for line in lines[:-1]]
 
-    def seen(self, name: str, component: str | None = None) -> list[dict[str, Any]]:
+    def list_events(self, name: str, component: str | None = None) -> list[dict[str, Any]]:
         """Return the events with this name, of one component or of all components."""
         return [
             event
@@ -158,15 +158,15 @@ class Witness:
             if event["event"] == name and component in (None, event.get("component"))
         ]
 
-    def until(self, name: str, component: str | None = None) -> dict[str, Any]:
+    def wait_for_event(self, name: str, component: str | None = None) -> dict[str, Any]:
         """Wait for an event with this name, and return the first of these events."""
         deadline = time.monotonic() + DEADLINE_S
-        while not (events := self.seen(name, component)):
-            assert time.monotonic() < deadline, f"no {name} of {component}: {self.said()}"
+        while not (events := self.list_events(name, component)):
+            assert time.monotonic() < deadline, f"no {name} of {component}: {self.read_stderr()}"
             time.sleep(0.005)
         return events[0]
 
-    def said(self) -> str:
+    def read_stderr(self) -> str:
         """Return the output of the flow process to stderr, for example a traceback."""
         return (self.directory / "supervising.log").read_text()
 
@@ -177,14 +177,14 @@ class Witness:
         """
         return Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2][0]
 
-    def is_there(self) -> bool:
+    def exists(self) -> bool:
         """Return True until the oracle has reaped the flow process.
 
         A process whose main thread is a zombie still counts: its other threads may hold its files.
         """
         return Path(f"/proc/{self.pid}").exists()
 
-    def tree(self) -> list[int]:
+    def list_descendants(self) -> list[int]:
         """Return the process ids of all descendants of the oracle, with the flow process."""
         return tree.descendants(self._oracle.pid)
 
@@ -197,11 +197,11 @@ class Witness:
         if self._part.oddity == "signals-blocked":
             state = {"type": "CANCELLING"}
             url = f"{self._forkserver.api}/flow_runs/{self.flow_run()['id']}/set_state"
-            ask("POST", url, {"state": state})
+            send_request("POST", url, {"state": state})
         else:
             self.kill(signal.SIGTERM)
 
-    def testimony(self) -> Testimony:
+    def oracle_result(self) -> OracleResult:
         """Wait until the oracle has ended, and return its result.
 
         The oracle ends when the flow process and its descendants have ended, or at its deadline.
@@ -210,7 +210,7 @@ class Witness:
         if self._testimony is not None:
             return self._testimony
         has_ended = self._oracle.has_ended(DEADLINE_S)
-        assert has_ended, f"goes on; events: {self.events()}; {self.said()}"
+        assert has_ended, f"goes on; events: {self.events()}; {self.read_stderr()}"
 
         values: dict[str, list[str]] = {}
         for line in self._oracle.stdout:
@@ -219,7 +219,7 @@ class Witness:
         [exit_code] = values["ended"]
         [empty] = values.get("empty", ["-1 0"])
         empty_after_s, empty_at = map(float, empty.split())
-        self._testimony = Testimony(
+        self._testimony = OracleResult(
             exit_code=int(exit_code),
             left=tuple(values.get("left", ())),
             empty_after_s=empty_after_s,
@@ -253,14 +253,14 @@ class Witness:
                 os.kill(self.pid, signal.SIGKILL)
             (self.directory / "release").touch()
             with contextlib.suppress(AssertionError):
-                self.testimony()
+                self.oracle_result()
         self._oracle.clear()
-        if self.seen("run.opened"):
-            ask("DELETE", f"{self._forkserver.api}/flow_runs/{self.flow_run()['id']}")
+        if self.list_events("run.opened"):
+            send_request("DELETE", f"{self._forkserver.api}/flow_runs/{self.flow_run()['id']}")
 
 
 @contextlib.contextmanager
-def bystander() -> Iterator[tuple[int, ...]]:
+def run_unrelated_processes() -> Iterator[tuple[int, ...]]:
     """Run two processes that belong to no run while the context is open; yield their pids.
 
     Muster must not stop them.

@@ -64,10 +64,10 @@ def wait_until(condition: Callable[[], object], description: str) -> None:
     Raises:
         AssertionError: The condition was not true within `DEADLINE_S`.
     """
-    assert came(condition, DEADLINE_S), f"not within {DEADLINE_S:g} s: {description}"
+    assert becomes_true(condition, DEADLINE_S), f"not within {DEADLINE_S:g} s: {description}"
 
 
-def came(condition: Callable[[], object], within_s: float) -> bool:
+def becomes_true(condition: Callable[[], object], within_s: float) -> bool:
     """Wait until a condition is true; return False if it was not true within `within_s` seconds."""
     deadline = time.monotonic() + within_s
     while not condition():
@@ -117,7 +117,7 @@ def free_port() -> int:
             return port
 
 
-class Stage:
+class ComponentHarness:
     """Creates components and supervisors for a test, and records the events of the supervisors."""
 
     def __init__(self, directory: Path) -> None:
@@ -157,7 +157,7 @@ class Stage:
                 argv=tuple(argv),
                 env={**os.environ, "MUSTER_RUN_ID": RUN_ID, **(env or {})},
                 cwd=cwd or self.directory,
-                log=log or self.log_of(name),
+                log=log or self.log_path(name),
                 stop_signal=stop_signal,
                 grace_s=grace_s,
             ),
@@ -198,7 +198,7 @@ class Stage:
         self._supervisors.append(supervisor)
         return supervisor
 
-    def running(self, *components: ComponentPlan, **plan: Any) -> Supervisor:
+    def start_all(self, *components: ComponentPlan, **plan: Any) -> Supervisor:
         """Start all components until they are ready, and return their supervisor.
 
         The arguments are those of `supervise`.
@@ -219,24 +219,24 @@ class Stage:
         with contextlib.suppress(RunEnded):
             for component in components:
                 supervisor.start(component.name)
-        return self.verdict_of(supervisor)
+        return self.wait_for_verdict(supervisor)
 
-    def verdict_of(self, supervisor: Supervisor) -> Verdict:
+    def wait_for_verdict(self, supervisor: Supervisor) -> Verdict:
         """Wait until an attempt ends by itself, stop its components, and return its verdict.
 
         The verdict has the final state of the attempt, the failure and a message.
         """
-        self.until("teardown.begun")
+        self.wait_for_event("teardown.begun")
         return self.end(supervisor)
 
     def end(self, supervisor: Supervisor) -> Verdict:
         """Stop all components, check that no process survived, and return the attempt's verdict."""
         with supervisor:
             verdict = supervisor.teardown()
-        assert self.left() == {}
+        assert self.list_survivors() == {}
         return verdict
 
-    def left(self) -> dict[int, str]:
+    def list_survivors(self) -> dict[int, str]:
         """Return the process id and command of each surviving process of the components.
 
         Surviving processes are children of the test's process. Children that are older than this
@@ -254,7 +254,7 @@ class Stage:
             self.events.append(Event(at=time.time(), name=name, component=component, fields=fields))
             self._event_added.notify_all()
 
-    def seen(self, name: str, component: str | None = None) -> list[Event]:
+    def list_events(self, name: str, component: str | None = None) -> list[Event]:
         """Return the recorded events with this name, of one component or of all components."""
         return [
             event
@@ -262,16 +262,18 @@ class Stage:
             if event.name == name and component in (None, event.component)
         ]
 
-    def until(self, name: str, component: str | None = None) -> Event:
+    def wait_for_event(self, name: str, component: str | None = None) -> Event:
         """Wait until an event with this name was recorded, and return the first of these events."""
         with self._event_added:
-            has_event = self._event_added.wait_for(lambda: self.seen(name, component), DEADLINE_S)
-        assert has_event, f"no {name} of {component}; events: {self.story()}"
-        return self.seen(name, component)[0]
+            has_event = self._event_added.wait_for(
+                lambda: self.list_events(name, component), DEADLINE_S
+            )
+        assert has_event, f"no {name} of {component}; events: {self.list_event_names()}"
+        return self.list_events(name, component)[0]
 
-    def pid_of(self, component: str) -> int:
+    def wait_for_pid(self, component: str) -> int:
         """Wait until a component has started for the first time, and return its process id."""
-        pid: int = self.until("component.spawned", component).fields["pid"]
+        pid: int = self.wait_for_event("component.spawned", component).fields["pid"]
         return pid
 
     def guardian_of(self, component: str) -> int:
@@ -279,26 +281,26 @@ class Stage:
 
         The guardian is the process that owns the component's process tree.
         """
-        return tree.read_parent(self.pid_of(component))
+        return tree.read_parent(self.wait_for_pid(component))
 
-    def story(self) -> list[str]:
+    def list_event_names(self) -> list[str]:
         """Return name and component of each event, for example `component.ready trainer`."""
         return [f"{event.name} {event.component or ''}".strip() for event in self.events]
 
-    def log_of(self, name: str) -> Path:
+    def log_path(self, name: str) -> Path:
         """Return the path of the log file of a component."""
         return self.directory / f"{name}.log"
 
-    def text_of(self, name: str) -> str:
+    def read_log(self, name: str) -> str:
         """Return the text of the log file of a component."""
-        return self.log_of(name).read_text(errors="replace")
+        return self.log_path(name).read_text(errors="replace")
 
     def clear(self) -> None:
         """End all supervisors, and kill the processes that a failed test did not stop."""
         for supervisor in self._supervisors:
             with supervisor:
                 supervisor.hurry()
-        for pid in self.left():
+        for pid in self.list_survivors():
             tree.signal_process(pid, signal.SIGKILL, parent=os.getpid())
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
@@ -319,10 +321,10 @@ def has_children() -> bool:
 
 
 @contextlib.contextmanager
-def stage_in(directory: Path) -> Iterator[Stage]:
-    """Yield a `Stage` for components in a directory; end all its processes after the context."""
-    stage = Stage(directory)
+def create_harness(directory: Path) -> Iterator[ComponentHarness]:
+    """Yield a `ComponentHarness` for a directory. End its processes after the context."""
+    harness = ComponentHarness(directory)
     try:
-        yield stage
+        yield harness
     finally:
-        stage.clear()
+        harness.clear()

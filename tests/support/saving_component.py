@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.support.ground import until
+from tests.support.host_environment import wait_for
 
 #: Code of a component that saves a checkpoint after SIGTERM. The program writes a line to a file
 #: when it starts, after each second of the save, and at the end of the save. Its arguments are the
@@ -57,7 +57,7 @@ def is_training(file: Path) -> bool:
 
 def until_training(*files: Path, within_s: float = 300.0) -> None:
     """Wait until the component of each file trains."""
-    until(lambda: all(map(is_training, files)), f"{len(files)} components train", within_s)
+    wait_for(lambda: all(map(is_training, files)), f"{len(files)} components train", within_s)
 
 
 def has_saved(file: Path) -> bool:

@@ -1,7 +1,7 @@
 """A test environment that simulates one host: a Prefect server, a MUSTER_HOME, and programs.
 
 Tests start runs in the ways of users: directly by `python -m flows.train`, or through a work pool
-and a worker. `Ground.clear` ends all programs that a test leaves behind.
+and a worker. `HostEnvironment.clear` ends all programs that a test leaves behind.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import yaml
 from tasks.processes.identity import host_name
 from tasks.processes.ports import PortsReserved
 from tasks.server.server import make_server_command
-from tests.support.prefect_api import ask
-from tests.support.stage import processes_with
+from tests.support.prefect_api import send_request
+from tests.support.supervised_components import processes_with
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Time limit of every wait, in seconds. Only failing tests wait that long.
@@ -36,7 +36,7 @@ FINAL = frozenset({"COMPLETED", "FAILED", "CRASHED", "CANCELLED"})
 T = TypeVar("T")
 
 
-def in_checkout(spec: Mapping[str, Any]) -> dict[str, Any]:
+def with_absolute_cwd(spec: Mapping[str, Any]) -> dict[str, Any]:
     """Return the spec with an absolute `cwd`; a relative `cwd` is below the root of the project.
 
     The spec then means the same in a file of any folder.
@@ -44,7 +44,7 @@ def in_checkout(spec: Mapping[str, Any]) -> dict[str, Any]:
     return {**spec, "cwd": str(ROOT / spec.get("cwd", "."))}
 
 
-def until(found: Callable[[], T], what: str, within_s: float = DEADLINE_S) -> T:
+def wait_for(found: Callable[[], T], what: str, within_s: float = DEADLINE_S) -> T:
     """Call a function until it returns a true value, and return the value.
 
     Args:
@@ -62,7 +62,7 @@ def until(found: Callable[[], T], what: str, within_s: float = DEADLINE_S) -> T:
     return result
 
 
-def sleepers(*names: str, code: str = "") -> dict[str, Any]:
+def make_sleeping_spec(*names: str, code: str = "") -> dict[str, Any]:
     """Return a spec whose components are ready at once and then sleep for 10 minutes.
 
     Args:
@@ -113,7 +113,7 @@ class Server:
                 stderr=log,
                 start_new_session=True,
             )
-        until(self._answers, f"{self.api} answers")
+        wait_for(self._answers, f"{self.api} answers")
 
     def kill(self) -> None:
         """Kill the server by SIGKILL, as the out-of-memory killer of the kernel does."""
@@ -130,7 +130,7 @@ class Server:
 
 
 @dataclass(kw_only=True)
-class Ground:
+class HostEnvironment:
     """A simulated host with its own MUSTER_HOME, on which tests start programs of the project."""
 
     #: MUSTER_HOME of the host.
@@ -189,7 +189,7 @@ class Ground:
         """
         path = self.home / "spec.yaml"
         self.home.mkdir(parents=True, exist_ok=True)
-        path.write_text(yaml.safe_dump(in_checkout(spec), sort_keys=False))
+        path.write_text(yaml.safe_dump(with_absolute_cwd(spec), sort_keys=False))
         earlier_ids = {run["id"] for run in self.flow_runs()}
         self.start(*(program or ("-m", "flows.train")), str(path), log="train")
 
@@ -198,7 +198,7 @@ class Ground:
             return next((id_ for id_ in ids if id_ not in earlier_ids), "")
 
         description = f"a flow run; so far:\n{self.log('train')}"
-        return Run(ground=self, flow_run_id=until(find_new_id, description))
+        return Run(host_env=self, flow_run_id=wait_for(find_new_id, description))
 
     def set_up(self) -> None:
         """Create the work pool and the deployments on the Prefect server."""
@@ -207,14 +207,14 @@ class Ground:
         # Pause the deployment. Otherwise its schedule would run the flow `reconcile` every 15
         # minutes, also in the middle of a test.
         deployment = self.get("/deployments/name/reconcile/by-worker")["id"]
-        ask("PATCH", f"{self.api}/deployments/{deployment}", {"paused": True})
+        send_request("PATCH", f"{self.api}/deployments/{deployment}", {"paused": True})
 
     def start_worker(self) -> subprocess.Popen[bytes]:
         """Start a worker, and wait until it accepts runs."""
         earlier_starts = self.log("worker").count("started!")
         options = ("--pool", "gang", "--name", host_name(), "--install-policy", "never")
         worker = self.start("-m", "deployments.worker", *options, log="worker")
-        until(lambda: self.log("worker").count("started!") > earlier_starts, "a worker")
+        wait_for(lambda: self.log("worker").count("started!") > earlier_starts, "a worker")
         return worker
 
     def start_upkeep(self) -> subprocess.Popen[bytes]:
@@ -223,7 +223,7 @@ class Ground:
         The upkeep process runs the flow `reconcile` every minute.
         """
         upkeep = self.start("-m", "deployments.upkeep", log="upkeep")
-        until(lambda: "is being served" in self.log("upkeep"), "upkeep")
+        wait_for(lambda: "is being served" in self.log("upkeep"), "upkeep")
         return upkeep
 
     def submit(self, spec: Mapping[str, Any], **job_variables: str) -> Run:
@@ -239,7 +239,7 @@ class Ground:
             parameters={"spec": dict(spec)},
             job_variables=job_variables,
         )
-        return Run(ground=self, flow_run_id=flow_run["id"])
+        return Run(host_env=self, flow_run_id=flow_run["id"])
 
     def reconcile(self) -> str:
         """Run the flow `reconcile` in a new process, and return the message of its final state.
@@ -261,7 +261,7 @@ class Ground:
             "report = reconcile_host(); publish(report); print(report.summary)"
         )
 
-    def ask(self, module: str, *arguments: str) -> str:
+    def run_module(self, module: str, *arguments: str) -> str:
         """Run a module of the project as a program, and return its stdout."""
         return self._run_python("-m", module, *arguments)
 
@@ -288,11 +288,11 @@ class Ground:
 
     def get(self, path: str) -> Any:
         """Send a GET request to the Prefect server's API, and return the JSON of the answer."""
-        return ask("GET", f"{self.api}{path}")
+        return send_request("GET", f"{self.api}{path}")
 
     def post(self, path: str, **content: Any) -> Any:
         """Send a POST request to the Prefect server's API, and return the JSON of the answer."""
-        return ask("POST", f"{self.api}{path}", content)
+        return send_request("POST", f"{self.api}{path}", content)
 
     def flow_runs(self) -> list[dict[str, Any]]:
         """Return the flow runs of the flow `train`."""
@@ -329,7 +329,7 @@ class Ground:
 
 
 @contextmanager
-def host_with_worker(server_home: Path, home: Path) -> Iterator[Ground]:
+def host_with_worker(server_home: Path, home: Path) -> Iterator[HostEnvironment]:
     """Start a Prefect server, and a host with a worker, while the context is open.
 
     Args:
@@ -337,14 +337,14 @@ def host_with_worker(server_home: Path, home: Path) -> Iterator[Ground]:
         home: MUSTER_HOME of the host.
     """
     server = Server(server_home)
-    ground = Ground(home=home, api=server.api)
+    host_env = HostEnvironment(home=home, api=server.api)
     try:
         server.start()
-        ground.set_up()
-        ground.start_worker()
-        yield ground
+        host_env.set_up()
+        host_env.start_worker()
+        yield host_env
     finally:
-        ground.clear()
+        host_env.clear()
         server.kill()
 
 
@@ -353,7 +353,7 @@ class Run:
     """A run of a simulated host, observed through the Prefect server and through its files."""
 
     #: Simulated host on which the run was started.
-    ground: Ground
+    host_env: HostEnvironment
     flow_run_id: str
     #: Name of the flow run. Empty until `name` was read after the run has begun.
     _name: str = ""
@@ -366,14 +366,14 @@ class Run:
         """
         if not self._name:
             name = str(self.flow_run()["name"])
-            if not (self.ground.home / "runs" / name).exists():
+            if not (self.host_env.home / "runs" / name).exists():
                 return name
             self._name = name
         return self._name
 
     def flow_run(self) -> dict[str, Any]:
         """Return the flow run from the Prefect server."""
-        flow_run: dict[str, Any] = self.ground.get(f"/flow_runs/{self.flow_run_id}")
+        flow_run: dict[str, Any] = self.host_env.get(f"/flow_runs/{self.flow_run_id}")
         return flow_run
 
     def state(self) -> tuple[str, str]:
@@ -383,7 +383,7 @@ class Run:
 
     def record_path(self) -> Path:
         """Return the path of the run's record file, `run.json`."""
-        return self.ground.home / "runs" / self.name / "run.json"
+        return self.host_env.home / "runs" / self.name / "run.json"
 
     def record(self) -> dict[str, Any]:
         """Return the content of the run's record file, `run.json`."""
@@ -405,22 +405,22 @@ class Run:
         assert state_type not in FINAL, (state_type, message)
         return state_type == "RUNNING" and message.startswith("running:")
 
-    def until_running(self) -> Run:
+    def wait_until_running(self) -> Run:
         """Wait until the state on the server says that all components are ready."""
-        until(self.is_running, f"{self.flow_run_id} runs")
+        wait_for(self.is_running, f"{self.flow_run_id} runs")
         # Reading the property `name` stores the name. A test may stop the Prefect server
         # afterwards.
         assert self.name and self._name
         return self
 
-    def until_state(self, *types: str) -> str:
+    def wait_for_state(self, *types: str) -> str:
         """Wait until the flow run has a state of one of these types; return the state's message."""
-        until(lambda: self.state()[0] in types, f"{self.flow_run_id} is {' or '.join(types)}")
+        wait_for(lambda: self.state()[0] in types, f"{self.flow_run_id} is {' or '.join(types)}")
         return self.state()[1]
 
     def flow_pid(self) -> int:
         """Return the process id of the flow process that supervises the run."""
-        path = self.ground.home / "live" / self.name / "owner.json"
+        path = self.host_env.home / "live" / self.name / "owner.json"
         return int(json.loads(path.read_text())["process"]["pid"])
 
     def pids(self) -> list[int]:
@@ -441,6 +441,6 @@ class Run:
         """
         return processes_with("PREFECT__FLOW_RUN_ID", self.flow_run_id)
 
-    def until_gone(self) -> None:
+    def wait_until_gone(self) -> None:
         """Wait until no process of the run's components is alive."""
-        until(lambda: not self.pids(), f"all processes of {self.name} have ended")
+        wait_for(lambda: not self.pids(), f"all processes of {self.name} have ended")

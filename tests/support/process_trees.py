@@ -5,7 +5,7 @@ Each command prints `up` when its process tree is complete.
 
 from __future__ import annotations
 
-from tests.support.stage import python, sh
+from tests.support.supervised_components import python, sh
 
 #: Python program that forks forever. Each process starts a new session, forks a child that
 #: continues in the same way, and exits after `%s` seconds. A program that reads /proc therefore
