@@ -62,8 +62,8 @@ class FlowInstructions:
     #: Name of an unusual condition of the flow process, from `CONDITIONS`. Empty for no condition.
     oddity: str = ""
     #: Moment at which the condition begins, for the conditions in `CONDITIONS_OF_A_MOMENT`. The
-    #: function of each condition describes the value. Mostly it is the name of a component, and the condition
-    #: begins when that component starts.
+    #: function of each condition describes the value. Mostly it is the name of a component, and the
+    #: condition begins when that component starts.
     at: str = ""
     #: Highest containment level to use: `L2` (guardian processes), `L3` (cgroups) or `L4`
     #: (namespaces). Empty for the level that a run normally gets.
