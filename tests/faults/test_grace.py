@@ -88,8 +88,8 @@ class StoppedRun:
             path = self.directory / f"{number}.yaml"
             content: Mapping[str, Any] = with_absolute_cwd(spec)
             if "flows.pipeline" in words:
-                harness = {"name": "only", "deployment": "train/gang", "spec": dict(spec)}
-                content = {"name": "line", "stages": [harness]}
+                stage = {"name": "only", "deployment": "train/gang", "spec": dict(spec)}
+                content = {"name": "line", "stages": [stage]}
             path.write_text(yaml.safe_dump(content, sort_keys=False))
             with (self.directory / f"{number}.out").open("wb") as output:
                 stdio: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.processes.attempt import failure_of
+from tasks.processes.attempt import make_failure
 from tasks.record.outcome import Exit
 from tests.support.supervised_components import free_port
 
@@ -59,7 +59,7 @@ def test_rank_that_dies_first_is_named(tmp_path: Path, code: str, kind: str, mes
         timeout=240,
     )
     exit = Exit.from_return_code(done.returncode, 0.0)
-    failure = failure_of("trainer", done.stdout, message="it ended", rule="exit", exit=exit)
+    failure = make_failure("trainer", done.stdout, message="it ended", rule="exit", exit=exit)
 
     assert "it ended: rank 1 (pid " in failure.message
     assert message in failure.message

@@ -119,7 +119,7 @@ def test_event_log_of_an_earlier_version_can_be_shown() -> None:
         60,
         "stopping: step 60 of 60",
     )
-    assert {name: (row.harness, row.note) for name, row in run_seen.rows.items()} == {
+    assert {name: (row.stage, row.note) for name, row in run_seen.rows.items()} == {
         "api": (Standing.ENDED, "SIGTERM"),
         "trainer": (Standing.ENDED, "exit code 0"),
         "environment": (Standing.ENDED, "SIGTERM"),

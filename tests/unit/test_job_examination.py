@@ -20,7 +20,7 @@ from tasks.processes.hang_report import (
     HungProcess,
     examine_carriers,
     nccl_status,
-    report,
+    compose_report,
 )
 from tasks.processes.tree import read_environment
 from tasks.ray.dashboard import NoAnswer
@@ -222,6 +222,6 @@ def test_report_names_the_rank_that_does_not_wait_for_other_ranks(frames: tuple[
     processes = [process(7 + rank, str(rank), frame) for rank, frame in enumerate(frames)]
     evidence = HangEvidence(machine="m", processes=processes, text="", nccl="", gpus="")
 
-    hangs_in, _ = report("trainer", "trainer", {"n1": evidence}, {})
+    hangs_in, _ = compose_report("trainer", "trainer", {"n1": evidence}, {})
 
     assert hangs_in.startswith(f"{frames[1]} (rank 1, ")

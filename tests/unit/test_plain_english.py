@@ -24,7 +24,6 @@ CODE_NOT_REWRITTEN: set[str] = set()
 #: Folders and files whose messages are not yet in plain English. Remove a place when it is
 #: rewritten.
 MESSAGES_NOT_REWRITTEN = {
-    "tests/integration",
     "tests/support",
 }
 #: Documents that are not yet in plain English. Remove a document when it is rewritten.

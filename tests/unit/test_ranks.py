@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tasks.processes.attempt import failure_of
+from tasks.processes.attempt import make_failure
 from tasks.record.outcome import Exit, Failure
 from tasks.record.ranks import find_first_rank
 
@@ -78,7 +78,7 @@ STOPPED = entry(0, -15, 18581, "(SIGTERM)")
 def fail(text: str) -> Failure:
     """Return the failure of a component whose launcher has printed the text and exited with 1."""
     exit = Exit.from_return_code(1, 0.0)
-    return failure_of("trainer", text, message="trainer ended", rule="exit", exit=exit)
+    return make_failure("trainer", text, message="trainer ended", rule="exit", exit=exit)
 
 
 @pytest.mark.parametrize(

@@ -83,20 +83,20 @@ def test_run_of_a_stage_starts_in_the_order_of_its_file(file: Path) -> None:
     (file.parent / "two.yaml").write_text(yaml.safe_dump(pipeline))
 
     stored = through_jsonb(load_pipeline_spec(str(file.parent / "two.yaml"))["spec"])
-    stage_spec = parse_spec(parse_pipeline(stored).harness("a").spec)
+    stage_spec = parse_spec(parse_pipeline(stored).stage("a").spec)
 
     assert order_of(through_jsonb(stage_spec.written())) == NAMES
 
 
 def test_run_of_a_stage_starts_in_the_order_of_its_deployment(file: Path) -> None:
-    harness = {"name": "a", "deployment": "train/a", "set": {"components.api.command": ["run-api"]}}
+    stage = {"name": "a", "deployment": "train/a", "set": {"components.api.command": ["run-api"]}}
     deployed = through_jsonb(load_run_spec(str(file))["spec"])
 
     pipeline = add_deployment_specs(
-        parse_pipeline({"name": "one", "stages": [harness]}), {"a": deployed}
+        parse_pipeline({"name": "one", "stages": [stage]}), {"a": deployed}
     )
 
-    assert order_of(through_jsonb(pipeline.harness("a").spec)) == [*NAMES, "api"]
+    assert order_of(through_jsonb(pipeline.stage("a").spec)) == [*NAMES, "api"]
 
 
 @pytest.mark.parametrize(
