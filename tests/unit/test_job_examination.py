@@ -18,9 +18,9 @@ from tasks.processes.guarded import Command
 from tasks.processes.hang_report import (
     HangEvidence,
     HungProcess,
+    compose_report,
     examine_carriers,
     nccl_status,
-    compose_report,
 )
 from tasks.processes.tree import read_environment
 from tasks.ray.dashboard import NoAnswer
