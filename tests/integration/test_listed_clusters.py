@@ -63,7 +63,7 @@ def pool(
     }
     with gang_pool(tmp_path / "pool", nodes={}, clusters=[cluster]) as pool:
         secrets = {"CLUSTER_KEY": KEY, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
-        pool.host_env.variables = {**pool.host_env.variables, **secrets}
+        pool.host_env.extra_env.update(secrets)
         yield pool
 
 

@@ -137,6 +137,8 @@ class HostEnvironment:
     home: Path
     #: URL of the Prefect server's API.
     api: str
+    #: Environment variables that the programs of the host have in addition.
+    extra_env: dict[str, str] = field(default_factory=dict)
     #: Programs that the test has started on the host.
     _started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
@@ -151,6 +153,7 @@ class HostEnvironment:
             # With these intervals, a worker starts a run within about a second.
             "PREFECT_WORKER_QUERY_SECONDS": "1",
             "PREFECT_WORKER_PREFETCH_SECONDS": "0",
+            **self.extra_env,
         }
 
     def start(self, *arguments: str, log: str) -> subprocess.Popen[bytes]:
