@@ -132,7 +132,8 @@ class ServerActor:
         """Stop the server. After the grace period, kill its remaining processes.
 
         Args:
-            grace_s: Seconds from SIGTERM for the wrapper to SIGKILL.
+            grace_s: Seconds between SIGTERM and SIGKILL. Both signals are sent to the wrapper
+                process, which ends the server.
 
         Returns:
             The pids of the wrapper's processes that could not be ended.

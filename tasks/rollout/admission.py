@@ -51,11 +51,11 @@ _IPV6_PREFIX = 64
 class Bounds:
     """Largest numbers of open client connections."""
 
-    #: Number of all connections.
+    #: Largest number of connections in total.
     in_all: int
-    #: Number of connections on which no request was authorized yet.
+    #: Largest number of connections on which no request was authorized yet.
     strangers: int
-    #: Number of connections of one user or address on which no request was authorized yet.
+    #: Largest number of connections of one user or address on which no request was authorized yet.
     strangers_each: int
 
 
@@ -104,7 +104,7 @@ class Admission:
         #: Number of connections on which no request was authorized yet, by user or address.
         self._strangers: Counter[str] = Counter()
         self._strangers_in_all = 0
-        #: Number of connections that were closed since the last log message.
+        #: Number of connections that were closed because of a limit, since the last log message.
         self._closed = 0
         self._logged_s = float("-inf")
 
@@ -114,7 +114,7 @@ class Admission:
         return self._bounds
 
     def open(self) -> None:
-        """Raise the limit of open files, and compute the bounds from the new limit.
+        """Raise the process's limit of open files, and compute the limits for connections from it.
 
         Also open the socket to the kernel that later identifies the users of connections. If that
         fails, the users are read from /proc/net/tcp.
@@ -202,7 +202,7 @@ class Admission:
             del self._strangers[connection.client]
 
     def _note_closed(self, why: str) -> None:
-        """Count a closed connection, and log the number of closed connections from time to time."""
+        """Count a connection that exceeds a limit, and log the count at most every 10 seconds."""
         self._closed += 1
         now_s = asyncio.get_running_loop().time()
         if now_s - self._logged_s >= _LOG_EVERY_S:

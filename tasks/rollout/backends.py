@@ -95,17 +95,17 @@ class Place:
 
 @dataclass(frozen=True)
 class Backend(ABC):
-    """The inference servers of one fleet.
+    """Describes the servers of one fleet. Each kind of inference engine has a subclass.
 
-    Unless a subclass changes it, each node of an engine runs one server, and the engine's first
-    server is the entrypoint.
+    By default, each node of an engine runs one server, and the engine's first server is the
+    entrypoint.
     """
 
     #: The spec of the fleet.
     fleet: Rollout
 
     def is_entrypoint(self, index: int) -> bool:
-        """Return True if a server accepts rollout requests and its health is its engine's health.
+        """Return True if a server accepts rollout requests and shows the health of its engine.
 
         Args:
             index: Index of the server among the servers of its engine.

@@ -44,9 +44,9 @@ _log = logging.getLogger(__name__)
 _MAX_FAILED_STARTS = 3
 #: Reason in messages about requests, syncs and servers that end because the fleet is stopped.
 _STOPPED = "the fleet is stopped"
-#: Seconds until the HTTP server of an engine that has died reports that it is not ready.
+#: Seconds from the death of an engine until the engine's HTTP server answers that it is not ready.
 _DEATH_REPORT_DELAY_S = 0.3
-#: Number of groups whose causes the message of a failed fleet names.
+#: Largest number of groups whose failures are described in the message of a failed fleet.
 _MAX_NAMED_CAUSES = 8
 
 
@@ -118,13 +118,15 @@ class Fleet:
         self._up: asyncio.Future[None] | None = None
         #: Tasks that start each group for the first time, by the group's index.
         self._starts: dict[int, asyncio.Task[None]] = {}
-        #: Failed starts of each group in a row, by the group's index, until the fleet has started.
+        #: Number of consecutive failed starts of each group, by the group's index. Starts are
+        #: counted only until the fleet has started.
         self._failed_starts: Counter[int] = Counter()
         #: Last log lines of servers that have died, by their rank.
         self._last_log_lines: dict[int, str] = {}
         #: Entrypoints that the router may choose, by their rank.
         self._entrypoints: dict[int, Entrypoint] = {}
-        #: Lock that is held during `start` and `check`, so that no sync begins then.
+        #: Lock that is held during `start` and `check`. A weight sync waits for the lock before it
+        #: begins.
         self._start_or_check = asyncio.Lock()
 
         self._parts = FleetParts(
@@ -191,8 +193,8 @@ class Fleet:
         if self._phase is not FleetPhase.STARTING:
             raise FleetFailed(_STOPPED)
 
-        # Wait for the start tasks of all groups that are no longer STARTING. These tasks end at
-        # once, because each of the groups works or is restarted by the recovery.
+        # Wait for the start tasks of all groups that are no longer STARTING. Such a group works, or
+        # its start has failed, so its start task ends at once.
         groups = self.registry.view.groups
         ending_tasks = [
             task

@@ -4,8 +4,8 @@ If a server fails before its response has begun, the request is sent to another 
 response has begun, the request is never sent again, so that no client gets two responses. Each
 error response of the gateway itself says whether the client may send the request again.
 
-The forwarder knows which requests each server incarnation is answering, and cancels these requests
-when the incarnation ends.
+The forwarder knows which requests each server is answering, and cancels these requests when the
+server ends.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ _GENERATION_PATHS = frozenset(
 _MODEL_LIST_PATHS = frozenset({"/v1/models", "/get_model_info", "/model_info"})
 #: Start of the path of a request for a single model. The name of the model follows.
 _MODEL_PREFIX = "/v1/models/"
-#: Matches a decoded model name without special characters, which servers and proxies may interpret
-#: in different ways.
+#: Matches a decoded model name that has no special characters. Servers and proxies may interpret
+#: special characters in different ways.
 _PLAIN_NAME = re.compile(r"[ !$&'()*+,\-./0-9:=@A-Z_a-z~\[\]]+")
 #: Largest number of times that a model name is percent-decoded, to find a name that decoding does
 #: not change.
@@ -444,7 +444,8 @@ class _ForwardedRequest:
                 continue
             if not (generates and router.is_closed):
                 return entrypoint
-            # The routing was closed after the router had chosen the entrypoint.
+            # The router was closed after it had chosen the entrypoint. Release the entrypoint, and
+            # wait until the router is open.
             router.done(entrypoint)
 
     async def _try_entrypoint(self, entrypoint: Entrypoint) -> int | str:
@@ -464,14 +465,15 @@ class _ForwardedRequest:
             try:
                 status = await self._request_once(entrypoint)
             finally:
-                # `Forwarder.abort` removes the tasks that it cancels.
+                # `Forwarder.abort` removes each task that it cancels from this set.
                 is_aborted = task not in tasks_of_entrypoint
                 if is_aborted:
                     task.uncancel()
                 tasks_of_entrypoint.discard(task)
         except asyncio.CancelledError:
             if not is_aborted or task.cancelling():
-                # The client has closed its connection.
+                # The task was not cancelled by `Forwarder.abort`. So the client has closed its
+                # connection.
                 raise
             failure = f"rank {entrypoint.rank} was removed from the routing"
         except Unconnected as error:
@@ -539,7 +541,8 @@ class _ForwardedRequest:
         headers["X-Muster-Engine"] = str(entrypoint.engine)
         headers["X-Muster-Epoch"] = str(entrypoint.epoch)
         headers["X-Muster-Version"] = str(entrypoint.version)
-        # An error response and a model list come from the HTTP server, even if the engine hangs.
+        # Only a generated response proves that the engine works. If the engine hangs, its HTTP
+        # server still sends error responses and model lists.
         is_generated = self._is_generation and server.status < 400
         length = server.content_length
         if length is not None and length <= _WHOLE_BYTES:

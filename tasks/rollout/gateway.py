@@ -45,8 +45,8 @@ from tasks.rollout.topology import gateway_url, is_loopback
 from tasks.spec.errors import MusterError
 from tasks.spec.formatting import join_commas
 
-#: Value of the header `Host`, or of `Origin` without its scheme: a host name or an address, and an
-#: optional port.
+#: Matches the value of the header `Host`, or of `Origin` without its scheme: a host name or an
+#: address, and an optional port.
 _AUTHORITY = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:/?#@\\\s]+)(?::([0-9]{1,5}))?")
 #: Values of the header `Sec-Fetch-Site` in requests that a page of another website has made.
 _OF_OTHER_PAGES = frozenset({"cross-site", "same-site"})
@@ -123,7 +123,8 @@ class Access:
         """
         if self._token is not None:
             return None
-        # A request without Host is an HTTP/1.0 request, and browsers do not use HTTP/1.0.
+        # A request without Host is an HTTP/1.0 request. Browsers do not use HTTP/1.0, so no web
+        # page has sent such a request.
         host = headers.get("Host")
         if host is not None and not _is_own_address(host, self.port):
             return self._make_page_refusal("Host", host)

@@ -44,7 +44,7 @@ _NO_TOKEN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """Counts of failed probes and requests of one server incarnation since its last success."""
+    """Numbers of failed probes and failed requests of a server since the server's last success."""
 
     #: Number of consecutive failures of probes and requests.
     misses: int = 0
@@ -104,7 +104,7 @@ class Evidence:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Watch:
-    """State of the health checks of one incarnation of a server.
+    """State of the health checks of a server, from one start of the server to its end.
 
     All times are readings of the event loop's monotonic clock, in seconds.
     """
@@ -112,23 +112,24 @@ class _Watch:
     slot: ServerSlot
     epoch: int
     evidence: Evidence = field(default_factory=Evidence)
-    #: Number of response pieces that the incarnation has generated for requests.
+    #: Number of response pieces that the server has generated for requests since its start.
     tokens: int = 0
-    #: Number of successful probes after failed requests, since the server generated its last token.
-    #: At most one probe in each probe interval is counted.
+    #: Number of successful probes that each followed a failed request, since the server generated
+    #: its last token. At most one probe in each probe interval is counted. A high number shows that
+    #: the server answers probes but fails requests.
     yes_after_failures: int = 0
     #: Time of the server's last token, or of the last probe that `yes_after_failures` counts,
     #: whichever is later.
     token_or_yes_s: float = -math.inf
     #: Time of the last failed request to the server.
     failed_request_s: float = -math.inf
-    #: Description of the failure of the last failed request.
+    #: Reason why the last failed request failed; empty if no request has failed.
     failed_request_reason: str = ""
     #: True if the server did not answer because of a network fault.
     is_cut: bool = False
     #: Time at which the last health probe of the server began.
     probed_s: float = -math.inf
-    #: Set when a request has failed, to trigger a probe.
+    #: Event that is set when a request has failed. The event triggers a probe.
     urgent: asyncio.Event = field(default_factory=asyncio.Event)
     #: Task that probes the server periodically. None while periodic probes are off.
     task: asyncio.Task[None] | None = None
@@ -147,7 +148,7 @@ class Health:
     def __init__(self, fleet: FleetParts) -> None:
         self._fleet = fleet
         self._rules = fleet.settings.health
-        #: The checked entrypoints by their rank.
+        #: State of the health checks of each checked entrypoint, by the rank of the entrypoint.
         self._watches: dict[int, _Watch] = {}
         self._urgent_every_s = min(_URGENT_EVERY_S, self._rules.interval_s / 4)
         #: True while periodic probes are off.
@@ -166,7 +167,7 @@ class Health:
 
         Args:
             group: Index of the engine's lifecycle group.
-            epoch: Epoch of the incarnation to check.
+            epoch: Number of the start of the group whose servers should be checked.
         """
         view = self._fleet.states.view
         if view.groups[group].epoch != epoch or not view.groups[group].is_running:
@@ -217,7 +218,7 @@ class Health:
 
         Args:
             rank: Rank of the server.
-            epoch: Epoch of the incarnation that got the request.
+            epoch: Number of the start of the server's group, at the time of the request.
             why: Description of the failure. A 4xx response is never a failure of the server.
         """
         watch = self._watch_of(rank, epoch)
@@ -240,8 +241,8 @@ class Health:
 
         Args:
             rank: Rank of the server.
-            epoch: Epoch of the incarnation.
-            count: Number of pieces of responses that the incarnation has generated so far.
+            epoch: Number of the last start of the server's group.
+            count: Number of pieces of responses that the server has generated since this start.
         """
         watch = self._watch_of(rank, epoch)
         if watch is None:
@@ -327,9 +328,9 @@ class Health:
         while self._is_watched(watch):
             late_s = 0.0
             if await self._wait_for_probe(watch, due_s):
-                # If the timeout is longer than the interval, a probe may begin late. After a failed
-                # probe, the timeout of a late probe is shortened by the delay. The late probe then
-                # ends as if it had begun in time.
+                # If a probe takes longer than the interval, the next probe begins late. After a
+                # failed probe, the timeout of such a late probe is shortened by its delay. The
+                # detection of a failed server then takes no longer than without the delay.
                 if watch.evidence.misses:
                     late_s = max(0.0, now_s() - due_s)
                 due_s = max(due_s, now_s() - late_s) + spread_s
@@ -410,7 +411,10 @@ class Health:
                     task.cancel()
 
     def _note_success(self, watch: _Watch) -> None:
-        """Forget a server's failures after a successful probe, unless its requests keep failing."""
+        """Forget a server's failures after a successful probe, unless its requests keep failing.
+
+        A server that answers probes but repeatedly fails requests is reported as failed.
+        """
         rank = watch.slot.rank
         settings = self._rules
         if watch.failed_request_s > watch.token_or_yes_s and (

@@ -31,10 +31,10 @@ MOST_HEADERS = 256
 _HEADER_OVERHEAD = 3
 #: Seconds that may pass between the first and the last byte of a message head.
 HEAD_WITHIN_S = 10.0
-#: Seconds within which a client has to begin a request, if no request on its connection was
+#: Seconds that a connection may wait for a request while no request on the connection was
 #: authorized yet.
 SILENT_AT_MOST_S = 10.0
-#: Seconds that may pass between two requests on a connection, once a request on it was authorized.
+#: Seconds that a connection may wait for its next request after a request on it was authorized.
 IDLE_AT_MOST_S = 600.0
 #: Seconds that may pass between two pieces of a request body.
 BODY_PIECE_WITHIN_S = 60.0
@@ -203,7 +203,7 @@ class Wire(asyncio.Protocol):
     transport: asyncio.Transport
 
     def __init__(self) -> None:
-        #: Number of calls of `hold_reading` that no call of `release_reading` has ended yet.
+        #: Number of calls of `hold_reading` that were not undone by `release_reading` yet.
         self._holds = 0
         self._may_write = asyncio.Event()
         self._may_write.set()
@@ -254,16 +254,16 @@ class Wire(asyncio.Protocol):
             self.transport.write(data)
 
     def hold_reading(self) -> None:
-        """Stop reading from the connection.
+        """Stop reading from the connection until `release_reading` is called.
 
-        Reading resumes after as many calls of `release_reading` as of this method.
+        After several calls, `release_reading` must be called the same number of times.
         """
         self._holds += 1
         if not self.transport.is_closing():
             self.transport.pause_reading()
 
     def release_reading(self) -> None:
-        """Resume reading after as many calls of this method as of `hold_reading`."""
+        """Undo one call of `hold_reading`. Reading resumes when all calls are undone."""
         self._holds -= 1
         if not self._holds and not self.transport.is_closing():
             self.transport.resume_reading()
@@ -288,9 +288,9 @@ class Wire(asyncio.Protocol):
             if isinstance(raised_by_callback, Malformed):
                 return raised_by_callback
             return Malformed(str(error))
-        # The parser reports a header only when its line is complete. The size of an incomplete line
-        # is therefore checked here, by the number of received bytes. Bytes are counted only if all
-        # received bytes belong to the same message head.
+        # The parser reports a header only when its line is complete. So this code limits the size
+        # of an incomplete line by the number of received bytes. Only received data that belongs
+        # entirely to one message head is counted.
         if self._is_in_head and begins_with_head and self._complete_heads == heads_before:
             self._received_head_bytes += len(data)
             if self._received_head_bytes > LONGEST_HEAD:
@@ -569,7 +569,8 @@ class ServerConnection(Wire):
         #: True if, according to the kernel, a process of this user or of root has opened the
         #: connection.
         self.is_own = False
-        #: Reason that the kernel could not name the user who opened the connection, or empty.
+        #: Reason why the kernel could not name the user who opened the connection, or an empty
+        #: string.
         self.unknown_because = ""
         #: True if `is_own` is True, or if a request on the connection was authorized.
         self.is_let_in = False
@@ -630,7 +631,7 @@ class ServerConnection(Wire):
             self.task.cancel()
 
     def finish(self) -> None:
-        """Close the connection after the current request, or at once if there is none."""
+        """Close the connection after the current request, or at once if no request is running."""
         self.is_finishing = True
         if self.task is None:
             self.transport.close()
@@ -639,8 +640,8 @@ class ServerConnection(Wire):
         if self._ignores_input:
             return
         fault = self._parse(self._parser, data)
-        # If the last request of the connection was received, an error in the bytes after that
-        # request is ignored.
+        # `_parse` sets `_ignores_input` when the last request of the connection is complete. An
+        # error in the bytes after that request is ignored.
         if fault is None or self._ignores_input:
             return
         self._ignores_input = True
@@ -755,14 +756,14 @@ class ServerConnection(Wire):
             self._start_next_request()
 
     def _close_after_response(self) -> None:
-        """Send the end of the stream, and cut the connection after 5 seconds.
+        """Close the sending side of the connection, and cut the connection after 5 seconds.
 
-        The connection still reads and discards input during that time. If it closed with unread
-        input, the kernel would reset the connection and the client could lose the response.
+        During that time, the connection still reads and discards input. If the connection were
+        closed with unread input, the kernel would reset it, and the client could lose the response.
         """
         self._ignores_input = True
         self._queued_requests.clear()
-        # End all calls of `hold_reading` at once, so that reading resumes.
+        # Undo all calls of `hold_reading`, so that reading resumes.
         self._holds = 1
         self.release_reading()
         with suppress(OSError):  # The client may have closed the connection.

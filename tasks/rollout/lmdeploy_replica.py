@@ -15,7 +15,7 @@ def serve_one_replica(
     """Serve one replica. This function replaces LMDeploy's `launch_server`.
 
     Args:
-        num_nodes: Unused. `launch_server` has this parameter, too.
+        num_nodes: Unused. The parameter exists because LMDeploy passes this argument.
         node_rank: Index of the replica.
         model_path: Path or name of the model.
         backend_config: LMDeploy's settings of the engine.

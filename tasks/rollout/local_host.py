@@ -36,14 +36,14 @@ _LOOKBACK_BYTES = 20_000
 
 @dataclass(slots=True, kw_only=True)
 class _LocalServer:
-    """One incarnation of an inference server that runs on this machine."""
+    """An inference server on this machine, from one start of the server to its end."""
 
     slot: ServerSlot
     epoch: int
     process: GuardedProcess
-    #: File that the server's output is appended to. All incarnations of a server share the file.
+    #: File that the server's output is appended to, also after a restart of the server.
     log: Path
-    #: Size of the log file in bytes when this incarnation was started.
+    #: Size of the log file in bytes when the server was started.
     log_began_at: int
     #: True if the fleet is stopping the server. Its end is then not reported as a death.
     is_stopping: bool = False
@@ -77,7 +77,7 @@ class LocalHost:
         #: Owner of the servers' processes.
         self._guards = Guards(plan.run_id, plan.attempt, registry=registry)
         self.on_death: Callable[[Death], None] = lambda death: None
-        #: The last incarnation of each server by its rank.
+        #: The last start of each server, by the server's rank.
         self._servers: dict[int, _LocalServer] = {}
         #: Ports of the servers. No other run can reserve these ports until this process ends.
         self._reserved: list[PortsReserved] = []
@@ -104,14 +104,14 @@ class LocalHost:
         return list(reserved.numbers.values())
 
     async def start(self, slot: ServerSlot, epoch: int) -> None:
-        """Start a server. Its output is appended to the log of its earlier incarnations.
+        """Start a server. Its output is appended to the log of its earlier starts.
 
         Args:
             slot: The planned server.
-            epoch: Epoch of the new incarnation.
+            epoch: Number of this start of the server's lifecycle group.
 
         Raises:
-            StartFailed: The server could not be started, or its earlier incarnation still runs.
+            StartFailed: The server could not be started, or it still runs from an earlier start.
             NoRoomToStart: This machine lacks something, such as open files.
         """
         rank = slot.rank

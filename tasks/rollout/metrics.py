@@ -22,12 +22,12 @@ from tasks.rollout.fleet import Fleet
 
 #: Prefix of the names of all metrics.
 _PREFIX = "muster_rollout"
-#: Upper bounds of the buckets for request times, in seconds. They range from the time for one token
-#: to the time for a long answer.
+#: Upper bounds of the histogram buckets for response times, in seconds. The bounds range from the
+#: time for one token to the time for a long answer.
 _BUCKET_BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 #: The bounds of `_BUCKET_BOUNDS_S` as Prometheus writes them, and `+Inf` for all longer times.
 _BUCKET_LABELS = [*(str(float(bound_s)) for bound_s in _BUCKET_BOUNDS_S), "+Inf"]
-#: Number of the latest request times that the quantiles are computed from.
+#: Number of the latest response times from which the quantiles are computed.
 _MAX_TIMES = 10_000
 
 
@@ -47,13 +47,13 @@ class Metrics:
         self._registry.register(self)
         #: Number of completed requests by their HTTP status.
         self._ended: Counts[int] = Counts()
-        #: Number of completed requests in each bucket of times.
+        #: Number of completed requests in each histogram bucket of response times.
         self._buckets = [0] * (len(_BUCKET_BOUNDS_S) + 1)
-        #: Total time of all completed requests in seconds.
+        #: Sum of the response times of all completed requests, in seconds.
         self._total_s = 0.0
         #: Number of requests that were answered with status 200 since the last call of `load`.
         self._answered = 0
-        #: Times of the requests that `_answered` counts, in seconds.
+        #: Response times in seconds of the latest requests that `_answered` counts.
         self._times_s: deque[float] = deque(maxlen=_MAX_TIMES)
 
     def ended(self, status: int, took_s: float) -> None:
@@ -72,13 +72,13 @@ class Metrics:
             self._times_s.append(took_s)
 
     def load(self) -> dict[str, float]:
-        """Return the number and the times of requests that were answered since the last call.
+        """Return the number and response times of requests that were answered since the last call.
 
         Only requests with status 200 count.
 
         Returns:
-            `count`, and the times `p50`, `p99` and `max` in seconds. Half of the requests took at
-            most `p50`. Empty if no request was answered.
+            `count`, and the response times `p50`, `p99` and `max` in seconds. Half of the requests
+            took at most `p50`. Empty if no request was answered.
         """
         count = self._answered
         self._answered = 0

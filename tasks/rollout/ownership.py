@@ -29,7 +29,7 @@ class EngineListenerCheck(Protocol):
     """Checks that only processes of an engine listen at the URL of the engine's server."""
 
     def known(self, url: str) -> frozenset[str]:
-        """Return the result of the last call of `verified`; empty if it was never called."""
+        """Return the inodes that `verified` last found for the URL; empty if it was not called."""
 
     async def verified(self, url: str) -> frozenset[str]:
         """Return the inodes of the sockets that listen at the URL now; empty if there are none.
@@ -42,7 +42,7 @@ class EngineListenerCheck(Protocol):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _StartedServer:
-    """A server that was started at some URL."""
+    """A server of this machine, with the sockets on which its processes listen."""
 
     #: Function that returns the pids of the server's process tree.
     tree: Callable[[], Sequence[int]]
@@ -82,7 +82,7 @@ class LocalListeners:
             del self._servers[url]
 
     def known(self, url: str) -> frozenset[str]:
-        """Return the socket inodes of the last successful check; empty if there was none."""
+        """Return the inodes that `verified` last found for the URL; empty if it found none."""
         server = self._servers.get(url)
         return frozenset() if server is None else server.known
 

@@ -99,7 +99,7 @@ class HttpProber:
         return self._ask(url, question, timeout_s, now_s() + timeout_s)
 
     async def _ask(self, url: str, question: Ask, timeout_s: float, until_s: float) -> str | None:
-        """Do the work of `ask`, until the time `until_s` of the event loop's clock."""
+        """Do the work of `ask`. The timeout ends at `until_s`, by the event loop's clock."""
         reply = await self._send(url, question, timeout_s, until_s)
         if reply.status == 200:
             return None
@@ -114,8 +114,8 @@ class HttpProber:
     async def call(self, url: str, ask: Ask, timeout_s: float) -> Reply:
         """Send a request and return the answer with any status.
 
-        While this machine lacks resources such as open files to send the request, it tries again
-        until the timeout. This is safe, since nothing was sent.
+        While this machine lacks resources such as open files to send the request, the attempt is
+        repeated until the timeout. A repeated attempt is safe, because nothing was sent.
 
         Args:
             url: `http://host:port` of the server.
@@ -310,6 +310,7 @@ class FleetParts:
     questions: Questions
     host: ServerHost
     prober: HttpProber
-    #: Function that takes an event's name and its fields. It never raises an error.
+    #: Function that emits an event. Its arguments are the event's name and fields. The function
+    #: never raises an error.
     emit: Emit
     random: Random

@@ -234,7 +234,7 @@ async def _run(plan: FleetPlan) -> int:
 async def _serve(plan: FleetPlan) -> int:
     """Run the fleet and its gateway until the fleet cannot continue. Return the exit status.
 
-    A cancel ends the servers and the gateway in order.
+    If the call is cancelled, the servers and the gateway are stopped before the call ends.
 
     Raises:
         NoHost: There is no machine or no address for the servers.
@@ -282,7 +282,7 @@ async def _serve(plan: FleetPlan) -> int:
 async def _run_until_failure(fleet: Fleet, gateway: Gateway, emit: Emit) -> str:
     """Run the fleet until it cannot continue, and return the reason.
 
-    The fleet and the gateway are stopped before it returns, and also after a cancel.
+    The fleet and the gateway are stopped before the function ends, even if it is cancelled.
     """
 
     def emit_load() -> None:

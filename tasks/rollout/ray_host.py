@@ -67,7 +67,7 @@ _LOG_EVERY_S = 1.0
 
 @dataclass(slots=True, kw_only=True)
 class _ActorServer:
-    """One incarnation of an inference server, with its Ray actor and the tasks that watch it."""
+    """An inference server from one start to its end, with its Ray actor and the server's tasks."""
 
     slot: ServerSlot
     epoch: int
@@ -94,8 +94,8 @@ class _ActorServer:
 class ActorListeners:
     """An `EngineListenerCheck` for servers on a Ray cluster. The actor of a server does the check.
 
-    If several checks of a server are requested while a check of that server runs, one next check
-    answers all these requests.
+    If several checks of a server are requested while a check of that server runs, a single further
+    check answers all these requests.
 
     Args:
         server_at: Returns the server at a URL, or None if no server was started there.
@@ -252,7 +252,7 @@ class RayHost:
 
         Args:
             slot: The planned server.
-            epoch: Epoch of the new incarnation.
+            epoch: Number of this start of the server's lifecycle group.
 
         Raises:
             StartFailed: The actor or the server's process could not be started.
@@ -486,7 +486,7 @@ class RayHost:
                 await self._copy_new_log(server)
 
     async def _copy_new_log(self, server: _ActorServer) -> None:
-        """Append the part of a server's log that has not been copied to the log on this machine."""
+        """Append the new part of a server's log to the copy of the log on this machine."""
         target = self._plan.log_of(server.slot.rank)
         while True:
             result = server.actor.read_log.remote(server.log_offset)

@@ -61,18 +61,23 @@ class Incident:
     closes_s: float
     #: Indexes of the groups.
     groups: set[int] = field(default_factory=set)
-    #: Numbers of the tries, from 0, that already count against the budget. Each try counts once for
-    #: all groups of the incident.
+    #: Numbers (from 0) of the tries to restart the groups that were already subtracted from the
+    #: budget of recoveries. Each try is subtracted only once for all groups of the incident.
     paid: set[int] = field(default_factory=set)
 
 
 class Incidents:
-    """Assigns each failure to an incident, and subtracts tries from the budget of recoveries."""
+    """Assigns each failure to an incident, and subtracts tries from the budget of recoveries.
+
+    The failures of one incident have happened within seconds of each other. Together, they are
+    subtracted from the budget only once.
+    """
 
     def __init__(self, *, budget: float) -> None:
         """
         Args:
-            budget: Number of tries that are allowed in total; infinity for no limit.
+            budget: Number of tries to restart groups that are allowed in total; infinity for no
+                limit.
         """
         self._remaining_budget = budget
         self._last = Incident(closes_s=-math.inf)
@@ -127,7 +132,8 @@ class _Case:
     ranks: tuple[int, ...]
     #: Reason of the last failure.
     cause: str
-    #: The incident that the failure belongs to.
+    #: The incident that the failure belongs to. The failures of one incident have happened within
+    #: seconds of each other.
     incident: Incident
     #: Number of completed tries to restart the group.
     tries: int = 0
@@ -135,7 +141,7 @@ class _Case:
     leftover: str = ""
     #: Event that is set when the processes of the failed group have ended, or could not be ended.
     processes_ended: asyncio.Event = field(default_factory=asyncio.Event)
-    #: Task that handles the case.
+    #: Task that ends the processes of the group and restarts the group.
     task: asyncio.Task[None] | None = None
 
 
@@ -160,17 +166,17 @@ class Recovery:
         self._incidents = Incidents(budget=count_allowed_recoveries(fleet.settings))
         #: Limits the number of groups that are restarted at the same time.
         self._parallel = asyncio.Semaphore(fleet.settings.recovery.parallel)
-        #: asyncio event that is cleared while no restart may begin.
+        #: asyncio event that is cleared while no restart may begin, such as during a weight sync.
         self._released = asyncio.Event()
         self._is_open = False
-        #: The open case of each failed group, by the group's index.
+        #: The failure that is being handled for each failed group, by the group's index.
         self._cases: dict[int, _Case] = {}
-        #: Number of tries for each group since the group last worked for a long time. The number
-        #: determines the pause before the next try. There is no pause before the first try.
+        #: Number of tries to restart each group, since the group last worked for a long time. The
+        #: number determines the pause before the next try. There is no pause before the first try.
         self._tries_in_row: Counter[int] = Counter()
-        #: Time at which the last case of each group ended, in seconds of the event loop's clock.
+        #: Time at which the last recovery of each group ended, in seconds of the loop's clock.
         self._case_ended_s: dict[int, float] = {}
-        #: Number of tries so far, from which the id of the next try is made.
+        #: Number of tries to restart any group so far. The id of the next try contains its number.
         self._count = 0
 
     def open(self) -> None:
@@ -254,7 +260,7 @@ class Recovery:
         self._fleet.states.retire(case.group, f"{reason}; its last failure: {case.cause}")
 
     def _has_state(self, case: _Case, state: GroupState) -> bool:
-        """Return True if the group of a case has this state."""
+        """Return True if the failed group that a case belongs to has this state now."""
         return self._fleet.states.view.groups[case.group].state is state
 
     async def _handle(self, case: _Case) -> None:
@@ -361,12 +367,13 @@ class Recovery:
         await self.start(case.group, slots)
 
     async def _find_new_slots(self, group: int) -> tuple[ServerSlot, ...] | None:
-        """Return the servers of a group with new addresses.
+        """Return the servers of a group with new addresses, if other programs use their ports.
 
-        While this machine lacks resources such as open files, it tries again.
+        If this machine lacks resources such as open files for the check of the ports, the check is
+        repeated.
 
         Returns:
-            The servers, or None if no other program uses their present addresses.
+            The servers with new addresses. None if no other program uses their present ports.
 
         Raises:
             TimeoutError: The ports could not be checked in time.
@@ -393,8 +400,8 @@ class Recovery:
 
         Raises:
             StartFailed: The group does not work, or needs more time than `start_within_s`. The
-                group is then INACTIVE. Servers may still run, and the caller must end them. The
-                same holds after a cancel.
+                group is then INACTIVE. Servers may still run, and the caller must end them. If
+                the call is cancelled, the caller must end them, too.
         """
         states = self._fleet.states
         within_s = self._fleet.settings.start_within_s
@@ -449,9 +456,9 @@ class Recovery:
         self._health.watch(group, epoch)
 
     async def _start_and_check(self, slot: ServerSlot, epoch: int) -> None:
-        """Start a server, and wait until an entrypoint is ready and generates a token.
+        """Start a server. If it is an entrypoint, wait until it is ready and generates a token.
 
-        An error marks the server as failed.
+        If an error occurs, mark the server as failed.
         """
         try:
             await self._start_server(slot, epoch)

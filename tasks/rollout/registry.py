@@ -64,7 +64,11 @@ class GroupView:
         return self.state in RUNNING_STATES
 
     def is_current(self, epoch: int) -> bool:
-        """Return True if the group's last start has this epoch and has not ended."""
+        """Return True if this is the group's last start, and the group has not failed since then.
+
+        Args:
+            epoch: Number of a start of the group.
+        """
         return self.is_begun and self.epoch == epoch
 
     def may_receive_requests(self, rank: int) -> bool:
@@ -336,8 +340,8 @@ class Registry:
         """Record that a server has failed. Its whole group becomes INACTIVE at once.
 
         Returns:
-            True if the group was changed. False if the group had already failed, whose first cause
-            is kept, or if it has a newer epoch.
+            True if the group became INACTIVE. False if the group had already failed, or was started
+            again since. In that case, the registry keeps the group's state and first cause.
         """
         view = self._find_current(rank, epoch)
         if view is None:

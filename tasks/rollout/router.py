@@ -28,11 +28,11 @@ _Key = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entrypoint:
-    """One incarnation of a server that accepts rollout requests."""
+    """A server that accepts rollout requests, from one start of the server to its end."""
 
     #: Rank of the server in the fleet.
     rank: int
-    #: Epoch of the server's lifecycle group.
+    #: Number of the start of the server's lifecycle group, from 1.
     epoch: int
     #: URL of the server's HTTP API: `http://host:port`.
     url: str
@@ -81,8 +81,8 @@ class _SlotsByLoad:
     """
 
     def __init__(self) -> None:
-        # An OrderedDict finds its first entry at once. A dict would search through the places of
-        # deleted entries first.
+        # An OrderedDict finds its first entry at once. A dict would first have to skip all entries
+        # that were deleted at its beginning.
         self._slots: dict[int, OrderedDict[_Key, _Slot]] = {}
 
     def add(self, slot: _Slot) -> None:
@@ -120,7 +120,7 @@ _Pick = Callable[[], Entrypoint]
 class Router:
     """Chooses entrypoints for requests, counts outstanding requests, and holds the request queue.
 
-    A new request never gets an entrypoint that could take a request from the queue instead.
+    A new request gets an entrypoint only if no request in the queue can use that entrypoint.
     """
 
     def __init__(
@@ -207,11 +207,11 @@ class Router:
 
     @property
     def is_closed(self) -> bool:
-        """True between `close` and `open`."""
+        """True if requests that generate tokens must wait: after `close`, until `open`."""
         return self._is_closed
 
     def abort(self) -> None:
-        """End all outstanding requests. Requests that have received no data yet may be retried."""
+        """End all outstanding requests. Requests without any response data yet may be retried."""
         self._notify(self.entrypoints)
 
     async def idle(self) -> None:
@@ -258,8 +258,8 @@ class Router:
             async with asyncio.timeout(self._queue_timeout_s):
                 return await turn
         except (TimeoutError, asyncio.CancelledError) as error:
-            # The request got its entrypoint at the moment of its timeout or cancel. The request is
-            # not sent, so it must no longer count as outstanding at the entrypoint.
+            # The request may have got an entrypoint at the moment of its timeout or cancel. Such a
+            # request is not sent, so it must no longer count as outstanding at the entrypoint.
             if turn.done() and not turn.cancelled() and turn.exception() is None:
                 self.done(turn.result())
             if isinstance(error, TimeoutError):
@@ -380,7 +380,9 @@ class Router:
         return self._limit is not None and slot.outstanding >= self._limit
 
     def _remember(self, session: str, key: _Key) -> None:
-        """Remember the entrypoint of a session, and forget the least recently used session.
+        """Remember the entrypoint of a session.
+
+        If too many sessions are remembered, forget the least recently used session.
 
         A session keeps its entrypoint even if the entrypoint is at its limit. Later requests of the
         session then return to the entrypoint, which has cached the prefix of their prompts.

@@ -56,7 +56,7 @@ class NoSuchSync(MusterError):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Target:
-    """One incarnation of an engine that should receive the new weights of a sync."""
+    """An engine that should receive the new weights of a sync, unless the engine is restarted."""
 
     #: Index of the engine.
     engine: int
@@ -66,8 +66,8 @@ class _Target:
     is_touched: bool = False
     #: Reasons why this machine could not send requests, by `(method, path, server URL)`.
     unsent: dict[tuple[str, str, str], str] = field(default_factory=dict)
-    #: Failures of the engine's servers, by `(method, path, server URL)` of the request. If the same
-    #: request succeeds later, its failure is removed.
+    #: Description of each failed request to the engine's servers, by `(method, path, server URL)`.
+    #: If the same request succeeds later, the description is removed.
     faults: dict[tuple[str, str, str], str] = field(default_factory=dict)
 
     @property
@@ -222,7 +222,7 @@ class WeightSyncs:
             raise FleetRefused(f"{next(filter(None, reasons))}: begin the sync again")
 
     def _describe_group(self, group: GroupView) -> dict[str, Any]:
-        """Return the description of a target engine in the answer of `begin`."""
+        """Return the description of a target engine that `begin` returns to the trainer."""
         slots = self._fleet.states.view.updated(group)
         return {
             "engine": group.index,

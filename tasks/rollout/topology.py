@@ -127,7 +127,11 @@ class TopologyPlan:
 
     @property
     def training_mesh(self) -> tuple[tuple[int, ...], ...]:
-        """`training_mesh[entry]` lists the ranks whose weights are updated through one server."""
+        """`training_mesh[i]` lists the ranks whose weights are updated through one server.
+
+        There is one entry for each server that receives weight updates, in the order of the
+        servers' ranks.
+        """
         return tuple(slot.weight_ranks for slot in self.servers if slot.weight_ranks)
 
     def as_json(self) -> dict[str, Any]:

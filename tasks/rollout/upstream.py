@@ -33,8 +33,8 @@ _KEPT_S = 4.0
 _MOST_INTERIM = 16
 #: HTTP methods whose requests have the header `Content-Length` even if the body is empty.
 _METHODS_WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
-#: Largest number of attempts to open a connection while the processes that listen at the server's
-#: address change.
+#: Largest number of attempts to open a connection to a server. Another attempt is made only if the
+#: sockets that listen at the server's address have changed during the last attempt.
 _MOST_CONNECTS = 3
 #: Control characters, which must not occur in a status line.
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
@@ -118,7 +118,7 @@ class Upstreams:
         return connection
 
     def close(self) -> None:
-        """Cut all unused connections. No request may be running."""
+        """Cut all unused connections. Call this method only when no request is running."""
         for connections in list(self._idle_connections.values()):
             for connection in list(connections):
                 connection.transport.abort()
@@ -290,8 +290,8 @@ class ServedConnection(Wire):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        # `on_headers_complete` sets this to True for the first response to a request. If the server
-        # sends a second response, the connection must not be used again.
+        # For the first response to a request, `on_headers_complete` then sets `_is_kept` to True.
+        # After a second response, the value stays False, and the connection is not used again.
         self._is_kept = False
 
     def on_headers_complete(self) -> None:
