@@ -155,7 +155,7 @@ def _find_reachable_address(spec: RunSpec, host: str) -> str | None:
 
 
 def fleet_faults(spec: RunSpec, fleet: Rollout) -> list[Fault]:
-    """Return the faults of a run spec that are found only by planning where its servers run."""
+    """Return the faults that show up when the inference servers of a run spec are planned."""
     try:
         plan = plan_topology(fleet, node_gpus(spec))
     except ValueError as error:

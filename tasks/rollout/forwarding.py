@@ -221,7 +221,7 @@ def make_unavailable_error(reason: str, kind: str = "no_active_server") -> Answe
 
 
 def make_server_lost_error(message: str) -> Answer:
-    """Return the error response for a request whose server did not answer it completely."""
+    """Return the error response for a request that a server did not answer completely."""
     return make_error(502, "server_lost", message, is_retryable=True)
 
 

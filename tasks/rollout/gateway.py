@@ -200,7 +200,8 @@ _LONGEST_ORDER = 1024 * 1024
 class _Order(BaseModel):
     """JSON body of a request to change the fleet. A body with an unknown key is refused.
 
-    Otherwise a misspelt key would be ignored, and the request would not do what the client meant.
+    Without this rule, a misspelt key would be ignored, and the request would have another effect
+    than the client wanted.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -308,8 +309,8 @@ _OWN = re.compile(f"({PREFIX}|{WORKERS})([/?]|$)")
 _STOPPING = "the rollout fleet is being stopped"
 #: Number of connections that the kernel holds until the gateway accepts them.
 _BACKLOG = 4096
-#: Status in the metrics of a request whose client closed the connection before the response. Nginx
-#: uses the same status for such a request.
+#: HTTP status under which the metrics count a request if the client closes the connection before
+#: the response. Nginx uses the same status for such a request.
 _CLIENT_LEFT = 499
 #: Seconds to send error responses to the cancelled requests when the gateway stops.
 _CUT_WITHIN_S = 2.0

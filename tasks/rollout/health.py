@@ -118,8 +118,8 @@ class _Watch:
     #: its last token. At most one probe in each probe interval is counted. A high number shows that
     #: the server answers probes but fails requests.
     yes_after_failures: int = 0
-    #: Time of the server's last token, or of the last probe that `yes_after_failures` counts,
-    #: whichever is later.
+    #: The later of two times: when the server generated its last token, and when the last probe
+    #: that `yes_after_failures` counts succeeded.
     token_or_yes_s: float = -math.inf
     #: Time of the last failed request to the server.
     failed_request_s: float = -math.inf

@@ -45,7 +45,7 @@ class _LocalServer:
     log: Path
     #: Size of the log file in bytes when the server was started.
     log_began_at: int
-    #: True if the fleet is stopping the server. Its end is then not reported as a death.
+    #: True if the fleet is stopping the server. The server's end is then not reported as a death.
     is_stopping: bool = False
     #: Context in which the server runs.
     running: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)

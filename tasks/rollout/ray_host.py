@@ -53,8 +53,8 @@ _ACTOR_WITHIN_S = 180.0
 #: Seconds that a running actor may take to answer a call. By default, Ray reports a lost node only
 #: after about a minute.
 _ANSWER_WITHIN_S = 10.0
-#: Seconds that a stop may take in addition to its grace period, to kill leftover processes and to
-#: fetch the end of the log. The fleet waits for a stop 20 s longer than its grace period.
+#: Seconds that the stop of a server may take in addition to the grace period, to kill leftover
+#: processes and to fetch the end of the log. The fleet waits 20 s longer than the grace period.
 _STOP_EXTRA_S = 12.0
 #: Seconds to wait until the cluster has enough free GPUs for the fleet. Muster's queue has already
 #: granted these GPUs to the run, so other programs should free the GPUs soon.
@@ -75,7 +75,7 @@ class _ActorServer:
     actor: Any
     #: True while the server's process runs.
     is_alive: bool = False
-    #: True if the fleet is stopping the server. Its end is then not reported as a death.
+    #: True if the fleet is stopping the server. The server's end is then not reported as a death.
     is_ending: bool = False
     #: Task that waits for the end of the server.
     watch: asyncio.Task[None] | None = None

@@ -47,7 +47,7 @@ _PORTS_WITHIN_S = 200.0
 #: Default number of recoveries that are allowed for each engine. An engine may lose its node more
 #: than once, but an engine whose servers die at every start must not be restarted without end.
 _BUDGET_PER_ENGINE = 3
-#: Least default number of recoveries that are allowed for a fleet.
+#: Smallest default for the number of recoveries that are allowed for a whole fleet.
 _MIN_DEFAULT_BUDGET = 10
 #: Seconds that `ServerHost.stop` may need in addition to the grace period of the servers.
 STOPPED_WITHIN_S = 20.0
@@ -236,7 +236,7 @@ class Recovery:
             self._open_case(after)
 
     def _open_case(self, view: GroupView) -> None:
-        """Open a case for a failed group, and start the task that ends and restarts its servers."""
+        """Handle the failure of a group: start a task that ends and restarts its servers."""
         group = view.index
         settings = self._fleet.settings
         works_for_s = now_s() - self._case_ended_s.get(group, 0.0)
@@ -252,7 +252,7 @@ class Recovery:
         self._pay_or_retire(case)
 
     def _pay_or_retire(self, case: _Case) -> None:
-        """Subtract the next try of a case from the budget. Retire the group if the budget is 0."""
+        """Subtract a group's next restart from the budget. Retire the group if the budget is 0."""
         if self._incidents.pay(case.incident, case.tries):
             return
         budget = count_allowed_recoveries(self._fleet.settings)

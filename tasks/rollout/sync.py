@@ -129,7 +129,7 @@ class WeightSyncs:
         self._open: _OpenSync | None = None
         #: Id of the last sync that ended, and a description of how it ended.
         self._last: tuple[str, str] = ("", "")
-        #: Task that ends the open sync when its time is over.
+        #: Task that ends the open sync when the sync's time limit has passed.
         self._deadline: asyncio.Task[None] | None = None
 
     @property
