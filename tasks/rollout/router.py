@@ -421,7 +421,7 @@ class Router:
         self._serve_queue()
 
     def _serve_queue(self) -> None:
-        """Give entrypoints to waiting requests, in order of arrival, while one is below its limit."""
+        """Give free entrypoints to the requests in the queue, in the order of their arrival."""
         # Each served request changes the queue, so start again at the beginning of the queue.
         while self._queue and not self._is_closed:
             first = self._by_load.find_first()
