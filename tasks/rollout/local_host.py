@@ -104,7 +104,7 @@ class LocalHost:
         return list(reserved.numbers.values())
 
     async def start(self, slot: ServerSlot, epoch: int) -> None:
-        """Start a server. Its output is appended to the log of its earlier starts.
+        """Start a server. Its output is appended to the log file, which is kept over restarts.
 
         Args:
             slot: The planned server.

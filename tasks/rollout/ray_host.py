@@ -67,7 +67,7 @@ _LOG_EVERY_S = 1.0
 
 @dataclass(slots=True, kw_only=True)
 class _ActorServer:
-    """An inference server from one start to its end, with its Ray actor and the server's tasks."""
+    """An inference server from one start to its end, with the actor and tasks that belong to it."""
 
     slot: ServerSlot
     epoch: int

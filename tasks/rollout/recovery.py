@@ -69,8 +69,8 @@ class Incident:
 class Incidents:
     """Assigns each failure to an incident, and subtracts tries from the budget of recoveries.
 
-    The failures of one incident have happened within seconds of each other. Together, they are
-    subtracted from the budget only once.
+    The failures of one incident have happened within seconds of each other. Each try to restart
+    the groups of an incident is subtracted from the budget once, not once for each group.
     """
 
     def __init__(self, *, budget: float) -> None:
