@@ -24,11 +24,11 @@ _ARGUMENT_AT_MOST = 60
 
 def plan(spec: SpecFile, /, *, set: Overrides = (), json: AsJson = False) -> int:
     """Show which inference servers a run would start, and where: engines, servers with their
-    commands, groups that live and die together, the training mesh. Nothing is started.
+    commands, groups of servers that are stopped and started together, and the training mesh (the
+    ranks that each server updates with new weights). No server is started.
 
-    Hosts and ports stand in for those of a run: node-0 and so on, and ports in a row; local servers
-    are on 127.0.0.1. ${run.dir} and the like stay as they are, variables that look secret are
-    masked.
+    Hosts and ports are examples: node-0 and so on, or 127.0.0.1 for local servers, and consecutive
+    ports. Placeholders such as ${run.dir} stay as they are. Variables that look secret are masked.
 
     Exit: 0 printed, 2 the spec is invalid or has no fleet.
     """
