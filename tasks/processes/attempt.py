@@ -132,7 +132,8 @@ def make_failure(
     if first_rank is not None:
         message = f"{message}: {first_rank}"
         if cause is not None and cause.rule.role in (Role.CASCADE, Role.WRAPPER):
-            # The line only repeats that a rank has ended, or that another rank lost it.
+            # Omit this line from the message. It only says that the rank has ended, which the
+            # message already says, or that another rank has lost the connection to that rank.
             cause_line = ""
         if cause is not None and cause.rule.role is Role.WRAPPER:
             hint = (
@@ -191,7 +192,8 @@ class Decision:
     make_verdict: Callable[[], Verdict]
     #: Name of the component that failed first; None if no component failed.
     component: str | None = None
-    #: True if Muster ends components that work. They get their warning signal and time to save.
+    #: True if no component has failed, but Muster ends them, for example at the time limit.
+    #: The components then first get their warning signal and time to save a checkpoint.
     warns: bool = False
 
     @staticmethod
@@ -217,8 +219,8 @@ class Decision:
 class EarliestDecision:
     """Keeps the decision about the earliest event. Decisions may arrive in any order.
 
-    A process that dies because of another failure dies later than that failure. The same is true of
-    a process that the teardown stops. So neither is blamed for the failure of the attempt.
+    The earliest event is the cause of the attempt's failure. Processes that die because of this
+    event, or because the teardown stops them, die later. So they are not blamed for the failure.
     """
 
     def __init__(self) -> None:
@@ -229,7 +231,10 @@ class EarliestDecision:
         self.horizon_s = float("inf")
 
     def is_open_at(self, at_monotonic_s: float) -> bool:
-        """Return True if an event at this time may still decide how the attempt ends."""
+        """Return True if an event at this time can still decide how the attempt ends.
+
+        It cannot if an earlier event has decided that already.
+        """
         return at_monotonic_s < self.horizon_s
 
     def reserve(self, at_monotonic_s: float) -> None:
@@ -339,8 +344,8 @@ class SupervisedAttempt:
             self._check_undecided(name)
             component = self.components[name]
             await self._launch(component)
-            # A program that could not be executed has decided the end of the run. It must not be
-            # reported as ready.
+            # If the program could not be executed, the end of the run is decided now. Check this,
+            # so that the component is not reported as ready.
             self._check_undecided(name)
             await self._until_settled(component)
             self._check_undecided(name)
@@ -502,9 +507,9 @@ class SupervisedAttempt:
 
     def fail(self, failure: Failure) -> None:
         """Fail the attempt for a reason outside its components."""
-        # The cause of an earlier event may still be under examination, and this failure may have
-        # interrupted the examination. So give this failure the time of that event. It then decides
-        # the attempt.
+        # The earliest event may still be under examination, and this failure may have interrupted
+        # that examination. So give this failure the time of the earliest event. This failure then
+        # decides how the attempt ends.
         at = min(time.monotonic(), self.earliest.horizon_s)
         self._decide(Decision.of(Verdict.failed(failure, at), at))
 
@@ -561,7 +566,8 @@ class SupervisedAttempt:
             return
         try:
             await component.until_running()
-            # After the decision, the teardown would not cancel a new watcher any more.
+            # If the end of the attempt is already decided, start no new watcher: the teardown would
+            # not cancel this watcher any more.
             if not self.decided.is_set():
                 component.tasks.start(self._follow(component, component.until_job_lost))
             await component.until_ready()
@@ -701,7 +707,8 @@ class SupervisedAttempt:
         if is_finished and step is None and last is not None:
             message = f"step {last:g} of {last:g}: the checkpoint already had the last step"
         elif last is not None and is_short and (step is None or step < last - 1):
-            # A trainer that counts from zero reports the last step as `last - 1`.
+            # A trainer that counts its steps from zero reports the last step as `last - 1`. So step
+            # `last - 1` causes no warning.
             warning = f"{component.name} left with exit code 0{self._describe_missing_steps()}"
         elif last is None and problem:
             warning = f"{component.name} left, but no step is known"
@@ -938,7 +945,11 @@ class SupervisedAttempt:
                 _log.error("%s: a step of the end has failed", component.name, exc_info=error)
 
     async def _make_verdict(self, decision: Decision) -> Verdict:
-        """Return the verdict of a decision. An error in Muster's own code is a verdict, too."""
+        """Return the verdict of a decision: the final state of the attempt and its reason.
+
+        If an error in Muster's own code prevents the verdict, the returned verdict is a failure
+        with that error.
+        """
         try:
             # Use a thread, because the search in a long log can take two seconds.
             return await asyncio.to_thread(decision.make_verdict)

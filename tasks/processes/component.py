@@ -144,7 +144,7 @@ class AttemptPlan:
 #: Time limit in seconds for the last check of a probe, after the end of a component or at the
 #: readiness deadline.
 _LAST_ASK_S = 1.0
-#: Name of the rule that reports a process outside the run which listens on a port of the run.
+#: Rule name of the failure in which a process outside the run listens on a port of the run.
 PORT_TAKEN = "port-taken"
 
 
@@ -200,9 +200,9 @@ class AttemptContext:
         self.guards.begin(sum(part.make_component is None for part in self.plan.components))
 
     def settle(self) -> None:
-        """End the preparation. Call it after the objects of all components were created.
+        """End the preparation, and begin to watch the shared memory segments of the run.
 
-        The watch on the shared memory of the run begins.
+        Call this method after the `RunningComponent` of each component was created.
         """
         self.guards.settle()
         if self.register is not None:
@@ -385,7 +385,8 @@ class RunningComponent(ABC):
             self._refuse_foreign(probe.local_port)
         self.refuse_foreign_ports()
         if self.exited.done():
-            # The component must not be reported as ready and as ended before it was ready.
+            # The component has already ended. Wait for the cancellation and do not report it as
+            # ready: the caller decides whether the component was ready before its end.
             await forever()
         self.mark_ready()
 
@@ -482,9 +483,9 @@ class RunningComponent(ABC):
         return None
 
     def delay_kill(self, for_s: float) -> None:
-        """Delay the SIGKILL after a request to stop: it follows `for_s` seconds from now or later.
+        """Request that SIGKILL is sent no sooner than `for_s` seconds from now. Return at once.
 
-        Returns at once. Without such a request, or after SIGKILL, the call has no effect.
+        The request has an effect only between the stop signal and SIGKILL.
         """
         return
 
@@ -532,18 +533,20 @@ class RunningComponent(ABC):
         return None
 
     def refuse_foreign_ports(self, suspected: Iterable[int] | None = None) -> None:
-        """Check which processes listen on the ports that are reserved for this component.
+        """Raise an error if a process outside this run listens on a port of this component.
 
         Args:
             suspected: The ports to check. If None, all ports of the component are checked.
 
         Raises:
-            ComponentFailed: A process that is not part of this run listens on a port.
+            ComponentFailed: A process that is not part of this run listens on one of the ports.
         """
         return
 
     def _refuse_foreign(self, port: int | None) -> None:
-        """Check which process listens on one port. Do nothing if `port` is None.
+        """Raise an error if a process outside this run listens on a port.
+
+        Do nothing if `port` is None.
 
         Raises:
             ComponentFailed: A process that is not part of this run listens on the port.

@@ -41,16 +41,17 @@ from tasks.processes.tree import (
 )
 from tasks.record.places import muster_home
 
-#: Number of consecutive rounds that must find no process. A single round can miss a process that
-#: forks and exits quickly. The next rounds find its child or its zombie.
+#: Number of consecutive rounds of SIGKILL that must find no process, before all processes count as
+#: ended. A single round can miss a process that forks and exits quickly. The next rounds find the
+#: child or the zombie of that process.
 CLEAN_ROUNDS = 3
-#: Seconds between two rounds.
+#: Seconds between two rounds of SIGKILL.
 ROUND_S = 0.02
 #: Seconds to wait for the end of a process after SIGKILL. A process that takes longer is stuck in
 #: the kernel, for example on a broken disk.
 KILLED_WITHIN_S = 5.0
-#: Time limit in seconds of `end_carriers`. It is reached if a program starts new processes faster
-#: than they can be killed. The processes that still live are then reported.
+#: Time limit in seconds of `end_carriers`. A program that starts new processes faster than they can
+#: be killed reaches this limit. The processes that still live are then reported.
 _SWEPT_WITHIN_S = 20.0
 #: Largest number of characters of a command line that a report shows.
 _SHOWN_CHARACTERS = 200
@@ -61,7 +62,7 @@ PidAndStart = tuple[int, int]
 #: Pids of the guardians that are children of this process. A guardian is a process that owns the
 #: process tree of one component. `end_orphans` does not end guardians.
 guardians: set[int] = set()
-#: Held while a guardian is started and added to `guardians`, and during `end_orphans`.
+#: This lock is held while a guardian is started and added to `guardians`, and during `end_orphans`.
 guardians_lock = threading.Lock()
 #: Numbers with which `tree.mark_own` has marked processes that may outlive their guardian.
 #: `end_orphans` does not end these processes.
@@ -148,8 +149,8 @@ def can_be_of_own_run(pid: int) -> bool:
     """Return True if a run of this user may have started the process.
 
     Any user can copy the mark of a run (see `tree.mark_own`), so the process must belong to this
-    user. There is one exception: a run of root may have processes of other users. Such a process
-    has a log of the run open for writing. Only the run can have passed it that open file.
+    user. There is one exception: a run of root may have processes of other users. These processes
+    have a log of the run open for writing, which they can only have inherited from the run.
     """
     if belongs_to_own_user(pid):
         return True
@@ -168,9 +169,9 @@ def _writes_below(pid: int, directory: Path) -> bool:
 
 
 def end_carriers(wanted: Mapping[str, str]) -> dict[str, Any]:
-    """Send SIGKILL to every process of this user that was started with certain variables.
+    """Kill every process of this user that was started with certain environment variables.
 
-    The signal is sent repeatedly, until no such process is found. The calling process and its
+    SIGKILL is sent repeatedly, until no such process is found. The calling process and its
     ancestors get no signal. The call is idempotent, and several calls may run at the same time.
 
     Args:
@@ -249,7 +250,7 @@ def _end_matching(is_meant: Callable[[int], bool]) -> set[PidAndStart]:
 
 
 def was_started_with(pid: int, wanted: Mapping[str, str]) -> bool:
-    """Return True if a process belongs to this user and was started with certain variables.
+    """Return True if a process is of this user and was started with these environment variables.
 
     Args:
         pid: The process.

@@ -257,7 +257,7 @@ class GuardedProcess:
         self.mark = mark
         #: The command's cgroup v2 directory; None if it has no cgroup.
         self.cgroup: str | None = None
-        #: Pids that survived SIGKILL, from the last report; empty if there are none.
+        #: Pids that survived SIGKILL, from the guardian's last report; empty if there are none.
         self.stuck: tuple[int, ...] = ()
         #: Command lines of processes that lived on after the command had ended by itself, and that
         #: the guardian ended. Known when `empty` is done.
@@ -616,7 +616,7 @@ class GuardedProcess:
             left = end_orphans()
             if self._is_in_namespace:
                 # The first process of the PID namespace adopts the command's processes, so they are
-                # no children of this process. Find them by their mark.
+                # no children of this process. Find them by the number in `mark`.
                 left += [pid for pid, _ in end_marked(self.mark)]
             clean_rounds = 0 if left else clean_rounds + 1
             if time.monotonic() - since > 5.0:

@@ -124,12 +124,12 @@ class Guardian:
         #: Time of the first SIGKILL; None if none was sent.
         self._killing_since: float | None = None
         self._reported_stuck = False
-        #: Command lines of the descendants that lived when the first process ended with exit
-        #: code 0 and without a stop signal, by pid.
+        #: Command lines of the stragglers by pid. A straggler is a descendant that still lived when
+        #: the first process ended with exit code 0 and without a stop signal.
         self._stragglers: dict[int, str] = {}
         #: Time at which the first process ended by itself.
         self._left_alone_at = 0.0
-        #: Command lines of the stragglers that did not end by themselves.
+        #: Command lines of the stragglers (see `_stragglers`) that did not end by themselves.
         self._ended_stragglers: list[str] = []
         #: Messages of the supervisor that arrived before the program was executed, for example a
         #: request to stop.
@@ -141,7 +141,8 @@ class Guardian:
         """Start the component, and return when no process of its tree remains.
 
         Args:
-            messages: Messages of the supervisor that came together with the launch order.
+            messages: Further messages of the supervisor that arrived together with `Order`, its
+                first message.
         """
         self._early_messages = messages
         try:
@@ -271,10 +272,10 @@ class Guardian:
                     self._stragglers[pid] = tree.read_command_line(pid) or f"pid {pid}"
 
     def _note_ended_stragglers(self, statuses: dict[int, int]) -> None:
-        """Remember the stragglers that a signal ended, or that outlived the first process.
+        """Remember the stragglers that did not end by themselves soon after the first process.
 
-        Helper processes, such as Python's resource tracker, end by themselves shortly after the
-        first process. They are not counted.
+        A straggler is a descendant that outlived the first process. A straggler that ends by itself
+        within a second is omitted: it is a helper process, such as Python's resource tracker.
 
         Args:
             statuses: Wait status of each process that has ended now, by pid.
@@ -493,7 +494,7 @@ def enter_namespace(init: int, alive: int) -> None:
 
 
 class Order(types.SimpleNamespace):
-    """The first message of the supervisor to a guardian: a command, and the way to stop it.
+    """The first message from the supervisor to a guardian: a command, and how to stop it.
 
     - `argv`: command line, a list of str.
     - `env`: complete environment of the component.

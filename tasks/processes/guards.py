@@ -256,13 +256,14 @@ class Guards:
         self._close_template()
         if self._endings:
             await asyncio.wait(self._endings.values())
-        # A process that SIGKILL could not end was reported before, and would not end now either.
+        # Leave out processes that SIGKILL could not end. They were reported before, and would not
+        # end now either.
         remaining = [
             process for process in self._processes if not (process.empty.done() or process.stuck)
         ]
         unused = [self._current[name] for name in self._prepared]
         for process in remaining:
-            # A guardian without a command expects no request to kill.
+            # Send no request to kill to a guardian that has started no command.
             if process not in unused:
                 process.kill()
             process.dismiss()
@@ -278,7 +279,8 @@ class Guards:
         namespace = self._namespace
         self._namespace = None
         if namespace is not None and not await asyncio.to_thread(namespace.close) and not left:
-            # The first process of the namespace cannot end before all others.
+            # The first process of the namespace ends last, so a process in the namespace remains.
+            # Report the first process in place of that unknown process.
             names = [process.name for process in self._processes] or ["run"]
             left[names[-1]] = (namespace.init_pid,)
         return left
@@ -307,7 +309,8 @@ class Guards:
     def _release(self, name: str, process: GuardedProcess) -> None:
         """Remove the cgroup and the registry entry of a process whose process tree has ended.
 
-        A later process of the same name has overwritten the entry. The entry is then kept.
+        Do nothing if a later process has the same name: the cgroup and the entry then belong to the
+        later process.
         """
         if self._current.get(name) is not process:
             return

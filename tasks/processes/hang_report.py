@@ -431,7 +431,7 @@ _TEXT_AT_MOST = 1 << 20
 
 
 def examine_carriers(wanted: Mapping[str, str], within_s: float) -> HangEvidence:
-    """Gather facts about the processes of this machine that were started with certain variables.
+    """Gather facts about processes here that were started with certain environment variables.
 
     Ray sends this function by value to nodes without Muster.
 
@@ -583,14 +583,18 @@ class Diagnosis:
 
     def _abort_early(self) -> None:
         """Send SIGABRT to the processes that the stop signal would end without any output."""
-        # Signal the component's first process last. After its end, the guardian stops all others.
+        # Signal the component's first process last. When the first process has ended, the guardian
+        # stops all others.
         unheard = [
             pid for pid in reversed(self.process.processes()) if self._dies_without_output(pid)
         ]
         abort_python(map(ProcessId.of, unheard), _ABORTED_WITHIN_S)
 
     def _dies_without_output(self, pid: int) -> bool:
-        """Return True if the stop signal would end a process that does not handle it."""
+        """Return True if the stop signal would end a process before it can write its stacks.
+
+        This is the case if the process gets the stop signal but has no handler for it.
+        """
         if handles_signal(pid, self.command.stop_signal):
             return False
         # The stop signal only reaches the process group of the component's first process. Spare

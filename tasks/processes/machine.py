@@ -259,7 +259,8 @@ def _write_test_file(shared: Path, folder: Path, name: str) -> str:
         return f"there is no directory {shared}"
     try:
         # If this node does not share the directory with the caller, the folder is missing here.
-        # Create it, so that the missing test files of other nodes show the fault.
+        # Create the folder. The test files of the other nodes are then missing in it, which shows
+        # that the directory is not shared.
         folder.mkdir(exist_ok=True)
         (folder / name).write_text(name)
     except OSError as error:

@@ -79,7 +79,7 @@ def find_foreign_folders() -> list[str]:
     """
     foreign = [os.path.dirname(os.path.abspath(sys.argv[0]))]
     if python_path := os.environ.get("PYTHONPATH"):
-        # An empty entry is the working directory.
+        # An empty entry in PYTHONPATH means the working directory.
         foreign += python_path.split(os.pathsep)
     user_packages = site.getusersitepackages()
     if site.ENABLE_USER_SITE and not _has_muster(user_packages):

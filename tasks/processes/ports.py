@@ -134,9 +134,9 @@ class PortsReserved:
     def move(self, component: str) -> None:
         """Reserve other ports for a component, because another process has taken one of its ports.
 
-        For the new ports, only the Unix sockets of `lock_name` are created. No TCP socket is bound,
-        because other users can see a bound port, and could take it between `release` and the
-        component's own bind.
+        Each new port is reserved only by a Unix socket with the name `lock_name`. No TCP socket is
+        bound to the port, because other users can see a bound port. They could take the port
+        between `release` and the component's own bind.
 
         Args:
             component: Name of the component.

@@ -97,8 +97,8 @@ class HttpProgress:
 
     def explain_missing_step(self, *, is_over: bool) -> str:
         """Return why no step is known, see `StepSource`."""
-        # A server may omit the step until the training has begun. So a fault is sure only at the
-        # end.
+        # A server may omit the step until the training has begun. So report a missing step only
+        # after the end of the training.
         return self._problem if is_over and not self._has_step else ""
 
 
@@ -385,7 +385,7 @@ class Silence:
     def has_output(self) -> bool:
         """Return True if a log has new lines since the last call.
 
-        A call of `seconds_without_progress` counts, too.
+        A call of `seconds_without_progress` counts as a call of this method, too.
         """
         # Use a list and not a generator, so that every log is read.
         return any([output.has_grown() for output in self._outputs])
@@ -396,7 +396,8 @@ class Silence:
         Args:
             step: Step that the trainer has reached; None if it is unknown now.
         """
-        # An unknown step is no progress.
+        # An unknown step does not count as progress. Neither does the first known step if it is the
+        # step of the loaded checkpoint.
         moved = step is not None and step != self._step
         if self._step is None and step == self._resumed_step:
             moved = False

@@ -88,7 +88,7 @@ class Owner(_Model):
 class _Entry(_Model):
     """One component of a run. Each entry is a separate file in the run's registry directory."""
 
-    #: First part of the file name.
+    #: First part of the name of the entry's file: `component` or `job`.
     kind: ClassVar[str]
 
     run_id: str
@@ -444,7 +444,7 @@ def teardown_s(process: int | None = None) -> float:
 
 
 def _registry_directory() -> Path:
-    """Return the directory of the registry."""
+    """Return the directory in MUSTER_HOME with the registered runs, one subdirectory per run."""
     return muster_home() / "live"
 
 
@@ -556,7 +556,8 @@ def finish(lost: LostRun) -> LeftoverCleanup:
 def _kill_component_once(entry: ProcessEntry) -> set[PidAndStart]:
     """Send SIGKILL once to all living processes of a component, and return these processes.
 
-    The processes are found by the mark and the cgroup in the registry entry of the component.
+    The registry entry of the component contains its cgroup and the number with which
+    `tree.mark_own` has marked its processes. The processes are found by both.
     """
     living = end_marked(entry.mark)
     if entry.cgroup is not None and not cgroup.is_empty(str(entry.cgroup)):

@@ -33,7 +33,8 @@ from tasks.spec.failure_kinds import FailureKind
 
 _log = logging.getLogger(__name__)
 
-#: Limit of open files that this process requests. It keeps several files open for each service.
+#: Limit of open files that this process requests. This process keeps several files open for each
+#: service.
 _OPEN_FILES = 1 << 16
 
 
@@ -332,7 +333,8 @@ class _Service:
         # An unknown exit status means that the guardian, the parent of the process, was killed. The
         # kernel has then killed the process, too.
         killed = exit is not None and (exit.signal == signal.SIGKILL or exit.exit_code is None)
-        # The log of a process that was killed from outside does not contain the reason for its end.
+        # Do not read the log of a process that was killed from outside: the log cannot contain the
+        # reason for the kill.
         words = service_process.read_log_end() if service_process is not None and not killed else ""
         pid = (
             f" (pid {service_process.pid})"
@@ -530,5 +532,5 @@ class Services:
         for name, service in reversed(self._services.items()):
             if leftovers := await service.end():
                 left[name] = leftovers
-        # This also ends the processes whose own end has failed.
+        # `close` also kills the processes that still run because `end` of their service failed.
         return {**await self.context.close(), **left}

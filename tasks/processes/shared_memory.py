@@ -138,7 +138,7 @@ class SharedMemoryWatch:
             next_at = time.monotonic() + (time.thread_time() - began_s) / _CPU_SHARE
 
     def _check(self) -> None:
-        """Find the makers of the new files once, and report the files of this run."""
+        """Check once which new files were made by processes of this run, and report these files."""
         now = time.monotonic()
         removed = self._read_events(now)
         wanted = {path for path in self._appeared if is_own_file(path)}

@@ -16,8 +16,8 @@ from tasks.record.events import Emit
 from tasks.record.outcome import Failure, Verdict
 from tasks.record.states import RunState
 
-#: Limit of open files that this process requests. It keeps two or three files open for each
-#: component.
+#: Limit of open files that this process requests. This process keeps two or three files open for
+#: each component.
 _OPEN_FILES = 1 << 16
 
 
@@ -76,7 +76,7 @@ class Supervisor:
     def decision(self) -> Decision | None:
         """The event that decides how the attempt ends; None if there is none yet.
 
-        An event that happened earlier but is noticed later may still replace it.
+        An event that happened earlier but is noticed later may still replace this event.
         """
         return self._attempt.earliest.decision
 

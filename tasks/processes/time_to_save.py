@@ -182,7 +182,7 @@ class TimeToSave:
 
     @asynccontextmanager
     async def delaying_kill(self, component: RunningComponent) -> AsyncIterator[None]:
-        """Delay the SIGKILL of a component that is stopped in this context, while it saves."""
+        """Delay SIGKILL while a component that is stopped in this context writes a checkpoint."""
         delaying = asyncio.create_task(self._delay_kill(component))
         try:
             yield
@@ -217,8 +217,8 @@ class TimeToSave:
     async def _has_time_to_react(self, component: RunningComponent) -> bool:
         """Return True if a component got its warning a short time ago and has not saved since.
 
-        The time to react is `stop.warn_s`. If Muster cannot see the checkpoints of the component,
-        the component has the whole time.
+        A component has `stop.warn_s` seconds to react. If Muster cannot see the checkpoints of the
+        component, the function returns True for all of these seconds.
         """
         warned = self._warned.get(component.name)
         warning = component.plan.warning

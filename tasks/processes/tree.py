@@ -400,8 +400,8 @@ def _children_of() -> Callable[[int], list[int]]:
 def _children_by_thread(pid: int) -> list[int]:
     """Return the children of a process, from the kernel's list for each of its threads."""
     child_pids: list[int] = []
-    # A process that has ended or that /proc hides counts as without children. Other errors are
-    # raised, for example EMFILE for too many open files.
+    # Return no children for a process that has ended or that /proc hides. Other errors are raised,
+    # for example EMFILE for too many open files.
     hidden_errors = (FileNotFoundError, ProcessLookupError, PermissionError)
     with suppress(*hidden_errors):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -562,8 +562,8 @@ def kill_once(
     while not is_done() and time.monotonic() < deadline:
         newest = last_pid()
         found.update(pid for pid in range(last + 1, newest + 1) if kill_newborn(pid))
-        # Check the last eight pids again in the next pass. A new process can become a child of this
-        # process a moment later, when its own parent exits.
+        # Check the last eight pids again in the next pass. A new process may belong to the set only
+        # a moment later, when its parent exits and this process adopts it.
         last = max(newest - 8, 0)
 
 

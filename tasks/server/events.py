@@ -77,7 +77,12 @@ def set_client_retries(retries: int) -> None:
 
 
 def _settings_with(retries: int, api_url: str | None) -> SettingsContext:
-    """Return a context manager that changes these settings of Prefect in the current context."""
+    """Return a context manager that sets the retries and the API address of Prefect's clients.
+
+    Args:
+        retries: How often a client repeats a failed request.
+        api_url: API address of the Prefect server. If None, the address is not changed.
+    """
     present = SettingsContext.get()
     assert present is not None
     settings = present.settings

@@ -48,7 +48,7 @@ NO_RESULTS = Path(os.devnull)
 
 M = TypeVar("M", bound=BaseModel)
 
-#: True in the context of `retry_while_server_starts`, and False in new threads.
+#: True after `retry_while_server_starts` was called in this context. New threads start with False.
 _is_starting = contextvars.ContextVar("is_starting", default=False)
 
 

@@ -91,7 +91,8 @@ _POOLS = ("gang", "pipelines")
 #: The command line of a flow run's process contains at least one of these texts. Source:
 #: prefect/runner/_workspace_starter.py.
 _ENGINES = ("prefect.engine", "prefect.flow_engine", "_workspace_", "-m flows")
-#: Function that makes the Prefect state, by the run state. Other run states become Failed.
+#: Function that makes a flow run's Prefect state, by Muster's state of the run. For all other run
+#: states, the Prefect state is Failed.
 STATE_OF = {RunState.COMPLETED: Completed, RunState.CANCELLED: Cancelled}
 _OPEN = (*HELD, StateType.SCHEDULED, StateType.PAUSED)
 #: A flow run without a process does not count as lost during this time after its last state change,

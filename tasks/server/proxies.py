@@ -46,7 +46,7 @@ class Proxy:
         return self.value if "://" in self.value else f"http://{self.value}"
 
     def __str__(self) -> str:
-        """Return the assignment of the variable, with the password of the value masked."""
+        """Return the text `VARIABLE=VALUE`, in which the password of the proxy is masked."""
         masked = mask_env({self.variable: self.value})
         return f"{self.variable}={masked[self.variable]}"
 

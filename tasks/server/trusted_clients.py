@@ -135,8 +135,8 @@ def make_auth_header(password: str) -> str:
 class _CheckedAsyncClient(httpx.AsyncClient):
     """HTTP client that checks the server's owner for each connection, and chooses the proxy.
 
-    The client of Prefect's version check knows the server's URL only at the request, but this class
-    needs the URL to choose the proxy. The URL is therefore that of Prefect's settings.
+    Prefect's version check creates this client without the server's URL. The client needs the URL
+    to choose the proxy, so it reads the URL from Prefect's settings.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
