@@ -1073,9 +1073,9 @@ class SupervisedAttempt:
         return fmean(shares) if shares else None
 
     async def _follow_time_limit(self, limit_s: float) -> None:
-        """Warn the components before the time limit of the attempt, and end the attempt at it."""
-        # The attempt has already used a part of the time, if this process has resumed the attempt
-        # of an earlier process.
+        """Warn the components before the attempt's time limit. At the limit, end the attempt."""
+        # If this process has resumed the attempt of an earlier process, count the time limit from
+        # the start of the attempt in that process.
         began_at = self._plan.began_at if self._plan.began_at is not None else time.time()
         end_at = began_at + limit_s
         limit = f"gang.max_hours, {limit_s / 3600:g}"

@@ -208,9 +208,9 @@ class ProcessWatch:
 def _may_execute_another_program(process: ProcessId, command: str) -> bool:
     """Return True if a process was just forked and may soon execute another program.
 
-    A process that was just forked has the command line of its parent, so it matches the pattern if
-    its parent does. It must not be watched yet. It may execute a compiler, for example, and the end
-    of a compiler is no failure of the component.
+    A process that was just forked has the command line of its parent. So the process matches the
+    pattern of `ProcessWatch` if its parent does. Do not watch this process yet: it may execute a
+    compiler, for example, and the end of a compiler is no failure of the component.
 
     Args:
         process: The process.

@@ -444,7 +444,10 @@ class RunningComponent(ABC):
         return await forever()
 
     async def until_job_lost(self) -> GiveUpReason:
-        """Wait until the Ray job of the component must be given up, and return the reason."""
+        """Wait until the component's Ray job is lost or gets no GPUs, and return the reason.
+
+        A component without a Ray job waits until this coroutine is cancelled.
+        """
         return await forever()
 
     def read_log_end(self, since: int = 0, until: int | None = None) -> str:

@@ -78,7 +78,8 @@ class Guards:
         self._namespace: PidNamespace | None = None
         #: Processes whose guardians have not ended, in the order of their preparation.
         self._processes: list[GuardedProcess] = []
-        #: The last process of each component and of each part, by its name.
+        #: Last prepared process of each component, and of each part of a component, by the name
+        #: that `_name_of` returns.
         self._current: dict[str, GuardedProcess] = {}
         #: Names of the processes that are prepared and not started.
         self._prepared: set[str] = set()

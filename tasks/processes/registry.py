@@ -495,8 +495,9 @@ def _try_lock(directory: Path) -> int | None:
     return fd
 
 
-#: Seconds that a guardian, the process that owns a component, gets in addition to the grace period
-#: to end its component after the death of the run's owner. After that time, the guardian is killed.
+#: Seconds that a guardian, the process that owns a component, has in addition to the grace period.
+#: In this time it must end the component of a run whose owner has died. After this time, the
+#: guardian is killed.
 _GUARDIAN_MARGIN_S = 10.0
 #: Prefix of the names of directories that Muster makes. Other directories are never removed.
 _PREFIX = "muster-"

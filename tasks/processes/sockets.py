@@ -245,8 +245,8 @@ def _list_local_addresses(host: str) -> frozenset[bytes]:
     """
     is_v6 = ":" in host
     packed = socket.inet_pton(socket.AF_INET6 if is_v6 else socket.AF_INET, host)
-    # The kernel shows the IPv4 address of an IPv4 socket with 12 zero bytes at its end, and that of
-    # an IPv6 socket as an IPv4-mapped IPv6 address.
+    # For an IPv4 socket, the kernel appends 12 zero bytes to the address. For an IPv6 socket, the
+    # kernel shows an IPv4 address as an IPv4-mapped IPv6 address.
     mapped = packed if is_v6 else bytes(10) + b"\xff\xff" + packed
     return frozenset({packed.ljust(16, b"\0"), mapped, _NO_ADDRESS})
 

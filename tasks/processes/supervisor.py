@@ -24,9 +24,10 @@ _OPEN_FILES = 1 << 16
 class Supervisor:
     """Supervises one attempt in a separate thread.
 
-    The thread notices the end of components and completes a teardown, even while the caller's
-    thread waits for the answer to a request or is interrupted by a signal. When the context closes,
-    all components are ended. The calling process becomes a subreaper and stays one.
+    The caller's thread may wait for the answer to a request, or be interrupted by a signal.
+    Meanwhile, the separate thread still notices the end of components and completes a teardown.
+    When the context closes, all components are ended. The calling process becomes a subreaper and
+    stays one.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ _WARN_EVERY_S = 2.0
 #: Seconds between two checks whether a machine will end a component.
 _PLANNED_END_EVERY_S = 15.0
 #: If the attempt still runs this number of seconds after an end that was announced, the end was
-#: called off. The next warning then is a new one.
+#: called off. Before a later end, the components then get their warning signal again.
 _CALLED_OFF_AFTER_S = 60.0
 #: Seconds by which one request delays SIGKILL. The request is repeated while the component writes
 #: its checkpoint.

@@ -95,8 +95,8 @@ _ENGINES = ("prefect.engine", "prefect.flow_engine", "_workspace_", "-m flows")
 #: states, the Prefect state is Failed.
 STATE_OF = {RunState.COMPLETED: Completed, RunState.CANCELLED: Cancelled}
 _OPEN = (*HELD, StateType.SCHEDULED, StateType.PAUSED)
-#: A flow run without a process does not count as lost during this time after its last state change,
-#: because the process of a submitted flow run needs some seconds to start.
+#: A flow run without a process counts as lost only if its last state change is longer ago than this
+#: time. The process of a submitted flow run needs some seconds to start.
 _SETTLED_AFTER = timedelta(seconds=30)
 #: If a worker has taken a flow run but has not set its worker label, the flow run counts as lost
 #: after this time. A living worker sets the label within a second.

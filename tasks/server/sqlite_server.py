@@ -36,10 +36,10 @@ _COLLECT_EVERY_S = 2.0
 #: Every 30th garbage collection includes old objects, and takes some tenths of a second.
 _FULL_COLLECTION_EVERY = 30
 
-#: The lock that a write transaction holds, for each event loop. Transactions get an asyncio lock in
-#: the order in which they requested the lock.
+#: The lock that an SQLite write transaction holds, for each event loop. Transactions get an asyncio
+#: lock in the order in which they requested the lock.
 _write_locks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
-#: True if the current task holds the write lock of its event loop.
+#: True if the current task holds the lock in `_write_locks` of its event loop.
 _holds_write_lock: ContextVar[bool] = ContextVar("holds_write_lock", default=False)
 
 
@@ -82,7 +82,7 @@ def serialize_writes() -> None:
 
 @asynccontextmanager
 async def _write_lock() -> AsyncIterator[None]:
-    """Hold the write lock of the current event loop while the context is open."""
+    """Hold the lock for SQLite write transactions of the current event loop in this context."""
     async with _write_locks.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
         token = _holds_write_lock.set(True)
         try:

@@ -101,8 +101,9 @@ def _add_check(constructor: Callable[..., None], password: str) -> Callable[...,
 class RenewedPassword(httpx.Auth):
     """HTTP authentication that reads the server password again after a refused request.
 
-    Each start of a stack sets a new password. A training may continue after its stack has stopped.
-    It then sends its requests to the next stack at the same address, with the new password.
+    Each `muster up` starts a Prefect server with a new password. A training may continue after this
+    server has stopped. If `muster up` then starts the next server at the same address, the training
+    sends its requests to that server, with the new password.
     """
 
     def __init__(self, password: str) -> None:
