@@ -522,7 +522,7 @@ class SupervisedAttempt:
     async def teardown(self) -> Verdict:
         """Stop the running components in reverse order, and wait until no process remains.
 
-        If no event has decided the attempt yet, it is cancelled.
+        If no event has decided yet how the attempt ends, the attempt ends as cancelled.
 
         Returns:
             The final state of the attempt, with a message and the failure. Further calls return the
@@ -597,10 +597,10 @@ class SupervisedAttempt:
             self._judge_exit_zero(component, exit)
 
     async def _judge_failed_start(self, component: RunningComponent, exit: Exit) -> None:
-        """Decide about a component that failed before it was ready.
+        """Restart a component that failed before it was ready, or fail the attempt.
 
-        If it failed because its port was taken, it is started again on another port. Otherwise the
-        attempt fails.
+        If another process has taken the port of the component, the component is started again on
+        another port. Otherwise the attempt fails.
         """
         line = await call_with_time_limit(
             _READ_LOG_WITHIN_S, lambda: self._port_conflict_of(component), ""
@@ -634,8 +634,8 @@ class SupervisedAttempt:
     async def _judge_early_exit(self, component: RunningComponent, exit: Exit) -> None:
         """Decide about a component that ended with exit code 0 before its probe succeeded.
 
-        If its log or files show that it was ready, its end counts as the end of a ready component.
-        Otherwise the attempt fails.
+        If the log or the files of the component show that it was ready, the component is treated
+        as a ready component that has ended. Otherwise the attempt fails.
         """
         if await component.was_ready_before_end():
             component.mark_ready()
@@ -749,9 +749,9 @@ class SupervisedAttempt:
     async def _check_killed(self, component: RunningComponent, exit: Exit) -> None:
         """Decide whether a component had done its work before a signal ended it.
 
-        Its work was done if it had reached the last step, and a complete checkpoint has that step
-        or was saved after that step. If the program saves no checkpoints, its work was also done if
-        it crashed at its exit after the last step.
+        The work was done if the last step was reached, and a complete checkpoint contains that step
+        or was saved after that step. For a program without checkpoints, the work was also done if
+        the program crashed at its exit after the last step.
         """
         await self._progress.until_reached(None)
         if not self._progress.is_finished:
@@ -761,7 +761,8 @@ class SupervisedAttempt:
         is_known = True
         find_checkpoint = component.plan.find_checkpoint
         if find_checkpoint is not None:
-            # A list tells a folder without checkpoints from a folder that cannot be read.
+            # The result is put into a list. `[None]` means that there is no checkpoint. An empty
+            # list means that the checkpoints could not be read.
             results: list[tuple[int | None, float] | None] = []
             results = await call_with_time_limit(
                 _FIND_CHECKPOINT_WITHIN_S, lambda: [find_checkpoint()], results

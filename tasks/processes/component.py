@@ -192,7 +192,7 @@ class AttemptContext:
         return self.register.disk if self.register is not None else None
 
     def begin(self) -> None:
-        """Start the processes that are needed to start the guardians of all components.
+        """Start the helper processes that `Guards` needs to start a guardian for each component.
 
         Raises:
             OSError: A process could not be started.

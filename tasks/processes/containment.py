@@ -221,7 +221,7 @@ class PidNamespace:
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """File descriptors that a guardian needs to enter the namespace.
+        """File descriptors that a guardian process needs to enter the namespace.
 
         The first descriptor is a pidfd of the namespace's first process. The second is the write
         end of the pipe that keeps this first process running.

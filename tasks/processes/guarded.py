@@ -46,14 +46,14 @@ _GUARDIAN = (
     "import guardian; guardian.main()",
     str(Path(__file__).with_name("guardian.py")),
 )
-#: Seconds to wait for the guardian's report after the kernel has reported the end of the component.
-#: A guardian that was stopped with SIGSTOP never reports.
+#: Seconds to wait for the report of the guardian process, after the kernel has reported the end of
+#: the component. A guardian process that was stopped with SIGSTOP never reports.
 _REPORT_WITHIN_S = 2.0
 #: Seconds to wait until the component's program is executed. This takes milliseconds, but seconds
 #: if the machine is short of memory.
 _SPAWN_WITHIN_S = 30.0
-#: Seconds to wait until the description of the command is sent to a guardian, or until the process
-#: that forks guardians has answered a request.
+#: Seconds to wait until the description of a command is sent to a guardian process. Also the time
+#: limit for an answer of the process that forks guardian processes.
 _ORDER_WITHIN_S = 2.0
 #: Seconds that a guardian process needs after the grace period to kill the process tree and to
 #: report the processes that survived.
@@ -280,8 +280,8 @@ class GuardedProcess:
         #: infinity, then the time at which the pidfd reported the end.
         self._leader_gone_s = float("inf")
         self._ended_processes = [] if ended_processes is None else ended_processes
-        #: True from the launch of the command until the guardian reports that no process of the
-        #: command's process tree remains.
+        #: True from the launch of the command until the guardian process reports that no process of
+        #: the command's process tree remains.
         self._owes_processes = False
         self._orphan_sweep: asyncio.Task[None] | None = None
         #: See `Command.children_grace_s`.
@@ -353,7 +353,7 @@ class GuardedProcess:
             OSError: The program or its log could not be opened. No process remains.
             TimeoutError: The guardian does not answer.
         """
-        # If the guardian has ended already, raise its error.
+        # If the guardian process has already ended, raise its error.
         if self._spawned.done():
             await self._spawned
         order = {field.name: getattr(command, field.name) for field in fields(command)}
@@ -400,12 +400,12 @@ class GuardedProcess:
         self._request("stop")
 
     def kill(self) -> None:
-        """Request that the guardian sends SIGKILL to the whole process tree now."""
+        """Request that the guardian process sends SIGKILL to the whole process tree now."""
         self._is_to_kill = True
         self._request("kill")
 
     def delay_kill(self, for_s: float) -> None:
-        """Request that the guardian sends SIGKILL no sooner than `for_s` seconds from now.
+        """Request that the guardian process sends SIGKILL no sooner than in `for_s` seconds.
 
         The request has an effect only between the stop signal and SIGKILL.
         """
@@ -419,7 +419,7 @@ class GuardedProcess:
         self._guardian.kill()
 
     async def end(self, within_s: float) -> tuple[int, ...]:
-        """Wait until the process tree and the guardian have ended. Call `stop` or `kill` before.
+        """Wait until the process tree and its guardian have ended. Call `stop` or `kill` before.
 
         Args:
             within_s: Time limit in seconds. A guardian that has sent no report by then is killed.

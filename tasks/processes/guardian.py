@@ -86,7 +86,7 @@ _HELPER_ENDS_WITHIN_S = 1.0
 _COMMAND_LENGTH = 200
 #: Seconds between two checks whether the component's children have ended after the stop signal.
 _CHILDREN_ROUND_S = 0.1
-#: Signals that a guardian ignores, so that only its supervisor can stop it.
+#: Signals that a guardian process ignores, so that only its supervisor can stop it.
 _IGNORED_SIGNALS = (
     signal.SIGTERM,
     signal.SIGINT,
@@ -550,7 +550,7 @@ def decode_messages(buffer: bytes) -> tuple[list[dict], bytes]:  # type: ignore[
 
 
 class Channel:
-    """Sends and receives messages over the socket between the guardian and its supervisor."""
+    """Sends and receives messages over the socket between a guardian process and its supervisor."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd

@@ -172,7 +172,7 @@ class Guards:
         return self._namespace is None
 
     def own_pids(self) -> set[int]:
-        """Return the pids of all processes of the attempt on this machine, without guardians.
+        """Return the pids of the attempt's processes on this machine, without guardian processes.
 
         Safe in any thread.
         """

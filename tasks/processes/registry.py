@@ -519,7 +519,10 @@ class LeftoverCleanup:
 
     @property
     def is_clean(self) -> bool:
-        """True if no process of the run remains and no guardian is still ending its component."""
+        """True if no process of the run remains.
+
+        No guardian process waits for the grace period of its component any more, either.
+        """
         return not self.left and not self.waiting
 
 

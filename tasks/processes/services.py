@@ -263,7 +263,8 @@ class _Service:
         try:
             return await self._watch(service_process, needed_is_gone)
         finally:
-            # If this task was cancelled, the method `end` of this class ends the part's process.
+            # If this task was cancelled, do nothing here: the method `end` of this class then ends
+            # all processes of the service.
             if (task := asyncio.current_task()) is None or not task.cancelling():
                 await self._end_leftovers(service_process)
 
@@ -383,8 +384,8 @@ class _Service:
 class Services:
     """Runs the services of a plan in a separate thread, while the context is open.
 
-    If the calling process dies, the guardians end all services. The calling process becomes a
-    subreaper and stays one.
+    Each service has a guardian process, which ends the service if the calling process dies. The
+    calling process becomes a subreaper and stays one.
     """
 
     def __init__(
