@@ -192,7 +192,7 @@ class Decision:
     make_verdict: Callable[[], Verdict]
     #: Name of the component that failed first; None if no component failed.
     component: str | None = None
-    #: True if no component has failed, but Muster ends them, for example at the time limit.
+    #: True if Muster ends components that have not failed, for example at the time limit.
     #: The components then first get their warning signal and time to save a checkpoint.
     warns: bool = False
 
@@ -233,7 +233,7 @@ class EarliestDecision:
     def is_open_at(self, at_monotonic_s: float) -> bool:
         """Return True if an event at this time can still decide how the attempt ends.
 
-        It cannot if an earlier event has decided that already.
+        An event cannot decide the end if an earlier event has already decided it.
         """
         return at_monotonic_s < self.horizon_s
 

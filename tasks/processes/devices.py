@@ -101,8 +101,8 @@ class Devices:
         Raises:
             OSError: The secret can be neither read nor created.
         """
-        # A GPU that has fallen off the bus has no UUID in the driver's report. It also gets a name
-        # that is derived from the secret.
+        # The driver reports no UUID for a GPU that has fallen off the bus. The name of this GPU is
+        # derived from the secret, too.
         if uuid := self.uuids.get(index):
             return uuid
         stands_in = f"device {host_name()} {index}"

@@ -431,7 +431,7 @@ _TEXT_AT_MOST = 1 << 20
 
 
 def examine_carriers(wanted: Mapping[str, str], within_s: float) -> HangEvidence:
-    """Gather facts about processes here that were started with certain environment variables.
+    """Gather facts about local processes that were started with certain environment variables.
 
     Ray sends this function by value to nodes without Muster.
 

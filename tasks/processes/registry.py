@@ -521,7 +521,7 @@ class LeftoverCleanup:
     def is_clean(self) -> bool:
         """True if no process of the run remains.
 
-        No guardian process waits for the grace period of its component any more, either.
+        The guardian processes count, too: none still waits for the end of its component.
         """
         return not self.left and not self.waiting
 

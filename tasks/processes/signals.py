@@ -56,7 +56,7 @@ class _Program:
     def __init__(self) -> None:
         #: True if the program executes one run and ends after it.
         self.has_one_run = False
-        #: True after this one run has ended.
+        #: True after the program's run has ended.
         self.has_run_ended = False
         #: Signals that were ignored when the program started.
         self.ignored: frozenset[int] = frozenset()

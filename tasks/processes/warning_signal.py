@@ -99,7 +99,7 @@ def _is_same(pid: int, start: int) -> Callable[[], bool]:
 def warn_carriers(
     wanted: Mapping[str, str], signum: int, skip: Mapping[str, list[list[int]]]
 ) -> WarnedProcesses:
-    """Send a signal to processes here that were started with certain environment variables.
+    """Send a signal to local processes that were started with certain environment variables.
 
     Ray sends this function by value to nodes without Muster. See `send_warning` for the processes
     that get the signal.
