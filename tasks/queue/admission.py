@@ -334,7 +334,7 @@ async def note_failure(flow_run_id: UUID, run_id: str, failure: Failure) -> None
 async def _read_other_failed_runs(
     client: PrefectClient, node: str, flow_run_id: UUID, now: float
 ) -> list[FlowRun]:
-    """Return the flow runs, except the given flow run, that failed on a node within a day."""
+    """Return the other flow runs that failed on a node within the last 24 hours."""
     recent = {
         "operator": "or_",
         "end_time": {"after_": datetime.fromtimestamp(now - _DAY_S, UTC).isoformat()},

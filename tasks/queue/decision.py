@@ -113,7 +113,7 @@ def compute_shares(cluster: Cluster, gangs: Sequence[QueueEntry]) -> Shares:
     flow_run_ids = {*map(str, granted)}
 
     def count_unavailable_gpus(node: ClusterNode) -> float:
-        """Return the number of GPUs on a node that neither are free nor are held by our runs."""
+        """Return how many GPUs of a node no run can get, without the GPUs that `gangs` hold."""
         leased_by_others = sum(owner not in flow_run_ids for owner in node.leased.values())
         used_by_others = node.others_gpus + foreign.get(node.name, 0.0) + leased_by_others
         only_granted = granted_on.get(node.name, 0) - held_on.get(node.name, 0)
@@ -127,6 +127,9 @@ def _count_held_gpus(
     demand: Demand, granted: Mapping[str, int], used: Mapping[str, float]
 ) -> dict[str, int]:
     """Return the number of GPUs that a run holds on each node, by node name.
+
+    These are the GPUs that the run uses. The granted GPUs count, too, until the run uses
+    all GPUs that it needs.
 
     Args:
         demand: GPUs and CPUs that the run needs.

@@ -402,7 +402,8 @@ def _copy_output(loop: asyncio.AbstractEventLoop, file: int, stream: TextIO) -> 
     """Copy the available bytes from a pipe to a stream, without waiting.
 
     Args:
-        loop: The asyncio loop that watches the pipe. It stops watching at the end of the pipe.
+        loop: The asyncio loop that watches the pipe. At the end of the pipe, this function makes
+            the loop stop watching the pipe.
         file: File descriptor of the pipe.
         stream: The stream.
     """

@@ -147,7 +147,7 @@ def open_listener() -> socket.socket | None:
             require_own_peer(client)
             return None
         except OSError:
-            # No fork server listens there, or the socket belongs to another user.
+            # No fork server listens at this path, or the socket belongs to another user.
             pass
     listener = socket.socket(socket.AF_UNIX)
     try:

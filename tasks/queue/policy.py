@@ -73,7 +73,7 @@ class Quota:
         return min(exceeded, default="")
 
     def take(self, tags: Iterable[str], gpus: int) -> None:
-        """Increase the number of GPUs in use of each given tag. A negative number decreases it."""
+        """Add `gpus`, which may be negative, to the number of GPUs in use of each given tag."""
         for tag in self._limits.keys() & tags:
             self._used[tag] += gpus
 

@@ -225,8 +225,8 @@ class QueueReader:
             try:
                 self._settings[name] = settings_of(pool.work_pool.base_job_template)
             except ValidationError as error:
-                # The last valid settings stay in use. Default settings instead would make drained
-                # nodes usable again.
+                # Use the last valid settings. With the default settings, drained nodes could be
+                # used again.
                 cause = one_line(error)
                 troubles.append(f"the settings of the work pool {name} can't be read: {cause}")
         return {name: self._settings.get(name, PoolSettings()) for name in pools}, troubles
@@ -269,7 +269,7 @@ class QueueReader:
         # process has ended, the flow `reconcile` ends the run.
         is_cancelled = state.is_cancelling() and entry.flow_run.start_time is None
         if granting_process == self.process and not is_cancelled:
-            # This process granted the run and will still start it.
+            # This process granted GPUs to the run, and will still start the run.
             return False
         has_ended = granting_process is not None and (
             granting_process == self.process or granting_process.has_surely_ended()
@@ -369,8 +369,8 @@ class QueueReader:
         demand = request.demand
         max_nodes = rules.max_nodes(request.cluster)
         if max_nodes:
-            # The autoscaler of the cluster may add nodes. Their size is unknown before they exist,
-            # so they count as copies of the largest present node.
+            # The autoscaler of the cluster may add nodes. The size of a new node is unknown, so it
+            # counts as a copy of the largest present node.
             gpu_nodes = [node for node in cluster.nodes if node.gpus]
             largest = max(gpu_nodes, key=lambda node: (node.gpus, node.cpus or 0))
             new_nodes = [largest] * (max_nodes - len(gpu_nodes))

@@ -46,7 +46,7 @@ ROWS_AT_MOST = 200
 _NAME_WIDTH = 14
 #: Indentation of the second and further lines of a field in the output of `muster why`.
 _FIELD_INDENT = " " * (_NAME_WIDTH + 3)
-#: A scheduled start within this many seconds counts as now.
+#: `muster why` names a scheduled start only if it is more than this number of seconds away.
 _SOON_S = 60.0
 
 #: A row of a table: the contents of the cells, by the name of the column.
