@@ -164,7 +164,7 @@ def keep_jobs(lost: LostRun, loss: FlowLoss) -> RunReport | None:
                 return None
             before = flow_run.state
             if find_new_worker(flow_run, owner.host, owner.worker):
-                # A flow process on another host now runs the attempt and its jobs.
+                # Another host has taken over the attempt and its jobs in a new flow process.
                 return None if before.is_final() else report
             if not _needs_next_process(before):
                 return report if before.is_scheduled() or before.is_pending() else None
@@ -230,7 +230,7 @@ def end_processes(lost: LostRun, deadline_s: float) -> tuple[FlowLoss, str]:
 def _describe_cleanup(cleanup: LeftoverCleanup) -> str:
     """Return a description of leftover processes and active guardian processes.
 
-    An empty string if there are none.
+    Return an empty string if there are no such processes.
     """
     parts = []
     if cleanup.left:

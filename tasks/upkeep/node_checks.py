@@ -23,7 +23,7 @@ from tasks.upkeep.report import RunReport
 #: Deadline for the check of the nodes of one job, in seconds. A reachable node answers within a few
 #: seconds.
 _CHECK_TIMEOUT_S = 20.0
-#: Longest time, in seconds, for which the nodes of an unreachable Ray cluster are checked again.
+#: Muster tries to check the nodes of an unreachable Ray cluster for at most this number of seconds.
 _GIVES_UP_AFTER_S = 24 * 3600.0
 
 

@@ -384,7 +384,8 @@ def _forget_code(
     Returns:
         The number of deleted entries.
     """
-    # The spec of a queued run names its code, and the record of any run names a copy of its files.
+    # These files name code that is in use: `spec.yaml` names the code of a queued run, and
+    # `run.json` names a copy of the project's files.
     files = [
         file
         for directory in kept_directories
