@@ -35,7 +35,7 @@ class Fit:
 
     #: URL of the Ray cluster, `nodes of the queue`, or `this machine`.
     cluster: str
-    #: None if the cluster does not answer, so that its nodes are unknown.
+    #: True if the run fits. None if the nodes are unknown, because the cluster does not answer.
     fits: bool | None
     #: Reason why the run does not fit, or why this is unknown. Empty if it fits.
     reason: str = ""
@@ -94,7 +94,7 @@ def _make_demand(gang: Gang) -> Demand:
 
 
 def _check_this_machine(gang: Gang) -> Fit:
-    """Return whether a run without Ray fits on this machine, if `muster train` starts it here."""
+    """Return a `Fit` that says whether a run without Ray fits on this machine."""
     cluster = f"this machine, {host_name()}"
     try:
         count = len(Devices.here().indices)
@@ -108,7 +108,7 @@ def _check_this_machine(gang: Gang) -> Fit:
 
 
 async def _check_clusters(spec: RunSpec, gang: Gang) -> list[Fit]:
-    """Return whether a run fits on the clusters of the Prefect server's work pools.
+    """Return a `Fit` for each cluster of the server's work pools that the run may use.
 
     Raises:
         NoServer: The server does not answer.

@@ -196,7 +196,7 @@ def _check_devices(spec: RunSpec) -> None:
 
 
 def _describe_leftovers() -> str:
-    """Return a message that names the runs of this process that may have leftovers."""
+    """Return a message that says which runs of this process may have leftover processes."""
     this_process = ProcessId.of(os.getpid())
     owners = [read_owner(run) for run in registered_runs()]
     run_ids = [owner.run_id for owner in owners if owner and owner.process == this_process]

@@ -32,7 +32,7 @@ class EndRequest:
         return bool(self.interrupt_reason or self.handover_reason)
 
     def interrupt(self, reason: str) -> None:
-        """End the run as cancelled, with every grace period. Return at once.
+        """Request that the run ends as cancelled, with all grace periods. Return at once.
 
         The same cancellation may arrive as a signal and through the Prefect server, so this method
         may be called several times. Only the first call sets the reason.

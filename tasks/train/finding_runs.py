@@ -68,11 +68,12 @@ class Run:
     message: str
     #: Tags of the run spec and of the flow run.
     tags: tuple[str, ...]
-    #: Time at which the flow run was created. Without a server, the same as `started_at`.
+    #: Time at which the flow run was created, in UTC epoch seconds. Without a server, the same as
+    #: `started_at`.
     created_at: float | None
-    #: Time at which the run began. None if the run has not begun.
+    #: Time at which the run began, in UTC epoch seconds. None if the run has not begun.
     started_at: float | None
-    #: Time at which the run ended. None if the run has not ended.
+    #: Time at which the run ended, in UTC epoch seconds. None if the run has not ended.
     ended_at: float | None
     #: Number of attempts. None if only the host of the run knows it.
     attempts: int | None
@@ -81,7 +82,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Name in the spec of the run. The whole run id if the run has an unusual id."""
+        """Name in the spec of the run, or the run id if the run id does not contain the name."""
         match = _RUN_ID.fullmatch(self.run_id)
         return match[1] if match else self.run_id
 
@@ -236,7 +237,8 @@ def parse_since(text: str, now: float) -> float:
 
     Args:
         text: An age such as `30m`, `12h`, `7d` or `2w`, or a date such as `2026-01-31`. A date may
-            have a time, as in `2026-01-31T12:00`. It is in UTC unless it has a time zone.
+            have a time and a time zone, as in `2026-01-31T12:00+01:00`. Without a time zone, the
+            date is in UTC.
         now: Current time in UTC epoch seconds.
 
     Raises:

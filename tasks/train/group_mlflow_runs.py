@@ -43,7 +43,7 @@ def main(muster_run_id: str) -> None:
         tags = {"muster.run": muster_run_id}
         created = client.create_run(experiment, tags=tags, run_name=muster_run_id)
         parent = created.info.run_id
-        # The parent only groups its children. No process would end it later.
+        # The parent run only groups other runs. End it now, because no process would do so later.
         client.set_terminated(parent, "FINISHED")
     for run in of_attempts:
         if "mlflow.parentRunId" not in run.data.tags:

@@ -24,14 +24,16 @@ def read_local_view(run: Run) -> RunView | None:
     record = read_local_record(run.run_id)
     if record is None or record.attempt is None or run.is_on_another_host:
         return None
-    # If the flow process was killed, the server knows the end of the run before the record does.
+    # If the flow process was killed, the run may have ended on the server, while the record on this
+    # machine does not show the end yet.
     is_outdated = run.state in ENDED_STATES and not record.state.is_final
     spec = read_spec_of_run(record, run.place)
     if spec is None or is_outdated:
         return None
     seen = _observe_attempt(spec, run.place.attempt(record.attempt.number))
     if run.state in WAITING_STATES:
-        # The run has no process that writes events. The scheduler writes the state on the server.
+        # A waiting run has no process that writes events. The scheduler writes the reason for
+        # waiting into the state of the flow run on the server.
         seen.doing = f"waiting: {run.message}"
     return RunView(
         at=time.time(),

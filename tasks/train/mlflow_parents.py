@@ -19,12 +19,12 @@ from tasks.train.trackers import needs_mlflow_parent
 _PROGRAM = Path(__file__).with_name("group_mlflow_runs.py")
 #: Longest time in seconds that the program may take for one component.
 _LIMIT_S = 60.0
-#: Pause in seconds after which Muster checks again if the program has ended.
+#: Seconds between two checks whether the program has ended.
 _PAUSE_S = 0.1
 _PYTHON_NAME = re.compile(r"python[\d.]*")
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
-#: Settings with which MLflow gives up a server that does not answer. The component does not get
-#: them.
+#: Environment variables with which _PROGRAM soon gives up an MLflow server that does not answer.
+#: The component itself does not get these variables.
 _IMPATIENT = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "15", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
 
 
@@ -64,7 +64,8 @@ def find_mlflow_parents(
         if not needs_mlflow_parent(env, is_job=is_job):
             continue
         if is_job:
-            # The component inherits no variable of this process, but the program runs here.
+            # A Ray job inherits no variable of this process. But the program that finds the parent
+            # run is executed on this machine, so it gets these variables.
             env = {
                 **inherit_env(),
                 "PATH": component_search_path({**spec.env, **component.env}),

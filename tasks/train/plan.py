@@ -104,15 +104,15 @@ class PlanInputs:
     #: The checkpoint from which the attempt starts, and the reasons for its choice. None if they
     #: are unknown.
     resume: ResumeRecord | None = None
-    #: Best step of all earlier attempts. None if no earlier attempt finished a step.
+    #: Highest training step of all earlier attempts. None if no earlier attempt finished a step.
     best_step_before: float | None = None
     #: Signatures of the checkpoints that other runs wrote into the same folder, by their path.
     foreign: Mapping[str, str] = field(default_factory=dict)
-    #: Id of the parent run in MLflow, by name of the component. A component may have none.
+    #: Id of the parent run in MLflow, by name of the component. A component may have no parent run.
     mlflow_parents: Mapping[str, str] = field(default_factory=dict)
     #: Function that replaces the secrets in a text by a mask.
     mask: Callable[[str], str] = str
-    #: Start of an attempt that no earlier process began, in UTC epoch seconds.
+    #: Start of the attempt, in UTC epoch seconds. Not used if `adopted` is set.
     begins_at: float = field(default_factory=time.time)
 
     @property
@@ -173,7 +173,7 @@ class PlanInputs:
         }
 
     def _plan_component(self, name: str) -> ComponentPlan:
-        """Return the plan of one component."""
+        """Return the plan of one component: its command, its probes and its warning signal."""
         spec = self.spec
         fleet = self.fleet
         component = spec.processes.get(name)
@@ -346,14 +346,15 @@ def component_env(
     component = spec.processes.get(name)
     is_job = component is not None and component.launcher == "ray_job"
     inherited = {} if is_job else inherit_env()
-    # The variables of the inference servers are not here: `FleetPlan` contains them.
+    # The inference servers have no entry in `spec.processes`. Their own variables are in
+    # `FleetPlan`.
     own_env = select_literals(component.env) if component is not None else {}
     spec_env = {**select_literals(spec.env), **own_env}
 
     code_env: dict[str, str] = {}
     project = os.environ.get(PROJECT)
     if project and component is not None and not is_job:
-        # `uv run` would install the project from this copy into the environment that all runs use.
+        # `uv run` would install this copy of the project into the environment that all runs use.
         inherited.setdefault("UV_NO_SYNC", "1")
         # Let the component import the submitted code. Otherwise an editable package would be
         # imported from the project's folder, whose files may have changed since the submission.
@@ -387,7 +388,8 @@ def inherit_env() -> dict[str, str]:
     """Return the environment variables of this process that a component may inherit."""
     inherited = {key: value for key, value in os.environ.items() if not _is_private(key)}
     if inherited.pop("PREFECT_PLUGINS_ALLOW", None) or "PREFECT_PLUGINS_ENABLED" in inherited:
-        # Muster's plugin for Prefect would give the component the password of the Prefect server.
+        # Turn off Muster's plugin for Prefect in the component. The plugin would give the component
+        # the password of the Prefect server.
         inherited.update(UNPLUGGED_PREFECT)
     return inherited
 

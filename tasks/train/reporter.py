@@ -57,8 +57,9 @@ _TASK_RUN_LOGGER = "prefect.task_runs"
 def _do_nothing() -> None:
     """Do nothing.
 
-    As a report, this function makes the thread check which artifacts are due. As a Prefect task, it
-    represents a recovery that another process carries out.
+    As a report, this function makes the thread check which artifacts are due. It is also the
+    function of the task runs that show recoveries of inference servers. Another process carries out
+    the recoveries.
     """
 
 
@@ -105,7 +106,8 @@ class Reporter:
         #: Set when this process exits and waits for the final artifacts.
         self._is_awaited = threading.Event()
         self._page = RunPage(run, flow_run)
-        #: Task run id and description of each recovery in progress, by the id of the recovery.
+        #: The recoveries of inference servers that are in progress, by the id of the recovery: the
+        #: id of the task run that shows the recovery, and a description.
         self._recoveries: dict[str, tuple[UUID, str]] = {}
         self._thread = make_context_thread("reporter", self._work)
 
@@ -131,8 +133,8 @@ class Reporter:
         self._reports.put(self._send_last_page)
         self._reports.put(None)
         if self._flow_run.run_count > 1:
-            # The run may also have waited on another host. That host reads the record from an
-            # artifact as soon as the flow run has its final state.
+            # Send the artifacts before the final state. The run may also have waited on another
+            # host, and that host reads the run's record from an artifact when the run has ended.
             self.await_last_artifacts()
 
     def await_last_artifacts(self) -> None:
@@ -230,7 +232,7 @@ class Reporter:
 
     def _send_last_page(self) -> None:
         """Send all artifacts that have changed, with the final content."""
-        # Give the server time to accept the final state first.
+        # Wait briefly, so that the server can accept the final state of the flow run first.
         self._is_awaited.wait(_ACTIVITY_DELAY_S)
         self._page.send(is_last=True, is_enough=self._is_closed.is_set)
 
@@ -268,7 +270,7 @@ class Reporter:
         self._pending_activity = ""
 
     def _begin_recovery(self, event: Event) -> None:
-        """Create the task run `recover-rollout-<group>` for a recovery that has begun."""
+        """Create the task run `recover-rollout-<group>`, which shows a recovery of servers."""
         name = f"recover-rollout-{event.group}"
         description = f"ranks {join_commas(event.ranks)}: {event.cause}"
         with get_client(sync_client=True) as client:
@@ -284,14 +286,14 @@ class Reporter:
             client.set_task_run_state(task_run.id, state, force=True)
 
     def _end_recovery(self, event: Event) -> None:
-        """Give the task run of a recovery its final state."""
+        """Set the final state of the task run that shows a recovery of inference servers."""
         make_state = {"recovered": Completed, "abandoned": Cancelled}.get(event.outcome, Failed)
         outcome = f"{event.outcome} after {event.took_s:.1f} s"
         details = f"; {event.message}" if event.message else ""
         self._close_recovery(event.id, make_state, outcome, details)
 
     def _abandon_recoveries(self) -> None:
-        """Give the task runs of unfinished recoveries the state Cancelled, because the run ends."""
+        """Set the task run of each unfinished recovery to Cancelled, because the run ends."""
         for recovery_id in [*self._recoveries]:
             self._close_recovery(recovery_id, Cancelled, "abandoned because the run ended")
 
@@ -302,7 +304,10 @@ class Reporter:
         outcome: str,
         details: str = "",
     ) -> None:
-        """Give the task run of a recovery a final state. Do nothing if the recovery is unknown."""
+        """Set the final state of the task run that shows a recovery of inference servers.
+
+        Do nothing if the recovery is unknown.
+        """
         if recovery_id not in self._recoveries:
             return
         task_run_id, description = self._recoveries.pop(recovery_id)

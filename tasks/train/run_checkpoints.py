@@ -36,7 +36,7 @@ class RunCheckpoint:
     step: int | None
     #: Total size of the files in bytes.
     size_bytes: int
-    #: Time of the last change of the files.
+    #: Time of the last change of the files, in UTC epoch seconds.
     saved_at: float
     #: `complete`, `incomplete`, or `unknown` if nothing shows yet that all files were saved.
     completeness: str
@@ -47,7 +47,8 @@ class RunCheckpoint:
     attempt: int | None
     #: Reason why no attempt of this run starts from the checkpoint. Empty if an attempt may do so.
     refused: str
-    #: Reasons for which Muster does not remove the checkpoint. Empty if `keep` removes it.
+    #: Reasons why Muster keeps the checkpoint. Empty if the checkpoint will be removed, as
+    #: the key `keep` of the spec demands.
     kept: tuple[str, ...]
 
     @property

@@ -85,7 +85,7 @@ def _show(value: object) -> str:
 
 
 def _get_list(properties: Mapping[str, object], path: str) -> list[str]:
-    """Return the items of a list of the spec, whose items are properties with a number."""
+    """Return a list of the spec, whose items are the properties `PATH.0`, `PATH.1`, ..."""
     items: list[str] = []
     while f"{path}.{len(items)}" in properties:
         items.append(str(properties[f"{path}.{len(items)}"]))
@@ -115,7 +115,7 @@ def _describe_argument(option: str, old: str, new: str) -> str:
     """Return the change of one argument, with the name of its option if there is one.
 
     Args:
-        option: The argument before it, which may be an option such as `--lr`.
+        option: The argument before the changed argument. It may be an option such as `--lr`.
         old: Text of the argument in the first attempt.
         new: Text of the argument in the second attempt.
     """
@@ -145,7 +145,8 @@ def _describe_code(
         old_files = read_files(str(first.get("tree")))
         new_files = read_files(str(second.get("tree")))
     except (NoCode, OSError):
-        # An earlier release stored no copy of the code of direct runs, or the copy was pruned.
+        # A copy of the code is missing. Either the copy was pruned, or an earlier release of Muster
+        # stored no copy because the run used the project's files directly.
         if {"diff", "tree"} & differences.keys() or names:
             yield "the code differs, but the files of at least one run are not stored here"
             patches = [str(properties.get("diff") or "") for properties in (first, second)]

@@ -153,7 +153,7 @@ def _print_new_lines(
 def _read_last_lines(
     log: LogFile, selection: Selection, count: int, *, is_last: bool
 ) -> Iterator[bytes]:
-    """Yield the last lines of a log that was not read before.
+    """Yield the last lines of a log from which nothing was read before.
 
     Args:
         log: The log.
@@ -172,7 +172,7 @@ def _read_last_lines(
 
 
 def _select_lines(blocks: Iterable[bytes], text: str) -> Iterator[bytes]:
-    """Yield the blocks of lines, without the lines that do not contain a text.
+    """Yield blocks of lines with only those lines that contain a text.
 
     Args:
         blocks: Blocks of complete lines.

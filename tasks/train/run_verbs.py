@@ -57,7 +57,7 @@ from tasks.train.run_story import measure_time_use, tell_story
 #: Number of runs that `muster ls` shows by default.
 _LISTED_RUNS = 20
 _NO_RUN_YET = "There is no run yet: muster train SPEC starts a run."
-#: Number of runs that the overview takes into account.
+#: Number of newest runs among which the function `overview` selects the runs that it prints.
 _OVERVIEW_RUNS = 200
 
 
@@ -244,8 +244,8 @@ def why(run: RunName = "latest", /, *, pool: Pool = "gang", json: AsJson = False
             else:
                 print(found_run)
         except MusterError:
-            # The server does not answer, or does not know a run that had a temporary server. The
-            # record on this machine is enough for a run that does not wait in the queue.
+            # The server does not answer. Or it does not know the run, because the run had a
+            # temporary server. The server is needed here only for a run that waits in the queue.
             if not has_begun:
                 raise
             print(found_run)

@@ -134,7 +134,7 @@ class RunWatch:
         self._terminal.end(state.type.value.lower(), state.message or "", page)
 
     def _show_remote_step(self) -> None:
-        """Show the step in the artifact `summary`, if it has advanced far enough for a new line."""
+        """Print the step from the run's artifact `summary`, about `_STEP_LINES` times per run."""
         for artifact in find_artifacts(self._client, self._flow_run_id, [SUMMARY])[:1]:
             progress = find_step(artifact.description or "")
             if progress is None:

@@ -198,7 +198,7 @@ class RunSession:
     def resolved_spec(self) -> RunSpec:
         """The spec with the placeholders of the current or last attempt filled in.
 
-        Before the first attempt, it is the spec with its placeholders.
+        Before the first attempt, the placeholders are not filled in.
         """
         return self._attempt_spec.resolved if self._attempt_spec is not None else self.spec
 
@@ -252,7 +252,7 @@ class RunSession:
         return {"provenance": provenance} if provenance else {}
 
     def interrupt(self, why: str) -> None:
-        """End the run as cancelled, with every grace period. Return at once."""
+        """Request that the run ends as cancelled, with all grace periods. Return at once."""
         self._end_request.interrupt(why)
 
     def hurry(self) -> None:
@@ -313,7 +313,9 @@ class RunSession:
         self._secrets.set_blocks(block_values)
 
     def accept_grant(self, nodes: Mapping[str, int], lease: DeviceLease | None) -> None:
-        """Store the granted GPUs. They are released when the next attempt has ended.
+        """Store the GPUs that the queue granted for the next attempt.
+
+        The GPUs are released at the end of that attempt.
 
         Args:
             nodes: Number of granted GPUs by name of the node.
@@ -353,7 +355,9 @@ class RunSession:
         raise AssertionError
 
     def await_checkpoint_store(self) -> None:
-        """Wait until the store of the run's checkpoints answers. Paths of this machine always do.
+        """Wait until the store of the run's checkpoints answers.
+
+        Return at once if the checkpoints are in folders of this machine.
 
         Call this before the run gets its GPUs, so that no GPU is idle during the wait. A store that
         does not answer never counts as a folder without checkpoints.
@@ -549,7 +553,8 @@ class RunSession:
             mlflow_parents=mlflow_parents,
             mask=self.mask,
         )
-        # The supervisor closes the template, so only one attempt can use it.
+        # The template is the process from which guardian processes are forked. The supervisor ends
+        # the template, so only one attempt can use it.
         template = self._guardian_template
         self._guardian_template = None
         self._running = RunningAttempt(
@@ -654,10 +659,10 @@ class RunSession:
             self._running.supervisor.crash(error)
 
     def leave(self) -> None:
-        """Let another process continue the run, which is not over."""
+        """Give up the run without a final state, because another process will continue the run."""
         self._is_left = True
-        # Remove the run from the registry now and not at exit. The other process would refuse a run
-        # that is still registered.
+        # Remove the run from the registry now and not at exit. The run's next process would refuse
+        # to continue a run that is still registered.
         self._register.close()
 
     def close(self) -> Verdict:

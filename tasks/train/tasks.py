@@ -260,14 +260,16 @@ def _describe_end(run: RunSession) -> State[None]:
     if decision is None:
         return Failed(message="")
     if decision.state is RunState.RUNNING:
-        # The run continues in another process, so only the task of this process has ended.
+        # Another process continues the run. This task has neither completed nor failed, so its
+        # state is Cancelled.
         make_state = Cancelled
     else:
         make_state = STATE_OF.get(decision.state, Failed)
     return make_state(message=run.mask(decision.reason))
 
 
-# Call this at import. Prefect writes the first log lines of a flow run before it calls the flow.
+# Call this function at import, because Prefect writes log lines before it calls the flow. If the
+# worker was killed, nothing reads these lines, and the write error would end the run.
 outlive_readers()
 
 
@@ -294,7 +296,8 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
         add_listed_clusters(read_listed_clusters(api_url))
     starter = find_worker_flow_run()
     earlier_record = None
-    # A run that a person started here was never on another host.
+    # An earlier process of the run may have run on another host, unless a person started the run on
+    # this machine.
     if api_url and starter and starter.run_count > 1:
         earlier_record = read_earlier_record(api_url, flow_run_id)
     try:
@@ -341,7 +344,8 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
 def _count_final_state_retries(run: RunSession, *, by_worker: bool) -> int:
     """Return how often the final state is sent again to a Prefect server that does not answer."""
     if find_lasting_api_url() is None:
-        # A temporary server ends with the run. A server that is away is not started again.
+        # The run has a temporary server. Nothing restarts such a server if it does not answer, so
+        # more retries would be useless.
         return 1
     if run.interrupt_reason:
         return _FINAL_STATE_RETRIES_OF_INTERRUPTED

@@ -215,8 +215,8 @@ def _make_labels(run: RunSession, decision: RetryDecision, delay_s: float) -> di
     if not decision.is_requeue:
         return requeue_labels()
     if run.spec.ray is not None:
-        # Ray reports when GPUs become free, so a short delay is enough. It covers the seconds until
-        # Ray's figures are correct again. It grows with each requeue, as the full delay does.
+        # Ray reports when GPUs become free, so a short delay is enough: after some seconds, Ray's
+        # figures are correct again. Like the full delay, the short delay grows with each requeue.
         delay_s = min(delay_s, max(_min_absence_s(), delay_s / _REPORTED_CLUSTER_DIVISOR))
     return requeue_labels(not_before=time.time() + delay_s)
 
@@ -224,7 +224,7 @@ def _make_labels(run: RunSession, decision: RetryDecision, delay_s: float) -> di
 def _min_absence_s() -> float:
     """Return the least number of seconds until the next process of the run may start.
 
-    A worker may start a flow run before the scheduled time, by the prefetch seconds of the worker.
+    A worker may start a flow run up to PREFECT_WORKER_PREFETCH_SECONDS before its scheduled time.
     """
     return _MIN_ABSENCE_S + float(PREFECT_WORKER_PREFETCH_SECONDS.value())
 
