@@ -630,9 +630,9 @@ class SchedulingPass:
 
 
 def pool_of(entry: QueueEntry, settings: Mapping[str, PoolSettings]) -> str:
-    """Return the name of the work pool whose settings apply to a run.
+    """Return the name of the work pool from which a run takes its settings.
 
-    The function returns the run's own pool if that pool has settings, otherwise the pool `gang`.
+    This is the run's own pool if that pool has settings, otherwise the pool `gang`.
 
     Args:
         entry: The run.
@@ -642,7 +642,10 @@ def pool_of(entry: QueueEntry, settings: Mapping[str, PoolSettings]) -> str:
 
 
 def own_settings(entry: QueueEntry, settings: Mapping[str, PoolSettings]) -> PoolSettings:
-    """Return the settings of the work pool whose settings apply to a run.
+    """Return the settings that apply to a run.
+
+    These are the settings of the run's own work pool, or of the pool `gang` if the own pool has no
+    settings.
 
     Args:
         entry: The run.

@@ -441,7 +441,7 @@ class LedgerReader:
         return pools
 
     async def _read_online_workers(self, pool: str) -> frozenset[str]:
-        """Return the names of the online workers of a work pool, at most 10 seconds old."""
+        """Return the names of a work pool's online workers. A cached list may be 10 s old."""
         names, read_at = self._workers.get(pool, (frozenset[str](), -math.inf))
         if time.monotonic() - read_at < _WORKERS_INTERVAL_S:
             return names
