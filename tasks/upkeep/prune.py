@@ -59,10 +59,10 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _DAY_S = 24 * 3600.0
-#: If a log file of the stack's processes is larger than this number of bytes, the log is compressed
-#: into an archive and emptied.
+#: If a log file of a process that `muster up` started is larger than this number of bytes, the log
+#: is compressed into an archive and emptied.
 _STACK_LOG_BYTES = 50 * 1024**2
-#: Number of days to keep completed flow runs of Muster's upkeep on the Prefect server.
+#: Number of days to keep completed flow runs of Muster's maintenance flows on the Prefect server.
 _UPKEEP_DAYS = 2.0
 #: Largest number of flow runs that the Prefect server deletes in one request.
 _MAX_DELETED = 50
@@ -136,7 +136,7 @@ class PruneResult:
     is_dry: bool
     #: Runs whose files were deleted, sorted by the end time of the run.
     runs: tuple[PrunableRun, ...] = ()
-    #: Number of flow runs of Muster's upkeep that were deleted from the Prefect server.
+    #: Number of flow runs of Muster's maintenance flows that were deleted from the Prefect server.
     flow_runs: int = 0
     #: Number of unused entries that were deleted from the code store.
     codes: int = 0
@@ -323,11 +323,11 @@ def _delete_files(run: PrunableRun) -> str:
 
 
 def _cut_stack_logs() -> None:
-    """Compress each large log file of this host's stack into an archive, and empty the file.
+    """Compress each large log file of the stack into an archive, and empty the file.
 
-    The processes of the stack keep their log files open in append mode, so a log file is truncated
-    and not replaced. Lines that are written after the compression and before the truncation are
-    lost.
+    The stack is the server and the other processes that `muster up` starts on this host. These
+    processes keep their log files open in append mode, so a log file is truncated and not replaced.
+    Lines that are written after the compression and before the truncation are lost.
     """
     for path in (muster_home() / "stack" / "logs").glob("*.log"):
         try:
@@ -400,9 +400,10 @@ def _forget_code(
 
 
 def _delete_upkeep(client: SyncPrefectClient) -> int:
-    """Delete old completed flow runs of Muster's upkeep, and return the number of deletions.
+    """Delete old completed flow runs of Muster's maintenance flows, and return their number.
 
-    The upkeep creates more than a hundred flow runs a day, and Prefect never deletes old flow runs.
+    The maintenance flows have more than a hundred flow runs a day, and Prefect never deletes old
+    flow runs.
     """
     upkeep_flows = FlowFilter.model_validate({"name": {"any_": UPKEEP_FLOWS}})
     deployments = client.read_deployments(flow_filter=upkeep_flows)

@@ -104,7 +104,7 @@ def reconcile_host(lost: str | None = None) -> Report:
 
 
 def publish(report: Report) -> None:
-    """Log the reports. If a run was changed, also create a Prefect artifact and emit events."""
+    """Log the report of each run. If a run was changed, also publish an artifact and events."""
     log = find_run_logger(_log)
     for run in report.runs:
         log.warning("%s", run)

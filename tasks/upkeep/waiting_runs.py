@@ -237,7 +237,8 @@ def _close_record(
     if local_record.state is not RunState.PENDING_RESOURCES:
         return None
     if state is not None and state.is_completed():
-        # The run completed on another host. Only the record of that host has the details.
+        # The run completed on another host. Only the record of that host has the details, so the
+        # record of this host stays unchanged.
         return None
 
     if state is None or state.is_cancelled():
