@@ -70,7 +70,7 @@ def check(spec: SpecFile, /, *, set: Overrides = (), json: AsJson = False) -> in
         print(dumps({"missing_programs": missing, "clusters": [asdict(fit) for fit in fits]}))
     else:
         _print_result(run_spec, missing, fits)
-    # Without a server, the nodes of the queue are unknown, so the run may fit there.
+    # Without a server, the nodes of the queue are unknown, so the run may fit on these nodes.
     is_too_large = bool(api_url and fits) and all(fit.fits is False for fit in fits)
     return EXIT_INFEASIBLE if is_too_large else EXIT_DONE
 

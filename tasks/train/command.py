@@ -124,10 +124,11 @@ def run_in_terminal(spec: RunSpec, run_flow: Callable[[], State[Any]]) -> int:
                 try:
                     state = _run_to_end(run_flow, terminal)
                 finally:
-                    # A temporary server ends with this context, so send the last artifacts now.
+                    # A temporary Prefect server ends with this context. So send the last artifacts
+                    # now.
                     if not is_lasting:
                         await_last_artifacts()
-                # Show no link to a temporary server, because the server ends now.
+                # Show no link to a temporary Prefect server, because the server ends now.
                 flow_run_id = state.state_details.flow_run_id
                 link = None
                 if flow_run_id and is_lasting:

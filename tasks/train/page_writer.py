@@ -39,16 +39,16 @@ _ARTIFACTS: Mapping[str, tuple[float, Callable[[RunView], Shown | None] | None]]
     pages.ATTEMPTS: (0.0, pages.show_attempts),
     pages.RECORD: (10.0, pages.show_record),
 }
-#: Minimum interval between two updates of every artifact, as a fraction of the age of the run.
+#: Minimum interval between two updates of an artifact, as a fraction of the age of the run.
 _INTERVAL_PER_AGE = 0.01
-#: Upper limit of an interval that grows with the age of the run, in seconds.
+#: Upper limit, in seconds, of the minimum interval that grows with the age of the run.
 _MAX_INTERVAL_S = 60.0
 #: Artifacts that contain durations, which are updated even if no event occurs.
 _TIMED_ARTIFACTS = (pages.SUMMARY, pages.TIMELINE, pages.REWARD)
 #: Minimum number of seconds between two updates of an artifact without an event.
 _TIMED_INTERVAL_S = 30.0
-#: Minimum interval between two updates without an event, as a multiple of the minimum interval that
-#: grows with the age of the run.
+#: Ratio of two minimum intervals: the interval between updates without an event, and the interval
+#: between updates after events.
 _TIMED_INTERVAL_FACTOR = 10
 #: Seconds without an update after the server did not accept an artifact.
 _PAUSE_S = 5.0

@@ -106,7 +106,8 @@ class PlanInputs:
     resume: ResumeRecord | None = None
     #: Highest training step of all earlier attempts. None if no earlier attempt finished a step.
     best_step_before: float | None = None
-    #: Signatures of the checkpoints that other runs wrote into the same folder, by their path.
+    #: Hashes of the checkpoints that other runs wrote into the same folder. The keys are the paths of
+    #: the checkpoints.
     foreign: Mapping[str, str] = field(default_factory=dict)
     #: Id of the parent run in MLflow, by name of the component. A component may have no parent run.
     mlflow_parents: Mapping[str, str] = field(default_factory=dict)

@@ -41,14 +41,15 @@ _log = logging.getLogger(__name__)
 #: Longest time in seconds to send the pending reports when the run ends. The same limit applies to
 #: the final artifacts when the process exits. Reports that are not sent in time are dropped.
 _CLOSE_TIMEOUT_S = 10.0
-#: Longest time to send the pending reports to a temporary server that does not answer, in seconds.
+#: Longest time, in seconds, to send the pending reports to a server that does not answer. This
+#: limit is for a temporary Prefect server, which ends together with the run.
 _CLOSE_TIMEOUT_OF_LOST_S = 2.0
 #: Seconds between two tries of a report.
 _RETRY_EVERY_S = 0.5
 #: Number of tries of a report that the server answers with an error.
 _MAX_TRIES = 5
-#: Seconds between a change of the run's activity and its report to the server. If the activity
-#: changes again in this time, only the last activity is sent.
+#: Seconds between a change of the run's activity, such as `starting trainer`, and the report to the
+#: server. If the activity changes again in this time, only the last activity is sent.
 _ACTIVITY_DELAY_S = 0.5
 #: Name of Prefect's logger for task runs.
 _TASK_RUN_LOGGER = "prefect.task_runs"
@@ -149,7 +150,7 @@ class Reporter:
         self._is_closed.set()
 
     def _flush(self, timeout_s: float) -> bool:
-        """Send all pending reports except the current activity. Return False if time ran out."""
+        """Send all pending reports except the activity of the run. Return False after a timeout."""
         is_sent = threading.Event()
         self._reports.put(self._drop_activity)
         self._reports.put(is_sent.set)
@@ -250,8 +251,8 @@ class Reporter:
         get_run_logger().info(message)
 
     def _note_activity(self, activity: str, event_name: str) -> None:
-        """Log the current activity of the run, and send it soon as the message of its state."""
-        # The states of many inference servers change in quick succession. Skip outdated activities.
+        """Log the current activity of the run, and schedule the activity as a state message."""
+        # The states of many inference servers change in quick succession. Skip outdated messages.
         if event_name == "rollout.group.state" and activity != self._page.activity:
             return
         self._log(self._run.mask(activity))
@@ -266,7 +267,7 @@ class Reporter:
         set_running_message(self._flow_run.id, message, self._is_closed)
 
     def _drop_activity(self) -> None:
-        """Drop the activity that was noted and is not sent yet."""
+        """Drop the activity of the run that is not sent yet."""
         self._pending_activity = ""
 
     def _begin_recovery(self, event: Event) -> None:

@@ -27,7 +27,7 @@ _COLORS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The lines of the logs that are printed."""
+    """Criteria that select the log lines to print."""
 
     #: Name of the component whose log is printed. Empty to print the logs of all components.
     component: str = ""

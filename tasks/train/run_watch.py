@@ -21,8 +21,8 @@ from tasks.train.run_records import list_attempts
 
 #: Seconds between two requests for the step of a run on another host.
 _ASK_STEP_EVERY_S = 5.0
-#: Longest wait in seconds, after the end of a run on the server, for the end of its record on this
-#: machine.
+#: When a run has ended on the server, the longest wait, in seconds, until the record of the run on
+#: this machine shows the end, too.
 _RECORD_WITHIN_S = 10.0
 #: Seconds between two reads of the record.
 _READ_EVERY_S = 0.2

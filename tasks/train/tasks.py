@@ -61,19 +61,21 @@ _SERVER_TIMEOUT_S = 120.0
 #: Seconds between two tries of a request.
 _RETRY_EVERY_S = 2.0
 #: How often Prefect's client sends the final state of a flow run again to a server that is away.
-#: The pauses double from 2 s on, so 8 retries take about eight minutes. A stack needs about that
-#: long to restart its server.
+#: The pauses double from 2 s on, so 8 retries take about eight minutes. The restart of a server by
+#: `muster up` can take that long.
 _FINAL_STATE_RETRIES_OF_WORKER = 8
 #: How often the final state is sent again for a run that a person started. The person waits at the
 #: terminal, so the retries end earlier.
 _FINAL_STATE_RETRIES_OF_PERSON = 6
-#: How often the final state of an interrupted run is sent again. The host or stack of the run is
+#: How often the final state of an interrupted run is sent again. The run's host or its server is
 #: probably being stopped, and `muster reconcile` reports the final state later.
 _FINAL_STATE_RETRIES_OF_INTERRUPTED = 2
 
 
 def _as_task(body: Callable[..., State[None]]) -> Callable[..., bool]:
-    """Turn a function that returns a Prefect state into a task that returns True if it completed.
+    """Turn a function that returns a Prefect state into a task that returns True or False.
+
+    The task returns True if the state is Completed.
 
     The task run is named after the function and the component, such as `start-trainer`. The task
     raises no error: an error ends the run, and the result of the run reports the error once. If the
@@ -238,7 +240,9 @@ def monitor(run: RunSession) -> State[None]:
 
 @_as_task
 def teardown(run: RunSession) -> State[None]:
-    """Stop the running components in reverse order. Safe in any phase, and more than once.
+    """Stop the running components in the reverse order of their start.
+
+    This task may run in any phase of the run, and several times.
 
     Returns:
         Failed if a process or a Ray job could not be ended.
