@@ -86,8 +86,8 @@ def wait_for_gang(
         flow_run_id: Id of the flow run.
         is_first_attempt: True for the run's first attempt. A first attempt fails if its cluster is
             too small. A later attempt waits, because nodes may only be missing for some time.
-        ignores_grant: True if the grant on the flow run belongs to an earlier attempt of this
-            process, so that the run must wait for a new grant.
+        ignores_grant: True to wait for a new grant, because the grant on the flow run belongs to an
+            earlier attempt of this process.
         report: Function that is called with the reason for waiting whenever the reason changes.
         wait: Function that waits for the given number of seconds. It returns False if the run must
             stop waiting, for example because the run was cancelled.
@@ -268,8 +268,8 @@ def find_cluster(flow_run_id: UUID) -> str:
     return asyncio.run(find_address())
 
 
-#: If two runs fail on a node within this number of seconds, Muster starts no new runs on the node
-#: for the same number of seconds.
+#: One day, in seconds. If two runs fail on a node within a day, Muster starts no new runs on that
+#: node for a day.
 _DAY_S = 86_400.0
 #: Largest number of nodes that Muster drains at the same time because runs failed on them. If more
 #: nodes seem to be faulty, the cause probably affects all nodes, for example full storage.
@@ -280,8 +280,8 @@ async def note_failure(flow_run_id: UUID, run_id: str, failure: Failure) -> None
     """Record the nodes that may have caused the failure of a run's attempt.
 
     The next attempts of the run avoid these nodes. If only one node can be the cause, and another
-    run has failed on that node within a day, Muster drains the node: no new runs start on it for a
-    day.
+    run has failed on that node in the last 24 hours, Muster drains the node. No new runs start on a
+    drained node. This drain ends after 24 hours.
 
     Args:
         flow_run_id: Id of the flow run.

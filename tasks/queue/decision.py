@@ -68,8 +68,8 @@ class Shares:
 def compute_shares(cluster: Cluster, gangs: Sequence[QueueEntry]) -> Shares:
     """Compute how many GPUs runs and other programs hold on the nodes of a cluster.
 
-    A run that is not in `gangs` counts as another program: either it belongs to another Prefect
-    server, or it has ended and left processes behind.
+    A run that is not in `gangs` counts as another program. Such a run belongs to another Prefect
+    server, or has ended and left processes behind.
 
     All granted GPUs of a node count as not free, even if Ray reports them as free. Example: run A
     is stopping and has returned its GPUs to Ray, and Ray places run B on them. Run B was granted
@@ -660,8 +660,8 @@ def find_overgranted(
     """Return the runs that were granted GPUs which another run already holds.
 
     Only runs without a process are returned, because the grant of a run with a process must not be
-    deleted. A GPU can be granted twice if a scheduler writes its last grant too late: another
-    scheduler has then already taken the lock on the Prefect server.
+    deleted. A GPU can be granted twice if a scheduler writes its last grant too late, after another
+    scheduler has taken the lock on the Prefect server.
 
     Args:
         holding: The runs that hold GPUs.

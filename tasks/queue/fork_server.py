@@ -218,7 +218,8 @@ def _become_training(
     """Turn this forked process into the process that does the work of a `muster train` command.
 
     This function ends the process if the process is not suitable for the command, for example
-    because an imported file has changed, or if the command does the work itself.
+    because an imported file has changed. It also ends the process if the command itself does the
+    work.
 
     Args:
         process_texts: Command line and environment of this process in `/proc`.

@@ -208,10 +208,9 @@ class Caller:
     def receive_permission(self) -> bool:
         """Prepare this process, and wait until the `muster train` command lets it begin.
 
-        This process takes over the limits, priority and CPU affinity of the command, and sends the
-        command a pidfd, a file descriptor that refers to this process. From then on, the kernel
-        kills this process when the command closes its end of the socket, for example because the
-        command was killed.
+        This process takes over the limits, priority and CPU affinity of the command. It sends the
+        command a pidfd, which is a file descriptor for this process. From then on, the kernel kills
+        this process when the command closes its end of the socket, for example after a SIGKILL.
 
         Returns:
             True if this process may begin. False if the command has ended.

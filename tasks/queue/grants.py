@@ -42,8 +42,8 @@ HOST = "muster.gang.host"
 HEARTBEAT = "muster.gang.beat"
 #: Name of the label that contains the earliest next start of a requeued run, in UTC epoch seconds.
 _NOT_BEFORE = "muster.gang.not_before"
-#: Name of the label that contains the nodes which may have caused failures of the run, with the
-#: times of the last failures in UTC epoch seconds. Example: `{"node-1": 1763900000}`.
+#: Name of the label that contains the nodes which may have caused failures of the run. The values
+#: are the times of the last failures in UTC epoch seconds. Example: `{"node-1": 1763900000}`.
 _FAILED_ON = "muster.gang.failed_on"
 #: Parser of the content of the label _FAILED_ON.
 _FAILURES = TypeAdapter(dict[str, int])
@@ -221,8 +221,8 @@ async def set_state(
 ) -> State[Any] | None:
     """Set the state of a flow run, unless its state or grant has changed since it was read.
 
-    If another process has set a state at the same time, and this function has overwritten it, the
-    state of the other process is set again.
+    If this function has overwritten a state that another process set at the same time, it sets the
+    state of the other process again.
 
     Args:
         client: Client of the Prefect server.

@@ -105,8 +105,8 @@ class HostLock:
     #: File descriptor of the locked file, or None if this object does not hold the lock.
     _fd: int | None = None
     #: Id of the locked file, which is unique among all hosts. None if this object does not hold the
-    #: lock. A lease on the server that contains the same id belongs to an earlier holder of the
-    #: file lock, which has ended or given up the lock.
+    #: lock. If a lease on the server contains the same id, the lease belongs to an earlier holder
+    #: of the file lock. That holder has ended or given up the lock.
     lock_id: str | None = None
 
     def try_lock(self) -> bool:

@@ -357,10 +357,11 @@ class LedgerReader:
     #: Names of the work pool and of the worker in which this reader runs. Empty strings if it does
     #: not run in a worker.
     _own_worker: tuple[str, str] = ("", "")
-    #: For each flow run id: the last answer of the server as JSON, the flow run that was built from
-    #: this answer, and the resources that the flow run requests.
+    #: Cache of the flow runs, by flow run id. A value contains the last answer of the server as
+    #: JSON, the flow run that was built from this answer, and the resources that it requests.
     _rows: dict[str, tuple[dict[str, Any], FlowRun, Request]] = field(default_factory=dict)
-    #: For each pool name: the names of the online workers, and the monotonic time of the reading.
+    #: Cache of the online workers, by the name of the work pool. A value contains the names of the
+    #: workers, and the monotonic time at which they were read.
     _workers: dict[str, tuple[frozenset[str], float]] = field(default_factory=dict)
     #: Number of windows that are read from each queue of a work pool. A window is a group of 200
     #: waiting runs.

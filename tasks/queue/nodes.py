@@ -79,9 +79,8 @@ def explain_infeasible(demand: Demand, cluster: Cluster, *, only_node: str = "")
     )
 
 
-#: Deadline, in seconds, of a background request for the nodes of a cluster. If a cluster did not
-#: answer in time, the next requests to it are sent in the background, so that they do not delay the
-#: reading of the other clusters.
+#: Deadline, in seconds, of a background request for the nodes of a cluster. A cluster that did not
+#: answer in time is asked in the background, so that it does not delay the other clusters.
 _BACKGROUND_TIMEOUT_S = 30.0
 #: Time, in seconds, between two background requests to a cluster that does not answer.
 _BACKGROUND_INTERVAL_S = 1.0
@@ -122,11 +121,11 @@ class Capacity:
     clock: Callable[[], float] = time.monotonic
     #: The readers of the clusters, by the address of the cluster.
     _readers: dict[str, ClusterReader] = field(default_factory=dict)
-    #: For each cluster that did not answer in time, by its address: the error, and the task that
-    #: requests the nodes in the background until the cluster answers.
+    #: The clusters that did not answer in time, by the address of the cluster. A value contains the
+    #: error, and the task that requests the nodes in the background until the cluster answers.
     _silent_clusters: dict[str, tuple[str, asyncio.Task[None]]] = field(default_factory=dict)
-    #: GPU devices of this machine, or None before the first reading, and the time of the reading by
-    #: `clock`.
+    #: GPU devices of this machine, and the time by `clock` at which they were read. The devices are
+    #: None before the first reading.
     _local_devices: tuple[Devices | None, float] = None, 0.0
 
     async def read_cluster(self, key: str, settings: Mapping[str, PoolSettings]) -> Cluster:

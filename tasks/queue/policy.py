@@ -398,9 +398,9 @@ class _Pass:
     def _reserve(self, head: Waiting) -> _Reservation:
         """Compute the earliest time at which a waiting run will fit.
 
-        The computation assumes that the active runs end in the order of their expected ends. The
-        result is the time at which enough of them have ended for the waiting run to fit, but not
-        earlier than the `not_before` of the waiting run.
+        The computation assumes that the active runs end at their expected ends. The waiting run
+        fits as soon as enough active runs have ended. The result is never earlier than the field
+        `not_before` of the waiting run.
 
         Args:
             head: The waiting run.

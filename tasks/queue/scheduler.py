@@ -94,8 +94,8 @@ class Scheduler:
         self._reader = QueueReader(client, capacity, self.process, reader)
         self._lease = SchedulingLease(client, home=home or muster_home())
         self._capacity = capacity
-        #: For each Ray cluster, by its address: the nodes that were last requested from its
-        #: autoscaler, and the time of that request in monotonic seconds.
+        #: Last requests to the autoscalers of the Ray clusters, by the address of the cluster. A
+        #: value contains the requested nodes, and the time of the request in monotonic seconds.
         self._demands: dict[str, tuple[list[dict[str, float]], float]] = {}
         #: Four values: the last scheduling pass; the id of the last decision that this pass has
         #: seen on the server; the time of the last complete reading of the queue; the time of the

@@ -74,14 +74,14 @@ class QueueReader:
     _settings: dict[str, PoolSettings] = field(default_factory=dict)
     #: Ids of the flow runs whose complete spec was checked and is valid.
     _valid_specs: set[UUID] = field(default_factory=set)
-    #: For each run that waits in its own process: the last value of the label HEARTBEAT of its flow
-    #: run, and the monotonic time at which this value was first read. The process of the run
-    #: changes the label while the process is alive.
+    #: Heartbeats of the runs that wait in their own process, by flow run id. A value contains the
+    #: last value of the flow run's label HEARTBEAT, and the monotonic time at which that value was
+    #: first read. The process of the run changes the label while the process is alive.
     _heartbeats: dict[UUID, tuple[object, float]] = field(default_factory=dict)
-    #: For each cluster, by its address: the snapshot in which the cluster had the most GPUs.
+    #: Snapshots in which the clusters had the most GPUs, by the address of the cluster.
     _largest_clusters: dict[str, Cluster] = field(default_factory=dict)
-    #: For each flow run that was checked for an overwritten Cancelled state, by flow run id: the id
-    #: of the state that the flow run had at the check. The check found no overwritten state.
+    #: Flow runs without an overwritten Cancelled state, according to the last check. The keys are
+    #: flow run ids. The values are the ids of the states that the flow runs had at the check.
     _not_cancelled: dict[UUID, UUID] = field(default_factory=dict)
     #: The flow runs that the last scheduling pass read from the server. None before the first pass.
     _ledger: Ledger | None = None

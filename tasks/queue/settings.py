@@ -318,8 +318,8 @@ def with_drained(
     return settings.model_copy(update={"drained": drained, "faulty": faulty_nodes})
 
 
-#: For each kind of setting such as `node.NAME=8`: the field that gets the name, the field that gets
-#: the number, and the value that is stored instead of the number 0.
+#: Kinds of settings with a name and a number, such as `node.NAME=8`. A value contains the field for
+#: the name, the field for the number, and the value that replaces the number 0.
 _TABLES = {"node": ("name", "gpus", 0), "cluster": ("address", "max_nodes", None)}
 
 

@@ -97,8 +97,8 @@ def summarize(view: QueueView) -> tuple[str, ...]:
 def queue_rows(view: QueueView) -> list[Row]:
     """Return one row for each waiting run.
 
-    The columns `cluster` and `queue` are left out if all rows have the same value, and the column
-    `tags` if no run has a tag.
+    The columns `cluster` and `queue` are left out if all rows have the same value. The column
+    `tags` is left out if no run has a tag.
     """
     rows = [_make_queue_row(run) for run in view.line]
     return _drop_columns(rows, if_equal=("cluster", "queue"), if_empty="tags")
@@ -107,8 +107,8 @@ def queue_rows(view: QueueView) -> list[Row]:
 def node_rows(view: QueueView) -> list[Row]:
     """Return one row for each node, with the runs that hold its GPUs.
 
-    The column `cluster` is left out if all nodes are in the same cluster, and the column `CPUs` if
-    no node has a known number of CPUs.
+    The column `cluster` is left out if all nodes are in the same cluster. The column `CPUs` is left
+    out if no node has a known number of CPUs.
     """
     rows = [_make_node_row(node) for node in view.nodes]
     return _drop_columns(rows, if_equal=("cluster",), if_empty="CPUs")

@@ -538,8 +538,8 @@ class GangWorker(ProcessWorker):
         self._exit_stack.push_async_callback(capacity.close)
         announcer = self._exit_stack.enter_context(Announcer(str(self.client.api_url)))
         self._announce = announcer.announce_run
-        #: For each run that this worker, as the leader, has offered to other workers, by flow run
-        #: id: the time of the last offer, by the clock of the event loop.
+        #: Runs that this worker, as the leader, has offered to other workers. The keys are flow run
+        #: ids. The values are the times of the last offers, by the clock of the event loop.
         self._offered_at: dict[UUID, float] = {}
         self._scheduler = Scheduler(
             self.client,
@@ -634,8 +634,8 @@ class GangWorker(ProcessWorker):
     def _offer_runs(self, scheduling_pass: SchedulingPass, now: float) -> None:
         """Offer the admitted runs that this worker cannot start to the other workers.
 
-        If no worker starts such a run, it is offered again after 10 seconds. Its message then names
-        the worker that it waits for.
+        If no worker starts such a run, the run is offered again after 10 seconds. The message of
+        the run then says which worker must start the run.
 
         Args:
             scheduling_pass: The last scheduling pass.
