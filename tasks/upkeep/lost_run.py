@@ -147,9 +147,9 @@ def keep_jobs(lost: LostRun, loss: FlowLoss) -> RunReport | None:
 
     Returns:
         The report about the run. If the next flow process could not be scheduled, the report's
-        field `open` contains the reason. None if the jobs must be ended, because no flow process
-        will resume the run: the run was cancelled, has ended or has no deployment on the Prefect
-        server, or its attempt was already being ended.
+        field `open` contains the reason. None if no flow process will resume the run, so that the
+        jobs must be ended. Reasons are that the run was cancelled, has ended or has no deployment
+        on the Prefect server, or that its attempt was already being ended.
     """
     owner = lost.owner
     report = make_report(lost, loss)

@@ -65,7 +65,7 @@ async def _check_cluster(address: str, notes: Sequence[UncheckedNodesNote]) -> l
 async def _check_nodes(
     note: UncheckedNodesNote, dashboard: Dashboard, gcs_address: str
 ) -> RunReport:
-    """Check the nodes of one note file, kill leftover processes there, and return a report.
+    """Check the nodes of a note file, kill leftover processes on them, and return a report.
 
     Args:
         note: The note file. It lists the unchecked nodes of one ended Ray job.

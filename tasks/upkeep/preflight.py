@@ -89,8 +89,8 @@ class NodeResult:
     #: Reason why the node could not be checked, or an empty string.
     unreached: str = ""
     #: Facts that the node reported about itself, as `machine.gather_facts` returns them. Empty if
-    #: the node was not reached. The machine that runs the preflight has only two entries: a problem
-    #: with its own file in the shared directory, and a problem with its GPU devices.
+    #: the node was not reached. The machine that runs the preflight has two entries only. They are
+    #: for problems with its file in the shared directory and with its GPU devices.
     facts: Mapping[str, Any]
     #: True if this node and the machine that runs the preflight do not find each other's files in
     #: the shared directory. The two machines then see two different directories.
@@ -448,8 +448,8 @@ async def _check_nodes(
         others = [node_id for node_id in writers if node_id not in elsewhere]
         elsewhere += find_unreadable_files(str(folder), others)["unseen"]
 
-        # These nodes see another directory than this machine. This machine cannot delete their test
-        # files there. So order the nodes to delete the files.
+        # Some nodes see another directory than this machine, so this machine cannot delete the test
+        # files of these nodes. Tell the nodes to delete the files.
         deletions = {node_id: {"folder": str(folder)} for node_id in elsewhere}
         await connection.send_order("tidy", deletions, within_s)
     finally:

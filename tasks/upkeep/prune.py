@@ -172,8 +172,8 @@ class PruneResult:
 def prune_host(keep: Retention | None = None, *, dry_run: bool = False) -> PruneResult:
     """Delete the old files of this host that the retention rules do not keep.
 
-    If a Prefect server is configured but does not answer, all files are kept, because a queued run
-    on the server could need the files of another run.
+    All files are kept if a Prefect server is configured but does not answer. A queued run on the
+    server could need the files of another run.
 
     Args:
         keep: The retention rules. If None, the rules are read from the environment variables of

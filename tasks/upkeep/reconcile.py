@@ -194,7 +194,7 @@ def _close_flow_runs(client: SyncPrefectClient, host: Host) -> Iterator[RunRepor
 
     Args:
         client: Client of the Prefect server.
-        host: The host of the flow runs, and the processes that run there.
+        host: The host of the flow runs, and the processes on that host.
     """
     flow_runs = read_held_flow_runs(client)
     # Read the server's clock after the states, so that no state looks newer than the clock.
