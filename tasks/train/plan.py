@@ -106,8 +106,8 @@ class PlanInputs:
     resume: ResumeRecord | None = None
     #: Highest training step of all earlier attempts. None if no earlier attempt finished a step.
     best_step_before: float | None = None
-    #: Hashes of the checkpoints that other runs wrote into the same folder. The keys are the paths of
-    #: the checkpoints.
+    #: Hashes of the checkpoints that other runs wrote into the same folder. The keys are the
+    #: paths of the checkpoints.
     foreign: Mapping[str, str] = field(default_factory=dict)
     #: Id of the parent run in MLflow, by name of the component. A component may have no parent run.
     mlflow_parents: Mapping[str, str] = field(default_factory=dict)
@@ -162,9 +162,9 @@ class PlanInputs:
     def _select_alarms(self) -> dict[str, WatchRule]:
         """Return the alarm rules that apply to the attempt, by name.
 
-        An alarm that the attempt has already raised is not raised again. An attempt that starts
-        from a checkpoint gets no rule about a constant metric: the metric of a trained model may be
-        constant without a fault.
+        An alarm that the attempt has already raised is not raised again. A rule about a
+        constant metric does not apply to an attempt that starts from a checkpoint, because the
+        metric of a trained model may be constant without a fault.
         """
         raised = {alarm.rule for alarm in self.adopted.alarms} if self.adopted else set()
         return {
@@ -236,8 +236,8 @@ class PlanInputs:
         assert ray is not None and ray.address is not None
         launchers = [component.launcher for component in self.spec.processes.values()]
         is_only_job = launchers.count("ray_job") == 1
-        # The job's number of GPUs is known only if the job uses all GPUs of the run: no other job
-        # and no inference servers may use GPUs of the run.
+        # The job's number of GPUs is known only if the job uses all GPUs of the run. The number is
+        # unknown if another job or inference servers also use GPUs of the run.
         takes_all_gpus = is_only_job and self.spec.fleet is None
         gpus = gang.nodes * gang.gpus_per_node if gang and takes_all_gpus else 0
         # Symbolic links of a checked-out project lead to data outside of the code. Do not upload

@@ -258,8 +258,8 @@ def _restore_secrets(place: RunPlace, file: Path) -> RunSpec:
 def _run_again(train: Flow[..., State[Any]], run: Run, spec: RunSpec) -> State[Any]:
     """Run the flow of a run again in this process, and return its final state.
 
-    If the Prefect server does not have the flow run of the run, a new flow run is created, and the
-    record of the run gets its id.
+    If the Prefect server no longer has the flow run, a new flow run is created. The record of the
+    run then gets the id of the new flow run.
 
     Raises:
         BadArgument: Another process has started the run in the meantime.

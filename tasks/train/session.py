@@ -64,11 +64,11 @@ _log = logging.getLogger(__name__)
 spec_file: ContextVar[Path | None] = ContextVar("spec_file", default=None)
 T = TypeVar("T")
 
-#: Pauses in seconds before the folder of checkpoints is read again after an error of its file
-#: system or store, while the run holds its GPUs.
+#: Pauses, in seconds, before the folder of checkpoints is read again after an error. The pauses are
+#: short, because the run already holds its GPUs.
 _READ_CHECKPOINTS_PAUSES_S = (2.0, 8.0)
-#: Longest pause in seconds before the store of the checkpoints is asked again, before an attempt
-#: gets its GPUs.
+#: Longest pause, in seconds, between two requests to a store of checkpoints that does not answer.
+#: The run has no GPUs yet during these requests.
 _ASK_STORE_EVERY_S = 60.0
 #: Longest time in seconds that a run without GPUs waits for a store that does not answer.
 _STORE_TIMEOUT_S = 6 * 3600.0
