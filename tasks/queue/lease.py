@@ -180,7 +180,7 @@ class HeldLease:
     lease: Lease
     #: Time at which this process requested the lease, by `clock`.
     requested_at: float
-    #: Seconds after the request during which this process may write.
+    #: Seconds after the request during which this process may write decisions to the server.
     hold_s: float
     #: Function that returns the current time in seconds.
     clock: Callable[[], float]
@@ -189,7 +189,7 @@ class HeldLease:
 
     @property
     def remaining_s(self) -> float:
-        """Seconds during which this process may still write; 0 if it may no longer write."""
+        """Seconds during which this process may still write decisions, or 0 if the time is over."""
         if self.is_over:
             return 0.0
         return max(0.0, self.requested_at + self.hold_s - self.clock())
@@ -480,7 +480,8 @@ class SchedulingLease:
 
     async def _delete(self, lease: Lease) -> bool:
         """Delete a lease from the server, and return False if it was already deleted."""
-        # Prefect's client can delete variables only by name, and a newer lease has the same name.
+        # Delete the variable by its id. Prefect's client can delete variables only by name, and a
+        # newer lease has the same name.
         path_parameters = {"id": str(lease.id)}
         try:
             await self.client.request("DELETE", "/variables/{id}", path_params=path_parameters)

@@ -275,8 +275,8 @@ class _Pass:
             if policy == "backfill":
                 self._backfill(queue, reservation)
             elif starts_at is None:
-                # The first run (`head`) would not fit even on empty nodes, so later runs cannot
-                # delay it.
+                # The first run (`head`) would not fit even on empty nodes, so later runs may start
+                # and cannot delay the first run.
                 self._reasons[head.id] = replace(self._reasons[head.id], never_fits_now=True)
             else:
                 behind = Reason(why=Why.BEHIND, waits_for=(head.id,))
