@@ -279,7 +279,7 @@ def _check_disk(node: NodeResult, survey: Survey, limits: Limits) -> _Faults:
 
 
 def _check_clock(node: NodeResult, survey: Survey, limits: Limits) -> _Faults:
-    """Yield a problem if the node's clock differs too much, even after the measurement error."""
+    """Yield a problem if the clock difference minus its measurement error exceeds the limit."""
     if node.skew_s is not None and abs(node.skew_s) - node.skew_error_s > limits.skew_s:
         problem = (
             f"its clock differs by {node.skew_s:+.1f} s (± {node.skew_error_s:.1f} s) from this "
