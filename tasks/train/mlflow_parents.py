@@ -98,8 +98,9 @@ def find_mlflow_parents(
 def _find_python(command: Sequence[str], env: Mapping[str, str]) -> str | None:
     """Return the path of the Python interpreter that a component probably uses.
 
-    It is the interpreter in the command, or the one in the folder of the command's program, such
-    as `torchrun`. Otherwise it is the first one in the PATH.
+    If the command starts with an interpreter, return this interpreter. If the command starts with
+    another program, such as `torchrun`, return the interpreter in the folder of that program.
+    Otherwise, return the first interpreter in the PATH.
     """
     path = env.get("PATH")
     program = shutil.which(command[0], path=path)
@@ -119,7 +120,7 @@ def _run(
     must_end: Callable[[], bool],
     limit_s: float,
 ) -> str:
-    """Execute the program that groups the runs, and return the id of the parent run.
+    """Execute the program that groups the runs in MLflow, and return the parent run's id.
 
     Args:
         argv: Interpreter and arguments of the program.

@@ -216,7 +216,8 @@ def _read_properties(name: str) -> dict[str, object]:
     with suppress(NoCode, OSError):
         files = hash_files(str(provenance.get("tree")))
     if files:
-        # The hashes of all files are more exact than the recorded diff of the project.
+        # Compare the hashes of all files instead of the recorded diff of the project, because the
+        # hashes are more exact.
         provenance.pop("diff", None)
     return {**spec, **dict(_flatten({**provenance, "code": files}))}
 

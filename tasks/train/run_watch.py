@@ -52,7 +52,8 @@ class RunEvents:
         numbers = [number for number in list_attempts(self._place) if number > self._number]
         yield from self._read_log()
         for number in numbers:
-            # An attempt begins only after the last event of the attempt before it.
+            # First read the rest of the old log. An attempt begins only after the last event of the
+            # attempt before it.
             yield from self._read_log()
             self._number = number
             self._log = LogFile(self._place.attempt(number).events)

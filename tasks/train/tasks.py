@@ -229,7 +229,7 @@ def start(run: RunSession, component: str) -> State[None]:
 
 @_as_task
 def monitor(run: RunSession) -> State[None]:
-    """Watch a run whose components are all ready, until the run must end for some reason.
+    """Watch a run whose components are all ready, until the run must end.
 
     Returns:
         Completed if the run was successful.
