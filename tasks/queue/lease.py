@@ -189,7 +189,7 @@ class HeldLease:
 
     @property
     def remaining_s(self) -> float:
-        """Seconds during which this process may still write decisions, or 0 if the time is over."""
+        """Seconds during which this process may still write decisions; 0 without a valid lease."""
         if self.is_over:
             return 0.0
         return max(0.0, self.requested_at + self.hold_s - self.clock())
