@@ -30,11 +30,10 @@ from tasks.processes.trusted_server import require_trusted_url
 from tasks.ray.dashboard import Dashboard, Denied, LiveNode, NoAnswer, prepare_driver
 from tasks.show.output import guard_output
 
-#: Exit status if Ray ended all processes that it is able to end, and a parent process in a Ray job
-#: sees the exit codes of its children.
+#: Exit status if no process leaked that Ray is able to end, and no exit code was lost.
 EXIT_HOLDS = 0
-#: Exit status if a process leaked that Ray is able to end, or if a parent process in a Ray job sees
-#: 0 in place of the exit codes of its children.
+#: Exit status if a process leaked that Ray is able to end, or if an exit code was lost. That is the
+#: case if a parent process in a Ray job sees 0 in place of the exit code of its child.
 EXIT_LEAKS = 1
 #: Exit status if the cluster cannot be queried or the arguments are wrong.
 EXIT_INVALID = 2
@@ -43,7 +42,7 @@ EXIT_INVALID = 2
 _LEAKED_AFTER_S = 20.0
 #: Longest time, in seconds, that the Ray job of the check may take.
 _JOB_WITHIN_S = 120.0
-#: Exit code of the child processes that test whether exit codes are kept.
+#: Exit code of child processes that test whether their parent sees their exit code.
 _EXIT_CODE = 7
 #: States in which a Ray job has ended.
 _FINAL_STATES = (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED)
@@ -53,11 +52,13 @@ _HELD_BY_GROUPS = tuple(SHAPES)[:2]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Try every kind of child process of `SHAPES` on every node, and print the results.
+    """Check on every node whether Ray ends the child processes of a killed actor.
+
+    The check tries each kind of child process in `SHAPES`, and prints the results.
 
     Returns:
-        0 if Ray ended all processes that it is able to end; 1 if such a process leaked or an exit
-        code was lost; 2 if the cluster cannot be queried.
+        0 if all processes ended that Ray is able to end. 1 if a process leaked that Ray is able to
+        end, or if an exit code was lost. 2 if the cluster cannot be queried.
     """
     options = _parser().parse_args(arguments)
     os.environ.update(to_reach_stack(None))
@@ -134,14 +135,18 @@ def advice(endings: Sequence[ShapeEnding], codes: Sequence[int]) -> list[str]:
 
 
 def _describe_ending(ending: ShapeEnding) -> str:
-    """Return the result of one check as text."""
+    """Return the time until the child processes ended, or the pids of leaked processes, as text."""
     if ending.gone_after_s is None:
         return f"leaks (ended by this check: pid {', '.join(map(str, ending.leaked))})"
     return f"gone after {ending.gone_after_s:.2f} s"
 
 
 def _describe_code(code: int) -> str:
-    """Return the exit code that was seen for a child that runs `exit 7`, as text."""
+    """Return a text such as `seen as 7`.
+
+    Args:
+        code: Exit code that a parent process saw for a child that runs `exit 7`.
+    """
     return f"seen as {code}" + ("" if code == _EXIT_CODE else ": SIGCHLD is ignored")
 
 

@@ -63,7 +63,7 @@ SHAPES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapeEnding:
-    """Result of the check for one kind of child process on one node."""
+    """Result for one node: whether one kind of child process ended after its actor was killed."""
 
     #: Key of `SHAPES`.
     shape: str
@@ -74,7 +74,7 @@ class ShapeEnding:
 
 
 class _Spawner:
-    """Ray actor that spawns the processes and is then killed."""
+    """Ray actor that spawns child processes. The check then kills the actor."""
 
     def spawn(self, argv: tuple[str, ...], mark: str) -> int:
         """Start a command, wait until its `sleep` process runs, and return the pid of the actor.
@@ -143,7 +143,7 @@ def _node_options(node_id: str) -> dict[str, Any]:
 
 
 def _kill_and_watch(actor_pid: int, mark: str, within_s: float) -> tuple[float | None, list[int]]:
-    """Send SIGKILL to an actor, wait for the end of its spawned processes, and kill the rest.
+    """Send SIGKILL to an actor, wait for the end of its child processes, and kill the others.
 
     Args:
         actor_pid: Process id of the actor, or 0 to kill no actor.

@@ -61,8 +61,9 @@ SERVED = (
         flow=reconcile,
         description="Finishes the runs of this host whose process has ended; the upkeep also does "
         "this every minute, without a flow run.",
-        # The upkeep process does the same work every minute. The flow runs show on the server that
-        # the host is maintained, and also work if the upkeep process fails to do so.
+        # The upkeep process already does the same work every minute, without a flow run. The rare
+        # flow runs show in the Prefect UI that the host is maintained. They also do the work if
+        # the upkeep process fails to do it.
         interval_s=3600,
     ),
     Served(
@@ -82,8 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     # Prefect's runner writes files into the temporary directory of the module `tempfile`.
     use_own_temporary_folder()
-    # Clean up after lost runs before the first scheduled flow run. If the previous upkeep process
-    # was killed, a flow run of `reconcile` may itself be among the lost runs.
+    # Clean up after killed runs before the first scheduled flow run. If the previous upkeep process
+    # was killed, a flow run of `reconcile` may have been killed with it.
     publish(reconcile_host())
     make_context_thread("agents", make_ready).start()
     with reconcile_every_minute():
@@ -100,7 +101,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make_ready() -> None:
-    """Start Muster's agent on all nodes of the listed Ray clusters, so that requests are fast."""
+    """Start Muster's agent on all Ray nodes, so that later requests to the nodes are fast.
+
+    The Ray clusters are those that the work pool lists.
+    """
     clusters = read_listed_clusters(PREFECT_API_URL.value())
     add_listed_clusters(clusters)
     addresses = {
@@ -148,8 +152,8 @@ def deployment_options(client: SyncPrefectClient, served: Served, host: str) -> 
 def serve() -> None:
     """Serve the flows until this process is stopped with SIGINT or SIGTERM."""
     host = host_name()
-    # This process limits the number of runs: one run of each flow, and one more if a run is slow.
-    # The server could limit a deployment, too, but it never frees the slots of a killed process.
+    # Limit the number of flow runs in this process: one of each flow, and one more if one is slow.
+    # Prefect's server can limit a deployment, too, but never frees the slots of a killed process.
     runner = Runner(name=host, pause_on_shutdown=True, limit=len(SERVED) + 1)
     with get_client(sync_client=True) as client:
         for served in SERVED:

@@ -38,8 +38,8 @@ def main() -> None:
     # A run works in the folder of its project, which may contain folders with the names of Muster's
     # packages. With this variable, Python does not add the folder to `sys.path`.
     os.environ["PYTHONSAFEPATH"] = "1"
-    # Prefect then loads Muster's plugin. The plugin's clients check which user listens at the
-    # server's port. The flow runs that the worker starts inherit these variables.
+    # With these variables, Prefect loads Muster's plugin. The plugin makes Prefect's clients check
+    # which user listens at the server's port. The worker's flow runs inherit the variables.
     os.environ.update(GUARDED_PREFECT)
     # A shell without job control starts background processes with SIGINT ignored. After SIGTERM, a
     # Prefect worker sends SIGINT to itself. If the worker ignored SIGINT, it would never end.

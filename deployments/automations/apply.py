@@ -47,7 +47,7 @@ _NOT_CONTENT = frozenset({"enabled", "tags", "owner_resource", "id"})
 
 
 class BadAutomation(Exception):
-    """A file of the folder is not a valid automation. The user must correct the file."""
+    """An automation file is not valid. The user must correct the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class Applied:
 
     #: Name of the automation.
     name: str
-    #: One of `created`, `updated`, `as it was` and `kept`.
+    #: Result: `created`, `updated`, `as it was` (already current), or `kept` (a person changed it).
     what: str
 
     def __str__(self) -> str:

@@ -81,9 +81,9 @@ class AnswerCheck:
 
     #: Largest difference between a reported and a recomputed log-probability, in nats.
     gap: float
-    #: The difference, in nats, if the values are recomputed with the weights of the previous
-    #: version: the largest difference among the answers of each version, and the smallest of these
-    #: values. None if no earlier weights are kept.
+    #: The same difference in nats, but recomputed with the weights of the version before. This is
+    #: the largest difference of each version, and then the smallest among the versions. A large
+    #: number shows that the check can tell two versions apart. None if no earlier weights are kept.
     gap_before: float | None
 
 
@@ -141,7 +141,7 @@ def compute_log_probs(
 def train_step(
     model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, batch: Batch
 ) -> StepStats:
-    """Train the model by one clipped step on a batch.
+    """Train the model by one GRPO step with clipping on a batch, and return the step's metrics.
 
     Raises:
         FloatingPointError: The loss is not finite. The model is unchanged.
@@ -202,7 +202,7 @@ def check_answers(
 
         gaps = _compute_gaps(model, batch, kept_weights[version])[rows]
         worst = int(gaps.argmax())
-        # This form of the comparison also detects a difference that is not a number (NaN).
+        # `not a <= b` is also true if the difference is NaN. `a > b` would be false.
         if not gaps[worst] <= tolerance:
             row = rows[worst]
             best_version = min(

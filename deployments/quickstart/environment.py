@@ -109,7 +109,7 @@ class CopyEnvironment(BaseEnv):
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, manager.cancel)
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the rewards of the training answers are sufficient."""
+        """Do nothing. Atropos calls this to evaluate the policy, but training rewards suffice."""
 
     async def register_env(self) -> None:
         """Register at the Atropos API after the trainer has registered, and print a line."""

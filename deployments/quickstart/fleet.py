@@ -27,7 +27,7 @@ CHECK_EVERY_S = 0.5
 GONE_AFTER_S = 10.0
 #: Seconds between two tries of a request.
 RETRY_EVERY_S = 0.2
-#: Longest duration of a whole push, in seconds.
+#: Longest time, in seconds, that one call of `push` may take to bring new weights to the servers.
 PUSH_WITHIN_S = 30.0
 #: Longest time, in seconds, that a server may take to read the weights.
 READ_WITHIN_S = 5.0
@@ -83,10 +83,13 @@ class Fleet:
         return self._sync(step)
 
     def catch_up(self) -> tuple[int, ...]:
-        """Send the last weights to restarted servers. Check for such servers every 0.5 s only.
+        """Send the last weights again if a server was restarted.
+
+        This method checks for restarted servers at most every 0.5 s, and otherwise does nothing.
 
         Returns:
-            The indices of the engines that serve the weights. Empty if no weights were sent.
+            The indices of the engines that serve the weights, or an empty tuple if no weights were
+            sent.
 
         Raises:
             FleetError: The gateway is gone or refuses a request.

@@ -19,7 +19,7 @@ from typing import Any
 
 import ray
 
-#: Seconds between two checks of the driver whether it has received a signal.
+#: Seconds between two checks in which the driver looks for a received signal.
 CHECK_EVERY_S = 0.2
 
 
@@ -98,7 +98,7 @@ def main() -> int:
 
 
 def _is_done(result: ray.ObjectRef[object]) -> bool:
-    """Wait for a short time, and return True if the result is available."""
+    """Wait for up to `CHECK_EVERY_S` seconds, and return True if the result is available."""
     done, _ = ray.wait([result], timeout=CHECK_EVERY_S)
     return bool(done)
 

@@ -40,7 +40,10 @@ class BadRequest(Exception):
 
 
 class InferenceServer(ThreadingHTTPServer):
-    """Serves a sampler over HTTP, in its own threads, between `__enter__` and `__exit__`."""
+    """HTTP server that answers requests with a sampler, in background threads.
+
+    It is a context manager: the server runs while the context is open.
+    """
 
     daemon_threads = True
     # An environment opens many connections at the same time, one for each request. With the default

@@ -119,8 +119,8 @@ class Training:
             OSError: The metrics or a checkpoint could not be written.
         """
         plan = self._plan
-        # New servers have loaded other weights. They need the current weights before an environment
-        # can register and send requests.
+        # Servers that have just started have other weights. Send them the current weights before an
+        # environment can register and send requests.
         self._publish_weights()
         self._api.register(
             Registration(
@@ -133,8 +133,8 @@ class Training:
             )
         )
         _say(f"registered for steps {self._state.step + 1} to {plan.steps}; waiting for batches")
-        #: Durations of the last step and of its parts in seconds, by the name of the metric. The
-        #: duration of the publication of weights is from the previous step.
+        #: Durations of a step and of its parts in seconds, by the name of the metric. Each step is
+        #: logged before its weights are sent, so `broadcast_weights` is from the step before.
         durations: dict[str, float] = {}
         began_at_s = time.monotonic()
         while self._state.step < plan.steps:

@@ -33,8 +33,8 @@ from tasks.spec.errors import MusterError
 #: Name of the flow parameter whose value comes from prefect.yaml. The values of other parameters
 #: may be changed in the Prefect UI and are kept.
 _SPEC = "spec"
-#: Pull step of a deployment. The worker changes to the root of the checkout before it imports the
-#: flow, because the entrypoint of the flow is a path relative to the root.
+#: Pull step of a deployment: the worker changes to the root of the checkout before it imports the
+#: flow. The entrypoint of the flow is a path relative to the root.
 _ENTER_ROOT = {"prefect.deployments.steps.set_working_directory": {"directory": str(ROOT)}}
 
 

@@ -65,18 +65,18 @@ LOOPBACK = ("127.0.0.1", "localhost")
 #: Environment variable with the password of the Prefect server for its clients, in the form
 #: `user:password`. If it is set for `muster up`, it replaces the password file of the MUSTER_HOME.
 AUTH = "PREFECT_API_AUTH_STRING"
-#: Environment variable with the same password for the Prefect server itself. If it is set for
+#: Environment variable from which the Prefect server itself reads its password. If it is set for
 #: `muster up`, it has priority over `PREFECT_API_AUTH_STRING`.
 SERVER_AUTH = "PREFECT_SERVER_API_AUTH_STRING"
 
-#: Ray's environment variable that says whether the Ray cluster requires a token. If it is set for
-#: `muster up`, the stack uses the same value.
+#: Ray's environment variable that says whether clients of the Ray cluster need an access token. If
+#: it is set for `muster up`, the stack uses the same value.
 RAY_MODE = "RAY_AUTH_MODE"
-#: Ray's environment variable with the token. If it is set for `muster up`, the stack uses the same
-#: value.
+#: Ray's environment variable with the access token of the Ray cluster. If it is set for `muster
+#: up`, the stack uses the same value.
 RAY_TOKEN = "RAY_AUTH_TOKEN"
-#: Ray's environment variable with the path of the file that contains the token. If it is set for
-#: `muster up`, the stack uses the same value.
+#: Ray's environment variable with the path of the file that contains the access token of the Ray
+#: cluster. If it is set for `muster up`, the stack uses the same value.
 RAY_FILE = "RAY_AUTH_TOKEN_PATH"
 
 

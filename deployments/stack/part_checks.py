@@ -87,7 +87,7 @@ def wait_until_answering(stack: Stack) -> None:
 
 
 def _check_url(client: httpx.Client, part: str, description: str, url: str) -> PartCheck:
-    """Return a check without a problem if a GET request to the URL succeeds."""
+    """Check that a GET request to the URL succeeds, and return the result of the check."""
     try:
         _send_request(client, "GET", url)
     except _NoAnswer as error:
@@ -96,7 +96,7 @@ def _check_url(client: httpx.Client, part: str, description: str, url: str) -> P
 
 
 def _check_pool(client: httpx.Client, stack: Stack) -> PartCheck:
-    """Return a check without a problem if the Prefect server knows the stack's work pool."""
+    """Check that the stack's work pool exists, and return the result of the check."""
     try:
         pool = _request_json(client, "GET", f"{stack.api_url}/work_pools/{POOL}")
     except _NoAnswer as error:
@@ -127,7 +127,7 @@ def describe_listed_nodes(stack: Stack) -> str:
 
 
 def _check_worker(client: httpx.Client, stack: Stack) -> PartCheck:
-    """Return a check without a problem if the stack's worker polls the Prefect server.
+    """Check that the stack's worker polls the Prefect server, and return the result of the check.
 
     The health page of the worker must say that the worker polls. The Prefect server must also have
     received a heartbeat of the worker since the start of the stack.

@@ -53,7 +53,7 @@ SERVER = "prefect-server"
 DEPLOYMENTS = "deployments"
 #: Name of the part that is the Ray head.
 RAY = "ray-head"
-#: Name of the part that cleans up after lost runs.
+#: Name of the part that cleans up after runs whose process was killed.
 UPKEEP = "upkeep"
 #: Name of the part that is the worker of the work pool for pipelines.
 PIPELINES = "pipelines"
@@ -114,10 +114,10 @@ class Blueprint:
 def build_blueprint(
     place: StackPlace, port: int, ray_dashboard: int | None = None, fleet: Fleet | None = None
 ) -> Blueprint:
-    """Return the blueprint of a new stack whose supervisor is this process.
+    """Return everything that this process needs to start and supervise a new stack.
 
-    Also reserve the ports of the stack, create its temporary directory for Ray, and write a new
-    Prefect password into its MUSTER_HOME.
+    Also reserve the ports of the stack, create a temporary directory for Ray, and write a new
+    Prefect password into this MUSTER_HOME.
 
     Args:
         place: Directory of the stack.
@@ -309,7 +309,7 @@ def _plan_ray_node(place: StackPlace, stack: Stack, node: StackNode) -> Componen
 
 
 def _plan_upkeep(place: StackPlace, stack: Stack) -> ComponentPlan:
-    """Return the plan of the program that cleans up after lost runs."""
+    """Return the plan of the program that cleans up after runs whose process was killed."""
     command = Command(
         argv=make_own_command("deployments.upkeep"),
         env={**_build_env(place, stack, UPKEEP), **make_own_env()},

@@ -45,7 +45,10 @@ def end_runs(worker: int, *, within_s: float) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program and return its exit code, which is 0 even if the worker has already ended."""
+    """End the runs of a worker, which is given by its process id, and return the exit code.
+
+    The exit code is also 0 if the worker has already ended.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m deployments.stack.runs",
         description="Interrupt every run of a worker on this host, and wait until all of them have "

@@ -116,8 +116,8 @@ class Stack(_Model):
     has_own_password: bool = False
     #: URL of the Ray dashboard.
     ray_dashboard: str
-    #: Environment variables that a client of the Ray cluster needs to find the cluster's token. The
-    #: token itself is not included.
+    #: Environment variables with which a client of the Ray cluster finds the access token of the
+    #: cluster. No variable contains the token itself.
     ray_auth: Mapping[str, str] = {}
     #: Address of the Ray cluster for `ray.init`, in the form HOST:PORT.
     ray_address: str
@@ -256,16 +256,18 @@ class StackPlace:
         return self._flock("lock", on_wait, limit_s)
 
     def no_supervisor(self, limit_s: float = STOP_WITHIN_S) -> AbstractContextManager[int]:
-        """Hold the lock that every supervisor process of this stack holds during its life.
+        """Wait until no supervisor process of this stack runs, and prevent the start of another.
 
-        While this process holds the lock, no supervisor is alive except a child process that
-        inherited the file descriptor.
+        Every supervisor process holds an exclusive lock on a file until it ends. The returned
+        context manager takes that lock. Only a child process that inherits the lock's file
+        descriptor can be a supervisor while the context is open.
 
         Args:
             limit_s: Longest time to wait for the end of the current supervisor, in seconds.
 
         Returns:
-            A context manager that yields the file descriptor, for the next supervisor to inherit.
+            A context manager that yields the file descriptor of the lock. The next supervisor
+            process inherits the descriptor.
 
         Raises:
             StackError: The current supervisor did not end within the limit.
@@ -320,8 +322,8 @@ class StackPlace:
 def to_reach_stack(api_url: str | None) -> dict[str, str]:
     """Return the environment variables that this program lacks to use the stack of its MUSTER_HOME.
 
-    The variables contain the address of the stack's Prefect server, its password, and the place of
-    the token of the stack's Ray cluster.
+    The variables contain the address of the stack's Prefect server, the server's password, and the
+    path of the file with the access token of the stack's Ray cluster.
 
     Args:
         api_url: Address of the Prefect server that this program already uses, or None. If this is

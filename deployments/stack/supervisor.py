@@ -41,7 +41,7 @@ class ReportPipe:
     def __init__(self, fd: int) -> None:
         """
         Args:
-            fd: File descriptor of the end of the pipe that is written to.
+            fd: File descriptor of the write end of the pipe.
         """
         self._pipe = os.fdopen(fd, "w", buffering=1, encoding="utf-8")
         #: True if `muster up` has closed its end of the pipe.
@@ -60,7 +60,7 @@ class ReportPipe:
             self.is_broken = True
 
     def send_event(self, event: Event) -> None:
-        """Write an event of the supervision of the parts as one JSON line."""
+        """Write an event, such as the death of a part of the stack, as one JSON line."""
         self.send(event.name, component=event.component, **event.fields)
 
     def close(self) -> None:

@@ -21,7 +21,8 @@ class NodeBlame(StrEnum):
 
     #: A node is never the cause of this kind of failure.
     NEVER = "never"
-    #: The nodes that the failure names are the cause. If it names no node, all nodes are.
+    #: The nodes that the failure names may be the cause. If the failure names no node, every node
+    #: of the attempt may be the cause.
     ALWAYS = "always"
     #: As `ALWAYS`, but only if the failure names a rank of the training.
     IF_RANK_IS_NAMED = "if a rank is named"
@@ -54,7 +55,7 @@ class KindProperties:
     #: in the run spec does not list the kind. False if the run fails. In that case, the user can
     #: list the kind under `retry`, and Muster then starts another attempt.
     is_requeued: bool = False
-    #: False if there is no attempt that could be repeated.
+    #: False if the run fails before its first attempt, so that no attempt can be repeated.
     can_be_retried: bool = True
     #: True if the attempt ends before its components have run. The delay before the next attempt
     #: then depends only on the number of consecutive failures of this type.
@@ -68,8 +69,8 @@ class KindProperties:
     delay_s: float | None = None
     blames_node: NodeBlame = NodeBlame.NEVER
     blames_checkpoint: CheckpointBlame = CheckpointBlame.NEVER
-    #: Names of the errors of the operating system, such as `ENOSPC`, that have this kind if they
-    #: prevent the start of a component's program.
+    #: Names of errors of the operating system, such as `ENOSPC`. If one of them prevents the start of
+    #: a component's program, the failure has this kind.
     errnos: tuple[str, ...] = ()
 
 

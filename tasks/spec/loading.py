@@ -348,7 +348,7 @@ def find_project_root(file: Path) -> Path:
         try:
             fault = find_folder_fault(folder)
         except OSError:
-            # The caller may ask for a file whose folder does not exist yet.
+            # The folder does not exist: the caller may ask for a file that is not written yet.
             continue
         if fault:
             if folder is not folders[0]:

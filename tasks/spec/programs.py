@@ -69,9 +69,11 @@ class Interpreter:
 
     #: Path of the interpreter.
     path: str
-    #: Virtual environment or conda environment of the interpreter. None if it is Muster's own.
+    #: Virtual environment or conda environment of the interpreter, or None if the interpreter is
+    #: the one that runs Muster.
     environment: Path | None = None
-    #: Reason for the choice of the interpreter, to follow its path in a text.
+    #: Reason for the choice of the interpreter, such as `of VIRTUAL_ENV`. Messages show the reason
+    #: after the path of the interpreter.
     reason: str
 
     def __str__(self) -> str:

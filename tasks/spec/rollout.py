@@ -221,8 +221,8 @@ def _find_divisibility_faults(sizes: Sizes) -> Iterator[Refusal]:
     if sizes.backend == "lmdeploy":
         gpus = ("the number of GPUs of an engine", max(sizes.tensor, sizes.expert))
 
-    #: For each rule: a spec key, its value, and the name and value of a size. The first value must
-    #: divide the second.
+    #: Each rule is `(key, value, (name, size))`: the value of the spec key must divide the size,
+    #: which has this name in messages.
     rules: list[tuple[str, int, tuple[str, int]]]
     if sizes.backend == "sglang":
         rules = [

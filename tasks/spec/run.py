@@ -436,7 +436,7 @@ class RunSpec(Document):
 
     @property
     def alarms(self) -> dict[str, WatchRule]:
-        """Alarm rules of the run, by name. Empty if `progress` names no metrics file."""
+        """Alarm rules of the run, by name. There are none if `progress` names no metrics file."""
         has_metrics_file = self.progress is not None and self.progress.jsonl is not None
         return (self.watch or Watch()).choose_rules(self.workload) if has_metrics_file else {}
 

@@ -61,8 +61,8 @@ _MODEL_TOKEN_PREFIXES = _split_words(
 )
 #: If one of these words follows TOKEN, the name means tokens of a language model: TOKEN_COUNT.
 _MODEL_TOKEN_SUFFIXES = _split_words("ID IDS LEN LENGTH LIMIT COUNT BUDGET LEVEL MEAN SIZE RATE")
-#: If one of these words is the last word of a name, the value only describes the place or the use
-#: of a secret, as in SSH_KEY_FILE, and is not secret.
+#: If one of these words is the last word of a name, the value is not secret. It only describes the
+#: place or the use of a secret, as in SSH_KEY_FILE.
 _DESCRIPTIVE_LAST = _split_words("FILE PATH DIR SOCK PORT HOST TIMEOUT TTL ENABLED TYPE MODE")
 #: Names of shell variables that contain directories. PWD would otherwise look like a password.
 _NEVER_SECRET = frozenset({"PWD", "OLDPWD"})

@@ -67,8 +67,8 @@ def _adapt_field(schema: dict[str, Any]) -> dict[str, Any]:
         return schema
     [only_type] = types
     if "$ref" in only_type:
-        # Without this choice, the form would always send the mapping with its default values, even
-        # if the user omitted the mapping.
+        # Offer the choice between the mapping and null. Without the choice, the form in the Prefect
+        # UI would always send the mapping with its default values.
         choices = [{**only_type, "title": GIVEN}, {"type": "null", "title": LEFT_OUT}]
         return {**schema, "anyOf": choices}
     merged = {**only_type, **schema}

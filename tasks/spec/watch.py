@@ -276,12 +276,12 @@ class Alarms:
         self._last_step: float | None = None
         #: Names of the metrics that must be finite, in the rules with the condition `finite`.
         self._finite_metrics = {rule.metric for rule in rules.values() if rule.finite}
-        #: The metrics that are not finite now, with the value and the step since which they are
-        #: not. The keys are the possible names of each metric.
+        #: Metrics whose last value is NaN or infinite: name in the file, last value, and the step
+        #: since which all values were NaN or infinite. The keys are the possible names of a metric.
         self._not_finite: dict[tuple[str, ...], tuple[str, float, float]] = {}
 
     def describe_not_finite(self) -> str:
-        """Return a text such as `loss is nan since step 12`, for the last values of the metrics.
+        """Return a text such as `loss is nan since step 12` about metrics that are not finite now.
 
         Returns:
             An empty string if the last value of each metric is finite.
@@ -422,7 +422,8 @@ class _RuleState:
         """Add a value of the metric, and evaluate the condition of the rule.
 
         Returns:
-            The end of the alarm's message if the condition holds, else an empty string.
+            A text for the alarm's message if the condition holds, such as `is 0.5, above 0.2 for 3
+            steps`. Otherwise an empty string.
         """
         if self._recent and self._recent[-1][0] == step:
             # A second line for the same step replaces the first line.
@@ -446,7 +447,12 @@ class _RuleState:
         return f"{predicate} for {len(values)} steps" if predicate else ""
 
     def _evaluate_condition(self, values: Sequence[float]) -> str:
-        """Return the end of the alarm's message, or an empty string if there is no alarm."""
+        """Evaluate the condition of the rule on the last `for_steps` values of the metric.
+
+        Returns:
+            A text for the alarm's message if the condition holds, such as `is 0.5, above 0.2`.
+            Otherwise an empty string.
+        """
         rule = self.rule
         low = min(values)
         high = max(values)
@@ -466,13 +472,13 @@ class _RuleState:
         return self._evaluate_loss(values) if rule.loses else ""
 
     def _evaluate_loss(self, values: Sequence[float]) -> str:
-        """Evaluate the condition `loses`: the present mean is far below the best mean so far.
+        """Evaluate the condition `loses`: the present mean is far worse than the best mean so far.
 
         Args:
             values: The last `for_steps` values of the metric.
 
         Returns:
-            The end of the alarm's message if the condition holds, else an empty string.
+            A text for the alarm's message if the condition holds. Otherwise an empty string.
         """
         sign = 1 if self.rule.better == "higher" else -1
         mean = sign * math.fsum(values) / len(values)
