@@ -22,7 +22,7 @@ from tests.support.host_environment import wait_for
 from tests.support.wandb_files import read_offline_runs
 
 ROOT = Path(__file__).parents[2]
-#: Training step until which Muster must have raised an alarm about the metrics.
+#: Training step by which Muster must have raised an alarm about the metrics.
 WITHIN_STEPS = 15
 #: Number of training steps between two checkpoints.
 EVERY = 5

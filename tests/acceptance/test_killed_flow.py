@@ -84,12 +84,13 @@ def bystander() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-#: Phrase in the output of a run that shows the beginning of a phase, by phase. The flow process is
-#: killed at this moment.
+#: Phrase in the output of a run that shows that a phase has begun, by phase. When the phrase is
+#: printed, the test kills the flow process.
 PHRASES = {"starting": "trainer: started", "running": "environment: ready"}
 
 
-# `make faults` tests the other combinations of phases and shapes of the process tree.
+# This test covers one phase of the run for each process tree in SHAPES. `make faults` covers the
+# other combinations.
 @pytest.mark.parametrize(("shape", "phase"), [*zip(SHAPES, ("running", "starting"), strict=True)])
 def test_no_process_remains_after_a_killed_flow(
     shape: str,

@@ -93,7 +93,10 @@ def filter_living(pids: list[str]) -> list[str]:
 
 
 def wait_for_helpers(run: Any) -> list[str]:
-    """Wait until the workers have their GPUs, and return the pids of their helper processes."""
+    """Return the pids of the helper processes that the trainer's Ray workers have started.
+
+    Wait until the trainer has its GPUs and has printed the pids.
+    """
 
     def find_helpers() -> list[str]:
         lines = [line.split() for line in read_log(run).splitlines()]

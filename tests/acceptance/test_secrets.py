@@ -70,7 +70,8 @@ def test_no_secret_is_in_files_on_the_server_or_on_the_terminal(
 
     flow_run = run.flow_run()
     run_filter = {"flow_runs": {"id": {"any_": [flow_run["id"]]}}}
-    # docs/security.md says that the parameters of a flow run contain the content of the spec.
+    # The parameters of a flow run contain the content of the spec, as docs/security.md says. So the
+    # test removes them here, and later searches them only for the secret of the Secret block.
     parameters = json.dumps(flow_run.pop("parameters"))
     event_filter = {"related": {"id": [f"prefect.flow-run.{flow_run['id']}"]}}
     published = {

@@ -42,9 +42,10 @@ def draw_transitions() -> str:
 
 
 def list_failure_kinds() -> str:
-    """Return a table of the failure kinds, with their retries and remedies.
+    """Return a Markdown table of the failure kinds, with the retries and the remedy of each kind.
 
-    The table has the default retries and the retries if the spec lists the kind.
+    One column is for a spec that does not list the kind under `retry`, another for a spec that
+    lists the kind.
     """
     rows = [
         (
@@ -101,7 +102,8 @@ def list_rules() -> str:
 def _describe_retries(kind: FailureKind) -> tuple[str, str]:
     """Return two descriptions of the retries after a failure of a kind.
 
-    The first is for a spec without the kind under "retry", the second for a spec that lists it.
+    The first description is for a spec that does not list the kind under `retry`, the second for a
+    spec that lists the kind.
     """
     if not kind.properties.can_be_retried:
         return "the run fails", "nothing: no attempt was made"

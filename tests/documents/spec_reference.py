@@ -34,8 +34,8 @@ _UNITS = {"_s": "seconds", "hours": "hours"}
 class Part:
     """One mapping of the spec. The reference has a section for each mapping."""
 
-    #: Path of the mapping in the spec, for example `components.NAME.ready`. Empty for the top-level
-    #: mapping.
+    #: Path of the mapping in the spec, for example `components.NAME.ready`. The top-level mapping
+    #: has an empty path.
     path: str
     #: Paths of other mappings of the spec with the same keys.
     also: tuple[str, ...]
@@ -195,7 +195,7 @@ class _Section:
         return "any"
 
     def _path_of(self, ref: str) -> str | None:
-        """Return the path of the mapping that a schema reference names. None if there is none."""
+        """Return the path of the mapping that a JSON schema `$ref` names, or None if unknown."""
         title = ref.rpartition("/")[2]
         all_parts = parts(self.model)
         return next((part.path for part in all_parts if part.schema.get("title") == title), None)
@@ -206,8 +206,8 @@ class _Section:
             path = ".".join(filter(None, [self.part.path, key, _NAME_PLACEHOLDERS[key]]))
             return f"[mapping by name](#{make_anchor(path)})"
         values = schema.get("additionalProperties")
-        # A value that may be a text or a reference to a secret counts as a text. The meaning of the
-        # key explains references.
+        # If a value may be a text or a reference to a secret, describe it as a text. The reference
+        # explains the other form in the description of the key.
         alternatives = [values, *values.get("anyOf", ())] if isinstance(values, Mapping) else []
         types = {item.get("type") for item in alternatives} - {None}
         if "string" in types:

@@ -83,9 +83,9 @@ def plan_of(written: Mapping[str, Any]) -> TopologyPlan:
 
 
 def layout_faults(known: facts.Facts) -> Iterator[str]:
-    """Yield a line for each argument of a planned server that the backend does not accept.
+    """Yield a line for each command-line argument that Muster plans but the backend rejects.
 
-    The planned servers are those of the examples in LAYOUTS.
+    Muster plans the servers of the example fleets in LAYOUTS.
     """
     for name, written in LAYOUTS.items():
         if written["backend"] == known.backend:

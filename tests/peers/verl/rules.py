@@ -33,7 +33,7 @@ _CPUS_PER_GPU = {"verl.trainer.main_ppo": 3, "verl.trainer.sft_trainer_ray": 10}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """A start of a program of verl by a spec, with the resulting configuration."""
+    """A component of a spec that runs a program of verl, and the configuration of the program."""
 
     spec: RunSpec
     component: Component
