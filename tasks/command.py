@@ -320,7 +320,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return do(words)
     except ValidationError as error:
-        # Prefect reads its settings when it is imported, and names neither variable nor file.
+        # Prefect reads its settings when it is imported. Its error for an invalid setting does not
+        # name the environment variable or the file, so print a better message.
         if not error.title.endswith("Settings"):
             raise
         message = describe_invalid_setting(error.errors(include_url=False))

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.func import functional_call
 from transformers import LlamaForCausalLM
 
-#: Clip range of GRPO: how far the ratio of a token's new to its old probability may move from 1
-#: before the gradient of the token is set to 0.
+#: Clip range of GRPO: the largest distance from 1 that the ratio of a token's new to its old
+#: probability may have. Beyond this range, the gradient of the token is set to 0.
 CLIP_RANGE = 0.2
 #: Maximal norm of the gradient. A longer gradient is scaled down to this norm.
 GRADIENT_NORM = 1.0

@@ -31,7 +31,8 @@ class Registration:
 
     #: Number of token sequences in a batch.
     batch_size: int
-    #: Number of tokens. Environments drop groups with a sequence that has this length or is longer.
+    #: Limit of the sequence length, in tokens. Environments drop a group of answers if one of its
+    #: sequences has this length or is longer.
     max_token_len: int
     #: Folder in which environments may write checkpoints.
     checkpoint_dir: str

@@ -29,7 +29,7 @@ from serving import InferenceServer
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal ends the process. Return an exit status only if serving failed."""
     options = _parser().parse_args(argv)
-    # The trainer derives its seed in the same way, so that both begin with the same weights.
+    # Derive the seed as `trainer.py` does, so that server and trainer begin with the same weights.
     weights_seed, _ = np.random.SeedSequence(options.seed).spawn(2)
     policy = initial_policy(np.random.default_rng(weights_seed))
     sampler = Sampler(policy, step=0, rng=np.random.default_rng())

@@ -183,7 +183,7 @@ def _starting_point(seed: int, resume_from: Path | None) -> TrainState:
     """
     if resume_from is not None:
         return load(resume_from).state
-    # Derive the seed as `trainer.py` does, so that both begin with the same weights.
+    # Derive the seed as `trainer.py` does, so that both programs begin with the same weights.
     weights_seed, _ = np.random.SeedSequence(seed).spawn(2)
     return initial_state(np.random.default_rng(weights_seed))
 

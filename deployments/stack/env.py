@@ -62,7 +62,7 @@ _OWN_VARIABLES = frozenset(
 _FOREIGN_PREFIXES = ("PREFECT_", "RAY_")
 #: Host names of this machine that a URL of the stack can have.
 LOOPBACK = ("127.0.0.1", "localhost")
-#: Environment variable with the password of the Prefect server for its clients, in the form
+#: Environment variable from which clients of the Prefect server read the password, in the form
 #: `user:password`. If it is set for `muster up`, it replaces the password file of the MUSTER_HOME.
 AUTH = "PREFECT_API_AUTH_STRING"
 #: Environment variable from which the Prefect server itself reads its password. If it is set for

@@ -385,7 +385,10 @@ def _plan_worker(place: StackPlace, stack: Stack, health_port: int) -> Component
 
 
 def _plan_part(name: str, command: Command, ready: ReadyProbe) -> ComponentPlan:
-    """Return the plan of a part that counts as failed when its program exits."""
+    """Return the plan of a part of the stack: its command, and the probe that finds it ready.
+
+    If the program of the part exits, even with 0, the part counts as failed.
+    """
     return ComponentPlan(name=name, command=command, ready=ready, live=None, on_exit_zero="fail")
 
 

@@ -192,7 +192,7 @@ def _find_folder_fault(checkpoints: object, cwd: object) -> str:
     folder = f"{cwd}/{checkpoints}" if isinstance(cwd, str) and is_relative else checkpoints
     if "${run.dir}" not in folder and "${attempt.dir}" not in folder:
         return ""
-    # A pattern such as `DIR/*` matches everything in a directory.
+    # A pattern such as `DIR/*` matches everything in DIR, so check DIR itself.
     folder = re.sub(r"/\*+/*$", "", folder)
     for placeholder, example in _MUSTER_FOLDERS.items():
         folder = folder.replace(placeholder, example)
@@ -288,7 +288,8 @@ class ComponentsByName:
 
 
 def _checkpoint_faults(written: Mapping[str, object]) -> list[Refusal]:
-    """Return a fault for each component with `checkpoints`, except the first such component.
+    """Return a fault for each component with the key `checkpoints`, except the first of them.
+
     The placeholder `${attempt.resume_from}` stands for one path, so only one component of a run may
     have the key `checkpoints`.
     """

@@ -69,8 +69,8 @@ class KindProperties:
     delay_s: float | None = None
     blames_node: NodeBlame = NodeBlame.NEVER
     blames_checkpoint: CheckpointBlame = CheckpointBlame.NEVER
-    #: Names of errors of the operating system, such as `ENOSPC`. If one of them prevents the start of
-    #: a component's program, the failure has this kind.
+    #: Names of errors of the operating system, such as `ENOSPC`. A failure has this kind if one of
+    #: these errors prevented the start of a component's program.
     errnos: tuple[str, ...] = ()
 
 

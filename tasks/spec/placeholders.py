@@ -166,8 +166,8 @@ def substitute(
 def rewrite_texts(data: object, change: Change) -> object:
     """Return a run spec in which `change` was applied to each text that may contain placeholders.
 
-    The other values of the result are the same objects as in `data`. The search stops at the depth
-    of a valid spec, because a mapping in YAML can contain itself.
+    The other values of the result are the same objects as in `data`. The search goes only as
+    deep as a valid spec, because it would never end in a YAML mapping that contains itself.
     """
     return _rewrite_node(data, _PLACES, "", change)
 

@@ -193,7 +193,8 @@ def validate_collecting_faults(
             context = details.get("ctx", {})
             own_error = explain_key_error(kind, str(place[0])) if len(place) == 1 else None
             if kind == "refused":
-                # Pydantic cannot rebuild a custom error from the name of its type.
+                # Make this custom error again: pydantic can make only its own errors from the name
+                # of the error type.
                 own_error = make_refusal(context["problem"], context["remedy"])
             errors.append(
                 InitErrorDetails(
@@ -359,7 +360,8 @@ class SecretBlock(Model):
 
 
 def _text_or_block(value: object, _handler: ValidatorFunctionWrapHandler) -> str | SecretBlock:
-    # With a union type, pydantic would report the faults of both alternatives.
+    # Choose one type here. For the union type `str | SecretBlock`, pydantic would report the faults
+    # that the value has as a text and also those that it has as a SecretBlock.
     if isinstance(value, SecretBlock) or (isinstance(value, Mapping) and "secret" in value):
         return SecretBlock.model_validate(value)
     return _WORD.validate_python(value)

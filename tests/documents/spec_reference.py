@@ -21,12 +21,12 @@ Schema = Mapping[str, Any]
 
 #: Path of the top-level mapping of a spec.
 ROOT = ""
-#: Placeholder in a path for a key that the user chooses, by the key of the mapping that contains
-#: the chosen key.
+#: Placeholder that stands in a path for a key that the user chooses: `NAME` in `components.NAME`.
+#: The dictionary has the placeholder by the key before it.
 _NAME_PLACEHOLDERS = {"components": "NAME", "retry": "KIND", "rules": "NAME"}
-#: Placeholder in a path for the number of a list item.
+#: Placeholder that stands in a path for the index of a list item.
 _ITEM_PLACEHOLDER = "N"
-#: Unit of a number, by the ending of the number's key.
+#: Unit of a number in the spec, by the ending of the key, such as `_s`.
 _UNITS = {"_s": "seconds", "hours": "hours"}
 
 
