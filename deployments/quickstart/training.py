@@ -27,13 +27,13 @@ POLL_LAST_S = 0.25
 POLL_GROWTH = 1.5
 #: Number of steps between two lines of output about the progress.
 SAY_EVERY = 5
-#: Environments drop sequences with this number of tokens or more. A prompt with its answer is
-#: shorter.
+#: Environments drop sequences with this number of tokens or more. A prompt and its answer together
+#: are always shorter.
 MAX_SEQUENCE_TOKENS = 2 * (DIGITS_PER_PROMPT + ANSWER_TOKENS)
 
 
 class Api(Protocol):
-    """The part of `AtroposApi` that training needs."""
+    """The methods of `AtroposApi` that training needs."""
 
     def register(self, registration: Registration) -> None: ...
 
@@ -41,7 +41,7 @@ class Api(Protocol):
 
 
 class Servers(Protocol):
-    """The part of `Fleet` that training needs: inference servers in other processes."""
+    """The methods of `Fleet`, a client of inference servers, that training needs."""
 
     def push(self, policy: Policy, *, step: int) -> object: ...
 

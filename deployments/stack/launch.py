@@ -80,8 +80,8 @@ def launch(
         supervisor.terminate()
         with suppress(subprocess.TimeoutExpired):
             supervisor.wait(STOP_WITHIN_S)
-        # After SIGKILL to the supervisor, the guardian process of each part notices the end of the
-        # supervisor, and ends the part.
+        # After SIGKILL to the supervisor, the guardian process of each program of the stack notices
+        # the end of the supervisor, and ends its program.
         supervisor.kill()
         supervisor.wait()
         place.clear()

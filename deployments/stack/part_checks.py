@@ -19,11 +19,11 @@ from tasks.spec.formatting import format_count
 
 #: Longest time, in seconds, that one HTTP request to a part of the stack may take.
 _REQUEST_WITHIN_S = 10.0
-#: Longest time, in seconds, that `wait_until_answering` waits for all parts.
+#: Longest time, in seconds, that `wait_until_answering` waits for all parts of the stack.
 _ALL_WITHIN_S = 60.0
 #: Time, in seconds, between two rounds of checks of `wait_until_answering`.
 _CHECK_EVERY_S = 0.2
-#: Prefix of the problem text for a part whose server rejected the password.
+#: Beginning of the value of `PartCheck.problem` if a server rejected the password.
 _REFUSED = "wants a password"
 
 
@@ -31,11 +31,11 @@ _REFUSED = "wants a password"
 class PartCheck:
     """Result of one check of a part of the stack."""
 
-    #: Name of the part, as `muster status` shows it.
+    #: Name of the part of the stack, as `muster status` shows it.
     part: str
-    #: Address of the part, or a short description of its work.
+    #: Address of this part of the stack, or a short description of its work.
     description: str
-    #: Reason why the part counts as not answering, or an empty string if the part answers.
+    #: Reason why this part of the stack counts as not answering, or an empty string if it answers.
     problem: str = ""
 
     def __str__(self) -> str:
@@ -129,7 +129,7 @@ def describe_listed_nodes(stack: Stack) -> str:
 def _check_worker(client: httpx.Client, stack: Stack) -> PartCheck:
     """Check that the stack's worker polls the Prefect server, and return the result of the check.
 
-    The health page of the worker must say that the worker polls. The Prefect server must also have
+    The health check of the worker must say that the worker polls. The Prefect server must also have
     received a heartbeat of the worker since the start of the stack.
     """
     workers_url = f"{stack.api_url}/work_pools/{POOL}/workers/filter"
@@ -146,7 +146,10 @@ def _check_worker(client: httpx.Client, stack: Stack) -> PartCheck:
 
 
 class _NoAnswer(Exception):
-    """A part sent no HTTP response, or an error response. The message describes the problem."""
+    """A program of the stack sent no HTTP response, or an error response.
+
+    The message of the exception describes the problem.
+    """
 
 
 def _send_request(client: httpx.Client, method: str, url: str, **options: Any) -> httpx.Response:
@@ -184,5 +187,5 @@ def _request_json(client: httpx.Client, method: str, url: str, **options: Any) -
 
 
 def _describe_silence(method: str, url: str, error: Exception) -> str:
-    """Return the problem text for a part if an HTTP request to the part failed with an error."""
+    """Return the value of `PartCheck.problem` after an HTTP request failed with an error."""
     return f"does not answer: {method} {url}: {error or type(error).__name__}"

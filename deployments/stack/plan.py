@@ -47,17 +47,17 @@ RAY_DASHBOARD_PORT = 8265
 #: the grace periods of its components.
 RUNS_WITHIN_S = 3600.0
 
-#: Name of the part that is the Prefect server.
+#: Name of the stack's Prefect server.
 SERVER = "prefect-server"
-#: Name of the part that sets up the Prefect server and then ends.
+#: Name of the stack's program that sets up the Prefect server and then ends.
 DEPLOYMENTS = "deployments"
-#: Name of the part that is the Ray head.
+#: Name of the stack's Ray head.
 RAY = "ray-head"
-#: Name of the part that cleans up after runs whose process was killed.
+#: Name of the stack's program that cleans up after runs whose process was killed.
 UPKEEP = "upkeep"
-#: Name of the part that is the worker of the work pool for pipelines.
+#: Name of the stack's worker for the work pool of pipelines.
 PIPELINES = "pipelines"
-#: Name of the part that is the worker of the work pool for runs.
+#: Name of the stack's worker for the work pool of runs.
 WORKER = "worker"
 
 #: Options of `ray start --head` that take a port, each with the name of its reserved port. If two
@@ -86,7 +86,7 @@ _RAY_SETTINGS = {
 #: Size of the object store of each Ray node. Ray's default is 30 % of the machine's memory for each
 #: node, which is too much for many nodes on one machine.
 _NODE_OBJECT_STORE_BYTES = 200 * 1024 * 1024
-#: Longest time, in seconds, from the start of a part until it is ready.
+#: Longest time, in seconds, from the start of a program of the stack until the program is ready.
 _READY_WITHIN_S = 120.0
 #: Grace period of a worker at a stop, in seconds. It begins after the worker's runs have ended.
 _WORKER_GRACE_S = 20.0
@@ -102,12 +102,12 @@ class Blueprint:
 
     #: First content of the stack's file `stack.json`.
     stack: Stack
-    #: Parts of the stack, in the order of their start.
+    #: Programs of the stack, called its parts, in the order of their start.
     plan: AttemptPlan
-    #: Ports that are reserved for the parts.
+    #: Ports that are reserved for the parts of the stack.
     ports: PortsReserved
-    #: `needs[part]` is the name of another part without which the part cannot work. If that other
-    #: part dies, both parts are restarted.
+    #: `needs[part]` is the name of another part of the stack that the part needs for its work. If
+    #: the other part dies, both parts are restarted.
     needs: Mapping[str, str]
 
 
@@ -353,7 +353,7 @@ def _plan_worker(place: StackPlace, stack: Stack, health_port: int) -> Component
     Args:
         place: Directory of the stack.
         stack: The new stack.
-        health_port: Port of the worker's health page.
+        health_port: Port of the worker's health check.
     """
     command = Command(
         argv=(
@@ -393,7 +393,13 @@ def _plan_part(name: str, command: Command, ready: ReadyProbe) -> ComponentPlan:
 
 
 def _build_env(place: StackPlace, stack: Stack, component: str) -> dict[str, str]:
-    """Return the environment variables of the part with the given name."""
+    """Return the environment variables of a program of the stack.
+
+    Args:
+        place: Directory of the stack.
+        stack: The new stack.
+        component: Name of the program, such as `ray-head`.
+    """
     return {
         **client_env(place.directory.parent, stack.api_url),
         **build_ray_auth(),

@@ -73,7 +73,7 @@ class StackNode(_Model):
 class StackPart(_Model):
     """One part of the stack: a program that the stack's supervisor restarts after a crash."""
 
-    #: Name of the part, for example `prefect-server`.
+    #: Name of the program, for example `prefect-server`.
     name: str
     #: State of the program: the value of a `tasks.processes.services.ServiceState`.
     state: str
@@ -130,7 +130,7 @@ class Stack(_Model):
     nodes: tuple[StackNode, ...] = ()
     #: Name of the Prefect worker of the stack.
     worker: str
-    #: URL of the worker's health page, which succeeds if the worker polls the Prefect server.
+    #: URL of the worker's health check, which succeeds if the worker polls the Prefect server.
     worker_health: str
 
     @property
@@ -140,11 +140,14 @@ class Stack(_Model):
 
     @property
     def guardians(self) -> tuple[ProcessId, ...]:
-        """Guardian processes of all parts. While a guardian lives, its part may still run."""
+        """Guardian processes of all programs of the stack.
+
+        While the guardian of a program lives, the program may still run.
+        """
         return tuple(guardian for part in self.parts for guardian in part.guardians)
 
     def part(self, name: str) -> StackPart | None:
-        """Return the part with the given name, or None before the first start of that part."""
+        """Return the part of the stack with this name, or None if it was never started."""
         return next((part for part in self.parts if part.name == name), None)
 
     @property
@@ -184,7 +187,7 @@ class StackPlace:
         return self.directory.parent / "prefect"
 
     def log(self, name: str) -> Path:
-        """Return the log file of the part with the given name."""
+        """Return the log file of the program of the stack with the given name."""
         return self.logs / f"{name}.log"
 
     def load(self) -> Stack | None:

@@ -131,7 +131,7 @@ class Supervisor:
         return self._save(state="up")
 
     def _stop_on_signal(self, services: Services) -> None:
-        """Wait for a stop signal, and then stop all parts.
+        """Wait for a stop signal, and then stop all programs of the stack.
 
         Only the first signal has an effect, so that the runs keep their grace periods.
         """
@@ -162,8 +162,8 @@ class Supervisor:
         try:
             self._save(part=part)
         except OSError as error:
-            # The parts must keep running even if the file cannot be written, for example because
-            # the disk is full.
+            # The programs of the stack must keep running even if the file `stack.json` cannot be
+            # written, for example because the disk is full.
             print(f"The state of {report.name} could not be saved: {error}", flush=True)
 
     def _record_end(
