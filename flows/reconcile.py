@@ -11,7 +11,7 @@ from tasks.upkeep.reconcile import publish, reconcile_host
 
 @flow(name="reconcile", persist_result=False)
 def reconcile() -> State[None]:
-    """Clean up after killed runs of this host, close their records, and publish a report.
+    """Clean up after killed runs of this host, record the end of each run, and publish a report.
 
     Living runs and waiting runs are not changed. Several flow runs may do this at the same time.
     """

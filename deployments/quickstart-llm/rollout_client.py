@@ -23,12 +23,13 @@ from typing import Any
 ANSWER_WITHIN_S = 300.0
 #: Time, in seconds, between two tries of a request.
 _RETRY_EVERY_S = 0.5
-#: Longest time, in seconds, until the gateway answers a request that needs no engine.
+#: Longest time, in seconds, until the fleet's gateway answers a request that it does not forward to
+#: an inference engine.
 _ORDER_WITHIN_S = 30.0
 #: A gateway counts as gone if it cannot be reached for this number of seconds.
 _GONE_AFTER_S = 10.0
-#: Time, in seconds, that this client waits for the gateway in addition to the timeout that the
-#: gateway has for the requests to its engines.
+#: The gateway has a timeout for its own requests to the engines. This client waits for the gateway
+#: this number of seconds longer.
 _MARGIN_S = 15.0
 
 
@@ -66,7 +67,8 @@ class Synced:
     serving: tuple[int, ...]
     #: `left_out[engine]` is the reason why the engine was not committed.
     left_out: Mapping[int, str]
-    #: Seconds from the begin of the sync to its commit. No engine answers during this time.
+    #: Seconds from the begin of the weight sync to its commit. During this time, no engine samples
+    #: answers.
     took_s: float
 
 
@@ -95,7 +97,8 @@ class RolloutClient:
         self._token = token
         self._clock = clock
         self._sleep = sleep
-        #: Number of requests that were sent again, by their HTTP status; 0 if there was no answer.
+        #: Number of requests that were sent again, by the HTTP status of the failed response. The
+        #: status 0 stands for a request without a response.
         self.failures: Counter[int] = Counter()
         # Ignore the proxy of the environment variables: both processes run on this host.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -201,10 +204,10 @@ class RolloutClient:
     def _broadcast(
         self, path: str, engine_path: str, body: Mapping[str, Any] | None, timeout_s: float
     ) -> dict[int, str]:
-        """Send a POST request to every engine within an open sync.
+        """Let the gateway send a POST request to every engine that takes part in a weight sync.
 
         Args:
-            path: Path of the sync at the gateway.
+            path: Path of the URL of the weight sync at the gateway.
             engine_path: Path of the request at the engines.
             body: JSON body of the request, or None.
             timeout_s: Longest time, in seconds, until an engine answers.
@@ -296,7 +299,8 @@ def _parse_answers(headers: Mapping[str, str], content: Mapping[str, Any]) -> li
     """Return the answers of a completion.
 
     Args:
-        headers: Headers of the response. The gateway adds the engine, its epoch and its version.
+        headers: Headers of the response. The gateway adds the index of the engine, the number of
+            starts of the engine (epoch), and the version of the weights.
         content: JSON object of the response, as vLLM writes it.
 
     Raises:

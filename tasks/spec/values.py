@@ -53,7 +53,7 @@ LAST = 1000
 def adapt_form_properties(properties: dict[str, Any]) -> dict[str, Any]:
     """Return the `properties` of a JSON schema, adapted to the form in the Prefect UI.
 
-    The adapted schema accepts the same values, except null for an optional value.
+    The adapted schema accepts the same values, except that an optional value must not be null.
     """
     return {
         key: {"position": position, **_adapt_field(schema)}

@@ -40,7 +40,7 @@ def build_component(text: str = PRINT_GPUS, **further_keys: Any) -> dict[str, An
 
 @pytest.fixture
 def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Devices:
-    """Return the table of four devices that this process and the first run of the test use."""
+    """Return four simulated GPUs, which this process shares with the first run of the test."""
     monkeypatch.setenv("MUSTER_HOME", str(tmp_path / "home-0"))
     monkeypatch.setenv("MUSTER_GPUS", "0-3")
     return Devices.here()

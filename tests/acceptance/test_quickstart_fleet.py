@@ -159,7 +159,7 @@ def read_message(run: Run) -> str:
 
 
 def list_recoveries(run: Run, state: str) -> list[dict[str, Any]]:
-    """Return the recoveries' task runs that have this state."""
+    """Return the task runs that recover an engine and are in this state, such as `COMPLETED`."""
     recoveries = [
         task_run for task_run in run.task_runs() if task_run["name"].startswith("recover-rollout-")
     ]
