@@ -32,8 +32,8 @@ from tasks.show.output import guard_output
 
 #: Exit status if no process leaked that Ray is able to end, and no exit code was lost.
 EXIT_HOLDS = 0
-#: Exit status if a process leaked that Ray is able to end, or if an exit code was lost. That is the
-#: case if a parent process in a Ray job sees 0 in place of the exit code of its child.
+#: Exit status if a process leaked that Ray is able to end, or if an exit code was lost: a parent
+#: process in a Ray job saw 0 instead of the exit code of its child.
 EXIT_LEAKS = 1
 #: Exit status if the cluster cannot be queried or the arguments are wrong.
 EXIT_INVALID = 2

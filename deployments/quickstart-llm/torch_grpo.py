@@ -27,7 +27,7 @@ Weights = Mapping[str, Tensor]
 
 
 class OutOfStep(Exception):
-    """An engine sampled an answer with other weights than the gateway named."""
+    """An answer was sampled with other weights than those that the fleet's gateway named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,9 +81,10 @@ class AnswerCheck:
 
     #: Largest difference between a reported and a recomputed log-probability, in nats.
     gap: float
-    #: The same difference in nats, but recomputed with the weights of the version before. This is
-    #: the largest difference of each version, and then the smallest among the versions. A large
-    #: number shows that the check can tell two versions apart. None if no earlier weights are kept.
+    #: Control value, in nats: the difference if the answers are recomputed with the weights of the
+    #: version before theirs. It is the largest difference of each version, and of these values the
+    #: smallest. The check works if this value is much larger than `gap`. None if no earlier
+    #: weights are kept.
     gap_before: float | None
 
 

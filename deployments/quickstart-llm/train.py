@@ -55,7 +55,7 @@ CHECK_EVERY_S = 2.0
 #: Longest time, in seconds, until an engine has loaded new weights. It must be longer than the
 #: time that the restart of an engine takes.
 PUBLISH_WITHIN_S = 300.0
-#: Time, in seconds, between two tries of a sync.
+#: Time, in seconds, between two tries of a weight sync.
 RETRY_EVERY_S = 1.0
 
 
@@ -114,7 +114,7 @@ class Training:
                 self.checkpoint()
 
     def close(self) -> None:
-        """Cancel all requests that were not sent yet. Do not wait for the answers of the others."""
+        """Cancel all requests that were not sent yet. Do not wait for answers to sent requests."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def resume(self, path: Path) -> None:
@@ -223,7 +223,7 @@ class Training:
         Args:
             stats: Metrics of the training step.
             check: Result of the check of the step's answers.
-            synced: Result of the sync after the step.
+            synced: Result of the weight sync after the step.
             staleness: Mean age of the weights of the answers, in training steps.
         """
         metrics: dict[str, Any] = {

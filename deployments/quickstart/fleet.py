@@ -38,7 +38,7 @@ class FleetError(Exception):
 
 
 class Fleet:
-    """The servers behind one gateway. Only one thread may use an instance."""
+    """Client of the inference servers behind one gateway. Only one thread may use an instance."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Group-relative policy optimisation: one clipped step of Adam per batch of scored groups."""
+"""Group-relative policy optimisation (GRPO): one step of Adam for each batch of scored answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan of a stack: the command and the readiness probe of each part, in the order of starts."""
+"""The plan of a stack: the command and the readiness probe of each part, in start order."""
 
 from __future__ import annotations
 

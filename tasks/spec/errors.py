@@ -1,6 +1,6 @@
 """Muster's exceptions, grouped by the reaction that the caller should choose.
 
-They can be pickled, because a task run may pass them to another process.
+The exceptions can be pickled, because a task run may pass them to another process.
 """
 
 from __future__ import annotations

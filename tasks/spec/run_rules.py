@@ -1,4 +1,4 @@
-"""Rules of a run spec between several of its keys: about Ray jobs, and about GPUs of a machine."""
+"""Rules that concern several keys of a run spec: about Ray jobs, and about GPUs of a machine."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A training continues after the temporary Prefect server of `muster train` was killed.
 
-Its final state is reported as usual.
+The final state of the run is reported as usual.
 """
 
 from __future__ import annotations

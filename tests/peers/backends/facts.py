@@ -1,6 +1,6 @@
 """The command-line arguments that a version of an inference backend accepts.
 
-They are in a JSON file next to this module. `make backends-check` makes the file from the backend's
+The arguments are in a JSON file next to this module. `make backends-check` makes the file from the backend's
 package, whose sources it parses without importing them. All three backends have the Apache-2.0
 licence.
 """

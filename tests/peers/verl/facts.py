@@ -1,6 +1,6 @@
-"""The programs and configuration keys of a version of verl, known without having verl.
+"""The programs and configuration keys of a version of verl, for checks without verl.
 
-They are in a JSON file next to this module. `make verl-check` makes the file from verl's wheel.
+The programs and keys are in a JSON file next to this module. `make verl-check` makes the file from verl's wheel.
 verl has the Apache-2.0 licence.
 """
 

@@ -1,4 +1,4 @@
-"""Ask verl itself about the starts in run specs, with only its wheel and Hydra installed.
+"""Let verl itself check run specs, with only the wheel of verl and Hydra installed.
 
 hydra-core cannot be installed into the project's environment, because its version of the antlr4
 runtime conflicts with other packages there. So verl and Hydra are unpacked into a temporary folder,
