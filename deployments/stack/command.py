@@ -173,7 +173,7 @@ def status(*, port: Port = None) -> int:
 
 
 def _describe_deaths(stack: Stack) -> list[str]:
-    """Return a line for each program of the stack that has died, sorted by the last death."""
+    """Return a line for each program of the stack that has died, in the order of the deaths."""
     dead_parts = [part for part in stack.parts if part.died_at is not None]
     lines = []
     for part in sorted(dead_parts, key=lambda part: part.died_at or 0.0):

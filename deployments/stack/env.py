@@ -106,7 +106,7 @@ def renew_password(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def build_ray_auth(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables that give Ray's programs and their clients the token of the cluster.
+    """Return the variables that give Ray's programs and clients the cluster's access token.
 
     Variables that are already set are kept. Otherwise the token comes from a file in this
     MUSTER_HOME. If the file is missing, create a file with a new token.

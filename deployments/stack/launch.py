@@ -122,8 +122,8 @@ def _show_progress(place: StackPlace, report: Iterable[str], say: Callable[[str]
 def stop(stack: Stack) -> None:
     """Send the supervisor of the stack SIGTERM, and wait until it has stopped the stack.
 
-    If the supervisor does not end in time, kill the supervisor. The guardian process of each part
-    then ends the part.
+    If the supervisor does not end in time, kill the supervisor. The guardian process of each
+    program of the stack then ends the program.
     """
     # Compute the time limit before the signal is sent. After that, the registry of components may
     # already lack the grace periods of components that have ended.

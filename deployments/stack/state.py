@@ -121,8 +121,9 @@ class Stack(_Model):
     ray_auth: Mapping[str, str] = {}
     #: Address of the Ray cluster for `ray.init`, in the form HOST:PORT.
     ray_address: str
-    #: Temporary directory that contains Ray's own directory of sockets and logs. All users may read
-    #: Ray's own directory, so the temporary directory is private. It is deleted at the stop.
+    #: Temporary directory that contains Ray's own directory of sockets and logs. Ray lets all users
+    #: read Ray's own directory, so only this user may enter the temporary directory. The temporary
+    #: directory is deleted when the stack stops.
     ray_temp: Path
     #: Value of the option `--gpus`, for example `2x8`, or an empty string if it was not set.
     fleet: str = ""
@@ -152,7 +153,7 @@ class Stack(_Model):
 
     @property
     def ray_health(self) -> str:
-        """URL of the health check of Ray's dashboard and control store, which needs no token."""
+        """URL of the health check of Ray's dashboard and control store, without an access token."""
         return f"{self.ray_dashboard}/api/gcs_healthz"
 
     def is_reached_at(self, api_url: str) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-#: Extra of the package `muster` that installs the client of a store, by protocol. An empty string
-#: if the protocol needs no extra.
+#: Extra of the Python package `muster` that installs the client library of an object store, by the
+#: protocol of the URL. An empty string means that no extra is needed.
 EXTRAS = {"s3": "s3", "gs": "gcs", "file": ""}
 #: Other names of the protocols, as some trainers write them.
 _ALIASES = {"s3a": "s3", "gcs": "gs"}

@@ -81,7 +81,7 @@ class ComponentStop(Stop):
 
     @property
     def saves_within_s(self) -> float:
-        """Longest time in seconds for which Muster waits for a checkpoint."""
+        """Longest time in seconds to wait for a checkpoint before the component is stopped."""
         return self.grace_s if self.save_grace_s is None else self.save_grace_s
 
 

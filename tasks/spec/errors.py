@@ -15,7 +15,8 @@ from tasks.spec.formatting import format_count
 class Fault:
     """A mistake in a spec, with its place in the file."""
 
-    #: Dotted path in the spec, such as `components.trainer.command`. Empty for the whole file.
+    #: Dotted path in the spec, such as `components.trainer.command`. An empty path stands for the
+    #: whole file.
     path: str
     #: Description of the mistake, with the value that was found.
     problem: str

@@ -24,7 +24,7 @@ class NodeBlame(StrEnum):
     #: The nodes that the failure names may be the cause. If the failure names no node, every node
     #: of the attempt may be the cause.
     ALWAYS = "always"
-    #: As `ALWAYS`, but only if the failure names a rank of the training.
+    #: The nodes of the attempt may be the cause if the failure names a rank of the training.
     IF_RANK_IS_NAMED = "if a rank is named"
 
 
@@ -33,9 +33,11 @@ class CheckpointBlame(StrEnum):
 
     #: A checkpoint is never the cause of this kind of failure.
     NEVER = "never"
-    #: The attempt made no progress, so it may hang in the load of its checkpoint.
+    #: The checkpoint may be the cause if the attempt made no progress: the attempt may have hung
+    #: while it loaded the checkpoint.
     IF_HUNG = "if the attempt hung"
-    #: The trainer ended with an error, which a damaged checkpoint can cause.
+    #: The checkpoint may be the cause if the trainer ended with an error: a damaged checkpoint can
+    #: cause such an error.
     IF_DIED = "if the trainer died"
 
 
@@ -58,7 +60,7 @@ class KindProperties:
     #: False if the run fails before its first attempt, so that no attempt can be repeated.
     can_be_retried: bool = True
     #: True if the attempt ends before its components have run. The delay before the next attempt
-    #: then depends only on the number of consecutive failures of this type.
+    #: then depends only on the number of consecutive failures of this kind.
     ends_before_components_run: bool = False
     #: Largest number of attempts of a requeued run, including the first, if the spec sets no
     #: number. None if there is no limit. A kind has a limit if each attempt occupies the GPUs of
@@ -126,12 +128,12 @@ def find_kind_of_start_error(error_number: int | None) -> FailureKind:
 
 
 def _read_table() -> Mapping[FailureKind, KindProperties]:
-    """Read the properties of all kinds.
+    """Return the properties of all kinds of failure, from `failure_kinds.toml`.
 
     Raises:
         KeyError: A kind has no table.
         TypeError: A table has an unknown key, or lacks a key.
-        ValueError: A table has another name than the kinds, or a value that no enum contains.
+        ValueError: The name of a table is not a kind, or a value is not in the enum of its key.
     """
     tables = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
     properties = {}

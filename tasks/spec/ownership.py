@@ -184,7 +184,7 @@ def _find_part_fault(
 
 
 def find_marker_fault(path: Path, *, is_link_enough: bool = False) -> str:
-    """Return the reason that another user could have put a file in its place, or an empty string.
+    """Return the reason that another user could have created a file, or an empty string.
 
     Use this for files that decide which programs Muster runs, such as `pyproject.toml`. The file,
     its folder and the target of a symbolic link must belong to this user or to root. The folder may

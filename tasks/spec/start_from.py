@@ -55,7 +55,7 @@ class StartFrom(Model):
 
     @property
     def is_step_back(self) -> bool:
-        """True if the run goes back to one of its own checkpoints."""
+        """True if the run itself wrote the checkpoint, and goes back to it for a new attempt."""
         return self.attempt is not None
 
 

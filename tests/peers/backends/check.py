@@ -25,7 +25,8 @@ from tasks.spec.rollout import Rollout
 from tests.peers import pip
 from tests.peers.backends import facts, reading
 
-#: Settings of a fleet by name: one example for each kind of fleet that Muster plans differently.
+#: Settings of example fleets by name. Each example stands for a kind of fleet whose servers Muster
+#: starts with other commands.
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "SGLang": {"backend": "sglang", "tensor_parallel": 8, "expert_parallel": 8, "engines": 2},
     "SGLang replicas": {"backend": "sglang", "tensor_parallel": 2, "data_parallel": 4},
@@ -51,7 +52,7 @@ LAYOUTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print each fault and a line for each backend; return the exit status of the command."""
+    """Print each fault, and a summary line for each backend. Return the exit status."""
     options = _parser().parse_args(argv)
     is_wrong = False
     for backend, version in facts.VERSIONS.items():

@@ -1,8 +1,8 @@
 """The command-line arguments that a version of an inference backend accepts.
 
-The arguments are in a JSON file next to this module. `make backends-check` makes the file from the backend's
-package, whose sources it parses without importing them. All three backends have the Apache-2.0
-licence.
+The arguments are in a JSON file next to this module. `make backends-check` makes the file from the
+backend's package: it parses the sources and does not import them. All three backends have the
+Apache-2.0 licence.
 """
 
 from __future__ import annotations

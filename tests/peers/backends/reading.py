@@ -274,7 +274,7 @@ def _list_functions(node: ast.ClassDef | ast.Module) -> dict[str, ast.FunctionDe
 
 
 def _list_calls(node: ast.AST) -> list[ast.Call]:
-    """Return all calls below a node."""
+    """Return all function calls below a node of a syntax tree."""
     return [call for call in ast.walk(node) if isinstance(call, ast.Call)]
 
 

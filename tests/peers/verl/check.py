@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print each fault and a line for each spec; return the exit status of the command."""
+    """Print each fault, and a summary line for each spec. Return the exit status."""
     options = _parser().parse_args(argv)
     paths = options.specs or sorted((ROOT / "deployments" / "runs").glob("verl-*.yaml"))
     try:

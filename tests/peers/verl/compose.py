@@ -171,7 +171,7 @@ def own_faults(module: str, config: DictConfig) -> Iterator[str]:
 def faults_of(
     folder: Path, module: str, overrides: list[str], env: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield a line for each fault that verl finds in a start of a program with these overrides."""
+    """Yield a line for each fault that verl finds if a program starts with these overrides."""
     os.environ.update(env)
     try:
         config = compose(folder, configuration_of(folder, module), overrides)

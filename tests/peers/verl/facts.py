@@ -1,7 +1,7 @@
 """The programs and configuration keys of a version of verl, for checks without verl.
 
-The programs and keys are in a JSON file next to this module. `make verl-check` makes the file from verl's wheel.
-verl has the Apache-2.0 licence.
+The programs and keys are in a JSON file next to this module. `make verl-check` makes the file from
+verl's wheel. verl has the Apache-2.0 licence.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Key:
 
     #: Default value as verl writes it; a text may contain placeholders such as `${...}`.
     default: Any
-    #: Names of the types that the value may have. They are names from `TYPE_NAMES`, or `any`.
+    #: Names of the types that the value may have. Each is a name from `TYPE_NAMES`, or `any`.
     types: tuple[str, ...]
 
 
