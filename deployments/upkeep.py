@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def make_ready() -> None:
     """Start Muster's agent on all Ray nodes, so that later requests to the nodes are fast.
 
-    The Ray clusters are those that the work pool lists.
+    The work pool lists the Ray clusters.
     """
     clusters = read_listed_clusters(PREFECT_API_URL.value())
     add_listed_clusters(clusters)
@@ -152,7 +152,7 @@ def deployment_options(client: SyncPrefectClient, served: Served, host: str) -> 
 def serve() -> None:
     """Serve the flows until this process is stopped with SIGINT or SIGTERM."""
     host = host_name()
-    # Limit the number of flow runs in this process: one of each flow, and one more if one is slow.
+    # Limit the number of flow runs in this process: one of each flow, and another for a slow flow.
     # Prefect's server can limit a deployment, too, but never frees the slots of a killed process.
     runner = Runner(name=host, pause_on_shutdown=True, limit=len(SERVED) + 1)
     with get_client(sync_client=True) as client:

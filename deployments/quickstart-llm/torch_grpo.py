@@ -27,7 +27,7 @@ Weights = Mapping[str, Tensor]
 
 
 class OutOfStep(Exception):
-    """An answer was sampled with other weights than those that the fleet's gateway named."""
+    """The fleet's gateway named other weights for an answer than the engine used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,8 +69,8 @@ class Interpreter:
 
     #: Path of the interpreter.
     path: str
-    #: Virtual environment or conda environment of the interpreter, or None if the interpreter is
-    #: the one that runs Muster.
+    #: Virtual environment or conda environment of the interpreter. None if Muster itself runs with
+    #: this interpreter.
     environment: Path | None = None
     #: Reason for the choice of the interpreter, such as `of VIRTUAL_ENV`. Messages show the reason
     #: after the path of the interpreter.

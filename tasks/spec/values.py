@@ -360,8 +360,8 @@ class SecretBlock(Model):
 
 
 def _text_or_block(value: object, _handler: ValidatorFunctionWrapHandler) -> str | SecretBlock:
-    # Choose one type here. For the union type `str | SecretBlock`, pydantic would report the faults
-    # that the value has as a text and also those that it has as a SecretBlock.
+    # Choose one type here. For the union type `str | SecretBlock`, pydantic would check the value
+    # against both types, and report the faults of both checks.
     if isinstance(value, SecretBlock) or (isinstance(value, Mapping) and "secret" in value):
         return SecretBlock.model_validate(value)
     return _WORD.validate_python(value)

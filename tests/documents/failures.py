@@ -21,8 +21,7 @@ _BLAMED_NODES = {
     NodeBlame.IF_RANK_IS_NAMED: "if the failure names a rank, the next attempt avoids the nodes of "
     "the failed attempt.",
 }
-#: Sentence about the condition under which the checkpoint of an attempt may be the cause of its
-#: failure.
+#: Sentence that says when the checkpoint of an attempt may be the cause of its failure.
 _BLAMED_CHECKPOINTS = {
     CheckpointBlame.NEVER: "",
     CheckpointBlame.IF_HUNG: "if the attempt hung before its first step, its checkpoint may be the "

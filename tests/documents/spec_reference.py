@@ -21,10 +21,10 @@ Schema = Mapping[str, Any]
 
 #: Path of the top-level mapping of a spec.
 ROOT = ""
-#: Placeholder that stands in a path for a key that the user chooses: `NAME` in `components.NAME`.
-#: The dictionary has the placeholder by the key before it.
+#: Placeholder in a path for a key that the user chooses, such as `NAME` in `components.NAME`. The
+#: dictionary has the placeholder by the preceding key of the path.
 _NAME_PLACEHOLDERS = {"components": "NAME", "retry": "KIND", "rules": "NAME"}
-#: Placeholder that stands in a path for the index of a list item.
+#: Placeholder in a path for the index of a list item.
 _ITEM_PLACEHOLDER = "N"
 #: Unit of a number in the spec, by the ending of the key, such as `_s`.
 _UNITS = {"_s": "seconds", "hours": "hours"}
