@@ -334,8 +334,9 @@ _ROOT_MARKERS = (".git", "pyproject.toml")
 def find_project_root(file: Path) -> Path:
     """Return the absolute path of the root of the project that contains a file.
 
-    The relative paths of a spec start at this root. It is the nearest folder above the file that
-    contains `.git` or `pyproject.toml`. If there is none, it is the folder of the file.
+    The relative paths of a spec start at this root. The root is the nearest folder above the file
+    that contains `.git` or `pyproject.toml`. If no folder contains either, the root is the folder
+    of the file.
 
     A `.git` or `pyproject.toml` that belongs to another user than this one or root is ignored. The
     search stops at a folder in which another user could have created such a file. Such a folder
@@ -362,7 +363,7 @@ def find_project_root(file: Path) -> Path:
 def is_project_root(folder: Path) -> bool:
     """Return True if a folder is the root of a project.
 
-    It is the root if it contains `.git` or `pyproject.toml`, and no other user could have put that
+    The root of a project contains `.git` or `pyproject.toml`, and no other user could have put that
     file or folder there.
     """
     return any(_is_trusted_marker(folder / marker) for marker in _ROOT_MARKERS)

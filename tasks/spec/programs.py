@@ -83,9 +83,11 @@ class Interpreter:
 def find_interpreter(root: Path, env: Mapping[str, str]) -> Interpreter:
     """Return the Python interpreter for the components of a project.
 
-    It is the interpreter in the environment that VIRTUAL_ENV or CONDA_PREFIX of the spec names.
-    Otherwise it is the interpreter in the project's `.venv`, if that folder belongs to this user or
-    to root. Otherwise it is the interpreter that runs Muster.
+    The function takes the first of these interpreters that exists:
+
+    - the interpreter of the environment that VIRTUAL_ENV or CONDA_PREFIX of the spec names
+    - the interpreter in the project's `.venv`, if that folder belongs to this user or to root
+    - the interpreter that runs Muster
 
     Args:
         root: Root of the project.
@@ -126,8 +128,9 @@ def find_active_environment(
         shell: Environment variables of the command.
 
     Returns:
-        VIRTUAL_ENV or CONDA_PREFIX with its value. Empty if the shell has no activated environment
-        but Muster's own, if the project has a `.venv`, or if the spec chooses its `python` itself.
+        VIRTUAL_ENV or CONDA_PREFIX with its value. The mapping is empty in three cases: the shell
+        has activated no environment other than Muster's own, the project has a `.venv`, or the
+        spec itself chooses the program `python`.
     """
     if {"PATH", *ENVIRONMENT_VARIABLES} & env.keys():
         return {}

@@ -494,7 +494,8 @@ class RunSpec(Document):
     def first_counted_attempt(self) -> int:
         """Number of the first attempt whose steps count as progress of the run.
 
-        It is greater than 1 if a person has retried the run from one of its earlier checkpoints.
+        The number is greater than 1 if a person has retried the run from one of its earlier
+        checkpoints.
         """
         return (self.start_from.attempt if self.start_from is not None else None) or 1
 
