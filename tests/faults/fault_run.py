@@ -198,7 +198,7 @@ class FaultRun:
             self.until("teardown.begun")
             self.until_log("environment", "stopping")
 
-    # Operations for the cases.
+    # The following methods are for the functions that prepare, inject or check a fault.
 
     @property
     def until(self) -> Callable[..., dict[str, Any]]:

@@ -218,7 +218,7 @@ def kill_at(storm: Storm, host: WorkingHost, moment: Callable[[Storm], str] | No
     if moment is None:
         time.sleep(storm.random.uniform(0, 2))
     else:
-        # If the moment does not come within 30 s, the worker is killed nevertheless.
+        # If `moment` finds no such moment within 30 s, the worker is killed nevertheless.
         with contextlib.suppress(AssertionError):
             deadline = time.monotonic() + 30
             while not (description := moment(storm)):
@@ -275,10 +275,10 @@ def cancel_some(storm: Storm) -> None:
 
 
 def cancel(storm: Storm, run: dict[str, Any], kind: str) -> None:
-    """Cancel a run that was not cancelled before, and store its allowed final states.
+    """Cancel a run, unless it was cancelled before, and store its allowed final states.
 
     Args:
-        storm: The variant.
+        storm: The running test.
         run: Flow run, as the Prefect server describes it.
         kind: Type of the run's state, for the list of injected faults.
     """
@@ -455,7 +455,7 @@ def verdict_of(storm: Storm, nodes: Mapping[str, int], *, by_states: bool = True
 
 
 def run_on_postgres(runs: int, seed: int, directory: Path) -> list[str]:
-    """Run the variant on PostgreSQL, print its result, and return the violated requirements.
+    """Run the test on PostgreSQL, print its result, and return the violated requirements.
 
     The hosts reach the Prefect server through separate networks. The server, the database and the
     workers are killed and started again.
@@ -540,7 +540,7 @@ def _lost_rows(database: Postgres, runs: int) -> list[str]:
 
 
 def run_on_ray(runs: int, seed: int, directory: Path) -> list[str]:
-    """Run the variant on a real Ray cluster, print its result, and return violated requirements.
+    """Run the test on a real Ray cluster, print its result, and return violated requirements.
 
     Each run is a Ray job that reserves its GPUs on the cluster.
     """
@@ -562,7 +562,7 @@ def run_on_ray(runs: int, seed: int, directory: Path) -> list[str]:
 
 
 def _ray_specs(storm: Storm, cluster: RayCluster, directory: Path) -> Iterator[dict[str, Any]]:
-    """Draw the run specs of the Ray variant, and write the program of their Ray jobs."""
+    """Yield random run specs for the test on Ray, and write the program of their Ray jobs."""
     code = directory / "code"
     code.mkdir()
     (code / "part.py").write_text(_RAY_PART)

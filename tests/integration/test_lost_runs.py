@@ -31,7 +31,8 @@ tree.mark_own(int(sys.argv[1]))
 os.execvp("sh", ["sh", "-c", "setsid env -i /bin/sleep 600 & echo $!; exec sleep 600"])
 """
 
-#: A mark, and the pids of a process and its daemon that have the mark.
+#: A number that marks the descendants of a process, and the pids of a marked process and of its
+#: marked daemon.
 Marked = tuple[int, tuple[int, int]]
 
 

@@ -176,7 +176,10 @@ class DummyServer:
         self.fault = Fault(**order)
 
     def step(self, n: int = 1) -> None:
-        """Let `n` tokens or plain answers pass under the fault `step`."""
+        """Let the server send `n` more tokens or plain answers.
+
+        With the fault `step`, the server sends nothing before this call.
+        """
         for _ in range(n):
             self._steps.release()
 

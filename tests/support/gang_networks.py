@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 #: First three bytes of all IPv4 addresses, from a range that RFC 2544 reserves for benchmarks.
 _NET = "198.18.77"
-#: Address of this machine on all cables. A cable connects this machine to one simulated host.
+#: Address of this machine on its end of each pair of virtual network devices. Each pair connects
+#: this machine to one simulated host.
 HERE = f"{_NET}.1"
 #: Time limit of one network command, in seconds.
 _COMMAND_TIMEOUT_S = 20.0
@@ -32,9 +33,10 @@ class Cable:
     address: str
 
     def plug_into(self, pid: int) -> None:
-        """Connect the network namespace of a process to the cable.
+        """Move the device `far` into the network namespace of a process, and configure it.
 
-        The namespace gets the far device with the host's address, and a loopback device.
+        In the namespace, the device `far` gets the host's address, and the loopback device `lo` is
+        switched on.
         """
         _run_command("ip", "link", "set", self.far, "netns", str(pid))
         for command in (
@@ -73,9 +75,9 @@ def explain_missing_networks() -> str:
 
 @contextmanager
 def cables(count: int) -> Iterator[list[Cable]]:
-    """Create cables to simulated hosts while the context is open.
+    """Create pairs of virtual network devices (veth) while the context is open, one per host.
 
-    This machine has the address `HERE` on each cable.
+    In each pair, the device on this machine has the address `HERE`.
     """
     created: list[Cable] = []
     try:
@@ -91,7 +93,8 @@ def cables(count: int) -> Iterator[list[Cable]]:
         yield created
     finally:
         for cable in created:
-            # This fails if the network of the host, and with it the cable, is already deleted.
+            # This fails if the network namespace of the host, and with it the pair of devices, is
+            # already deleted.
             subprocess.run(("ip", "link", "del", cable.near), stderr=subprocess.DEVNULL)
 
 

@@ -62,8 +62,8 @@ class FlowInstructions:
     #: Name of an unusual condition of the flow process, from `CONDITIONS`. Empty for no condition.
     oddity: str = ""
     #: Moment at which the condition begins, for the conditions in `CONDITIONS_OF_A_MOMENT`. The
-    #: function of each condition describes the value. Mostly it is the name of a component, and the
-    #: condition begins when that component starts.
+    #: docstring of each condition's function describes the possible values. Usually the value is
+    #: the name of a component, and the condition begins when that component starts.
     at: str = ""
     #: Highest containment level to use: `L2` (guardian processes), `L3` (cgroups) or `L4`
     #: (namespaces). Empty for the level that a run normally gets.
@@ -358,7 +358,7 @@ CONDITIONS: dict[str, Callable[..., None]] = {
     "no-descriptors": run_out_of_descriptors,
     "template": lose_the_template,
 }
-#: Conditions that begin at a moment during the attempt, see `FlowInstructions.at`.
+#: Names of the conditions that begin during the attempt. `FlowInstructions.at` gives the moment.
 CONDITIONS_OF_A_MOMENT = ("dies-registering", "no-descriptors", "template")
 
 

@@ -115,7 +115,8 @@ def events() -> Events:
 def begin(tmp_path: Path, events: Events) -> MakeAttempt:
     """Return a function that starts an attempt.
 
-    Its keyword arguments are the components: each has the value of `on_exit_zero` by the name.
+    Each further keyword argument of this function adds a component: its name is the name of the
+    component, and its value is the component's `on_exit_zero`.
     """
 
     async def begin(

@@ -366,9 +366,11 @@ def test_only_attempts_since_the_last_new_step_count(
 @pytest.mark.parametrize(
     ("progress", "failure", "count"),
     [
-        (None, {}, 3),  # the rule itself shows that the loading failed
+        # the rule that matched the log already shows that a checkpoint could not be loaded
+        (None, {}, 3),
         (Progress(jsonl="m", step="step"), {"component": "api"}, 4),
-        (Progress(jsonl="m", step="step"), {}, 3),  # a checkpoint is given up once
+        # only the first failure with a checkpoint is blamed on the checkpoint
+        (Progress(jsonl="m", step="step"), {}, 3),
         # this step does not show progress: the trainer reports the checkpoint's step before it
         # trains
         (Progress(http="http://a", step="step"), {"step": 50}, 3),

@@ -153,7 +153,7 @@ def complete_spec(part: Mapping[str, Any]) -> dict[str, Any]:
     spec = merged(BASE, part)
     jobs = part.get("components", {})
     if part.get("on_lost_flow") == "adopt":
-        # A run with this key may only have components that are Ray jobs.
+        # A run with the key `on_lost_flow: adopt` may only have components that are Ray jobs.
         spec["components"] = dict(jobs)
     return spec
 

@@ -24,7 +24,7 @@ CODE = sorted((ROOT / "tasks").rglob("*.py"))
 
 
 def emits() -> Iterator[tuple[str, str, str, set[str]]]:
-    """Yield the place, function, event name and fields of each call that emits an event."""
+    """Yield `FILE:LINE`, function, event name and fields of each call that emits an event."""
     for path in CODE:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Call) or not node.args:
@@ -42,7 +42,7 @@ def emits() -> Iterator[tuple[str, str, str, set[str]]]:
 
 
 def read_names() -> Iterator[tuple[str, str]]:
-    """Yield the place and the name of each comparison with the name of an event."""
+    """Yield `FILE:LINE` and the event name of each place in the code that checks for an event."""
     for path in CODE:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Match) and ast.unparse(node.subject).endswith("event.name"):

@@ -79,7 +79,7 @@ def test_any_other_answer_is_a_no_that_quotes_it(handle: Handler, reason: str) -
     ("handle", "reason"),
     [
         (hang, "no answer within 0.05 s"),
-        # An incomplete answer is no answer.
+        # The answer ends before its body is complete, so it counts as invalid.
         (answers("HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n"), "an answer that is not HTTP"),
     ],
 )

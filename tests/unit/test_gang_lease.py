@@ -493,7 +493,8 @@ async def test_repeated_request_of_the_client_still_takes_the_lease(
 async def test_unconfirmed_lease_of_the_same_process_is_replaced(
     make_lease: MakeLease, server: Server, tmp_path: Path
 ) -> None:
-    (tmp_path / "here").touch()  # so the host has no file lock
+    # A file at the path of the host's MUSTER_HOME, so that the host cannot create its lock file.
+    (tmp_path / "here").touch()
     scheduling_lease = make_lease()
     server.faults["POST"].append("answer lost")
 

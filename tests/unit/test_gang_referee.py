@@ -137,7 +137,7 @@ def test_correct_history_has_no_fault(runs: list[History], nodes: dict[str, int]
             [replace(ONE, parts=[replace(ONE.parts[0], ended=7)])],
             "a component of r1 ran 2.00 s after its gang was given back",
         ),
-        # started twice, or without a gang
+        # a run was admitted twice, or a component was started twice or without granted GPUs
         ([with_state(3, "PENDING", "Pending")], "r1 was admitted again 1.90 s after it had been"),
         ([with_part(1, 4.7, 4.8)], "attempt 1 of r1 ran twice: 101, 7"),
         ([with_part(2, 3, 4)], "r1 ran twice at once: 101, 7"),

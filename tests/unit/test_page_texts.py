@@ -111,7 +111,7 @@ def view(
     servers: Sequence[Event] = (),
     **more: Any,
 ) -> RunView:
-    """Return the observed state of a run, from which the page of the run is made.
+    """Return the state of a run, from which Muster makes the run's page in the Prefect UI.
 
     Args:
         unready: Reason of the trainer's failed readiness probe, or an empty string if none failed.

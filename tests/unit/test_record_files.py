@@ -84,7 +84,7 @@ def local_run(path: Path) -> None:
 
 
 def jobs_of_ray(path: Path) -> None:
-    """A run with two Ray jobs, whose events alternate, and a fleet."""
+    """Write the record of a run with two Ray jobs, whose events alternate, and a fleet."""
     record = record_at(path)
     record.begin_attempt(1)
     record.move(RunState.ADMITTED)
@@ -106,7 +106,7 @@ def jobs_of_ray(path: Path) -> None:
 
 
 def killed_run(path: Path) -> None:
-    """A run whose flow process is killed, and whose record is closed by `reconcile`."""
+    """Write the record of a run whose flow process is killed; `reconcile` closes the record."""
     record = record_at(path)
     record.begin_attempt(1, CONTAINMENT, host="h")
     record.move(RunState.ADMITTED)
@@ -118,7 +118,7 @@ def killed_run(path: Path) -> None:
 
 
 def cancelled_run(path: Path) -> None:
-    """A run whose second flow process is killed while the run is being cancelled."""
+    """Write the record of a run whose second flow process is killed during a cancellation."""
     killed_run(path)
     record = record_at(path)
     record.begin_attempt(2, host="h")
@@ -126,20 +126,23 @@ def cancelled_run(path: Path) -> None:
 
 
 def opened_again(path: Path) -> None:
-    """A run whose next flow process begins the next attempt."""
+    """Continue the record as the run's next flow process does: begin the second attempt."""
     record = record_at(path)
     record.begin_attempt(2, host="h")
     play(record, ("component.spawned", "api", {"pid": 11}))
 
 
 def older(path: Path) -> None:
-    """A run of a version with fewer keys, whose next attempt begins."""
+    """Copy a record of an older Muster, which has fewer keys, and begin the next attempt in it."""
     shutil.copyfile(DATA / "older.json", path)
     opened_again(path)
 
 
 def newer(path: Path) -> None:
-    """A run of a version with more keys, whose attempt fails and whose next attempt begins."""
+    """Copy a record of a newer Muster, which has more keys, and continue this record.
+
+    The attempt in the record fails, and the next attempt begins.
+    """
     shutil.copyfile(DATA / "newer.json", path)
     record = record_at(path)
     play(record, ("component.exited", "api", KILLED), ("job.state", "trainer", {"status": "ok"}))
@@ -148,19 +151,22 @@ def newer(path: Path) -> None:
 
 
 def newer_lost(path: Path) -> None:
-    """A run of a version with more keys. Its flow process is killed, and it is scheduled again."""
+    """Copy a record of a newer Muster, which has more keys, and continue this record.
+
+    The flow process of the run is killed, and the run is scheduled again.
+    """
     shutil.copyfile(DATA / "newer.json", path)
     path.parent.joinpath("attempt-01").mkdir()
     write_final_record(path.parent, FlowLoss(pid=812, is_waiting=True), lambda: 300.5)
 
 
 def lost_with_its_host(path: Path) -> None:
-    """A run that continues on another host, without the jobs of its first host."""
+    """Write the record of a run that moves to this host, which does not adopt its Ray jobs."""
     record_at(path, earlier=RunJson.read(DATA / "newer.json"))
 
 
 def gone_on_with_after_its_host(path: Path) -> None:
-    """A run that continues on another host, which adopts the jobs of the first host."""
+    """Write the record of a run that moves to this host, which adopts its Ray jobs."""
     record_at(path, earlier=RunJson.read(DATA / "newer.json"), adopts=True)
 
 

@@ -22,7 +22,10 @@ RUN = "trial-grpo-20260102-000000-bbbbbbbb"
 
 @pytest.fixture
 def place(muster_home: Path) -> RunPlace:
-    """A run with two attempts. The first attempt wrote steps 1 to 3, the second steps 3 and 4."""
+    """Write the files of a run with two attempts, and return their paths.
+
+    The first attempt trained the steps 1 to 3, the second the steps 3 and 4.
+    """
     place = RunPlace.of(RUN)
     for number, steps in ((1, (1, 2, 3)), (2, (3, 4))):
         attempt = place.attempt(number)

@@ -225,11 +225,11 @@ def test_numbers_are_accepted_as_text_in_commands_and_variables(
         ("trainer.ready", {"file": "${attempt.dir}/ready"}),
         ("trainer.ready", {"notify": True}),
         ("trainer.ready", {"alive_s": 0.5}),
-        ("trainer.live", {"processes": "scheduler"}),  # without another question
+        ("trainer.live", {"processes": "scheduler"}),  # the only kind of liveness probe
         (
             "trainer.live",
             {"http": HTTP, "processes": "scheduler"},
-        ),  # in addition to another question
+        ),  # in addition to an HTTP probe
         ("progress", {"jsonl": "m.jsonl", "step": "train.step"}),
         ("progress", {"http": HTTP, "step": "current_step", "total": 60}),
         ("stall_after_s", 1800),

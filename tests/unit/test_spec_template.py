@@ -234,15 +234,17 @@ def test_placeholders_in_other_places_are_plain_text() -> None:
 
 def test_used_and_listed_ports_are_reserved() -> None:
     components = {
-        "api": {"command": ["a"], "ready": {"tcp": "${api.port}"}},  # used by the component itself
+        # the component uses its own port
+        "api": {"command": ["a"], "ready": {"tcp": "${api.port}"}},
+        # no component uses the port of this component, so none is reserved
         "judge": {
             "command": ["b"],
             "env": {"PEER": "${trainer.port}"},
-        },  # not used by any component
+        },
         "trainer": {
             "command": ["c"],
             "ports": ["metrics", "dash"],
-        },  # used by another component; extra ports
+        },  # another component uses the port; the spec lists two further ports
     }
 
     assert list_required_ports(spec_of(components=components)) == (

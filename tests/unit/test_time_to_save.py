@@ -83,7 +83,7 @@ Events = list[tuple[str, dict[str, Any]]]
 
 @dataclass
 class Scene:
-    """A trainer, the object under test, and the events that were published."""
+    """A fake trainer, its `TimeToSave` (the object under test), and the published events."""
 
     clock: Clock
     trainer: Trainer
@@ -111,7 +111,7 @@ def make_scene(
     is_saving: Callable[[float], bool] | None = None,
     find_checkpoint: Callable[[float], tuple[int, float] | None] | None = None,
 ) -> Scene:
-    """Return a scene with one trainer.
+    """Return a `TimeToSave` object, with its fake trainer, clock and events.
 
     Args:
         warn_s: Seconds from the warning to the end. None for no warning.
