@@ -209,7 +209,7 @@ def kill_at(storm: Storm, host: WorkingHost, moment: Callable[[Storm], str] | No
     """Kill the worker of a host, either in a chosen moment or at a random time.
 
     Args:
-        storm: The variant.
+        storm: The running test.
         host: Host whose worker is killed.
         moment: Returns an empty string until the moment for the kill has come, and then a
             description of the moment. None to kill the worker at a random time within 2 s.
@@ -344,8 +344,8 @@ def _hosts(
 
     Args:
         pool: Work pool with the nodes.
-        network_cables: Virtual network cable of each host, in the order of the nodes. A host with
-            None, or without an entry, uses this machine's network.
+        network_cables: Pair of virtual network devices of each host, in the order of the nodes. A
+            host with None, or without an entry, uses this machine's network.
         settings: Environment variables with Prefect settings for all processes of the hosts.
         is_shared: True if all hosts share one MUSTER_HOME, so that a run can be retried on another
             host. False if each host has its own MUSTER_HOME.
@@ -432,7 +432,7 @@ def verdict_of(storm: Storm, nodes: Mapping[str, int], *, by_states: bool = True
         A message for each violated requirement.
 
     Args:
-        storm: The variant.
+        storm: The running test.
         nodes: Number of GPUs by node.
         by_states: True if a run holds its GPUs according to its states on the Prefect server,
             False if only the records of its components count.

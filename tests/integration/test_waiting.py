@@ -214,7 +214,10 @@ def test_handover_succeeds_if_the_response_of_the_server_is_lost(
 
 
 class Wrapped:
-    """A context manager that returns a wrapped object instead of the inner manager's object."""
+    """A context manager that enters another one, and yields that one's object in a wrapper.
+
+    The function `wrap` makes the wrapper.
+    """
 
     def __init__(self, inner: Any, wrap: Callable[[Any], Any]) -> None:
         self._inner = inner

@@ -279,7 +279,7 @@ def examine(passages: Iterable[Passage]) -> Report:
 
 
 def read_passages(place: Path) -> list[Passage]:
-    """Return all passages of a file, or of the files below a folder."""
+    """Return all docstrings, comments, messages and paragraphs of a file or of a folder's files."""
     paths = [place] if place.is_file() else sorted(place.rglob("*"))
     return [passage for path in paths if path.is_file() for passage in _passages_of(path)]
 
@@ -425,7 +425,11 @@ def _texts_of_markdown(source: str) -> Iterator[tuple[int, str, bool]]:
 
 
 def main(places: list[str]) -> None:
-    """Print the findings of each place, and the rate of each kind of text."""
+    """Print the findings in each folder or file, and the findings per 1,000 words by kind of text.
+
+    Args:
+        places: Paths of the folders and files. If empty, the current directory.
+    """
     for place in places or ["."]:
         passages = read_passages(Path(place).resolve())
         for kind in Kind:

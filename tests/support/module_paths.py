@@ -25,13 +25,12 @@ from uuid import uuid4
 
 from prefect.client.schemas.objects import State, StateType
 
-#: Names of the classes whose objects Muster passes on between a spec and the start of its program.
+#: Names of the data classes through which a spec passes until its program starts.
 SPEC = frozenset({"RunSpec", "Component", "AttemptPlan", "ComponentPlan", "Command"})
-#: Names of the classes whose objects Muster passes on between the end of a program and the state of
-#: the flow run.
+#: Names of the data classes through which the end of a program passes until the flow run has its
+#: final state.
 DEATH = frozenset({"Exit", "Decision", "Failure", "Verdict"})
-#: Names of the classes whose objects Muster passes on between a waiting flow run and the GPUs of
-#: its process.
+#: Names of the data classes through which a waiting flow run passes until its process gets GPUs.
 WAIT = frozenset(
     {
         "FlowRun",

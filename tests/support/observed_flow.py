@@ -75,7 +75,8 @@ class ObservedFlow:
             forkserver: Starts the process of the oracle.
             directory: Directory for the files of the flow process.
             *components: Components of the run.
-            oddity: Name of an unusual condition of the flow process, from `supervising.ODDITIES`.
+            oddity: Name of an unusual condition of the flow process, a key of
+                `supervising.CONDITIONS`.
             at: See `supervising.FlowInstructions`, also for `level`, `gates` and `record_bytes`.
             level: Highest containment level.
             gates: Components whose start waits for a file.

@@ -58,13 +58,15 @@ def decide_without_jitter(
         (NODE, (), 1, "final: NODE_LOST, 1 of 1 attempts used"),
         # `attempts` limits the number of tries of the run, with failures of all kinds
         (NODE, (DISK, NODE), 3, "final: NODE_LOST, 3 of 3 attempts used"),
+        # attempts without a failure also count, for example attempts that a user cancelled before
+        # starting the run again
         (
             NODE,
             (None, None),
             3,
             "final: NODE_LOST, 3 of 3 attempts used",
-        ),  # cancelled and started again
-        # except requeues
+        ),
+        # attempts that ended because of missing resources do not count for other failure kinds
         (NODE, (FULL, LATE, FULL), 2, "retried: NODE_LOST, next try (2 of 2) in 10 s"),
         (NODE, (FULL, NODE, LATE), 2, "final: NODE_LOST, 2 of 2 attempts used"),
         # attempts that end with FLEET_LOST are counted separately

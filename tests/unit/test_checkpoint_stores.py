@@ -146,7 +146,7 @@ def names_of(listing: Listing) -> list[str]:
     return [checkpoint.path.name for checkpoint in listing.complete]
 
 
-# The contract of all stores.
+# Tests that every kind of store must pass.
 
 
 def test_newest_complete_checkpoint_is_found(store: Store) -> None:
@@ -362,7 +362,7 @@ def test_every_layout_is_found_in_every_store(
     assert [checkpoint.step for checkpoint in stored.list().complete][-1] == 100
 
 
-# Failures of an object store.
+# Tests with an object store that fails.
 
 
 def test_stopped_server_is_no_empty_folder(s3_store: Store, s3: S3Server) -> None:

@@ -41,20 +41,23 @@ def create_files(root: Path, *paths: str) -> None:
     ("paths", "found"),
     [
         (["step-000010.npz", "step-000009.npz"], "step-000010.npz"),  # sorted by step, not by age
+        # the folders are sorted by number, not alphabetically
         (
             ["checkpoint-500/", "checkpoint-1000/"],
             "checkpoint-1000",
-        ),  # sorted by number, not alphabetically
+        ),
+        # of several numbers in a file name, the last is the step
         (
             ["model-7b-step-20.pt", "model-7b-step-3.pt"],
             "model-7b-step-20.pt",
-        ),  # the last number is the step
+        ),
         (["step-10.pt", "step-20.pt.tmp"], "step-10.pt"),
         (["step-10.pt", ".step-20.pt"], "step-10.pt"),
+        # Hugging Face's Trainer gives this name to an incomplete checkpoint
         (
             ["step-10.pt", "tmp-checkpoint-20/"],
             "step-10.pt",
-        ),  # incomplete checkpoint of Hugging Face's Trainer
+        ),
         (
             [
                 "checkpoint-10/model.pt",
@@ -99,12 +102,13 @@ def test_last_complete_checkpoint_of_a_folder(
             "global_step_4",
         ),
         ("latest_checkpointed_iteration.txt", "release", ["release/"], "release"),  # Megatron
+        # the named checkpoint was deleted
         (
             "latest",
             "step-000010.npz",
             ["step-000020.npz"],
             None,
-        ),  # the named checkpoint was deleted
+        ),
         ("latest", "", ["step-000020.npz"], None),  # the disk was full
         ("latest_checkpointed_iteration.txt", "10", ["global_step_20/"], None),
         # the named checkpoint was deleted; checkpoints with lower steps are complete, too
@@ -371,8 +375,8 @@ def test_only_attempts_since_the_last_new_step_count(
         (Progress(jsonl="m", step="step"), {"component": "api"}, 4),
         # only the first failure with a checkpoint is blamed on the checkpoint
         (Progress(jsonl="m", step="step"), {}, 3),
-        # this step does not show progress: the trainer reports the checkpoint's step before it
-        # trains
+        # step 50 is no progress after checkpoint 50: the trainer reports the checkpoint's step
+        # before it trains
         (Progress(http="http://a", step="step"), {"step": 50}, 3),
         (Progress(jsonl="m", step="step"), {"step": 50}, 3),
         (Progress(jsonl="m", step="step"), {"step": 51}, 4),

@@ -330,11 +330,12 @@ def test_fleet_is_invalid(fleet: dict[str, Any], path: str, problem: str, remedy
         (LMDEPLOY, "--server-port", "leave it out"),
         (LMDEPLOY, "--ep", "write expert_parallel: N instead"),
         (VLLM, "-tp", "write tensor_parallel: N instead"),
+        # vLLM accepts underscores instead of hyphens in the names of options
         (
             VLLM,
             "--data_parallel_size",
             "write data_parallel: N instead",
-        ),  # vLLM accepts underscores
+        ),
         (VLLM, "--headless", "leave it out"),
         # no key sets these arguments
         (SGLANG, "--api-key", "leave it out"),

@@ -177,7 +177,7 @@ def host_lock(tmp_path: Path) -> HostLock:
     return HostLock(path)
 
 
-# The holder of the lease.
+# Tests of a holder that gives the lease back in time.
 
 
 async def test_taking_and_returning_the_lease_are_two_requests(
@@ -382,7 +382,7 @@ async def test_living_holder_without_the_host_lock_keeps_the_lease(
     assert not meanwhile
 
 
-# A holder that is late.
+# Tests of a holder that gives the lease back late.
 
 
 @pytest.mark.parametrize(("held_s", "is_safe"), [(9.9, True), (10.0, False)])
@@ -458,7 +458,7 @@ async def test_nothing_may_be_written_after_the_return(make_lease: MakeLease) ->
     assert held.remaining_s == 0.0
 
 
-# A server that fails.
+# Tests with a Prefect server that fails.
 
 
 async def test_unreachable_server_is_an_error(make_lease: MakeLease, server: Server) -> None:
@@ -539,7 +539,7 @@ async def test_failed_return_does_not_fail_the_body(
     assert "could not be given back" in caplog.text
 
 
-# Cancels.
+# Tests of requests for the lease that are cancelled.
 
 
 async def test_lease_is_returned_under_repeated_cancels(
@@ -589,7 +589,7 @@ async def test_cancel_does_not_wait_for_a_silent_server(
     assert task.cancelled()
 
 
-# The lock of the host.
+# Tests of the file lock that the processes of a host share.
 
 
 async def test_lease_works_without_a_host_lock(

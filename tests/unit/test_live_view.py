@@ -40,7 +40,7 @@ BEGUN = event("attempt.begun", attempt=1, run_id="x", directory="/x/attempt-01")
 
 
 def rows(view: ObservedRun) -> dict[str, tuple[Standing, str]]:
-    """Return the displayed stage of each component, for example ready, and the text after it."""
+    """Return the displayed state of each component, for example ready, and the text after it."""
     return {row.name: (row.stage, row.note) for row in view.rows.values()}
 
 

@@ -14,7 +14,7 @@ from tasks.processes.progress import HttpProgress, JsonlProgress
 
 
 def explain(path: Path, *, is_over: bool = True, key: str = "global_step") -> str:
-    """Read a metrics file whose lines are all new, and return the explanation."""
+    """Read a metrics file as if it were new, and return the reason why it shows no step."""
     lines = path.read_text() if path.exists() else None
     path.unlink(missing_ok=True)
     source = JsonlProgress(path, key)

@@ -15,7 +15,8 @@ from tasks.train.mlflow_parents import find_mlflow_parents
 
 RUN_ID = "x-sft-20260101-000000-abcd91c2"
 PARENT = "0123456789abcdef0123456789abcdef"
-#: A store with one run of an earlier attempt. It writes what it is asked to do into a file.
+#: Fake package `mlflow`, with one run of an earlier attempt. Its functions append their calls to
+#: the file that the environment variable CALLS names.
 FAKE_MLFLOW = f"""
 import os
 from types import SimpleNamespace as Namespace
@@ -79,7 +80,7 @@ def make_spec(**keys: object) -> RunSpec:
 def find(
     spec: RunSpec, attempt: int = 2, *, must_end: bool = False, limit_s: float = 60
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the parent runs by component, and the warnings."""
+    """Return the id of the parent run in MLflow, by name of the component, and the warnings."""
     warnings: list[str] = []
     parents = find_mlflow_parents(
         spec,

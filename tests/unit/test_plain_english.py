@@ -18,11 +18,11 @@ from tests.support.dialect import (
 )
 from tests.support.house import ROOT
 
-#: Folders and files whose docstrings and comments are not yet in plain English. Remove a place when
-#: it is rewritten.
+#: Folders and files whose docstrings and comments are not yet in plain English. Remove a path when
+#: its texts are rewritten.
 CODE_NOT_REWRITTEN: set[str] = set()
-#: Folders and files whose messages are not yet in plain English. Remove a place when it is
-#: rewritten.
+#: Folders and files whose messages are not yet in plain English. Remove a path when its messages
+#: are rewritten.
 MESSAGES_NOT_REWRITTEN = {
     "tests/support",
 }
@@ -34,7 +34,7 @@ _EXAMPLES = {"tests/support/dialect.py", "tests/unit/test_plain_english.py"}
 
 
 def _places_of_code() -> list[str]:
-    """Return the places whose code is checked, relative to the root of the project.
+    """Return the folders and files whose code is checked, relative to the root of the project.
 
     They are the folders in `tasks/` and `tests/`, the files beside these folders, `flows` and
     `deployments`.
@@ -62,9 +62,14 @@ def _passages(place: str) -> list[Passage]:
 
 
 def _check(place: str, kind: Kind, not_rewritten: set[str]) -> None:
-    """Fail if a text is not in plain English.
+    """Fail if the texts of a folder or file are not in plain English, unless its path is listed.
 
-    Also fail if a text is in plain English, and `not_rewritten` still lists its place.
+    Also fail if the texts are in plain English, and `not_rewritten` still lists the path.
+
+    Args:
+        place: Path of the folder or file, relative to the root of the project.
+        kind: Kind of the texts to check.
+        not_rewritten: Paths whose texts are not yet in plain English.
     """
     report = examine(passage for passage in _passages(place) if passage.kind is kind)
 

@@ -34,7 +34,7 @@ RAISED = """\
 
 
 def entry(rank: int, code: int, pid: int, note: str = "") -> str:
-    """Return an entry of torchrun's table."""
+    """Return the entry of a failed rank in the error report of torchrun."""
     return f"""\
 [{rank}]:
   time      : 2026-11-26_20:07:42
@@ -47,7 +47,12 @@ def entry(rank: int, code: int, pid: int, note: str = "") -> str:
 
 
 def table(root: str, *others: str) -> str:
-    """Return what torchrun prints at its end."""
+    """Return the error report that torchrun prints when its ranks have failed.
+
+    Args:
+        root: Entry of the rank that failed first, as `entry` returns it.
+        others: Entries of the other failed ranks.
+    """
     rank, code = (
         root.split("rank      : ")[1].split(" ")[0],
         root.split("exitcode  : ")[1].split()[0],

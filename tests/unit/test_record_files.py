@@ -56,7 +56,7 @@ def play(record: RunRecord, *events: tuple[str, str | None, dict[str, Any]]) -> 
 
 
 def local_run(path: Path) -> None:
-    """A run that fails once, is retried from a checkpoint, and completes."""
+    """Write the record of a run that fails once, is retried from a checkpoint, and completes."""
     record = record_at(path)
     record.begin_attempt(1, CONTAINMENT, ports={"api.port": 4100, "api.ports.a": 4101}, host="h")
     record.move(RunState.ADMITTED)

@@ -316,8 +316,9 @@ def test_teardown_time_is_the_sum_of_the_grace_periods(home: Path) -> None:
     for component, grace_s in (("trainer", 60.0), ("api", 5.0), ("rollout.0", 30.0)):
         enter(directory, entry(component=component, grace_s=grace_s))
 
-    # Each component may save its state before it is stopped. A part of a component has no own grace
-    # period, because it ends together with the component.
+    # The grace period of each component counts twice, because the component may save a checkpoint
+    # before it is stopped. The inference server `rollout.0` is a part of the component `rollout`
+    # and ends together with it, so its grace period is not added.
     assert before == 0.0
     assert teardown_s() == 130.0
     assert teardown_s(os.getpid()) == 130.0

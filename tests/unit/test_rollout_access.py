@@ -119,19 +119,21 @@ def test_gateway_with_a_token_accepts_the_token_on_loopback() -> None:
         ({"Host": "127.0.0.1:8000", "Origin": "http://127.0.0.1:8000"}, True),
         # the request comes from a web page of another server on this machine, maybe of another user
         ({"Host": "127.0.0.1:8000", "Origin": "http://localhost:4200"}, False),
+        # the request comes from a page of another website
         (
             {"Host": "127.0.0.1:8000", "Origin": "https://evil.example"},
             False,
-        ),  # a page of another website
+        ),
         ({"Host": "127.0.0.1:8000", "Origin": "http://127.0.0.1:8000.evil.example"}, False),
         ({"Host": "127.0.0.1:8000", "Origin": "null"}, False),  # a page that hides its origin
         # a web page sends this request without an Origin header, for example for a picture
         ({"Host": "127.0.0.1:8000", "Sec-Fetch-Site": "cross-site"}, False),
         ({"Host": "127.0.0.1:8000", "Sec-Fetch-Site": "same-site"}, False),
+        # a browser sends this header if a person has typed the URL
         (
             {"Host": "127.0.0.1:8000", "Sec-Fetch-Site": "none"},
             True,
-        ),  # a URL that a person has typed
+        ),
     ],
 )
 def test_gateway_without_a_token_refuses_foreign_pages(

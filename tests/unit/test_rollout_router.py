@@ -73,7 +73,8 @@ def test_session_keeps_its_entrypoint_even_if_others_have_fewer_requests() -> No
     [
         [entrypoint(1)],  # the session's entrypoint was removed
         [entrypoint(0, 2), entrypoint(1)],  # the session's entrypoint was restarted
-        [entrypoint(0, is_preferred=False), entrypoint(1)],  # its last answers were missing
+        # the session's entrypoint did not answer its last requests
+        [entrypoint(0, is_preferred=False), entrypoint(1)],
     ],
 )
 def test_session_moves_to_another_entrypoint_if_its_own_leaves(left: list[Entrypoint]) -> None:

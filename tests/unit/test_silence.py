@@ -39,7 +39,7 @@ class Watched:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Watched:
-    """A run that has just written its first line."""
+    """Return a run whose log has one line, with a clock that the test sets."""
     return Watched(tmp_path / "api.log")
 
 

@@ -35,7 +35,7 @@ def slow(rows: Iterable[Mapping[str, float]] = (), events: Iterable[Event] = ())
 
 
 def text_of(analysis: Slow) -> str:
-    """Return the sentences that a person reads."""
+    """Return the sentences of an analysis, as `muster` shows them to the user, in one text."""
     return " ".join(analysis.sentences())
 
 

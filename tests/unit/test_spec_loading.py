@@ -392,11 +392,12 @@ def test_overrides_are_applied_in_order() -> None:
             "items and has no item -1",
         ),
         ("tags=[a", "tags", "--set tags: line 1, column 3: while parsing"),
+        # `--set` creates the misspelt key, and the validation then rejects the key
         (
             "succes.step=20",
             "succes",
             "unknown key",
-        ),  # the key is created, and validation rejects it
+        ),
         ("env.A=true", "env.A", "must be text, found true"),
         ("env.API_KEY.x=hunter22", "env.API_KEY", "must be text, found a mapping"),
     ],

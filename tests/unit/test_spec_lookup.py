@@ -89,12 +89,13 @@ def faults_of(root: Path, component: dict[str, Any], **keys: object) -> list[Fau
         ["python", "train.py", "--config", "a.yaml,b.yaml"],
         ["python", "train.py", "--config", "~/none.yaml"],
         ["python", "train.py", "--config"],
+        # the value of this option of Hydra is not a path
         [
             "python",
             "train.py",
             "--config-name",
             "none.yaml",
-        ],  # an option of Hydra whose value is no path
+        ],
         ["python", "train.py", "--output", "none.yaml"],
     ],
 )
@@ -138,23 +139,25 @@ def test_no_false_alarm(root: Path, command: list[str]) -> None:
         (["python", "zzz/a.py"], 1, "there is no such script: zzz/a.py", "Muster searched in "),
         (["python", "-u", "none.py"], 2, "there is no such script: none.py", ""),
         (["sh", "-e", "none.sh"], 2, "there is no such script: none.sh", ""),
+        # the script is a path with a slash, so it is not searched for on PATH
         (
             ["sh", "./on-the-path.sh"],
             1,
             "there is no such script",
             "",
-        ),  # a path is not searched on PATH
+        ),
         (["python", "train.py", "--config", "conf/evn.yaml"], 3, "config file", "`env.yaml`"),
         (["python", "train.py", "--config=none.yaml"], 2, "no such config file: none.yaml", ""),
         (["python", "train.py", "--env-file", ".env"], 3, "no such config file: .env", ""),
         (["python", "train.py", "--config_file", "none.toml"], 3, "no such config file", ""),
         (["python", "-E", "train.py", "--config", "no.yaml"], 4, "there is no such config", ""),
+        # `$${` stands for a literal `${`
         (
             ["python", "$${x}.py"],
             1,
             "there is no such script: ${x}.py",
             "",
-        ),  # an escaped placeholder
+        ),
     ],
 )
 def test_missing_file_is_reported_at_its_word(
@@ -230,12 +233,10 @@ def test_path_variable_of_a_component_is_used(root: Path) -> None:
     (root / "train.py").chmod(0o755)
 
     assert faults_of(root, {**command, "env": {"PATH": str(root)}}) == []
-    assert (
-        faults_of(root, command, env={"PATH": "."}) == []
-    )  # relative to the directory of the component
-    assert (
-        faults_of(root, command, env={"PATH": "${run.dir}/bin"}) == []
-    )  # `${run.dir}` is unknown before the start
+    # A relative PATH is relative to the directory of the component.
+    assert faults_of(root, command, env={"PATH": "."}) == []
+    # `${run.dir}` is unknown before the start of the run, so the program is not searched for.
+    assert faults_of(root, command, env={"PATH": "${run.dir}/bin"}) == []
     assert len(faults_of(root, {"command": ["python"], "env": {"PATH": "/nowhere"}})) == 1
 
 

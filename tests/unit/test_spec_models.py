@@ -136,11 +136,12 @@ def test_on_exit_zero_of_the_spec_wins() -> None:
         ({}, "INSUFFICIENT_RESOURCES", Retry()),  # requeued without limit, even if unlisted
         ({}, "START_TIMEOUT", Retry(attempts=6)),
         ({"START_TIMEOUT": {"delay_s": 1}}, "START_TIMEOUT", Retry(attempts=6, delay_s=1)),
+        # by default, a run that lost its fleet is requeued three times, after a short delay
         (
             {},
             "FLEET_LOST",
             Retry(attempts=4, delay_s=5),
-        ),  # requeued three times, after a short delay
+        ),
         ({"NODE_LOST": {"attempts": 9}}, "FLEET_LOST", Retry(attempts=4, delay_s=5)),
         ({"FLEET_LOST": {"delay_s": 1}}, "FLEET_LOST", Retry(attempts=4, delay_s=1)),
         ({"FLEET_LOST": {"attempts": 1}}, "FLEET_LOST", Retry(attempts=1, delay_s=5)),
@@ -225,11 +226,13 @@ def test_numbers_are_accepted_as_text_in_commands_and_variables(
         ("trainer.ready", {"file": "${attempt.dir}/ready"}),
         ("trainer.ready", {"notify": True}),
         ("trainer.ready", {"alive_s": 0.5}),
-        ("trainer.live", {"processes": "scheduler"}),  # the only kind of liveness probe
+        # the check of the processes as the only liveness probe
+        ("trainer.live", {"processes": "scheduler"}),
+        # the check of the processes in addition to an HTTP probe
         (
             "trainer.live",
             {"http": HTTP, "processes": "scheduler"},
-        ),  # in addition to an HTTP probe
+        ),
         ("progress", {"jsonl": "m.jsonl", "step": "train.step"}),
         ("progress", {"http": HTTP, "step": "current_step", "total": 60}),
         ("stall_after_s", 1800),
@@ -278,18 +281,20 @@ def test_value_is_valid(path: str, value: object) -> None:
         ("name", "Quick", "must be text that matches the pattern ^[a-z][a-z0-9-]{0,31}$", ""),
         ("name", "1st", "must be text that matches the pattern ^[a-z]", ""),
         ("name", "a" * 33, "must be text that matches the pattern ^[a-z]", ""),
+        # an underscore is not allowed, because the name becomes a part of the run id
         (
             "name",
             "a_b",
             "must be text that matches the pattern ^[a-z]",
             "",
-        ),  # the name becomes a part of the run id
+        ),
+        # the newline is found: in a regular expression, `$` would match before the newline
         (
             "name",
             "a\n",
             "must be text that matches the pattern ^[a-z]",
             "",
-        ),  # `$` would match before the newline
+        ),
         ("name", 5, "must be text, found 5", ""),
         ("name", None, "must be text, found nothing", ""),
         ("workload", "gpro", "must be ppo, grpo or sft, found the text 'gpro'", "`grpo`"),
@@ -339,12 +344,13 @@ def test_value_is_valid(path: str, value: object) -> None:
         ("stall_after_s", math.inf, "must be a finite number, found inf", ""),
         ("stall_after_s", True, "must be a number, found true", ""),
         ("stall_after_s", "30", "must be a number, found the text '30'", "without quotes"),
+        # PyYAML reads a number with an exponent and no decimal point, such as 1e-3, as text
         (
             "stall_after_s",
             "1e-3",
             "must be a number",
             "1.0e-3 instead of 1e-3",
-        ),  # YAML reads this as text
+        ),
         ("stall_after_s", "1m", "must be a number, found the text '1m'", ""),
         # probes
         (
@@ -433,11 +439,12 @@ def test_value_is_invalid(path: str, value: object, problem: str, remedy: str) -
         ("trainer.env.X", {"X": None}, "must be text, found nothing"),
         ("trainer.env.X", {"X": {}}, "must be text, found a mapping"),
         ("trainer.env.5", {5: "x"}, "the key must be text, found 5"),
+        # YAML reads the unquoted key `on` as the value true
         (
             "trainer.env.True",
             {True: "x"},
             "the key must be text, found true",
-        ),  # YAML reads the key `on` as true
+        ),
         ("trainer.env.A=B", {"A=B": "x"}, "must be the name of a variable, without `=`"),
         ("trainer.env.", {"": "x"}, "must not be empty"),
         ("trainer.ports.0", ["Metrics"], "must be text that matches the pattern ^[a-z]"),
@@ -593,11 +600,12 @@ def test_constructor_validates_like_a_file() -> None:
     [
         ({"size": {"not": -1}}, {"size": 32}, ""),
         ({"size": {"not": -1}}, {"size": -1}, "size is -1"),
+        # if the key is missing in the answer, the condition is not met
         (
             {"size": {"not": -1}},
             {},
             "size is not in the answer",
-        ),  # a missing key meets no condition
+        ),
         ({"size": {"not": -1}}, None, "size is not in the answer"),
         ({"ok": True}, {"ok": True}, ""),
         ({"ok": True}, {"ok": 1}, "ok is 1, not true"),  # 1 == True in Python, not in JSON

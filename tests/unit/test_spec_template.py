@@ -193,11 +193,12 @@ def test_unknown_name_is_a_fault_in_each_place(
         ("${}", "unknown name `${}`", ""),
         ("${trainer.port", "a `${` has no closing `}`", "`$${` for a literal `${`"),
         ("${a${run.id}}", "a `${` has no closing `}`", ""),
+        # the spec does not set `progress.total`
         (
             "${progress.total}",
             "unknown name `${progress.total}`",
             "",
-        ),  # the spec does not set the total
+        ),
         ("${trainer.ports.metrics}", "unknown name", ""),  # the component has no such port
     ],
 )
@@ -236,15 +237,16 @@ def test_used_and_listed_ports_are_reserved() -> None:
     components = {
         # the component uses its own port
         "api": {"command": ["a"], "ready": {"tcp": "${api.port}"}},
-        # no component uses the port of this component, so none is reserved
+        # no component uses the port of this component, so no port is reserved for it
         "judge": {
             "command": ["b"],
             "env": {"PEER": "${trainer.port}"},
         },
+        # the component `judge` uses this port; the spec lists two further ports
         "trainer": {
             "command": ["c"],
             "ports": ["metrics", "dash"],
-        },  # another component uses the port; the spec lists two further ports
+        },
     }
 
     assert list_required_ports(spec_of(components=components)) == (

@@ -346,7 +346,7 @@ async def test_sigkill_is_not_delayed_without_time_for_a_save(tmp_path: Path) ->
 
 
 async def follow_planned_ends(scene: Scene, until: float) -> None:
-    """Watch for planned ends until a time of the clock."""
+    """Let `TimeToSave` look for planned ends of the machines until the clock shows `until`."""
     watch = asyncio.create_task(scene.time_to_save.follow_planned_ends())
     async with asyncio.timeout(TEST_WITHIN_S):
         while scene.clock.now < until:
