@@ -76,7 +76,8 @@ def _limit_guardian(fault_run: FaultRun, limit: int, value: int) -> None:
     """
     starting = fault_run.phase.starting
     fault_run.until("gate.reached", starting)
-    # At level L4, the guardian outside the PID namespace starts a second guardian inside.
+    # A guardian is the process that starts a component and ends it. At level L4, the guardian
+    # outside the PID namespace starts a second guardian inside.
     expected = 2 if fault_run.level == "L4" else 1
     wait_until(lambda: len(fault_run.guardians(starting)) == expected, "its guardians are there")
     for guardian in fault_run.guardians(starting):

@@ -141,12 +141,12 @@ def kill_component(trial: Trial) -> None:
 
 
 def kill_guardian(trial: Trial) -> None:
-    """Kill the guardian of a random component."""
+    """Kill the guardian of a random component, the process that starts and ends the component."""
     kill(choice(trial, "guardian"))
 
 
 def kill_flow_and_guardians(trial: Trial) -> None:
-    """Kill the flow process and the guardians of all components."""
+    """Kill the flow process, and the guardian processes that own the components."""
     entries = trial.entries()
     trial.process.kill()
     for entry in entries:
@@ -190,11 +190,12 @@ _INJECTIONS: dict[str, tuple[Callable[[Trial], None], int]] = {
 
 
 def choice(trial: Trial, kind: str) -> int:
-    """Return the process id of a random component.
+    """Return the process id of a random component, or of its guardian process.
 
     Args:
         trial: The run.
-        kind: "process" for the component's first process, "guardian" for its guardian.
+        kind: "process" for the component's first process. "guardian" for its guardian, the process
+            that starts the component and ends it.
 
     Returns:
         0 if no component is registered.

@@ -67,10 +67,10 @@ def harness(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Componen
 
 @pytest.fixture
 def observed_flow(tmp_path: Path, forkserver: ForkServer) -> Iterator[Callable[..., ObservedFlow]]:
-    """Yield a function that starts a flow process under an oracle, which is a `ObservedFlow`.
+    """Yield a function that starts a flow process, and returns its `ObservedFlow`.
 
-    The oracle is a process that checks whether a descendant of the flow process survives. All
-    processes end with the test.
+    The parent of the flow process is an oracle: a process that checks whether a descendant of the
+    flow process survives. All processes end with the test.
     """
     witnesses: list[ObservedFlow] = []
 

@@ -105,7 +105,7 @@ async def hosts(tmp_path: Path, harness: ComponentHarness) -> AsyncIterator[Host
 
 
 def build_slot(rank: int = 0, *argv: str, port: int | None = None, **env: str) -> ServerSlot:
-    """Return the planned place of a server that runs the command `argv`. Default: a long sleep."""
+    """Return the plan of a server that runs the command `argv`. Default: a long sleep."""
     return ServerSlot(
         ranks=(rank,),
         engine=rank,
@@ -122,7 +122,7 @@ def build_slot(rank: int = 0, *argv: str, port: int | None = None, **env: str) -
 
 
 def build_http_slot(port: int, rank: int = 0) -> ServerSlot:
-    """Return the planned place of a server that runs the program SERVER on the port."""
+    """Return the plan of a server that runs the program SERVER on the port."""
     return build_slot(rank, sys.executable, "-I", "-S", "-c", SERVER, str(port), port=port)
 
 

@@ -55,7 +55,7 @@ class Fleet:
         host.on_death = self.deaths.put_nowait
 
     async def slot(self, rank: int, node: int, *, gpus: int = 4) -> ServerSlot:
-        """Return the planned place of a server on a node, with a port that the host reserved."""
+        """Return the plan of a server on a node, with a port that the host has reserved."""
         [port] = await self.host.hold_ports(node, [f"server.{rank}"])
         return ServerSlot(
             ranks=(rank,),
@@ -71,7 +71,7 @@ class Fleet:
         )
 
     async def start(self, slot: ServerSlot, epoch: int = 1) -> None:
-        """Start the server at its planned place, and wait until the server answers."""
+        """Start the server on its planned node and port, and wait until the server answers."""
         await self.host.start(slot, epoch)
         await until_true(lambda: self._answers(slot))
 
@@ -211,7 +211,7 @@ async def test_reported_death_has_the_last_output_of_the_server(
         assert "serving" in death.log_end
         assert await fleet.host.ask(0, _HEALTH, 5.0) == "rank 0 is not running"
         assert find_processes(slot) == []
-        # The server can be started again at the same place. Each start is a new epoch.
+        # The server can be started again on the same node and port. Each start is a new epoch.
         await fleet.start(slot, epoch=8)
 
 

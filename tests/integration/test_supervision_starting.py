@@ -312,9 +312,12 @@ def test_foreign_server_on_the_port_does_not_make_a_component_ready(
 def start_with_taken_port(
     harness: ComponentHarness, supervisor: Supervisor, take: Callable[[], None]
 ) -> Verdict:
-    """Start the api, call `take` once the api runs, and return the verdict on the attempt.
+    """Start the component `api` while another program takes its port; return the final state.
 
-    `take` lets another program listen on the port of the api.
+    Args:
+        harness: Creates the components.
+        supervisor: Supervisor of the attempt.
+        take: Lets another program listen on the port. It is called as soon as the api runs.
     """
 
     def wait_and_take() -> None:

@@ -249,7 +249,10 @@ CONSTRUCTIONS: tuple[tuple[str, str], ...] = (
 
 @cache
 def _any_construction() -> re.Pattern[str]:
-    """Return a pattern that matches any construction; its group number is the place in the list."""
+    """Return a pattern that matches any phrase of CONSTRUCTIONS.
+
+    The number of the matching group, from 1, is the position of the construction in the list.
+    """
     return re.compile("|".join(f"({pattern})" for pattern, _ in CONSTRUCTIONS))
 
 

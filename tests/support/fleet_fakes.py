@@ -76,7 +76,7 @@ def make_slot(
     weight_ranks: tuple[int, ...] | None = None,
     port: int | None = None,
 ) -> ServerSlot:
-    """Return the planned place of one server of a fake fleet.
+    """Return the plan of one server of a fake fleet, with its node and its port.
 
     Args:
         rank: Rank of the server.
@@ -147,7 +147,7 @@ class FakeHost:
         self.servers: dict[int, FakeServer] = {}
         #: Starts and stops of servers as `(time, verb, ranks)`. The verb is `start` or `stop`.
         self.log: list[tuple[float, str, tuple[int, ...]]] = []
-        #: Planned places (`ServerSlot`) of the servers that were started, by rank.
+        #: Plans (`ServerSlot`) of the servers that were started, by rank.
         self.slots: dict[int, ServerSlot] = {}
         #: Descriptions of wrong calls by the fleet, for example a start of a server that already
         #: runs.

@@ -41,8 +41,8 @@ class OracleResult:
     #: Time at which the last descendant ended, in UTC epoch seconds. 0 if a process was alive at
     #: the deadline.
     empty_at: float
-    #: The kernel's answers that the oracle used: the error `ECHILD`, and `populated` of a cgroup if
-    #: the oracle had one.
+    #: Kernel interfaces that confirmed that no process was left. "ECHILD": waitpid(2) found no
+    #: child. "populated": the file cgroup.events of the run's cgroup, if the run had a cgroup.
     oracles: tuple[str, ...]
     #: Paths of the cgroups that the flow process created but did not remove.
     cgroups: tuple[str, ...]
@@ -69,7 +69,7 @@ class ObservedFlow:
         deadline_s: float = 30.0,
         **fields: Any,
     ) -> None:
-        """Start the flow process under the oracle.
+        """Start the flow process as a child of an oracle, which checks for surviving descendants.
 
         Args:
             forkserver: Starts the process of the oracle.
@@ -77,10 +77,10 @@ class ObservedFlow:
             *components: Components of the run.
             oddity: Name of an unusual condition of the flow process, a key of
                 `supervising.CONDITIONS`.
-            at: See `supervising.FlowInstructions`, also for `level`, `gates` and `record_bytes`.
-            level: Highest containment level.
-            gates: Components whose start waits for a file.
-            record_bytes: Number of bytes that are added to the record.
+            at: Moment at which the condition begins, as in `supervising.FlowInstructions`.
+            level: Highest containment level to use: `L2`, `L3` or `L4`. Empty for the normal level.
+            gates: Names of the components whose start waits until the test creates a file.
+            record_bytes: Number of bytes by which the record file of the run is enlarged.
             wrapper: Command that executes the rest of its command line.
             env: Environment variables of the flow process, in addition to the variables of the
                 test. Without MUSTER_HOME, it is `home` in the directory.
@@ -179,14 +179,17 @@ class ObservedFlow:
         return Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2][0]
 
     def exists(self) -> bool:
-        """Return True until the oracle has reaped the flow process.
+        """Return True until the flow process has been reaped by its parent, the oracle process.
 
         A process whose main thread is a zombie still counts: its other threads may hold its files.
         """
         return Path(f"/proc/{self.pid}").exists()
 
     def list_descendants(self) -> list[int]:
-        """Return the process ids of all descendants of the oracle, with the flow process."""
+        """Return the process ids of the flow process and of all its descendants.
+
+        They are the descendants of the oracle process, which observes the flow process.
+        """
         return tree.descendants(self._oracle.pid)
 
     def kill(self, signum: signal.Signals = signal.SIGKILL) -> None:
@@ -203,7 +206,7 @@ class ObservedFlow:
             self.kill(signal.SIGTERM)
 
     def oracle_result(self) -> OracleResult:
-        """Wait until the oracle has ended, and return its result.
+        """Wait until the oracle process has ended, and return how the flow process ended.
 
         The oracle ends when the flow process and its descendants have ended, or at its deadline.
         Further calls return the same result.
@@ -249,7 +252,8 @@ class ObservedFlow:
     def clear(self) -> None:
         """Kill the processes that a failed test did not stop, and delete the flow run."""
         if not self._oracle.has_ended():
-            # The oracle has not yet reaped the flow process, so no other process has its pid.
+            # The oracle, the parent of the flow process, has not reaped it yet. So no other process
+            # has the pid of the flow process.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
             (self.directory / "release").touch()

@@ -66,7 +66,7 @@ class Nursery:
         self._send(pids)
 
     def close(self) -> None:
-        """End the nursery and all scheduler processes."""
+        """End the nursery process, and all scheduler processes that it has forked."""
         self._process.communicate(timeout=DEADLINE_S)
 
     def _send(self, request: Any) -> str:

@@ -230,7 +230,11 @@ class ComponentHarness:
         return self.end(supervisor)
 
     def end(self, supervisor: Supervisor) -> Verdict:
-        """Stop all components, check that no process survived, and return the attempt's verdict."""
+        """Stop all components, and return the verdict: the final state of the attempt.
+
+        Raises:
+            AssertionError: A process of a component survived.
+        """
         with supervisor:
             verdict = supervisor.teardown()
         assert self.list_survivors() == {}

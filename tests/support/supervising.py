@@ -382,7 +382,8 @@ def main() -> None:
     deadline_s, directory, *wrapper = sys.argv[1:]
     if not oracle.is_watched(float(deadline_s)):
         return
-    # Only the oracle may write to stdout. The output of the flow process goes to stderr.
+    # Only the oracle, the observing parent process, may write to stdout. The output of the flow
+    # process goes to stderr.
     os.dup2(2, 1)
     if wrapper:
         program = (sys.executable, "-m", "tests.support.supervising", directory)

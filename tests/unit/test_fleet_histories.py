@@ -45,7 +45,8 @@ class HistoryChecker:
     failed: Counter[int] = field(default_factory=Counter)
     #: True between the begin and the end of a weight sync.
     is_syncing: bool = False
-    #: Epoch and number of the broadcast in the last commit, by group. None before the first commit.
+    #: Epoch and number of the broadcast in the last commit, by the index of the lifecycle group.
+    #: None before the first commit.
     committed: dict[int, tuple[int, int]] | None = None
     #: Number of the broadcast that each `(engine, epoch)` received last.
     loaded: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -241,7 +242,11 @@ class HistoryChecker:
 
 
 def rebinding(ports: dict[int, int]) -> Callable[[int], Awaitable[list[Any]]]:
-    """Return a function that gives new ports to a group of two servers at each call."""
+    """Return a function that gives new ports to the two servers of an engine at each call.
+
+    Args:
+        ports: Last port by the index of the engine. The function updates it.
+    """
 
     async def rebind(group: int) -> list[Any]:
         ports[group] = ports.get(group, 8000) + 100

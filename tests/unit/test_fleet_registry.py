@@ -19,7 +19,7 @@ A, U, X, R, S = G.ACTIVE, G.SUSPECT, G.INACTIVE, G.RECOVERING, G.STALE
 
 
 def start_all(engines: int = 2, servers: int = 1) -> Registry:
-    """Return a registry whose groups are all ACTIVE."""
+    """Return the registry of a fleet whose engines are all in the state ACTIVE."""
     registry = Registry(make_topology(engines, servers))
     for group in range(engines):
         registry.mark_started(group, registry.begin(group))
@@ -83,7 +83,7 @@ def test_method_changes_a_group_only_in_its_legal_states(method: str, state: Gro
     if state in legal:
         call(registry, epoch)
     elif method in ("mark_started", "suspect") and state in (X, G.RETIRED):
-        # The epoch has ended, because the group was restarted. A late report about it is ignored.
+        # The servers of the group are stopped, so a late report about their epoch is ignored.
         call(registry, epoch)
         assert registry.view is before
     else:

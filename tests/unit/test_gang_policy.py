@@ -272,15 +272,16 @@ def test_fifo_rules(case: Case) -> None:
     check(case, "fifo")
 
 
-#: The first waiting gang (the head) needs the nodes a and b. Node b is free now, and node a in 100
-#: s.
+#: HEAD is the first waiting gang. It needs the nodes a and b. Node b is free now, and node a will be
+#: free in 100 s, when the running gang OTHER ends.
 HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        # a gang that ends before or exactly when the head can start may pass
+        # a later gang may start first if it ends before the first waiting gang can start, or
+        # exactly then
         Case([HEAD, waits(2, 8, for_s=99)], [OTHER], {"w2": "b"}, {"w1": GPUS}),
         Case([HEAD, waits(2, 8, for_s=100)], [OTHER], {"w2": "b"}, {"w1": GPUS}),
         # a run that would end after the expected start of the first run may not start before it
@@ -290,29 +291,31 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {},
             {"w1": GPUS, "w2": reason(WOULD_DELAY, "w1")},
         ),
-        # a gang may pass if the head still fits while it is running, even if it runs long
+        # a later gang may start first if the first waiting gang still fits beside it, even if the
+        # later gang runs long
         Case(
             [waits(1, 8), waits(2, 3, for_s=9000), waits(3, 1), waits(4, 1)],
             [held("h1", 100, a=8), held("h2", 5000, b=4)],
             {"w2": "b", "w3": "b"},
             {"w1": GPUS, "w4": BEHIND},
         ),
-        # the GPUs of all gangs that pass the head and still run at its start are added up
+        # several gangs start before the first waiting gang and still run when it can start: their
+        # GPUs are added up
         Case(
             [waits(1, 6, 2), waits(2, 2), waits(3, 2), waits(4, 1)],
             [held("h1", 100, a=8), held("h2", 100, b=4)],
             {"w2": "b"},
             {"w1": GPUS, "w3": WOULD_DELAY, "w4": WOULD_DELAY},
         ),
-        # the GPUs of a gang that ends before the start of the head are not counted
+        # the GPUs of a gang that ends before the first waiting gang can start are not counted
         Case(
             [waits(1, 6, 2), waits(2, 2, for_s=50), waits(3, 2)],
             [held("h1", 100, a=8), held("h2", 100, b=4)],
             {"w2": "b", "w3": "b"},
             {"w1": GPUS},
         ),
-        # w2 would get two of the three free GPUs on node a, which the head needs. After w3 has
-        # taken one of them for a while, w4, which has the same demand, gets node b
+        # w2 would get two of the three free GPUs on node a, which w1 needs. After w3 has taken one
+        # of these GPUs for a while, w4, which has the same demand as w2, gets node b
         Case(
             [waits(1, 8), waits(2, 2), waits(3, 2, for_s=50), waits(4, 2)],
             [held("h1", 100, a=5), held("h2", 5000, b=4)],
@@ -330,8 +333,8 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {"w1": "a", "w3": "b"},
             {"w2": reason(GPUS, "w1", in_s=300)},
         ),
-        # if gangs end at the same time, only the gangs that the head needs count as ended: h1 comes
-        # before h2, so the GPUs of h2 on node b count as held
+        # h1 and h2 end at the same time: the first waiting gang needs only the GPUs of h1, so the
+        # GPUs of h2 on node b count as held
         Case(
             [waits(1, 8), waits(2, 2)],
             [held("h2", place=2, b=6), held("h1", place=1, a=8)],
@@ -359,7 +362,7 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {"w2": "b"},
             {"w1": reason(GPUS), "w3": reason(BEHIND, "w1")},
         ),
-        # GPUs are reserved for a requeued gang at the head of the queue
+        # GPUs are reserved for a requeued gang that is the first in the queue
         Case(
             [
                 *(waits(1, 8, 2, in_s=30), waits(2, 4, for_s=30)),

@@ -32,9 +32,9 @@ FOUND = LeftoverProcess(node="10.0.0.5", pid=812, command="train --token s3cret"
 
 
 class Cluster:
-    """Fake Ray cluster. It records the requests, and returns a fixed result for each sweep.
+    """Fake Ray cluster. Each search of its nodes for leftover processes has a fixed result.
 
-    A sweep searches the nodes for leftover processes of a job.
+    The cluster records the requests.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Cluster:
         self.lost: list[tuple[str, float]] = []
         self.is_away = False
         self.report = SweepReport()
-        #: Ids of the nodes that each sweep has searched. An empty set means all nodes.
+        #: Ids of the nodes in each search for leftover processes. An empty set means all nodes.
         self.swept: list[set[str]] = []
         self.asked: list[str] = []
 
