@@ -25,8 +25,8 @@ from tests.support.observed_flow import ObservedFlow
 from tests.support.process_trees import SHAPES
 from tests.support.supervised_components import ComponentHarness, sh, wait_until
 
-#: Unusual states of the flow process, by the number of the fault: title of the case, and name of
-#: the function in `tests.support.supervising` that brings the flow process into the state.
+#: Unusual conditions of the flow process, by the number of the fault: the title of the fault case,
+#: and the name of the condition, a key of `CONDITIONS` in `tests.support.supervising`.
 _ODDITIES = {
     21: ("SIGCHLD ignored, inherited", "sigchld-ignored"),
     22: ("blocked signal mask, inherited", "signals-blocked"),

@@ -419,7 +419,7 @@ async def test_run_survives_a_temporary_loss_of_the_dashboard(
     await wire.stop()
     await until_holds(lambda: "contact.lost" in event_names_of(run), "the cut is noticed")
     steps_before = len(steps_of(run))
-    await asyncio.sleep(3.0)  # Duration of the cut.
+    await asyncio.sleep(3.0)  # The network to the Ray dashboard is cut for 3 s.
     await wire.start()
     await until_holds(lambda: "contact.back" in event_names_of(run), "the contact is back")
     await until_holds(lambda: len(steps_of(run)) > steps_before + 20, "the log grows")
@@ -444,7 +444,7 @@ async def test_loss_of_the_dashboard_during_the_submit_creates_only_one_job(
 
     await until_holds(lambda: b"POST /api/jobs/" in wire.passed, "the submit is sent")
     await wire.stop()
-    await asyncio.sleep(3.0)  # Duration of the cut.
+    await asyncio.sleep(3.0)  # The network to the Ray dashboard is cut for 3 s.
     await wire.start()
     await asyncio.to_thread(run.wait_until_running)
     finished.touch()

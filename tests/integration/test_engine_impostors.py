@@ -15,7 +15,8 @@ from tests.integration.test_fleet_process import COMMAND, SERVER, FleetProcess, 
 from tests.support.attack_programs import FLOODS, OTHER_USER, only_as_root, start_as_another_user
 from tests.support.supervised_components import DEADLINE_S, free_port, wait_until
 
-__all__ = ("fleet",)  # A pytest fixture.
+# Importing this pytest fixture makes it available to the tests of this file.
+__all__ = ("fleet",)
 
 #: A program that listens on a port, prints "listens", then prints all data that it receives.
 #:

@@ -18,7 +18,8 @@ from tests.integration.test_gateway import (
 )
 
 pytestmark = pytest.mark.asyncio
-__all__ = ("event_loop_policy",)  # A pytest fixture.
+# Importing this pytest fixture makes it available to the tests of this file.
+__all__ = ("event_loop_policy",)
 
 _GET = b"GET /x HTTP/1.1\r\nHost: localhost\r\n"
 _POST = b"POST /x HTTP/1.1\r\nHost: localhost\r\n"

@@ -62,7 +62,10 @@ _RUN = {
 
 
 class ModulePaths:
-    """The modules on each path, in the order of their first call, with the called function."""
+    """The modules that are called on each of the three paths through Muster.
+
+    The modules are in the order of their first call. Each has the name of the called function.
+    """
 
     def __init__(self) -> None:
         #: Modules on the path from the spec to the start of its program.
@@ -194,7 +197,7 @@ def trace_wait(ways: ModulePaths) -> None:
 
 
 def main() -> None:
-    """Print the modules on each path."""
+    """Print the modules on each of the three paths through Muster."""
     ways = trace_run()
     trace_wait(ways)
     for title, modules in (

@@ -81,7 +81,7 @@ class ObservedFlow:
             level: Highest containment level to use: `L2`, `L3` or `L4`. Empty for the normal level.
             gates: Names of the components whose start waits until the test creates a file.
             record_bytes: Number of bytes by which the record file of the run is enlarged.
-            wrapper: Command that executes the rest of its command line.
+            wrapper: Command prefix of the flow process, for example `unshare` with its options.
             env: Environment variables of the flow process, in addition to the variables of the
                 test. Without MUSTER_HOME, it is `home` in the directory.
             deadline_s: Seconds that descendants may survive the flow process.
@@ -125,11 +125,10 @@ class ObservedFlow:
         return flow_run
 
     def reconcile(self) -> dict[str, Any]:
-        """Clean up the runs whose flow process has died; return the result of each run.
+        """Clean up the runs whose flow process has died; return the result of each run by its id.
 
-        A new process does the clean-up.
-
-        The results have the form of `tests.support.reconciling`.
+        A new process does the clean-up. It runs the program `tests.support.reconciling`, whose
+        docstring describes the results.
         """
         log = self.directory / "reconciling.log"
         env = {"MUSTER_HOME": str(self.home)}

@@ -103,7 +103,10 @@ class RayNode:
 
 
 class RayCluster:
-    """A Ray cluster with a head node and worker nodes. `started` runs a cluster in a context."""
+    """A Ray cluster with a head node and worker nodes.
+
+    The class method `run` is a context manager that runs a cluster.
+    """
 
     def __init__(
         self,

@@ -83,11 +83,11 @@ class S3Server:
         urllib.request.urlopen(request, timeout=10).close()
 
     def delay(self, delay_s: float) -> None:
-        """Answer each later request only after some seconds."""
+        """From now on, answer each request only after `delay_s` seconds."""
         self.before_request = lambda method, path: void(self._is_stopping.wait(delay_s))
 
     def client(self) -> Any:
-        """Return a client that needs no environment variables."""
+        """Return a boto3 client of the server, with its address and its credentials."""
         return boto3.client(
             "s3",
             endpoint_url=self.url,

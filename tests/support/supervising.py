@@ -376,8 +376,8 @@ def main() -> None:
 
     Arguments of the program: `DEADLINE_S DIRECTORY [WRAPPER...]`.
 
-    Descendants may survive the flow process for DEADLINE_S seconds. WRAPPER is a command that
-    executes the rest of its command line.
+    Descendants may survive the flow process for DEADLINE_S seconds. WRAPPER is a command prefix of
+    the flow process, for example `unshare` with its options.
     """
     deadline_s, directory, *wrapper = sys.argv[1:]
     if not oracle.is_watched(float(deadline_s)):

@@ -1,4 +1,7 @@
-"""A run that waits in its own process: its messages, and the cluster of a run without a gang."""
+"""Tests of a run that waits for its GPUs in its own process.
+
+They check the messages of the run, and the Ray cluster of a run that requests no gang.
+"""
 
 from __future__ import annotations
 
@@ -85,12 +88,12 @@ def test_position_and_reason_are_reported_when_they_change(
 @pytest.mark.parametrize(
     ("pool", "labels", "address"),
     [
-        # the run's own pool
+        # a run without a grant uses the only cluster of its own pool
         ("other", {}, "http://b:8265"),
         # the run was started without a worker, or by a worker of another type than gang
         ("", {}, "http://a:8265"),
         ("process", {}, "http://a:8265"),
-        # the granted cluster, even if the pool lists another cluster now
+        # a run with a grant uses the granted cluster, even if the pool now lists another cluster
         ("gang", Grant(nodes={}, cluster="http://c:8265").label(), "http://c:8265"),
     ],
 )

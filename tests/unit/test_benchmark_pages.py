@@ -19,7 +19,7 @@ def limit(bound: float) -> Limit:
 @pytest.mark.parametrize(
     ("values", "bound", "expected"),
     [
-        # 5 + 0.5 n
+        # n runs take 5 + 0.5 n milliseconds
         ((10.0, 55.0, 505.0), 1_000, "1,900"),
         # the result is at most ten times the largest measured number of runs
         ((10.0, 55.0, 505.0), 100_000, "over 10,000"),

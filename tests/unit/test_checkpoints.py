@@ -210,7 +210,7 @@ def attempts(count: int, **of_last: object) -> list[AttemptRecord]:
 def run_of(
     tmp_path: Path, checkpoints: str | None, attempts: int, keep: int | None = None
 ) -> tuple[RunSpec, RunPlace]:
-    """Write the files of a run with a number of attempts."""
+    """Write the files of a run with a number of attempts; return its spec and its paths."""
     trainer: dict[str, object] = {"command": ["python"], "cwd": str(tmp_path), "keep": keep}
     if checkpoints is not None:
         trainer["checkpoints"] = checkpoints

@@ -1,5 +1,8 @@
 r"""Behaviours that a fleet of inference servers must have, with the tests that show each.
 
+The table numbers the known faults of XTuner's fleet of inference servers, which Muster's fleet must
+not have:
+
 | nr | test |
 | --- | --- |
 | 1 | test_group_that_fails_while_generating_is_stopped_before_the_next_check |

@@ -103,7 +103,7 @@ def judge(evidence: Evidence, threshold: int) -> str:
         (0, 1.0),
         (1, 2.0),
         (5, 32.0),
-        # the upper bound
+        # a pause is never longer than 60 s
         (6, 60.0),
         (10_000, 60.0),
     ],
@@ -154,7 +154,7 @@ def test_budget_is_charged_once_for_each_attempt_of_an_incident() -> None:
         ({}, 3, 10),
         ({"parallel": 2}, 4, 12),
         ({}, 64, 192),
-        # the value of the spec
+        # the spec sets the restart budget
         ({"budget": 1}, 64, 1),
         ({"budget": "unlimited"}, 1, math.inf),
     ],

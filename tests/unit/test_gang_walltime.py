@@ -15,20 +15,21 @@ MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
     ("hours", "expected_s"),
     [
         (0.01, 10 * MINUTE),
-        # an estimate that is exactly a class, and an estimate a little longer than the class
+        # an estimate of exactly one duration class (10 minutes), and an estimate that is a little
+        # longer, so that the next class counts
         (1 / 6, 10 * MINUTE),
         (0.17, HOUR),
         (1, HOUR),
         (1.01, 4 * HOUR),
         (5, 12 * HOUR),
-        # specs without an estimate
+        # 24 hours is the estimate of a spec that names none
         (24, DAY),
         (25, 3 * DAY),
         (100, 7 * DAY),
         (169, 14 * DAY),
         (337, 60 * DAY),
         (60 * 24, 60 * DAY),
-        # longer than all classes: whole days
+        # an estimate that is longer than all duration classes is rounded up to whole days
         (60 * 24 + 1, 61 * DAY),
         (2400, 100 * DAY),
     ],

@@ -151,7 +151,7 @@ A = {"name": "a", "spec": spec()}
                 "attempt.dir)"
             ],
         ),
-        # changes to a spec
+        # the key `set` of a stage, which changes values of the run spec
         (
             pipeline({**A, "set": {"components.trainer.command.7": "x"}}),
             [

@@ -60,7 +60,7 @@ def region(*texts: str) -> Text:
         ("one\r\ntwo\r\n", "one\ntwo\n"),
         ("bell\x07, backspace\x08, null\x00, C1 \x9b31m", "bell, backspace, null, C1 31m"),
         ("a\tb", "a   b"),
-        # cut short
+        # an incomplete control sequence at the end
         ("end \x1b", "end "),
     ],
 )

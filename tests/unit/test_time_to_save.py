@@ -48,7 +48,8 @@ class Trainer:
     plan: ComponentPlan
     #: Returns the processes that handle the warning signal now.
     handlers: Callable[[], list[str]] = lambda: ["pid 7"]
-    #: Returns the time at which a machine will end the trainer, as it is known at a time.
+    #: Returns the planned end of the trainer by its machine, as known at the given time of the
+    #: clock. None if no end is planned.
     planned_end: Callable[[float], PlannedEnd | None] = lambda now: None
     name: str = "trainer"
     is_hung: bool = False
@@ -117,8 +118,8 @@ def make_scene(
         warn_s: Seconds from the warning to the end. None for no warning.
         grace_s: Seconds from the stop signal to SIGKILL.
         save_grace_s: Longest wait for a checkpoint in seconds.
-        is_saving: Returns True if the trainer writes a checkpoint at a time of the clock.
-        find_checkpoint: Returns the newest complete checkpoint at a time of the clock.
+        is_saving: Returns True if the trainer writes a checkpoint at the given time of the clock.
+        find_checkpoint: Returns the newest complete checkpoint at the given time of the clock.
     """
     clock = Clock()
     plan = ComponentPlan(
