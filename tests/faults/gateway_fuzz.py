@@ -558,7 +558,7 @@ def _take_request(world: World, received: Message) -> Script:
     """Check that a client sent the request that an engine received.
 
     Returns:
-        The script that tells the engine how to answer the request.
+        The script with the engine's answer to the request.
     """
     world.arrived[received.id] += 1
     candidates = world.sent.get(received.id, [])

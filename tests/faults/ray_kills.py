@@ -118,7 +118,7 @@ class Trial:
 
     @property
     def starts_path(self) -> Path:
-        """File to which each start of the Ray job appends the number of the run's attempt."""
+        """File with the number of the attempt for each start of the Ray job, one per line."""
         return self.host_env.home / f"began-{self.number}"
 
     def spec(self) -> dict[str, Any]:
@@ -337,7 +337,7 @@ def _wrong_jobs(trial: Trial, record: dict[str, Any], jobs: dict[str, str]) -> l
 
 
 def _leftovers(trial: Trial) -> list[str]:
-    """Return messages about processes and registry entries that are left after the run."""
+    """Return messages about leftover processes and registry entries of the run."""
     messages = []
     if pids := processes_with("MUSTER_RUN_ID", f"{trial.name}-", begins=True):
         messages.append(f"processes of the job left: {pids}")

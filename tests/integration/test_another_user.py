@@ -51,7 +51,7 @@ pytestmark = [
 def home() -> Iterator[Path]:
     """Yield a new MUSTER_HOME below a directory that every user may enter.
 
-    The umask is 022 meanwhile, so new files are readable for all users by default.
+    During the test, the umask is 022, so new files are readable for all users by default.
     """
     old_umask = os.umask(0o022)
     directory = Path(tempfile.mkdtemp(prefix="muster-another-", dir="/tmp"))

@@ -54,8 +54,8 @@ class VllmFleet:
         """
         self.directory = directory
         port = free_port()
-        #: The weights of each version. The weights of the fake server are a single number, by which
-        #: it multiplies log-probabilities.
+        #: The weights of each version. The weights of the fake server are a single number: the
+        #: factor of all log-probabilities.
         self.scales = {0: 1.0}
         plan = FleetPlan(
             **{

@@ -112,7 +112,7 @@ def test_offline_files_of_wandb_show_each_step_once(muster_home: Path, tmp_path:
     trainings = [run for run in runs if "loss" in run.metrics]
     assert len({run.id for run in runs}) == len(runs)
     assert {run.group for run in runs} == {RUN_ID}
-    # The second program of the component has runs of its own.
+    # The second program of the component has its own runs in W&B.
     assert len([run for run in runs if run.metrics == {"accuracy"}]) == 3
     # W&B itself loses the last rows of a process that is killed, as attempt 2 was.
     steps = {run.name: [row["_step"] for row in run.history] for run in trainings}

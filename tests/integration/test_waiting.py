@@ -214,9 +214,9 @@ def test_handover_succeeds_if_the_response_of_the_server_is_lost(
 
 
 class Wrapped:
-    """A context manager that enters another one, and yields that one's object in a wrapper.
+    """A context manager that enters the context manager `inner`, and changes its result.
 
-    The function `wrap` makes the wrapper.
+    The function `wrap` makes the new result from the result of `inner`.
     """
 
     def __init__(self, inner: Any, wrap: Callable[[Any], Any]) -> None:

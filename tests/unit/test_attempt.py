@@ -346,7 +346,7 @@ async def test_gpu_utilisation_of_a_run_is_published(
     is_collecting = asyncio.Event()
 
     async def of_cluster() -> Mapping[str, float]:
-        # Publish nothing before this test collects what is published.
+        # Publish nothing before this test collects the published values.
         await is_collecting.wait()
         # After the last entry of the script, the cluster does not answer.
         return next(cluster, None) or {}["no answer"]

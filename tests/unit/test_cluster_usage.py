@@ -45,7 +45,7 @@ LONG_S, SHORT_S = 30.0, 0.5
 
 
 def node(node_id: str = ONE, name: str = "n1", used: dict[str, float] | None = None) -> NodeReport:
-    """Return the report of a node with 8 GPUs and 32 CPUs, of which `used` are in use."""
+    """Return the report of a node with 8 GPUs and 32 CPUs; `used` has the amounts in use."""
     own = {"GPU": 8.0, "CPU": 32.0, "worker_node": 100.0, "memory": 1e9, "node:10.0.0.5": 1.0}
     free = {key: amount - (used or {}).get(key, 0.0) for key, amount in own.items()}
     return NodeReport(node_id=node_id, name=name, own=own, available=free)

@@ -182,8 +182,8 @@ async def test_dead_engine_behind_a_live_http_server_is_detected(servers: int) -
     await harness.wait_until_failed(within_s=31.0)
 
     assert harness.last_failure_cause() == "rank 0 does not work: 503 Scheduler is dead"
-    # Of the two servers of an engine, only the entrypoint, which receives requests, is probed. The
-    # other server answers 200 even if the engine is dead.
+    # An engine has two servers. Only the entrypoint, which receives requests, is probed. The other
+    # server answers 200 even if the engine is dead.
     assert harness.prober.times(1) == []
 
 

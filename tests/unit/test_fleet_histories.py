@@ -260,8 +260,8 @@ async def play_history(seed: int) -> tuple[HistoryChecker, float]:
     """Play a random history.
 
     Returns:
-        The `HistoryChecker` with its recorded violations, and the number of seconds by which the
-        final stop exceeded its time limit.
+        The `HistoryChecker` with its recorded violations, and the seconds that the final stop took
+        beyond its time limit.
     """
     dice = Random(seed)
     harness = FleetHarness(

@@ -40,7 +40,7 @@ def group_moved(engine: int, before: str, after: str, cause: str = "") -> Event:
     return fleet_event("rollout.group.state", **move, epoch=1)
 
 
-#: Events after which two of three engines serve and the third recovers.
+#: Events of a fleet with three engines. At the end, two engines serve and the third recovers.
 LIFE = [
     *(group_moved(engine, "starting", "active") for engine in range(3)),
     group_moved(2, "active", "inactive", "rank 2 died"),

@@ -142,7 +142,7 @@ def test_current_attempt_and_components_get_an_end_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("verdict", "retried", "loss", "state", "message"),
     [
-        # the attempt has its final state, but the run does not have one yet
+        # the attempt has its final state, but the run has no final state yet
         ("completed", False, FlowLoss(pid=1), "completed", "completed; the flow process"),
         ("failed", False, FlowLoss(pid=1), "failed", "STORAGE: disk full"),
         ("cancelled", False, FlowLoss(pid=1), "cancelled", "cancelled; the flow process"),

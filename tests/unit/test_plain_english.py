@@ -36,7 +36,7 @@ _EXAMPLES = {"tests/support/dialect.py", "tests/unit/test_plain_english.py"}
 def _places_of_code() -> list[str]:
     """Return the folders and files whose code is checked, relative to the root of the project.
 
-    They are the folders in `tasks/` and `tests/`, the files beside these folders, `flows` and
+    They are the folders and files directly in `tasks/` and `tests/`, and the folders `flows` and
     `deployments`.
     """
     places = [

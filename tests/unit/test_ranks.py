@@ -104,7 +104,7 @@ def fail(text: str) -> Failure:
             "RUNTIME_ERROR",
             "rank 1 (pid 7) was killed by SIGSEGV first",
         ),
-        # Both ranks were dead when torchrun looked, and it looked at rank 0 first.
+        # Both ranks were dead when torchrun checked them, and torchrun checked rank 0 first.
         (
             STEPS + LOST_PEER + table(entry(0, 1, 6), entry(1, -9, 7, "(SIGKILL)")),
             "UNKNOWN",

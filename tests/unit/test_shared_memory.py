@@ -15,9 +15,9 @@ from tests.support.supervised_components import DEADLINE_S
 
 
 class Crowd:
-    """Simulated ten seconds in which other processes create 20 files per second in /dev/shm.
+    """Simulation of ten seconds in which other processes create 20 files per second in /dev/shm.
 
-    Each check of which process uses a file takes 50 ms of CPU time.
+    Muster checks which process uses a file. Each of these checks takes 50 ms of CPU time.
     """
 
     def __init__(self, directory: Path) -> None:

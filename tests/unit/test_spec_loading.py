@@ -125,7 +125,8 @@ def test_example_spec_of_the_design_loads(tmp_path: Path) -> None:
             "components.trainer.ready.notify",
             "cannot send READY=1 to this machine",
         ),
-        # local processes end together with the flow process, so the next one cannot adopt them
+        # local processes end together with the flow process, so the next flow process cannot adopt
+        # them
         (
             {"components": {"trainer": JOB, "api": {"command": ["a"]}}, "on_lost_flow": "adopt"},
             "on_lost_flow",

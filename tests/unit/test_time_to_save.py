@@ -162,7 +162,7 @@ async def announce_end(scene: Scene, in_s: float) -> None:
     [
         (3600.0, 3000.0),
         (600.0, 0.0),
-        # Less time is left than the spec asks for, so the warning is sent at once.
+        # The end is nearer than the warning time of the spec, so the warning is sent at once.
         (30.0, 0.0),
     ],
 )
