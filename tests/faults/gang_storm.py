@@ -125,7 +125,7 @@ class Storm:
     done: list[str] = field(default_factory=list)
 
     def specs(self, *, failing_share: float = 0.0) -> Iterator[dict[str, Any]]:
-        """Draw the run specs.
+        """Yield random run specs.
 
         Args:
             failing_share: Share of the runs whose first attempts do not find their GPUs, 0 to 1.

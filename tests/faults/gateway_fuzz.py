@@ -587,7 +587,7 @@ def _plain(id: bytes, body: bytes) -> Script:
 
 
 def _script(dice: Random, id: bytes, method: bytes) -> Script:
-    """Draw the answer of an engine to a request, and the answer that the client must then get."""
+    """Return a random answer of an engine, with the answer that the client must then get."""
     kind = dice.random()
     if kind < 0.15:
         raw = dice.choice(_HOSTILE_ANSWERS)

@@ -251,7 +251,10 @@ def begin(trial: Trial) -> None:
 
 
 def kill_at_its_moment(trial: Trial) -> None:
-    """Kill the run's flow process in the drawn moment, unless the process has ended before."""
+    """Kill the flow process of a run at the moment that was chosen for this run.
+
+    If the flow process ends before this moment, it is not killed.
+    """
     is_due, length_s = _MOMENTS[trial.moment]
     if not becomes_true(lambda: flow_pid(trial), _COMES_WITHIN_S):
         trial.faults.append("its flow process never began")
@@ -351,7 +354,7 @@ def _leftovers(trial: Trial) -> list[str]:
 
 
 def drawn(runs: int, seed: int, host_env: HostEnvironment, cluster: RayCluster) -> list[Trial]:
-    """Draw the runs at random.
+    """Return the runs of the test, in random order and with random durations.
 
     Each way to start a run is combined with each moment of the kill about equally often.
     """

@@ -305,7 +305,7 @@ def state_on(api_url: str, trial: Trial) -> str:
 
 
 def drawn(runs: int, home: Path) -> list[Trial]:
-    """Draw the runs with their faults."""
+    """Return the runs of the test, each with a random fault."""
     names = list(_INJECTIONS)
     weights = [weight for _, weight in _INJECTIONS.values()]
     trials = []

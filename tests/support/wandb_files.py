@@ -53,7 +53,9 @@ def read_offline_runs(folder: Path) -> list[WandbRun]:
 
 
 def merge_history(runs: Iterable[WandbRun], step: str = "_step") -> list[dict[str, Any]]:
-    """Return the curve of several attempts: for each step, the row of the last attempt with it.
+    """Return one history of several attempts.
+
+    If several attempts have a row for the same step, the row of the last attempt is used.
 
     Args:
         runs: The runs, in the order of their start.

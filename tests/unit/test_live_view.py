@@ -25,7 +25,7 @@ def spec(**fields: Any) -> RunSpec:
 
 
 def viewed(*events: Event, of: RunSpec | None = None) -> ObservedRun:
-    """Return the displayed state of a run after its attempt has begun and these events."""
+    """Return the displayed state of a run after the start of its attempt and the given events."""
     seen = ObservedRun(of or spec())
     for event in (BEGUN, *events):
         seen.observe(event)
