@@ -229,7 +229,7 @@ class RayJob(RunningComponent):
         `until_running` waits until the job has been submitted and runs.
 
         Raises:
-            OSError: The registry could not be written. The job was not submitted.
+            OSError: The job could not be recorded on disk, and was therefore not submitted.
         """
         self._emit_event("component.starting")
         self._context.ports.release(self.name)
@@ -240,7 +240,7 @@ class RayJob(RunningComponent):
         is_adopted = self._job.may_be_submitted_since is not None
         self._note_start()
         if is_adopted:
-            # `_files` lists files that existed before the launch and therefore do not prove that
+            # `_files` lists files that existed before the launch. Such a file does not prove that
             # the component is ready. Here the job already runs and may have written the files, so
             # all files count.
             self._files.clear()
@@ -262,7 +262,8 @@ class RayJob(RunningComponent):
             ComponentFailed: The job could not be submitted or did not start in time.
         """
         assert self._submitting is not None
-        # If this call is cancelled, only `end` and `detach` cancel the submission, and wait for it.
+        # `shield` lets the submission of the job continue if this call is cancelled. Only the
+        # methods `end` and `detach` cancel the submission.
         await asyncio.shield(self._submitting)
         self.is_pending = False
         # The time limits of the component count from now, because the job may have been pending for
@@ -342,7 +343,10 @@ class RayJob(RunningComponent):
     async def warn(self, signum: int) -> list[str]:
         """Send a signal to the processes of the job that handle the signal, on every node.
 
-        The nodes are asked at most every ten seconds.
+        If the last call was less than ten seconds ago, nothing is sent.
+
+        Returns:
+            Texts that name the processes that got the signal: `node NAME, pid PID`.
         """
         now = time.monotonic()
         if self.is_pending or self._is_final or now < self._warn_again_s:
@@ -375,7 +379,12 @@ class RayJob(RunningComponent):
         self._warn_again_s = 0.0
 
     async def read_planned_end(self) -> PlannedEnd | None:
-        """Return when the cluster will end a node of the job, because it drains the node."""
+        """Return when the cluster will end the first drained node of the job, and the reason.
+
+        Returns:
+            None if the job does not run, or if the cluster drains no node of the job or does not
+            answer.
+        """
         if self._state is None or self._is_final:
             return None
         try:

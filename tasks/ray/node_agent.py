@@ -55,7 +55,7 @@ NAMESPACE = "muster"
 
 
 def _look_at_machine(**arguments: Any) -> dict[str, Any]:
-    """Return facts about this node. Leftover processes are listed only for runs that have ended."""
+    """Return facts about this node, with the leftover processes of runs that have ended."""
     result = gather_facts(**arguments)
     run_ids = {carrier["run_id"] for carrier in result["carriers"]}
     active_ids = {run_id for run_id in run_ids if _find_activity({"MUSTER_RUN_ID": run_id})}
@@ -63,8 +63,9 @@ def _look_at_machine(**arguments: Any) -> dict[str, Any]:
     return result | {"carriers": leftovers}
 
 
-#: The function of each order, by the name of the order. The function carries out the order on this
-#: machine and returns JSON data. It takes a short time and may be called repeatedly.
+#: The function of each order, by the name of the order. An order is a request to an agent. The
+#: function carries out the order on this machine and returns JSON data. Each function takes a short
+#: time and may be called repeatedly.
 ORDERS: Mapping[str, Callable[..., Mapping[str, Any]]] = {
     "sweep": end_carriers,
     "examine": examine_carriers,
@@ -75,15 +76,15 @@ ORDERS: Mapping[str, Callable[..., Mapping[str, Any]]] = {
     "gpus": read_gpus,
     "greet": dict,
 }
-#: Names of the orders that act on a whole machine. If several nodes run on one machine, only one of
-#: their agents gets such an order.
+#: Names of the orders (requests to agents) that act on a whole machine. If several Ray nodes run on
+#: one machine, only one of their agents gets such an order.
 OF_MACHINES = ("sweep", "examine", "warn")
-#: An agent ends itself after this number of seconds without an order.
+#: An agent of Muster ends itself after this number of seconds without an order (request).
 _UNUSED_S = 24 * 3600.0
 #: An agent with the code of an older Muster ends itself after this number of seconds without an
-#: order. Every order takes less time.
+#: order (request). Carrying out an order always takes less time.
 _REPLACED_UNUSED_S = 60.0
-#: Seconds within which a client must send its order after it has connected.
+#: Seconds within which a client must send its order (request) after it has connected to an agent.
 _ORDER_TIMEOUT_S = 10.0
 #: Largest number of clients that an agent serves at the same time.
 _MAX_CLIENTS = 64
@@ -99,7 +100,7 @@ _FINAL = ("STOPPED", "SUCCEEDED", "FAILED")
 
 
 def signed_text(node_id: str, nonce: str, order: bytes) -> bytes:
-    """Return the text that the sender of an order must sign.
+    """Return the text that the sender of an order, which is a request to an agent, must sign.
 
     Args:
         node_id: Ray's id of the node that receives the order, in hex.
@@ -124,7 +125,7 @@ def is_signed(modulus: int, text: bytes, signature: bytes) -> bool:
 
 
 def execute_order(what: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Carry out an order on this machine.
+    """Carry out an order, which is a request such as `sweep`, on this machine.
 
     Args:
         what: Name of the order, from ORDERS.
@@ -148,7 +149,7 @@ def _find_activity(wanted: Mapping[str, str]) -> str:
     """Return the reason why certain processes must not be killed, or an empty string.
 
     Processes must not be killed while a Ray job of their run is active. They must not be killed
-    either while a guardian process that owns their component runs on this machine.
+    either while their guardian, which is the Muster process that owns them, runs on this machine.
 
     Args:
         wanted: Environment variables that the processes have: MUSTER_RUN_ID, and optionally
@@ -180,7 +181,7 @@ def _find_activity(wanted: Mapping[str, str]) -> str:
 
 
 class NodeAgent:
-    """Muster's agent on a Ray node, as a Ray actor that carries out orders.
+    """Muster's agent on a Ray node: a Ray actor that carries out orders (requests such as `sweep`).
 
     The agent listens for clients until the node or the cluster ends, or until no order has arrived
     for a day. When a client connects, the agent sends a greeting: one line with the agent's
@@ -194,8 +195,8 @@ class NodeAgent:
         Args:
             node_id: Ray's id of the agent's node, in hex.
             host: IP address of the node, at which the agent listens.
-            modulus: Modulus of the RSA public key that verifies orders. If 0, the agent does not
-                listen, and orders can arrive only through Ray.
+            modulus: Modulus of the RSA public key that verifies requests. If 0, the agent does not
+                listen, and requests can arrive only through Ray.
             name: Name of the Ray actor. In the cluster's key-value table, this name is also the key
                 of the agent's address.
         """
@@ -205,7 +206,7 @@ class NodeAgent:
         self._modulus = modulus
         self._name = name
         self._own = ray.get_runtime_context().current_actor
-        #: Time of the last order, in CLOCK_MONOTONIC seconds.
+        #: Time of the last request to this agent, in CLOCK_MONOTONIC seconds.
         self._asked_s = time.monotonic()
         self._client_slots = threading.Semaphore(_MAX_CLIENTS)
         #: Address of the agent as `HOST:PORT`, or an empty string if the agent does not listen.
@@ -219,7 +220,7 @@ class NodeAgent:
         self.end_unused(_UNUSED_S)
 
     def asked_by_ray(self, what: str, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Carry out an order that arrives through Ray.
+        """Carry out an order (a request to this agent) that arrives through Ray.
 
         An order through Ray needs no signature, because any job of the cluster could do the same
         without the agent.
@@ -231,7 +232,7 @@ class NodeAgent:
         return execute_order(what, given) | {"address": self.address}
 
     def end_unused(self, unused_s: float) -> None:
-        """End the agent as soon as no order has arrived for `unused_s` seconds.
+        """End the agent as soon as no request has arrived for `unused_s` seconds.
 
         The call returns at once. A thread waits and then ends the agent.
         """
@@ -254,10 +255,10 @@ class NodeAgent:
                 connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
-        """Read one order from a client, and carry it out if its signature is valid."""
+        """Read one request from a client, and carry out the request if its signature is valid."""
         nonce = os.urandom(16).hex()
         # Agents that run on the same machine as the same user can kill the same processes. So the
-        # greeting contains the machine and the user.
+        # agent's first message contains the machine and the user.
         sees = f"{machine()} {os.getuid()}"
         try:
             with suppress(OSError, ValueError), connection, connection.makefile("rwb") as file:
@@ -283,13 +284,13 @@ class NodeAgent:
 def _ask_agents(
     modulus: str, prefix: str, what: str, each: Mapping[str, Any], within_s: float
 ) -> dict[str, Any]:
-    """Send an order to the agents of nodes through Ray, and start agents that do not exist.
+    """Send an order (a request) to the agents of nodes through Ray, and start missing agents.
 
     Args:
         modulus: Modulus of the RSA public key that verifies orders, in hex.
         prefix: Start of the agents' names. Each name ends with the id of the agent's node. The last
             part of the prefix is the digest of the agents' code.
-        what: Name of the order, from ORDERS.
+        what: Name of the order, such as `sweep`, from ORDERS.
         each: Arguments of the order for each node that receives the order, by the id of the node.
         within_s: Deadline for all nodes together, in seconds.
 
@@ -316,7 +317,7 @@ def _ask_agents(
             lifetime="detached",
             get_if_exists=True,
             max_restarts=0,
-            # An agent may carry out up to 8 orders at the same time.
+            # An agent may carry out up to 8 requests at the same time.
             max_concurrency=8,
             num_cpus=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
@@ -340,15 +341,15 @@ def _ask_agents(
         error_s = (time.monotonic() - started_s) / 2
         answers[node_id] = answer | {"clock": [answer["at"] - started_at - error_s, error_s]}
 
-    # Kill agents that have not answered. The next order to their nodes starts new agents.
+    # Kill agents that have not answered. The next request to their nodes starts new agents.
     for ref in pending:
         node_id, agent = agents[ref]
         unreached[node_id] = f"no answer within {within_s:g} s"
         with suppress(Exception):
             ray.kill(agent)
 
-    # Agents of these nodes whose name has another digest run the code of an older Muster. Ask them
-    # to end themselves.
+    # The name of an agent contains a digest of the agent's code. Agents with another digest run the
+    # code of an older Muster. Ask these agents to end themselves.
     key_prefix = prefix.rstrip("-").rpartition("-")[0]
     for entry in ray.util.list_named_actors(all_namespaces=True):
         name = entry["name"]

@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 #: Seconds to wait for a reply of the driver process after the driver process's own deadline.
 _REPLY_MARGIN_S = 5.0
-#: Seconds within which an agent must send its greeting after a connection is opened.
+#: Seconds within which an agent must send its first message after a connection is opened.
 _GREETING_TIMEOUT_S = 3.0
 #: Longest line of a reply, in bytes. A reply grows with the number of nodes.
 _MAX_LINE_BYTES = 1 << 26
@@ -84,7 +84,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeAnswers:
-    """Results of one order (a request that nodes carry out) that was sent to several nodes."""
+    """Results of one order, which is a request to Muster's agents on several Ray nodes."""
 
     #: Results of the nodes that have carried out the order, by the id of the node.
     answers: Mapping[str, Any]
@@ -94,7 +94,7 @@ class NodeAnswers:
 
 @dataclass(frozen=True, slots=True)
 class AgentKey:
-    """RSA key pair of this user, which signs orders to Muster's agents on Ray nodes.
+    """RSA key pair of this user, which signs requests to Muster's agents on Ray nodes.
 
     Only this user can read the file with the key pair.
     """
@@ -146,24 +146,25 @@ class AgentKey:
 
 @dataclass(slots=True)
 class AgentConnection:
-    """Connection to the agent of one node. The agent has sent its greeting and accepts an order."""
+    """Connection to Muster's agent on one Ray node. It can send one request to the agent."""
 
     #: Ray's id of the agent's node, in hex.
     node_id: str
     _reader: asyncio.StreamReader
     _writer: asyncio.StreamWriter
-    #: Random number from the agent's greeting. The signature covers this number and the order.
+    #: Random number from the first message of the agent. The signature of a request covers this
+    #: number and the request.
     _nonce: str
     #: Machine and user of the agent. Several Ray nodes may run on one machine. Their agents have
     #: equal values, and can kill the same processes.
     sees: str
-    #: Difference between the node's clock and this machine's clock, and the largest error of this
-    #: difference. Both are in seconds.
+    #: A pair of seconds: the difference between the node's clock and this machine's clock, and the
+    #: largest error of this difference.
     clock: tuple[float, float]
 
     @staticmethod
     async def open(node_id: str, address: str) -> AgentConnection | None:
-        """Connect to the agent of a node, and read its greeting.
+        """Connect to the agent of a node, and read the first message that the agent sends.
 
         Args:
             node_id: Ray's id of the node, in hex.
@@ -195,11 +196,11 @@ class AgentConnection:
         return None
 
     async def order(self, key: AgentKey, what: str, given: Any, within_s: float) -> Any:
-        """Send a signed order to the agent of the node. Return the reply, and close the connection.
+        """Send a signed order (a request) to the agent. Return the reply, and close the connection.
 
         Args:
             key: The key pair that signs the order.
-            what: Name of the order, from `tasks.ray.node_agent.ORDERS`.
+            what: Name of the order, such as `sweep`, from `tasks.ray.node_agent.ORDERS`.
             given: Arguments of the order, as JSON data.
             within_s: Deadline in seconds.
 
@@ -229,30 +230,29 @@ class AgentConnection:
 
 @dataclass(slots=True)
 class NodeClient:
-    """Sends orders to the nodes of a Ray cluster, one order at a time.
+    """Sends requests to Muster's agents on the nodes of a Ray cluster, one request at a time.
 
-    Create it with `connect_to_nodes`.
+    Such a request is called an order. Create a client with `connect_to_nodes`.
     """
 
     #: The living nodes of the cluster.
     nodes: tuple[Node, ...]
     #: `HOST:PORT` of the cluster's control store (GCS).
     _gcs_address: str
-    #: Key pair that signs the orders to the nodes.
+    #: Key pair that signs the requests to the nodes.
     _key: AgentKey
     #: Addresses that the agents have published, as `HOST:PORT`, by the id of the node.
     _agents: dict[str, str]
     #: Temporary file that receives stderr of the driver process.
     _errors: IO[bytes]
-    #: For each node id, a pair: the difference between the node's clock and this machine's clock,
-    #: and the largest error of this difference. Both are in seconds. The measurement with the
-    #: smallest error is kept.
+    #: For each node id, a pair of seconds: the difference between the node's clock and this
+    #: machine's clock, and the largest error of this difference. The most precise pair is kept.
     clocks: dict[str, tuple[float, float]] = field(default_factory=dict)
-    #: Child process that reaches nodes through Ray, or None before it is needed.
+    #: Child process that sends requests through Ray, or None before this process is needed.
     _driver: asyncio.subprocess.Process | None = None
 
     async def send_order(self, what: str, each: Mapping[str, Any], within_s: float) -> NodeAnswers:
-        """Send an order to several nodes at the same time.
+        """Send an order, which is a request such as `sweep`, to several nodes at the same time.
 
         The order is sent directly to the agents of the nodes. If the agent of a node is missing or
         unreachable, the order is sent through Ray, which also starts missing agents.
@@ -267,8 +267,8 @@ class NodeClient:
         replies = await self._ask_agents(what, each, deadline)
         unreached = dict.fromkeys(each.keys() - replies, f"no answer within {within_s:g} s")
 
-        # Ray may send an order to an agent that has just died, and the order is then lost. So try
-        # twice.
+        # Ray may send a request to an agent that has just died, and the request is then lost. So
+        # try twice.
         for _ in range(2):
             remaining = {node: each[node] for node in each.keys() - replies}
             if remaining and time.monotonic() < deadline:
@@ -289,7 +289,7 @@ class NodeClient:
     async def _ask_agents(
         self, what: str, each: Mapping[str, Any], deadline: float
     ) -> dict[str, Any]:
-        """Send an order directly to the agents of nodes.
+        """Send an order (a request such as `sweep`) directly to the agents of nodes.
 
         Args:
             what: Name of the order.
@@ -305,9 +305,9 @@ class NodeClient:
             *(AgentConnection.open(node, address) for node, address in known_agents)
         )
 
-        # For some orders, all agents of one machine form a group, because all of them would give
-        # the same answer. Only one agent of a group gets the order. If the connection to this agent
-        # is lost, the next agent of the group gets the order.
+        # For some requests, all agents of one machine form a group, because all of them would give
+        # the same answer. Only one agent of a group gets the request. If the connection to this
+        # agent is lost, the next agent of the group gets the request.
         groups: dict[str, list[AgentConnection]] = {}
         for connection in filter(None, connections):
             group_key = connection.sees if what in OF_MACHINES else connection.node_id
@@ -331,7 +331,7 @@ class NodeClient:
         return replies
 
     async def _ask_driver(self, what: str, each: Mapping[str, Any], deadline: float) -> NodeAnswers:
-        """Send an order to nodes through Ray, and start agents on nodes without an agent.
+        """Send an order (a request) through Ray, and start agents on nodes without an agent.
 
         Args:
             what: Name of the order.
@@ -344,7 +344,7 @@ class NodeClient:
                 self._driver = await self._start_driver()
                 # Agents do not encrypt their replies. If the operator has encrypted Ray's
                 # connections, send the modulus 0. The agents then open no port, and they receive
-                # orders only through Ray.
+                # requests only through Ray.
                 modulus = "0" if control_store.uses_tls() else self._key.modulus
                 hello = {
                     "gcs_address": self._gcs_address,
@@ -550,7 +550,7 @@ async def sweep(
 
     Two rules protect living processes:
 
-    - A node refuses the order while a Ray job of the run is active, because the Ray workers of that
+    - A node kills nothing while a Ray job of the run is active, because the Ray workers of that
       job have the same MUSTER_RUN_ID.
     - If this machine is a node of the cluster, the local components of the run have the same
       MUSTER_RUN_ID, too. The caller must name a component to protect the other components.
@@ -611,11 +611,11 @@ def _marker_variables(run_id: str, attempt: int | None, component: str | None) -
 def _unique_processes(answers: Mapping[str, Any], key: str) -> tuple[LeftoverProcess, ...]:
     """Return the processes that nodes have reported, without duplicates.
 
-    Nodes that run on one machine report the same processes.
+    Ray nodes that run on the same machine report the same processes.
 
     Args:
-        answers: Results of the order by the name of the node.
-        key: Key of the process list in each result: "killed" or "left".
+        answers: Reports of the nodes, by the name of the node.
+        key: Key of the process list in each report: "killed" or "left".
     """
     processes: dict[tuple[str, int, int], LeftoverProcess] = {}
     for node, answer in answers.items():
@@ -668,7 +668,7 @@ async def find_gcs_address(address: str) -> str:
 async def make_nodes_ready(address: str) -> None:
     """Start Muster's agent on each node of a Ray cluster that has no agent yet.
 
-    Later orders to the nodes are then fast. A failure is only logged, because an order to a node
+    Later requests to the nodes are then fast. A failure is only logged, because a request to a node
     without an agent also starts the agent.
 
     Args:

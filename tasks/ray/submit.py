@@ -363,10 +363,12 @@ class Submitter:
         return state
 
     async def forgotten(self) -> GiveUpReason | None:
-        """Return the reason why the cluster has no record of a job that it had accepted.
+        """Return why the cluster has no record of the job, although it had accepted the job.
+
+        Call this method only after the cluster has answered that it does not know the job.
 
         Returns:
-            The reason, or None if the cluster does not answer.
+            The reason for giving up the job, or None if the cluster does not answer now.
         """
         try:
             session = await self._dashboard.session()

@@ -80,26 +80,26 @@ class UncheckedNodesNote(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    #: Content of the job's submission file at the time when the note was written.
+    #: Content of the job's submission file at the time when this note file was written.
     job: SubmissionJson
-    #: Name of the host whose `muster reconcile` checks the nodes.
+    #: Name of the host on which `muster reconcile` checks the listed nodes.
     host: str = Field(default_factory=host_name)
-    #: Path of the attempt's events.jsonl. The result of the check is appended to this file.
+    #: Path of the attempt's events.jsonl. The result of the check of the nodes is appended there.
     events: Path
-    #: Time at which the note file was first written, in UTC epoch seconds.
+    #: Time at which this note file was first written, in UTC epoch seconds.
     since: float = Field(default_factory=time.time)
     #: Names of the nodes to check, by the id of the node. Empty if all nodes of the cluster must be
     #: checked.
     nodes: Mapping[str, str] = {}
 
     def with_nodes(self, unchecked: Sequence[UncheckedNode]) -> UncheckedNodesNote:
-        """Return a copy of this note file's content that lists the given nodes to check."""
+        """Return a copy of this note with the given list of nodes to check."""
         is_whole_cluster = any(not node.node_id for node in unchecked)
         nodes = {} if is_whole_cluster else {node.node_id: node.name for node in unchecked}
         return self.model_copy(update={"nodes": nodes})
 
     def write(self) -> None:
-        """Write the note file to disk. An OSError is logged and not raised."""
+        """Write this note about unchecked nodes to disk. An OSError is logged and not raised."""
         path = _note_path(self.job.submission_id)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,7 +108,7 @@ class UncheckedNodesNote(BaseModel):
             _log.warning("%s could not be written: %s", path, error)
 
     def forget(self) -> None:
-        """Delete the note file from disk, if it exists."""
+        """Delete the file of this note about unchecked nodes, if the file exists."""
         _note_path(self.job.submission_id).unlink(missing_ok=True)
 
 
@@ -117,9 +117,9 @@ def _note_path(submission_id: str) -> Path:
 
 
 def read_notes(host: str) -> Iterator[UncheckedNodesNote]:
-    """Yield the content of each note file whose nodes must be checked by the given host.
+    """Yield the notes about unchecked nodes that the given host must check.
 
-    Note files that cannot be read are logged and skipped.
+    A note is a file on disk. Files that cannot be read are logged and skipped.
     """
     for path in sorted(_note_path("").parent.glob("*.json")):
         try:

@@ -165,7 +165,10 @@ def run_front(options: argparse.Namespace, argv: list[str], env: dict[str, str])
 
 
 class Keeper:
-    """The wrapper's keeper process, which starts the command and ends the command's descendants."""
+    """Main loop of the keeper process, which starts the command and ends the command's descendants.
+
+    The keeper is a child of the front process, which Ray treats as the process of the job.
+    """
 
     def __init__(
         self,
@@ -242,13 +245,13 @@ class Keeper:
         if self._command_pid in statuses:
             self._status = statuses[self._command_pid]
             if not is_empty and not self._is_stopping:
-                # The command has ended by itself. Ask its remaining descendants to stop.
+                # The command has ended by itself. Send the stop signal to its descendants.
                 tree.signal_descendants(os.getpid(), self._options.signal)
                 self._end_within(self._options.stragglers)
         return is_empty
 
     def _end_within(self, seconds: float) -> None:
-        """Kill the process tree after some seconds, unless an earlier time is already set."""
+        """Let the keeper kill the process tree after some seconds, or at an earlier set time."""
         deadline = time.monotonic() + seconds
         self._kill_at = deadline if self._kill_at is None else min(deadline, self._kill_at)
 
@@ -312,7 +315,7 @@ def command_environment(package: str) -> dict[str, str]:
     with contextlib.suppress(KeyError, ValueError, AttributeError):
         config = json.loads(env["RAY_JOB_CONFIG_JSON_ENV_VAR"])
         job_variables = config["runtime_env"].get("env_vars") or {}
-        # The only entry of `py_modules` in the job's runtime_env is this wrapper.
+        # Remove `py_modules` from the job's runtime_env. Its only entry is this wrapper.
         config["runtime_env"].pop("py_modules", None)
         env["RAY_JOB_CONFIG_JSON_ENV_VAR"] = json.dumps(config)
 

@@ -150,7 +150,8 @@ def check_access(written: str) -> None:
     """
     if not is_url(written):
         return
-    # A folder that does not exist is checked in place of one whose name is not known yet.
+    # The values of the placeholders are not known yet. So check an arbitrary folder name in their
+    # place. The store answers even if that folder does not exist.
     folder = parse_checkpoint_path(re.sub(r"\$\{[^}]*\}", "muster-check", written))
     if "${" not in split_url(written)[1].partition("/")[0]:
         folder.is_dir()
@@ -164,7 +165,10 @@ def find_fixed_folder(key: str) -> str:
 
 
 def identify_folder(written: str, root: Path) -> str:
-    """Return a text that is equal for all values of `checkpoints` that mean the same folder."""
+    """Return a text that identifies the folder in a value of the spec key `checkpoints`.
+
+    The text is equal for all values that mean the same folder.
+    """
     if not is_url(written):
         return os.path.realpath(root / written)
     protocol, key = split_url(written)
@@ -178,7 +182,10 @@ def identify_path(path: CheckpointPath) -> str:
 
 
 def find_local_path(path: CheckpointPath) -> Path | None:
-    """Return the path of this machine that a path stands for, or None for an object store."""
+    """Return a checkpoint's path as a local path, or None if the checkpoint is in an object store.
+
+    A local path can also be written as a URL such as `file:///folder`.
+    """
     if isinstance(path, Path):
         return path
     return Path(path.key) if path.protocol == "file" else None

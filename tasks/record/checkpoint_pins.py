@@ -20,7 +20,8 @@ from tasks.record.checkpoint_paths import CheckpointPath, identify_path, path_ex
 from tasks.record.disk import json_text, replace_file
 from tasks.record.places import muster_home, read_own_file
 
-#: Number of seconds to wait for a checkpoint that `keep` has hidden and restores.
+#: Number of seconds to wait until a hidden checkpoint is visible again. A run with the spec key
+#: `keep` hides a checkpoint for a moment before it decides whether to delete the checkpoint.
 _RESTORED_WITHIN_S = 2.0
 _CHECK_EVERY_S = 0.05
 
@@ -36,7 +37,7 @@ def pin_checkpoint(path: CheckpointPath, parts: Sequence[CheckpointPath], home: 
 
     Raises:
         FileNotFoundError: The checkpoint was removed in the meantime.
-        OSError: The pin cannot be written.
+        OSError: The file of the pin cannot be written.
     """
     pin = _pin_folder(home) / f"{hashlib.sha256(os.fsencode(str(path))).hexdigest()[:32]}.json"
     for parent in (pin.parent.parent, pin.parent):
@@ -44,9 +45,9 @@ def pin_checkpoint(path: CheckpointPath, parts: Sequence[CheckpointPath], home: 
     paths = sorted({identify_path(part) for part in (path, *parts)})
     replace_file(pin, json_text({"paths": paths, "since": time.time()}))
 
-    # A run with `keep` hides a checkpoint before it deletes the checkpoint, and then reads the
-    # pins. So a checkpoint that exists after the pin was written is not deleted. The checkpoint
-    # may be absent for a moment, until the other run has restored it.
+    # To delete a checkpoint, a run hides the checkpoint first and then reads the pins. So a
+    # checkpoint that exists after its pin was written is not deleted. The checkpoint may be absent
+    # for a moment, until the other run has restored it.
     deadline = time.monotonic() + _RESTORED_WITHIN_S
     while not all(path_exists(part) for part in (path, *parts)):
         if time.monotonic() > deadline:
@@ -56,11 +57,14 @@ def pin_checkpoint(path: CheckpointPath, parts: Sequence[CheckpointPath], home: 
 
 
 def read_pinned_paths() -> frozenset[str]:
-    """Return the paths of all files and folders of the pinned checkpoints, by `identify_path`.
+    """Return the paths of all files and folders of pinned checkpoints.
+
+    A checkpoint is pinned if another run was started from it. The paths have the form that
+    `identify_path` returns.
 
     Raises:
-        OSError: A pin cannot be read. It is then unknown which checkpoints are pinned.
-        ValueError: A pin is not valid.
+        OSError: The file of a pin cannot be read. It is then unknown which checkpoints are pinned.
+        ValueError: The file of a pin is not valid.
     """
     paths: set[str] = set()
     with suppress(FileNotFoundError):

@@ -236,8 +236,8 @@ class FsspecStore:
         """Remove a file or folder, and finish removals that were interrupted earlier.
 
         Before the first file is removed, a small file with the list of all files is written. While
-        it exists, the listed files are hidden. A file that was stored again meanwhile has another
-        content or time, so that it is neither hidden nor removed.
+        this list exists, the listed files are hidden. If one of the files is stored again
+        meanwhile, its content or time differs, so the new file is neither hidden nor removed.
 
         Raises:
             StoreError: The store did not answer, or refused the removal.
@@ -259,11 +259,12 @@ class FsspecStore:
             self._finish_removal(removal, files)
 
     def _finish_removal(self, removal: str, files: Mapping[str, str]) -> None:
-        """Remove the files that a removal lists, if nobody has stored them again.
+        """Remove the files of a removal that was begun, unless they have been stored again since.
 
         Args:
-            removal: Key of the file with the list.
-            files: Signature of each file, by key.
+            removal: Key of the small file that lists the files to remove.
+            files: Signature of each file to remove, by key. A file with another signature was
+                stored again.
         """
         folder = str(PurePosixPath(removal).parent)
         present = self._sign(self._find(folder))
@@ -274,7 +275,11 @@ class FsspecStore:
 
     @cached_property
     def _listing(self) -> tuple[dict[str, StoreStat], dict[str, dict[str, str]]]:
-        """The visible files by key, and for each unfinished removal the signatures of its files."""
+        """All files below the folder, and the removals that were begun and not finished.
+
+        The first dict has the size and times of each visible file, by key. The second dict has the
+        signatures of the files to remove, by the key of the file that lists them.
+        """
         files = self._find(self._root)
         removals: dict[str, dict[str, str]] = {}
         for key in sorted(files):
@@ -457,7 +462,10 @@ class _RangeReader(io.RawIOBase):
         return len(content)
 
     def _read_block(self, least_bytes: int) -> None:
-        """Read the block at the present position. It is larger if the file is read in order."""
+        """Read the next block of bytes from the present position of the file.
+
+        The size of the blocks grows while the file is read from its beginning to its end.
+        """
         is_in_order = self._position == self._block_start + len(self._block) and self._block
         grown_bytes = min(self._next_block_bytes * 4, _LARGEST_BLOCK_BYTES)
         self._next_block_bytes = grown_bytes if is_in_order else _FIRST_BLOCK_BYTES
@@ -526,7 +534,7 @@ def _translate(error: Exception, subject: str, protocol: str) -> StoreError:
 def call_in_parallel(function: Callable[[T], object], arguments: Iterable[T]) -> None:
     """Call a function for many arguments at the same time, and ignore its results and errors.
 
-    Use it to fill a cache, before the same calls are made one after the other.
+    If the function caches its results, later calls with the same arguments are then fast.
     """
 
     def call(argument: T) -> None:
@@ -548,15 +556,15 @@ def suppress_file_errors() -> Iterator[None]:
         pass
 
 
-#: Object of fsspec for each protocol, process and connection. After a fork, the object of the
-#: parent process must not be used.
+#: File system objects of fsspec, by protocol, process id and environment variables for the
+#: connection. After a fork, the objects of the parent process must not be used.
 _filesystems: dict[tuple[object, ...], Any] = {}
 
 
 def open_store(protocol: str, root: str) -> CheckpointStore:
-    """Return the store of a protocol, with a new listing of the files below a folder.
+    """Return an object that reads the checkpoints below a folder of a store.
 
-    Nothing is sent to the store before its first use.
+    An object store is listed at the first use of the returned object.
 
     Args:
         protocol: Protocol of the URL: `s3`, `gs`, `file`, or `memory` for tests.
@@ -600,7 +608,10 @@ def _connect(protocol: str) -> Any:
 
 
 def _find_client_fault(protocol: str) -> tuple[str, str] | None:
-    """Return why the client of a store cannot be used, and the remedy. None if it can be used."""
+    """Return why a store cannot be used, and the advice to the user, or None if it can be used.
+
+    A store needs a Python package as its client.
+    """
     client = _CLIENTS.get(protocol)
     if client is None:
         if protocol in (*EXTRAS, "memory"):

@@ -56,42 +56,42 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 class DiskThread:
-    """Writes files in its own thread. It also calls other functions that may wait for a disk.
+    """Writes files in a thread of its own, and calls other functions that may wait for a disk.
 
     All methods can be called from any thread. Only `flush` waits. The thread ends with the process.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        #: Lock for all attributes below. Threads that wait for it are notified about new work and
-        #: about finished work.
+        #: Lock for all attributes below. Threads that wait for this condition are notified about
+        #: new work and about finished work.
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._has_new_work = False
         self._is_busy = False
-        #: Files to be replaced, each with a function that returns the new content.
+        #: Functions that return the new content of a file, by the path of the file to replace.
         self._replacements: dict[Path, Callable[[], str]] = {}
-        #: Lines to be appended, by file.
+        #: Lines that the disk thread must append, by the path of the file.
         self._lines: dict[Path, bytearray] = {}
-        #: Other functions to be called.
+        #: Functions that the disk thread must call.
         self._calls: list[Callable[[], None]] = []
         #: Files whose last write failed. A warning about them was already logged.
         self._failing_files: set[Path] = set()
 
     def replace(self, path: Path, make: Callable[[], str]) -> None:
-        """Let the thread replace the content of a file. The call itself does not wait.
+        """Let the disk thread replace the content of a file. The call itself does not wait.
 
         Args:
             path: The file. An earlier replacement of this file that is still pending is dropped.
-            make: Function that returns the new content. The thread calls this function before each
-                try to write the file.
+            make: Function that returns the new content. The disk thread calls this function before
+                each try to write the file.
         """
         with self._changed:
             self._replacements[path] = make
             self._wake()
 
     def append(self, path: Path, line: str) -> None:
-        """Let the thread append a line to a file. The lines of a file keep their order."""
+        """Let the disk thread append a line to a file. The lines of a file keep their order."""
         with self._changed:
             lines = self._lines.setdefault(path, bytearray())
             if len(lines) < _MAX_PENDING_BYTES:
@@ -99,7 +99,7 @@ class DiskThread:
             self._wake()
 
     def do(self, function: Callable[[], T]) -> Future[T]:
-        """Let the thread call a function once, after it has tried all earlier writes.
+        """Let the disk thread call a function once, after it has tried all earlier writes.
 
         Returns:
             A future with the result or the exception of the function.
@@ -120,10 +120,10 @@ class DiskThread:
         return future
 
     def flush(self, within_s: float) -> bool:
-        """Wait until all work is done.
+        """Wait until the disk thread has done all its work.
 
         Returns:
-            True if all work is done, False if `within_s` seconds have passed before.
+            True if all work is done. False if `within_s` seconds have passed and work remains.
         """
         with self._changed:
             return self._changed.wait_for(lambda: not self._has_work(), within_s)
@@ -132,7 +132,7 @@ class DiskThread:
         return bool(self._replacements or self._lines or self._calls or self._is_busy)
 
     def _wake(self) -> None:
-        """Notify the writing thread about new work. The first call starts this thread.
+        """Notify the disk thread about new work. The first call starts this thread.
 
         The caller must hold the lock.
         """
@@ -143,7 +143,7 @@ class DiskThread:
         self._changed.notify_all()
 
     def _work(self) -> None:
-        """Do pending work in an endless loop. Writes that failed stay pending and are retried."""
+        """Write files and call functions in an endless loop. Failed writes are retried."""
         while True:
             with self._changed:
                 has_failed_writes = bool(self._replacements or self._lines)

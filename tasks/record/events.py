@@ -120,7 +120,7 @@ class Event:
     submission_id = _Field("", str)
     text = _Field("", str)
     took_s = _Field(0.0, float)
-    #: Number of the recovery's try, from 1.
+    #: Number of the try to recover a failed engine, from 1.
     tried = _Field(1, int, "try")
     #: Texts about machines that could not be checked for leftover processes of a component.
     unseen = _Field[tuple[str, ...]]((), tuple)
@@ -227,13 +227,16 @@ class EventLog:
             )
 
 
-#: Functions that are called with each event of the runs in the current context.
+#: Functions that are called with each event of the runs that are started in the current context.
 event_listeners: ContextVar[tuple[Listener, ...]] = ContextVar("event_listeners", default=())
 
 
 @contextmanager
 def listen_to_events(listener: Listener) -> Iterator[None]:
-    """Call a function with each event of the runs in this context, inside the `with` block."""
+    """Inside the `with` block, call a function with each event of the runs that are started there.
+
+    The function is stored in a context variable (`contextvars`).
+    """
     token = event_listeners.set((*event_listeners.get(), listener))
     try:
         yield

@@ -21,7 +21,7 @@ from tasks.spec.failure_kinds import FailureKind
 
 _log = logging.getLogger(__name__)
 
-#: Rule in the failure of an attempt that failed only because its flow process was killed.
+#: Value of `Failure.rule` if an attempt failed only because its flow process was killed.
 FLOW_LOST = "flow-lost"
 _WAITING = (RunState.QUEUED, RunState.PENDING_RESOURCES)
 #: Reason why Muster starts no further attempt after the loss of the flow process.
@@ -42,7 +42,7 @@ class FlowLoss:
     #: True if the flow run is cancelling or cancelled on the Prefect server.
     is_cancelled: bool = False
     #: True if the flow run is scheduled again on the Prefect server. None if the server did not
-    #: answer. A run that waits according to its own record then continues to wait.
+    #: answer. If the run waits according to `run.json`, it then continues to wait.
     is_waiting: bool | None = False
     #: Name of the worker on another host that has taken over the run, or an empty string. The run
     #: may already have ended on that host.
@@ -89,7 +89,8 @@ class FlowLoss:
 def has_failed_by_loss(record: RunJson) -> bool:
     """Return True if a run failed only because its flow process was killed."""
     failure = record.attempt.failure if record.attempt else None
-    # Failures are recorded in attempts. A failed run without attempts can have only this cause.
+    # Other failures are recorded in an attempt. So a failed run without an attempt can have failed
+    # only because its flow process was killed.
     is_lost = record.attempt is None or (failure is not None and failure.rule == FLOW_LOST)
     return record.state is RunState.FAILED and is_lost
 

@@ -49,24 +49,24 @@ _WRITE_BITS = 0o022
 #: Environment variable with the name or id of the user who owns Muster's home directory. Another
 #: user sets it to read files in this home.
 _OWNER_VARIABLE = "MUSTER_HOME_OWNER"
-#: Advice to the user if another user could change files in the home.
+#: Advice to the user if another user could change files in Muster's home directory.
 _REMEDY = (
     "The home, the folders above it and Muster's files in it must belong to you or to root, and "
     "no other user may write there. Correct their owners and modes, or set MUSTER_HOME to your own "
     f"folder. To read the home of another user that you trust, set {_OWNER_VARIABLE} to that user."
 )
-#: Muster homes that this process has checked and found trusted. Each entry consists of the path of
-#: the home, the id of this user, and the ids of the trusted users.
+#: Home directories of Muster that this process has checked and found trusted. Each entry consists
+#: of the directory's path, the id of this user, and the ids of the trusted users.
 _trusted_homes: set[tuple[Path, int, frozenset[int]]] = set()
 
 
 def muster_home() -> Path:
-    """Return the absolute path of Muster's home: `$MUSTER_HOME`, or `~/.muster` if it is not set.
+    """Return the absolute path of Muster's home directory: `$MUSTER_HOME`, by default `~/.muster`.
 
     Raises:
-        UntrustedPath: Another user could change the content of the home. The home, the folders
-            above it, and the files and folders that Muster keeps in it must belong to a trusted
-            user, and no other user may write to them.
+        UntrustedPath: Another user could change the content of the home directory. The home
+            directory, the folders above it, and Muster's files in it must belong to a trusted user.
+            No other user may write to them.
     """
     home = Path(os.environ.get("MUSTER_HOME") or "~/.muster").expanduser().absolute()
     owners = home_owners()
@@ -79,14 +79,15 @@ def muster_home() -> Path:
         fault = f"{error.filename or home} cannot be checked: {error.strerror}"
     if fault:
         raise UntrustedPath(f"MUSTER_HOME {home} cannot be used: {fault}\n{_REMEDY}")
-    # If the home does not exist yet, another user could create it later. It is then checked again.
+    # If the home directory does not exist yet, another user could create it later. So the result is
+    # kept only for an existing directory.
     if home.exists():
         _trusted_homes.add(checked_home)
     return home
 
 
 def home_owners() -> frozenset[int]:
-    """Return the ids of the users whose files in the home are trusted.
+    """Return the ids of the users whose files in Muster's home directory are trusted.
 
     These are this user, root, and the user in the environment variable MUSTER_HOME_OWNER.
 
@@ -104,10 +105,10 @@ def home_owners() -> frozenset[int]:
 
 
 def _home_fault(home: Path, owners: frozenset[int]) -> str:
-    """Return the reason why a home is not trusted, or an empty string if it is trusted.
+    """Return why a Muster home directory is not trusted, or an empty string if it is trusted.
 
     Args:
-        home: Absolute path of the home.
+        home: Absolute path of the home directory.
         owners: Ids of the trusted users.
 
     Raises:

@@ -88,28 +88,27 @@ class GroupState(Enum):
     If one of the servers fails, the whole group is INACTIVE.
     """
 
-    #: The processes of the group are starting, or its model is loading.
+    #: The inference servers of the group are starting, or load their model.
     STARTING = "starting"
-    #: The group serves requests.
+    #: The servers of the group serve inference requests.
     ACTIVE = "active"
-    #: The group serves requests, but one of its servers missed its last health checks.
+    #: The servers of the group serve requests, but one of them missed its last health checks.
     SUSPECT = "suspect"
-    #: The group has failed. Its processes are being ended or have ended.
+    #: A server of the group has failed. All servers of the group are being ended or have ended.
     INACTIVE = "inactive"
-    #: A recovery will restart the processes of the group. The recovery is running, or waits for the
-    #: delay before its next try.
+    #: Muster restarts the failed servers of the group now, or after a delay.
     RECOVERING = "recovering"
-    #: The group works, but its model weights are outdated. After the next weight sync, the group
-    #: serves requests again.
+    #: The servers of the group run, but their model weights are outdated. They serve requests again
+    #: after the trainer's next weight sync.
     STALE = "stale"
-    #: The group was taken out of service and is restarted only by an operator's command.
+    #: The group of servers was taken out of service. Only an operator's command restarts it.
     RETIRED = "retired"
 
 
 _G = GroupState
 
-#: Legal transitions of a lifecycle group: `LEGAL_GROUP_TRANSITIONS[old_state]` is the set of
-#: possible new states.
+#: Legal transitions of a lifecycle group, which is a group of inference servers that are started
+#: together: `LEGAL_GROUP_TRANSITIONS[old_state]` is the set of possible new states.
 LEGAL_GROUP_TRANSITIONS: Mapping[GroupState, frozenset[GroupState]] = {
     _G.STARTING: frozenset({_G.ACTIVE, _G.STALE, _G.INACTIVE, _G.RETIRED}),
     _G.ACTIVE: frozenset({_G.SUSPECT, _G.STALE, _G.INACTIVE, _G.RETIRED}),
@@ -120,7 +119,7 @@ LEGAL_GROUP_TRANSITIONS: Mapping[GroupState, frozenset[GroupState]] = {
     _G.RETIRED: frozenset({_G.INACTIVE}),
 }
 
-#: States in which a lifecycle group receives inference requests.
+#: States in which the inference servers of a lifecycle group receive requests.
 SERVING_STATES = frozenset({_G.ACTIVE, _G.SUSPECT})
-#: States in which the processes of a lifecycle group run and are supervised.
+#: States in which the inference servers of a lifecycle group run and are supervised.
 RUNNING_STATES = frozenset({_G.STARTING, _G.ACTIVE, _G.SUSPECT, _G.STALE})

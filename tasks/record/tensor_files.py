@@ -215,7 +215,10 @@ def _check_json(file: BinaryIO, size: int) -> str:
 
 
 class _Stub:
-    """Replacement for each class and function that a pickle names. It does nothing."""
+    """Harmless replacement for each class and function that a pickle names.
+
+    With this class, reading a pickle executes no code of the pickle.
+    """
 
     def __init__(self, *args: object, **fields: object) -> None:
         pass
@@ -243,7 +246,7 @@ class _Stub:
 
 
 class _Dict(dict[Any, Any]):
-    """Replacement for an OrderedDict in a pickle. Unlike a plain dict, it can have attributes."""
+    """Replacement for an OrderedDict in a pickle. The pickle may set attributes of this object."""
 
 
 class SafeUnpickler(pickle.Unpickler):
