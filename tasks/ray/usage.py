@@ -89,7 +89,7 @@ class ActorReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterNode:
-    """One living node of a Ray cluster, or of a node table that an operator has configured.
+    """One living node of a Ray cluster, or one machine in a list that an operator has configured.
 
     In this class, "GPU" means the accelerator of the cluster, for example Ray's resource `GPU` or
     `NPU`. A *gang* is the set of GPUs that the queue grants to one run.
@@ -109,17 +109,18 @@ class ClusterNode:
     others_cpus: float = 0.0
     #: Total amounts of the node's other Ray resources, such as `{"worker_node": 100}`.
     resources: Mapping[str, float] = field(default_factory=dict)
-    #: Numbers of the GPU devices that the queue may grant. Empty if Ray assigns the devices.
+    #: Numbers of the GPU devices that Muster's queue may grant to runs. Empty if Ray assigns the
+    #: devices.
     devices: tuple[int, ...] = ()
     #: Holders of the leased GPU devices, by the number of the device. A holder is the name of the
     #: flow run that has the lease, or another description.
     leased: Mapping[int, str] = field(default_factory=dict)
-    #: True if the queue must not grant GPUs on the node, because Ray is about to remove the node or
-    #: an operator has drained the node.
+    #: True if Muster's queue must not grant GPUs on the node, because Ray is about to remove the
+    #: node or an operator has drained the node.
     is_drained: bool = False
-    #: Name of the node's cluster in the queue.
+    #: Name that Muster's queue uses for the node's cluster.
     cluster: str = ""
-    #: How many GPUs of this node the queue has granted to each run, by the id of the run.
+    #: How many GPUs of this node Muster's queue has granted to each run, by the id of the run.
     held: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -140,22 +141,22 @@ class ClusterNode:
 
     @property
     def free_gpus(self) -> int:
-        """Number of GPUs that the queue may grant now."""
+        """Number of the node's GPUs that Muster's queue may grant to runs now."""
         return max(0, self.usable_gpus - sum(self.held.values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Snapshot of a Ray cluster, or of a node table that an operator has configured."""
+    """Snapshot of a Ray cluster, or of a list of machines that an operator has configured."""
 
     #: The living nodes, sorted by name.
     nodes: tuple[ClusterNode, ...]
     #: Ray's id of the cluster. It does not depend on the address with which the cluster is reached.
-    #: An empty string for a node table.
+    #: An empty string if the nodes are not those of a Ray cluster.
     id: str = ""
     #: `used[run id][node name]`: number of GPUs that the run's Ray jobs hold on the node now. The
     #: jobs take their GPUs step by step, so a run may hold fewer GPUs than the queue has granted to
-    #: the run. Empty for a node table.
+    #: the run. Empty if the nodes are not those of a Ray cluster.
     used: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     #: Ray's name for the accelerator of the cluster, from ACCELERATORS.
     accelerator: str = ACCELERATORS[0]

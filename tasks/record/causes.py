@@ -270,7 +270,8 @@ class _TracebackParser:
             self._is_chained = False
             self._is_next_caught = False
             return self._number, message
-        if message[:1] in ("│", "╭", "╰", "❱"):  # Rich draws a frame around source code.
+        # Rich draws a frame around the source code in a traceback. Source code is no message.
+        if message[:1] in ("│", "╭", "╰", "❱"):
             return 0, ""
         if self._is_inside:
             if message.startswith(("  ", "\t", "File ", "^")):
@@ -355,7 +356,7 @@ class Cause:
 
     @property
     def line(self) -> str:
-        """The log line as it was printed. Of a long line, only the part around the match."""
+        """The log line as it was printed. A long line is cut to the part around the match."""
         raw = self.log_line.raw
         match_position = len(raw) - len(self.log_line.text) + self.position
         begin = 0
@@ -365,7 +366,7 @@ class Cause:
 
     @property
     def weight(self) -> tuple[bool, bool, int, int, int]:
-        """Sort key. Of several matches in a log, the match with the lowest key names the cause."""
+        """Sort key of the matches in a log. The match with the lowest key names the cause."""
         role = self.rule.role
         return (role >= Role.CASCADE, self.log_line.is_caught, role, self.index, self.order)
 
@@ -577,7 +578,8 @@ def _read_dissimilar_lines(f: BinaryIO, begin: int, end: int) -> bytes:
                 kept_bytes += len(line) + 1
             while kept_bytes > _MIDDLE_BYTES:
                 kept_bytes -= len(kept.popleft())
-    # The line that contains the offset `end` is continued in the rest of the log.
+    # The last line may be incomplete, because this part of the log ends at the offset `end`. The
+    # caller appends the rest of the log.
     return b"".join(kept) + incomplete_line
 
 

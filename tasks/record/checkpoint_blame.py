@@ -63,8 +63,8 @@ class Blame(Enum):
     #: failed for another reason.
     NONE = "none"
     #: The attempt failed before its first training step, and its checkpoint may be the cause. If a
-    #: second attempt with the same checkpoint fails in this way, the answer for the second attempt
-    #: is `GIVEN_UP`.
+    #: second attempt with the same checkpoint fails in this way, the second attempt gets the value
+    #: `GIVEN_UP`.
     SUSPECTED = "suspected"
     #: The attempt died or hung while it loaded the checkpoint. No later attempt starts from this
     #: checkpoint.
@@ -166,7 +166,7 @@ def find_attempts_failed_by_checkpoint(
 
 
 def _judge(spec: RunSpec, attempt: AttemptRecord) -> Blame:
-    """Return whether an attempt failed because of its checkpoint. Other attempts are ignored."""
+    """Return the answer for one attempt, without regard to the other attempts of the run."""
     failure = attempt.failure
     if failure is None or not attempt.checkpoint or _has_made_step(spec, attempt):
         return Blame.NONE
@@ -216,14 +216,14 @@ def _has_made_step(spec: RunSpec, attempt: AttemptRecord) -> bool:
     # A trainer that evaluates before it trains may report the step of its checkpoint again.
     if step == loaded_step:
         return False
-    # If the step is read from an HTTP server, the server may report an old step. If the trainer
-    # itself reports a lower step than that of the checkpoint, the trainer counts from zero.
+    # A lower step than that of the checkpoint has two possible reasons. An HTTP server may report
+    # an old step. A trainer that reports its step itself counts from zero: it has completed a step.
     is_server = spec.progress is not None and spec.progress.http is not None
     return step > loaded_step or not is_server
 
 
 def _shows_loading(attempt: AttemptRecord) -> bool:
-    """Return True if the error of an attempt shows that its checkpoint could not be loaded."""
+    """Return True if the error message of an attempt is about loading its checkpoint."""
     text = _error_text(attempt)
     name = Path(attempt.checkpoint or "").name
     return _LOADING.search(text) is not None or (bool(name) and name in text)

@@ -158,7 +158,7 @@ def _facts_of(path: CheckpointPath) -> FileFacts | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """File layout of the checkpoints that one kind of trainer writes."""
+    """Layout of the checkpoints that one kind of trainer writes: which files there are."""
 
     name: str
     #: Function that returns True if a checkpoint has this layout.
@@ -177,7 +177,7 @@ class Layout:
 class ContentVerdict:
     """Result of the check of a checkpoint's files."""
 
-    #: Name of the layout, or an empty string for an unknown layout.
+    #: Name of the checkpoint's layout, such as `DeepSpeed`, or an empty string if it is unknown.
     layout: str = ""
     #: Reason why the checkpoint is incomplete, or an empty string.
     gap: str = ""
@@ -334,8 +334,8 @@ def _lightning_folder_step(content: Content) -> int | None:
     return read_pickled_number(content.root / "meta.pt", "global_step")
 
 
-#: All known layouts. If several layouts match, the user sees the name of the first, but the
-#: functions `find_gap` of all of them are called.
+#: All known layouts of checkpoints, one for each kind of trainer. If several layouts match, the
+#: user sees the name of the first, but the functions `find_gap` of all matching layouts are called.
 LAYOUTS: tuple[Layout, ...] = (
     Layout(
         # Source: transformers/trainer.py, _save_checkpoint.
@@ -451,7 +451,7 @@ def _is_sharded_at_top(content: Content) -> bool:
     return any(name.endswith(".distcp") and "/" not in name for name in content.names)
 
 
-#: Names of layouts that also match files without the state of a training.
+#: Names of layouts that match not only checkpoints, but also files of other kinds.
 _WEAK_LAYOUTS = frozenset({"single file", "one file per rank", "Lightning, sharded"})
 
 

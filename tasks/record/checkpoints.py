@@ -332,8 +332,8 @@ def _why_foreign(checkpoint: Checkpoint, foreign: Mapping[str, str]) -> str:
 
     Args:
         checkpoint: The checkpoint.
-        foreign: Signatures of the checkpoints that existed before the run, or that the run has set
-            aside, by path.
+        foreign: Signatures, by path, of the checkpoints that existed before the run, or that a
+            retry from an earlier step has excluded.
     """
     known = foreign.get(str(checkpoint.path))
     if known is None:
@@ -679,7 +679,12 @@ class CheckpointGrowth:
         return any(before.get(path) != state for path, state in present.items())
 
     def _read(self) -> dict[CheckpointPath, tuple[int, int, int]] | None:
-        """Return size and time of each unfinished file, or None if they cannot be read."""
+        """Return the state of each file that may belong to an unfinished checkpoint, by its path.
+
+        Returns:
+            Size in bytes, modification time in nanoseconds, and number of disk blocks of each file.
+            None if the files cannot be listed.
+        """
         with suppress(OSError):
             return {
                 path: (stat.st_size, stat.st_mtime_ns, stat.st_blocks)
@@ -878,7 +883,7 @@ def _folder_of_attempt(
 
 
 def _values_of_attempt(place: RunPlace, number: int) -> dict[str, str]:
-    """Return the values of the placeholders for paths of an attempt."""
+    """Return the values of the placeholders in an attempt's paths, such as `run.dir`, by name."""
     return {
         "run.id": place.run_id,
         "run.dir": str(place.directory),

@@ -68,7 +68,7 @@ class NoCode(MusterError):
 class Code:
     """Snapshot of a project's files and its last git commit, as the code store keeps it."""
 
-    #: Name of the tree, which is the entry of the code store with the project's files.
+    #: Name of the code store's entry that contains the project's files as a tar archive.
     tree: str
     #: Absolute path of the project folder.
     project: str
@@ -120,11 +120,11 @@ def read_code(name: str, fetch: Fetch = lambda _: None) -> Code:
     """Return the snapshot of a project's files that the code store keeps under a name.
 
     Args:
-        name: Name of the entry.
+        name: Name of the snapshot's entry in the code store.
         fetch: Function that returns the entry if it is not in this store.
 
     Raises:
-        NoCode: The entry is not available, or it is a tree.
+        NoCode: The entry is not available, or the entry is not a snapshot but only its files.
         OSError: The entry could not be read.
     """
     try:
@@ -147,10 +147,10 @@ def check_out(code: Code, place: Path, fetch: Fetch = lambda _: None) -> None:
     Args:
         code: Snapshot of the project.
         place: The folder, which is created if it is missing.
-        fetch: Function that returns the tree if it is not in this store.
+        fetch: Function that returns the entry with the files if it is not in this code store.
 
     Raises:
-        NoCode: The tree is not available.
+        NoCode: The entry with the files is not available.
         OSError: A file could not be read or written.
     """
     data = read_content(code.tree, fetch)
@@ -186,13 +186,14 @@ def check_out(code: Code, place: Path, fetch: Fetch = lambda _: None) -> None:
 
 
 def hash_files(tree: str) -> dict[str, str]:
-    """Return the file mode and the content hash of each file in a tree of the code store.
+    """Return the file mode and the content hash of each project file in an entry of the code store.
 
-    The keys of the result are relative paths. Each value is a text such as `644 0a1b2c3d4e5f`.
+    The argument `tree` is the name of the entry. The keys of the result are relative paths. Each
+    value is a text such as `644 0a1b2c3d4e5f`.
 
     Raises:
-        NoCode: The tree is not in this store.
-        OSError: The tree could not be read.
+        NoCode: The code store has no entry `tree`.
+        OSError: The entry could not be read.
     """
     return {
         name: f"{mode:o} {sha256(content).hexdigest()[:12]}"
@@ -201,13 +202,14 @@ def hash_files(tree: str) -> dict[str, str]:
 
 
 def read_files(tree: str) -> dict[str, tuple[int, bytes]]:
-    """Return the file mode and the content of each file in a tree of the code store.
+    """Return the file mode and the content of each project file in an entry of the code store.
 
-    The keys of the result are relative paths. The content of a symbolic link is its target.
+    The argument `tree` is the name of the entry. The keys of the result are relative paths. The
+    content of a symbolic link is its target.
 
     Raises:
-        NoCode: The tree is not in this store.
-        OSError: The tree could not be read.
+        NoCode: The code store has no entry `tree`.
+        OSError: The entry could not be read.
     """
     files = {}
     with tarfile.open(fileobj=io.BytesIO(read_content(tree))) as tar:
@@ -527,7 +529,7 @@ def _packed(root: Path, names: Collection[str]) -> bytes:
 
 
 def _path_in(folders: dict[str, str], name: str) -> str:
-    """Create the parent folders for a file of a tree, and return the path of the file.
+    """Create the parent folders for a project file that is to be written, and return its path.
 
     If a symbolic link or a file is in the place of a parent folder, it is deleted.
 

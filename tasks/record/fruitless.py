@@ -101,8 +101,8 @@ def describe_fruitless_attempts(spec: RunSpec, attempts: Sequence[AttemptRecord]
         attempts: All attempts of the run. All of them have ended.
 
     Returns:
-        An empty string if the last attempt had a lasting result. Also if only one short attempt
-        had none.
+        The sentence. An empty string if the last attempt had a lasting result, or if it was short
+        and is the only attempt without a lasting result.
     """
     fruitless = list_fruitless_attempts(attempts)
     durations = [

@@ -105,7 +105,8 @@ class MetricsFile:
 
         self.has_more = len(data) == _CHUNK_BYTES
         if not data:
-            return []  # An earlier call has already returned the incomplete last line.
+            # Nothing was added. An earlier call has already returned the incomplete last line.
+            return []
 
         *lines, self._incomplete_line = (self._incomplete_line + data).split(b"\n")
         objects = [_parse_object(line) for line in (*lines, self._incomplete_line)]
@@ -114,8 +115,8 @@ class MetricsFile:
     def _restart_if_replaced(self, file: BinaryIO) -> None:
         """Go back to the beginning if the content that was already read has changed."""
         if FileFingerprint.at(file, self._consumed.length) != self._consumed:
-            # At the first read, only the content of an earlier attempt can be missing. This is not
-            # a restart during this attempt.
+            # At the first read, only content that an earlier attempt wrote can have been replaced.
+            # Such a replacement is not counted as a restart.
             if self._was_opened:
                 self.restarts += 1
             self._consumed = FileFingerprint()

@@ -242,16 +242,16 @@ def _by_name(items: Mapping[str, tuple[int | str, ...]]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GiveUpReason:
-    """Reason for ending a component that is still alive."""
+    """Reason why Muster gives up a component and ends it, although it is still alive."""
 
     #: Kind of the failure, or None if the log of the component must be searched for the kind.
     kind: FailureKind | None
-    #: Name of the check that found the reason, such as `live` for the liveness probe.
+    #: Name of the check that the component did not pass, such as `live` for the liveness probe.
     rule: str
-    #: Message for the user.
+    #: Message for the user that says why Muster gives up the component.
     message: str
-    #: Exit status of a child process of the component, if the end of that process is the reason.
-    #: Otherwise None.
+    #: Exit status of a child process of the component, if Muster gives up the component because
+    #: that process has ended. Otherwise None.
     exit: Exit | None = None
 
 

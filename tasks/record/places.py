@@ -164,22 +164,23 @@ def is_at(fd: int, path: Path) -> bool:
 
 
 def keep_private() -> None:
-    """Set the umask of this process, and remove other users' access to Muster's home.
+    """Set the umask of this process, and remove other users' access to Muster's home directory.
 
     Child processes inherit the umask. By default, only this user can read new files. With
     MUSTER_UMASK=027 the group can read them, with 022 all users can.
 
-    If other users could read the home until now, the modes of all files in Muster's folders are
-    corrected. Files of other users, and files in other folders of the home, are not changed.
+    If other users could read the home directory until now, the modes of all files in Muster's
+    folders are corrected. Files of other users, and files in other folders, are not changed.
 
     Raises:
-        UntrustedPath: The home is not trusted, or MUSTER_UMASK would let other users write.
+        UntrustedPath: Muster's home directory is not trusted, or MUSTER_UMASK would let other users
+            write.
     """
     mask = _umask()
     os.umask(mask)
     home = muster_home()
-    # The mode of the home is changed first. Other users then cannot reach files in it while the
-    # modes of these files are changed.
+    # The mode of Muster's home directory is changed first. Other users then cannot reach its files
+    # while the modes of these files are changed.
     was_open = not _is_more_than_a_home(home) and _restrict(home, mask)
     for name in _OWN:
         hidden = 0o077 if name in _OF_SERVERS else mask
@@ -312,7 +313,7 @@ def kept_secret(path: Path, make: Callable[[], str]) -> str:
     """
     if not is_present(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Check the home again, because another user may have created it at the same moment.
+        # Check Muster's home directory again: another user may have created it in the meantime.
         muster_home()
         draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

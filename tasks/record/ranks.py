@@ -162,7 +162,10 @@ def _read_table(text: str) -> RankFailure | None:
 
 
 def _is_victim(text: str, rank: int) -> bool:
-    """Return True if a rank's own traceback says that it lost or waited for another rank."""
+    """Return True if a rank failed only because another rank was lost or did not respond.
+
+    This is decided from the traceback of the rank in the log.
+    """
     own_text = select_traceback_of_rank(text, RankFailure(name="", rank=rank))
     return _VICTIM.search(own_text) is not None
 

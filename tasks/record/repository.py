@@ -260,7 +260,7 @@ class GitView:
         return patch + "".join(lines)
 
     def _filters_of(self, names: Sequence[str]) -> dict[str, str]:
-        """Return the names of the git filters of files, by file path. Other files are omitted."""
+        """Return the name of each file's git filter by file path, without files that have none."""
         if not names:
             return {}
         # Delete the file that removes the attribute `filter`, so that git shows the attribute of

@@ -359,12 +359,13 @@ class RunJson(Recorded):
             files = map(SubmissionJson.read, place.attempt(attempt.number).submissions())
             return None if any(file.stop_asked_at is not None for file in files) else attempt
         except (OSError, ValueError):
-            return None  # unknown whether a job was asked to stop
+            return None  # It is unknown whether Ray was asked to stop a job.
 
     def decided(self) -> RunJson:
-        """Return a copy of the record in which the last attempt has a `decision`.
+        """Return a copy of the record whose last attempt says that no further attempt follows.
 
-        Return the record unchanged if the run has not ended, or if there is a decision already.
+        Return the record unchanged if the run has not ended, or if the field `decision` of the last
+        attempt has a value already.
         """
         last = self.attempt
         if not self.state.is_final or last is None or last.decision is not None:
@@ -598,7 +599,8 @@ class RunRecord:
                 return
             of_run = self.content.provenance or {}
             if "host" not in of_run:
-                # The record of a new run may already say from which file and run it was started.
+                # The record of a new run may already contain the spec file and the earlier run from
+                # which a person started this run. Keep these values.
                 merged = {**of_run, **provenance}
                 self._save(self.content.with_changes(provenance=merged))
                 return

@@ -36,7 +36,7 @@ def facts_of_run(
     step: float | None = None,
     time_use: Iterable[str] = (),
 ) -> Iterator[Fact]:
-    """Yield the labelled facts about a run, in the order for the user.
+    """Yield the labelled facts about a run, in the order for display.
 
     Args:
         record: Content of the run's `run.json`.

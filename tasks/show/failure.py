@@ -17,7 +17,7 @@ _TAIL_LINES = 12
 
 
 class Fact(NamedTuple):
-    """A line about a failure: a label and a text."""
+    """A line of a text about a failure or a run. It consists of a label and a text."""
 
     #: Label, such as `first failure`.
     label: str
@@ -28,7 +28,7 @@ class Fact(NamedTuple):
 
 
 def list_facts(place: RunPlace, attempt: AttemptRecord, failure: Failure) -> Iterator[Fact]:
-    """Yield the labelled lines about the failure of an attempt, in the order for the user.
+    """Yield the labelled lines about the failure of an attempt, in the order for display.
 
     Args:
         place: Paths of the run's files.

@@ -165,7 +165,7 @@ def _server_rows(servers: Sequence[ServerSeen]) -> Iterator[list[str]]:
         ]
 
 
-#: Largest number of attempts that the card about the attempts names.
+#: Largest number of attempts that the card of the artifact `attempts` names in the Prefect UI.
 _MAX_ATTEMPTS_IN_HEADLINE = 5
 
 

@@ -27,16 +27,17 @@ from tasks.spec.run import RunSpec
 class Shown:
     """Content of an artifact in the Prefect UI."""
 
-    #: Short paragraphs in Markdown for the card on the run's page. The card cuts each paragraph
-    #: after about 40 letters. Older versions of the UI show only the first paragraph.
+    #: Short paragraphs in Markdown for the artifact's card on the run's page in the Prefect UI. The
+    #: card cuts each paragraph after about 40 letters. Older versions of the UI show only the first
+    #: paragraph.
     headline: str
     #: Full content. Depending on `type`, it is Markdown, a JSON list of table rows, or a
     #: percentage.
     data: str | float
     #: Type of the artifact in Prefect.
     type: Literal["markdown", "table", "progress"] = "markdown"
-    #: SVG picture that the card shows instead of the headline, or an empty string. The headline is
-    #: then the alternative text of the picture.
+    #: SVG picture that the artifact's card in the Prefect UI shows instead of the headline, or an
+    #: empty string. The headline is then the alternative text of the picture.
     picture: str = ""
 
 
@@ -82,7 +83,7 @@ class ServerSeen:
 
     #: Number of the server in the fleet, from 0.
     rank: int
-    #: State of the server's lifecycle group, such as `active` or `recovering`.
+    #: State of the group of servers that are started together with this server, such as `active`.
     state: str = GroupState.STARTING.value
     #: Address of the server, or an empty string if it has not been started.
     url: str = ""
@@ -113,7 +114,7 @@ class Pace:
         self._steps = deque[tuple[float, float]]()
 
     def snapshot(self) -> Pace:
-        """Return a copy. Steps that are added later do not change it."""
+        """Return a copy of this object that does not change if steps are added later."""
         pace = Pace(self._total)
         pace._steps.extend(self._steps)
         return pace
@@ -168,8 +169,8 @@ class Pace:
         return max(0.0, (self._total - self.step) / rate)
 
 
-#: States of a lifecycle group whose inference engine cannot serve requests, temporarily or
-#: permanently.
+#: States in which an inference engine cannot serve requests, temporarily or permanently. All
+#: servers of an engine form one lifecycle group.
 _LOST = frozenset({GroupState.INACTIVE, GroupState.RECOVERING, GroupState.RETIRED})
 
 
@@ -196,9 +197,9 @@ class ObservedRun:
         self._reset(0, None)
 
     def snapshot(self) -> ObservedRun:
-        """Return a copy. Later events do not change it.
+        """Return a copy of this object that later events do not change.
 
-        The copy is shallow, because other threads must wait until it is complete.
+        The copy is shallow and therefore fast, because other threads wait until it is complete.
         """
         seen = copy.copy(self)
         seen.rows = {**self.rows}
@@ -220,7 +221,8 @@ class ObservedRun:
         #: Row of each component, by the name of the component.
         self.rows = {name: Row(name=name) for name in self.names}
         self.pace = Pace(self.total)
-        #: State of each lifecycle group of the inference fleet. Each group is one engine.
+        #: State of each inference engine, by the engine's number. All servers of an engine form one
+        #: lifecycle group.
         self.groups: dict[int, GroupState] = {}
         #: Servers of the inference fleet, by rank.
         self._servers: dict[int, ServerSeen] = {}

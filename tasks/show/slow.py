@@ -81,7 +81,8 @@ def measure_parts(entry: Mapping[str, Any]) -> dict[str, float]:
 class Measured:
     """Recent value and earlier value of a quantity that the run measures repeatedly."""
 
-    #: Mean of the last 10 values. For the longest response time, the maximum of these values.
+    #: Mean of the last 10 values. If the quantity is the longest response time, the maximum of the
+    #: last 10 values.
     now: float
     #: Median of all earlier values. None if there are fewer than 3 earlier values.
     before: float | None
@@ -250,7 +251,7 @@ class TimeSpent:
 
     @property
     def slow(self) -> Slow | None:
-        """Analysis of all measurements, or None if nothing was measured."""
+        """Durations and GPU utilisation of the run, or None if nothing was measured."""
         steps = [_complete_parts(parts) for parts in self._steps.values()]
         # The first step is left out, because it includes the start of all components.
         steps = steps[1:] or steps

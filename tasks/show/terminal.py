@@ -37,14 +37,15 @@ from tasks.spec.run import RunSpec
 
 _log = logging.getLogger(__name__)
 
-#: Longest time in seconds until the status area at the bottom of the terminal is redrawn. It shows
-#: the ages of components, which change even if no event arrives.
+#: Longest time in seconds until the status area at the bottom of the terminal is redrawn. The area
+#: shows the ages of components, which change even if no event arrives.
 _REDRAW_AFTER_S = 1.0
 #: Shortest time in seconds between two updates of the status area at the bottom of the terminal.
 _FRAME_S = 0.05
-#: Largest number of lines in the buffer, which the thread has not written to the terminal yet.
+#: Largest number of lines that wait to be written to the terminal. If there are more, the oldest
+#: lines are dropped.
 _MAX_BUFFERED_LINES = 10_000
-#: Longest wait at the end of the run, in seconds, until the thread has written the last lines.
+#: Longest wait at the end of the run, in seconds, until the last lines are on the terminal.
 _CLOSE_WITHIN_S = 30.0
 #: Largest and smallest width of the metric curve, in columns. A narrower terminal shows no curve.
 _CURVE_COLUMNS = 72
@@ -72,13 +73,13 @@ class Terminal:
         self._screen = screen or Screen.of_stdout()
         self._began = time.monotonic()
         self._seen = ObservedRun(spec)
-        #: Last step that was printed as a line.
+        #: Last training step that was printed as a line.
         self._shown_step = 0.0
         #: Protects the attributes `_seen`, `_lines` and `_dropped_count`.
         self._lock = threading.Lock()
-        #: Lines that the thread has not written yet.
+        #: Lines that wait to be written to the terminal.
         self._lines: deque[Text] = deque()
-        #: Number of lines that were dropped since the last write.
+        #: Number of lines that were dropped since the last write to the terminal.
         self._dropped_count = 0
         #: Set if there are new lines, or if the status area must be redrawn.
         self._has_changes = threading.Event()
@@ -103,7 +104,7 @@ class Terminal:
         self._thread.join(_CLOSE_WITHIN_S)
 
     def say(self, text: str, style: str = "") -> None:
-        """Show a line, preceded by the seconds since the start of this process's output.
+        """Show a line. The number of seconds since this object was created precedes the text.
 
         The method does not wait until the line is written.
         """
