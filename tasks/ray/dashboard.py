@@ -154,7 +154,7 @@ class Credentials:
 
     @staticmethod
     def own(address: str) -> Credentials:
-        """Return the credentials for the Ray cluster that the run of this process uses.
+        """Return the credentials for a Ray cluster that the run of this process uses.
 
         Args:
             address: URL of the cluster's dashboard.

@@ -473,7 +473,10 @@ class RayJob(RunningComponent):
         return await self._finish_end(ended.left)
 
     async def detach(self) -> None:
-        """Stop watching the job without ending it. The next process of the run attaches to it."""
+        """Stop watching the job without ending the job.
+
+        The next flow process of the run can attach to the job.
+        """
         await self.tasks.cancel()
         await _cancel(self._submitting)
         await self._close()
@@ -485,9 +488,9 @@ class RayJob(RunningComponent):
         await self._dashboard.aclose()
 
     async def _finish_end(self, leftovers: tuple[str, ...]) -> tuple[str, ...]:
-        """Close this object if the job has no leftovers, and return the leftovers.
+        """Return the given leftovers of the job. If there are none, close this object.
 
-        With leftovers, the object stays open, so that `end` can be called again.
+        If there are leftovers, the object stays open, so that `end` can be called again.
         """
         if not leftovers:
             self._is_clear = True
@@ -594,7 +597,7 @@ class RayJob(RunningComponent):
             is_node_lost=bool(lost_node),
         )
         if self._stopped_s is not None and state.driver_exit_code is None:
-            # Muster's stop request ended the job, so the job cannot have ended before this request.
+            # Muster's stop request has ended the job, so the job ended after the stop request.
             at_s = max(at_s, self._stopped_s)
         await self._cancel_task("follow")
         if state.driver_node_id:
@@ -676,7 +679,7 @@ class RayJob(RunningComponent):
         )
 
     def _start_limit_hint(self) -> str:
-        """Return a sentence that names the spec key of the time limit for the job's start."""
+        """Return advice for the user: raise the time limit for the start of the job in the spec."""
         return (
             "If the job needs longer, for example to copy its model, raise ray.start_within_s "
             f"({self._job.start_within_s:g} s); its GPUs are idle until then"

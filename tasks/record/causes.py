@@ -84,10 +84,11 @@ class Rule(BaseModel):
     hint: str = ""
     #: Origin of the error message: a source file, an issue, or a document.
     source: str
-    #: Version of the program that prints the message, or "any" if it has not changed for years.
+    #: Version of the program that prints the error message, or "any" if the message has not changed
+    #: for years.
     seen_in: str
-    #: True if the rule also applies to lines with the log level of a warning. Ray and the kernel
-    #: report dead processes and nodes as warnings.
+    #: True if the rule also applies to log lines with the level WARNING. Ray and the kernel report
+    #: dead processes and nodes at this level.
     at_any_level: bool = False
 
 
@@ -179,8 +180,8 @@ class LogLine:
     #: True if the line contains only information, a warning or a message about a retried operation,
     #: and so reports no failure.
     is_mention: bool
-    #: If this line is the first line or the exception of a traceback, the number of the traceback.
-    #: Otherwise 0. The tracebacks of a chain of exceptions have the same number.
+    #: Number of the traceback if this line is the first line or the exception of a traceback,
+    #: otherwise 0. The tracebacks of a chain of exceptions have the same number.
     traceback: int = 0
     #: True if the exception of the traceback was caught and the process continued.
     is_caught: bool = False

@@ -483,11 +483,10 @@ def _key_of(content: Content, name: str) -> str:
 
 
 def _sizes_by_name(content: Content) -> dict[str, int]:
-    """Return the smallest size of the files of each kind, by the key that `_key_of` returns.
+    """Return the smallest size in bytes of the files of each kind in a checkpoint.
 
-    Sizes are in bytes.
-
-    Only files that contain state of the training are taken into account.
+    The keys of the result are those that `_key_of` returns. Only files that contain state of the
+    training are taken into account.
     """
     sizes: dict[str, int] = {}
     for name, facts in content.files.items():

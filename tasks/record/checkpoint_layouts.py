@@ -96,7 +96,7 @@ class Content:
 
     @property
     def paths(self) -> tuple[CheckpointPath, ...]:
-        """Files or folders that must be removed to remove the checkpoint."""
+        """Paths of the checkpoint: its folder, or its files if they have no folder of their own."""
         if self.is_folder:
             return (self.path,)
         return tuple(self.root / name for name in self.files)
@@ -516,7 +516,7 @@ def _read_step(content: Content, layout: Layout | None) -> int | None:
 
 
 def _find_general_gap(content: Content) -> tuple[str, bool]:
-    """Check a checkpoint for damaged files, missing shards and missing ranks, whatever its layout.
+    """Check a checkpoint of any trainer for damaged files, missing shards and missing ranks.
 
     Returns:
         Two values: the reason why the checkpoint is incomplete, or an empty string; and True if the
@@ -525,7 +525,8 @@ def _find_general_gap(content: Content) -> tuple[str, bool]:
     if not content.files:
         return "is empty", False
     if isinstance(content.root, StorePath) and len(content.files) > 1:
-        # One request after the other would take minutes for a checkpoint of many files.
+        # Check the files in parallel first, so that the loop below finds the cached results. One
+        # request after the other would take minutes for a checkpoint of many files.
         call_in_parallel(check_file, [content.root / name for name in content.files])
     has_only_known_formats = True
     for name, facts in sorted(content.files.items()):
@@ -608,7 +609,8 @@ def _find_missing_rank(content: Content) -> str:
         if not is_numbered and (match := _RANK.fullmatch(name)):
             numbers[match["head"], match["tail"]].add(int(match["number"]))
     for (head, tail), present in numbers.items():
-        # The files of other machines may be in another place, so the lowest rank may be above 0.
+        # The files of lower ranks may be on the disk of another machine. So only ranks between the
+        # present ranks can be missing.
         missing = {*range(min(present), max(present) + 1)} - present
         if missing:
             return f"{head}{min(missing)}{tail} is missing"

@@ -84,7 +84,7 @@ class StorePath:
         return self.store.read_link(self.key) is not None
 
     def readlink(self) -> str:
-        """Return the target of a symbolic link, or an empty string for another file."""
+        """Return the target of a symbolic link, or an empty string if this is no symbolic link."""
         return self.store.read_link(self.key) or ""
 
     def resolve(self) -> StorePath:
@@ -176,7 +176,7 @@ def identify_folder(written: str, root: Path) -> str:
 
 
 def identify_path(path: CheckpointPath) -> str:
-    """Return a text that is equal for all paths that lead to the same file or folder."""
+    """Return a text that identifies a file or folder. It is equal for all paths that lead there."""
     local_path = find_local_path(path)
     return os.path.realpath(local_path) if local_path is not None else str(path)
 
@@ -218,7 +218,9 @@ def list_entries(folder: CheckpointPath) -> list[CheckpointPath]:
 
 
 def match_paths(pattern: CheckpointPath) -> list[CheckpointPath]:
-    """Return the sorted paths that match a pattern. Hidden files match only a dot in the pattern.
+    """Return the sorted paths that match a pattern such as `checkpoints/step_*`.
+
+    Hidden files are returned only if the pattern has a dot at the beginning of their name.
 
     Raises:
         StoreError: The store did not answer.
@@ -258,7 +260,7 @@ def walk_files(folder: CheckpointPath) -> Iterator[CheckpointPath]:
 
 
 def _raise_unless_missing(error: OSError) -> None:
-    # A folder may be removed while it is listed. This is not an error.
+    # A folder may have been removed while its parent folder was listed. This is not an error.
     if not isinstance(error, FileNotFoundError):
         raise error
 

@@ -110,7 +110,7 @@ class StoreStat:
 
 
 class CheckpointStore(Protocol):
-    """A place that holds checkpoints. Paths in the store are called keys."""
+    """A file system or object store that holds checkpoints. Paths in the store are called keys."""
 
     def list_folder(self, key: str) -> list[str]:
         """Return the sorted names of the files and folders in a folder."""
@@ -123,10 +123,10 @@ class CheckpointStore(Protocol):
         """Return size and times of a file, or raise FileNotFoundError."""
 
     def read_link(self, key: str) -> str | None:
-        """Return the target of a symbolic link, or None for another file."""
+        """Return the target of a symbolic link, or None if the file is not a symbolic link."""
 
     def resolve(self, key: str) -> str:
-        """Return the key of the file to which symbolic links in a key lead."""
+        """Return the key without symbolic links that leads to the same file."""
 
     def open(self, key: str) -> BinaryIO:
         """Open a file to read parts of it, or raise FileNotFoundError."""
@@ -136,8 +136,9 @@ class CheckpointStore(Protocol):
 
         Args:
             key: The file or folder.
-            is_needed: Called when the files are hidden, and before the first file is removed. If
-                it returns True or raises an error, the files become visible again.
+            is_needed: Function that is called when the files are hidden, before the first file is
+                removed. If this function returns True or raises an error, the files become visible
+                again.
         """
 
 
@@ -321,7 +322,9 @@ class FsspecStore:
         return children
 
     def _find(self, folder: str) -> dict[str, StoreStat]:
-        """Return all files below a folder by key, or only the file itself.
+        """Return the size and times of all files below a folder, by key.
+
+        If the argument is the key of a file, only this file is returned.
 
         Raises:
             StoreError: The store did not answer, or refused the request.
@@ -430,7 +433,7 @@ class _RangeReader(io.RawIOBase):
         self._read_range = read_range
         self._size = size
         self._position = 0
-        #: The last block, and its position in the file.
+        #: The block of bytes that was read last, and its position in the file.
         self._block = b""
         self._block_start = 0
         self._next_block_bytes = _FIRST_BLOCK_BYTES

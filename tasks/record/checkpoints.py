@@ -88,7 +88,7 @@ class ResumePlan:
         return f"from the beginning, because no checkpoint is complete ({reasons})"
 
     def as_record(self) -> ResumeRecord:
-        """Return the plan in the form in which the record of the attempt stores it."""
+        """Return the plan as a `ResumeRecord`, which is stored in the record of the attempt."""
         path = str(self.path) if self.path is not None else None
         return ResumeRecord(
             **{"from": path if self.is_passed else None},
@@ -420,7 +420,10 @@ def _set_aside_checkpoints(
 
 
 def _sign(checkpoint: Checkpoint) -> str:
-    """Return the signature of a checkpoint, and the time of the last change of its inodes."""
+    """Return a text that identifies the content of a checkpoint: `SIGNATURE:TIME`.
+
+    The time is that of the last change of an inode (ctime), in nanoseconds since the epoch.
+    """
     return f"{checkpoint.signature}:{checkpoint.inode_changes_ns[1]}"
 
 
@@ -435,7 +438,8 @@ class JudgedCheckpoint:
     #: Reason why no attempt should start from the checkpoint: an attempt could not load it, or it
     #: was saved during an alarm. An empty string if an attempt may start from it.
     why_unfit: str
-    #: Reasons for which `keep` does not remove the checkpoint. Empty if `keep` removes it.
+    #: Reasons why the checkpoint is not removed because of the spec key `keep`. Empty if it is
+    #: removed.
     why_kept: tuple[str, ...] = ()
 
     @property
@@ -765,7 +769,8 @@ def find_stage_checkpoint(
     return find_latest_checkpoint(substitute(checkpoint, values.__getitem__), root)
 
 
-#: First words of the reason for which a checkpoint is refused if it was saved during an alarm.
+#: First words of the reason why a checkpoint is refused that was saved during an alarm. An alarm is
+#: raised if a metric of the training breaks a rule in the spec.
 _ALARMED = "it was saved during the alarm"
 
 

@@ -17,12 +17,13 @@ from tasks.spec.failure_kinds import REQUEUED, FailureKind
 from tasks.spec.formatting import format_duration
 from tasks.spec.run import RunSpec
 
-#: Kinds of failure with which an attempt ends before its components have run.
+#: Kinds of failure that end an attempt before its components have run.
 _NEVER_RAN = REQUEUED - {FailureKind.FLEET_LOST}
-#: A single attempt is reported only if it lasted at least this number of seconds. A short attempt
-#: has lost little work.
+#: A single attempt that saved nothing is reported only if it lasted at least this number of
+#: seconds. A shorter attempt has lost little work.
 _REPORTED_ALONE_S = 600.0
-#: Durations count as equal if the longest is at most this multiple of the shortest.
+#: The durations of several attempts count as equal if the longest is at most this multiple of the
+#: shortest.
 _EQUAL_DURATIONS = 1.5
 
 
@@ -150,5 +151,5 @@ def _describe_durations(durations: Sequence[float]) -> str:
 
 
 def _format(duration: float) -> str:
-    """Return a duration in readable units, without a part that is zero: `10 h`."""
+    """Return a duration such as `3 min 20 s`. A second unit that is zero is left out: `10 h`."""
     return re.sub(r" 0+ (s|min|h)$", "", format_duration(duration))

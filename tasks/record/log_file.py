@@ -55,7 +55,8 @@ class _OpenLog:
                 return True
             self._copy.close()
             self._copy = None
-        # The old content was read, or is lost. Read the new content from its beginning.
+        # The content before the truncation was read, or is lost. Read the new content of the file
+        # from its beginning.
         self._position = 0
         self._tail = b""
         return self._append(self._read_from_position(self.file) or b"")

@@ -85,10 +85,10 @@ class MetricsFile:
         self._incomplete_line = b""
 
     def read_new(self) -> list[dict[str, Any]]:
-        """Return the objects that were appended since the last call.
+        """Return the JSON objects that were appended to the metrics file since the last call.
 
-        A last line without a newline counts if it is complete JSON. The next call returns it again
-        when the newline has arrived. Lines that are not JSON objects are skipped.
+        The last line also counts without a newline if it is complete JSON. The call after the
+        newline has arrived returns its object again. Lines that are not JSON objects are skipped.
 
         Returns:
             The objects in file order; an empty list if the file does not exist or has not grown.

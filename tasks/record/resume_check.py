@@ -11,8 +11,8 @@ from tasks.record.run_json import ResumeRecord
 def compare_first_step(resume: ResumeRecord, first_step: float, next_step: float) -> str:
     """Return a warning if the trainer does not seem to have loaded the checkpoint.
 
-    A trainer may ignore the path that Muster passes to it, and load the checkpoint that its own
-    pointer file names.
+    A trainer may ignore the path that Muster passes to it. It may load the checkpoint that is named
+    in a file of its own, such as `latest_checkpointed_iteration.txt`.
 
     Args:
         resume: Record of the checkpoint that Muster chose for the attempt.

@@ -121,7 +121,7 @@ def decide_retry(
 
 
 def _has_never_run(kind: FailureKind | None) -> bool:
-    """Return True if an attempt with this kind of failure ended before its components ran."""
+    """Return True if attempts with this kind of failure end before their components run."""
     return kind is not None and kind.properties.ends_before_components_run
 
 

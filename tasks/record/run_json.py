@@ -121,7 +121,8 @@ class ResumeRecord(Recorded):
     #: Checkpoint that the trainer should find by itself, because the spec does not use
     #: `${attempt.resume_from}`. Otherwise None.
     expected: str | None = None
-    #: Remarks for the user, for example on a pointer file that names another checkpoint.
+    #: Remarks for the user. Example: a file in which the trainer names its last checkpoint names
+    #: another checkpoint.
     notes: tuple[str, ...] = ()
     #: Training step of the checkpoint, or None if unknown.
     step: float | None = None
@@ -281,9 +282,9 @@ class RunJson(Recorded):
     #: spec file of a run that was started by `muster train`.
     provenance: Mapping[str, Any] | None = None
     attempts: tuple[AttemptRecord, ...] = ()
-    #: Signatures of the checkpoints that this run must not use, by path. They existed before the
-    #: run, so they belong to other runs. Or they have a later step than the one from which a person
-    #: has retried the run.
+    #: Signatures of the checkpoints that this run must not use, by path. These are checkpoints that
+    #: existed before the run and so belong to other runs. If a person has retried the run from an
+    #: earlier step, these are also the run's own checkpoints after this step.
     foreign_checkpoints: Mapping[str, str] = {}
     #: Message for the user about the present state.
     message: str = ""
@@ -667,7 +668,7 @@ def _update_job(
 ) -> dict[str, Any]:
     """Return the value of `AttemptRecord.ray`, updated by an event of a component's job.
 
-    The first job of an attempt is at the top level; other jobs are under `others`.
+    The fields of the attempt's first job are at the top level. Other jobs are under `others`.
     """
     is_first = ray.get("component", component) == component
     others = ray.get("others", {})

@@ -32,8 +32,8 @@ _PLACEHOLDER_BYTES = 64
 #: Number of bytes at the beginning of a file that are compared with zero. If a disk is full, some
 #: file systems leave zeros in place of the data.
 _ZERO_CHECK_BYTES = 4096
-#: Largest pickle that is parsed completely, in bytes. Of a larger pickle, only the last byte is
-#: checked.
+#: Size in bytes of the largest pickle that is parsed completely. If a pickle is larger, only its
+#: last byte is checked.
 _PICKLE_BYTES = 64 << 20
 #: Number of bytes per element for each storage type in PyTorch's file format before version 1.6.
 _STORAGE_ITEM_BYTES = {
@@ -46,9 +46,9 @@ _STORAGE_ITEM_BYTES = {
 #: First number in a file in PyTorch's format before version 1.6. Source: torch/serialization.py.
 _TORCH_MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 
-#: Instructions of a pickle that may stand between a key and its value.
+#: Pickle opcodes that may stand between a key and its value.
 _MEMO_OPCODES = frozenset({"MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT"})
-#: Instructions of a pickle that contain an integer.
+#: Pickle opcodes that contain an integer.
 _NUMBER_OPCODES = frozenset({"INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4"})
 
 
@@ -118,7 +118,7 @@ def _find_check(suffix: str, head: bytes, size: int) -> Callable[[BinaryIO, int]
     fixed are recognised by the suffix.
     """
     if suffix == ".distcp":
-        # The file consists of several parts. Its length is in the file `.metadata` of the folder.
+        # Only the file `.metadata` in the same folder says how long this file must be.
         return None
     if head.startswith(b"PK") or b"PK\x03\x04".startswith(head):
         return _check_zip

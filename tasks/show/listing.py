@@ -43,7 +43,7 @@ class ListedRun:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The texts in the order of the columns, without line breaks or control codes."""
+        """The texts about this run in the order of the columns of the list, each as one line."""
         fields = (
             self.run_id,
             self.state,
@@ -101,16 +101,16 @@ def list_runs(runs: Sequence[ListedRun], width: int) -> Iterator[Text]:
 
 
 def _clean(*texts: str) -> tuple[str, ...]:
-    """Return the texts without line breaks or control codes."""
+    """Return each text as one line without control codes."""
     return tuple(map(one_line, texts))
 
 
 def _line(row: Sequence[str], widths: Sequence[int], width: int, style: str = "") -> Text:
-    """Return a row of the list as one line. It is cut after `width` columns.
+    """Return a row of the list of runs as one line, which is cut after `width` columns.
 
     Args:
-        row: The cells of a run, or the headings. The last one is not padded.
-        widths: Widths of the columns before the last one.
+        row: The cells of a run, or the headings. The last cell is not padded.
+        widths: Widths of the columns before the last column.
         width: Width of the terminal in columns.
     """
     cells = [*_pad_cells(row[:-1], widths), row[-1]]
@@ -120,7 +120,7 @@ def _line(row: Sequence[str], widths: Sequence[int], width: int, style: str = ""
 
 
 def _indented_line(text: str, width: int) -> Iterator[Text]:
-    """Yield the text as an indented line, cut after `width` columns, or nothing if it is empty."""
+    """Yield the text as an indented line, cut after `width` columns. Yield nothing for no text."""
     if text:
         line = Text(_GAP + text, style="dim")
         line.truncate(max(width, len(_GAP) + 1), overflow="ellipsis")

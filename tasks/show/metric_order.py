@@ -23,8 +23,8 @@ _LESS_USEFUL = re.compile(r"std|min|max|clip|frac|ratio")
 def sort_by_meaning(names: Iterable[str]) -> list[str]:
     """Return the names of metrics, the most useful first.
 
-    The best name of each meaning comes first: a reward, a loss, an entropy and so on. Then the
-    second name of each meaning follows. So every beginning of the list has different meanings.
+    The list begins with the best name of each meaning: a reward, a loss, an entropy and so on. Then
+    the second name of each meaning follows. So the first few names have different meanings.
     """
     names_by_meaning: dict[int, list[str]] = defaultdict(list)
     for name in names:

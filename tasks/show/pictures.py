@@ -310,7 +310,7 @@ def draw_timeline(view: RunView) -> str:
 
 
 def list_phases(view: RunView, attempt: AttemptRecord, name: str) -> list[tuple[str, float, float]]:
-    """Return how long a component was waiting, starting and ready in an attempt.
+    """Return the times at which a component was waiting, starting and ready in an attempt.
 
     Returns:
         Tuples of phase name, begin and end in UTC epoch seconds, in order and without gaps. The

@@ -225,9 +225,9 @@ class ForeignLines(io.TextIOBase):
                 replace_stream(name, self, self._restore_streams)
 
     def give_back(self) -> None:
-        """Restore standard output and standard error, and pass on an incomplete last line.
+        """Restore standard output and standard error. A second call has no effect.
 
-        A second call has no effect.
+        If the last printed line has no newline yet, the line is shown now.
         """
         self._restore_streams.close()
         self.write("\n" if self._incomplete_line else "")

@@ -102,7 +102,7 @@ class Measured:
         return Measured(now=average(values[-_RECENT_COUNT:]), before=before)
 
 
-#: Duration in seconds of some consecutive training steps, and the number of these steps.
+#: A measurement: the duration in seconds of some consecutive training steps, and their number.
 _Pace = tuple[float, float]
 
 
@@ -219,7 +219,9 @@ class TimeSpent:
         self._requests: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_KEPT_COUNT))
 
     def take(self, step: float, entry: Mapping[str, Any]) -> None:
-        """Add a line of a metrics file. A step may have several lines.
+        """Add the durations in a line of a metrics file to the measurements.
+
+        A training step may have several lines.
 
         Args:
             step: Training step of the line.
