@@ -161,7 +161,7 @@ def job_exit(
 
 
 def job_last_words(log_end: str, job: JobState | None) -> str:
-    """Return the last lines of a job's output. The cause of a failure is searched in these lines.
+    """Return the last lines of a job's output, in which Muster searches the cause of a failure.
 
     Args:
         log_end: The last lines of the job's log.
@@ -200,8 +200,7 @@ def earliest_end(
     """
     max_delay_s = RAY_POLLS_EACH_S + wrapper_s + _ROUNDING_S
     if job.status == "FAILED" and job.driver_exit_code is None:
-        # Ray has lost contact with the driver. Ray reports the job as running until it notices the
-        # loss.
+        # The driver or its node has died. Until Ray notices this, Ray reports the job as running.
         max_delay_s += _NODE_DELAY_S if is_node_lost else _SUPERVISOR_DELAY_S
 
     lower_bounds = [] if seen_running_s is None else [seen_running_s - max_delay_s]
@@ -221,10 +220,10 @@ _REMOVAL_DELAY_S = 3.0
 #: Seconds to wait for the end of a job's actors and placement groups. After this time, the
 #: remaining actors and placement groups are reported as leftovers.
 _FREE_TIMEOUT_S = 30.0
-#: Largest number of unchecked nodes that one message lists.
+#: Largest number of nodes that a message about unchecked nodes lists.
 _MAX_LISTED_NODES = 5
-#: Pause between two requests to the cluster during the wait for a job's end, as a share of the time
-#: waited so far.
+#: Pause between two requests to the cluster during the wait for a job's end. The pause grows: it is
+#: this share of the time that has been waited so far.
 _PAUSE_SHARE = 0.1
 #: Shortest pause between two requests to the cluster during the wait for a job's end, in seconds.
 _MIN_PAUSE_S = 0.04

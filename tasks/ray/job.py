@@ -203,9 +203,9 @@ class RayJob(RunningComponent):
         self._ending: asyncio.Task[tuple[str, ...]] | None = None
         #: True if the job has ended without leftovers.
         self._is_clear = False
-        #: Processes that got the warning signal: pid and start time, by the machine.
+        #: Processes that got the warning signal, by the machine. Each is a list: pid, start time.
         self._warned: dict[str, list[list[int]]] = {}
-        #: Earliest time of the next warning, in CLOCK_MONOTONIC seconds.
+        #: Earliest time at which `warn` sends signals again, in CLOCK_MONOTONIC seconds.
         self._warn_again_s = 0.0
 
     def __str__(self) -> str:
@@ -406,7 +406,7 @@ class RayJob(RunningComponent):
         self._take_down.kill_not_before = time.monotonic() + for_s
 
     def stop(self) -> None:
-        """Request the end of the job, with its grace period. Return at once.
+        """Begin to end the job with its grace period, and return at once.
 
         The call may be repeated. It does nothing while the job is ending.
         """
@@ -515,7 +515,7 @@ class RayJob(RunningComponent):
             except (NoAnswer, Denied) as error:
                 self._note_contact(str(error))
             except Exception as error:
-                # The reply has an unexpected format, for example. The loop must continue.
+                # The loop must continue after every error, such as a reply in an unexpected format.
                 _log.exception("The state of job %s could not be read.", self._job.submission_id)
                 self._note_contact(repr(error))
             else:
@@ -649,7 +649,7 @@ class RayJob(RunningComponent):
         return await self._submitter.forgotten()
 
     async def _check_gpus(self) -> GiveUpReason | None:
-        """Return the reason why the job is given up if it did not take its GPUs in time.
+        """Return the reason for giving up a job that did not take its GPUs in time.
 
         Returns:
             The reason. None if the job has its GPUs, if the job has more time to take its GPUs, or

@@ -146,7 +146,7 @@ class AgentKey:
 
 @dataclass(slots=True)
 class AgentConnection:
-    """Connection to Muster's agent on one Ray node. It can send one request to the agent."""
+    """Connection over which one request can be sent to Muster's agent on a Ray node."""
 
     #: Ray's id of the agent's node, in hex.
     node_id: str

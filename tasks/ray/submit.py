@@ -45,7 +45,7 @@ _WORKER_SHARE = 0.001
 _WORKER_RESOURCE = "worker_node"
 #: Ray label that contains the id of a node.
 _NODE_ID_LABEL = "ray.io/node-id"
-#: Files of the working directory that are never shipped, as .gitignore patterns.
+#: Files of the working directory that are never copied to the cluster, as .gitignore patterns.
 _EXCLUDES = (
     ".git",
     "/runs",
@@ -61,7 +61,8 @@ _EXCLUDES = (
 )
 #: Deadline of each request of a submission, in seconds. A request may upload hundreds of MB.
 _REQUEST_TIMEOUT_S = 60.0
-#: Name of the directory with the wrapper program that is shipped with each job.
+#: Name of the directory with the wrapper program, which is copied to the cluster with each job. The
+#: wrapper starts the component's command on the node.
 _PACKAGE = "muster_driver"
 #: Levels of Ray's loggers that report each upload, by the name of the logger. The level suppresses
 #: these reports, which would disturb Muster's own output on the terminal.
@@ -70,9 +71,9 @@ _NOISY_LOGGERS = {
     "ray._private.runtime_env.packaging": logging.WARNING,
     "ray._private.runtime_env.working_dir": logging.ERROR,
 }
-#: Python code that finds and runs the shipped wrapper program. `python -m` is not used, because it
-#: puts the working directory first on the import path. A user's file such as `queue.py` there would
-#: replace the module of the standard library.
+#: Python code that finds and runs the wrapper program on the node. `python -m` is not used, because
+#: it puts the working directory first on the import path. A user's file such as `queue.py` there
+#: would replace the module of the standard library.
 _BOOTSTRAP = (
     "import os,runpy;runpy.run_path(next(p for p in"
     f' (d+"/{_PACKAGE}" for d in os.environ["PYTHONPATH"].split(":")) if os.path.isdir(p)),'
@@ -84,7 +85,7 @@ _INTERPRETER = '"$(readlink /proc/$PPID/exe || command -v python3)"'
 
 
 def build_entrypoint(plan: JobPlan) -> str:
-    """Return the job's shell command, which runs the component's command inside the wrapper."""
+    """Return the job's shell command. It starts the wrapper, which runs the component's command."""
     command = plan.command
     wrapper_arguments = (
         f"--grace {command.longest_grace_s:g} --signal {command.stop_signal}"
@@ -114,11 +115,11 @@ def build_environment(plan: JobPlan) -> dict[str, str]:
 
 
 def list_excludes(plan: JobPlan) -> list[str]:
-    """Return .gitignore patterns for the files of the working directory that are not shipped."""
+    """Return .gitignore patterns for files of the working directory that Ray does not upload."""
     excludes = [*_EXCLUDES, *plan.excludes]
     with contextlib.suppress(ValueError):
-        # If the Muster home directory is inside the working directory, do not ship it, because it
-        # contains the records of all runs.
+        # If Muster's home directory is inside the working directory, do not upload the home
+        # directory, because it contains the records of all runs.
         home = muster_home().resolve().relative_to(plan.command.cwd.resolve())
         excludes.append(f"/{home}")
     return excludes
@@ -232,7 +233,7 @@ def _handle_sdk_error(error: RuntimeError, plan: JobPlan) -> None:
 
 
 def wrapper_sources() -> dict[str, str]:
-    """Return the source of the shipped wrapper program, by the name of the file."""
+    """Return the source code of the wrapper program's files, by the name of the file."""
     files = {"__main__.py": wrapper.__file__, "tree.py": tree.__file__}
     return {name: Path(file).read_text(encoding="utf-8") for name, file in files.items()}
 

@@ -155,8 +155,8 @@ class Cluster:
     #: An empty string if the nodes are not those of a Ray cluster.
     id: str = ""
     #: `used[run id][node name]`: number of GPUs that the run's Ray jobs hold on the node now. The
-    #: jobs take their GPUs step by step, so a run may hold fewer GPUs than the queue has granted to
-    #: the run. Empty if the nodes are not those of a Ray cluster.
+    #: jobs take their GPUs step by step, so a run may hold fewer GPUs than Muster's queue has
+    #: granted to the run. Empty if the nodes are not those of a Ray cluster.
     used: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     #: Ray's name for the accelerator of the cluster, from ACCELERATORS.
     accelerator: str = ACCELERATORS[0]

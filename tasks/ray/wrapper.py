@@ -165,7 +165,7 @@ def run_front(options: argparse.Namespace, argv: list[str], env: dict[str, str])
 
 
 class Keeper:
-    """Main loop of the keeper process, which starts the command and ends the command's descendants.
+    """The wrapper's second process. It starts the command and ends the command's descendants.
 
     The keeper is a child of the front process, which Ray treats as the process of the job.
     """
@@ -185,9 +185,9 @@ class Keeper:
             options: Parsed arguments of this program.
             argv: The command.
             env: Environment of the command.
-            orders: Read end of the pipe over which the front sends messages. The pipe closes when
-                the front ends.
-            ray: Pidfd of the job supervisor, the Ray process that has started the front.
+            orders: Read end of the pipe over which the front process sends messages. The pipe
+                closes when the front process ends.
+            ray: Pidfd of the job supervisor, the Ray process that has started the front process.
             ray_pid: Process id of the job supervisor.
         """
         self._options = options
@@ -251,7 +251,11 @@ class Keeper:
         return is_empty
 
     def _end_within(self, seconds: float) -> None:
-        """Let the keeper kill the process tree after some seconds, or at an earlier set time."""
+        """Schedule the kill of the process tree, or keep an earlier time that is already set.
+
+        Args:
+            seconds: Delay until the kill.
+        """
         deadline = time.monotonic() + seconds
         self._kill_at = deadline if self._kill_at is None else min(deadline, self._kill_at)
 

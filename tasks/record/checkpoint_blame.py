@@ -166,7 +166,10 @@ def find_attempts_failed_by_checkpoint(
 
 
 def _judge(spec: RunSpec, attempt: AttemptRecord) -> Blame:
-    """Return the answer for one attempt, without regard to the other attempts of the run."""
+    """Return whether the checkpoint of an attempt is the cause of the attempt's failure.
+
+    The other attempts of the run are not taken into account.
+    """
     failure = attempt.failure
     if failure is None or not attempt.checkpoint or _has_made_step(spec, attempt):
         return Blame.NONE

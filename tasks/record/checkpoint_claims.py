@@ -22,7 +22,7 @@ from tasks.record.disk import json_text, replace_file
 from tasks.record.places import RunPlace, muster_home
 from tasks.record.run_json import RunJson
 
-#: Largest number of bytes at the end of an event log that are searched for steps.
+#: Largest number of bytes at the end of an event log that are searched for training steps.
 _EVENTS_BYTES = 4 << 20
 #: Largest assumed difference between the clocks of a file server and of this machine, in seconds.
 _CLOCK_SLACK_S = 2.0
@@ -30,7 +30,7 @@ _CLOCK_SLACK_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rival:
-    """Another run that wrote its checkpoints to the same folder at the same time as a run."""
+    """Another run that writes its checkpoints to the same folder as this run at the same time."""
 
     place: RunPlace
     #: Time at which the other run began to use the folder, in UTC epoch seconds.
@@ -69,7 +69,7 @@ def claim_folder(folder: str, run_id: str, clock: Callable[[], float] = time.tim
 
 
 def find_rivals(folder: str, run_id: str) -> list[Rival]:
-    """Return the other runs that wrote checkpoints to a folder while a run did so.
+    """Return the other runs that wrote checkpoints to a folder while the given run used the folder.
 
     Args:
         folder: Absolute path of the folder, or a pattern that matches the checkpoints.
@@ -89,7 +89,7 @@ def find_rivals(folder: str, run_id: str) -> list[Rival]:
 
 
 def why_of_rival(checkpoint: Checkpoint, own: RunPlace, rivals: Sequence[Rival]) -> str:
-    """Return a text that says why a checkpoint may belong to another run than `own`.
+    """Return the reason why a checkpoint may belong to another run than this run.
 
     A checkpoint belongs to the run whose reported steps are nearest to the step of the checkpoint.
 

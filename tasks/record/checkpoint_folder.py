@@ -168,9 +168,10 @@ class _Candidate:
 
     @property
     def rank(self) -> int:
-        """Rank of the candidate's name, 0 for the best. Only candidates with the best rank count.
+        """Number that says how likely this file or folder is a checkpoint: 0 is the most likely.
 
-        Other candidates in the same folder are probably no checkpoints of the training.
+        Of the files and folders in one folder, only those with the lowest number count as
+        checkpoints.
         """
         if self.verdict.is_training_state and self.kind <= NameKind.NUMBERED:
             return 0

@@ -438,8 +438,8 @@ class JudgedCheckpoint:
     #: Reason why no attempt should start from the checkpoint: an attempt could not load it, or it
     #: was saved during an alarm. An empty string if an attempt may start from it.
     why_unfit: str
-    #: Reasons why the checkpoint is not removed because of the spec key `keep`. Empty if it is
-    #: removed.
+    #: Reasons why the checkpoint stays, although the spec key `keep` limits the number of
+    #: checkpoints. Empty if the checkpoint is removed.
     why_kept: tuple[str, ...] = ()
 
     @property

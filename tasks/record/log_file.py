@@ -214,7 +214,7 @@ class LogFile:
 
         Returns:
             False if the log file has fewer lines, or does not exist. Nothing is skipped then,
-            because the older files of the log may contain the missing lines.
+            because older files of the log, which log rotation made, may contain the missing lines.
         """
         self._open(self._path)
         self._was_read = any([log.skip_to_last_lines(count) for log in self._open_logs.values()])

@@ -120,7 +120,7 @@ def _line(row: Sequence[str], widths: Sequence[int], width: int, style: str = ""
 
 
 def _indented_line(text: str, width: int) -> Iterator[Text]:
-    """Yield the text as an indented line, cut after `width` columns. Yield nothing for no text."""
+    """Yield the text as an indented line, cut after `width` columns. Skip an empty text."""
     if text:
         line = Text(_GAP + text, style="dim")
         line.truncate(max(width, len(_GAP) + 1), overflow="ellipsis")
