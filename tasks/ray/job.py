@@ -304,9 +304,9 @@ class RayJob(RunningComponent):
     async def until_job_lost(self) -> GiveUpReason:
         """Wait until a launched job must be given up, and return the reason.
 
-        A job is given up if the cluster does not answer for too long, if the cluster no longer
-        knows the job, or if the job does not take its GPUs in time. Otherwise, this call waits
-        until it is cancelled.
+        There are three possible reasons: the cluster does not answer for too long, the cluster no
+        longer knows the job, or the job does not take its GPUs in time. Without such a reason, this
+        call waits until it is cancelled.
         """
         ask_gpus_at = time.monotonic()
         while True:
@@ -425,9 +425,9 @@ class RayJob(RunningComponent):
     async def end(self) -> tuple[int | str, ...]:
         """End the job, and wait until it has ended completely.
 
-        A complete end means that the job is in a final state, its actors have ended, its GPUs are
-        free, none of its processes runs on any node, and its log is copied. This method may also be
-        called before a launch, and after a launch that failed or was cancelled.
+        After a complete end, Ray reports a final state of the job, and the log is copied. The job's
+        actors have ended, its GPUs are free, and none of its processes runs on any node. This
+        method may also be called before a launch, and after a launch that failed or was cancelled.
 
         Returns:
             Descriptions of leftovers that did not end in time. The nodes that could not be checked

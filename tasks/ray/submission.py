@@ -48,20 +48,21 @@ class JobPlan:
     entrypoint_resources: Mapping[str, float] = field(default_factory=dict)
     #: Ray labels that the driver's node must have: values by the name of the label.
     entrypoint_label_selector: Mapping[str, str] = field(default_factory=dict)
-    #: Names of the nodes that the queue has granted to the run. Empty if the queue has granted no
-    #: nodes.
+    #: Names of the nodes that Muster's queue has granted to the run. Empty if the queue has granted
+    #: no nodes.
     nodes: Collection[str] = ()
-    #: Number of GPUs that the whole job must take. 0 means that the job needs no GPU.
+    #: Number of GPUs that the actors and tasks of the job must take together. 0 if the job needs no
+    #: GPU.
     gpus: float = 0
     #: Longest time in seconds that the job may be pending. After the start of its driver, the job
     #: has the same time to take its GPUs.
     start_within_s: float = 600.0
     #: If the cluster does not answer for more than this number of seconds, the job counts as lost.
     lost_after_s: float = 180.0
-    #: Path of the file that records the submission, on this host.
+    #: Path of the file on this host that records the submission of the job.
     submission_file: Path
     #: Earliest time, in UTC epoch seconds, at which a process on another host may have submitted
-    #: this job. That process's submission file is not on this host. None if no other host can have
+    #: this job. The submission is then recorded on that host only. None if no other host can have
     #: submitted the job.
     may_be_submitted_since: float | None = None
     #: Function that removes secrets from a text before it is written to disk.

@@ -221,7 +221,8 @@ def _handle_sdk_error(error: RuntimeError, plan: JobPlan) -> None:
     if not separator:
         raise Denied(f"{problem}: {text[:2000]}") from error
     if rest.startswith("413"):
-        # The dashboard's size limit is lower than Ray's own limit for packages.
+        # HTTP status 413: the package is too large. The dashboard's size limit is lower than Ray's
+        # own limit for packages.
         raise Denied(
             f"{problem}: its package exceeds the size limit of the dashboard at {plan.address} "
             f"({rest[5:].strip(' .')}). Exclude files that the job does not need, or move them to "
@@ -427,8 +428,8 @@ class Submitter:
         """Return the state of the job. Requests are repeated until the cluster answers.
 
         Args:
-            settle: If True and the cluster has no such job, the request is repeated for some
-                seconds, because an earlier submit request may still reach the cluster.
+            settle: True if an earlier submit request may still reach the cluster. If the cluster
+                has no such job, the request is then repeated for some seconds.
 
         Returns:
             The state of the job, or None if the cluster has no such job.

@@ -65,8 +65,8 @@ class NodeReport:
     own: Mapping[str, float]
     #: Free amounts of the resources in `own`, by the name of the resource.
     available: Mapping[str, float]
-    #: Total amounts of the resources that Ray has set aside for placement groups on the node, by
-    #: the name of the resource, such as `GPU_group_0_<group id>`.
+    #: Total amounts of the resources that Ray has reserved for placement groups on the node. The
+    #: keys are the names of the resources, such as `GPU_group_0_<group id>`.
     grouped: Mapping[str, float] = field(default_factory=dict)
     #: True if Ray is about to remove the node. Ray then starts no new tasks or actors on the node.
     is_draining: bool = False
@@ -127,7 +127,7 @@ class ClusterNode:
     def usable_gpus(self) -> int:
         """Number of GPUs that Muster's runs may use, including the GPUs that runs hold now.
 
-        The number is 0 if the node is drained, because the queue cannot grant the node's GPUs even
+        The number is 0 if the node is drained. The queue then cannot grant the node's GPUs, even
         after the runs on the node have ended.
         """
         if self.is_drained:
@@ -456,8 +456,8 @@ class _ControlStore:
         """Request the resources of all nodes, and the placed actors outside placement groups."""
         usage_reply = self._usage(within_s)
         # Send all requests at once, and the requests for actors last. If the replies do not name
-        # the owner of a used resource, this snapshot counts the resource as used by programs that
-        # are not Muster's runs. The queue may then grant too few GPUs, but never too many.
+        # the owner of a used resource, the resource counts as used by programs outside of Muster.
+        # The queue may then grant too few GPUs, but never too many.
         actor_replies = [
             self._actors(within_s, filters={"state": state}) for state in _PLACED_STATES
         ]

@@ -414,7 +414,7 @@ def _drop_survived_errors(matches: list[Cause]) -> Iterator[Cause]:
     A worker often logs an error, continues, and later fails with another error. Matches with the
     role CAUSE are always kept.
     """
-    #: Number of the last traceback with an uncaught exception, by process and role.
+    #: Number of the last traceback whose exception was not caught, by process and role of the rule.
     last_tracebacks: dict[tuple[str, Role], int] = {}
     for match in matches:
         line = match.log_line
@@ -424,7 +424,7 @@ def _drop_survived_errors(matches: list[Cause]) -> Iterator[Cause]:
             key = (line.process, role)
             last_tracebacks[key] = max(last_tracebacks.get(key, 0), line.traceback)
 
-    #: Index of the first matching line of each traceback.
+    #: Index of the first matching line of each traceback, by the number of the traceback.
     first_lines: dict[int, int] = {}
     for match in matches:
         number = match.log_line.traceback
@@ -607,8 +607,8 @@ _STOPPED = "the fleet is stopped"
 def recognize_fleet_loss(verdict: Verdict, place: AttemptPlace, engines: int) -> Verdict:
     """Return the result of an attempt, with the failure kind FLEET_LOST if the fleet process died.
 
-    The result is returned unchanged if another component failed first, if the fleet process itself
-    reported a reason, or if the host ran out of memory.
+    The result is returned unchanged in three cases: another component failed first, the fleet
+    process itself reported a reason, or the host ran out of memory.
 
     Args:
         verdict: Result of an attempt whose processes have all ended.
@@ -618,7 +618,7 @@ def recognize_fleet_loss(verdict: Verdict, place: AttemptPlace, engines: int) ->
     failure = verdict.failure
     if failure is None or failure.component != FLEET or failure.kind is FailureKind.HOST_OOM:
         return verdict
-    # The exit code of the fleet process is unknown if the guardian process that owns it died at the
+    # The exit code of the fleet process is unknown if its parent process, the guardian, died at the
     # same time. The rule `exit` then shows that the fleet process ended.
     has_ended = failure.has_ended or failure.rule == "exit"
     if not has_ended or _OWN_REASON.search(read_tail(place.log(FLEET))):

@@ -28,8 +28,8 @@ _MAX_BLAMED_IN_A_ROW = 3
 #: Signals that another process usually sends. A trainer that is killed by another signal, such as
 #: SIGSEGV, has itself caused the signal.
 _OUTSIDE_SIGNALS = frozenset({"SIGKILL", "SIGTERM", "SIGINT", "SIGHUP"})
-#: If the run spec has no key `progress`, an attempt that ran for more than this number of seconds
-#: is assumed to have loaded its checkpoint.
+#: If the run spec has no key `progress`, Muster assumes that an attempt has loaded its checkpoint
+#: after this number of seconds.
 _LOADS_WITHIN_S = 120.0
 #: Number of frames at the end of a traceback that are searched for the words in `_LOADING`.
 _INNER_FRAMES = 3

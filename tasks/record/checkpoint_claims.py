@@ -167,7 +167,7 @@ def _find_steps(place: RunPlace, since: float, until: float) -> tuple[float, flo
 
 
 def _read_steps(events: Path) -> Iterator[tuple[float, float]]:
-    """Yield time and step of each progress event in an event log."""
+    """Yield time (UTC epoch seconds) and training step of each progress event in an event log."""
     with suppress(OSError), events.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - _EVENTS_BYTES))

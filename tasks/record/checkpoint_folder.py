@@ -301,7 +301,7 @@ def _read_candidates(
         groups.setdefault(drop_rank(path.name) if is_rank_file else path.name, []).append(path)
     for parts in groups.values():
         first = min(parts, key=lambda path: (read_rank(path.name) or 0, path.name))
-        with suppress(FileNotFoundError):  # Removed during the listing.
+        with suppress(FileNotFoundError):  # The file may have been removed during the listing.
             candidate = _read_candidate(Content.read(first, sorted(parts)), kinds[first])
             if _is_candidate(candidate):
                 yield candidate
@@ -551,8 +551,8 @@ def _find_best_pointer(
 ) -> _Pointer | None:
     """Return the pointer file that names the newest existing checkpoint.
 
-    Return None if there is no pointer file. If no pointer file names an existing checkpoint, the
-    one with the highest step is returned.
+    Return None if there is no pointer file. If no pointer file names an existing checkpoint, return
+    the pointer file with the highest step.
     """
 
     def order(pointer: _Pointer) -> tuple[bool, int]:

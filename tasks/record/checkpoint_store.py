@@ -53,14 +53,14 @@ _CONFIGURATION_WORDS = ("ParamValidation", "InvalidEndpoint", "NoRegion", "Inval
 class StoreLimits:
     """Deadlines for the requests to an object store, in seconds."""
 
-    #: Longest wait for the list of all files of a folder.
+    #: Longest wait for the list of all files of a folder, in seconds.
     listing_s: float = 30.0
-    #: Longest wait for one part of a file, and for the removal of files.
+    #: Longest wait for one part of a file, and for the removal of files, in seconds.
     request_s: float = 20.0
-    #: Longest wait for a new connection.
+    #: Longest wait for a new connection, in seconds.
     connect_s: float = 5.0
-    #: Longest time for all requests that belong to one list of checkpoints. The results for files
-    #: that were checked are kept, so that the next list needs less time.
+    #: Longest time in seconds for all requests that are needed to list the checkpoints of a folder.
+    #: The results for files that were checked are kept, so that the next listing needs less time.
     total_s: float = 120.0
 
 
@@ -69,7 +69,7 @@ LIMITS = StoreLimits()
 
 
 class StoreError(OSError):
-    """A store of checkpoints failed, so it is unknown which checkpoints it has."""
+    """A store of checkpoints failed, so it is unknown which checkpoints the store contains."""
 
 
 class StoreUnreachable(StoreError):
@@ -419,7 +419,7 @@ class FsspecStore:
         except FileNotFoundError:
             raise
         except Exception as error:
-            # Each file system of fsspec raises error types of its own.
+            # Each kind of store has error types of its own in fsspec.
             raise _translate(error, subject, self._protocol) from error
 
     def _url(self, key: str) -> str:

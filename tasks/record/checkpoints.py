@@ -59,7 +59,8 @@ class ResumePlan:
 
     #: Absolute path or URL of the checkpoint. None if the attempt starts without a checkpoint.
     path: CheckpointPath | None = None
-    #: Evidence that the checkpoint is complete. If `path` is None, the reason for this.
+    #: Evidence that the checkpoint is complete. If `path` is None, the reason why the attempt
+    #: starts without a checkpoint.
     rule: str = ""
     #: Newer checkpoints from which the attempt should not start, the newest first.
     refused: tuple[RefusedCheckpoint, ...] = ()
@@ -322,7 +323,7 @@ def describe_rivals(spec: RunSpec, place: RunPlace, number: int) -> list[str]:
 
 
 def _is_own_folder(written: str, root: Path, place: RunPlace) -> bool:
-    """Return True if a folder is below the directory of the run, so that no other run uses it."""
+    """Return True if a folder is below the directory of the run, so that only this run uses it."""
     folder = find_local_path(parse_checkpoint_path(written, root))
     return folder is not None and folder.resolve().is_relative_to(place.directory.resolve())
 
@@ -362,7 +363,7 @@ def find_foreign_checkpoints(
 
     The function also records that this run uses the folder; see `claim_folder`. Call the function
     before the attempt starts. If all attempts share one folder, the result is empty for every
-    attempt after the first, because the folder then also contains checkpoints of this run.
+    attempt after the first: the folder then also contains checkpoints of this run.
 
     Args:
         spec: The spec of the run, in which placeholders are not replaced yet.
@@ -394,9 +395,9 @@ def find_foreign_checkpoints(
 def _set_aside_checkpoints(
     spec: RunSpec, place: RunPlace, number: int, name: str, start: StartFrom
 ) -> dict[str, str]:
-    """Return the signatures of the run's checkpoints after the step from which it is retried.
+    """Return the signatures of the run's checkpoints after the step from which the run is retried.
 
-    No later attempt uses them, unless an attempt saves them again.
+    No later attempt uses these checkpoints, unless an attempt saves them again.
 
     Args:
         spec: The spec of the run, in which placeholders are not replaced yet.
@@ -534,9 +535,9 @@ def find_superfluous_checkpoints(
     attempts: Sequence[AttemptRecord],
     foreign: Mapping[str, str] | None = None,
 ) -> list[CheckpointPath]:
-    """Return the files and folders of complete checkpoints beyond the number `keep`, oldest first.
+    """Return the checkpoints that may be removed, oldest first, as paths of files and folders.
 
-    Never returned are:
+    The spec key `keep` says how many complete checkpoints stay. Never returned are:
 
     - the two newest complete checkpoints
     - checkpoints of other runs, and checkpoints that are not known to be complete
@@ -572,7 +573,7 @@ def find_superfluous_checkpoints(
 def remove_checkpoint(path: CheckpointPath) -> None:
     """Remove a checkpoint so that no program loads a half-removed checkpoint.
 
-    If a person starts another run from the checkpoint at the same moment, it is kept.
+    If a person starts another run from the checkpoint at the same moment, the checkpoint is kept.
 
     Raises:
         OSError: The checkpoint cannot be removed.
@@ -769,7 +770,7 @@ def find_stage_checkpoint(
     return find_latest_checkpoint(substitute(checkpoint, values.__getitem__), root)
 
 
-#: First words of the reason why a checkpoint is refused that was saved during an alarm. An alarm is
+#: First words of the reason for refusing a checkpoint that was saved during an alarm. An alarm is
 #: raised if a metric of the training breaks a rule in the spec.
 _ALARMED = "it was saved during the alarm"
 

@@ -159,8 +159,8 @@ Emit = Callable[..., None]
 class EventLog:
     """Writes events to a file and passes each event to the listeners, in order.
 
-    Its methods can be called from any thread. If the file cannot be written or a listener fails, an
-    error is logged and the run continues, because a full disk must not end a run.
+    Its methods can be called from any thread. If the file cannot be written or a listener fails,
+    the error is only logged. A full disk must not end a run.
     """
 
     def __init__(

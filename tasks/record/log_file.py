@@ -27,7 +27,7 @@ class _OpenLog:
         self._path = path
         self.file = FileIO(path)
         stat = os.fstat(self.file.fileno())
-        #: Device number and inode number. They identify the file even after it is renamed.
+        #: Device number and inode number, which identify the file even after it is renamed.
         self.file_id = (stat.st_dev, stat.st_ino)
         self._position = 0
         #: Last bytes before the read position. If the file has other bytes there, it was truncated,

@@ -157,9 +157,8 @@ class Verdict:
     #: Time of the event that decided the result, in seconds of CLOCK_MONOTONIC. If several parts of
     #: Muster report a result for an attempt, the earliest result is used.
     at_monotonic_s: float = 0.0
-    #: Leftover processes that could not be ended, by component. Each value is the pid of a process
-    #: on this machine that even SIGKILL did not end, or a text that describes a process on another
-    #: machine.
+    #: Leftover processes that even SIGKILL did not end, by component. A process on this machine is
+    #: given by its pid, a process on another machine by a text.
     left: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
     #: Texts that describe the machines that could not be checked for leftover processes, by
     #: component.
@@ -258,9 +257,8 @@ class GiveUpReason:
 class ComponentFailed(Exception):
     """A component could not be started, or it was not ready in time.
 
-    Other reasons are a port that is in use, and a Ray cluster that rejected the Ray job or did not
-    start it in time. The attribute `reason` describes the failure. If the component is a Ray job,
-    the caller must still end the job.
+    For example, a port is in use, or a Ray cluster rejects the component's Ray job. The attribute
+    `reason` describes the failure. If the component is a Ray job, the caller must still end it.
     """
 
     def __init__(self, reason: GiveUpReason) -> None:

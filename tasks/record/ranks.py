@@ -141,8 +141,8 @@ def _read_table(text: str) -> RankFailure | None:
     first = root
     alive: Sequence[int] = ()
     if _is_victim(text, int(root["rank"])):
-        # torchrun asks its ranks in turn. If two ranks die in the same moment, the first observed
-        # failure may be that of a rank that lost its connection to the other rank.
+        # torchrun checks its ranks one after the other. If two ranks die in the same moment,
+        # torchrun may first see the rank that only lost its connection to the other rank.
         own_deaths = [
             entry
             for entry in others

@@ -38,8 +38,8 @@ _PATCHED_FILES = 300
 #: Largest number of files with a git filter that are compared with the commit.
 _COMPARED_FILES = 100
 
-#: Names of the repository's settings that are passed to git. Their
-#: values are never programs that git would execute.
+#: Names of the repository's settings that are passed to git. The values of these settings are never
+#: programs that git would execute.
 _SETTINGS = (
     *("core.autocrlf", "core.eol", "core.excludesfile", "core.filemode", "core.ignorecase"),
     *("core.symlinks", "core.sparsecheckout", "core.sparsecheckoutcone"),
@@ -53,9 +53,9 @@ _SWITCHED_OFF = (
     *("diff.ignoreSubmodules=dirty", "submodule.recurse=false", "protocol.allow=never"),
     *("gpg.program=false", "gc.auto=0", "maintenance.auto=false", "advice.detachedHead=false"),
 )
-#: Content of the file `info/attributes` in the git directory that Muster creates. It removes the
-#: attribute `filter`, which names a program, from all files. The attributes files of the repository
-#: cannot override this. Their other attributes, such as line endings, still apply.
+#: Content of the file `info/attributes` in the git directory that Muster creates. This line removes
+#: the attribute `filter`, which names a program, from all files. It takes precedence over the
+#: `.gitattributes` files of the repository, whose other attributes still apply.
 _ATTRIBUTES = "* -filter\n"
 #: Matches the text that git-lfs commits in place of a large file. Source: git-lfs, docs/spec.md.
 _LFS_POINTER = re.compile(
@@ -223,7 +223,7 @@ class GitView:
             return ""
         with suppress(GitFailed):
             # git stores branches in several formats. Therefore this command works in the real git
-            # directory of the repository. It runs no other program.
+            # directory of the repository. This is safe: `git rev-parse` runs no other program.
             git_dir = self._repository.git_dir
             words = ("rev-parse", "--verify", "--quiet", "HEAD^{commit}")
             return self._run(self._work_tree, (f"--git-dir={git_dir}",), *words).strip()

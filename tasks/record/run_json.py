@@ -37,8 +37,8 @@ _STATE_AFTER = {
     "attempt.ready": RunState.RUNNING,
     "teardown.begun": RunState.STOPPING,
 }
-#: Names of events after which `run.json` is written immediately. This also happens after each
-#: event of a Ray job.
+#: Names of events after which `run.json` is written immediately. The file is also written after
+#: each event of a Ray job.
 _SAVED = (
     "component.spawned",
     "component.ready",
@@ -274,8 +274,8 @@ class RunJson(Recorded):
     name: str = ""
     workload: str = ""
     tags: tuple[str, ...] = ()
-    #: Method that ends all processes of the run, such as a cgroup, with its guarantee, and the
-    #: reason why a better method is not possible.
+    #: How Muster makes sure that all processes of the run end: the method, such as a cgroup, its
+    #: guarantee, and the reason why a better method is not possible.
     containment: Mapping[str, Any] | None = None
     #: Code, Python interpreter, installed packages and host of the first attempt. `parent` is the
     #: run and the checkpoint from which a person started the run. `spec_file` is the path of the
@@ -347,8 +347,8 @@ class RunJson(Recorded):
     def adoptable(self, place: RunPlace) -> AttemptRecord | None:
         """Return the attempt that another flow process can continue, or None.
 
-        If the components of the attempt are already being stopped, the attempt can be continued
-        only if none of its Ray jobs has received a stop request.
+        If the components are already being stopped, the attempt can be continued only if Ray was
+        not asked to stop any of its jobs.
 
         Args:
             place: Directory of the run.
@@ -532,8 +532,8 @@ class RunRecord:
             if state.is_final:
                 content = content.with_changes(ended_at=self._clock()).decided()
             self._save(content)
-        # The callback is called without the lock. It may wait for another lock, and the thread that
-        # holds the other lock may wait for the lock of this object.
+        # The callback is called without the lock, to prevent a deadlock: the callback may wait for
+        # another lock, whose holder may wait for the lock of this object.
         self._on_move(state, message)
 
     def begin_attempt(
@@ -541,8 +541,8 @@ class RunRecord:
     ) -> None:
         """Add a new attempt to the record.
 
-        If the record says that the run is not retried, or has no decision about it, the decision of
-        the previous attempt is extended by "begun again".
+        The previous attempt may have the decision that the run is not retried, or no decision. Its
+        decision is then extended by "begun again".
 
         Args:
             number: Number of the attempt, starting at 1.

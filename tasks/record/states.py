@@ -71,8 +71,8 @@ def find_recovery_transitions(before: RunState, after: RunState) -> tuple[RunSta
     """
     if before is after:
         return ()
-    # The last sequence is for a flow process that was killed after it had started a component, and
-    # before it had written the state STARTING.
+    # The last sequence is for a flow process that was killed between the start of a component and
+    # the write of the state STARTING.
     for moves in ((after,), (_S.STOPPING, after), (_S.STARTING, _S.STOPPING, after)):
         states = (before, *moves)
         if all(new in LEGAL_TRANSITIONS[old] for old, new in pairwise(states)):

@@ -106,7 +106,7 @@ def _examine(path: CheckpointPath, size: int) -> FileCheck:
         except OSError:
             raise
         except Exception as error:
-            # The parsers of the standard library raise many types of error for damaged input.
+            # For damaged files, the parsers of the standard library raise many types of error.
             damage = f"cannot be parsed ({type(error).__name__}: {error})"
     return FileCheck(is_known_format=True, damage=damage)
 
@@ -409,6 +409,6 @@ def read_stored_lengths(metadata: CheckpointPath) -> dict[str, int]:
         except OSError:
             raise
         except Exception as error:
-            # A damaged pickle raises many types of error.
+            # Reading a damaged pickle can raise many types of error.
             raise ValueError(f"cannot be parsed ({type(error).__name__}: {error})") from error
     return ends

@@ -195,7 +195,7 @@ def _format_field(label: str, text: str) -> Text:
     return line_of(f"  {label:<{_LABEL_COLUMNS}}{text}")
 
 
-#: Largest number of attempts that a summary of a run describes. These are the last attempts.
+#: Number of last attempts that a summary of a run describes. Earlier attempts are left out.
 _STORY_ATTEMPTS = 8
 #: Largest number of metrics in a summary of a run. The same limit applies to the components, the
 #: alarms and the remarks of each attempt.

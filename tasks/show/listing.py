@@ -16,8 +16,8 @@ from rich.text import Text
 
 from tasks.show.output import one_line
 
-#: The message of a run is printed next to the other cells of the run only if at least this number
-#: of columns remains for it. Otherwise it is printed on the next line.
+#: The message of a run is printed on the same line as the run's other cells if at least this number
+#: of terminal columns remains. Otherwise the message is printed on the next line.
 _MESSAGE_COLUMNS = 20
 _GAP = "  "
 _HEAD = ("run", "state", "age", "host", "step", "metric", "message")

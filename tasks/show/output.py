@@ -34,8 +34,8 @@ from rich.text import Text
 _SEQUENCES = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_](?:[^\x07\x1b\n]*(?:\x07|\x1b\\))?|[ -/]*[0-~])"
 )
-#: Matches control characters (C0 and C1) except tab and newline, the Unicode separators of lines
-#: and paragraphs, and the characters that change the direction of text.
+#: Matches control characters (C0 and C1) except tab and newline. Also matches Unicode's separators
+#: of lines and paragraphs, and the characters that change the direction of text.
 _CONTROLS = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"
 )
@@ -98,7 +98,7 @@ def _last_state(line: str) -> str:
 
 
 class SafeConsole(Console):
-    """A Rich console for untrusted text. It interprets no markup, emoji codes and links.
+    """A Rich console for untrusted text, which interprets no markup, no emoji codes and no links.
 
     Everything that the console draws passes through `render`, which removes control characters.
     This also protects tables and panels of Rich and cyclopts that contain untrusted text.

@@ -218,7 +218,7 @@ class ObservedRun:
         self.attempt = attempt
         #: Directory with the files of this attempt, or None before the first attempt.
         self.directory = directory
-        #: Row of each component, by the name of the component.
+        #: Table row of each component, by the name of the component.
         self.rows = {name: Row(name=name) for name in self.names}
         self.pace = Pace(self.total)
         #: State of each inference engine, by the engine's number. All servers of an engine form one

@@ -210,8 +210,8 @@ class TimeSpent:
         #: contain no durations. Muster reads the step at intervals, so a single duration is
         #: inexact.
         self._paces: deque[_Pace] = deque(maxlen=_KEPT_COUNT)
-        #: Time in UTC epoch seconds and step of the last progress event of the current attempt, or
-        #: None if it had no such event yet.
+        #: Time in UTC epoch seconds and training step of the current attempt's last progress event.
+        #: None before the first progress event.
         self._last_progress: tuple[float, float] | None = None
         #: GPU utilisation by node, from 0 to 1.
         self._gpus: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_KEPT_COUNT))
