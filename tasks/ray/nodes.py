@@ -86,9 +86,9 @@ class Node:
 class NodeAnswers:
     """Results of one order, which is a request to Muster's agents on several Ray nodes."""
 
-    #: Results of the nodes that have carried out the order, by the id of the node.
+    #: Results of the nodes that have carried out the request, by the id of the node.
     answers: Mapping[str, Any]
-    #: Reasons why nodes did not answer or did not carry out the order, by the id of the node.
+    #: Reasons why nodes did not answer or did not carry out the request, by the id of the node.
     unreached: Mapping[str, str]
 
 
@@ -716,7 +716,8 @@ async def warn(
         each = {node.node_id: arguments for node in client.nodes}
         results = await client.send_order("warn", each, within_s)
         names = {node.node_id: node.name for node in client.nodes}
-    # Several nodes may run on one machine and give the same answer. Keep one answer per machine.
+    # Several Ray nodes may run on one machine and give the same answer. Keep one answer for each
+    # machine.
     by_machine = {
         answer["machine"]: (names[node_id], answer) for node_id, answer in results.answers.items()
     }
@@ -753,7 +754,8 @@ async def examine(
         results = await client.send_order("examine", each, within_s)
         names = {node.node_id: node.name for node in client.nodes}
 
-    # Several nodes may run on one machine and give the same answer. Keep one answer per machine.
+    # Several Ray nodes may run on one machine and give the same answer. Keep one answer for each
+    # machine.
     by_machine = {
         answer["machine"]: (names[node_id], answer) for node_id, answer in results.answers.items()
     }

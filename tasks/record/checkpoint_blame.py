@@ -265,7 +265,7 @@ def match_given_up(
     signature: str,
     best_later_steps: Mapping[int, float],
 ) -> RejectedCheckpoint | None:
-    """Return the entry of `given_up` for a checkpoint.
+    """Return the entry of `given_up` that says that an attempt could not load a checkpoint.
 
     Args:
         given_up: Checkpoints that attempts could not load.

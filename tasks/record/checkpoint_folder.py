@@ -325,7 +325,7 @@ def _read_candidate(content: Content, kind: NameKind) -> _Candidate:
 
 
 def _read_pointer(path: CheckpointPath) -> _Pointer | None:
-    """Return the pointer in a file or symbolic link, or None if the path is no pointer.
+    """Return which checkpoint a pointer file or symbolic link names, or None for other files.
 
     Raises:
         StoreError: The store of the checkpoints did not answer.
@@ -512,7 +512,7 @@ def _confirm(
         candidate: The checkpoint.
         pointer: Pointer file with the last complete checkpoint, or None if there is no such file.
         chosen: All checkpoints of the folder.
-        newer: The checkpoint that follows this one, or None if this one is the newest.
+        newer: The next newer checkpoint, or None if `candidate` is the newest.
         is_running: True if the trainer may still be writing; see `list_checkpoints`.
         is_pattern: True if a pattern of the user matched the checkpoints.
     """

@@ -296,10 +296,10 @@ def _megatron_gap(content: Content) -> str:
 
 
 def _deepspeed_gap(content: Content) -> str:
-    """Return a text if files of the optimizer are missing in a checkpoint of DeepSpeed.
+    """Return how many optimizer files a checkpoint of DeepSpeed has, if some are missing.
 
-    Each rank writes a file of the optimizer. The file of the model contains the number of ranks.
-    The result is an empty string if no file is missing.
+    Each rank writes one optimizer file. The file of the model contains the number of ranks. The
+    result is an empty string if no file is missing.
     """
     for name in sorted(content.names):
         if re.fullmatch(r"(?:.*/)?mp_rank_\d+_model_states\.pt", name):

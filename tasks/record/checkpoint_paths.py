@@ -25,12 +25,13 @@ from tasks.spec.checkpoint_urls import is_url, split_url
 class StorePath:
     """URL of a file or folder in a checkpoint store.
 
-    All paths that are made from one `StorePath` use the same `CheckpointStore`. For an object
-    store, this is one listing of its files: later changes are not visible.
+    All paths that are made from one `StorePath` use the same `CheckpointStore`. An object store is
+    listed only once for them, so later changes of its files are not visible.
     """
 
     protocol: str
-    #: Path in the store: `bucket/folder/file`. With the protocol `file`, an absolute path.
+    #: Path in the store, such as `bucket/folder/file`. For the protocol `file`, it is an absolute
+    #: path of this machine.
     key: str
     store: CheckpointStore = field(compare=False, repr=False)
 
@@ -268,13 +269,14 @@ def _raise_unless_missing(error: OSError) -> None:
 def remove_path(path: CheckpointPath, is_needed: Callable[[], bool] = lambda: False) -> None:
     """Remove a checkpoint so that no program loads a half-removed checkpoint.
 
-    A path of this machine is renamed first. In an object store, a small file lists the files of
-    the checkpoint until all are removed, and `CheckpointStore` hides these files.
+    On a local file system, the checkpoint is renamed first. In an object store, a small file lists
+    the files of the checkpoint until all are removed, and `CheckpointStore` hides these files.
 
     Args:
         path: The file or folder of the checkpoint.
-        is_needed: Called when no program finds the checkpoint any more, and before the first file
-            is removed. If it returns True or raises an error, the checkpoint is restored.
+        is_needed: Function that is called when no program finds the checkpoint any more, before the
+            first file is removed. If this function returns True or raises an error, the checkpoint
+            is restored.
 
     Raises:
         OSError: The checkpoint cannot be removed.
@@ -285,8 +287,8 @@ def remove_path(path: CheckpointPath, is_needed: Callable[[], bool] = lambda: Fa
         # List the files again: they may have changed since the checkpoint was chosen.
         open_store(path.protocol, path.parent.key).remove(path.key, is_needed)
         return
-    # If a process was killed while it removed a checkpoint with this name, the renamed checkpoint
-    # still exists.
+    # A process may have been killed while it removed a checkpoint with the same name. Finish such a
+    # removal first, because its renamed checkpoint still exists.
     _finish_removals(local_path.parent)
     renamed = local_path.with_name(f".{local_path.name}{REMOVAL_SUFFIX}")
     local_path.rename(renamed)

@@ -178,10 +178,10 @@ class LocalStore:
 
 
 class FsspecStore:
-    """An object store that fsspec reads, with one listing of the files below a folder.
+    """An object store that is read with the package fsspec.
 
-    The listing is made at the first use, and then stays the same. Files outside of the folder count
-    as missing.
+    The files below one folder are listed once, at the first use. Later changes are not visible.
+    Files outside of the folder count as missing.
     """
 
     def __init__(
@@ -349,7 +349,7 @@ class FsspecStore:
             name: self._make_stat(name, info)
             for name, info in files.items()
             if info.get("type") == "file"
-            # Some programs store an empty object in place of a folder.
+            # Skip the empty objects that some programs store in place of a folder.
             and not (info.get("size") == 0 and any(other.startswith(f"{name}/") for other in files))
         }
 
@@ -427,7 +427,7 @@ class FsspecStore:
 
 
 class _RangeReader(io.RawIOBase):
-    """A file that can be read at any position, by requests for blocks of bytes."""
+    """A file in an object store that can be read at any position. Each request reads a block."""
 
     def __init__(self, read_range: Callable[[int, int], bytes], size: int) -> None:
         self._read_range = read_range

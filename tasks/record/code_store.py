@@ -260,8 +260,9 @@ def list_import_folders(project: Path, place: Path, environment: Path | None) ->
     for file in (*environment.glob(f"{site}/*.pth"), *environment.glob(f"{site}/__editable__*.py")):
         with suppress(OSError, UnicodeError):
             for below in inside.findall(file.read_text("utf-8")):
-                # A .pth file names the folder that contains packages. The finder of an editable
-                # package names the folder of each package, so the parent folder is returned.
+                # A .pth file names the folder that contains packages. The import finder of an
+                # editable package names the folder of the package itself, so the parent of that
+                # folder is returned.
                 path = Path(below.lstrip("/"))
                 if (file.suffix == ".pth" or path.parts) and ".venv" not in path.parts:
                     found[str(place / (path if file.suffix == ".pth" else path.parent))] = None

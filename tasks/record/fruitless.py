@@ -67,9 +67,9 @@ def _has_checkpoints(spec: RunSpec) -> bool:
 def list_fruitless_attempts(attempts: Sequence[AttemptRecord]) -> list[AttemptRecord]:
     """Return the last attempts of a run, in order, that failed without a lasting result.
 
-    Such an attempt has saved no newer checkpoint. If that is unknown, it has made no net progress:
-    an earlier attempt had reached the same step or a higher step. Attempts that failed before their
-    components ran are ignored.
+    Such an attempt has saved no newer checkpoint. If that is unknown, the attempt has reached no
+    higher step than an earlier attempt. Attempts that failed before their components ran are
+    ignored.
     """
     fruitless: list[AttemptRecord] = []
     for index in reversed(range(len(attempts))):

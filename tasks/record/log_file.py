@@ -103,7 +103,7 @@ class _OpenLog:
             block = os.pread(self.file.fileno(), end - start, start)
             at = len(block)
             if end == size:
-                # The newline at the end of the file ends the last line.
+                # Do not count the newline at the end of the file, because no line follows it.
                 at -= block.endswith(b"\n")
             while newlines_left > 0 and (at := block.rfind(b"\n", 0, at)) >= 0:
                 newlines_left -= 1

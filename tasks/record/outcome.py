@@ -147,8 +147,8 @@ class Failure(Recorded):
 class Verdict:
     """Result of an attempt: its final state, a message, and the cause of a failure."""
 
-    #: COMPLETED, FAILED or CANCELLED. RUNNING if the attempt continues after this flow process
-    #: ends.
+    #: Final state of the attempt: COMPLETED, FAILED or CANCELLED. The state is RUNNING if the
+    #: attempt continues after this flow process ends.
     state: RunState
     #: Message for the user: `60/60 steps`, `RUNTIME_ERROR: trainer killed by SIGSEGV ...`.
     message: str

@@ -300,8 +300,8 @@ class GitView:
                 return f"{name}: not a regular file any more (git-lfs)\n"
             with path.open("rb") as file:
                 if file.read(len(pointer) + 1) == os.fsencode(pointer):
-                    # The file is still the pointer text, because git-lfs has not fetched the
-                    # content.
+                    # The file still contains git-lfs' pointer text, because git-lfs has not
+                    # fetched the content. The file is unchanged.
                     return ""
                 file.seek(0)
                 is_same = status.st_size == int(match[2])
@@ -313,7 +313,7 @@ class GitView:
         return "" if is_same else f"{name}: its content differs from the commit (git-lfs)\n"
 
     def _lend(self) -> None:
-        """Write a copy of the index, and settings, into the git directory that Muster created.
+        """Copy the index and some settings of the repository into Muster's own git directory.
 
         Raises:
             OSError: A file could not be read or written.

@@ -178,8 +178,8 @@ class AttemptRecord(Recorded):
     #: True if the attempt saved a complete checkpoint that is newer than the checkpoint from which
     #: it started. None if unknown.
     saved_checkpoint: bool | None = None
-    #: Number of consecutive attempts up to this one that ended without a newer checkpoint or
-    #: without net progress. None if there are none.
+    #: Number of consecutive attempts, up to this attempt, that saved no newer checkpoint. If that
+    #: is unknown, attempts that reached no higher training step count. None if there are none.
     fruitless_attempts: int | None = None
     #: Entries that differ from `RunJson.provenance`, such as another host or another commit.
     provenance: Mapping[str, Any] = {}

@@ -490,7 +490,7 @@ class Figures:
             earlier: Values that earlier attempts of the run wrote, by metric and step.
         """
         self.path = path
-        #: Name of the collected metric, or an empty string if no line had such a metric yet.
+        #: Name of the collected metric, or an empty string if no line had one of the metrics yet.
         self.name = ""
         self._step_key = step
         self._names = names
@@ -501,8 +501,8 @@ class Figures:
         #: was replaced.
         self._restarts = 0
         self._points: dict[float, float] = {}
-        #: Step since which the metric is NaN or infinite, and this value. None if the last value
-        #: is finite.
+        #: Training step since which the metric is NaN or infinite, and that value. None if the last
+        #: value of the metric is finite.
         self.not_finite_since: Point | None = None
 
     @property

@@ -29,8 +29,8 @@ _KEPT_COUNT = 2000
 #: Recent values are compared with earlier values only if at least this number of earlier values
 #: exist.
 _MIN_EARLIER_COUNT = 3
-#: Recent steps count as slower than earlier steps if the ratio of their durations is at least this
-#: number.
+#: Recent steps count as slower than earlier steps if their duration is at least this multiple of
+#: the earlier duration.
 _SLOWER_RATIO = 1.2
 #: Recent steps count as slower only if the increase is larger than this multiple of its standard
 #: error. Otherwise, steps of varying duration would often count as slower by chance.
