@@ -27,8 +27,8 @@ _REQUEST_TIMEOUT_S = 5.0
 #: Largest reply that is accepted, in bytes. The list of jobs grows with every job of the cluster.
 #: After some months it exceeds gRPC's default limit of 4 MiB.
 _MAX_REPLY_BYTES = 512 * 1024 * 1024
-#: A drained node whose deadline is this time or later has no deadline, in UTC epoch milliseconds.
-#: Some programs write the largest integer for "no deadline". This time is in the year 2255.
+#: Time in the year 2255, in UTC epoch milliseconds. If the deadline of a drained node is this time
+#: or later, there is no deadline: some programs then write the largest integer.
 _NO_DEADLINE_MS = 9_000_000_000_000
 #: gRPC status codes of a refused request. A repeated request would be refused, too.
 _DENIAL_CODES = frozenset({"UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED"})

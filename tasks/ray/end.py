@@ -354,8 +354,8 @@ class TakeDown:
                 submit request may not have arrived there yet.
 
         Returns:
-            The final state of the job. A state that is not final if the job has not ended although
-            its supervisor actor was killed. None if the cluster has no such job.
+            The final state of the job. If the job has not ended although its supervisor actor was
+            killed, the last known state. None if the cluster has no such job.
 
         Raises:
             NoAnswer, Denied: The cluster did not answer for `unknown_after_s` seconds.

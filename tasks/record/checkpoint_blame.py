@@ -216,7 +216,8 @@ def _has_made_step(spec: RunSpec, attempt: AttemptRecord) -> bool:
         loaded_step = read_step(Path(attempt.checkpoint).name)
     if loaded_step is None:
         return True
-    # A trainer that evaluates before it trains may report the step of its checkpoint again.
+    # A trainer that evaluates before it trains may report the step of its checkpoint again. Such a
+    # report does not show that the trainer has completed a step.
     if step == loaded_step:
         return False
     # A lower step than that of the checkpoint has two possible reasons. An HTTP server may report

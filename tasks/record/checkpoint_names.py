@@ -149,7 +149,7 @@ def read_rank(name: str) -> int | None:
 
 
 def drop_rank(name: str) -> str:
-    """Return the name of a file without its rank.
+    """Return the name of a file without the rank of the process that wrote the file.
 
     The result is the same for the files that the ranks of a training write for one checkpoint.
     """

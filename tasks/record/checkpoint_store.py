@@ -260,7 +260,7 @@ class FsspecStore:
             self._finish_removal(removal, files)
 
     def _finish_removal(self, removal: str, files: Mapping[str, str]) -> None:
-        """Remove the files of a removal that was begun, unless they have been stored again since.
+        """Finish the removal of some files, except files that have been stored again meanwhile.
 
         Args:
             removal: Key of the small file that lists the files to remove.

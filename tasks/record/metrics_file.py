@@ -87,8 +87,8 @@ class MetricsFile:
     def read_new(self) -> list[dict[str, Any]]:
         """Return the JSON objects that were appended to the metrics file since the last call.
 
-        The last line also counts without a newline if it is complete JSON. The call after the
-        newline has arrived returns its object again. Lines that are not JSON objects are skipped.
+        The last line also counts if it has no newline yet, but is complete JSON. A later call then
+        returns the same object again. Lines that are not JSON objects are skipped.
 
         Returns:
             The objects in file order; an empty list if the file does not exist or has not grown.

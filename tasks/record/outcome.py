@@ -190,8 +190,8 @@ class Verdict:
         """Return the result with the state FAILED, because Muster failed to end a component.
 
         Args:
-            errors: The error of each component. They are added to the leftovers, because processes
-                of the component may remain.
+            errors: The error of each component. The errors are added to the field `left`, because
+                processes of the components may remain.
         """
         listed = "; ".join(f"{name}: {error}" for name, error in errors.items())
         problem = (

@@ -129,7 +129,7 @@ def repository_at(work_tree: Path) -> Repository | None:
 
 
 def _named_in(file: Path, prefix: str) -> Path:
-    """Return the path of the folder that a file of a repository contains, such as the file `.git`.
+    """Return the folder whose path is written in a file of a repository, such as the file `.git`.
 
     Args:
         file: The file.

@@ -60,9 +60,9 @@ def decide_retry(
 ) -> RetryDecision:
     """Decide whether the run is retried after an attempt.
 
-    The run did not cause a failure of a kind in `REQUEUED`. After such a failure, the run is
-    requeued, and the attempt does not count against the `attempts` of other kinds. Each of these
-    kinds has a count of its own.
+    The run itself does not cause a failure of a kind in `REQUEUED`. After such a failure, the run
+    is requeued, and the attempt does not count against the retry limit `attempts` of other kinds.
+    Each kind in `REQUEUED` has a count of its own.
 
     Args:
         verdict: Result of the attempt.
@@ -86,7 +86,7 @@ def decide_retry(
     if policy is None:
         return RetryDecision(text=f'final: "retry" in the spec does not list {kind.value}')
     if verdict.left:
-        # A leftover process still holds GPUs, ports and files.
+        # Do not retry the run: a leftover process still holds GPUs, ports and files.
         return RetryDecision(
             text=f"final: {kind.value}, and processes of the attempt are still running"
         )

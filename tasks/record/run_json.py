@@ -107,7 +107,7 @@ class RefusedCheckpoint(Recorded):
 
 
 class ResumeRecord(Recorded):
-    """The checkpoint that Muster chose for an attempt, and the checkpoints that it refused."""
+    """The checkpoint that Muster chose for an attempt, and the checkpoints that Muster refused."""
 
     model_config = ConfigDict(frozen=True, extra="allow", serialize_by_alias=True)
     if_any = ("expected", "notes", "step", "signature")
@@ -121,8 +121,7 @@ class ResumeRecord(Recorded):
     #: Checkpoint that the trainer should find by itself, because the spec does not use
     #: `${attempt.resume_from}`. Otherwise None.
     expected: str | None = None
-    #: Remarks for the user. Example: a file in which the trainer names its last checkpoint names
-    #: another checkpoint.
+    #: Remarks for the user, for example that the trainer's pointer file names another checkpoint.
     notes: tuple[str, ...] = ()
     #: Training step of the checkpoint, or None if unknown.
     step: float | None = None
