@@ -16,6 +16,7 @@ import flows.train  # noqa: F401
 from tasks import command
 from tasks.processes.signals import expect_one_run
 from tasks.queue.fork_server import TEMPLATE, serve
+from tasks.server.flow_parameters import fail_on_wrong_names
 from tasks.server.flow_process import retry_while_server_starts, share_ssl_contexts
 
 if __name__ == "__main__":
@@ -26,4 +27,5 @@ if __name__ == "__main__":
     expect_one_run()
     # runpy prints a warning, because the module is already imported.
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")
-    runpy.run_module("prefect.engine", run_name="__main__", alter_sys=True)
+    with fail_on_wrong_names(sys.argv[-1]):
+        runpy.run_module("prefect.engine", run_name="__main__", alter_sys=True)

@@ -30,6 +30,7 @@ from tasks.queue.packing import Demand
 from tasks.queue.policy import duration_class_s
 from tasks.queue.settings import CLUSTER_OF_POOL
 from tasks.record.places import make_run_id
+from tasks.server.flow_parameters import describe_wrong_names
 from tasks.server.flow_runs import HELD, JOBS_GO_ON, parse_worker_host
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import parse_spec
@@ -42,6 +43,8 @@ TYPE = "gang"
 GANG_POOLS = WorkPoolFilter.model_validate({"type": {"any_": [TYPE]}})
 #: Name of the Prefect flow that runs a training.
 FLOW = "train"
+#: Name of the only parameter of the flow `train`.
+_SPEC = "spec"
 #: Largest number of flow runs in one answer of the server.
 _PAGE = 200
 #: Number of waiting runs that are normally read from each queue of a work pool. This group of runs
@@ -120,12 +123,15 @@ def find_spec_fault(flow_run: FlowRun) -> str:
     """Check the complete spec of a flow run, which takes some milliseconds.
 
     Returns:
-        A message with all faults of the spec. Empty if the spec is valid or if the flow run has no
-        spec.
+        A message about unknown parameters of the flow run, or a message with all faults of the
+        spec. Empty if there is no fault, or if the flow run has no spec.
     """
     spec = _get_spec(flow_run)
     if spec is None:
         return ""
+    fault = describe_wrong_names(FLOW, flow_run.parameters, accepted=[_SPEC], required=[_SPEC])
+    if fault:
+        return fault
     # The message contains the value of the key `name` of the spec. The author of the spec does not
     # know the random name that Prefect gave the flow run.
     name = spec.get("name")
@@ -139,7 +145,7 @@ def find_spec_fault(flow_run: FlowRun) -> str:
 
 def _get_spec(flow_run: FlowRun) -> Mapping[str, Any] | None:
     """Return the run spec in the parameters of a flow run, or None if it has no run spec."""
-    spec = flow_run.parameters.get("spec")
+    spec = flow_run.parameters.get(_SPEC)
     return spec if isinstance(spec, Mapping) else None
 
 

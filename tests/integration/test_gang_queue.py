@@ -111,6 +111,29 @@ def test_infeasible_run_fails_at_once_and_the_message_has_the_numbers(pool: Gang
     assert run.processes() == []
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("more", "has_spec", "fault"),
+    [({"seed": 1}, True, "unknown parameter seed"), ({}, False, "missing parameter spec")],
+)
+def test_run_with_wrong_parameters_fails_with_their_names(
+    more: dict[str, int], has_spec: bool, fault: str, pool: GangPool
+) -> None:
+    deployment = pool.host_env.get(f"/deployments/name/train/{POOL}")["id"]
+    flow_run = pool.host_env.post(
+        f"/deployments/{deployment}/create_flow_run",
+        parameters={**({"spec": pool.spec()} if has_spec else {}), **more},
+        enforce_parameter_schema=False,
+    )
+    run = Run(host_env=pool.host_env, flow_run_id=flow_run["id"])
+
+    message = run.wait_for_state("FAILED")
+
+    assert message.startswith(f"USER_ERROR: {fault}: the flow train accepts only")
+    wait_for(lambda: run.processes() == [], "the process of the run ends", WITHIN_S)
+    assert read_state_types(run)[-1] == "FAILED"
+
+
 def test_message_of_a_queued_run_names_request_free_gpus_and_blocker(pool: GangPool) -> None:
     holder = pool.hold({"n1": 11})
     run = pool.submit(pool.spec(gpus=12))

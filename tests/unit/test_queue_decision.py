@@ -450,6 +450,13 @@ def test_component_left_out_by_the_form_is_absent(command: str, fault: str) -> N
     assert fault in message and bool(fault) == bool(message)
 
 
+def test_unknown_parameter_beside_the_spec_is_a_fault() -> None:
+    run = flow_run()
+    run.parameters = {**run.parameters, "seed": 1}
+
+    assert find_spec_fault(run).startswith("unknown parameter seed: the flow train accepts only")
+
+
 def test_flow_run_of_another_flow_needs_no_gpus() -> None:
     run = flow_run(None)
     run.parameters = {"address": "http://127.0.0.1:8265"}
