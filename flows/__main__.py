@@ -16,12 +16,14 @@ import flows.train  # noqa: F401
 from tasks import command
 from tasks.processes.signals import expect_one_run
 from tasks.queue.fork_server import TEMPLATE, serve
+from tasks.server.concurrency_lease import keep_runs_without_lease
 from tasks.server.flow_parameters import fail_on_wrong_names
 from tasks.server.flow_process import retry_while_server_starts, share_ssl_contexts
 
 if __name__ == "__main__":
     retry_while_server_starts()
     share_ssl_contexts()
+    keep_runs_without_lease()
     if sys.argv[1:2] == [TEMPLATE] and (caller := serve(int(sys.argv[3]), sys.argv[2])):
         raise SystemExit(caller.send_exit_code(command.do(caller.order["words"])))
     expect_one_run()

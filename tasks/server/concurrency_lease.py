@@ -1,0 +1,109 @@
+"""Keep the concurrency limit of a deployment without ending a run that has lost its lease.
+
+The Prefect server counts the active runs of a deployment with a concurrency limit in its database.
+In addition, each active run has a lease, which the server keeps in memory by default. The server
+gives the slot of an expired lease to another run.
+
+Prefect's engine ends a run whose lease cannot be renewed. After a restart of the server, this would
+end every run with a lease, although the server still counts these runs. A training must not end
+for this reason, so `keep_runs_without_lease` replaces this part of the engine.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from http import HTTPStatus
+from uuid import UUID
+
+import httpx
+from prefect import flow_engine
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.exceptions import PrefectException
+
+_log = logging.getLogger(__name__)
+
+#: Time, in seconds, until a lease expires that is not renewed any more. The time is the longest
+#: time that the server accepts, because an outage of the network must not end the lease. When a run
+#: ends, the server releases the slot at once, also if `muster reconcile` sets the final state.
+#: Source: prefect/server/api/concurrency_limits_v2.py, renew_concurrency_lease.
+_LEASE_S = 24 * 60 * 60.0
+#: Time, in seconds, between two renewals.
+_RENEW_EVERY_S = 300.0
+#: Time, in seconds, from a failed renewal to the next renewal.
+_RETRY_EVERY_S = 10.0
+
+
+def keep_runs_without_lease() -> None:
+    """Make Prefect's engine of this process continue a run that has lost its lease."""
+    flow_engine.maintain_concurrency_lease = keep_lease
+
+
+def keep_lease(
+    lease_id: UUID,
+    lease_duration: float,
+    raise_on_lease_renewal_failure: bool = False,
+    suppress_warnings: bool = False,
+) -> AbstractContextManager[None]:
+    """Return a context in which a thread renews a lease. A lost lease does not end the context.
+
+    The arguments are those of `prefect.concurrency._leases.maintain_concurrency_lease`. Only
+    `lease_id` is used.
+    """
+    return renew_in_thread(partial(renew_lease, lease_id=lease_id))
+
+
+@contextmanager
+def renew_in_thread(renew: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Call a function in a thread, and set its argument at the end of the context.
+
+    Args:
+        renew: Function that renews a lease until its argument is set.
+    """
+    is_over = threading.Event()
+    # The thread needs the context variables, because they contain Prefect's settings.
+    context = contextvars.copy_context()
+    thread = threading.Thread(
+        target=context.run, args=(renew, is_over), name="concurrency-lease", daemon=True
+    )
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
+def renew_lease(
+    is_over: threading.Event,
+    *,
+    lease_id: UUID,
+    connect: Callable[[], SyncPrefectClient] = lambda: get_client(sync_client=True),
+    every_s: float = _RENEW_EVERY_S,
+    retry_every_s: float = _RETRY_EVERY_S,
+) -> None:
+    """Renew a lease until the run is over, or until the server does not know the lease any more.
+
+    Args:
+        is_over: Event that is set when the run is over.
+        lease_id: Id of the lease.
+        connect: Function that returns a client of the Prefect server.
+        every_s: Seconds between two renewals.
+        retry_every_s: Seconds from a failed renewal to the next renewal.
+    """
+    while not is_over.is_set():
+        pause_s = every_s
+        try:
+            with connect() as client:
+                client.renew_concurrency_lease(lease_id=lease_id, lease_duration=_LEASE_S)
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code == HTTPStatus.GONE:
+                _log.info("The server has lost the lease %s of this run. The run continues.", lease_id)
+                return
+            pause_s = retry_every_s
+        except (httpx.HTTPError, PrefectException):
+            pause_s = retry_every_s
+        is_over.wait(pause_s)

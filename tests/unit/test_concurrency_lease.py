@@ -1,0 +1,136 @@
+"""Tests of the lease that a run holds while its deployment has a concurrency limit."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Self, cast
+from uuid import UUID, uuid4
+
+import httpx
+import pytest
+from prefect import flow_engine
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.concurrency import _leases
+
+from tasks.server import concurrency_lease
+from tasks.server.concurrency_lease import (
+    keep_lease,
+    keep_runs_without_lease,
+    renew_in_thread,
+    renew_lease,
+)
+
+LEASE = uuid4()
+
+
+def answer(status: HTTPStatus) -> httpx.HTTPStatusError:
+    """Return the error that Prefect's client raises for an answer of the server."""
+    response = httpx.Response(status, request=httpx.Request("POST", "http://a/renew"))
+    return httpx.HTTPStatusError("refused", request=response.request, response=response)
+
+
+@dataclass
+class Server:
+    """A Prefect server that answers each renewal as listed, and then ends the run."""
+
+    #: Error of each renewal, or None for a renewal that succeeds.
+    answers: Sequence[Exception | None]
+    #: Set after the last answer.
+    is_over: threading.Event = field(default_factory=threading.Event)
+    #: Durations of the requested renewals, in seconds.
+    renewals: list[float] = field(default_factory=list)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def connect(self) -> SyncPrefectClient:
+        return cast(SyncPrefectClient, self)
+
+    def renew_concurrency_lease(self, lease_id: UUID, lease_duration: float) -> None:
+        assert lease_id == LEASE
+        self.renewals.append(lease_duration)
+        if len(self.renewals) == len(self.answers):
+            self.is_over.set()
+        error = self.answers[len(self.renewals) - 1]
+        if error is not None:
+            raise error
+
+
+def renew(server: Server) -> None:
+    """Renew the lease without pauses, until the server ends the run or has lost the lease."""
+    renew_lease(
+        server.is_over, lease_id=LEASE, connect=server.connect, every_s=0.0, retry_every_s=0.0
+    )
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        httpx.ConnectError("connection refused"),
+        httpx.ReadTimeout("no answer"),
+        answer(HTTPStatus.INTERNAL_SERVER_ERROR),
+        answer(HTTPStatus.SERVICE_UNAVAILABLE),
+    ],
+)
+def test_failed_renewals_are_repeated_until_the_run_is_over(failure: Exception) -> None:
+    server = Server([None, failure, failure, failure, failure, None])
+
+    renew(server)
+
+    assert len(server.renewals) == 6
+
+
+def test_lost_lease_is_not_renewed_again() -> None:
+    server = Server([None, answer(HTTPStatus.GONE), None])
+
+    renew(server)
+
+    assert len(server.renewals) == 2
+
+
+def test_lease_survives_an_outage_of_hours() -> None:
+    server = Server([None])
+
+    renew(server)
+
+    # The server accepts at most one day.
+    assert server.renewals == [24 * 60 * 60.0]
+
+
+def test_run_goes_on_after_its_lease_is_lost() -> None:
+    server = Server([answer(HTTPStatus.GONE), None])
+    has_ended = threading.Event()
+
+    def renew_once(is_over: threading.Event) -> None:
+        renew_lease(is_over, lease_id=LEASE, connect=server.connect)
+        has_ended.set()
+
+    steps = 0
+    with renew_in_thread(renew_once):
+        assert has_ended.wait(30.0)
+        for _ in range(1000):
+            steps += 1
+
+    assert steps == 1000
+
+
+def test_engine_of_prefect_uses_the_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release of Prefect may call another function. Then a lost lease would end a run again."""
+    monkeypatch.setattr(
+        flow_engine, "maintain_concurrency_lease", flow_engine.maintain_concurrency_lease
+    )
+    engine = inspect.getsource(flow_engine.FlowRunEngine.setup_run_context)
+
+    keep_runs_without_lease()
+
+    assert "maintain_concurrency_lease(" in engine
+    assert flow_engine.maintain_concurrency_lease is keep_lease
+    expected = inspect.signature(_leases.maintain_concurrency_lease).parameters
+    assert [*inspect.signature(concurrency_lease.keep_lease).parameters] == [*expected]
