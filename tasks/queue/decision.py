@@ -32,7 +32,7 @@ from prefect.client.schemas.objects import State, WorkQueueStatus
 
 from tasks.queue import reasons
 from tasks.queue.grants import failed_nodes, not_before
-from tasks.queue.ledger import Ledger, PoolOrQueue, QueueEntry
+from tasks.queue.ledger import Ledger, Limited, QueueEntry
 from tasks.queue.nodes import NO_TABLE, bare_name
 from tasks.queue.packing import Demand
 from tasks.queue.policy import Held, Plan, Waiting, Why, plan
@@ -342,16 +342,18 @@ class SchedulingPass:
                 if reason.why is Why.GPUS:
                     self.heads.setdefault(key, gangs[id].demand)
 
-        # A work pool may have a concurrency limit. If the limit allows only some of these runs, the
-        # first runs of the queue start, even if the runs use different clusters.
+        # A work pool or a deployment may have a concurrency limit. If the limit allows only some of
+        # these runs, the first runs of the queue start, even if the runs use different clusters.
         starts.sort(key=lambda start: start[0].place)
         for entry, gpus in starts:
             if entry.is_scheduled:
-                limit_message = self._make_pool_limit_message(entry, active_runs)
+                limit_message = self._make_limit_message(entry, active_runs)
                 if limit_message is not None:
                     self.messages[entry.id] = limit_message
                     continue
-                active_runs.update(((entry.pool, None), (entry.pool, entry.queue)))
+                active_runs.update(entry.pool_and_queue)
+                if entry.deployment is not None:
+                    active_runs[entry.deployment] += 1
             self.admitted.append((entry, gpus))
 
         self._choose_devices()
@@ -413,7 +415,7 @@ class SchedulingPass:
             bundles += [new_node] * min(head.nodes - sufficient, max_nodes - len(nodes))
         return bundles
 
-    def _cannot_start_at_all(self, entry: QueueEntry, active_runs: Counter[PoolOrQueue]) -> bool:
+    def _cannot_start_at_all(self, entry: QueueEntry, active_runs: Counter[Limited]) -> bool:
         """Return True if a run could not start now even if all GPUs were free.
 
         This method stores the reason of such a run in `messages`. The run does not delay later runs
@@ -421,8 +423,7 @@ class SchedulingPass:
 
         Args:
             entry: The run.
-            active_runs: Number of runs that count for the concurrency limit of each work pool and
-                of each of its queues.
+            active_runs: Number of runs that count for each concurrency limit.
         """
         demand = entry.request.demand
         key = entry.request.cluster
@@ -441,7 +442,7 @@ class SchedulingPass:
             message = reasons.paused_message(demand, pool.name, queue.name)
         elif queue is not None and queue.status is WorkQueueStatus.NOT_READY:
             message = reasons.unserved_message(demand, pool.name, queue.name)
-        elif (limit_message := self._make_pool_limit_message(entry, active_runs)) is not None:
+        elif (limit_message := self._make_limit_message(entry, active_runs)) is not None:
             message = limit_message
         elif entry.has_gang_without_ray and not self.settings[pool.name].nodes:
             message = reasons.no_answer_message(demand, key, NO_TABLE)
@@ -450,29 +451,34 @@ class SchedulingPass:
         self.messages[entry.id] = message
         return True
 
-    def _make_pool_limit_message(
-        self, entry: QueueEntry, active_runs: Counter[PoolOrQueue]
+    def _make_limit_message(
+        self, entry: QueueEntry, active_runs: Counter[Limited]
     ) -> Message | None:
-        """Return the message of a run whose work pool or queue has reached its limit of runs.
+        """Return the message of a run if a concurrency limit that counts the run is reached.
 
         Args:
             entry: The run.
-            active_runs: Number of runs that count for the concurrency limit of each work pool and
-                of each of its queues.
+            active_runs: Number of runs that count for each concurrency limit.
 
         Returns:
-            The message, or None if neither the work pool nor the queue has reached its limit.
+            The message, or None if neither the work pool, nor the queue, nor the deployment of the
+            run has reached its limit.
         """
         pool = self.ledger.pools.get(entry.pool)
         if pool is None:
             return None
+        demand = entry.request.demand
         limits: dict[str | None, int | None] = {None: pool.work_pool.concurrency_limit}
         limits |= {queue.name: queue.concurrency_limit for queue in pool.queues.values()}
         for queue_name in (None, entry.queue):
             limit = limits.get(queue_name)
             if limit is not None and active_runs[pool.name, queue_name] >= limit:
                 name = pool.name if queue_name is None else f"{pool.name}/{queue_name}"
-                return reasons.pool_limit_message(entry.request.demand, name, limit)
+                return reasons.pool_limit_message(demand, name, limit)
+        if entry.deployment in self.ledger.deployment_limits:
+            limit = self.ledger.deployment_limits[entry.deployment].limit
+            if active_runs[entry.deployment] >= limit:
+                return reasons.deployment_limit_message(demand, limit)
         return None
 
     def _choose_devices(self) -> None:

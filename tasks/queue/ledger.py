@@ -25,6 +25,7 @@ from prefect.client.schemas.sorting import FlowRunSort
 from pydantic import ValidationError
 
 from tasks.processes.identity import host_name
+from tasks.queue.deployment_limits import DeploymentLimit, DeploymentLimitReader
 from tasks.queue.grants import HOST, PENDING_RESOURCES, Grant, grant_of, is_handed_over, state_of
 from tasks.queue.packing import Demand
 from tasks.queue.policy import duration_class_s
@@ -66,6 +67,9 @@ _WORKERS_INTERVAL_S = 10.0
 #: Name of a work pool, and the name of one of its queues. The second name is None if the whole work
 #: pool is meant. Work pools and their queues can each have a concurrency limit.
 PoolOrQueue = tuple[str, str | None]
+#: An object with a concurrency limit: a work pool, a queue of a work pool, or the id of a
+#: deployment.
+Limited = PoolOrQueue | UUID
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +205,16 @@ class QueueEntry:
         return state_of(self.flow_run)
 
     @property
+    def deployment(self) -> UUID | None:
+        """Id of the run's deployment, or None if the run has no deployment."""
+        return self.flow_run.deployment_id
+
+    @property
+    def pool_and_queue(self) -> tuple[PoolOrQueue, PoolOrQueue]:
+        """The work pool and the queue whose concurrency limits count the run."""
+        return (self.pool, None), (self.pool, self.queue)
+
+    @property
     def demand(self) -> Demand:
         """GPUs and CPUs of a run that needs GPUs. Do not use this property for other runs."""
         assert self.request.demand is not None
@@ -316,6 +330,9 @@ class Ledger:
     holding: tuple[QueueEntry, ...]
     #: True if more runs wait than `waiting` contains.
     is_cut: bool
+    #: Concurrency limits of the deployments of the runs, by deployment id. Deployments without a
+    #: limit are not included.
+    deployment_limits: Mapping[UUID, DeploymentLimit] = field(default_factory=dict)
 
     @property
     def leader(self) -> tuple[str, str] | None:
@@ -338,16 +355,22 @@ class Ledger:
         holding = tuple(entry.with_cluster(find_addresses(entry)) for entry in self.holding)
         return replace(self, waiting=waiting, holding=holding)
 
-    def count_active_runs(self) -> Counter[PoolOrQueue]:
+    def count_active_runs(self) -> Counter[Limited]:
         """Return the number of runs that count for each concurrency limit.
 
-        The result contains a number for each work pool and for each queue of a work pool.
+        The result contains a number for each work pool, for each queue of a work pool, and for each
+        deployment.
         """
         waiting_in_process = [entry for entry in self.waiting if entry.waits_in_process]
-        active_runs: Counter[PoolOrQueue] = Counter()
+        active_runs: Counter[Limited] = Counter()
         for entry in (*self.holding, *waiting_in_process):
             if not entry.state.is_cancelling():
-                active_runs.update(((entry.pool, None), (entry.pool, entry.queue)))
+                active_runs.update(entry.pool_and_queue)
+            if entry.deployment is not None:
+                active_runs[entry.deployment] += 1
+        # The server may have counted a run that has started since this snapshot was read.
+        for deployment, limit in self.deployment_limits.items():
+            active_runs[deployment] = max(active_runs[deployment], limit.active)
         return active_runs
 
 
@@ -372,6 +395,10 @@ class LedgerReader:
     #: Number of windows that are read from each queue of a work pool. A window is a group of 200
     #: waiting runs.
     windows: int = 1
+    _deployment_limits: DeploymentLimitReader = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._deployment_limits = DeploymentLimitReader(self._client)
 
     async def read(
         self, *, earlier: Ledger | None = None, changed: Collection[UUID] = ()
@@ -419,12 +446,14 @@ class LedgerReader:
             (self._make_entry(flow_run, pools) for flow_run in flow_runs.values()),
             key=lambda entry: entry.place,
         )
+        deployments = {entry.deployment for entry in entries if entry.deployment is not None}
         return Ledger(
             at=at,
             pools=pools,
             waiting=tuple(entry for entry in entries if _is_waiting(entry)),
             holding=tuple(entry for entry in entries if not _is_waiting(entry)),
             is_cut=is_cut,
+            deployment_limits=await self._deployment_limits.read(deployments),
         )
 
     async def _read_pools(self) -> dict[str, Pool]:

@@ -229,6 +229,12 @@ def pool_limit_message(demand: Demand | None, pool: str, limit: int) -> Message:
     return Message(demand=demand, reason=f"waits for a run to end: {at_limit}")
 
 
+def deployment_limit_message(demand: Demand | None, limit: int) -> Message:
+    """Return the message for a run whose deployment has reached its concurrency limit."""
+    text = f"waits for the limit of its deployment, {limit}"
+    return Message(demand=demand, reason=text, waits_for_no_end=True)
+
+
 def no_answer_message(demand: Demand | None, address: str, error: object) -> Message:
     """Return the message for a run if the nodes that the run could use cannot be read.
 

@@ -101,7 +101,9 @@ def renew_lease(
                 client.renew_concurrency_lease(lease_id=lease_id, lease_duration=_LEASE_S)
         except httpx.HTTPStatusError as error:
             if error.response.status_code == HTTPStatus.GONE:
-                _log.info("The server has lost the lease %s of this run. The run continues.", lease_id)
+                _log.info(
+                    "The server has lost the lease %s of this run. The run continues.", lease_id
+                )
                 return
             pause_s = retry_every_s
         except (httpx.HTTPError, PrefectException):

@@ -49,6 +49,8 @@ class ScriptedPrefect:
         self._state_count = 0
         #: Flow run id and text of each log message that the scheduler has written.
         self.logs: list[tuple[UUID | None, str]] = []
+        #: The deployments with the fields that concern their concurrency limit, as JSON objects.
+        self.deployments: list[dict[str, Any]] = []
         #: The events that the scheduler has sent.
         self.events: list[dict[str, Any]] = []
         #: Number of requests up to now.
@@ -201,6 +203,10 @@ class ScriptedPrefect:
     async def request(self, method: str, path: str, *, json: Any, path_params: Any = None) -> Any:
         if (method, path) == ("POST", "/flow_runs/filter"):
             return SimpleNamespace(json=lambda: self._filter_flow_runs(**json))
+        if (method, path) == ("POST", "/deployments/filter"):
+            ids = json["deployments"]["id"]["any_"]
+            deployments = [row for row in self.deployments if row["id"] in ids]
+            return SimpleNamespace(json=lambda: deployments)
         if (method, path) == ("POST", "/events"):
             return self.events.extend(json)
         self._begin_request("request")

@@ -18,6 +18,7 @@ from prefect.client.schemas.objects import (
 )
 
 from tasks.queue.decision import SchedulingPass, find_overgranted
+from tasks.queue.deployment_limits import DeploymentLimit
 from tasks.queue.grants import (
     Grant,
     SchedulerProcess,
@@ -32,6 +33,7 @@ from tasks.queue.settings import PoolSettings, merge_settings
 from tasks.ray.usage import Cluster, ClusterNode
 
 BEGAN = datetime(2026, 1, 2, 12, tzinfo=UTC)
+DEPLOYMENT = uuid4()
 NOW = BEGAN.timestamp() + 3600
 TWO_NODES = (ClusterNode(name="n1", gpus=8), ClusterNode(name="n2", gpus=8))
 QUEUE = WorkQueue(id=uuid4(), name="default", priority=2, work_pool_id=uuid4())
@@ -106,6 +108,7 @@ def run_pass(
     ),
     hosts: frozenset[str] = frozenset(),
     clusters: dict[str, Cluster] | None = None,
+    deployment_limit: DeploymentLimit | None = None,
     **settings: Any,
 ) -> SchedulingPass:
     holding = holding or []
@@ -119,6 +122,7 @@ def run_pass(
         waiting=tuple(waiting),
         holding=tuple(holding),
         is_cut=False,
+        deployment_limits={DEPLOYMENT: deployment_limit} if deployment_limit else {},
     )
     table = [{"name": node.name, "gpus": node.gpus} for node in nodes]
     of_pool = PoolSettings.model_validate({"nodes": table, **settings})
@@ -183,6 +187,41 @@ def test_limit_of_a_pools_queue_is_kept() -> None:
 
     assert started(scheduling_pass) == ["run1"]
     assert "gang/default is at its limit of 2 runs" in scheduling_pass.messages[waiting[1].id].text
+
+
+def test_limit_of_a_deployment_is_kept() -> None:
+    of_deployment = {"deployment_id": DEPLOYMENT}
+    waiting = [entry(flow_run(1, number=number, **of_deployment)) for number in (1, 2, 3)]
+    waiting.append(entry(flow_run(1, number=4)))
+
+    scheduling_pass = run_pass(
+        waiting,
+        [holder({"n1": 1}, 0, **of_deployment)],
+        deployment_limit=DeploymentLimit(limit=2),
+    )
+
+    assert started(scheduling_pass) == ["run1", "run4"]
+    message = scheduling_pass.messages[waiting[1].id]
+    assert message.text == "needs 1 node with 1 GPU; waits for the limit of its deployment, 2"
+
+
+def test_stopping_run_counts_for_the_limit_of_its_deployment() -> None:
+    stopping = holder({"n1": 1}, 0, deployment_id=DEPLOYMENT)
+    cancelling = State(id=uuid4(), type=StateType.CANCELLING, name="Cancelling")
+    stopping.flow_run.state = cancelling.model_copy(update={"timestamp": stopping.state_since})
+    waiting = [entry(flow_run(1, number=1, deployment_id=DEPLOYMENT))]
+
+    scheduling_pass = run_pass(waiting, [stopping], deployment_limit=DeploymentLimit(limit=1))
+
+    assert started(scheduling_pass) == []
+
+
+def test_run_that_only_the_server_counts_keeps_its_deployment_at_the_limit() -> None:
+    waiting = [entry(flow_run(1, number=1, deployment_id=DEPLOYMENT))]
+
+    scheduling_pass = run_pass(waiting, deployment_limit=DeploymentLimit(limit=1, active=1))
+
+    assert started(scheduling_pass) == []
 
 
 def test_full_pool_does_not_block_a_run_with_a_process() -> None:

@@ -1,0 +1,84 @@
+"""The concurrency limits of deployments, as the Prefect server has them.
+
+The server refuses to start a run if its deployment has reached its concurrency limit. The scheduler
+must know this before it grants GPUs to the run.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import UUID
+
+from prefect.client.orchestration import PrefectClient
+from prefect.client.schemas.objects import ConcurrencyLimitStrategy
+
+#: Largest number of deployments in one answer of the server.
+_PAGE = 200
+#: Time, in seconds, until a deployment without a limit is read again. Nobody waits for a limit that
+#: does not exist yet, and the server itself keeps a new limit at once.
+_READ_AGAIN_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeploymentLimit:
+    """The concurrency limit of a deployment."""
+
+    #: Largest number of active runs.
+    limit: int
+    #: Number of active runs according to the server.
+    active: int = 0
+    #: True if a run is cancelled instead of waiting while the limit is reached.
+    skips: bool = False
+
+
+@dataclass(slots=True)
+class DeploymentLimitReader:
+    """Reads the concurrency limits of deployments from the Prefect server."""
+
+    _client: PrefectClient
+    #: For each deployment without a limit: the monotonic time of the last reading.
+    _unlimited: dict[UUID, float] = field(default_factory=dict)
+
+    async def read(self, ids: Collection[UUID]) -> dict[UUID, DeploymentLimit]:
+        """Return the concurrency limits of the given deployments, by deployment id.
+
+        Deployments without a limit are not in the result.
+
+        Raises:
+            httpx.HTTPError, PrefectException: The server did not answer.
+        """
+        now = time.monotonic()
+        needed = [
+            str(id) for id in ids if now - self._unlimited.get(id, -math.inf) >= _READ_AGAIN_S
+        ]
+        self._unlimited = {id: at for id, at in self._unlimited.items() if id in ids}
+        limits = {}
+        for start in range(0, len(needed), _PAGE):
+            page_filter = {"id": {"any_": needed[start : start + _PAGE]}}
+            content = {"deployments": page_filter, "limit": _PAGE}
+            answer = await self._client.request("POST", "/deployments/filter", json=content)
+            for row in answer.json():
+                limit = parse_limit(row)
+                if limit is None:
+                    self._unlimited[UUID(row["id"])] = now
+                else:
+                    self._unlimited.pop(UUID(row["id"]), None)
+                    limits[UUID(row["id"])] = limit
+        return limits
+
+
+def parse_limit(row: Mapping[str, Any]) -> DeploymentLimit | None:
+    """Return the concurrency limit in the JSON object of a deployment, or None if it has none."""
+    limit = row.get("global_concurrency_limit")
+    if limit is None:
+        return None
+    strategy = (row.get("concurrency_options") or {}).get("collision_strategy")
+    return DeploymentLimit(
+        limit=limit["limit"],
+        active=limit["active_slots"],
+        skips=strategy == ConcurrencyLimitStrategy.CANCEL_NEW.value,
+    )
