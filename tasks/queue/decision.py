@@ -207,6 +207,16 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped:
+    """A run that is cancelled instead of waiting, because its deployment skips overlapping runs."""
+
+    #: The run.
+    entry: QueueEntry
+    #: Reason for the user.
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulingPass:
     """The facts and the decisions of one scheduling pass.
 
@@ -231,6 +241,8 @@ class SchedulingPass:
     cluster_errors: Mapping[str, str] = field(default_factory=dict)
     #: Runs that can never start.
     refused: list[Refused] = field(default_factory=list, init=False)
+    #: Runs that are cancelled because their deployment skips overlapping runs.
+    skipped: list[Skipped] = field(default_factory=list, init=False)
     #: Waiting runs that a user has cancelled, each with its Cancelled state. A scheduler overwrote
     #: the Cancelled state, and was killed before it could restore that state.
     cancelled: Sequence[tuple[QueueEntry, State[Any]]] = ()
@@ -262,9 +274,9 @@ class SchedulingPass:
 
     @property
     def waiting(self) -> list[QueueEntry]:
-        """The waiting runs in the order of the queue, without the runs that can never start."""
-        refused_ids = {refused.entry.id for refused in self.refused}
-        return [entry for entry in self.queue if entry.id not in refused_ids]
+        """The waiting runs in the order of the queue, without refused and skipped runs."""
+        ended = {run.entry.id for run in (*self.refused, *self.skipped)}
+        return [entry for entry in self.queue if entry.id not in ended]
 
     @property
     def holding(self) -> list[QueueEntry]:
@@ -307,6 +319,7 @@ class SchedulingPass:
             This object.
         """
         active_runs = self.ledger.count_active_runs()
+        self._skip_overlapping_runs(active_runs)
         candidates = [
             entry for entry in self.waiting if not self._cannot_start_at_all(entry, active_runs)
         ]
@@ -366,6 +379,41 @@ class SchedulingPass:
             if cluster_plan is not None and str(entry.id) in cluster_plan.reasons:
                 self._store_reason(entry, number, cluster_plan, names)
         return self
+
+    def _skip_overlapping_runs(self, active_runs: Counter[Limited]) -> None:
+        """Add the overlapping runs of deployments that skip such runs to `skipped`.
+
+        The waiting runs of a deployment count, too. So at most as many runs of the deployment are
+        active or waiting as its concurrency limit allows. A run that has had a process is never
+        skipped.
+
+        Args:
+            active_runs: Number of runs that count for each concurrency limit.
+        """
+        places = {
+            id: limit.limit - active_runs[id]
+            for id, limit in self.ledger.deployment_limits.items()
+            if limit.skips
+        }
+        if not places:
+            return
+        earlier = {entry.deployment: entry for entry in self.ledger.holding}
+
+        # A requeued run comes first. The other runs follow in the order of their scheduled starts.
+        waiting = sorted(self.waiting, key=lambda entry: (not entry.has_started, *entry.place[1:]))
+        for entry in waiting:
+            deployment = entry.deployment
+            if deployment not in places or not entry.is_scheduled:
+                continue
+            if places[deployment] > 0 or entry.has_started:
+                places[deployment] -= 1
+                earlier[deployment] = entry
+                continue
+            limit = self.ledger.deployment_limits[deployment].limit
+            other = earlier.get(deployment)
+            name = other.request.name if other is not None else "an earlier run"
+            message = reasons.explain_skip(limit, name)
+            self.skipped.append(Skipped(entry=entry, message=message))
 
     def _count_gpus_by_tag(
         self,

@@ -271,6 +271,11 @@ class QueueEntry:
         return self.state.is_scheduled()
 
     @property
+    def has_started(self) -> bool:
+        """True if the run has had a process. A requeued run has had one."""
+        return self.flow_run.run_count > 0
+
+    @property
     def is_handed_over(self) -> bool:
         """True if the run waits for a new process while its Ray jobs keep its GPUs."""
         return is_handed_over(self.flow_run)

@@ -235,6 +235,19 @@ def deployment_limit_message(demand: Demand | None, limit: int) -> Message:
     return Message(demand=demand, reason=text, waits_for_no_end=True)
 
 
+def explain_skip(limit: int, name: str) -> str:
+    """Return the reason why a run is cancelled instead of waiting for its deployment.
+
+    Args:
+        limit: Concurrency limit of the deployment.
+        name: Name of another run of the deployment that has not ended.
+    """
+    if limit == 0:
+        return "skipped: the deployment allows no runs"
+    runs = format_count(limit, "run")
+    return f"skipped: the deployment allows {runs} at a time, and {name} has not ended"
+
+
 def no_answer_message(demand: Demand | None, address: str, error: object) -> Message:
     """Return the message for a run if the nodes that the run could use cannot be read.
 

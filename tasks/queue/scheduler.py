@@ -27,7 +27,7 @@ from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, Failed
 
 from tasks.queue import grants
-from tasks.queue.decision import Refused, SchedulingPass
+from tasks.queue.decision import Refused, SchedulingPass, Skipped
 from tasks.queue.grants import PENDING_RESOURCES, Grant, SchedulerProcess
 from tasks.queue.lease import HeldLease, SchedulingLease
 from tasks.queue.ledger import LedgerReader, QueueEntry
@@ -115,7 +115,8 @@ class Scheduler:
     ) -> tuple[SchedulingPass, list[QueueEntry]]:
         """Run a scheduling pass, and write its decisions to the server.
 
-        Runs that can start get a grant. Runs that can never start fail. If a run was not started
+        Runs that can start get a grant. Runs that can never start fail. Overlapping runs of a
+        deployment that skips such runs are cancelled. If a run was not started
         after its grant, the grant is deleted, and the run waits again.
 
         Args:
@@ -197,6 +198,9 @@ class Scheduler:
                 held_lease.check()
                 if not refused.entry.waits_in_process:
                     await self._fail(refused)
+            for skipped in scheduling_pass.skipped:
+                held_lease.check()
+                await self._skip(skipped)
             for entry, gpus in scheduling_pass.moved:
                 assert entry.grant is not None
                 new_grant = entry.grant.moved_to(gpus)
@@ -221,6 +225,7 @@ class Scheduler:
         return bool(
             scheduling_pass.stuck
             or scheduling_pass.cancelled
+            or scheduling_pass.skipped
             or scheduling_pass.moved
             or any(not refused.entry.waits_in_process for refused in scheduling_pass.refused)
             or any(may_start(entry, gpus) for entry, gpus in scheduling_pass.admitted)
@@ -351,6 +356,12 @@ class Scheduler:
             self._announce(
                 "muster.run.failed", entry.flow_run, name, kind=kind, message=refused.message
             )
+
+    async def _skip(self, skipped: Skipped) -> None:
+        """Set the state of a run to Cancelled, because its deployment skips overlapping runs."""
+        await self._rename(skipped.entry, skipped.entry.request.name)
+        cancelled: State[Any] = Cancelled(message=skipped.message)
+        await grants.set_state(self._client, skipped.entry.flow_run, cancelled)
 
     async def _rename(self, entry: QueueEntry, name: str) -> None:
         """Set the name of a flow run on the server, if the flow run has another name there.

@@ -224,6 +224,61 @@ def test_run_that_only_the_server_counts_keeps_its_deployment_at_the_limit() -> 
     assert started(scheduling_pass) == []
 
 
+ONE_AT_A_TIME = DeploymentLimit(limit=1, skips=True)
+
+
+def of_deployment(number: int, **more: Any) -> QueueEntry:
+    """Return the queue's entry of a waiting run of the deployment."""
+    return entry(flow_run(1, number=number, deployment_id=DEPLOYMENT, **more))
+
+
+def skipped(scheduling_pass: SchedulingPass) -> dict[str, str]:
+    """Return the reason of each skipped run, by the name of the flow run."""
+    return {run.entry.flow_run.name: run.message for run in scheduling_pass.skipped}
+
+
+def test_deployment_skips_a_run_while_the_last_run_is_running() -> None:
+    running = holder({"n1": 1}, 0, deployment_id=DEPLOYMENT)
+
+    scheduling_pass = run_pass([of_deployment(1)], [running], deployment_limit=ONE_AT_A_TIME)
+
+    assert skipped(scheduling_pass) == {
+        "run1": "skipped: the deployment allows 1 run at a time, and "
+        f"{running.request.name} has not ended"
+    }
+    assert started(scheduling_pass) == []
+
+
+def test_deployment_skips_a_run_while_the_last_run_waits() -> None:
+    waiting = [of_deployment(number) for number in (1, 2, 3)]
+    full = [holder({"n1": 8}, 8), holder({"n2": 8}, 9)]
+
+    scheduling_pass = run_pass(waiting, full, deployment_limit=ONE_AT_A_TIME)
+
+    assert [*skipped(scheduling_pass)] == ["run2", "run3"]
+    assert [entry.flow_run.name for entry in scheduling_pass.waiting] == ["run1"]
+
+
+def test_deployment_never_skips_a_requeued_run() -> None:
+    running = holder({"n1": 1}, 0, deployment_id=DEPLOYMENT)
+    waiting = [of_deployment(1), of_deployment(2, run_count=1)]
+
+    while_running = run_pass(waiting, [running], deployment_limit=ONE_AT_A_TIME)
+    while_free = run_pass(waiting, deployment_limit=ONE_AT_A_TIME)
+
+    assert [*skipped(while_running)] == ["run1"]
+    assert started(while_running) == []
+    assert [*skipped(while_free)] == ["run1"]
+    assert started(while_free) == ["run2"]
+
+
+def test_deployment_without_an_active_run_skips_nothing() -> None:
+    scheduling_pass = run_pass([of_deployment(1)], deployment_limit=ONE_AT_A_TIME)
+
+    assert skipped(scheduling_pass) == {}
+    assert started(scheduling_pass) == ["run1"]
+
+
 def test_full_pool_does_not_block_a_run_with_a_process() -> None:
     """The pool's concurrency limit counts a run that waits in its own process.
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any, cast
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import httpx
 import pytest
@@ -189,6 +189,44 @@ def test_faulty_spec_is_named_by_its_own_name(
     assert failed.state.message.startswith(f"USER_ERROR: {beginning}")
     assert "idealistic-harrier" not in failed.state.message
     assert failed.name.startswith(name)
+
+
+def add_deployment(server: ScriptedPrefect, strategy: str) -> UUID:
+    """Create a deployment that allows one active run, and return its id."""
+    deployment_id = uuid4()
+    server.deployments.append(
+        {
+            "id": str(deployment_id),
+            "global_concurrency_limit": {"limit": 1, "active_slots": 0},
+            "concurrency_options": {"collision_strategy": strategy},
+        }
+    )
+    return deployment_id
+
+
+def test_run_waits_for_the_limit_of_its_deployment(server: ScriptedPrefect) -> None:
+    deployment_id = add_deployment(server, "ENQUEUE")
+    first, second = (server.submit(spec(gpus=1), deployment_id=deployment_id) for _ in range(2))
+
+    started = run_passes(server)
+    run_passes(server)
+
+    assert [entry.id for entry in started] == [first]
+    state = server.run(second).state
+    assert state is not None and state.name == "PendingResources"
+    assert "waits for the limit of its deployment, 1" in (state.message or "")
+
+
+def test_overlapping_run_of_a_skipping_deployment_is_cancelled(server: ScriptedPrefect) -> None:
+    deployment_id = add_deployment(server, "CANCEL_NEW")
+    first, second = (server.submit(spec(gpus=1), deployment_id=deployment_id) for _ in range(2))
+
+    started = run_passes(server)
+
+    assert [entry.id for entry in started] == [first]
+    state = server.run(second).state
+    assert state is not None and state.is_cancelled()
+    assert (state.message or "").startswith("skipped: the deployment allows 1 run at a time")
 
 
 def waiting(server: ScriptedPrefect) -> UUID:
