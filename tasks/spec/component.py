@@ -75,7 +75,10 @@ class ComponentStop(Stop):
         if warn in _UNCATCHABLE:
             problem = f"must be a signal that a program can handle, found {warn!r}"
             yield ("warn",), make_refusal(problem, "write for example SIGUSR1")
-        if warn is None and written.get("warn_s") is not None:
+        # Prefect stores the parameters of a flow run with all default values of the spec, so the
+        # default value is no fault.
+        default_warn_s = cls.model_fields["warn_s"].default
+        if warn is None and written.get("warn_s") not in (None, default_warn_s):
             problem = "needs `warn`, the name of the signal"
             yield ("warn_s",), make_refusal(problem, "write warn: SIGUSR1, or leave out warn_s")
 

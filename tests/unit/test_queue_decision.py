@@ -17,6 +17,7 @@ from prefect.client.schemas.objects import (
     WorkQueueStatus,
 )
 
+from flows.train import train
 from tasks.queue.decision import SchedulingPass, find_overgranted
 from tasks.queue.deployment_limits import DeploymentLimit
 from tasks.queue.grants import (
@@ -31,6 +32,7 @@ from tasks.queue.grants import (
 from tasks.queue.ledger import Ledger, Pool, QueueEntry, find_spec_fault, parse_request
 from tasks.queue.settings import PoolSettings, merge_settings
 from tasks.ray.usage import Cluster, ClusterNode
+from tasks.spec.loading import parse_spec
 
 BEGAN = datetime(2026, 1, 2, 12, tzinfo=UTC)
 DEPLOYMENT = uuid4()
@@ -542,6 +544,17 @@ def test_component_left_out_by_the_form_is_absent(command: str, fault: str) -> N
     message = find_spec_fault(flow_run(spec={"components": components, "start_order": order}))
 
     assert fault in message and bool(fault) == bool(message)
+
+
+def test_spec_with_all_default_values_is_valid() -> None:
+    """Prefect stores the parameters of a run of `muster train` in this form."""
+    component = {"command": ["true"], "stop": {"grace_s": 2}}
+    spec = parse_spec({"name": "trial", "workload": "grpo", "components": {"trainer": component}})
+    run = flow_run()
+
+    run.parameters = train.serialize_parameters({"spec": spec})
+
+    assert find_spec_fault(run) == ""
 
 
 def test_unknown_parameter_beside_the_spec_is_a_fault() -> None:
