@@ -142,6 +142,7 @@ def admit(run: RunSession) -> State[None]:
     from tasks.queue.admission import Admitted, find_cluster, wait_for_gang
     from tasks.queue.decision import Refused
     from tasks.queue.settings import NotThere
+    from tasks.upkeep.reconcile import reconcile_while_waiting
 
     if reason:
         try:
@@ -150,13 +151,15 @@ def admit(run: RunSession) -> State[None]:
             return Failed(message=run.fail(FailureKind.USER_ERROR, str(error)).message)
         return Completed(message=f"admitted: {reason}")
 
-    outcome = wait_for_gang(
-        run.flow_run_id,
-        is_first_attempt=run.record.attempts == 0,
-        ignores_grant=run.attempt is not None,
-        report=run.record_waiting,
-        wait=run.wait,
-    )
+    # If another run of this host was killed, somebody must end it before its GPUs are free.
+    with reconcile_while_waiting():
+        outcome = wait_for_gang(
+            run.flow_run_id,
+            is_first_attempt=run.record.attempts == 0,
+            ignores_grant=run.attempt is not None,
+            report=run.record_waiting,
+            wait=run.wait,
+        )
     match outcome:
         case Admitted():
             run.accept_grant(outcome.nodes, outcome.devices)

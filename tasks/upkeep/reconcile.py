@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any
@@ -259,8 +259,10 @@ def _describe_host(client: SyncPrefectClient, name: str) -> Host:
 
 #: Seconds between two calls of `reconcile_host` in the maintenance process of this host.
 _EVERY_S = 60.0
-#: When the maintenance process ends, it waits at most this number of seconds for a running call of
-#: `reconcile_host`. After that, the call is interrupted, and a later call repeats the work.
+#: Seconds between two calls of `reconcile_host` in a process that waits for GPUs.
+_EVERY_S_WHILE_WAITING = 15.0
+#: At the end of the repeated calls, this process waits at most this number of seconds for a running
+#: call of `reconcile_host`. A later call repeats the work of a call that was abandoned.
 _END_TIMEOUT_S = 5.0
 
 
@@ -272,18 +274,47 @@ def reconcile_every_minute() -> Iterator[None]:
     process may call `reconcile_host`, because the file locks of the registry exclude only other
     processes.
     """
+    with _call_in_thread(lambda: publish(reconcile_host()), _EVERY_S):
+        yield
+
+
+@contextmanager
+def reconcile_while_waiting() -> Iterator[None]:
+    """Call `reconcile_host` for this host every 15 seconds in a thread, as a context manager.
+
+    A run that waits for GPUs uses this context manager, because its host may have no maintenance
+    process. A killed run of this host would otherwise hold its GPUs for ever. The first call begins
+    after 15 seconds. While the context is open, no other thread of this process may call
+    `reconcile_host`.
+    """
+
+    def reconcile_and_log() -> None:
+        for run in reconcile_host().changed_runs:
+            _log.info("%s", run)
+
+    with _call_in_thread(reconcile_and_log, _EVERY_S_WHILE_WAITING):
+        yield
+
+
+@contextmanager
+def _call_in_thread(function: Callable[[], None], every_s: float) -> Iterator[None]:
+    """Call a function repeatedly in a thread while the context is open.
+
+    The first call begins after `every_s` seconds. An error of the function is logged, and the
+    function is called again.
+    """
     ending = threading.Event()
 
-    def reconcile_repeatedly() -> None:
-        while not ending.wait(_EVERY_S):
+    def call_repeatedly() -> None:
+        while not ending.wait(every_s):
             try:
-                publish(reconcile_host())
+                function()
             except Exception:
                 _log.exception(
-                    "The reconcile of this host failed. It is repeated in %g s.", _EVERY_S
+                    "The reconcile of this host failed. It is repeated in %g s.", every_s
                 )
 
-    thread = make_context_thread("reconcile", reconcile_repeatedly)
+    thread = make_context_thread("reconcile", call_repeatedly)
     thread.start()
     try:
         yield

@@ -21,7 +21,7 @@ from tasks.queue.grants import Grant, SchedulerProcess
 from tasks.record.states import RunState
 from tasks.server.flow_runs import connect_to_server
 from tasks.spec.pipeline import Stage
-from tests.support.gang_pool import POOL, GangPool, host
+from tests.support.gang_pool import POOL, GangPool, Host, host
 from tests.support.host_environment import ROOT, Run, Server, wait_for
 from tests.support.prefect_api import send_request
 
@@ -377,6 +377,29 @@ def test_runs_of_one_schedule_have_different_ids_and_records(
         line["run"] for run in runs for line in pool.read_lines_of(run) if line["what"] == "start"
     ]
     assert len(started) == len(set(started)) == len(ids)
+
+
+@pytest.mark.thorough
+def test_devices_of_a_killed_direct_run_are_free_within_a_minute(
+    server: Server, tmp_path: Path
+) -> None:
+    # This host has neither a worker nor a maintenance process.
+    variables = {"MUSTER_HOST": "lone", "MUSTER_GPUS": "0,1"}
+    lone_host = Host(home=tmp_path, api=server.api, variables=variables)
+    pool = GangPool(host_env=lone_host, server=server)
+    try:
+        killed, first = pool.start(pool.spec(gpus=2, lasts_s=600.0))
+        wait_for(lambda: pool.read_lines_of(first), "the first run holds the GPUs", WITHIN_S)
+        killed.kill()
+        killed.wait()
+
+        next_process, _ = pool.start(pool.spec(gpus=2, lasts_s=0.2))
+
+        assert next_process.wait(WITHIN_S) == 0
+        assert first.state()[0] == "CRASHED"
+        assert first.processes() == []
+    finally:
+        lone_host.clear()
 
 
 #: Line of the kernel log in which NVIDIA's driver reports a GPU that is gone.
