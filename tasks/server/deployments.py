@@ -12,12 +12,16 @@ import asyncio
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal
 from zoneinfo import ZoneInfo
 
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import DeploymentScheduleCreate, DeploymentUpdate
-from prefect.client.schemas.objects import DeploymentSchedule
+from prefect.client.schemas.objects import (
+    ConcurrencyLimitStrategy,
+    ConcurrencyOptions,
+    DeploymentSchedule,
+)
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.schedules import (
     SCHEDULE_TYPES,
@@ -28,11 +32,15 @@ from prefect.client.schemas.schedules import (
 from prefect.exceptions import ObjectNotFound
 from prefect.server.schemas import schedules as server_schedules
 
-from tasks.spec.formatting import format_duration
+from tasks.spec.formatting import format_count, format_duration
 
 #: Slug of the schedule that `muster deploy --cron` makes. Schedules that a person makes in the
 #: Prefect UI have no slug.
 CRON_SLUG = "cron"
+#: Treatment of a run that is due while the last run of its deployment has not ended. skip: the new
+#: run is cancelled. queue: the new run waits for the end of the last run. allow: both run at the
+#: same time.
+Overlap = Literal["skip", "queue", "allow"]
 #: The job variable that names the folder in which a run's process starts.
 WORKING_DIR = "working_dir"
 #: Pattern of the deployment descriptions that Muster writes, for example
@@ -159,6 +167,36 @@ def set_cron(
     client.update_deployment_schedule(
         existing.id, present.id, schedule=CronSchedule(cron=cron, timezone=zone)
     )
+
+
+def make_overlap_settings(overlap: Overlap) -> dict[str, Any]:
+    """Return the values of the fields of a deployment that decide about overlapping runs."""
+    if overlap == "allow":
+        return {"concurrency_limit": None, "concurrency_options": None}
+    strategy = ConcurrencyLimitStrategy.ENQUEUE
+    if overlap == "skip":
+        strategy = ConcurrencyLimitStrategy.CANCEL_NEW
+    return {
+        "concurrency_limit": 1,
+        "concurrency_options": ConcurrencyOptions(collision_strategy=strategy),
+    }
+
+
+def set_overlap(client: SyncPrefectClient, existing: DeploymentResponse, overlap: Overlap) -> None:
+    """Replace the concurrency limit of a deployment by the given treatment of overlapping runs."""
+    client.update_deployment(existing.id, DeploymentUpdate(**make_overlap_settings(overlap)))
+
+
+def describe_overlap(deployment: DeploymentResponse) -> str:
+    """Return one line about the concurrency limit of a deployment."""
+    limit = deployment.global_concurrency_limit
+    if limit is None:
+        return "allow: runs may overlap"
+    options = deployment.concurrency_options
+    runs = format_count(limit.limit, "run")
+    if options and options.collision_strategy is ConcurrencyLimitStrategy.CANCEL_NEW:
+        return f"skip: at most {runs} at a time, and a further run is cancelled"
+    return f"queue: at most {runs} at a time, and a further run waits"
 
 
 def remove_cron(client: SyncPrefectClient, existing: DeploymentResponse) -> None:

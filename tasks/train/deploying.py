@@ -29,12 +29,16 @@ from tasks.queue.ledger import parse_request
 from tasks.server.artifacts import make_code_label, store_submitted_code
 from tasks.server.deployments import (
     WORKING_DIR,
+    Overlap,
+    describe_overlap,
     describe_schedules,
     find_deployment,
     make_cron_schedule,
+    make_overlap_settings,
     remove_cron,
     renew_deployment,
     set_cron,
+    set_overlap,
 )
 from tasks.server.flow_process import EXIT_INTERRUPTED, get_exit_code
 from tasks.server.flow_runs import connect_to_server, read_refusal
@@ -304,6 +308,7 @@ def deploy(
     cron: str | None = None,
     timezone: str | None = None,
     no_cron: bool = False,
+    overlap: Overlap | None = None,
 ) -> None:
     """Create or renew a deployment of a spec. It starts runs from the Prefect UI or by a schedule.
 
@@ -318,6 +323,9 @@ def deploy(
         timezone: IANA name of the cron line's time zone. Default: no change, or UTC for a new
             cron line.
         no_cron: Remove the cron line.
+        overlap: Treatment of a run that is due while the last run of the deployment has not ended.
+            skip: the new run is cancelled. queue: the new run waits. allow: both run at the same
+            time. Default: no change, or allow for a new deployment.
     """
     _check_schedule_options(cron, timezone, no_cron)
     run_spec = load_spec(spec, set)
@@ -350,6 +358,7 @@ def deploy(
                 pull_steps=[],
                 job_variables=job_variables,
                 schedules=[make_cron_schedule(cron, timezone)] if cron is not None else None,
+                **(make_overlap_settings(overlap) if overlap is not None else {}),
             )
         else:
             renew_deployment(
@@ -366,6 +375,8 @@ def deploy(
                 remove_cron(client, existing)
             elif cron is not None:
                 set_cron(client, existing, cron, timezone)
+            if overlap is not None:
+                set_overlap(client, existing, overlap)
 
         _print_deployment(client.read_deployment_by_name(full_name), is_new=existing is None)
 
@@ -398,6 +409,7 @@ def _print_deployment(deployment: DeploymentResponse, *, is_new: bool) -> None:
     print(f"  page      {url_for('deployment', obj_id=deployment.id)}")
     for line in describe_schedules(deployment, datetime.now(UTC)):
         print(f"  schedule  {line}")
+    print(f"  overlap   {describe_overlap(deployment)}")
     server = f"PREFECT_API_URL={PREFECT_API_URL.value()}"
     print(f"  run       {server} prefect deployment run '{full_name}'")
 

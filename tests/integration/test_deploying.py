@@ -97,6 +97,35 @@ def test_renewed_deployment_keeps_what_a_person_changed_in_the_ui(
     }
 
 
+def test_overlap_sets_the_concurrency_limit_on_the_server(
+    client: SyncPrefectClient, prefect_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"overlap-{uuid4().hex[:6]}"
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(yaml.safe_dump({**SPEC, "name": name}))
+
+    def deploy(overlap: str) -> tuple[int | None, str | None]:
+        """Deploy the spec, and return the limit and the collision strategy on the server."""
+        options = ["--overlap", overlap] if overlap else []
+        assert do(["deploy", str(spec), *options]) == 0
+        deployment = send_request("GET", f"{prefect_url}/deployments/name/train/{name}")
+        limit = deployment["global_concurrency_limit"]
+        strategy = deployment["concurrency_options"]
+        return limit and limit["limit"], strategy and strategy["collision_strategy"]
+
+    settings = [deploy(overlap) for overlap in ("skip", "", "allow", "queue", "skip", "allow")]
+
+    assert settings == [
+        (1, "CANCEL_NEW"),
+        (1, "CANCEL_NEW"),
+        (None, None),
+        (1, "ENQUEUE"),
+        (1, "CANCEL_NEW"),
+        (None, None),
+    ]
+    assert "overlap   skip: at most 1 run at a time" in capsys.readouterr().out
+
+
 def test_setup_of_a_stack_keeps_what_a_person_changed_in_the_ui(
     client: SyncPrefectClient, prefect_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

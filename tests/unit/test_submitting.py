@@ -12,7 +12,7 @@ from uuid import uuid4
 import pytest
 import yaml
 from cyclopts import App
-from prefect.client.schemas.objects import DeploymentSchedule, State
+from prefect.client.schemas.objects import ConcurrencyOptions, DeploymentSchedule, State
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.schedules import CronSchedule, IntervalSchedule, RRuleSchedule
 from prefect.settings import PREFECT_API_URL, temporary_settings
@@ -283,6 +283,39 @@ def test_cron_line_is_added_to_a_deployment_without_one(server: SubmitServer, sp
 
     [own] = server.deployments["trial"].schedules
     assert own.schedule == CronSchedule(cron="0 3 * * *", timezone="UTC")
+
+
+@pytest.mark.parametrize(
+    ("overlap", "limit", "strategy"),
+    [("skip", 1, "CANCEL_NEW"), ("queue", 1, "ENQUEUE"), ("allow", None, None)],
+)
+@pytest.mark.parametrize("is_new", [True, False])
+def test_overlap_sets_the_concurrency_limit_of_the_deployment(
+    server: SubmitServer,
+    spec: Path,
+    overlap: str,
+    limit: int | None,
+    strategy: str | None,
+    is_new: bool,
+) -> None:
+    if not is_new:
+        assert deploy(spec) == 0
+        change_in_the_ui(server)
+
+    assert deploy(spec, "--cron", "0 3 * * *", "--overlap", overlap) == 0
+
+    deployment = server.deployments["trial"]
+    assert vars(deployment)["concurrency_limit"] == limit
+    if strategy is None:
+        assert deployment.concurrency_options is None
+    else:
+        options = ConcurrencyOptions.model_validate(deployment.concurrency_options)
+        assert options.collision_strategy.value == strategy
+
+
+def test_unknown_overlap_is_refused(server: SubmitServer, spec: Path) -> None:
+    assert deploy(spec, "--overlap", "maybe") != 0
+    assert server.deployed == []
 
 
 def test_no_cron_removes_cron_lines_and_nothing_else(server: SubmitServer, spec: Path) -> None:
