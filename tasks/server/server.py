@@ -206,6 +206,10 @@ def _make_block_error(spec: RunSpec, problems: Mapping[str, str], remedy: str) -
     return InvalidSpec(tuple(faults), f"the spec of run {spec.name!r}")
 
 
+#: Module of the Prefect server that stores leases as files in PREFECT_HOME.
+_LEASES_ON_DISK = "prefect.server.concurrency.lease_storage.filesystem"
+
+
 def make_server_command(
     home: Path, port: int, address: str = "127.0.0.1", settings: Mapping[str, str] | None = None
 ) -> Command:
@@ -240,6 +244,9 @@ def make_server_command(
             "PREFECT_API_URL": f"http://{address}:{port}/api",
             "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": ",".join(origins),
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            # By default, the server keeps leases in memory. After a restart, the server would then
+            # cancel each run that is starting and whose deployment has a concurrency limit.
+            "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": _LEASES_ON_DISK,
             # By default, the server writes the files of its UI into the virtual environment.
             # Several users may share the environment.
             "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(_ui_folder()),

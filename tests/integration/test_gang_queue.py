@@ -379,59 +379,6 @@ def test_runs_of_one_schedule_have_different_ids_and_records(
     assert len(started) == len(set(started)) == len(ids)
 
 
-def read_active_slots(pool: GangPool) -> int:
-    """Return the number of runs that the server counts for the limit of the deployment."""
-    deployment = pool.host_env.get(f"/deployments/name/train/{pool.name}")
-    return int(deployment["global_concurrency_limit"]["active_slots"])
-
-
-@pytest.fixture
-def limited_pool(tmp_path: Path) -> Iterator[GangPool]:
-    """Yield a pool with its own server, a worker, and a deployment that allows one run at a time.
-
-    The server keeps its leases in memory, as Prefect does by default.
-    """
-    in_memory = "prefect.server.concurrency.lease_storage.memory"
-    settings = {"PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": in_memory}
-    server = Server(tmp_path / "server", settings=settings)
-    pool = GangPool(host_env=host("n1", tmp_path / "n1", server.api), server=server)
-    try:
-        server.start()
-        pool.set_up()
-        deployment = pool.host_env.get(f"/deployments/name/train/{POOL}")
-        limit = {"concurrency_limit": 1}
-        send_request("PATCH", f"{server.api}/deployments/{deployment['id']}", limit)
-        pool.start_worker()
-        yield pool
-    finally:
-        pool.host_env.clear()
-        server.kill()
-
-
-@pytest.mark.thorough
-@pytest.mark.timeout(600)
-def test_run_completes_after_its_deployments_lease_is_lost(limited_pool: GangPool) -> None:
-    pool = limited_pool
-    # Prefect's own engine renews the lease after 225 s, and would then end the run.
-    run = pool.submit(pool.spec(lasts_s=260.0))
-    next_run = pool.submit(pool.spec(lasts_s=0.2))
-    wait_for(lambda: run.state()[0] == "RUNNING", "the first run is running", WITHIN_S)
-
-    pool.server.kill()
-    pool.server.start()
-
-    message = wait_for_message(next_run, "limit of its deployment")
-    assert message == "needs 1 node with 1 GPU; waits for the limit of its deployment, 1"
-    assert read_active_slots(pool) == 1
-    wait_for(lambda: run.state()[0] == "COMPLETED", "the first run is completed", 330.0)
-    wait_for(lambda: next_run.state()[0] == "COMPLETED", "the next run is completed", WITHIN_S)
-    assert json.loads(run.record_path().read_text())["state"] == "completed"
-    assert read_active_slots(pool) == 0
-    ends = [line["at"] for line in pool.read_lines_of(run) if line["what"] == "end"]
-    starts = [line["at"] for line in pool.read_lines_of(next_run) if line["what"] == "start"]
-    assert max(ends) <= min(starts)
-
-
 @pytest.mark.thorough
 def test_devices_of_a_killed_direct_run_are_free_within_a_minute(
     server: Server, tmp_path: Path

@@ -1,0 +1,119 @@
+"""Runs of a deployment with a concurrency limit, on a real Prefect server that is restarted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.gang_pool import POOL, GangPool, host
+from tests.support.host_environment import Run, Server, wait_for
+from tests.support.prefect_api import send_request
+
+pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(600)]
+
+#: Time limit for a decision of the scheduler, in seconds.
+WITHIN_S = 60.0
+#: Setting of a server that keeps its leases in memory, as Prefect does by default.
+LEASES_IN_MEMORY = {
+    "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.memory"
+}
+
+
+def read_deployment(pool: GangPool) -> dict[str, Any]:
+    deployment: dict[str, Any] = pool.host_env.get(f"/deployments/name/train/{POOL}")
+    return deployment
+
+
+def read_active_slots(pool: GangPool) -> int:
+    """Return the number of runs that the server counts for the limit of the deployment."""
+    return int(read_deployment(pool)["global_concurrency_limit"]["active_slots"])
+
+
+def limit_deployment(pool: GangPool, strategy: str = "ENQUEUE") -> None:
+    """Allow only one run of the deployment at a time."""
+    address = f"{pool.host_env.api}/deployments/{read_deployment(pool)['id']}"
+    options = {"collision_strategy": strategy}
+    send_request("PATCH", address, {"concurrency_limit": 1, "concurrency_options": options})
+
+
+@pytest.fixture
+def pool(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[GangPool]:
+    """Yield a pool without a worker, on a server with the settings of the parameter."""
+    settings = getattr(request, "param", None)
+    server = Server(tmp_path / "server", settings=settings)
+    pool = GangPool(host_env=host("n1", tmp_path / "n1", server.api), server=server)
+    try:
+        server.start()
+        pool.set_up()
+        yield pool
+    finally:
+        pool.host_env.clear()
+        server.kill()
+
+
+def restart_server(pool: GangPool) -> None:
+    pool.server.kill()
+    pool.server.start()
+
+
+def find_waiting_message(run: Run) -> str:
+    """Return the message of a run that waits in the queue, or an empty string."""
+    state = run.flow_run()["state"]
+    return state["message"] or "" if state["name"] == "PendingResources" else ""
+
+
+@pytest.mark.parametrize("pool", [LEASES_IN_MEMORY], indirect=True)
+def test_run_completes_after_its_deployments_lease_is_lost(pool: GangPool) -> None:
+    limit_deployment(pool)
+    pool.start_worker()
+    # Prefect's own engine renews the lease after 225 s, and would then end the run.
+    run = pool.submit(pool.spec(lasts_s=260.0))
+    next_run = pool.submit(pool.spec(lasts_s=0.2))
+    wait_for(lambda: run.state()[0] == "RUNNING", "the first run is running", WITHIN_S)
+
+    restart_server(pool)
+
+    message = wait_for(lambda: find_waiting_message(next_run), "the next run waits", WITHIN_S)
+    assert message == "needs 1 node with 1 GPU; waits for the limit of its deployment, 1"
+    assert read_active_slots(pool) == 1
+    wait_for(lambda: run.state()[0] == "COMPLETED", "the first run is completed", 330.0)
+    wait_for(lambda: next_run.state()[0] == "COMPLETED", "the next run is completed", WITHIN_S)
+    assert json.loads(run.record_path().read_text())["state"] == "completed"
+    assert read_active_slots(pool) == 0
+    ends = [line["at"] for line in pool.read_lines_of(run) if line["what"] == "end"]
+    starts = [line["at"] for line in pool.read_lines_of(next_run) if line["what"] == "start"]
+    assert max(ends) <= min(starts)
+
+
+def test_run_that_is_starting_survives_a_restart_of_the_server(pool: GangPool) -> None:
+    limit_deployment(pool)
+    run = pool.submit(pool.spec())
+    assert pool.set_state(run, "PENDING") == "PENDING"
+
+    restart_server(pool)
+
+    assert pool.set_state(run, "RUNNING") == "RUNNING"
+    assert read_active_slots(pool) == 1
+    assert pool.set_state(run, "COMPLETED") == "COMPLETED"
+    assert read_active_slots(pool) == 0
+
+
+def test_overlapping_run_is_skipped_while_the_last_run_is_going(pool: GangPool) -> None:
+    limit_deployment(pool, "CANCEL_NEW")
+    pool.start_worker()
+    run = pool.submit(pool.spec(lasts_s=15.0))
+    overlapping_run = pool.submit(pool.spec())
+
+    message = overlapping_run.wait_for_state("CANCELLED")
+    state_of_first = run.state()[0]
+    run.wait_for_state("COMPLETED")
+    later_run = pool.submit(pool.spec(lasts_s=0.2))
+    later_run.wait_for_state("COMPLETED")
+
+    assert message.startswith("skipped: the deployment allows 1 run at a time, and gang-grpo-")
+    assert state_of_first != "COMPLETED"
+    assert pool.read_lines_of(overlapping_run) == []
