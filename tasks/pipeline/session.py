@@ -97,6 +97,8 @@ class PipelineSession:
         self._is_hurried = False
         #: Event that is set when the pipeline must end or must be handed over to its next process.
         self._ending = threading.Event()
+        #: True after this process has begun to hand the pipeline over to its next process.
+        self.is_handing_over = False
 
     def interrupt(self, why: str) -> None:
         """Request that the pipeline ends as cancelled, and return at once.
@@ -398,6 +400,7 @@ class PipelineSession:
         """
         state = flow_runs.make_handover_state(f"{self.hand_over_reason}; {progress}", _DUE_AFTER_S)
         self.say(str(state.message))
+        self.is_handing_over = True
         try:
             self._ask(
                 lambda client: flow_process.hand_over_flow_run(client, self.flow_run_id, state)

@@ -245,6 +245,16 @@ def find_flow_run(client: SyncPrefectClient, flow_run_id: str) -> FlowRun | None
         return None
 
 
+def is_flow_run_missing(error: ObjectNotFound) -> bool:
+    """Return True if a Prefect server says that it does not have a flow run.
+
+    An HTTP status 404 alone is no proof. A proxy, or another program at the server's address, may
+    answer with the same status.
+    """
+    response = getattr(error.http_exc, "response", None)
+    return response is not None and read_refusal(response).lower().startswith("flow run not found")
+
+
 def read_state(client: SyncPrefectClient, flow_run_id: str) -> State[Any] | None:
     """Return the state of a flow run, or None if the server does not know its id."""
     flow_run = find_flow_run(client, flow_run_id)

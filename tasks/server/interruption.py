@@ -1,4 +1,4 @@
-"""End a run or pipeline if its process gets a signal or its flow run is cancelled on the server.
+"""End a run or pipeline after a signal, or after a change of its flow run on the server.
 
 One cancellation may arrive several times. If a user cancels a run in the Prefect UI, the run's
 process reads the new state from the server, and the worker sends SIGTERM to the process. A stack
@@ -8,6 +8,15 @@ all grace periods.
 Only two requests shorten the grace periods. The first is a second Ctrl-C in the terminal of a run
 that was started without a worker. The second is `muster cancel --now`, which gives the flow run the
 state CANCELLING_NOW.
+
+Users can also set any other state of a flow run, or delete the flow run, while its process works.
+The process reads its flow run every two seconds, and reacts to each of these changes:
+
+- The flow run has ended, for example it is Completed: the run ends as cancelled. The process first
+  sets the state Cancelling, so that the queue counts the run's GPUs until they are free.
+- The flow run was set back, for example to Scheduled: the process sets the state Running again, and
+  the run continues. Otherwise, a worker would start a second process of the same run.
+- The flow run was deleted: the run ends as cancelled.
 """
 
 from __future__ import annotations
@@ -17,62 +26,111 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 from uuid import UUID
 
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
+from prefect.exceptions import ObjectNotFound
+from prefect.states import Cancelling, Running
 
 from tasks.processes.signals import CtrlC, receive_signals
 from tasks.server.events import override_client_settings
 from tasks.server.flow_process import find_worker_flow_run
-from tasks.server.flow_runs import CANCELLING_NOW, make_context_thread
+from tasks.server.flow_runs import CANCELLING_NOW, is_flow_run_missing, make_context_thread
 
 _log = logging.getLogger(__name__)
 _POLL_EVERY_S = 2.0
 _JOIN_TIMEOUT_S = 5.0
+#: A flow run counts as deleted after this number of consecutive answers that say so. A single
+#: answer may come from a server that is being restored.
+_MISSING_ANSWERS = 4
 _CANCELLED = "cancelled from Prefect"
+_DELETED = "cancelled, because its flow run was deleted on the Prefect server"
 _AFTER_HANGUP = (
     "interrupted by SIGHUP: its terminal was closed. A run outlives its terminal if it is started "
     "by `nohup muster train SPEC &` or queued by `muster submit SPEC`"
 )
 
 
-class Cancel(Enum):
-    """Cancellation that a user has requested, according to the state of the flow run."""
+class Change(Enum):
+    """Change of a flow run on the Prefect server that was made outside the flow run's process."""
 
-    #: No cancellation is requested.
+    #: The flow run is running, or its state is unknown.
     NONE = "none"
-    #: The run must end. Its processes have their grace periods.
-    GRACEFUL = "graceful"
-    #: The run must end. Its processes are killed without grace periods.
-    NOW = "now"
+    #: A user has cancelled the flow run. The processes of the run have their grace periods.
+    CANCELLED = "cancelled"
+    #: A user has cancelled the flow run. The processes of the run are killed at once.
+    CANCELLED_NOW = "cancelled now"
+    #: The flow run has another final state, although its process works.
+    ENDED = "ended"
+    #: The flow run has a state in which it has no process, or waits, although its process works.
+    SET_BACK = "set back"
+    #: The flow run does not exist any more.
+    DELETED = "deleted"
 
     @staticmethod
-    def of_state(state: State[object] | None) -> Cancel:
-        """Return the cancellation that a flow run's state requests.
+    def of_state(state: State[Any] | None) -> Change:
+        """Return the change that a flow run's state shows while the flow run has a process.
 
         Args:
             state: state of the flow run, or None if the state is unknown.
         """
-        if state is None or not (state.is_cancelling() or state.is_cancelled()):
-            return Cancel.NONE
-        return Cancel.NOW if state.name == CANCELLING_NOW else Cancel.GRACEFUL
+        if state is None or state.is_running():
+            return Change.NONE
+        if state.is_cancelling() or state.is_cancelled():
+            return Change.CANCELLED_NOW if state.name == CANCELLING_NOW else Change.CANCELLED
+        return Change.ENDED if state.is_final() else Change.SET_BACK
 
 
-def read_cancel(flow_run_id: UUID) -> Cancel:
-    """Return the cancellation that is requested for a flow run on the Prefect server.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedFlowRun:
+    """Answer of the Prefect server to the question for a flow run."""
 
-    Returns: Cancel.NONE if the server does not answer. Also Cancel.NONE if the server does not know
-        the flow run. A user has then deleted the flow run, but the training should continue.
+    change: Change
+    #: State of the flow run. None if it is unknown, or if the flow run does not exist any more.
+    state: State[Any] | None = None
+
+
+def observe_flow_run(flow_run_id: UUID) -> ObservedFlowRun:
+    """Ask the Prefect server for a flow run, and return the change that the answer shows.
+
+    Returns: Change.NONE if the server does not answer.
     """
     try:
         with get_client(sync_client=True) as client:
-            return Cancel.of_state(client.read_flow_run(flow_run_id).state)
+            state = client.read_flow_run(flow_run_id).state
+        return ObservedFlowRun(change=Change.of_state(state), state=state)
+    except ObjectNotFound as error:
+        if is_flow_run_missing(error):
+            return ObservedFlowRun(change=Change.DELETED)
+        _log.debug("Flow run %s could not be read: %r", flow_run_id, error.http_exc)
     except Exception as error:
         _log.debug("The state of flow run %s could not be read: %r", flow_run_id, error)
-        return Cancel.NONE
+    return ObservedFlowRun(change=Change.NONE)
+
+
+def correct_state(flow_run_id: UUID, observed: State[Any], corrected: State[Any]) -> None:
+    """Replace the state that a user has set by hand, unless the state has changed since.
+
+    The server's rules do not allow all of these changes, so the change is forced. If the server
+    does not answer, nothing is changed, and the caller repeats the call after the next observation.
+
+    Args:
+        flow_run_id: id of the flow run.
+        observed: state that the user has set.
+        corrected: state that replaces it.
+    """
+    try:
+        with get_client(sync_client=True) as client:
+            present = client.read_flow_run(flow_run_id).state
+            if present is not None and present.id == observed.id:
+                client.set_flow_run_state(flow_run_id, corrected, force=True)
+                _log.warning("Flow run %s: %s", flow_run_id, corrected.message)
+    except Exception as error:
+        _log.debug("The state of flow run %s was not corrected: %r", flow_run_id, error)
 
 
 class Interruptible(Protocol):
@@ -80,6 +138,13 @@ class Interruptible(Protocol):
 
     Every method returns at once and may be called in any thread. A repeated call has no effect.
     """
+
+    @property
+    def is_handing_over(self) -> bool:
+        """True after this process has begun to hand the run or pipeline over to its next process.
+
+        The process itself then sets a state in which the flow run waits.
+        """
 
     def interrupt(self, why: str) -> None:
         """Start to end the run or pipeline as cancelled, with all grace periods.
@@ -100,7 +165,7 @@ class Interruptible(Protocol):
 
 
 class ForwardedRequests:
-    """Calls methods of a run or pipeline when a signal or a cancellation on the server arrives."""
+    """Calls methods of a run or pipeline after a signal, or a change of its flow run."""
 
     def __init__(self, session: Interruptible, flow_run_id: UUID, *, may_be_left: bool) -> None:
         """
@@ -113,6 +178,8 @@ class ForwardedRequests:
         self._session = session
         self._flow_run_id = flow_run_id
         self._is_direct = find_worker_flow_run() is None
+        #: Number of consecutive answers of the server that the flow run does not exist.
+        self._missing_answers = 0
         self._may_be_left = may_be_left and not self._is_direct
         self._ctrl_c = CtrlC()
 
@@ -126,7 +193,7 @@ class ForwardedRequests:
         if signum == signal.SIGTERM and self._may_be_left:
             # Read the flow run's state in another thread, because the server may take long to
             # answer.
-            make_context_thread("on-term", self._leave_unless_cancelled).start()
+            make_context_thread("on-term", self._leave_unless_ended).start()
             return
         if signum == signal.SIGHUP and self._is_direct:
             self._session.interrupt(_AFTER_HANGUP)
@@ -135,31 +202,61 @@ class ForwardedRequests:
         if signum == signal.SIGINT and self._ctrl_c.is_second(at_s) and self._is_direct:
             self._session.hurry()
 
-    def take_cancel(self, cancel: Cancel) -> None:
-        """End the session if a cancellation is requested on the server."""
-        if cancel is not Cancel.NONE:
-            self._session.interrupt(_CANCELLED)
-        if cancel is Cancel.NOW:
-            self._session.hurry()
+    def take_observation(self, observed: ObservedFlowRun) -> None:
+        """End the session, or correct the flow run's state, as the observed change requires."""
+        state = observed.state
+        self._missing_answers += 1
+        if observed.change is not Change.DELETED:
+            self._missing_answers = 0
 
-    def _leave_unless_cancelled(self) -> None:
-        """Hand the session over to the next worker, or end it if its flow run is cancelled."""
-        cancel = read_cancel(self._flow_run_id)
-        if cancel is Cancel.NONE:
+        match observed.change:
+            case Change.CANCELLED | Change.CANCELLED_NOW:
+                self._session.interrupt(_CANCELLED)
+                if observed.change is Change.CANCELLED_NOW:
+                    self._session.hurry()
+                if state is not None and state.is_final():
+                    self._set_cancelling(state, "cancelled; its processes are being ended")
+            case Change.ENDED if state is not None:
+                message = f"its flow run was set to {state.name} while its process was working"
+                self._session.interrupt(f"cancelled, because {message}")
+                self._set_cancelling(state, f"{message}; its processes are being ended")
+            case Change.SET_BACK if state is not None and not self._session.is_handing_over:
+                message = f"set back to Running: a user set {state.name}, but its process works"
+                remedy = "To end the run, cancel it."
+                running: State[Any] = Running(message=f"{message}. {remedy}")
+                correct_state(self._flow_run_id, state, running)
+            case Change.DELETED if self._missing_answers >= _MISSING_ANSWERS:
+                self._session.interrupt(_DELETED)
+
+    def _set_cancelling(self, observed: State[Any], message: str) -> None:
+        """Replace a final state of the flow run by Cancelling, as long as its process works."""
+        if not self._session.is_handing_over:
+            cancelling: State[Any] = Cancelling(message=message)
+            correct_state(self._flow_run_id, observed, cancelling)
+
+    def _leave_unless_ended(self) -> None:
+        """Hand the session over to the next worker, or end it if no next process may start."""
+        observed = observe_flow_run(self._flow_run_id)
+        if observed.change is Change.DELETED:
+            self._session.interrupt(_DELETED)
+        elif observed.change in (Change.NONE, Change.SET_BACK):
             self._session.let_go("its flow process was ended by SIGTERM")
-        self.take_cancel(cancel)
+        else:
+            self.take_observation(observed)
 
 
 @contextmanager
 def end_on_request(
     session: Interruptible, flow_run_id: UUID, *, may_be_left: bool
 ) -> Iterator[None]:
-    """End the session if a cancellation, SIGINT, SIGTERM or SIGHUP arrives in the `with` block.
+    """End the session if SIGINT, SIGTERM or SIGHUP arrives, or if its flow run ends on the server.
+
+    The signals and the flow run are watched in the `with` block.
 
     A signal does not end this process, and raises no exception in the main thread, because the main
     thread may hold a lock. Another thread receives the signal and starts to end the session. The
     caller waits until the session has ended. If the caller is not in the main thread, Python cannot
-    handle signals, and only cancellations have an effect.
+    handle signals, and only changes of the flow run have an effect.
 
     Args:
         session: the run or pipeline that this process executes.
@@ -178,9 +275,13 @@ def end_on_request(
         # end of the run.
         with override_client_settings(retries=0):
             while not is_over.wait(_POLL_EVERY_S):
-                wishes.take_cancel(read_cancel(flow_run_id))
+                observed = observe_flow_run(flow_run_id)
+                # The session may have ended during the request. Its flow run then has a final
+                # state that this process has set.
+                if not is_over.is_set():
+                    wishes.take_observation(observed)
 
-    watcher = make_context_thread("cancel-watch", watch_server)
+    watcher = make_context_thread("server-watch", watch_server)
     watcher.start()
     try:
         with receive_signals(wishes.take_signal):

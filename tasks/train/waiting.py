@@ -147,6 +147,8 @@ def _leave_jobs(run: RunSession) -> NoReturn:
             if flow_run is not None:
                 labels = handover_labels(flow_run)
         _hand_over_run(run, starter.id, state, labels)
+    # This process exits in any case, so it no longer corrects the state of the flow run.
+    run.is_handing_over = True
     run.leave()
     raise Pause(state=state)
 
@@ -247,6 +249,21 @@ def _hand_over_run(
     # A report that is sent after the waiting state would set the flow run back to Running.
     if not run.flush_reports(_FLUSH_TIMEOUT_S):
         return False
+    # Set this flag before the waiting state. Otherwise the thread that watches the flow run would
+    # set the flow run back to Running.
+    run.is_handing_over = True
+    is_accepted = False
+    try:
+        is_accepted = _set_waiting_state(run, flow_run_id, state, labels)
+    finally:
+        run.is_handing_over = is_accepted
+    return is_accepted
+
+
+def _set_waiting_state(
+    run: RunSession, flow_run_id: UUID, state: State[Any], labels: Mapping[str, Any]
+) -> bool:
+    """Give the flow run its labels and a waiting state. Return True as `_hand_over_run` does."""
     try:
         with _connect() as client:
             if labels:

@@ -14,7 +14,6 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from prefect.client.schemas.objects import State, StateType
 
 from tasks.processes.signals import (
     ENDING_SIGNALS,
@@ -24,8 +23,12 @@ from tasks.processes.signals import (
     receive_signals,
 )
 from tasks.server import interruption
-from tasks.server.flow_runs import CANCELLING_NOW
-from tasks.server.interruption import Cancel, ForwardedRequests, end_on_request
+from tasks.server.interruption import (
+    Change,
+    ForwardedRequests,
+    ObservedFlowRun,
+    end_on_request,
+)
 
 TERM = signal.SIGTERM
 INT = signal.SIGINT
@@ -37,6 +40,7 @@ class RecordingSession:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
+        self.is_handing_over = False
         self.calls = queue.SimpleQueue[str]()
 
     def interrupt(self, why: str) -> None:
@@ -81,8 +85,8 @@ def wishes_of(
     ("has_worker", "arrivals"),
     [
         # The worker sends a signal for a cancellation that the server also reports.
-        (True, [TERM, Cancel.GRACEFUL, Cancel.GRACEFUL]),
-        (True, [Cancel.GRACEFUL, TERM]),
+        (True, [TERM, Change.CANCELLED, Change.CANCELLED]),
+        (True, [Change.CANCELLED, TERM]),
         # The signal goes to the worker and to its process group, or a stack stops after a cancel.
         (True, [TERM, TERM, TERM]),
         # A run under a worker has no terminal, so two SIGINTs are not two presses of Ctrl-C.
@@ -93,7 +97,7 @@ def wishes_of(
         # again.
         (False, [(INT, 10.0), (INT, 10.02), (INT, 10.05)]),
         # The user cancels the run in Prefect's UI, and presses Ctrl-C once.
-        (False, [Cancel.GRACEFUL, (INT, 3.0)]),
+        (False, [Change.CANCELLED, (INT, 3.0)]),
         (False, [TERM, (INT, 3.0)]),
     ],
 )
@@ -104,8 +108,8 @@ def test_request_that_arrives_several_times_keeps_the_grace_period(
     wishes = wishes_of(session, monkeypatch, has_worker=has_worker)
 
     for arrival in arrivals:
-        if isinstance(arrival, Cancel):
-            wishes.take_cancel(arrival)
+        if isinstance(arrival, Change):
+            wishes.take_observation(ObservedFlowRun(change=arrival))
         else:
             wishes.take_signal(*(arrival if isinstance(arrival, tuple) else (arrival, 0.0)))
 
@@ -134,9 +138,9 @@ def test_immediate_cancel_ends_the_grace_period(
     session = RecordingSession()
     wishes = wishes_of(session, monkeypatch, has_worker=has_worker)
 
-    wishes.take_cancel(Cancel.GRACEFUL)
+    wishes.take_observation(ObservedFlowRun(change=Change.CANCELLED))
     calls_after_first = session.verbs
-    wishes.take_cancel(Cancel.NOW)
+    wishes.take_observation(ObservedFlowRun(change=Change.CANCELLED_NOW))
     calls_after_second = session.verbs
 
     assert calls_after_first == ["interrupt"]
@@ -144,30 +148,20 @@ def test_immediate_cancel_ends_the_grace_period(
 
 
 @pytest.mark.parametrize(
-    ("state", "expected"),
+    ("change", "expected"),
     [
-        (None, Cancel.NONE),
-        (State(type=StateType.RUNNING), Cancel.NONE),
-        (State(type=StateType.CANCELLING), Cancel.GRACEFUL),
-        (State(type=StateType.CANCELLED), Cancel.GRACEFUL),
-        (State(type=StateType.CANCELLING, name=CANCELLING_NOW), Cancel.NOW),
-        (State(type=StateType.COMPLETED), Cancel.NONE),
+        (Change.NONE, "let go"),
+        (Change.SET_BACK, "let go"),
+        (Change.CANCELLED, "interrupt"),
+        (Change.DELETED, "interrupt"),
     ],
 )
-def test_state_of_a_flow_run_gives_the_kind_of_cancel(
-    state: State[Any] | None, expected: Cancel
-) -> None:
-    assert Cancel.of_state(state) is expected
-
-
-@pytest.mark.parametrize(
-    ("cancel", "expected"), [(Cancel.NONE, "let go"), (Cancel.GRACEFUL, "interrupt")]
-)
 def test_stopped_worker_leaves_a_resumable_run_and_cancel_ends_it(
-    monkeypatch: pytest.MonkeyPatch, cancel: Cancel, expected: str
+    monkeypatch: pytest.MonkeyPatch, change: Change, expected: str
 ) -> None:
     session = RecordingSession()
-    monkeypatch.setattr(interruption, "read_cancel", lambda flow_run_id: cancel)
+    observed = ObservedFlowRun(change=change)
+    monkeypatch.setattr(interruption, "observe_flow_run", lambda flow_run_id: observed)
     wishes = wishes_of(session, monkeypatch, has_worker=True, may_be_left=True)
 
     wishes.take_signal(TERM, 0.0)
