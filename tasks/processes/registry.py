@@ -17,6 +17,7 @@ import fcntl
 import logging
 import os
 import shutil
+import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -411,6 +412,34 @@ def read_owner(run_id: str) -> Owner | None:
         None if the run is not registered or its `owner.json` cannot be read.
     """
     return _read_model(_registry_directory() / run_id / _OWNER, Owner)
+
+
+def find_living_owner(run_id: str) -> Owner | None:
+    """Return the process that supervises a run on this machine now, or None if there is none."""
+    owner = read_owner(run_id)
+    if owner is None or owner.host != host_name() or not owner.process.is_alive():
+        return None
+    return owner
+
+
+def send_to_owner(owner: Owner, signum: signal.Signals) -> bool:
+    """Send a signal to the process that supervises a run.
+
+    Args:
+        owner: Result of `find_living_owner`.
+        signum: The signal. SIGTERM ends the run with all grace periods.
+
+    Returns:
+        False if the process has ended.
+
+    Raises:
+        PermissionError: The process belongs to another user.
+    """
+    try:
+        os.kill(owner.process.pid, signum)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def teardown_s(process: int | None = None) -> float:

@@ -179,12 +179,17 @@ class _Admission:
             # The cluster was large enough in this pass. If nodes disappear later, the run waits for
             # their return instead of failing.
             never_refused = (self._id,)
-            grant = grants.grant_of(await client.read_flow_run(self._id))
+            flow_run = await client.read_flow_run(self._id)
+            grant = grants.grant_of(flow_run)
             admitted = await self._accept(client, grant) if grant is not None else None
             if admitted is not None:
                 await self._set_state(client, "Running", f"admitted on {grant}")
                 return admitted
 
+            state = grants.state_of(flow_run)
+            if state.is_running() and state.name != PENDING_RESOURCES:
+                # A user has set the state by hand. The queue ignores the run in this state.
+                await self._set_state(client, PENDING_RESOURCES, "waits for its gang of GPUs")
             await self._report_pass(client, scheduling_pass)
             if time.monotonic() - self._beat_at >= grants.HEARTBEAT_EVERY_S:
                 await self._send_heartbeat(client)

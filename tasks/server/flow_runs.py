@@ -497,7 +497,12 @@ def decide_closed_state(
 
 
 def cancel(
-    client: SyncPrefectClient, flow_run_id: UUID, message: str, *, is_now: bool = False
+    client: SyncPrefectClient,
+    flow_run_id: UUID,
+    message: str,
+    *,
+    is_now: bool = False,
+    has_process: bool = False,
 ) -> None:
     """Request the cancellation of a flow run. A finished flow run is not changed. Idempotent.
 
@@ -506,12 +511,16 @@ def cancel(
         flow_run_id: id of the flow run.
         message: message of the new state.
         is_now: If True, the run skips its grace periods, even if it is being cancelled already.
+        has_process: True if the flow run certainly has a process. The flow run is then cancelled
+            even if a user has set a final state by hand.
 
     Raises: ObjectNotFound, if the server does not know the flow run.
     """
     # Set the state Cancelling first, even if `is_now` is True, because Prefect's workers react only
     # to this state.
-    client.set_flow_run_state(flow_run_id, Cancelling(message=message))
+    before = read_state(client, str(flow_run_id)) if has_process else None
+    is_forced = before is not None and before.is_final()
+    client.set_flow_run_state(flow_run_id, Cancelling(message=message), force=is_forced)
     state = read_state(client, str(flow_run_id)) if is_now else None
     if state is not None and state.is_cancelling():
         now = State(type=StateType.CANCELLING, name=CANCELLING_NOW, message=message)

@@ -1,7 +1,9 @@
-"""Cancel a run through its Prefect server."""
+"""Cancel a run through its Prefect server, or by a signal to its process on this machine."""
 
 from __future__ import annotations
 
+import signal
+import time
 from contextlib import suppress
 from uuid import UUID
 
@@ -9,14 +11,21 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
 
 from tasks.processes.identity import host_name
+from tasks.processes.registry import Owner, find_living_owner, send_to_owner
 from tasks.server.flow_runs import cancel as cancel_flow_run
 from tasks.server.flow_runs import connect_to_server
 from tasks.spec.errors import BadArgument, MusterError
-from tasks.train.finding_runs import ENDED_STATES, Run
+from tasks.train.finding_runs import ENDED_STATES, Run, read_local_record
+
+#: Seconds between two SIGINTs. The process of a run then counts them as two presses of Ctrl-C.
+_SECOND_CTRL_C_S = 0.5
 
 
 def cancel_run(run: Run, *, is_now: bool = False) -> None:
     """Request the cancellation of a run. Return before the run has ended.
+
+    A run that works on this machine is always cancelled. If the Prefect server does not have its
+    flow run, the process of the run gets a signal.
 
     Args:
         run: The run.
@@ -24,18 +33,60 @@ def cancel_run(run: Run, *, is_now: bool = False) -> None:
 
     Raises:
         BadArgument: The run has already ended.
-        MusterError: The run has no flow run on the configured server, so it cannot be cancelled.
+        MusterError: The run has no flow run on the configured server and no process on this
+            machine, so it cannot be cancelled from here.
     """
-    if run.state in ENDED_STATES:
+    owner = _find_working_process(run)
+    if run.state in ENDED_STATES and owner is None:
         raise BadArgument(f"{run.run_id} has ended: it is {run.state}")
     api_url = PREFECT_API_URL.value()
     if api_url and run.flow_run_id:
         with suppress(ObjectNotFound), connect_to_server(api_url) as client:
             how = "cancelled now" if is_now else "cancelled"
             message = f"{how} by muster on {host_name()}"
-            cancel_flow_run(client, UUID(run.flow_run_id), message, is_now=is_now)
+            has_process = owner is not None
+            flow_run_id = UUID(run.flow_run_id)
+            cancel_flow_run(client, flow_run_id, message, is_now=is_now, has_process=has_process)
             return
-    raise MusterError(
-        f"{run.run_id} has its own Prefect server: press Ctrl-C in the terminal of the run, "
-        "or send SIGTERM to its process"
-    )
+    if owner is None:
+        raise MusterError(
+            f"the Prefect server has no flow run of {run.run_id}, and this machine has no process "
+            "of the run. Run this command on the host of the run, or press Ctrl-C in the terminal "
+            "of the run"
+        )
+    _signal_process(run, owner, is_now=is_now)
+
+
+def _find_working_process(run: Run) -> Owner | None:
+    """Return the process of a run on this machine, or None if the run does not work here.
+
+    The process of a run that has just ended may still send the last reports to the server. Such a
+    run does not work any more.
+    """
+    record = read_local_record(run.run_id)
+    if record is not None and record.state.is_final:
+        return None
+    return find_living_owner(run.run_id)
+
+
+def _signal_process(run: Run, owner: Owner, *, is_now: bool) -> None:
+    """End a run without a flow run on the server by signals to its process.
+
+    Raises:
+        MusterError: The process belongs to another user, or the grace periods cannot be skipped.
+    """
+    if is_now and owner.worker is not None:
+        raise MusterError(
+            f"the flow run of {run.run_id} was deleted, so its grace periods cannot be skipped. "
+            f"To end the run with its grace periods: muster cancel {run.run_id}"
+        )
+    try:
+        if is_now:
+            send_to_owner(owner, signal.SIGINT)
+            time.sleep(_SECOND_CTRL_C_S)
+            send_to_owner(owner, signal.SIGINT)
+        else:
+            send_to_owner(owner, signal.SIGTERM)
+    except PermissionError as error:
+        pid = owner.process.pid
+        raise MusterError(f"{run.run_id} cannot be ended: process {pid}: {error}") from error

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import UUID, uuid4
@@ -17,10 +21,11 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from prefect.states import Running
+from prefect.states import Completed, Running
 
 from tasks.pipeline.stage_specs import CannotBegin, require_deployment
-from tasks.processes.identity import host_name
+from tasks.processes.identity import ProcessId, host_name
+from tasks.processes.registry import Owner
 from tasks.record.code_store import read_code, store_project
 from tasks.record.events import Event
 from tasks.record.places import RunPlace
@@ -433,7 +438,7 @@ def test_cancellation_of_a_run_unknown_to_the_server_says_where_to_end_it(
     records: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Server:
-        def set_flow_run_state(self, *_: object) -> None:
+        def set_flow_run_state(self, *_: object, **_options: object) -> None:
             raise ObjectNotFound(http_exc=Exception("404"))
 
     monkeypatch.setattr(run_cancellation, "connect_to_server", lambda _: nullcontext(Server()))
@@ -441,7 +446,7 @@ def test_cancellation_of_a_run_unknown_to_the_server_says_where_to_end_it(
 
     with (
         temporary_settings({PREFECT_API_URL: "http://a/api"}),
-        pytest.raises(MusterError, match="has its own Prefect server: press Ctrl-C"),
+        pytest.raises(MusterError, match="no process of the run"),
     ):
         run_cancellation.cancel_run(Run.of_record(record))
 
@@ -514,3 +519,74 @@ def test_time_that_cannot_be_read_is_refused(
     assert run_verb(LS, ["--since", "yesterday"]) == 2
 
     assert "--since yesterday: write an age such as 30m" in capsys.readouterr().err
+
+
+@pytest.fixture
+def working_run(records: Path) -> Iterator[tuple[Run, subprocess.Popen[bytes]]]:
+    """Yield a run of this machine and a program that stands for its flow process."""
+    process = subprocess.Popen(["sleep", "60"])
+    directory = records / "live" / LIVE
+    directory.mkdir(parents=True)
+    owner = Owner(run_id=LIVE, host=host_name(), process=ProcessId.of(process.pid))
+    (directory / "owner.json").write_text(owner.model_dump_json())
+    (directory / "owner.json").chmod(0o600)
+    yield Run.of_record(RunJson.read(RunPlace.of(LIVE).record)), process
+    process.kill()
+    process.wait()
+
+
+def test_cancellation_of_a_run_with_a_deleted_flow_run_ends_its_process(
+    working_run: tuple[Run, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Server:
+        def read_flow_run(self, *_: object) -> None:
+            raise ObjectNotFound(http_exc=Exception("404"))
+
+        def set_flow_run_state(self, *_: object, **_options: object) -> None:
+            raise ObjectNotFound(http_exc=Exception("404"))
+
+    run, process = working_run
+    monkeypatch.setattr(run_cancellation, "connect_to_server", lambda _: nullcontext(Server()))
+
+    with temporary_settings({PREFECT_API_URL: "http://a/api"}):
+        run_cancellation.cancel_run(run)
+
+    assert process.wait(timeout=10) == -signal.SIGTERM
+
+
+def test_run_that_was_set_to_completed_by_hand_can_be_cancelled(
+    working_run: tuple[Run, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent_states: list[State[Any]] = []
+
+    class Server:
+        def set_flow_run_state(
+            self, _id: object, state: State[Any], *, force: bool = False
+        ) -> None:
+            # Source: prefect/server/orchestration, HandleFlowTerminalStateTransitions.
+            if force:
+                sent_states.append(state)
+
+        def read_flow_run(self, id: UUID) -> FlowRun:
+            return FlowRun(id=id, flow_id=uuid4(), name="a-run", state=Completed())
+
+    run, _ = working_run
+    monkeypatch.setattr(run_cancellation, "connect_to_server", lambda _: nullcontext(Server()))
+
+    with temporary_settings({PREFECT_API_URL: "http://a/api"}):
+        run_cancellation.cancel_run(replace(run, state="completed"))
+
+    assert [state.name for state in sent_states] == ["Cancelling"]
+
+
+def test_run_that_has_ended_is_not_cancelled_while_its_process_exits(
+    working_run: tuple[Run, subprocess.Popen[bytes]],
+) -> None:
+    run, process = working_run
+    record = json.loads(run.place.record.read_text())
+    run.place.record.write_text(json.dumps({**record, "state": "completed"}))
+
+    with pytest.raises(BadArgument, match="has ended"):
+        run_cancellation.cancel_run(replace(run, state="completed"))
+
+    assert process.poll() is None
