@@ -62,6 +62,7 @@ from tasks.upkeep.lost_run import (
     stop_jobs,
 )
 from tasks.upkeep.node_checks import check_nodes_again
+from tasks.upkeep.orphans import end_orphans
 from tasks.upkeep.report import Report, RunReport
 from tasks.upkeep.waiting_runs import close_ended_waiting_runs
 
@@ -81,6 +82,7 @@ def reconcile_host(lost: str | None = None) -> Report:
 
     - Ray nodes that could not be checked for leftover processes are checked again.
     - Lost runs of the registry are finished.
+    - Runs of this host that work although their flow run has ended or was deleted are ended.
     - The records of runs that ended while they waited without a process are closed.
     - Flow runs that were assigned to the host, but have neither a process nor a registry entry, get
       their true state on the Prefect server.
@@ -97,6 +99,7 @@ def reconcile_host(lost: str | None = None) -> Report:
     runs = (
         *check_nodes_again(host),
         *_finish_lost_runs(host),
+        *(end_orphans() if lost is None else ()),
         *close_ended_waiting_runs(),
         *_close_lost_flow_runs(host),
     )
