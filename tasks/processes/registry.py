@@ -414,6 +414,12 @@ def read_owner(run_id: str) -> Owner | None:
     return _read_model(_registry_directory() / run_id / _OWNER, Owner)
 
 
+def find_run_ids() -> dict[str, str]:
+    """Return the run id of each registered run that has a flow run, by the id of the flow run."""
+    owners = filter(None, map(read_owner, registered_runs()))
+    return {owner.flow_run_id: owner.run_id for owner in owners if owner.flow_run_id}
+
+
 def find_living_owner(run_id: str) -> Owner | None:
     """Return the process that supervises a run on this machine now, or None if there is none."""
     owner = read_owner(run_id)

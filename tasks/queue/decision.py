@@ -604,8 +604,39 @@ class SchedulingPass:
                 if gpus:
                     held[name][entry.request.name] = gpus
         self.nodes[key] = [
-            replace(node, cluster=key, held=held[node.name]) for node in self.nodes[key]
+            replace(
+                node,
+                cluster=key,
+                held=held[node.name],
+                other_holders=self._name_other_holders(key, node),
+            )
+            for node in self.nodes[key]
         ]
+
+    def _name_other_holders(self, key: str, node: ClusterNode) -> dict[str, float]:
+        """Return the programs that use GPUs of a node without a grant, with their number of GPUs.
+
+        Such a program is usually a run of another Prefect server, or a run whose flow run was
+        deleted or has ended while the run was working.
+
+        Args:
+            key: Address of the node's cluster.
+            node: The node.
+        """
+        entries = [*self.ledger.holding, *self.queue]
+        names = {**node.run_ids, **{str(entry.id): entry.request.name for entry in entries}}
+        granted_ids = {str(entry.id) for entry in self.ledger.holding}
+        granted_names = {entry.request.name for entry in self.ledger.holding}
+
+        holders: Counter[str] = Counter()
+        for owner in node.leased.values():
+            if owner not in granted_ids:
+                holders[names.get(owner, owner) or "an unknown program"] += 1
+        others: dict[str, float] = dict(holders)
+        for run_id, gpus_on in self.clusters[key].used.items():
+            if run_id not in granted_names and gpus_on.get(node.name, 0.0) > _SLACK:
+                others[run_id] = gpus_on[node.name]
+        return others
 
     def _make_waiting_gang(self, entry: QueueEntry) -> Waiting:
         """Return a waiting run in the form that the function `plan` needs."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from tasks.processes.devices import BadDevices, Devices, read_leases
 from tasks.processes.identity import host_name
+from tasks.processes.registry import find_run_ids
 from tasks.queue.packing import Demand
 from tasks.queue.settings import DEFAULT_POOL, PoolSettings, TableNode, merge_settings
 from tasks.ray.dashboard import Credentials, Denied, NoAnswer
@@ -183,7 +184,13 @@ class Capacity:
         # If this machine has no visible GPUs, the device numbers follow from the number of GPUs in
         # the settings.
         devices = (machine.devices or listed_node.devices)[: node.gpus]
-        return replace(listed_node, gpus=len(devices), devices=devices, leased=machine.leased)
+        return replace(
+            listed_node,
+            gpus=len(devices),
+            devices=devices,
+            leased=machine.leased,
+            run_ids=machine.run_ids,
+        )
 
     async def _read_this_machine(self) -> ClusterNode:
         """Return the GPUs of this machine and their leases.
@@ -195,11 +202,13 @@ class Capacity:
         if devices is None or self.clock() - read_at >= _DEVICES_LIFETIME_S:
             devices = await read_local_devices()
             self._local_devices = devices, self.clock()
+        leased = read_leases(devices)
         return ClusterNode(
             name=host_name(),
             gpus=len(devices.indices),
             devices=devices.indices,
-            leased=read_leases(devices),
+            leased=leased,
+            run_ids=find_run_ids() if leased else {},
         )
 
     async def close(self) -> None:

@@ -117,6 +117,9 @@ def node_rows(view: QueueView) -> list[Row]:
 def as_json(view: QueueView) -> str:
     """Return the queue and the nodes as JSON, for programs. Times are UTC epoch seconds."""
     nodes = [{**asdict(node), "free": node.free_gpus} for node in view.nodes]
+    for node in nodes:
+        # This mapping only serves to name the holders of leases, which `other_holders` contains.
+        del node["run_ids"]
     return json.dumps({**asdict(view), "nodes": nodes}, indent=2, default=dict)
 
 
@@ -188,6 +191,7 @@ def _make_queue_row(run: QueuedRun) -> Row:
 
 def _make_node_row(node: ClusterNode) -> Row:
     """Return the table row of a node."""
+    holders = [*sorted(node.held.items()), *sorted(node.other_holders.items())]
     return {
         "cluster": node.cluster or "-",
         "node": f"{node.name} (drained)" if node.is_drained else node.name,
@@ -195,7 +199,7 @@ def _make_node_row(node: ClusterNode) -> Row:
         "free": node.free_gpus,
         "others": f"{node.others_gpus:g}",
         "CPUs": "-" if node.cpus is None else f"{node.cpus:g}",
-        "held by": join_commas(f"{run}: {gpus}" for run, gpus in sorted(node.held.items())) or "-",
+        "held by": join_commas(f"{name}: {gpus:g}" for name, gpus in holders) or "-",
     }
 
 

@@ -115,6 +115,9 @@ class ClusterNode:
     #: Holders of the leased GPU devices, by the number of the device. A holder is the name of the
     #: flow run that has the lease, or another description.
     leased: Mapping[int, str] = field(default_factory=dict)
+    #: Run id of each run that works on this host, by the id of its flow run. Empty if the node is
+    #: another host, or if Ray assigns the devices.
+    run_ids: Mapping[str, str] = field(default_factory=dict)
     #: True if Muster's queue must not grant GPUs on the node, because Ray is about to remove the
     #: node or an operator has drained the node.
     is_drained: bool = False
@@ -122,6 +125,9 @@ class ClusterNode:
     cluster: str = ""
     #: How many GPUs of this node Muster's queue has granted to each run, by the id of the run.
     held: Mapping[str, int] = field(default_factory=dict)
+    #: Known programs among those that `others_gpus` counts, with their number of GPUs. The name is
+    #: the run id if the program is a run without a grant, for example of a deleted flow run.
+    other_holders: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def usable_gpus(self) -> int:

@@ -331,6 +331,40 @@ def test_runs_on_a_host_get_free_devices() -> None:
     ]
 
 
+def test_program_with_a_lease_and_without_a_grant_is_named() -> None:
+    deleted_run = str(uuid4())
+    leased = {0: str(UUID(int=1)), 1: deleted_run, 2: deleted_run, 3: "another-lease", 4: ""}
+    node = ClusterNode(
+        name="n1",
+        gpus=8,
+        devices=tuple(range(8)),
+        leased=leased,
+        run_ids={deleted_run: "by-hand-sft-20260101-000000-aaaa91c2"},
+    )
+
+    scheduling_pass = run_pass([], [holder({"n1": 1}, 0)], nodes=(node,))
+
+    [shown] = scheduling_pass.nodes[""]
+    assert shown.held == {"run0-grpo-20260102-120000-00000001": 1}
+    assert shown.other_holders == {
+        "by-hand-sft-20260101-000000-aaaa91c2": 2,
+        "another-lease": 1,
+        "an unknown program": 1,
+    }
+    assert shown.free_gpus == 3
+
+
+def test_run_without_a_grant_on_a_ray_cluster_is_named() -> None:
+    used = {"orphan-sft-20260101-000000-aaaa91c2": {"n1": 4.0}}
+    cluster = Cluster(nodes=(ClusterNode(name="n1", gpus=8),), used=used)
+
+    scheduling_pass = run_pass([], clusters={"http://ray": cluster})
+
+    [shown] = scheduling_pass.nodes["http://ray"]
+    assert shown.other_holders == {"orphan-sft-20260101-000000-aaaa91c2": 4.0}
+    assert shown.free_gpus == 4
+
+
 def test_grant_round_trips() -> None:
     grant = Grant(
         nodes={"fe80::1": 2, "n2": 1},
