@@ -482,8 +482,10 @@ class SchedulingPass:
             )
         elif demand is not None and key not in self.clusters:
             message = reasons.no_answer_message(demand, key, self.cluster_errors.get(key, ""))
-        elif pool is None or not entry.is_scheduled:
+        elif not entry.is_scheduled:
             return False
+        elif pool is None:
+            message = reasons.no_pool_message(demand, entry.pool)
         elif pool.work_pool.is_paused:
             message = reasons.paused_message(demand, pool.name)
         elif (queue := pool.queue_of(entry.flow_run)) is not None and queue.is_paused:

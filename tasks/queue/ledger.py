@@ -29,10 +29,10 @@ from tasks.queue.deployment_limits import DeploymentLimit, DeploymentLimitReader
 from tasks.queue.grants import HOST, PENDING_RESOURCES, Grant, grant_of, is_handed_over, state_of
 from tasks.queue.packing import Demand
 from tasks.queue.policy import duration_class_s
-from tasks.queue.settings import CLUSTER_OF_POOL
+from tasks.queue.settings import CLUSTER_OF_POOL, DEFAULT_POOL
 from tasks.record.places import make_run_id
 from tasks.server.flow_parameters import describe_wrong_names
-from tasks.server.flow_runs import HELD, JOBS_GO_ON, parse_worker_host
+from tasks.server.flow_runs import HELD, JOBS_GO_ON, TYPE_LABEL, parse_worker_host
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import parse_spec
 from tasks.spec.run import Gang
@@ -314,8 +314,13 @@ class Pool:
         return self.work_pool.name
 
     def queue_of(self, flow_run: FlowRun) -> WorkQueue | None:
-        """Return the queue of this work pool that contains a flow run, or None if no queue does."""
+        """Return the queue of this work pool that contains a flow run, or None if no queue does.
+
+        A flow run whose own queue was deleted is in the default queue of its work pool.
+        """
         id = flow_run.work_queue_id
+        if id is None and has_lost_queue(flow_run):
+            id = self.work_pool.default_queue_id
         return self.queues.get(id) if id else None
 
 
@@ -437,6 +442,7 @@ class LedgerReader:
                 # waiting runs.
                 await self._read_holding()
             waiting, is_cut = await self._read_waiting(pools.values())
+            waiting += await self._read_without_queue(pools)
         holding = await self._read_holding()
 
         flow_runs = {flow_run.id: flow_run for flow_run in (*waiting, *holding)}
@@ -507,6 +513,37 @@ class LedgerReader:
                     due += due_in_queue
             flow_runs += due
         return flow_runs, is_cut
+
+    async def _read_without_queue(self, pools: Collection[str]) -> list[FlowRun]:
+        """Return the waiting runs whose queue of a work pool was deleted.
+
+        Prefect's API has no filter for such runs. So the runs are only read if more runs wait than
+        the work pools contain.
+
+        Args:
+            pools: Names of the work pools of type `gang`.
+        """
+        train_flow = {"name": {"any_": [FLOW]}}
+        due = _make_due_filter()
+        count_all = await self._count(flow_runs=due, flows=train_flow)
+        if not count_all:
+            return []
+        in_pools = {"name": {"any_": [*pools]}}
+        if count_all <= await self._count(flow_runs=due, flows=train_flow, work_pools=in_pools):
+            return []
+        flow_runs = await self.pages(flow_runs=due, flows=train_flow)
+        lost = [flow_run for flow_run in flow_runs if has_lost_queue(flow_run)]
+        # The other flow runs belong to other work pools. `read` must not look for them again.
+        lost_ids = {flow_run.id for flow_run in lost}
+        for flow_run in flow_runs:
+            if flow_run.id not in lost_ids and flow_run.work_pool_name not in pools:
+                self._rows.pop(str(flow_run.id), None)
+        return lost
+
+    async def _count(self, **body: Any) -> int:
+        """Return the number of flow runs that match the given filters of Prefect's REST API."""
+        answer = await self._client.request("POST", "/flow_runs/count", json=body)
+        return int(answer.json())
 
     async def _read_due(self, pool: str, queue: str | None = None) -> tuple[list[FlowRun], bool]:
         """Return the first waiting runs of a work pool, and True if more runs wait.
@@ -585,14 +622,17 @@ class LedgerReader:
 
     def _make_entry(self, flow_run: FlowRun, pools: Mapping[str, Pool]) -> QueueEntry:
         """Return the `QueueEntry` of a flow run that this reader has read before."""
-        pool = pools.get(flow_run.work_pool_name or "")
+        pool_name = flow_run.work_pool_name or ""
+        if not pool_name and has_lost_queue(flow_run):
+            pool_name = _find_fallback_pool(pools)
+        pool = pools.get(pool_name)
         queue = pool.queue_of(flow_run) if pool else None
         grant = grant_of(flow_run)
         entry = QueueEntry(
             flow_run=flow_run,
             request=self._rows[str(flow_run.id)][2],
             grant=grant,
-            pool=flow_run.work_pool_name or "",
+            pool=pool_name,
             queue=queue.name if queue else "",
             priority=_find_priority(queue, pools.values()),
         )
@@ -600,6 +640,37 @@ class LedgerReader:
             return entry
         # The run stays on its granted cluster, even if the work pool lists another cluster now.
         return entry.with_cluster({CLUSTER_OF_POOL: grant.cluster})
+
+
+def has_lost_queue(flow_run: FlowRun) -> bool:
+    """Return True if the queue of a work pool that contained a flow run was deleted.
+
+    After a deletion of the queue or of the whole work pool, the server keeps the flow run without a
+    queue, and no worker of Prefect starts the flow run.
+    """
+    if flow_run.work_queue_id is not None or flow_run.deployment_id is None:
+        return False
+    # A deployment that a process serves without a work pool has no queue, either. The server stores
+    # the name of a queue only if it is not the default queue. A run of the default queue is known
+    # by the label of its worker, or by the state that Muster's scheduler gives to waiting runs.
+    was_started_by_muster = flow_run.labels.get(TYPE_LABEL) == TYPE
+    state = state_of(flow_run)
+    waits_for_muster = state.is_scheduled() and state.name == PENDING_RESOURCES
+    return bool(flow_run.work_queue_name) or was_started_by_muster or waits_for_muster
+
+
+def _find_fallback_pool(pools: Collection[str]) -> str:
+    """Return the name of the work pool for runs whose queue was deleted.
+
+    Args:
+        pools: Names of the work pools of type `gang`.
+
+    Returns:
+        The pool `gang` if it exists. Otherwise the only pool. Empty if several pools exist.
+    """
+    if DEFAULT_POOL in pools:
+        return DEFAULT_POOL
+    return next(iter(pools)) if len(pools) == 1 else ""
 
 
 def _find_priority(queue: WorkQueue | None, pools: Iterable[Pool]) -> int:

@@ -200,6 +200,19 @@ def paused_message(demand: Demand | None, pool: str, queue: str = "") -> Message
     return Message(demand=demand, reason=f"waits because {paused} is paused")
 
 
+def no_pool_message(demand: Demand | None, pool: str) -> Message:
+    """Return the message for a run that no worker of type `gang` can start.
+
+    Args:
+        demand: GPUs and CPUs that the run needs.
+        pool: Name of the run's work pool, which is of another type. Empty if the queue of the run,
+            or its whole work pool, was deleted.
+    """
+    cause = f"its work pool {pool} is of another type" if pool else "its work queue was deleted"
+    text = f"cannot start, because {cause}: cancel the run, and submit it again"
+    return Message(demand=demand, reason=text, waits_for_no_end=True)
+
+
 def unserved_message(demand: Demand | None, pool: str, queue: str) -> Message:
     """Return the message for a run if no worker serves the run's queue of the work pool."""
     unserved = f"the queue {queue} of the work pool {pool}"

@@ -588,9 +588,10 @@ class GangWorker(ProcessWorker):
                 # Prefect's worker is woken to call this method again at once, for the next granted
                 # run or for a new scheduling pass.
                 self._wake_within(0.0)
-                pool_id = flow_run.work_pool_id
-                queue_id = flow_run.work_queue_id
-                assert pool_id is not None and queue_id is not None
+                # A run whose queue was deleted is in the default queue of this worker's pool.
+                pool_id = flow_run.work_pool_id or self.work_pool.id
+                queue_id = flow_run.work_queue_id or self.work_pool.default_queue_id
+                assert queue_id is not None
                 return [
                     WorkerFlowRunResponse(
                         work_pool_id=pool_id, work_queue_id=queue_id, flow_run=flow_run

@@ -141,6 +141,10 @@ class ScriptedPrefect:
         """Cancel a flow run, as the Prefect UI does."""
         self.set(id, State(type=StateType.CANCELLING))
 
+    def delete_queue(self, id: UUID) -> None:
+        """Change a flow run as the server does after the deletion of its work queue."""
+        self.patch(id, work_pool_name=None, work_queue_id=None, deployment_id=uuid4())
+
     def delete(self, id: UUID) -> None:
         """Delete the states of a flow run.
 
@@ -207,6 +211,8 @@ class ScriptedPrefect:
             ids = json["deployments"]["id"]["any_"]
             deployments = [row for row in self.deployments if row["id"] in ids]
             return SimpleNamespace(json=lambda: deployments)
+        if (method, path) == ("POST", "/flow_runs/count"):
+            return SimpleNamespace(json=lambda: len(self._select_flow_runs(**json)))
         if (method, path) == ("POST", "/events"):
             return self.events.extend(json)
         self._begin_request("request")
@@ -220,6 +226,17 @@ class ScriptedPrefect:
         The filter may have state types, state names, ids and an earliest scheduled start.
         """
         self._begin_request("read_flow_runs")
+        selected = self._select_flow_runs(flow_runs=flow_runs, **_filters)
+        return selected[offset : offset + limit]
+
+    def _select_flow_runs(
+        self,
+        *,
+        flow_runs: dict[str, Any],
+        work_pools: dict[str, Any] | None = None,
+        **_filters: Any,
+    ) -> list[dict[str, Any]]:
+        """Return all flow runs that a filter of Prefect's API selects, as JSON objects."""
         types = flow_runs["state"].get("type", {}).get("any_", list(StateType))
         names = flow_runs["state"].get("name", {}).get("any_")
         ids = flow_runs.get("id", {}).get("any_")
@@ -234,8 +251,9 @@ class ScriptedPrefect:
             and (ids is None or str(run_id) in ids)
             and (due := run.next_scheduled_start_time) is not None
             and due >= since
+            and (work_pools is None or run.work_pool_name is not None)
         ]
-        return selected[offset : offset + limit]
+        return selected
 
 
 class FreeLease:

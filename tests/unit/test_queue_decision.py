@@ -365,6 +365,16 @@ def test_run_without_a_grant_on_a_ray_cluster_is_named() -> None:
     assert shown.free_gpus == 4
 
 
+def test_run_without_a_work_pool_says_so_and_delays_no_other_run() -> None:
+    lost = entry(flow_run(8, number=0), pool="")
+    later = entry(flow_run(8, number=1))
+
+    scheduling_pass = run_pass([lost, later], nodes=(ClusterNode(name="n1", gpus=8),))
+
+    assert started(scheduling_pass) == ["run1"]
+    assert "its work queue was deleted" in scheduling_pass.messages[lost.id].text
+
+
 def test_grant_round_trips() -> None:
     grant = Grant(
         nodes={"fe80::1": 2, "n2": 1},

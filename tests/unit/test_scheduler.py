@@ -737,3 +737,42 @@ def test_retry_avoids_failed_nodes_and_second_failure_drains_the_node(
     [event] = server.events
     assert event["event"] == "muster.node.drained"
     assert (event["payload"]["node"], event["payload"]["by"]) == ("n1", f"run-{second}")
+
+
+@pytest.mark.parametrize("queue_name", ["urgent", None])
+def test_run_whose_work_queue_was_deleted_starts_in_the_default_queue(
+    queue_name: str | None,
+) -> None:
+    server = ScriptedPrefect(template(8))
+    holder = hold(server, n1=8)
+    run = server.submit(spec())
+    later_run = server.submit(spec())
+    run_passes(server)
+    server.delete_queue(run)
+    server.patch(run, work_queue_name=queue_name)
+    server.set(holder, State(type=StateType.COMPLETED))
+
+    started = run_passes(server)
+
+    assert [(entry.id, entry.pool, entry.queue) for entry in started] == [(run, "gang", "default")]
+    assert server.history(later_run)[-1] == "PendingResources"
+
+
+def test_run_of_a_deleted_queue_is_found_by_a_new_scheduler_after_other_runs() -> None:
+    server = ScriptedPrefect(template(8, 8))
+    run = server.submit(spec(), work_queue_name="urgent")
+    server.delete_queue(run)
+    other_run = server.submit(spec())
+
+    started = run_passes(server)
+
+    assert {entry.id for entry in started} == {run, other_run}
+
+
+def test_run_of_a_served_deployment_is_not_started() -> None:
+    server = ScriptedPrefect(template(8))
+    run = server.submit(spec())
+    server.delete_queue(run)
+
+    assert run_passes(server) == []
+    assert server.history(run) == ["Scheduled"]
