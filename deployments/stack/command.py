@@ -23,6 +23,7 @@ from deployments.stack.env import (
     POOL,
     PROJECT_FILE,
     QUEUE_PAGE,
+    RAY_VARIABLE,
     ROOT,
     RUN_ID,
     client_env,
@@ -218,7 +219,11 @@ def _apply_deployments_again(
             subprocess.run(
                 make_own_command("deployments.stack.setup"),
                 cwd=ROOT,
-                env=client_env(place.directory.parent, stack.api_url),
+                env={
+                    **client_env(place.directory.parent, stack.api_url),
+                    # The settings of a new work pool must list the Ray cluster of the stack.
+                    RAY_VARIABLE: stack.ray_dashboard,
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -19,6 +19,7 @@ from contextlib import suppress
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolCreate, WorkPoolUpdate
 from prefect.client.schemas.filters import FlowFilter, FlowFilterName
+from prefect.client.schemas.objects import WorkPool
 from prefect.exceptions import ObjectAlreadyExists
 from prefect.workers.process import ProcessWorker
 
@@ -38,7 +39,7 @@ from deployments.stack.env import (
 from tasks.processes.identity import host_name
 from tasks.queue.ledger import TYPE
 from tasks.queue.nodes import NoCapacity, read_local_devices
-from tasks.queue.settings import TableNode, settings_of, with_settings
+from tasks.queue.settings import PoolSettings, TableNode, settings_of, with_settings
 from tasks.queue.worker import GangWorker
 from tasks.ray.dashboard import ListedCluster
 from tasks.show.output import guard_output
@@ -50,8 +51,11 @@ POOL_LIMIT = 8
 #: Priority of each work queue of the work pool `gang`; 1 is the highest priority. Prefect itself
 #: creates the work queue `default`.
 QUEUES = {"urgent": 1, "idle": 3}
+#: Names of the flows of runs and of pipelines.
+_TRAIN = "train"
+_PIPELINE = "pipeline"
 #: Flows whose only parameter is a spec. Every deployment of these flows contains a spec.
-_SPEC_FLOWS = ("train", "pipeline")
+_SPEC_FLOWS = (_TRAIN, _PIPELINE)
 
 
 class WrongPool(Exception):
@@ -62,7 +66,8 @@ def ensure_pool(client: SyncPrefectClient) -> None:
     """Create the work pool `gang` with its work queues, and register this machine in it.
 
     This machine's GPUs are for runs without Ray, and the stack's Ray cluster is for the other runs.
-    If the work pool exists, its other settings stay unchanged.
+    If the work pool exists, its other settings stay unchanged. If a worker has created it again
+    after a deletion, it also gets its description and its concurrency limit again.
 
     Raises:
         WrongPool: A work pool with this name and another type exists.
@@ -80,13 +85,20 @@ def ensure_pool(client: SyncPrefectClient) -> None:
     try:
         client.create_work_pool(pool)
     except ObjectAlreadyExists:
-        print(f"The work pool {POOL} exists already and was not changed.", flush=True)
-        pool_type = client.read_work_pool(POOL).type
-        if pool_type != TYPE:
+        existing_pool = client.read_work_pool(POOL)
+        if existing_pool.type != TYPE:
             raise WrongPool(
-                f"The work pool {POOL} is of the type {pool_type}, whose workers ignore the "
-                f"queue. Delete it, then try again: prefect work-pool delete {POOL}"
+                f"The work pool {POOL} is of the type {existing_pool.type}, whose workers ignore "
+                f"the queue. Delete it, then try again: prefect work-pool delete {POOL}"
             ) from None
+        if _was_created_by_worker(existing_pool):
+            print(f"The work pool {POOL} was deleted. It is set up again.", flush=True)
+            update = WorkPoolUpdate(
+                description=pool.description, concurrency_limit=pool.concurrency_limit
+            )
+            client.update_work_pool(POOL, update)
+        else:
+            print(f"The work pool {POOL} exists already and was not changed.", flush=True)
 
     _update_settings(client, _read_local_node())
 
@@ -94,6 +106,15 @@ def ensure_pool(client: SyncPrefectClient) -> None:
     for name, priority in QUEUES.items():
         if name not in existing_queues:
             client.create_work_queue(name=name, priority=priority, work_pool_name=POOL)
+
+
+def _was_created_by_worker(pool: WorkPool) -> bool:
+    """Return True if a work pool has only the defaults with which a running worker creates it.
+
+    If a user deletes the work pool, its workers create a new one within a minute.
+    """
+    has_defaults = settings_of(pool.base_job_template) == PoolSettings()
+    return has_defaults and not pool.description and pool.concurrency_limit is None
 
 
 def _read_local_node() -> TableNode | None:
@@ -149,6 +170,21 @@ def ensure_pipelines_pool(client: SyncPrefectClient) -> None:
         client.create_work_pool(pool)
 
 
+def ensure_pools_of_deployments(client: SyncPrefectClient) -> None:
+    """Put each deployment whose work pool was deleted into the pool of its flow again.
+
+    After the deletion of a work pool, the server keeps the pool's deployments without a pool, and
+    no worker starts their runs. A deployment that a process serves never had a pool, and has no
+    pull steps.
+    """
+    for flow, pool in ((_TRAIN, POOL), (_PIPELINE, PIPELINES_POOL)):
+        name_filter = FlowFilter(name=FlowFilterName(any_=[flow]))
+        for deployment in client.read_deployments(flow_filter=name_filter):
+            if deployment.work_pool_name is None and deployment.pull_steps is not None:
+                client.update_deployment(deployment.id, DeploymentUpdate(work_pool_name=pool))
+                print(f"{flow}/{deployment.name} is in the work pool {pool} again.", flush=True)
+
+
 def ensure_quick_runs(client: SyncPrefectClient) -> None:
     """Let the button *Quick run* in the Prefect UI start a run without a form.
 
@@ -187,6 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except MusterError as error:
             print(error, file=sys.stderr)
             return 1
+        ensure_pools_of_deployments(client)
         ensure_quick_runs(client)
     print(f"{SET_UP} work pool {POOL}, deployments of {PROJECT_FILE}")
     return 0

@@ -9,7 +9,7 @@ import pytest
 from prefect.exceptions import ObjectAlreadyExists
 
 from deployments.stack import part_checks, setup
-from deployments.stack.env import POOL
+from deployments.stack.env import POOL, RAY_VARIABLE
 from tasks.processes.identity import host_name
 from tasks.queue.ledger import TYPE
 from tasks.queue.settings import PoolSettings, TableNode, settings_of, with_settings
@@ -30,16 +30,35 @@ class PoolServer:
         self._exists = nodes is not None
         template = GangWorker.get_default_base_job_template()
         self.template = with_settings(template, PoolSettings(nodes=nodes or ()))
+        self.description: str | None = None
+        self.limit: int | None = None
+        #: Deployments of the flow `train`.
+        self.deployments: list[SimpleNamespace] = []
 
     def create_work_pool(self, pool: Any) -> None:
         if self._exists:
             raise ObjectAlreadyExists(http_exc=Exception("409"))
 
     def read_work_pool(self, name: str) -> SimpleNamespace:
-        return SimpleNamespace(type=TYPE, base_job_template=self.template)
+        return SimpleNamespace(
+            type=TYPE,
+            base_job_template=self.template,
+            description=self.description,
+            concurrency_limit=self.limit,
+        )
 
     def update_work_pool(self, name: str, update: Any) -> None:
-        self.template = update.base_job_template
+        self.template = update.base_job_template or self.template
+        self.description = update.description or self.description
+        self.limit = update.concurrency_limit or self.limit
+
+    def read_deployments(self, *, flow_filter: Any) -> list[SimpleNamespace]:
+        return self.deployments if flow_filter.name.any_ == ["train"] else []
+
+    def update_deployment(self, id: object, update: Any) -> None:
+        for deployment in self.deployments:
+            if deployment.id == id:
+                deployment.work_pool_name = update.work_pool_name
 
     def read_work_queues(self, **_: str) -> list[Any]:
         return []
@@ -76,6 +95,51 @@ def test_set_up_lists_the_gpus_of_this_machine(
 
     listed = settings_of(server.template).nodes
     assert {node.name: node.gpus for node in listed} == expected
+
+
+def test_pool_that_a_worker_created_again_gets_limit_nodes_and_clusters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MUSTER_GPUS", "0-3")
+    monkeypatch.setenv(RAY_VARIABLE, "http://127.0.0.1:8265")
+    server = PoolServer(())
+
+    setup.ensure_pool(server)  # type: ignore[arg-type]
+
+    settings = settings_of(server.template)
+    assert server.limit == setup.POOL_LIMIT
+    assert server.description
+    assert [(node.name, node.gpus) for node in settings.nodes] == [(HERE, 4)]
+    assert [cluster.address for cluster in settings.clusters] == ["http://127.0.0.1:8265"]
+
+
+@pytest.mark.parametrize(
+    ("description", "nodes"), [("Runs", ()), (None, (TableNode(name="other", gpus=8),))]
+)
+def test_pool_without_a_limit_that_an_operator_has_changed_stays_without_a_limit(
+    description: str | None, nodes: tuple[TableNode, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MUSTER_GPUS", "0-3")
+    server = PoolServer(nodes)
+    server.description = description
+
+    setup.ensure_pool(server)  # type: ignore[arg-type]
+
+    assert server.limit is None
+
+
+def test_deployments_of_a_deleted_pool_are_in_the_pool_again() -> None:
+    server = PoolServer(())
+    pools_and_steps = {"own": ("other-pool", []), "lost": (None, []), "served": (None, None)}
+    server.deployments = [
+        SimpleNamespace(id=name, name=name, work_pool_name=pool, pull_steps=steps)
+        for name, (pool, steps) in pools_and_steps.items()
+    ]
+
+    setup.ensure_pools_of_deployments(server)  # type: ignore[arg-type]
+
+    pools = {deployment.name: deployment.work_pool_name for deployment in server.deployments}
+    assert pools == {"own": "other-pool", "lost": POOL, "served": None}
 
 
 @pytest.mark.parametrize(
