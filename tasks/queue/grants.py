@@ -30,6 +30,7 @@ from prefect.states import Scheduled
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from tasks.processes.identity import ProcessId, boot_id, host_name
+from tasks.server.flow_runs import find_process_tags
 
 #: Name of the label that contains the `Grant` of a flow run as JSON. The label is empty if the flow
 #: run has no grant.
@@ -291,6 +292,24 @@ async def find_lost_cancel(client: PrefectClient, flow_run: FlowRun) -> State[An
     # states are PendingResources, a scheduler set them and overwrote the Cancelled state.
     names_after = {state.name for state in history[last_final + 1 :]}
     return history[last_final] if names_after == {PENDING_RESOURCES} else None
+
+
+def may_have_process(flow_run: FlowRun) -> bool:
+    """Return True if a scheduled flow run may have a process that still works.
+
+    Muster deletes the recorded process of a flow run before it requeues the flow run. So the record
+    remains only if a user has set the state by hand, or has retried an ended flow run.
+    `was_set_back` distinguishes these cases.
+    """
+    is_recorded = flow_run.infrastructure_pid is not None or bool(find_process_tags(flow_run.tags))
+    return state_of(flow_run).is_scheduled() and is_recorded and not is_handed_over(flow_run)
+
+
+async def was_set_back(client: PrefectClient, flow_run: FlowRun) -> bool:
+    """Return True if the last state of a scheduled flow run before it was scheduled is Running."""
+    history = await _read_history(client, flow_run)
+    earlier = [state for state in history if not state.is_scheduled()]
+    return bool(earlier) and earlier[-1].is_running()
 
 
 async def restore_state(client: PrefectClient, flow_run: FlowRun, final_state: State[Any]) -> None:

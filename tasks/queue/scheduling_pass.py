@@ -47,6 +47,9 @@ _SPAWN_TIMEOUT_S = 2.0
 #: run. If the process does not change the label for a longer time, the process counts as ended, and
 #: the run gets no GPUs.
 _SILENT_AFTER_S = 4 * grants.HEARTBEAT_EVERY_S
+#: Time, in seconds, in which the process of a run corrects a Scheduled state that a user has set by
+#: hand. After that time the process counts as ended, and the run can start again.
+_CORRECTED_WITHIN_S = 60.0
 #: If a scheduling pass has found this number of waiting runs that can start, the pass reads no
 #: further waiting runs from the server.
 _ENOUGH_RUNS = 50
@@ -83,6 +86,9 @@ class QueueReader:
     #: Flow runs without an overwritten Cancelled state, according to the last check. The keys are
     #: flow run ids. The values are the ids of the states that the flow runs had at the check.
     _not_cancelled: dict[UUID, UUID] = field(default_factory=dict)
+    #: For each scheduled flow run that may have a process, by flow run id: the id of its state, and
+    #: True if a user has set this state while the process was working.
+    _set_back: dict[UUID, tuple[UUID, bool]] = field(default_factory=dict)
     #: The flow runs that the last scheduling pass read from the server. None before the first pass.
     _ledger: Ledger | None = None
 
@@ -155,6 +161,8 @@ class QueueReader:
         cancelled = await self._find_cancelled(queue)
         for entry, _ in cancelled:
             queue.remove(entry)
+        set_back = [entry for entry in queue if await self._was_set_back(entry, now)]
+        queue = [entry for entry in queue if entry not in set_back]
         silent_runs = [entry for entry in queue if self._is_silent(entry)]
         queue = sorted(
             (entry for entry in queue if entry not in silent_runs), key=lambda entry: entry.place
@@ -181,6 +189,11 @@ class QueueReader:
             run_names = join_commas(entry.request.name for entry in silent_runs)
             troubles.append(
                 f"these runs get no GPUs, because their waiting processes are silent: {run_names}"
+            )
+        if set_back:
+            run_names = join_commas(entry.request.name for entry in set_back)
+            troubles.append(
+                f"a user has set these runs back, but their processes may still work: {run_names}"
             )
         if ledger.is_cut:
             count = WINDOW * self.reader.windows
@@ -215,6 +228,25 @@ class QueueReader:
             self._heartbeats[entry.id] = heartbeat, time.monotonic()
         _, seen_at = self._heartbeats[entry.id]
         return time.monotonic() - seen_at > _SILENT_AFTER_S
+
+    async def _was_set_back(self, entry: QueueEntry, now: float) -> bool:
+        """Return True if a user has set a run to Scheduled, and its process may still work.
+
+        The process sets the state Running again within some seconds. If a worker started the run
+        before, the run would have two processes.
+
+        Args:
+            entry: The run.
+            now: Current time in UTC epoch seconds.
+        """
+        is_old = now - entry.state_since.timestamp() > _CORRECTED_WITHIN_S
+        if is_old or not grants.may_have_process(entry.flow_run):
+            return False
+        state_id, was_set_back = self._set_back.get(entry.id, (None, False))
+        if state_id != entry.state.id:
+            was_set_back = await grants.was_set_back(self.client, entry.flow_run)
+            self._set_back[entry.id] = entry.state.id, was_set_back
+        return was_set_back
 
     def _read_settings(
         self, pools: Mapping[str, Pool]

@@ -776,3 +776,37 @@ def test_run_of_a_served_deployment_is_not_started() -> None:
 
     assert run_passes(server) == []
     assert server.history(run) == ["Scheduled"]
+
+
+def set_time_of_state(server: ScriptedPrefect, id: UUID, age_s: float) -> None:
+    """Set the time of the current state of a flow run."""
+    state = server.run(id).state
+    assert state is not None
+    timestamp = datetime.now(UTC) - timedelta(seconds=age_s)
+    server.patch(id, state=state.model_copy(update={"timestamp": timestamp}))
+
+
+@pytest.mark.parametrize(
+    ("states", "age_s", "starts"),
+    [
+        # A user has set the state while the process was working.
+        ([StateType.RUNNING, StateType.SCHEDULED], 1.0, False),
+        ([StateType.RUNNING, StateType.SCHEDULED, StateType.SCHEDULED], 1.0, False),
+        # The process of the run has ended, otherwise it would have corrected the state.
+        ([StateType.RUNNING, StateType.SCHEDULED], 61.0, True),
+        # A user has retried a run that had ended.
+        ([StateType.RUNNING, StateType.FAILED, StateType.SCHEDULED], 1.0, True),
+    ],
+)
+def test_run_that_was_set_back_gets_no_second_process(
+    states: list[StateType], age_s: float, starts: bool
+) -> None:
+    server = ScriptedPrefect(template(8))
+    run = server.submit(spec(), infrastructure_pid="n1:123")
+    for type in states:
+        server.set(run, State(type=type), force=True)
+    set_time_of_state(server, run, age_s)
+
+    started = run_passes(server)
+
+    assert [entry.id for entry in started] == ([run] if starts else [])
