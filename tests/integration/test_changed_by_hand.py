@@ -1,0 +1,123 @@
+"""A person changes the flow run of a working run, or deletes its flow run or its work queue.
+
+The tests judge the runs by /proc, and by the files that the runs' own programs write.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tasks.queue.grants import GRANT
+from tests.support.gang_pool import GangPool, Host, gang_pool
+from tests.support.host_environment import ROOT, Run, wait_for
+from tests.support.prefect_api import send_request
+
+pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(900)]
+
+#: A working run ends, or its state is corrected, within this time after a change by hand.
+WITHIN_S = 60.0
+#: Types of the states that mean the end of a flow run.
+FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
+#: Types of the states in which a flow run has no process, or waits.
+EARLIER = ("SCHEDULED", "PENDING", "PAUSED")
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GangPool]:
+    with gang_pool(tmp_path_factory.mktemp("by-hand")) as pool:
+        assert isinstance(pool.host_env, Host)
+        pool.host_env.variables = {**pool.host_env.variables, "MUSTER_GPUS": "0-15"}
+        pool.start_worker()
+        yield pool
+
+
+def force_state(run: Run, type: str) -> None:
+    """Set a state by hand, as "Change state" in the Prefect UI does."""
+    path = f"/flow_runs/{run.flow_run_id}/set_state"
+    run.host_env.post(path, force=True, state={"type": type})
+
+
+def delete_flow_run(run: Run) -> None:
+    send_request("DELETE", f"{run.host_env.api}/flow_runs/{run.flow_run_id}")
+
+
+def read_queue(pool: GangPool) -> dict[str, float]:
+    """Return the number of GPUs of each program that `muster queue` names as a holder."""
+    command = (sys.executable, "-m", "tasks.command", "queue", "--json")
+    env = pool.host_env.env
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    holders: dict[str, float] = {}
+    for node in json.loads(done.stdout)["nodes"]:
+        holders |= {**node["held"], **node["other_holders"]}
+    return holders
+
+
+def start_runs(pool: GangPool, count: int) -> list[Run]:
+    runs = [pool.submit(pool.spec(lasts_s=900)) for _ in range(count)]
+    return [run.wait_until_running() for run in runs]
+
+
+def test_run_ends_after_its_flow_run_got_a_final_state(pool: GangPool) -> None:
+    runs = dict(zip(FINAL, start_runs(pool, len(FINAL)), strict=True))
+
+    for type, run in runs.items():
+        force_state(run, type)
+
+    for type, run in runs.items():
+        wait_for(lambda run=run: not run.pids(), f"the run set to {type} ends", WITHIN_S)
+        wait_for(lambda run=run: run.state()[0] == "CANCELLED", f"{type} is corrected", WITHIN_S)
+        record = run.record()
+        assert record["state"] == "cancelled"
+        assert type == "CANCELLED" or f"was set to {type.capitalize()}" in record["message"]
+
+
+def test_run_that_was_set_back_keeps_its_process_and_is_running_again(pool: GangPool) -> None:
+    runs = dict(zip(EARLIER, start_runs(pool, len(EARLIER)), strict=True))
+    pids = {type: run.pids() for type, run in runs.items()}
+    grants = {type: run.flow_run()["labels"][GRANT] for type, run in runs.items()}
+
+    for type, run in runs.items():
+        force_state(run, type)
+
+    for type, run in runs.items():
+        wait_for(lambda run=run: run.state()[0] == "RUNNING", f"{type} is corrected", WITHIN_S)
+        assert run.pids() == pids[type]
+        assert len(run.record()["attempts"]) == 1
+        assert run.flow_run()["labels"][GRANT] == grants[type]
+    pool.cancel_all()
+    for run in runs.values():
+        assert run.pids() == []
+
+
+def test_run_with_a_deleted_flow_run_is_named_until_it_has_ended(pool: GangPool) -> None:
+    [run] = start_runs(pool, 1)
+    name = run.name
+
+    delete_flow_run(run)
+
+    assert read_queue(pool) == {name: 1}
+    pool.asked.clear()
+    wait_for(lambda: not run.pids(), "the run of the deleted flow run ends", WITHIN_S)
+    wait_for(lambda: run.record()["state"] == "cancelled", "the record says so")
+    assert "deleted" in run.record()["message"]
+    wait_for(lambda: name not in read_queue(pool), "its GPUs are free")
+
+
+def test_run_of_a_deleted_work_queue_starts_and_delays_no_other_run(pool: GangPool) -> None:
+    [holder] = start_runs(pool, 1)
+    whole_node = pool.spec(gpus=16, lasts_s=1)
+    lost = pool.submit(whole_node, queue="idle")
+    later = pool.submit(whole_node)
+    wait_for(lambda: lost.flow_run()["state"]["name"] == "PendingResources", "the run waits")
+
+    send_request("DELETE", f"{pool.host_env.api}/work_pools/gang/queues/idle")
+    pool.cancel(holder)
+
+    for run in (lost, later):
+        wait_for(lambda run=run: run.state()[0] == "COMPLETED", "the run completes", 120)
