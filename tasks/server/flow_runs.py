@@ -428,6 +428,8 @@ def decide_lost_state(run: FlowRun, host: Host, now: datetime) -> State[Any] | N
         return None
     if age < _SETTLED_AFTER and not host.is_lost:
         return None
+    if not host.has_been_given(run) and state.is_running():
+        return Scheduled(message="set to Running by hand, but it has no process; scheduled again")
     spec = mapping_or_empty(run.parameters.get("spec"))
     gone = f"its process is gone {'with' if host.is_lost else 'from'} {host.name}"
     match state.type:
@@ -630,14 +632,18 @@ def _process_of(run: FlowRun, host: str) -> ProcessId | None:
 
 
 def _is_unlabelled(run: FlowRun, age: timedelta) -> bool:
-    """Return True if a worker took the flow run, but has not set its worker label in time.
+    """Return True if a flow run of Muster's pools has had no worker for some time.
 
-    The worker was probably killed. Each host may then schedule the flow run again.
+    Either a worker took the flow run and was killed before it set its label, or a user has set the
+    state of a waiting flow run by hand. Each host may then schedule the flow run again.
 
     Args:
         run: the flow run.
         age: time since the last change of the flow run's state.
     """
     is_pending = run.state is not None and run.state.is_pending()
-    is_taken = run.work_pool_name in _POOLS and is_pending
+    # A worker that starts a process records the pid of the process, too.
+    is_running = run.state is not None and run.state.is_running()
+    has_no_process = is_running and run.infrastructure_pid is None
+    is_taken = run.work_pool_name in _POOLS and (is_pending or has_no_process)
     return is_taken and not run.labels.get(_WORKER_LABEL) and age >= _UNLABELLED_AFTER

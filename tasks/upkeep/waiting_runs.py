@@ -236,12 +236,19 @@ def _close_record(
         return None
     if local_record.state is not RunState.PENDING_RESOURCES:
         return None
-    if state is not None and state.is_completed():
-        # The run completed on another host. Only the record of that host has the details, so the
-        # record of this host stays unchanged.
+    has_later_attempt = page_record is not None and (
+        len(page_record.attempts) > len(local_record.attempts)
+    )
+    if state is not None and state.is_completed() and has_later_attempt:
+        # The run completed on another host. Only the record of that host has the details, so
+        # the record of this host stays unchanged.
         return None
 
-    if state is None or state.is_cancelled():
+    if state is not None and state.is_completed():
+        # The attempt has not completed, so the record must not say that the run has completed.
+        new_state = RunState.CANCELLED
+        message = "a user set its flow run to Completed while it waited for its next attempt"
+    elif state is None or state.is_cancelled():
         new_state = RunState.CANCELLED
         message = "cancelled while it waited for its next attempt"
     else:

@@ -126,7 +126,14 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
         # a worker took the flow run from a work pool, and was killed before it wrote its label
         (flow_run(PENDING, 60, labels={}, work_pool_name="gang"), host(), "Scheduled"),
         (flow_run(PENDING, 59, labels={}, work_pool_name="gang"), host(), None),
-        (flow_run(RUNNING, 60, labels={}, work_pool_name="gang"), host(), None),
+        # a user has set the state of a waiting flow run, which never had a process
+        (flow_run(RUNNING, 60, labels={}, work_pool_name="gang"), host(), "Scheduled"),
+        (flow_run(RUNNING, 59, labels={}, work_pool_name="gang"), host(), None),
+        (
+            flow_run(RUNNING, 60, labels={}, work_pool_name="gang", infrastructure_pid="7"),
+            host(),
+            None,
+        ),
         (flow_run(PENDING, 9000, labels={}, work_pool_name="push"), host(), None),
         # flow runs of a worker of type gang are processes of this host, those of type kubernetes
         # are not

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from prefect.states import Cancelled
+from prefect.states import Cancelled, Completed
 
 from tasks.record.outcome import Failure, Verdict
 from tasks.record.places import RunPlace
@@ -103,3 +103,37 @@ def test_final_record_of_another_host_replaces_the_local_record(
 
     assert json.loads(local_path.read_text()) == other_record.as_json()
     assert waiting_runs.list_waiting_runs() == []
+
+
+@pytest.mark.parametrize("has_page_record", [True, False])
+def test_record_of_a_waiting_run_that_was_set_to_completed_is_closed(
+    muster_home: Path,
+    server: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    has_page_record: bool,
+) -> None:
+    local_path = make_waiting_run()
+    server.record = RunJson.read(local_path) if has_page_record else None
+    monkeypatch.setattr(waiting_runs, "read_state", lambda _client, _id: Completed())
+
+    [closed] = waiting_runs.close_ended_waiting_runs()
+
+    content = json.loads(local_path.read_text())
+    assert closed.record == content["state"] == "cancelled"
+    assert "set its flow run to Completed" in content["message"]
+
+
+def test_record_stays_if_the_run_completed_in_a_later_attempt_on_another_host(
+    muster_home: Path,
+    tmp_path: Path,
+    server: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    local_path = make_waiting_run()
+    other_record = make_record(tmp_path / "there" / "run.json", earlier=RunJson.read(local_path))
+    other_record.begin_attempt(2, host="there")
+    server.record = other_record.content
+    monkeypatch.setattr(waiting_runs, "read_state", lambda _client, _id: Completed())
+
+    assert [*waiting_runs.close_ended_waiting_runs()] == []
+    assert json.loads(local_path.read_text())["state"] == "pending_resources"
