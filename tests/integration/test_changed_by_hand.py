@@ -121,3 +121,21 @@ def test_run_of_a_deleted_work_queue_starts_and_delays_no_other_run(pool: GangPo
 
     for run in (lost, later):
         wait_for(lambda run=run: run.state()[0] == "COMPLETED", "the run completes", 120)
+
+
+def test_runs_of_a_deleted_pool_continue_and_start_after_a_new_set_up(pool: GangPool) -> None:
+    [working] = start_runs(pool, 1)
+    pids = working.pids()
+    waiting = pool.submit(pool.spec(gpus=16, lasts_s=1))
+    wait_for(lambda: waiting.flow_run()["state"]["name"] == "PendingResources", "the run waits")
+
+    send_request("DELETE", f"{pool.host_env.api}/work_pools/gang")
+    set_up = pool.host_env.start("-m", "deployments.stack.setup", log="set-up")
+    code = set_up.wait(300)
+
+    assert code == 0, pool.host_env.log("set-up")
+    new_pool = pool.host_env.get("/work_pools/gang")
+    assert new_pool["concurrency_limit"] == 8
+    assert working.pids() == pids
+    pool.cancel(working)
+    wait_for(lambda: waiting.state()[0] == "COMPLETED", "the waiting run completes", 180)
