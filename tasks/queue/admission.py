@@ -186,15 +186,22 @@ class _Admission:
                 await self._set_state(client, "Running", f"admitted on {grant}")
                 return admitted
 
-            state = grants.state_of(flow_run)
-            if state.is_running() and state.name != PENDING_RESOURCES:
-                # A user has set the state by hand. The queue ignores the run in this state.
-                await self._set_state(client, PENDING_RESOURCES, "waits for its gang of GPUs")
+            await self._return_to_queue(client, flow_run)
             await self._report_pass(client, scheduling_pass)
             if time.monotonic() - self._beat_at >= grants.HEARTBEAT_EVERY_S:
                 await self._send_heartbeat(client)
             if not await asyncio.to_thread(self._wait, _PASS_INTERVAL_S):
                 return None
+
+    async def _return_to_queue(self, client: PrefectClient, flow_run: FlowRun) -> None:
+        """Set the state PendingResources again if the flow run is only Running.
+
+        A user may have set a state by hand, and the thread that watches the flow run has then set
+        Running. The queue does not contain a run with this state.
+        """
+        state = grants.state_of(flow_run)
+        if state.is_running() and state.name != PENDING_RESOURCES:
+            await self._set_state(client, PENDING_RESOURCES, "waits for its gang of GPUs")
 
     async def _send_heartbeat(self, client: PrefectClient) -> None:
         """Change the label HEARTBEAT of the flow run, to show that this process is alive."""

@@ -86,6 +86,29 @@ def test_position_and_reason_are_reported_when_they_change(
 
 
 @pytest.mark.parametrize(
+    ("state", "messages"),
+    [
+        # A user has set a state by hand, and the run's process has set Running.
+        (State(type=StateType.RUNNING), ["waits for its gang of GPUs"]),
+        (State(type=StateType.RUNNING, name="PendingResources"), []),
+        (State(type=StateType.CANCELLING), []),
+        (State(type=StateType.COMPLETED), []),
+    ],
+)
+def test_run_that_waits_in_its_process_returns_to_the_queue(
+    state: State[Any], messages: list[str]
+) -> None:
+    run = uuid4()
+    server: Any = Server()
+    waiting = _Admission(run, True, False, lambda _message: None, lambda _seconds: True)
+    flow_run = FlowRun(id=run, flow_id=uuid4(), state=state)
+
+    asyncio.run(waiting._return_to_queue(server, flow_run))
+
+    assert server.messages == messages
+
+
+@pytest.mark.parametrize(
     ("pool", "labels", "address"),
     [
         # a run without a grant uses the only cluster of its own pool
