@@ -16,6 +16,7 @@ from tasks.record.places import keep_private
 from tasks.show.output import console_of, guard_output
 from tasks.spec.errors import InvalidSpec, MusterError
 from tasks.spec.formatting import suggest_name
+from tasks.spec.loading import STANDARD_INPUT
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -24,7 +25,10 @@ EXIT_INVALID = 2
 #: Exit code if the user pressed Ctrl-C.
 EXIT_INTERRUPTED = 130
 
-SpecFile = Annotated[Path, Parameter(name="SPEC", help="Path of the run spec, a YAML file.")]
+SpecFile = Annotated[
+    Path,
+    Parameter(name="SPEC", help="Path of the run spec, a YAML file, or `-` for standard input."),
+]
 Overrides = Annotated[
     tuple[str, ...],
     Parameter(
@@ -100,10 +104,12 @@ def _run_guarded(app: App, arguments: Sequence[str] | None) -> int:
     `run` calls this function after it has replaced standard output and standard error by streams
     that remove control characters.
     """
+    words = sys.argv[1:] if arguments is None else arguments
     try:
         keep_private()
         code = app(
-            arguments,
+            # Cyclopts reads the word `-` as an unknown option, so pass the path of standard input.
+            [str(STANDARD_INPUT) if word == "-" else word for word in words],
             result_action="return_value",
             error_formatter=_format_usage_error,
             console=console_of(sys.stdout),

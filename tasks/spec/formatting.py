@@ -36,6 +36,8 @@ _FENCE = re.compile(r"^ {0,3}(`{3,})", re.MULTILINE)
 #: Characters of a link's URL that stay unchanged. All others are percent-encoded: a `)` or an HTML
 #: tag, for example, would end the link.
 _IN_URL = ":/?#[]@!$&*+,;=%~"
+#: Largest number of names that `suggest_name` suggests.
+_MAX_SUGGESTIONS = 4
 #: Matches a vertical bar that is not escaped. In a Markdown table, the bar would begin a new cell.
 _BAR = re.compile(r"(?<!\\)\|")
 
@@ -222,7 +224,9 @@ def markdown_image(svg: str, description: str) -> str:
 
 
 def suggest_name(name: object, allowed: Iterable[str]) -> str:
-    """Return a remedy that suggests the allowed name most similar to a wrong name.
+    """Return a remedy that suggests the allowed names most similar to a wrong name.
+
+    Upper and lower case count as equal.
 
     Args:
         name: The wrong name.
@@ -230,6 +234,17 @@ def suggest_name(name: object, allowed: Iterable[str]) -> str:
 
     Returns:
         The remedy, ``did you mean `trainer`?``, or an empty string if no allowed name is similar.
+        If the wrong name is a word of several allowed names, all of them are suggested:
+        ``did you mean `HOST_OOM` or `CUDA_OOM`?``.
     """
-    near = difflib.get_close_matches(str(name), list(allowed), n=1, cutoff=0.65)
-    return f"did you mean `{near[0]}`?" if near else ""
+    written = str(name).lower()
+    by_lower_case = {allowed_name.lower(): allowed_name for allowed_name in allowed}
+    similar = difflib.get_close_matches(written, by_lower_case, n=1, cutoff=0.65)
+    if written not in by_lower_case:
+        words_of_names = {lower: re.split(r"[-_.\s]", lower) for lower in by_lower_case}
+        containing = [lower for lower, words in words_of_names.items() if written in words]
+        similar = containing[:_MAX_SUGGESTIONS] or similar
+    if not similar:
+        return ""
+    suggestions = join_words((f"`{by_lower_case[lower]}`" for lower in similar), "or")
+    return f"did you mean {suggestions}?"

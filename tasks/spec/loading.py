@@ -3,6 +3,7 @@
 Muster reads YAML more strictly than PyYAML does, so that no value is silently misunderstood:
 
 - A key that is written twice is a fault. A date instead of a text is a fault, too.
+- A key is always a text: the key `on` is not read as the value true.
 - `022`, `0x10`, `1_000` and `12:30` are texts.
 - A number keeps its original spelling.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,6 +41,10 @@ _INT = re.compile(r"0|-?[1-9][0-9]*")
 
 #: Beginning of the names of YAML's own types, such as `tag:yaml.org,2002:int`.
 _TAG = "tag:yaml.org,2002:"
+#: Types of YAML that a key does not have, although its spelling is that of such a value.
+_VALUE_TAGS = frozenset(f"{_TAG}{name}" for name in ("bool", "int", "float", "null", "timestamp"))
+#: Path of standard input. The command line accepts `-` instead, as in `muster train -`.
+STANDARD_INPUT = Path("/dev/stdin")
 
 
 class _Loader(yaml.SafeLoader):
@@ -47,8 +53,35 @@ class _Loader(yaml.SafeLoader):
     PyYAML's own SafeLoader silently keeps the last value of a duplicate key.
     """
 
+    def get_single_node(self) -> yaml.Node | None:
+        """Return the root node of the only document of a file; None if the file is empty.
+
+        Empty documents are ignored, so a file may end with `---`.
+
+        Raises:
+            ComposerError: The file has several documents with content.
+        """
+        document: yaml.Node | None = None
+        while not self.check_event(yaml.StreamEndEvent):
+            if self.check_event(yaml.StreamStartEvent):
+                self.get_event()
+                continue
+            begin = self.peek_event().start_mark
+            node = self.compose_document()
+            if isinstance(node, yaml.ScalarNode) and not node.value and node.style is None:
+                continue
+            if document is not None:
+                problem = "expected a single document in the file, but found another document"
+                raise yaml.composer.ComposerError(None, None, problem, begin)
+            document = node
+        return document
+
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Return the YAML node of a mapping. Raises: ComposerError, if it has a key twice."""
+        """Return the YAML node of a mapping, whose keys are texts as the file spells them.
+
+        Raises:
+            ComposerError: The mapping has a key twice.
+        """
         node = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
         for key, _ in node.value:
@@ -57,6 +90,8 @@ class _Loader(yaml.SafeLoader):
                     problem = f"the key {key.value} is already in line {lines[key.value]}"
                     raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
                 lines[key.value] = key.start_mark.line + 1
+                if key.tag in _VALUE_TAGS:
+                    key.tag = f"{_TAG}str"
         return node
 
 
@@ -80,10 +115,29 @@ def _construct_float(loader: _Loader, node: yaml.ScalarNode) -> float:
 _Loader.add_constructor(f"{_TAG}float", _construct_float)
 
 
+def name_source(path: Path) -> str:
+    """Return the name of a spec file for messages: its path, or `standard input`."""
+    return "standard input" if path == STANDARD_INPUT else str(path)
+
+
+def locate_spec(path: Path) -> Path:
+    """Return the absolute path of a spec file.
+
+    Relative paths of a spec on standard input start in the current directory. The result is then a
+    path in this directory, although no such file exists.
+    """
+    return Path.cwd() / "-" if path == STANDARD_INPUT else path.absolute()
+
+
 def read_text(path: Path) -> str:
-    """Return the text of a spec file. Raises: InvalidSpec, if it is unreadable or not UTF-8."""
+    """Return the text of a spec file or of standard input.
+
+    Raises:
+        InvalidSpec: The file is unreadable or not UTF-8.
+    """
     try:
-        return path.read_bytes().decode("utf-8-sig")
+        content = sys.stdin.buffer.read() if path == STANDARD_INPUT else path.read_bytes()
+        return content.decode("utf-8-sig")
     except OSError as error:
         problem = f"the file cannot be read: {error.strerror}"
         remedy = ""
@@ -91,7 +145,7 @@ def read_text(path: Path) -> str:
         byte = error.object[error.start]
         problem = f"the file must be UTF-8, found byte {byte:#04x} at offset {error.start}"
         remedy = "save the file as UTF-8"
-    raise InvalidSpec((Fault(path="", problem=problem, remedy=remedy),), str(path))
+    raise InvalidSpec((Fault(path="", problem=problem, remedy=remedy),), name_source(path))
 
 
 def parse_yaml(text: str, source: str) -> object:
@@ -202,13 +256,14 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
     """Return the run spec of a YAML file.
 
     Args:
-        path: The file.
+        path: The file, or STANDARD_INPUT.
         overrides: Changes of the form `a.b=c`. They are applied in order.
 
     Raises:
         InvalidSpec: The file or an override has faults. The error lists all faults.
     """
-    return parse_spec(parse_yaml(read_text(path), str(path)), overrides, str(path))
+    source = name_source(path)
+    return parse_spec(parse_yaml(read_text(path), source), overrides, source)
 
 
 def load_resolved(path: Path) -> RunSpec:
@@ -334,6 +389,8 @@ _ROOT_MARKERS = (".git", "pyproject.toml")
 def find_project_root(file: Path) -> Path:
     """Return the absolute path of the root of the project that contains a file.
 
+    For standard input, the project is that of the current directory.
+
     The relative paths of a spec start at this root. The root is the nearest folder above the file
     that contains `.git` or `pyproject.toml`. If no folder contains either, the root is the folder
     of the file.
@@ -344,7 +401,7 @@ def find_project_root(file: Path) -> Path:
 
     The flow process of a run uses this root as its working directory.
     """
-    folders = file.absolute().parents
+    folders = locate_spec(file).parents
     for folder in folders:
         try:
             fault = find_folder_fault(folder)

@@ -20,6 +20,8 @@ from tasks.spec.loading import (
     collect_faults,
     copy_as_dict,
     find_project_root,
+    locate_spec,
+    name_source,
     parse_spec,
     parse_yaml,
     read_override,
@@ -146,13 +148,14 @@ def load_pipeline(
         InvalidSpec: A file cannot be read, or a spec or an override has faults. Faults of specs and
             overrides are reported only if all files can be read.
     """
-    source = str(path)
+    source = name_source(path)
     faults: list[Fault] = []
     written = copy_as_dict(parse_yaml(read_text(path), source), source)
     for index, stage in _index_stages(written).items():
         if isinstance(name := stage.get("spec"), str):
             candidates = [
-                folder / name for folder in (root or find_project_root(path), path.parent)
+                folder / name
+                for folder in (root or find_project_root(path), locate_spec(path).parent)
             ]
             file = next(filter(Path.exists, candidates), candidates[0])
             with collect_faults(faults, f"stages.{index}.spec: {name}"):

@@ -18,6 +18,7 @@ import re
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from datetime import date
+from decimal import Decimal, InvalidOperation
 from typing import Annotated, Any, Self, TypeGuard, TypeVar
 
 import yaml
@@ -462,6 +463,8 @@ def _to_fault(error: ErrorDetails) -> Fault:
         problem = "must not be empty"
     elif kind in _EXPECTED:
         expectation, remedy = _EXPECTED[kind]
+        if kind in _NUMBER_TYPES and isinstance(value, str):
+            remedy = _suggest_number(value, is_whole=kind == "int_type")
         problem = f"must be {expectation.format(**context)}, found {describe_value(value)}"
 
     if is_key:
@@ -469,6 +472,30 @@ def _to_fault(error: ErrorDetails) -> Fault:
     return Fault(path=".".join(map(str, place)), problem=problem, remedy=remedy)
 
 
+def _suggest_number(text: str, *, is_whole: bool) -> str:
+    """Return the remedy for a text that should be a number: a number that YAML can read.
+
+    Args:
+        text: The text, such as `1.0e3`, `1_000` or `0x10`.
+        is_whole: True if the number must be a whole number.
+    """
+    example = "10" if is_whole else "1.5"
+    try:
+        number = Decimal(int(text, 0) if text[:2].lower() in ("0x", "0o", "0b") else text)
+    except (ValueError, InvalidOperation):
+        return f"write a number without quotes, for example {example}"
+    is_representable = number.is_finite() and abs(number.adjusted()) <= _MAX_DECIMAL_DIGITS
+    if not is_representable or (is_whole and number != number.to_integral_value()):
+        return f"write a number without quotes, for example {example}"
+    digits = f"{number:f}"
+    if "." in digits:
+        digits = digits.rstrip("0").removesuffix(".")
+    return f"write {digits} without quotes"
+
+
+#: Largest exponent of a number that a remedy writes as a plain decimal number.
+_MAX_DECIMAL_DIGITS = 15
+_NUMBER_TYPES = ("int_type", "float_type")
 _MAPPING = ("a mapping", "write KEY: VALUE below it")
 #: Description of the expected value, and advice for the user, for each error type of pydantic.
 _EXPECTED: dict[str, tuple[str, str]] = {
@@ -476,7 +503,7 @@ _EXPECTED: dict[str, tuple[str, str]] = {
     "invalid_key": ("text", "write it in quotes"),
     "string_pattern_mismatch": ("text that matches the pattern {pattern}", ""),
     "int_type": ("a whole number", "write it without quotes"),
-    "float_type": ("a number", "write it without quotes, and 1.0e-3 instead of 1e-3"),
+    "float_type": ("a number", "write it without quotes"),
     "finite_number": ("a finite number", ""),
     "bool_type": ("true or false", ""),
     "tuple_type": ("a list", "write [ITEM, ...]"),

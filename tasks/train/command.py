@@ -40,7 +40,7 @@ from tasks.server.server import (
 )
 from tasks.show.terminal import Terminal
 from tasks.spec.formatting import join_commas
-from tasks.spec.loading import load_spec
+from tasks.spec.loading import load_spec, locate_spec
 from tasks.spec.programs import add_active_environment
 from tasks.spec.run import LIVE_CODE, RunSpec
 from tasks.train.plan import component_interpreter
@@ -77,7 +77,7 @@ def run_here(
     spec = load_spec(path, overrides)
     if start is not None:
         spec = with_start(spec, start)
-    spec_file.set(path.absolute())
+    spec_file.set(locate_spec(path))
     enter_project(path)
     spec = add_active_environment(spec, Path.cwd())
     with tags(*spec.tags, make_process_tag()):

@@ -47,7 +47,13 @@ from tasks.show.arguments import EXIT_DONE, AsJson, FromRun, Overrides, SpecFile
 from tasks.show.terminal import Terminal
 from tasks.spec.draft import draft_spec
 from tasks.spec.errors import BadArgument, MusterError
-from tasks.spec.loading import find_project_root, is_project_root, load_spec
+from tasks.spec.loading import (
+    STANDARD_INPUT,
+    find_project_root,
+    is_project_root,
+    load_spec,
+    name_source,
+)
 from tasks.spec.pipeline import STAGE_DEPLOYMENT, load_pipeline
 from tasks.spec.programs import add_active_environment, find_missing_programs
 from tasks.spec.run import LIVE_CODE, RunSpec
@@ -340,7 +346,8 @@ def deploy(
         # The deployment contains a spec. If no parameter is required, *Quick run* in the Prefect UI
         # starts a run without a form.
         parameter_schema = {**(model.parameter_openapi_schema or {}), "required": []}
-        description = f"{spec.absolute()}, of the project {root}."
+        source = name_source(spec if spec == STANDARD_INPUT else spec.absolute())
+        description = f"{source}, of the project {root}."
         job_variables = _make_job_variables(run_spec, root)
 
         existing = find_deployment(client, full_name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -80,3 +81,15 @@ def test_invalid_spec_is_refused(spec: Path, capsys: pytest.CaptureFixture[str])
     assert run(CHECK, [str(spec), "--set", "workload=x"]) == 2
 
     assert "workload" in capsys.readouterr().err
+
+
+def test_dash_stands_for_standard_input(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = yaml.safe_dump(SPEC | {"name": "piped"})
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+
+    code = run(CHECK, ["-"])
+
+    assert code == 0
+    assert "The spec of piped is valid." in capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import io
 import os
 import pickle
 from copy import deepcopy
@@ -15,7 +16,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tasks.spec.errors import Fault, InvalidSpec
-from tasks.spec.loading import dump_spec, load_spec, parse_spec, parse_yaml
+from tasks.spec.loading import (
+    STANDARD_INPUT,
+    dump_spec,
+    find_project_root,
+    load_spec,
+    parse_spec,
+    parse_yaml,
+)
 from tasks.spec.run import RunSpec
 from tasks.spec.secrets import MASK
 
@@ -246,7 +254,6 @@ def test_invalid_spec_lists_all_faults_and_survives_pickling(tmp_path: Path) -> 
         (LEAST + "stall_after_s: .nan\n", "stall_after_s", "must be a finite number, found .nan"),
         (LEAST + "stall_after_s: 1:30\n", "stall_after_s", "must be a number, found the text '1"),
         (LEAST + "env: {A: yes}\n", "env.A", "must be text, found true"),
-        (LEAST + "env: {on: a}\n", "env.True", "the key must be text, found true"),
         (LEAST + "env: &e {A: *e}\n", "env.A", "must be text, found a mapping"),  # contains itself
     ],
 )
@@ -257,6 +264,98 @@ def test_malformed_file_has_one_fault(
 
     assert fault[0] == path
     assert fault[1].startswith(problem)
+
+
+@pytest.mark.parametrize("key", ["on", "yes", "True", "null", "~", "5", "1.5", "2024-01-01"])
+def test_keys_are_texts_as_the_file_spells_them(tmp_path: Path, key: str) -> None:
+    spec = load_text(tmp_path, LEAST + f"env: {{{key}: a}}\n")
+
+    assert spec.env == {key: "a"}
+
+
+@pytest.mark.parametrize("key", ["on", "no", "12"])
+def test_unknown_key_is_named_as_the_file_spells_it(tmp_path: Path, key: str) -> None:
+    [(path, problem)] = file_faults(tmp_path, LEAST + f"{key}: a\n")
+
+    assert (path, problem) == (key, "unknown key")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [LEAST + "---\n", LEAST + "---\n---\n", LEAST + "...\n---\n# end\n", "---\n---\n" + LEAST],
+)
+def test_empty_documents_are_ignored(tmp_path: Path, text: str) -> None:
+    assert load_text(tmp_path, text) == load_text(tmp_path, LEAST)
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "remedy"),
+    [
+        ("stall_after_s", "1.0e3", "write 1000 without quotes"),
+        ("stall_after_s", "1e-3", "write 0.001 without quotes"),
+        ("stall_after_s", "'30'", "write 30 without quotes"),
+        ("stall_after_s", "1_000.50", "write 1000.5 without quotes"),
+        ("gang.cpus_per_gpu", "1e3", "write 1000 without quotes"),
+        ("gang.cpus_per_gpu", "0x10", "write 16 without quotes"),
+        ("gang.cpus_per_gpu", "010", "write 10 without quotes"),
+        ("gang.cpus_per_gpu", "'2.5'", "write a number without quotes, for example 10"),
+        ("stall_after_s", "soon", "write a number without quotes, for example 1.5"),
+        ("stall_after_s", "1.0e999", "write a number without quotes, for example 1.5"),
+    ],
+)
+def test_remedy_for_a_number_is_a_number_that_loads(
+    tmp_path: Path, key: str, text: str, remedy: str
+) -> None:
+    section, _, name = key.rpartition(".")
+    line = f"{section}: {{gpus_per_node: 1, {name}: {text}}}" if section else f"{name}: {text}"
+
+    with pytest.raises(InvalidSpec) as raised:
+        load_text(tmp_path, f"{LEAST}{line}\n")
+
+    [fault] = raised.value.faults
+    assert (fault.path, fault.remedy) == (key, remedy)
+    if remedy.startswith("write a number"):
+        return
+    suggested = remedy.split()[1]
+    assert load_text(tmp_path, f"{LEAST}{line.replace(text, suggested)}\n")
+
+
+@pytest.mark.parametrize(
+    ("kind", "remedy"),
+    [
+        ("OOM", "did you mean `HOST_OOM` or `CUDA_OOM`?"),
+        ("timeout", "did you mean `START_TIMEOUT` or `COLLECTIVE_TIMEOUT`?"),
+        ("node_lost", "did you mean `NODE_LOST`?"),
+        ("HSTOOM", "did you mean `HOST_OOM`?"),
+    ],
+)
+def test_wrong_kind_of_failure_suggests_similar_kinds(
+    tmp_path: Path, kind: str, remedy: str
+) -> None:
+    with pytest.raises(InvalidSpec) as raised:
+        load_text(tmp_path, LEAST + f"retry: {{{kind}: {{attempts: 3}}}}\n")
+
+    [fault] = raised.value.faults
+    assert (fault.path, fault.remedy) == (f"retry.{kind}", remedy)
+
+
+def test_spec_is_read_from_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path / "folder")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(LEAST.encode())))
+
+    spec = load_spec(STANDARD_INPUT)
+
+    assert spec == load_text(tmp_path, LEAST)
+    assert find_project_root(STANDARD_INPUT) == tmp_path
+
+
+def test_faults_of_standard_input_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"name: [a\n")))
+
+    with pytest.raises(InvalidSpec, match="standard input has 1 fault"):
+        load_spec(STANDARD_INPUT)
 
 
 def test_unquoted_placeholder_gets_a_remedy(tmp_path: Path) -> None:

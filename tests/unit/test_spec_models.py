@@ -349,7 +349,7 @@ def test_value_is_valid(path: str, value: object) -> None:
             "stall_after_s",
             "1e-3",
             "must be a number",
-            "1.0e-3 instead of 1e-3",
+            "write 0.001",
         ),
         ("stall_after_s", "1m", "must be a number, found the text '1m'", ""),
         # probes
