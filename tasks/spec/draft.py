@@ -5,56 +5,127 @@ The command `muster init` uses this module.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from tasks.spec.errors import Fault, InvalidSpec
-from tasks.spec.loading import find_project_root
+from tasks.spec.loading import find_project_root, parse_yaml
+from tasks.spec.script_options import Purpose, ScriptOption, read_options
 
 #: YAML file with the training frameworks that Muster recognises, and with text for their run specs.
 _TEMPLATES = Path(__file__).with_suffix(".yaml")
+#: Name of the Python module with which a training script writes its metrics.
+HOOK_NAME = "muster_metrics.py"
+#: Text of this Python module. The suffix differs, because Muster itself never imports the module.
+_HOOK = Path(__file__).with_name("muster_metrics.txt")
 #: Number of bytes that are read from the beginning of each file that may be the training script.
 _READ_BYTES = 65_536
-#: Matches paths that are ignored: hidden files, installed packages and outputs of trainings.
-_IGNORED = re.compile(r"(^|/)(\.|__pycache__|node_modules|site-packages|wandb/|outputs/)")
+#: Matches paths that are ignored: hidden files, installed packages, outputs of trainings, and files
+#: that never start a training.
+_IGNORED = re.compile(
+    r"(^|/)(\.|__pycache__|node_modules|site-packages|wandb/|outputs/"
+    rf"|(?:setup|conftest|__init__|{Path(HOOK_NAME).stem})\.py$|muster\.yaml$)"
+)
 _WORKLOADS = ("grpo", "ppo", "sft")
 #: Matches a variable in the text for a run spec, such as COMMAND.
 _VARIABLE = re.compile(r"\b[A-Z]{4,}\b")
 #: Words that are likely in the name of a training's main file, the likeliest first. If several
 #: files use a framework, these words decide which of them is the main file.
 _LIKELY = ("rl", "train", *_WORKLOADS, "run", "main")
+#: Matches names of files that belong to a training without starting it.
+_HELPER = re.compile(
+    r"(?i)(^|[_-])(test|tests|eval\w*|data\w*|utils?|helpers?|config\w*|models?|plot\w*|serve\w*"
+    r"|infer\w*|prepare\w*|convert\w*|download\w*|install\w*)($|[_-])"
+)
+#: Matches text in a Python script that is the main file of a program.
+_MAIN = re.compile(r"__main__|\.parse_args\(|\.backward\(|\.train\(|\.fit\(")
+#: Matches the import of a library that computes on GPUs.
+_GPU_LIBRARY = re.compile(r"\b(?:import|from) (?:torch|jax|tensorflow|keras|mlx)\b|\bcuda\b")
+#: Matches scripts whose options are the fields of `TrainingArguments` of transformers.
+_TRAINING_ARGUMENTS = re.compile(r"\b(?:HfArgumentParser|TrlParser|TrlArgumentParser)\b")
+#: Matches the number of steps in the text of a script, such as `max_steps=60`.
+_STEPS = re.compile(r"\b(?:max_steps|num_steps|total_steps|n_steps)\s*[=:]\s*(\d+)\b")
+#: Matches a word that YAML reads as the same text in a list such as `[python, train.py]`.
+_PLAIN_WORD = re.compile(r"[A-Za-z_./-][\w./=@+-]*")
+#: Number of GPUs in the lines that are commented out on a machine without GPUs.
+_EXAMPLE_GPUS = 8
+#: Largest number of other scripts that `Draft` lists.
+_MAX_OTHER_SCRIPTS = 5
 
 
-def draft_spec(directory: Path) -> tuple[str, str]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """A run spec for the training in a directory."""
+
+    #: Name of the recognised framework, such as `TRL`, or `a script`.
+    framework: str
+    #: Main file of the training, relative to the directory.
+    file: Path
+    #: Text of the run spec, in YAML with comments.
+    text: str
+    #: Other scripts of the directory that may start a training, the likeliest first.
+    other_scripts: tuple[Path, ...]
+    #: Names of required arguments of the script for which the run spec has no value.
+    missing_arguments: tuple[str, ...]
+    #: Path of the Python module that the script needs to write metrics, relative to the directory.
+    #: None if the framework writes its metrics without a change of the script.
+    hook: Path | None
+
+
+def read_hook() -> str:
+    """Return the text of the Python module with which a training script writes its metrics."""
+    return _HOOK.read_text(encoding="utf-8")
+
+
+def draft_spec(
+    directory: Path, file: Path | None = None, *, gpus: int = 0, guide: str = "docs/run-spec.md"
+) -> Draft:
     """Recognise the training in a directory, and return a commented run spec for it.
 
-    Returns:
-        A summary of the framework and the recognised file, such as `TRL (sft.py)`, and the text of
-        the run spec.
+    Args:
+        directory: The directory of the training.
+        file: Path of the main file, relative to the directory. None to choose the likeliest file.
+        gpus: Number of GPUs of this machine that a run can get.
+        guide: Path of the document that explains the keys of a run spec.
 
     Raises:
         InvalidSpec: The directory contains no training that Muster could start.
     """
-    templates = yaml.safe_load(_TEMPLATES.read_text(encoding="utf-8"))
-    files = sorted(_find_candidate_files(directory), key=_rank_file)
-    for framework, file in product(templates["ways"], files):
-        command = framework["commands"].get(file.suffix, "")
-        content = _read_beginning(directory / file) if command else ""
-        if re.search(framework["pattern"], content, re.MULTILINE):
-            text = "".join(templates["parts"][part] for part in ("head", *framework["parts"]))
-            text = text.replace("COMMAND", command).replace("OVERRIDES", templates["overrides"])
-            training = framework["name"]
-            workload = _find_workload(f"{file} {content}", framework.get("workload", "sft"))
-            text = _fill_in(text, directory.absolute(), file, training, workload)
-            return f"{training} ({file})", text
+    templates = parse_yaml(_TEMPLATES.read_text(encoding="utf-8"), _TEMPLATES.name)
+    assert isinstance(templates, dict)
+    scripts = [
+        _CandidateFile(file=path, content=_read_beginning(directory / path))
+        for path in ([file] if file is not None else _find_candidate_files(directory))
+    ]
+    scripts.sort(key=lambda script: script.rank)
+    for framework, script in product(templates["ways"], scripts):
+        if not script.is_written_for(framework):
+            continue
+        writer = _SpecWriter(templates, framework, script, directory.absolute(), gpus, guide)
+        return Draft(
+            framework=framework["name"],
+            file=script.file,
+            text=writer.write(),
+            other_scripts=_find_other_scripts(script, scripts if file is None else ()),
+            missing_arguments=writer.missing_arguments,
+            hook=writer.hook,
+        )
     problem = "contains no script, and no configuration of verl, TRL, slime or prime-rl"
     remedy = "change to the directory of the training, or write its path after `muster init`"
-    raise InvalidSpec((Fault(path="", problem=problem, remedy=remedy),), str(directory))
+    source = str(directory)
+    if file is not None:
+        problem = "is no Python or shell script, and no configuration of verl, TRL or prime-rl"
+        remedy = "write the path of the script that starts the training"
+        source = str(directory / file)
+    raise InvalidSpec((Fault(path="", problem=problem, remedy=remedy),), source)
 
 
 def _find_candidate_files(directory: Path) -> Iterator[Path]:
@@ -65,20 +136,8 @@ def _find_candidate_files(directory: Path) -> Iterator[Path]:
     for pattern in ("*", "*/*", "*/*/*"):
         for path in directory.glob(pattern):
             file = path.relative_to(directory)
-            if path.is_file() and not _IGNORED.search(str(file)) and file.name != "muster.yaml":
+            if path.is_file() and not _IGNORED.search(str(file)):
                 yield file
-
-
-def _rank_file(file: Path) -> tuple[int, int, str]:
-    """Return the sort key of a candidate file. Files that are more likely the main file come first.
-
-    Files in fewer folders come first. Within the same depth, files with likely names come first.
-
-    Args:
-        file: Path of the file, relative to the directory of the training.
-    """
-    ranks = [rank for rank, name in enumerate(_LIKELY) if name in file.stem.lower()]
-    return len(file.parts), min(ranks, default=len(_LIKELY)), str(file)
 
 
 def _read_beginning(path: Path) -> str:
@@ -88,31 +147,214 @@ def _read_beginning(path: Path) -> str:
     return ""
 
 
-def _find_workload(text: str, default: str) -> str:
-    """Return the first workload of `_WORKLOADS` that a text mentions, or `default` if none."""
-    lowered = text.lower()
-    return next((workload for workload in _WORKLOADS if workload in lowered), default)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CandidateFile:
+    """A file that may start a training."""
+
+    #: Path of the file, relative to the directory of the training.
+    file: Path
+    #: Beginning of the file.
+    content: str
+
+    @property
+    def rank(self) -> tuple[bool, int, int, bool, str]:
+        """Sort key of the file. Files that are more likely the main file come first.
+
+        Files whose name is that of a helper, such as `data.py`, come last. Files in fewer folders
+        come first. Within the same depth, files with likely names come first.
+        """
+        stem = self.file.stem
+        ranks = [rank for rank, name in enumerate(_LIKELY) if name in stem.lower()]
+        name_rank = min(ranks, default=len(_LIKELY))
+        is_helper = _HELPER.search(stem) is not None
+        return is_helper, len(self.file.parts), name_rank, not self.is_main, str(self.file)
+
+    @property
+    def is_main(self) -> bool:
+        """True if the file is the main file of a program, as far as its text shows."""
+        return self.file.suffix == ".sh" or _MAIN.search(self.content) is not None
+
+    def is_written_for(self, framework: Mapping[str, Any]) -> bool:
+        """Return True if the file starts a training of a framework."""
+        has_command = self.file.suffix in framework["commands"]
+        return has_command and bool(re.search(framework["pattern"], self.content, re.MULTILINE))
 
 
-def _fill_in(text: str, directory: Path, file: Path, training: str, workload: str) -> str:
-    """Return the text of a run spec with its variables, words in capital letters, replaced.
+def _find_other_scripts(
+    chosen: _CandidateFile, scripts: Sequence[_CandidateFile]
+) -> tuple[Path, ...]:
+    """Return the scripts, other than the chosen one, that may start a training."""
+    others = [
+        script.file
+        for script in scripts
+        if script.file != chosen.file
+        and script.file.suffix in (".py", ".sh")
+        and script.content.strip()
+        and not script.rank[0]
+    ]
+    return tuple(others[:_MAX_OTHER_SCRIPTS])
 
-    Args:
-        text: Text of the spec.
-        directory: Absolute path of the training's directory.
-        file: Main file of the training, relative to the directory.
-        training: Name of the recognised framework.
-        workload: Workload of the training, such as `grpo`.
-    """
-    name = re.sub(r"[^a-z0-9]+", "-", directory.name.lower()).lstrip("-0123456789")
-    values = {
-        "TRAINING": training,
-        "FILE": str(file),
-        "FOLDER": str((directory / file).parent),
-        "STEM": file.stem,
-        "NAME": name[:32].strip("-") or "training",
-        "WORKLOAD": workload,
-        "METHOD": workload if workload != "ppo" else "grpo",
-        "HERE": str(directory.relative_to(find_project_root(directory / "muster.yaml"))),
-    }
-    return _VARIABLE.sub(lambda match: values.get(match[0], match[0]), text)
+
+class _SpecWriter:
+    """Writes the run spec for one file of a training."""
+
+    def __init__(
+        self,
+        templates: Mapping[str, Any],
+        framework: Mapping[str, Any],
+        script: _CandidateFile,
+        directory: Path,
+        gpus: int,
+        guide: str,
+    ) -> None:
+        """
+        Args:
+            templates: Content of the file `draft.yaml`.
+            framework: The recognised framework, an item of `ways` in `templates`.
+            script: Main file of the training.
+            directory: Absolute path of the directory of the training.
+            gpus: Number of GPUs of this machine that a run can get.
+            guide: Path of the document that explains the keys of a run spec.
+        """
+        self._templates = templates
+        self._framework = framework
+        self._script = script
+        self._directory = directory
+        self._guide = guide
+        needs_all = framework["gpus"] == "all"
+        needs_gpus = needs_all or _GPU_LIBRARY.search(script.content) is not None
+        #: Number of GPUs that the run requests, or 0 if the spec has no `gang`.
+        self._gpus = gpus if needs_all else min(gpus, 1)
+        if not needs_gpus:
+            self._gpus = 0
+        self._machine_gpus = gpus
+        self._options = read_options(script.content) if script.file.suffix == ".py" else []
+        self._used_options = self._choose_options()
+
+    @property
+    def hook(self) -> Path | None:
+        """Path of the module that writes the metrics, beside a Python script, or None."""
+        if "variables" not in self._framework["parts"] or Purpose.METRICS in self._used_options:
+            return None
+        folder = self._script.file.parent if self._script.file.suffix == ".py" else Path()
+        return folder / HOOK_NAME
+
+    @property
+    def missing_arguments(self) -> tuple[str, ...]:
+        """Names of required arguments of the script for which the run spec has no value."""
+        used = {option.name for option in self._used_options.values()}
+        return tuple(
+            option.name
+            for option in self._options
+            if option.is_required and option.name not in used
+        )
+
+    def write(self) -> str:
+        """Return the text of the run spec."""
+        parts = []
+        for part in ("head", *self._framework["parts"]):
+            if part == "gang" and not self._gpus:
+                part = "no_gang"
+            elif part.endswith("_hook") and self.hook is None:
+                continue
+            parts.append(
+                self._write_variables() if part == "variables" else self._templates["parts"][part]
+            )
+        command = self._framework["commands"][self._script.file.suffix]
+        options = self._write_options()
+        command = command.replace(", OPTIONS", f", {options}" if options else "")
+        if self.missing_arguments:
+            # Indented like the key `command`.
+            names = ", ".join(self.missing_arguments)
+            command += f"\n    # The script also requires: {names}"
+        text = "".join(parts).replace("COMMAND", command)
+        text = text.replace("OVERRIDES", self._templates["overrides"])
+        if not self._find_total():
+            text = text.replace(", total: TOTAL}", "}  # add total: NUMBER OF STEPS")
+        values = self._make_values()
+        return _VARIABLE.sub(lambda match: values.get(match[0], match[0]), text)
+
+    def _choose_options(self) -> dict[Purpose, ScriptOption]:
+        """Return the option of the script for each purpose for which it has one."""
+        chosen: dict[Purpose, ScriptOption] = {}
+        for option in self._options:
+            if option.purpose is not None:
+                chosen.setdefault(option.purpose, option)
+        if _TRAINING_ARGUMENTS.search(self._script.content):
+            name = "--output_dir"
+            chosen[Purpose.CHECKPOINTS] = ScriptOption(name=name, is_required=False)
+        return chosen
+
+    def _write_options(self) -> str:
+        """Return the options of the script with their values, as items of a YAML list."""
+        values = {
+            Purpose.CHECKPOINTS: "${run.dir}/checkpoints",
+            Purpose.RESUME_FROM: "${attempt.resume_from}",
+            Purpose.STEPS: "${progress.total}",
+            Purpose.METRICS: "${attempt.dir}/metrics.jsonl",
+        }
+        words = []
+        for purpose, value in values.items():
+            option = self._used_options.get(purpose)
+            if option is not None and (purpose is not Purpose.STEPS or self._find_total()):
+                words += [option.name, json.dumps(value)]
+        return ", ".join(words)
+
+    def _write_variables(self) -> str:
+        """Return the key `env`, with the variables for which the script has no option."""
+        lines = ["env:"]
+        if Purpose.METRICS not in self._used_options:
+            lines.append('  METRICS: "${attempt.dir}/metrics.jsonl"')
+        if Purpose.CHECKPOINTS not in self._used_options:
+            lines.append('  # Save the checkpoints in this folder: os.environ["CHECKPOINTS"]')
+            lines.append('  CHECKPOINTS: "${run.dir}/checkpoints"')
+        if Purpose.RESUME_FROM not in self._used_options:
+            default = 'load the checkpoint os.environ["RESUME_FROM"], if the text is not empty'
+            resuming = self._templates["resuming"].get(self._framework["name"], default)
+            lines.append(f"  # To resume, the script needs: {resuming}")
+            lines.append('  RESUME_FROM: "${attempt.resume_from}"')
+        return "\n".join(lines) + "\n" if len(lines) > 1 else ""
+
+    def _find_total(self) -> int | None:
+        """Return the number of training steps that the script names, or None if unknown."""
+        option = self._used_options.get(Purpose.STEPS)
+        if option is not None:
+            return option.default_number
+        match = _STEPS.search(self._script.content)
+        return int(match[1]) or None if match is not None else None
+
+    def _make_values(self) -> dict[str, str]:
+        """Return the value of each variable in the text of the run spec."""
+        file = self._script.file
+        name = re.sub(r"[^a-z0-9]+", "-", self._directory.name.lower()).lstrip("-0123456789")
+        lowered = f"{file} {self._script.content}".lower()
+        default_workload = self._framework.get("workload", "sft")
+        mentioned = (workload for workload in _WORKLOADS if workload in lowered)
+        workload = next(mentioned, default_workload)
+        root = find_project_root(self._directory / "muster.yaml")
+        gpus = self._gpus or self._machine_gpus or _EXAMPLE_GPUS
+        without_gang = "If the run needs GPUs, remove the first # of the next line."
+        if not self._machine_gpus:
+            without_gang = f"This machine shows no GPUs. {without_gang}"
+        total = self._find_total()
+        return {
+            "TRAINING": self._framework["name"],
+            "FILE": _quote(str(file)),
+            "FOLDER": str((self._directory / file).parent),
+            "STEM": file.stem,
+            "NAME": name[:32].strip("-") or "training",
+            "WORKLOAD": workload,
+            "METHOD": workload if workload != "ppo" else "grpo",
+            "HERE": _quote(str(self._directory.relative_to(root))),
+            "GUIDE": self._guide,
+            "COUNT": str(gpus),
+            "PROCESSES": str(self._gpus or 1),
+            "WITHOUT": without_gang,
+            "TOTAL": str(total),
+        }
+
+
+def _quote(text: str) -> str:
+    """Return a text as an item of a YAML list, in quotes if necessary."""
+    is_plain = _PLAIN_WORD.fullmatch(text) and yaml.safe_load(text) == text
+    return text if is_plain else json.dumps(text, ensure_ascii=False)

@@ -5,6 +5,7 @@ This module contains the commands `muster submit`, `muster deploy` and `muster i
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from json import dumps
 from pathlib import Path
+from shlex import quote
 from typing import Any, TypeVar
 from uuid import UUID
 
@@ -25,7 +27,9 @@ from prefect.utilities.urls import url_for
 from pydantic import ValidationError
 
 from tasks.pipeline.stage_specs import add_code, require_deployment
+from tasks.processes.devices import Devices
 from tasks.queue.ledger import parse_request
+from tasks.record.places import muster_home
 from tasks.server.artifacts import make_code_label, store_submitted_code
 from tasks.server.deployments import (
     WORKING_DIR,
@@ -45,8 +49,10 @@ from tasks.server.flow_runs import connect_to_server, read_refusal
 from tasks.server.server import NoServer, hide_prefect_logs, read_secrets
 from tasks.show.arguments import EXIT_DONE, AsJson, FromRun, Overrides, SpecFile
 from tasks.show.terminal import Terminal
-from tasks.spec.draft import draft_spec
+from tasks.spec.documents import find_document
+from tasks.spec.draft import draft_spec, read_hook
 from tasks.spec.errors import BadArgument, MusterError
+from tasks.spec.formatting import join_commas
 from tasks.spec.loading import (
     STANDARD_INPUT,
     find_project_root,
@@ -410,15 +416,27 @@ def _check_schedule_options(cron: str | None, timezone: str | None, no_cron: boo
 
 
 def _print_deployment(deployment: DeploymentResponse, *, is_new: bool) -> None:
-    """Print the URL of a deployment, its schedules, and the command that starts a run of it."""
+    """Print the URL of a deployment, its schedules, and the command that starts a run of it.
+
+    The command works in any directory. It uses the `prefect` of Muster's environment, because only
+    there Prefect finds Muster's plugin, which knows the password of the stack of this machine.
+    """
     full_name = f"{TRAIN_FLOW}/{deployment.name}"
     print(f"The deployment {full_name} was {'created' if is_new else 'updated'}.")
     print(f"  page      {url_for('deployment', obj_id=deployment.id)}")
     for line in describe_schedules(deployment, datetime.now(UTC)):
         print(f"  schedule  {line}")
     print(f"  overlap   {describe_overlap(deployment)}")
-    server = f"PREFECT_API_URL={PREFECT_API_URL.value()}"
-    print(f"  run       {server} prefect deployment run '{full_name}'")
+    variables = {
+        "PREFECT_API_URL": str(PREFECT_API_URL.value()),
+        "PREFECT_PLUGINS_ENABLED": "true",
+        "PREFECT_PLUGINS_ALLOW": "muster",
+    }
+    if "MUSTER_HOME" in os.environ:
+        variables["MUSTER_HOME"] = str(muster_home())
+    settings = " ".join(f"{name}={quote(value)}" for name, value in variables.items())
+    prefect = quote(str(Path(sys.executable).parent / "prefect"))
+    print(f"  run       {settings} {prefect} deployment run {quote(full_name)}")
 
 
 @contextmanager
@@ -457,21 +475,72 @@ def _print_project(spec: RunSpec, root: Path) -> None:
         )
 
 
-def init(directory: Path = Path(), /, *, force: bool = False) -> None:
-    """Write a commented run spec, muster.yaml, for the training in a directory.
+def init(path: Path = Path(), /, *, force: bool = False) -> None:
+    """Write a commented run spec, muster.yaml, for the training in a directory or for a script.
 
-    It recognises a plain script, torchrun, verl, TRL, slime and prime-rl by their files.
+    It recognises a plain script, torchrun, accelerate, transformers, Lightning, verl, TRL, slime
+    and prime-rl by their files. If the script needs it to write its metrics, the module
+    muster_metrics.py is written, too.
 
     Exit: 0 written; 1 a muster.yaml exists already; 2 the directory contains no training.
 
     Args:
-        directory: The directory with the training. Default: the working directory.
+        path: The directory with the training, or the script that starts it. Default: the working
+            directory. For a script below the working directory, muster.yaml is written there.
         force: Replace an existing muster.yaml.
     """
-    framework, text = draft_spec(directory)
-    path = directory / "muster.yaml"
-    if path.exists() and not force:
-        raise MusterError(f"{path} exists already: add --force to replace it")
-    path.write_text(text, encoding="utf-8")
-    load_spec(path)
-    print(f"Found {framework}. Wrote {path}. Check this file, then run it:\n  muster train {path}")
+    if not path.exists():
+        raise BadArgument(f"{path} does not exist: write the path of a script or of a directory")
+    directory, file = _split_training_path(path)
+    draft = draft_spec(directory, file, gpus=_count_gpus(), guide=find_document("run-spec.md"))
+    spec_path = directory / "muster.yaml"
+    if spec_path.exists() and not force:
+        raise MusterError(f"{spec_path} exists already: add --force to replace it")
+    spec_path.write_text(draft.text, encoding="utf-8")
+    load_spec(spec_path)
+
+    print(f"Found {draft.framework} ({draft.file}). Wrote {spec_path}.")
+    if draft.hook is not None:
+        hook = directory / draft.hook
+        if not hook.exists():
+            hook.write_text(read_hook(), encoding="utf-8")
+        print(f"Import {hook} in the training, as {spec_path.name} shows, to see its steps.")
+    if draft.missing_arguments:
+        names = join_commas(draft.missing_arguments)
+        print(f"The script also requires {names}: add them to `command` in {spec_path}.")
+    if draft.other_scripts:
+        scripts = join_commas(draft.other_scripts)
+        command = f"muster init {quote(str(draft.other_scripts[0]))} --force"
+        if directory.absolute() != Path.cwd():
+            command = f"cd {quote(str(directory))} && {command}"
+        print(f"Other scripts: {scripts}. To choose one: {command}")
+    print(f"Check this file, then run it:\n  muster train {quote(str(spec_path))}")
+
+
+def _split_training_path(path: Path) -> tuple[Path, Path | None]:
+    """Return the directory of a training, and the main file relative to it if the path is a file.
+
+    Args:
+        path: An existing directory or file.
+    """
+    if path.is_dir():
+        return path, None
+    file = path.absolute()
+    if file.is_relative_to(Path.cwd()):
+        return Path(), file.relative_to(Path.cwd())
+    return path.parent, Path(path.name)
+
+
+def _count_gpus() -> int:
+    """Return the number of GPUs of this machine that a run can get.
+
+    A driver that does not answer counts as no GPU, and the reason is printed on stderr.
+
+    Raises:
+        BadDevices: MUSTER_GPUS is malformed or names a missing GPU.
+    """
+    try:
+        return len(Devices.here().indices)
+    except OSError as error:
+        print(f"The GPUs of this machine are unknown: {error}", file=sys.stderr)
+        return 0

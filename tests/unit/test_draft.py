@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cyclopts import App
@@ -11,6 +12,7 @@ from tasks.show.arguments import run
 from tasks.spec.draft import draft_spec
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import load_spec
+from tasks.spec.run import RunSpec
 from tasks.train.deploying import init
 
 INIT = App(name="init", default_command=init)
@@ -19,6 +21,17 @@ TRL_YAML = "model_name_or_path: m\ndataset_name: d\n"
 PRIME_TOML = 'max_steps = 20\n[orchestrator]\nbatch_size = 8\n[trainer.model]\nname = "m"\n'
 TORCHRUN = "import torch.distributed as dist\ndist.init_process_group()\n"
 SAVED = "${run.dir}/checkpoints"
+SCRIPT_WITH_OPTIONS = """\
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("-o", "--output-dir", default="out")
+parser.add_argument("--resume", action="store_true")
+parser.add_argument("--resume-from", default="")
+parser.add_argument("--max_steps", type=int, default=60)
+parser.add_argument("--data", required=True)
+parser.add_argument("model")
+parser.add_argument("--lr", type=float, default=1e-3)
+"""
 OVERRIDES = (
     "trainer.nnodes=1",
     "trainer.n_gpus_per_node=8",
@@ -75,7 +88,31 @@ def project(tmp_path: Path, files: dict[str, str]) -> Path:
             {"sft.py": "from trl import SFTTrainer\n"},
             "TRL",
             "sft",
+            ("accelerate", "launch", "sft.py"),
+        ),
+        (
+            {"sft.py": "from trl import SFTTrainer, TrlParser\n"},
+            "TRL",
+            "sft",
             ("accelerate", "launch", "sft.py", "--output_dir", SAVED),
+        ),
+        (
+            {"fit.py": "from transformers import Trainer\nTrainer().train()\n"},
+            "transformers",
+            "sft",
+            ("accelerate", "launch", "fit.py"),
+        ),
+        (
+            {"fit.py": "import lightning as L\n"},
+            "Lightning",
+            "sft",
+            ("python", "fit.py"),
+        ),
+        (
+            {"fit.py": "from accelerate import Accelerator\n"},
+            "accelerate",
+            "sft",
+            ("accelerate", "launch", "fit.py"),
         ),
         (
             {"grpo.yaml": TRL_YAML},
@@ -100,7 +137,7 @@ def project(tmp_path: Path, files: dict[str, str]) -> Path:
             {"train.py": "print()\n", "sub/grpo.py": "import trl\n"},
             "TRL",
             "grpo",
-            ("accelerate", "launch", "sub/grpo.py", "--output_dir", SAVED),
+            ("accelerate", "launch", "sub/grpo.py"),
         ),
         # a script whose name contains `train` is preferred
         (
@@ -123,12 +160,12 @@ def test_draft_is_valid_and_starts_the_training(
 ) -> None:
     folder = project(tmp_path, files)
 
-    summary, text = draft_spec(folder)
+    draft = draft_spec(folder, gpus=8)
 
-    (folder / "muster.yaml").write_text(text)
+    (folder / "muster.yaml").write_text(draft.text)
     spec = load_spec(folder / "muster.yaml")
     trainer = spec.processes["trainer"]
-    assert summary.startswith(f"{found} (")
+    assert draft.framework == found
     assert (spec.name, str(spec.workload), spec.cwd) == ("my-run", workload, "my-run")
     assert trainer.command == tuple(word.replace("FOLDER", str(folder)) for word in command)
     assert (trainer.launcher == "ray_job") == (found == "verl")
@@ -143,9 +180,9 @@ def test_draft_name_is_derived_from_the_directory(tmp_path: Path, folder: str, n
     (tmp_path / folder).mkdir()
     (tmp_path / folder / "train.py").write_text("print()\n")
 
-    _said, text = draft_spec(tmp_path / folder)
+    draft = draft_spec(tmp_path / folder)
 
-    (tmp_path / folder / "muster.yaml").write_text(text)
+    (tmp_path / folder / "muster.yaml").write_text(draft.text)
     assert load_spec(tmp_path / folder / "muster.yaml").name == name
 
 
@@ -188,3 +225,145 @@ def test_existing_spec_is_replaced_only_with_force(
     assert "add --force to replace it" in printed.err
     assert f"muster train {folder / 'muster.yaml'}" in printed.out
     assert load_spec(folder / "muster.yaml").name == "my-run"
+
+
+def load_draft(folder: Path, **options: Any) -> RunSpec:
+    """Return the run spec that `draft_spec` writes for a folder."""
+    (folder / "muster.yaml").write_text(draft_spec(folder, **options).text)
+    return load_spec(folder / "muster.yaml")
+
+
+def test_options_of_the_script_are_used(tmp_path: Path) -> None:
+    folder = project(tmp_path, {"train.py": SCRIPT_WITH_OPTIONS})
+
+    draft = draft_spec(folder)
+    spec = load_draft(folder)
+
+    assert spec.processes["trainer"].command == (
+        *("python", "train.py", "--output-dir", SAVED),
+        *("--resume-from", "${attempt.resume_from}"),
+        *("--max_steps", "${progress.total}"),
+    )
+    assert spec.progress is not None and spec.progress.total == 60
+    assert draft.missing_arguments == ("--data", "model")
+
+
+def test_script_with_a_metrics_option_needs_no_hook(tmp_path: Path) -> None:
+    source = "parser.add_argument('--metrics-file')\n"
+    folder = project(tmp_path, {"train.py": source})
+
+    draft = draft_spec(folder)
+
+    assert draft.hook is None
+    assert '--metrics-file, "${attempt.dir}/metrics.jsonl"' in draft.text
+
+
+@pytest.mark.parametrize(
+    "source", ["import trl\n", "import torch\n", "import lightning\n", TORCHRUN, "print()\n"]
+)
+def test_draft_has_progress_checkpoints_resume_and_retries(tmp_path: Path, source: str) -> None:
+    folder = project(tmp_path, {"train.py": source})
+
+    spec = load_draft(folder)
+
+    metrics = "${attempt.dir}/metrics.jsonl"
+    assert spec.progress is not None and spec.progress.jsonl == metrics
+    assert spec.processes["trainer"].checkpoints == SAVED
+    assert spec.env == {
+        "METRICS": metrics,
+        "CHECKPOINTS": SAVED,
+        "RESUME_FROM": "${attempt.resume_from}",
+    }
+    assert set(spec.retry) == {"NODE_LOST", "GPU_HARDWARE"}
+
+
+@pytest.mark.parametrize(
+    ("source", "gpus", "requested"),
+    [
+        (TORCHRUN, 4, 4),
+        (TORCHRUN, 0, None),
+        ("import torch\n", 4, 1),
+        ("import torch\n", 0, None),
+        ("print()\n", 4, None),
+    ],
+)
+def test_draft_requests_the_gpus_of_the_machine(
+    tmp_path: Path, source: str, gpus: int, requested: int | None
+) -> None:
+    folder = project(tmp_path, {"train.py": source})
+
+    spec = load_draft(folder, gpus=gpus)
+
+    assert (spec.gang.gpus_per_node if spec.gang else None) == requested
+    if source == TORCHRUN:
+        assert f"--nproc-per-node={gpus or 1}" in spec.processes["trainer"].command
+
+
+def test_init_requests_the_gpus_that_muster_gpus_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = project(tmp_path, {"train.py": TORCHRUN})
+    monkeypatch.setenv("MUSTER_GPUS", "0-1")
+
+    code = run(INIT, [str(folder)])
+
+    gang = load_spec(folder / "muster.yaml").gang
+    assert code == 0
+    assert gang is not None and gang.gpus_per_node == 2
+
+
+def test_named_script_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {"train.py": "print()\n", "jobs/other.py": "print()\n"}
+    folder = project(tmp_path, files)
+    monkeypatch.chdir(folder)
+
+    code = run(INIT, ["jobs/other.py"])
+
+    spec = load_spec(folder / "muster.yaml")
+    assert code == 0
+    assert spec.processes["trainer"].command[:2] == ("python", "jobs/other.py")
+    assert (folder / "jobs" / "muster_metrics.py").is_file()
+    assert "Found a script (jobs/other.py)" in capsys.readouterr().out
+
+
+def test_other_scripts_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = dict.fromkeys(["a_main.py", "eval_train.py", "reward.py", "train.py"], "print()\n")
+    folder = project(tmp_path, files)
+    monkeypatch.chdir(folder)
+
+    run(INIT, [])
+
+    output = capsys.readouterr().out
+    assert "Found a script (train.py)" in output
+    assert "Other scripts: a_main.py, reward.py. To choose one: muster init a_main.py" in output
+
+
+@pytest.mark.parametrize(("name", "content"), [("notes.txt", "torchrun"), ("empty.py", "")])
+def test_named_file_that_is_no_script_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str
+) -> None:
+    folder = project(tmp_path, {name: content})
+
+    code = run(INIT, [str(folder / name)])
+
+    assert code == 2
+    assert "is no Python or shell script" in capsys.readouterr().err
+
+
+def test_missing_path_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(INIT, [str(tmp_path / "train.py")]) == 2
+
+    assert "does not exist" in capsys.readouterr().err
+
+
+def test_guide_that_the_spec_names_exists(tmp_path: Path) -> None:
+    folder = project(tmp_path, {"train.py": "print()\n"})
+
+    run(INIT, [str(folder)])
+
+    guide = (folder / "muster.yaml").read_text().splitlines()[1].removeprefix("# ")
+    assert Path(guide).is_file()

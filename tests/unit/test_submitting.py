@@ -213,7 +213,8 @@ def test_deployment_has_the_spec_and_requires_no_parameter(
     assert deployed["parameter_openapi_schema"]["required"] == []
     assert deployed["job_variables"] == {}
     assert (schedule.schedule.cron, schedule.schedule.timezone) == ("0 3 * * *", "Europe/Berlin")
-    assert "prefect deployment run 'train/nightly'" in capsys.readouterr().out
+    command = capsys.readouterr().out.partition("  run       ")[2].strip()
+    assert command.endswith("/bin/prefect deployment run train/nightly")
 
 
 def deploy(spec: Path, *words: str) -> int:

@@ -1,0 +1,18 @@
+"""Find Muster's documents on this machine."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+#: Folders that may contain the documents: the checkout, and the environment of an installed wheel.
+_FOLDERS = (
+    Path(__file__).parents[2] / "docs",
+    Path(sys.prefix) / "share" / "doc" / "muster" / "docs",
+)
+
+
+def find_document(name: str) -> str:
+    """Return the path of a document, such as `run-spec.md`, or its name if it is not installed."""
+    paths = (folder / name for folder in _FOLDERS)
+    return next((str(path) for path in paths if path.is_file()), f"docs/{name}")

@@ -1,0 +1,116 @@
+"""Read the command-line options of a Python script from its source, without running the script.
+
+`muster init` uses this module to pass the folder of the checkpoints, the checkpoint to resume from,
+the number of steps and the metrics file to a training script.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Purpose(Enum):
+    """Meaning of an option of a training script. The value is a pattern for the option's name.
+
+    The pattern has to match the whole name, without leading dashes and with `_` instead of `-`.
+    """
+
+    #: Folder into which the script saves its checkpoints.
+    CHECKPOINTS = (
+        r"out|output|out(?:put)?_?dir|output_path|outdir|save|save_(?:dir|path|folder|to)"
+        r"|(?:ckpt|checkpoint)s?(?:_(?:dir|folder|out))?|default_root_dir"
+    )
+    #: Checkpoint from which the script resumes.
+    RESUME_FROM = (
+        r"resume|resume_(?:from|path|ckpt|checkpoint)|resume_from_(?:checkpoint|ckpt|path)"
+        r"|load|load_(?:from|ckpt|checkpoint)|load_from_checkpoint|ckpt_path|restore|restore_from"
+        r"|init_from_checkpoint"
+    )
+    #: Number of training steps.
+    STEPS = (
+        r"steps|(?:max|num|total|train|training|n|num_train|num_training|max_train|total_train)"
+        r"_(?:steps|iters|iterations|updates)|iters|iterations|updates"
+    )
+    #: File to which the script writes its metrics as JSON lines.
+    METRICS = r"metrics|metrics?_(?:file|path|jsonl|out|output|log)|log_jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptOption:
+    """An option or a positional argument of a Python script."""
+
+    #: Longest name of the option with its dashes, such as `--output-dir`. The name of a positional
+    #: argument has no dashes.
+    name: str
+    #: True if the script ends with an error if the option is missing.
+    is_required: bool
+    #: Default value if it is a whole number, otherwise None.
+    default_number: int | None = None
+
+    @property
+    def purpose(self) -> Purpose | None:
+        """Meaning of the option, or None if the name of the option does not tell the meaning."""
+        plain_name = self.name.lstrip("-").replace("-", "_").lower()
+        if not self.name.startswith("-"):
+            return None
+        for purpose in Purpose:
+            if re.fullmatch(purpose.value, plain_name):
+                return purpose
+        return None
+
+
+def read_options(source: str) -> list[ScriptOption]:
+    """Return the options of a Python script that take a value, in the order of the source.
+
+    The function finds calls of argparse's `add_argument` and of Click's `option` and `argument`.
+
+    Args:
+        source: Source text of the script. The list is empty if it is not valid Python.
+    """
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError):
+        return []
+    return list(_find_options(tree))
+
+
+def _find_options(tree: ast.Module) -> Iterator[ScriptOption]:
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    for call in sorted(calls, key=lambda node: (node.lineno, node.col_offset)):
+        function = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+        if function not in ("add_argument", "option", "argument"):
+            continue
+        names = [name for argument in call.args if (name := _read_text(argument))]
+        if not names:
+            continue
+        name = max(names, key=len) if function != "argument" else names[0]
+        keywords = {keyword.arg: keyword.value for keyword in call.keywords}
+        if "action" in keywords or "is_flag" in keywords or "nargs" in keywords:
+            # A flag such as `store_true` takes no value. With `nargs`, the value may be a list.
+            continue
+        is_positional = not name.startswith("-")
+        has_default = "default" in keywords
+        yield ScriptOption(
+            name=name,
+            is_required=_is_true(keywords.get("required")) or (is_positional and not has_default),
+            default_number=_read_number(keywords.get("default")),
+        )
+
+
+def _read_text(node: ast.expr) -> str:
+    is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+    return str(node.value) if is_text and isinstance(node, ast.Constant) else ""
+
+
+def _read_number(node: ast.expr | None) -> int | None:
+    if isinstance(node, ast.Constant) and type(node.value) is int and node.value > 0:
+        return node.value
+    return None
+
+
+def _is_true(node: ast.expr | None) -> bool:
+    return isinstance(node, ast.Constant) and node.value is True
