@@ -79,6 +79,10 @@ TEXTS = {
         "huggingface_hub.errors.LocalEntryNotFoundError: Cannot find the requested files in the "
         "disk cache and outgoing traffic has been disabled."
     ),
+    "hub-unreachable": (
+        "OSError: We couldn't connect to 'https://huggingface.co' to load the files, and couldn't "
+        "find them in the cached files."
+    ),
     "wandb": "wandb.errors.CommError: Run initialization has timed out after 90.0 sec.",
     "ray-head-lost": "gcs_rpc_client.h:533: Failed to connect to GCS within 60 seconds.",
     "network": "ConnectionRefusedError: [Errno 111] Connection refused",
@@ -107,6 +111,11 @@ TEXTS = {
     "python-value": "KeyError: 'reward'",
     "non-finite-loss": "step 812: loss is nan, stopping",
     "device-assert": "RuntimeError: CUDA error: device-side assert triggered",
+    "no-cuda-driver": (
+        "RuntimeError: Found no NVIDIA driver on your system. Please check that you have an NVIDIA "
+        "GPU and installed a driver"
+    ),
+    "no-gpu-visible": "RuntimeError: No CUDA GPUs are available",
     "cuda-error": "RuntimeError: CUDA error: an illegal memory access was encountered",
     "bus-error": "Fatal Python error: Bus error",
     "segfault": "Fatal Python error: Segmentation fault",
@@ -234,6 +243,12 @@ def test_xids_of_broken_gpus_are_recognised(number: int) -> None:
         ("omegaconf.errors.ConfigKeyError: Key 'x' not in 'y'", "USER_ERROR"),
         ("TypeError: f() got an unexpected keyword argument 'x'", "USER_ERROR"),
         ("ZeroDivisionError: division by zero", "RUNTIME_ERROR"),
+        ("AssertionError: Torch not compiled with CUDA enabled", "USER_ERROR"),
+        ("ImportError: libcuda.so.1: cannot open shared object file: No such file", "USER_ERROR"),
+        ("ValueError: Your setup doesn't support bf16/gpu.", "RUNTIME_ERROR"),
+        ("RuntimeError: CUDA error: no CUDA-capable device is detected", "RUNTIME_ERROR"),
+        ("RuntimeError: CUDA error: invalid device ordinal", "RUNTIME_ERROR"),
+        ("ConnectionError: Couldn't reach 'a/b' on the Hub (LocalEntryNotFoundError)", "NETWORK"),
         # Messages of shells and launchers about a program that was killed.
         ("bash: torchrun: command not found", "USER_ERROR"),
         ("/bin/sh: 1: ./train.sh: Permission denied", "USER_ERROR"),
@@ -278,6 +293,7 @@ def test_survived_errors_are_not_a_cause(path: Path) -> None:
         ("host-oom", "network"),
         ("node-lost", "collective-timeout"),
         ("storage", "python-value"),
+        ("hub-unreachable", "network"),
         ("network", "collective-timeout"),
         ("module-not-found", "traceback"),
         ("verl-total-gpus", "python-value"),
