@@ -25,7 +25,6 @@ from tasks.processes.identity import host_name
 from tasks.processes.machine import read_gpus
 from tasks.processes.owned_tasks import OwnedTasks, cancel_tasks
 from tasks.processes.ports import PortsReserved, listening_sockets
-from tasks.processes.probes import size_of
 from tasks.processes.process_component import ProcessComponent
 from tasks.processes.progress import (
     ProgressEnd,
@@ -297,7 +296,7 @@ class SupervisedAttempt:
         self._examinations = OwnedTasks(self.crash)
         self._alarms = Alarms(plan.alarms) if plan.alarms else None
         silence = Silence(
-            (component_plan.command.log for component_plan in plan.components),
+            self._context.logs.values(),
             resumed_step=plan.resume.step if plan.resume else None,
         )
         self._progress = ProgressWatch(plan, self._step_source(), silence, emit, self._is_quiet)
@@ -807,14 +806,13 @@ class SupervisedAttempt:
         exit: Exit | None = None,
     ) -> None:
         at = exit.at_monotonic_s if exit is not None else time.monotonic()
-        log = component.plan.command.log
-        since = self._progress.size_of_survived_log(log)
+        since = self._progress.size_of_survived_log(component.log.path)
         until: int | None = None
         if kind is FailureKind.STALLED and self.earliest.is_open_at(at):
             component.is_hung = True
             # Read the log only up to its present size. The examination of the component will write
             # stacks into the log.
-            until = max(0, size_of(log))
+            until = max(0, component.log.size())
 
         def make_verdict() -> Verdict:
             text = component.read_log_end(since, until)
@@ -895,6 +893,7 @@ class SupervisedAttempt:
         failed_ends = {name: (error,) for name, error in errors.items()}
         self._emit("teardown.ended", left={**left, **failed_ends} or None)
         verdict = await self._make_verdict(self.earliest.decision or decision)
+        self._context.release_logs()
         if left:
             verdict = verdict.with_leftovers(left)
         if errors:
@@ -968,7 +967,9 @@ class SupervisedAttempt:
             await self._context.close()
         except Exception:
             _log.exception("the resources of %s could not be closed", self._plan.run_id)
-        return decision.make_verdict()
+        verdict = decision.make_verdict()
+        self._context.release_logs()
+        return verdict
 
     async def _follow(
         self, component: RunningComponent, until_lost: Callable[[], Awaitable[GiveUpReason]]

@@ -33,6 +33,7 @@ from tasks.processes.warning_signal import StopWarning
 from tasks.record.causes import read_since_step
 from tasks.record.disk import DiskThread
 from tasks.record.events import Emit
+from tasks.record.log_file import HeldLog
 from tasks.record.metrics_file import FileFingerprint
 from tasks.record.outcome import ComponentFailed, Exit, GiveUpReason
 from tasks.record.run_json import ResumeRecord
@@ -175,6 +176,9 @@ class AttemptContext:
     client: httpx.AsyncClient = field(default_factory=make_client)
     #: Owner of all processes of the attempt on this machine.
     guards: Guards = field(init=False)
+    #: Logs of the components, by the name of the component. A log is held from the start of its
+    #: component until `release_logs`.
+    logs: Mapping[str, HeldLog] = field(init=False)
     _shared_memory: SharedMemoryWatch | None = None
 
     def __post_init__(self, template: GuardianTemplate | None) -> None:
@@ -185,6 +189,7 @@ class AttemptContext:
             containment=self.plan.containment,
             template=template,
         )
+        self.logs = {part.name: HeldLog(part.command.log) for part in self.plan.components}
 
     @property
     def disk(self) -> DiskThread | None:
@@ -228,6 +233,23 @@ class AttemptContext:
                 "save_grace_s": component.command.saves_within_s,
             }
             await self.register.enter(registry.JobEntry.model_validate(own | about))
+
+    async def hold_log(self, component: str) -> None:
+        """Open the log of a component. Await this before the component's program is started.
+
+        Raises:
+            OSError: The log cannot be opened or created.
+        """
+        log = self.logs[component]
+        if self.disk is None:
+            log.hold()
+        else:
+            await asyncio.wrap_future(self.disk.do(log.hold))
+
+    def release_logs(self) -> None:
+        """Close the logs of all components. Call it when the logs have been read to their end."""
+        for log in self.logs.values():
+            log.release()
 
     def leave_job(self, component: str) -> None:
         """Remove the registry entry of a Ray job. Call it after the complete end of the job."""
@@ -303,6 +325,8 @@ class RunningComponent(ABC):
         self.tasks = OwnedTasks(context.on_error)
         self._context = context
         self._emit = context.emit
+        #: Log of the component. Read it from `log.source`: its file may be moved or removed.
+        self.log = context.logs[plan.name]
         #: Identity that each file of a probe had before the component's start, by the path of the
         #: file. The probe compares it with the identity after the start.
         self._files: dict[Path, object] = {}
@@ -458,7 +482,7 @@ class RunningComponent(ABC):
             until: Number of bytes of the log to read. If None, the whole log is read.
         """
         since = max(since, self._log_since)
-        return read_since_step(self.plan.command.log, since=since, until=until)
+        return read_since_step(self.log.source, since=since, until=until)
 
     async def examine(self) -> None:
         """Write a report on a component that hangs. Call it before the component is ended."""
@@ -527,7 +551,7 @@ class RunningComponent(ABC):
         if spec.address is not None:
             return probes.TcpProbe(*spec.address)
         if spec.log is not None:
-            return probes.LogProbe(self.plan.command.log, spec.log, self._log_since)
+            return probes.LogProbe(self.log, spec.log, self._log_since)
         if spec.file is not None:
             path = self.plan.command.cwd / spec.file
             return probes.FileProbe(path, self._files.get(path))

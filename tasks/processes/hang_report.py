@@ -35,6 +35,7 @@ from tasks.processes.identity import ProcessId, host_name
 from tasks.processes.machine import read_gpus
 from tasks.processes.ports import list_sockets, listening_inodes
 from tasks.processes.tree import all_pids, is_zombie, machine, read_environment
+from tasks.record.log_file import HeldLog
 from tasks.spec.formatting import format_datetime, join_commas
 
 _PROC = Path("/proc")
@@ -527,8 +528,10 @@ class Diagnosis:
 
     #: The component that hangs.
     process: GuardedProcess
-    #: Command of the component, with its log and its stop signal.
+    #: Command of the component, with its stop signal.
     command: Command
+    #: Log of the component.
+    log: HeldLog
     #: Masks secrets in a text, before the text is written into the report.
     mask: Callable[[str], str]
     #: Place in the code where the component hangs; empty if unknown.
@@ -573,7 +576,7 @@ class Diagnosis:
         if not pids:
             return
         with _log_errors():
-            self._log_began = self.command.log.stat().st_size
+            self._log_began = self.log.source.stat().st_size
         evidence_by_node = {host_name(): gather_evidence(pids, _EXAMINED_WITHIN_S)}
         name = self.process.name
         self.hangs_in, text = compose_report(
@@ -617,12 +620,13 @@ class Diagnosis:
 
     def _copy_log(self) -> None:
         """Add the output since the start of the examination to the report."""
-        log = self.command.log
-        with log.open("rb") as f:
-            f.seek(self._log_began)
+        with self.log.source.open("rb") as f:
+            # If log rotation has truncated the log meanwhile, all of the content is new.
+            is_truncated = f.seek(0, os.SEEK_END) < self._log_began
+            f.seek(0 if is_truncated else self._log_began)
             output = f.read(_LOG_BYTES_AT_MOST).decode(errors="replace")
         if output:
-            self._write(f"New output in {log.name}:\n{output}")
+            self._write(f"New output in {self.log.path.name}:\n{output}")
         for path, line, name in _FAULTHANDLER_FRAME.findall(output):
             if not self.hangs_in and _is_own(path):
                 # py-spy has found no place in the program's own code, for example because the

@@ -14,12 +14,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import BinaryIO
 from urllib.parse import urlsplit
 
 import httpx
 
 from tasks.processes import tree
 from tasks.processes.shortage import NotChecked, has_no_files_left, is_own_shortage
+from tasks.record.log_file import HeldLog
 from tasks.spec.probes import find_unmet_conditions
 
 #: Layout of `struct ucred`: pid, uid, gid. Source: unix(7).
@@ -37,6 +39,8 @@ _EVERY_S_AT_MOST = 1.0
 _ANSWERS_WITHIN_S = 5.0
 #: Number of bytes of a log that are read at once.
 _CHUNK_BYTES = 1 << 20
+#: Number of bytes before the read position of a log that are compared at the next read.
+_COMPARED_BYTES = 64
 #: Largest number of messages of NOTIFY_SOCKET that are read at once. Without this limit, a
 #: component that sends messages without a pause would block all other tasks.
 _MESSAGES_AT_ONCE = 1024
@@ -194,32 +198,49 @@ class TcpProbe(ComponentProbe):
 
 
 class LogProbe(ComponentProbe):
-    """Succeeds if a line of the component's log matches a pattern."""
+    """Succeeds if a line of the component's log matches a pattern.
 
-    def __init__(self, log: Path, pattern: str, since: int = 0) -> None:
+    If log rotation truncates the log, the new content is read from its beginning.
+    """
+
+    def __init__(self, log: HeldLog, pattern: str, since: int = 0) -> None:
         """
         Args:
-            log: The log file.
+            log: The log.
             pattern: Regular expression.
             since: Number of bytes at the start of the log that an earlier process has written. They
                 are skipped.
         """
-        self.question = f"/{pattern}/ in {log.name}"
+        self.question = f"/{pattern}/ in {log.path.name}"
         self._log = log
         self._pattern = re.compile(pattern)
         self._offset = since
         self._partial = b""
+        #: Last bytes before `_offset`. If the log has other bytes there, it was truncated.
+        self._last_bytes = b""
 
     async def why_not(self, timeout_s: float) -> str:
-        with self._log.open("rb") as f:
+        with self._log.source.open("rb") as f:
+            if self._was_truncated(f):
+                self._offset = 0
+                self._partial = b""
+                self._last_bytes = b""
             f.seek(self._offset)
             while data := f.read(_CHUNK_BYTES):
                 self._offset += len(data)
+                self._last_bytes = (self._last_bytes + data)[-_COMPARED_BYTES:]
                 if self._matches(data):
                     return ""
                 # Let other asyncio tasks run, even if the log grows fast.
                 await asyncio.sleep(0)
         return "no such line yet"
+
+    def _was_truncated(self, f: BinaryIO) -> bool:
+        """Return True if the log no longer has the bytes that were read last."""
+        if f.seek(0, os.SEEK_END) < self._offset:
+            return True
+        f.seek(self._offset - len(self._last_bytes))
+        return f.read(len(self._last_bytes)) != self._last_bytes
 
     def _matches(self, data: bytes) -> bool:
         # The last line may be incomplete. Search it for the pattern now, and again when more of the
@@ -229,7 +250,7 @@ class LogProbe(ComponentProbe):
         return any(self._pattern.search(line.decode("utf-8", "replace")) for line in lines)
 
     def glance(self) -> object:
-        return size_of(self._log)
+        return self._log.size()
 
 
 class FileProbe(ComponentProbe):
@@ -414,11 +435,3 @@ def _accepts_connections(port: int | None) -> bool:
         if error == errno.EINPROGRESS and tree.is_ready(s.fileno(), select.POLLOUT):
             error = s.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         return error == 0
-
-
-def size_of(path: Path) -> int:
-    """Return the size of a file in bytes; -1 if it does not exist."""
-    try:
-        return path.stat().st_size
-    except OSError:
-        return -1

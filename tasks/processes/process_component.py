@@ -21,7 +21,7 @@ from tasks.processes.hang_report import Diagnosis, call_with_time_limit
 from tasks.processes.owned_tasks import cancel_tasks
 from tasks.processes.planned_end import PlannedEnd, read_scheduled_shutdown
 from tasks.processes.ports import Listener, has_listener, listeners
-from tasks.processes.probes import ComponentProbe, NotifyProbe, size_of
+from tasks.processes.probes import ComponentProbe, NotifyProbe
 from tasks.processes.warning_signal import ProcessKey, send_warning
 from tasks.record.outcome import ComponentFailed, GiveUpReason
 from tasks.spec.failure_kinds import FailureKind
@@ -118,7 +118,8 @@ class ProcessComponent(RunningComponent):
         self.refuse_foreign_ports()
         self.is_launched = True
         self._note_start()
-        self._log_since = max(0, size_of(command.log))
+        await self._context.hold_log(self.name)
+        self._log_since = self.log.size()
         running = self._context.guards.running(self.name, "", command)
         await self._running.enter_async_context(running)
         self.pid = self.process.pid
@@ -144,7 +145,10 @@ class ProcessComponent(RunningComponent):
         `end` later adds the component's last output to the report.
         """
         self._diagnosis = Diagnosis(
-            process=self.process, command=self.plan.command, mask=self._context.plan.mask
+            process=self.process,
+            command=self.plan.command,
+            log=self.log,
+            mask=self._context.plan.mask,
         )
         if (report := await self._diagnosis.examine()) is not None:
             self._emit("component.diagnosed", self.name, pid=self.pid, path=str(report))

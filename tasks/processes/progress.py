@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import re
 import time
 from collections import deque
@@ -19,9 +18,9 @@ import httpx
 
 from tasks.processes.component import AttemptPlan
 from tasks.processes.hang_report import call_with_time_limit
-from tasks.processes.probes import size_of
 from tasks.record.causes import STEPS_OF_SURVIVAL
 from tasks.record.events import Emit
+from tasks.record.log_file import HeldLog
 from tasks.record.metrics_file import FileFingerprint, MetricsFile
 from tasks.record.resume_check import compare_first_step
 from tasks.spec.formatting import format_duration, join_words, suggest_name
@@ -279,7 +278,7 @@ _SHAPE_LENGTH = 200
 class _Output:
     """Detects new lines in the log of one component. Repeated lines do not count as new."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: HeldLog) -> None:
         self._log = log
         #: Number of bytes at the start of the log that were read and end with a complete line.
         self._read_bytes = 0
@@ -297,9 +296,9 @@ class _Output:
         A line does not count as new if it differs from a recent line only in numbers and ids.
         """
         try:
-            if os.stat(self._log).st_size == self._size:
+            if self._log.size() == self._size:
                 return False
-            with self._log.open("rb") as f:
+            with self._log.source.open("rb") as f:
                 size = self._size = f.seek(0, 2)
                 start = self._read_bytes if size >= self._read_bytes else 0
                 start = max(start, size - _TAIL_BYTES)
@@ -351,7 +350,7 @@ class Silence:
 
     def __init__(
         self,
-        logs: Iterable[Path],
+        logs: Iterable[HeldLog],
         clock: Callable[[], float] = time.monotonic,
         resumed_step: float | None = None,
     ) -> None:
@@ -363,7 +362,8 @@ class Silence:
                 trainer that reports this step has not trained yet: it evaluates, or has copied its
                 old metrics.
         """
-        self._outputs = [_Output(log) for log in logs]
+        self._logs = tuple(logs)
+        self._outputs = [_Output(log) for log in self._logs]
         self._clock = clock
         self._resumed_step = resumed_step
         self._step: float | None = None
@@ -381,6 +381,10 @@ class Silence:
     def restart(self) -> None:
         """Count the time without progress from now, for example after the start of a component."""
         self._since = self._clock()
+
+    def measure_logs(self) -> dict[Path, int]:
+        """Return the size of each log in bytes, by its path; -1 for a log that does not exist."""
+        return {log.path: log.size() for log in self._logs}
 
     def has_output(self) -> bool:
         """Return True if a log has new lines since the last call.
@@ -652,8 +656,7 @@ class ProgressWatch:
             if self.step is not None:
                 self._took_s.append(now - self._stepped_s)
                 if step > self.step:
-                    logs = (component.command.log for component in self.plan.components)
-                    self._lengths.append({log: size_of(log) for log in logs})
+                    self._lengths.append(self.silence.measure_logs())
             is_first = self.step is None
             first_line = step if self._first_line is None else self._first_line
             self.step = step

@@ -534,4 +534,6 @@ class Services:
             if leftovers := await service.end():
                 left[name] = leftovers
         # `close` also kills the processes that still run because `end` of their service failed.
-        return {**await self.context.close(), **left}
+        left_by_context = await self.context.close()
+        self.context.release_logs()
+        return {**left_by_context, **left}

@@ -169,6 +169,53 @@ class _OpenLog:
         return data[len(self._tail) :]
 
 
+class HeldLog:
+    """A log file that can be read to its end, even if it is moved or removed meanwhile.
+
+    `hold` opens the file. While the file is open, the kernel keeps the file, and `source` leads to
+    it. A program that has the same file open continues to write there after the file was moved.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """
+        Args:
+            path: Path of the log. The file need not exist yet.
+        """
+        self.path = path
+        self._file: FileIO | None = None
+
+    @property
+    def source(self) -> Path:
+        """Path from which the log can be read: a link of /proc if the file is held."""
+        return self.path if self._file is None else Path(f"/proc/self/fd/{self._file.fileno()}")
+
+    def hold(self) -> None:
+        """Open the file, and create it if it does not exist. A file that was held is released.
+
+        Call this shortly before a program opens the log. After log rotation, the program may write
+        to another file than the program before it.
+
+        Raises:
+            OSError: The file cannot be opened or created.
+        """
+        fd = os.open(self.path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self.release()
+        self._file = FileIO(fd)
+
+    def release(self) -> None:
+        """Close the file. `source` is then the path of the log."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def size(self) -> int:
+        """Return the size of the log in bytes; -1 if it does not exist."""
+        try:
+            return self.source.stat().st_size
+        except OSError:
+            return -1
+
+
 def _rotated_files(log: Path) -> list[Path]:
     """Return the older files of a log that log rotation has renamed or copied, newest first.
 

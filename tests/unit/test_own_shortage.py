@@ -12,6 +12,7 @@ import pytest
 from tasks.processes.probes import ComponentProbe, HttpProbe, LogProbe, TcpProbe, make_client
 from tasks.processes.shortage import NotChecked
 from tasks.processes.sockets import SocketTable, listening_inodes
+from tasks.record.log_file import HeldLog
 from tasks.record.states import GroupState
 from tasks.rollout.backends import Ask
 from tasks.rollout.probing import HttpProber, NoReply, Reply
@@ -36,7 +37,7 @@ def test_probe_without_free_files_is_not_a_failure_of_its_component(
         probe: ComponentProbe = {
             "http": lambda: HttpProbe(f"http://{host}:{port}/", client),
             "tcp": lambda: TcpProbe(host, port),
-            "log": lambda: LogProbe(log, "here"),
+            "log": lambda: LogProbe(HeldLog(log), "here"),
         }[kind]()
         with full_table_of_files():
             answer = await probe.ask(5.0)

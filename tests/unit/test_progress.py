@@ -12,6 +12,7 @@ import pytest
 from tasks.processes import progress
 from tasks.processes.component import AttemptPlan
 from tasks.processes.progress import ProgressWatch, Silence, StepSource
+from tasks.record.log_file import HeldLog
 from tests.support.fleet_clock import Stuck, VirtualLoop, run
 from tests.support.step_function import StepFunction
 
@@ -22,7 +23,7 @@ class CountedSilence(Silence):
     """`Silence` that uses the clock of the event loop, and counts its checks of the log."""
 
     def __init__(self, *logs: Path) -> None:
-        super().__init__(logs, clock=lambda: asyncio.get_running_loop().time())
+        super().__init__(map(HeldLog, logs), clock=lambda: asyncio.get_running_loop().time())
         self.check_count = 0
 
     def seconds_without_progress(self, step: float | None) -> float:

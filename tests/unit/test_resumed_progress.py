@@ -9,6 +9,7 @@ import pytest
 
 from tasks.processes.progress import Silence
 from tasks.record.checkpoints import CheckpointGrowth
+from tasks.record.log_file import HeldLog
 from tests.support import checkpoint_files as files
 
 
@@ -46,7 +47,7 @@ def test_new_output_counts_until_the_training_has_made_a_step(tmp_path: Path) ->
     log = tmp_path / "trainer.log"
     log.write_text("")
     clock = Clock()
-    silence = Silence([log], clock, resumed_step=20)
+    silence = Silence([HeldLog(log)], clock, resumed_step=20)
     silence.seconds_without_progress(20)
 
     clock.now_s = 10.0

@@ -22,6 +22,7 @@ from tasks.processes.services import (
     Services,
     ServiceState,
 )
+from tasks.record.log_file import HeldLog
 from tasks.record.outcome import ComponentFailed, Exit, GiveUpReason
 from tasks.spec.errors import RunEnded
 from tasks.spec.failure_kinds import FailureKind
@@ -60,7 +61,7 @@ def test_delay_before_a_restart_depends_on_earlier_deaths(
 def test_log_of_an_earlier_process_does_not_prove_readiness(tmp_path: Path) -> None:
     log = tmp_path / "worker.log"
     log.write_text("Worker here started!\n")
-    probe = LogProbe(log, "^Worker .* started!", log.stat().st_size)
+    probe = LogProbe(HeldLog(log), "^Worker .* started!", log.stat().st_size)
 
     before = asyncio.run(probe.ask(5.0))
     with log.open("a") as written:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tasks.processes.progress import Silence
+from tasks.record.log_file import HeldLog
 
 #: Log lines that vLLM, uvicorn and slime's servers write every few seconds, even if they are idle.
 POLLED = [
@@ -23,7 +24,7 @@ class Watched:
     def __init__(self, log: Path) -> None:
         self.log = log
         self.now = 0.0
-        self.silence = Silence([log], clock=lambda: self.now)
+        self.silence = Silence([HeldLog(log)], clock=lambda: self.now)
         self.write("a line to begin with\n")
 
     def write(self, text: str, *, step: float | None = None) -> float:

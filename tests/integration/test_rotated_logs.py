@@ -1,0 +1,77 @@
+"""Tests of logs that are moved, removed or truncated while a component writes to them."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tasks.spec.failure_kinds import FailureKind
+from tasks.spec.probes import ReadyProbe
+from tests.support.supervised_components import ComponentHarness, python
+
+#: What happens to the log file, as Python code that the component executes.
+ROTATIONS = {
+    "removed": "os.unlink('trainer.log')",
+    "moved": "os.rename('trainer.log', 'trainer.log.1')",
+    "moved and created again": (
+        "os.rename('trainer.log', 'trainer.log.1'); open('trainer.log', 'w').close()"
+    ),
+    "truncated": "os.truncate('trainer.log', 0)",
+}
+
+
+@pytest.mark.parametrize("rotation", ROTATIONS)
+def test_log_is_read_to_its_end_after_its_file_was(
+    rotation: str, harness: ComponentHarness
+) -> None:
+    program = (
+        "import os\n"
+        "print('a line before the rotation', 'x' * 5000, flush=True)\n"
+        f"{ROTATIONS[rotation]}\n"
+        "print('ready now', flush=True)\n"
+        "while not os.path.exists('fail'): __import__('time').sleep(0.02)\n"
+        "raise ValueError('the cause after the rotation')\n"
+    )
+    trainer = harness.component(
+        "trainer", python(program), ready=ReadyProbe(log="ready now", within_s=20)
+    )
+
+    supervisor = harness.start_all(trainer)
+    (harness.directory / "fail").touch()
+    verdict = harness.wait_for_verdict(supervisor)
+
+    assert verdict.failure is not None
+    assert verdict.failure.kind is FailureKind.USER_ERROR
+    assert "ValueError: the cause after the rotation" in verdict.message
+    assert "ready now" in verdict.failure.log_tail
+
+
+def test_output_into_a_moved_log_is_no_stall(harness: ComponentHarness) -> None:
+    # Without the moved log, nothing shows that the component works, and the run would be ended.
+    program = (
+        "import os, time\n"
+        "os.rename('trainer.log', 'trainer.log.1')\n"
+        "for letter in 'abcdefghijklm': print(letter * 9, flush=True); time.sleep(0.25)\n"
+    )
+    trainer = harness.component("trainer", python(program), on_exit_zero="complete")
+
+    verdict = harness.run(trainer, stall_after_s=1.5)
+
+    assert verdict.failure is None, verdict.message
+
+
+def test_no_file_stays_open_after_an_attempt(harness: ComponentHarness) -> None:
+    trainer = harness.component("trainer", python("pass"), on_exit_zero="complete")
+
+    harness.run(trainer)
+
+    log = str(harness.log_path("trainer"))
+    assert log not in {_target(fd) for fd in os.listdir("/proc/self/fd")}
+
+
+def _target(fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return ""
