@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import re
+import signal
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -19,6 +20,7 @@ from statistics import fmean
 from typing import Any
 
 from tasks.processes.component import PORT_TAKEN, AttemptContext, AttemptPlan, RunningComponent
+from tasks.processes.descendant_watch import DeathEvidence
 from tasks.processes.guarded import GuardianTemplate
 from tasks.processes.hang_report import call_with_time_limit
 from tasks.processes.identity import host_name
@@ -37,10 +39,15 @@ from tasks.processes.progress import (
 from tasks.processes.registry import RunRegister
 from tasks.processes.start_errors import describe_start_error
 from tasks.processes.time_to_save import TimeToSave
-from tasks.record.causes import Role, find_cause, last_lines
+from tasks.record.causes import Cause, Role, find_cause, last_lines
 from tasks.record.events import Emit
 from tasks.record.outcome import ComponentFailed, Exit, Failure, GiveUpReason, Verdict, signal_name
-from tasks.record.ranks import find_first_rank, select_lines_of_rank, select_traceback_of_rank
+from tasks.record.ranks import (
+    RankFailure,
+    find_first_rank,
+    select_lines_of_rank,
+    select_traceback_of_rank,
+)
 from tasks.record.states import RunState
 from tasks.spec.errors import RunEnded
 from tasks.spec.failure_kinds import FailureKind, find_kind_of_start_error
@@ -80,6 +87,15 @@ _SIGNAL_HINTS = {
     "SIGBUS": "SIGBUS often means that a memory-mapped file could not grow. Check the free space "
     "with df -h /dev/shm and df -h.",
 }
+#: Advice for SIGKILL that the kernel's OOM killer has not sent.
+_SIGKILL_BY_OTHERS = "SIGKILL comes from outside: from a person, another program or a job manager."
+#: Advice for a process that the kernel's OOM killer has killed.
+_OOM_HINT = (
+    "Use fewer workers, a smaller batch or less offloading. Or raise the memory limit that the "
+    "message names."
+)
+#: Evidence for a component about whose processes this machine's kernel knows nothing.
+_NO_EVIDENCE = DeathEvidence()
 #: Advice for an exit code of a shell, if the log does not show the cause.
 _EXIT_CODE_HINTS = {
     126: "Exit code 126 of a shell means that it could not execute a program. Check the mode of "
@@ -97,6 +113,7 @@ def make_failure(
     rule: str,
     kind: FailureKind | None = None,
     exit: Exit | None = None,
+    evidence: DeathEvidence = _NO_EVIDENCE,
 ) -> Failure:
     """Return the failure of a component, with the cause that is found in its log.
 
@@ -110,11 +127,30 @@ def make_failure(
         kind: Kind of the failure. None if it is uncertain: the kind is then taken from the cause in
             `text`, or else from the signal that ended the component.
         exit: Exit of the component; None if it has not ended.
+        evidence: Facts that the kernel and the launcher report about the deaths of the component's
+            processes.
     """
-    first_rank = find_first_rank(text) if exit is not None else None
+    first_rank = _find_first_rank(text, evidence) if exit is not None else None
     own_text = text if first_rank is None else select_lines_of_rank(text, first_rank)
     cause = find_cause(own_text)
-    signal = exit.signal_name if exit else None
+    if evidence.traceback and (cause is None or cause.rule.role >= Role.CASCADE):
+        cause = find_cause(evidence.traceback) or cause
+    exit_signal = exit.signal_name if exit else None
+    if first_rank is not None and first_rank is evidence.first_death and first_rank.signal_name:
+        signal_of_death: str | None = first_rank.signal_name
+        if cause is not None and cause.rule.role >= Role.EXCEPTION:
+            # A signal writes no message. The other processes have written this message, because
+            # they have lost the killed process.
+            cause = None
+    else:
+        signal_of_death = exit_signal
+    is_oom_kill = (
+        exit is not None and kind is None and _is_oom_kill(exit, first_rank, cause, evidence)
+    )
+    if is_oom_kill:
+        cause = None
+        kind = FailureKind.HOST_OOM
+        rule = "oom-killer"
     hint = cause.rule.hint if cause else ""
     line = cause.line if cause else ""
     if cause is not None and kind in (None, FailureKind.RUNTIME_ERROR):
@@ -123,7 +159,8 @@ def make_failure(
         if cause.rule.kind is not FailureKind.UNKNOWN:
             kind = cause.rule.kind
     if kind is None:
-        kind = FailureKind.RUNTIME_ERROR if signal in _FATAL_SIGNALS else FailureKind.UNKNOWN
+        is_fatal = signal_of_death in _FATAL_SIGNALS
+        kind = FailureKind.RUNTIME_ERROR if is_fatal else FailureKind.UNKNOWN
     if exit is not None and not hint:
         hint = _make_exit_hint(exit)
     cause_line = line if cause is not None and cause.rule.id != "traceback" else ""
@@ -139,17 +176,60 @@ def make_failure(
                 f"Find the reason in the last lines that {first_rank.name} has written to the log."
             )
         tail = last_lines(select_traceback_of_rank(text, first_rank)) or tail
+    tail = last_lines(evidence.traceback) or tail
+    has_unclear_cause = cause is None or cause.rule.role >= Role.CASCADE
+    if is_oom_kill:
+        message = f"{message}: {evidence.oom_kill}"
+        hint = _OOM_HINT
+    elif exit is not None and has_unclear_cause and _got_sigkill(exit, first_rank):
+        if evidence.no_oom_kill:
+            hint = f"{_SIGKILL_BY_OTHERS} {evidence.no_oom_kill}"
+        else:
+            hint = _SIGNAL_HINTS["SIGKILL"]
+        if _signal_of_shell(exit):
+            hint = f"{_describe_shell_code(exit)} {hint}"
     return Failure(
         kind=kind,
         component=component,
         message=f"{message}: {cause_line}" if cause_line else message,
         exit_code=exit.exit_code if exit else None,
-        signal=signal,
+        signal=exit_signal,
         rule=rule,
         line=line,
         hint=hint,
         log_tail=tail,
     )
+
+
+def _find_first_rank(text: str, evidence: DeathEvidence) -> RankFailure | None:
+    """Return the process of a component that failed first, from the log or from the kernel."""
+    logged = find_first_rank(text)
+    death = evidence.first_death
+    if logged is None or death is None:
+        return logged or death
+    # A traceback in the log has no exit code. If a signal killed another process before, the
+    # traceback can be its consequence.
+    is_killed = death.signal_name is not None
+    return death if logged.exit_code is None and is_killed else logged
+
+
+def _got_sigkill(exit: Exit, first_rank: RankFailure | None) -> bool:
+    """Return True if SIGKILL ended the component or the process that failed first."""
+    codes = (-signal.SIGKILL, 128 + signal.SIGKILL)
+    is_rank = first_rank is not None and first_rank.exit_code in codes
+    return is_rank or exit.signal == signal.SIGKILL or exit.exit_code in codes
+
+
+def _is_oom_kill(
+    exit: Exit, first_rank: RankFailure | None, cause: Cause | None, evidence: DeathEvidence
+) -> bool:
+    """Return True if a kill by the kernel's OOM killer explains the exit of a component."""
+    if not evidence.oom_kill:
+        return False
+    if exit.signal is not None or _got_sigkill(exit, first_rank):
+        return _got_sigkill(exit, first_rank)
+    is_unclear = cause is None or cause.rule.role >= Role.CASCADE
+    return is_unclear and (first_rank is None or first_rank.exit_code is None)
 
 
 def _make_exit_hint(exit: Exit) -> str:
@@ -162,8 +242,15 @@ def _make_exit_hint(exit: Exit) -> str:
     shell_signal = _signal_of_shell(exit)
     if shell_signal is None:
         return ""
-    hint = f"Exit code {code} of a shell or launcher means that {shell_signal} ended its program."
-    return f"{hint} {_SIGNAL_HINTS.get(shell_signal, '')}".rstrip()
+    return f"{_describe_shell_code(exit)} {_SIGNAL_HINTS.get(shell_signal, '')}".rstrip()
+
+
+def _describe_shell_code(exit: Exit) -> str:
+    """Return a sentence about an exit code of a shell or launcher that stands for a signal."""
+    return (
+        f"Exit code {exit.exit_code} of a shell or launcher means that {_signal_of_shell(exit)} "
+        "ended its program."
+    )
 
 
 def _signal_of_shell(exit: Exit) -> str | None:
@@ -771,14 +858,14 @@ class SupervisedAttempt:
         last = self._plan.last_step or 0
         reached_at = self._progress.reached_at or math.inf
         is_saved = newest is not None and ((newest[0] or 0) >= last or newest[1] >= reached_at)
-        signal = exit.signal_name or _signal_of_shell(exit)
-        is_crash_at_exit = is_known and newest is None and signal in _FATAL_SIGNALS
+        exit_signal = exit.signal_name or _signal_of_shell(exit)
+        is_crash_at_exit = is_known and newest is None and exit_signal in _FATAL_SIGNALS
         if not is_saved and not is_crash_at_exit:
             self._fail_by_exit(component, exit)
             return
         where = "after its last checkpoint" if is_saved else "at its exit"
         message = (
-            f"{self._progress.describe_end()}; {component.name} was killed by {signal} {where}"
+            f"{self._progress.describe_end()}; {component.name} was killed by {exit_signal} {where}"
         )
         verdict = Verdict(state=RunState.COMPLETED, message=message)
         self._decide(Decision.of(verdict, exit.at_monotonic_s))
@@ -820,7 +907,13 @@ class SupervisedAttempt:
             if component.hangs_in:
                 full_message = f"{message}; it hangs in {component.hangs_in}"
             failure = make_failure(
-                component.name, text, message=full_message, rule=rule, kind=kind, exit=exit
+                component.name,
+                text,
+                message=full_message,
+                rule=rule,
+                kind=kind,
+                exit=exit,
+                evidence=component.explain_death(exit) if exit is not None else _NO_EVIDENCE,
             )
             return Verdict.failed(failure, at)
 

@@ -21,6 +21,7 @@ import httpx
 
 from tasks.processes import probes, registry
 from tasks.processes.containment import Containment, Level
+from tasks.processes.descendant_watch import DeathEvidence
 from tasks.processes.guarded import Command, GuardianTemplate
 from tasks.processes.guards import Guards
 from tasks.processes.owned_tasks import OwnedTasks
@@ -356,6 +357,14 @@ class RunningComponent(ABC):
                 path = self.plan.command.cwd / spec.file
                 self._files[path] = probes.identity_of(path)
         self._launched_monotonic_s = time.monotonic()
+
+    def explain_death(self, exit: Exit) -> DeathEvidence:
+        """Return the facts about the deaths of the component's processes. The call may block.
+
+        Args:
+            exit: Exit of the component, or of a process that it must not lose.
+        """
+        return DeathEvidence()
 
     def seconds_alive(self) -> float:
         return time.monotonic() - self._launched_monotonic_s

@@ -17,13 +17,15 @@ from tasks.processes.component import (
     RunningComponent,
     forever,
 )
+from tasks.processes.descendant_watch import DeathEvidence, DescendantWatch
 from tasks.processes.hang_report import Diagnosis, call_with_time_limit
 from tasks.processes.owned_tasks import cancel_tasks
 from tasks.processes.planned_end import PlannedEnd, read_scheduled_shutdown
 from tasks.processes.ports import Listener, has_listener, listeners
 from tasks.processes.probes import ComponentProbe, NotifyProbe
+from tasks.processes.torch_error_file import ErrorFile
 from tasks.processes.warning_signal import ProcessKey, send_warning
-from tasks.record.outcome import ComponentFailed, GiveUpReason
+from tasks.record.outcome import ComponentFailed, Exit, GiveUpReason
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import LiveProbe, ReadyProbe
 
@@ -62,6 +64,8 @@ class ProcessComponent(RunningComponent):
         self._notify: NotifyProbe | None = None
         self._publishing: asyncio.Task[None] | None = None
         self._diagnosis: Diagnosis | None = None
+        self._descendants: DescendantWatch | None = None
+        self._error_file = ErrorFile(plan.command)
         #: Processes of the component that got the warning signal.
         self._warned: set[ProcessKey] = set()
 
@@ -111,6 +115,7 @@ class ProcessComponent(RunningComponent):
             self._publishing = asyncio.create_task(self._publish_statuses(self._notify))
             env = {**command.env, "NOTIFY_SOCKET": self._notify.address}
             command = replace(command, env=env)
+        command = self._error_file.prepare(command)
         self._context.ports.release(self.name)
         for spec in (self.plan.ready, self.plan.live):
             if spec is not None and (probe := self._probe(spec)) is not None:
@@ -120,10 +125,18 @@ class ProcessComponent(RunningComponent):
         self._note_start()
         await self._context.hold_log(self.name)
         self._log_since = self.log.size()
+        descendants = DescendantWatch(self.process)
+        self._descendants = descendants
         running = self._context.guards.running(self.name, "", command)
         await self._running.enter_async_context(running)
         self.pid = self.process.pid
+        self.tasks.start(descendants.watch())
+        self.exited.add_done_callback(lambda exited: descendants.note_end())
         self._emit("component.spawned", self.name, pid=self.pid, argv=list(command.argv))
+
+    def explain_death(self, exit: Exit) -> DeathEvidence:
+        evidence = self._descendants.explain(exit) if self._descendants else DeathEvidence()
+        return replace(evidence, traceback=self._error_file.read_traceback())
 
     async def until_process_lost(self) -> GiveUpReason:
         live = self.plan.live
@@ -155,6 +168,8 @@ class ProcessComponent(RunningComponent):
 
     async def end(self) -> tuple[int | str, ...]:
         await self.tasks.cancel()
+        if self._descendants is not None:
+            self._descendants.note_end()
         if not self.is_launched:
             await self._close_notify()
             await self._context.guards.dismiss(self.name)

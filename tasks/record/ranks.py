@@ -66,6 +66,13 @@ class RankFailure:
     #: Ranks that were alive while this rank waited for other ranks in vain.
     alive: tuple[int, ...] = ()
 
+    @property
+    def signal_name(self) -> str | None:
+        """Name of the signal that ended the process; None if no signal is known."""
+        if self.exit_code is None or self.exit_code >= 0:
+            return None
+        return _name_signal(-self.exit_code)
+
     def __str__(self) -> str:
         """Return the name of the process with its end, such as `rank 1 (pid 7) got SIGKILL`."""
         subject = self.name if self.pid is None else f"{self.name} (pid {self.pid})"

@@ -1,0 +1,353 @@
+"""Watch the processes of a component, and explain why one of them was killed.
+
+The guardian reads the exit status of a component's first process only. A parent reads the exit
+status of its own children and may print nothing about them, as `multiprocessing` does. This module
+watches the descendants through pidfds, so that the first worker process that dies can be named. It
+also compares the counters of the kernel's OOM killer at the start and at the end of the component.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tasks.processes import oom_killer, tree
+from tasks.processes.child_watch import read_exit
+from tasks.processes.guarded import GuardedProcess
+from tasks.processes.hang_report import call_with_time_limit
+from tasks.processes.identity import ProcessId
+from tasks.processes.oom_killer import MemoryGroup
+from tasks.record.outcome import Exit
+from tasks.record.ranks import RankFailure
+
+#: Seconds from the start of the component to the first search for its descendants.
+_FIRST_SEARCH_S = 0.1
+#: Pause between two searches, as a share of the time since the start of the component.
+_PAUSE_PART = 0.05
+#: Smallest pause between two searches, in seconds.
+_PAUSE_AT_LEAST_S = 0.25
+#: Largest pause between two searches, in seconds.
+_PAUSE_AT_MOST_S = 5.0
+#: Smallest pause between two searches, as a multiple of the duration of a search.
+_PAUSE_PER_SEARCH = 50.0
+#: Time limit in seconds for a search. /proc can block for a process that is stuck in the kernel.
+_SEARCH_WITHIN_S = 10.0
+#: Largest number of descendants that are watched at the same time, because each needs an open file.
+_WATCHED_AT_MOST = 512
+#: Seconds before the end of the component in which the death of a process can be its cause.
+_CAUSE_WITHIN_S = 60.0
+#: Largest number of characters of a command line that a message shows.
+_SHOWN_CHARACTERS = 120
+#: Names of the signals that launchers and terminals use to stop a process. The death of a process
+#: by such a signal is the consequence of another event.
+_STOP_SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGPIPE"})
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeathEvidence:
+    """Facts that the kernel knows about the deaths of a component's processes."""
+
+    #: Clause about the kill of the kernel's OOM killer, with the memory limit. Empty if the OOM
+    #: killer has killed no process of the component shortly before its end.
+    oom_kill: str = ""
+    #: Sentence that says why the OOM killer did not send SIGKILL. Empty if this is unknown.
+    no_oom_kill: str = ""
+    #: The descendant that died first, shortly before the end of the component. None if unknown.
+    first_death: RankFailure | None = None
+    #: Traceback of the rank that failed first, from the file that torchrun writes. Empty if the
+    #: file does not exist.
+    traceback: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Process:
+    """A process of the component at the time of a search."""
+
+    id: ProcessId
+    command: str
+    #: Number of the rank; None if the process is no rank of a training.
+    rank: int | None
+    #: True if the process is a worker of its parent: a rank, a process of `multiprocessing`, or a
+    #: fork of its parent that executes the same program.
+    is_worker: bool
+    memory_bytes: int
+    #: Directories of the memory cgroups of the process, the innermost first.
+    memory_groups: tuple[Path, ...]
+
+
+@dataclass(slots=True)
+class DescendantWatch:
+    """Watches the processes of one component, from its start to the end of its first process.
+
+    Start `watch` as a task when the component runs, call `note_end` when its first process has
+    ended, and call `close` at the end.
+    """
+
+    process: GuardedProcess
+    _began_monotonic_s: float = field(default_factory=time.monotonic)
+    #: Number of kills of the OOM killer on this machine at the start of the component.
+    _machine_kills: int | None = field(default_factory=oom_killer.count_kills_of_machine)
+    #: State of each memory cgroup when the watch began to use it, by the directory.
+    _first_groups: dict[Path, MemoryGroup] = field(default_factory=dict)
+    #: Latest state of each memory cgroup, by the directory.
+    _last_groups: dict[Path, MemoryGroup] = field(default_factory=dict)
+    #: Time of the latest kill in each memory cgroup in CLOCK_MONOTONIC seconds, by the directory.
+    _kill_times: dict[Path, float] = field(default_factory=dict)
+    #: Memory cgroups of each process, without duplicates. The innermost cgroup is first.
+    _chains: dict[tuple[Path, ...], None] = field(default_factory=dict)
+    #: Pidfd and description of each watched descendant, by its pid.
+    _watched: dict[int, tuple[int, _Process]] = field(default_factory=dict)
+    #: Pids of all processes that the component had in a search.
+    _pids: set[int] = field(default_factory=set)
+    #: Deaths of descendants, oldest first.
+    _deaths: list[tuple[_Process, Exit]] = field(default_factory=list)
+    _largest: _Process | None = None
+    _is_over: bool = False
+
+    def __post_init__(self) -> None:
+        # The component inherits the memory cgroup of this process.
+        self._follow_groups(_read_memory_groups("self"))
+
+    async def watch(self) -> None:
+        """Search for new descendants repeatedly, with growing pauses, until cancelled."""
+        await asyncio.sleep(_FIRST_SEARCH_S)
+        while not self._is_over:
+            began = time.monotonic()
+            no_process: list[_Process] = []
+            processes = await call_with_time_limit(_SEARCH_WITHIN_S, self._search, no_process)
+            took_s = time.monotonic() - began
+            if not self._is_over:
+                for process in processes:
+                    self._note_process(process)
+                self._read_groups()
+            age_s = time.monotonic() - self._began_monotonic_s
+            pause_s = min(max(_PAUSE_AT_LEAST_S, age_s * _PAUSE_PART), _PAUSE_AT_MOST_S)
+            await asyncio.sleep(max(pause_s, took_s * _PAUSE_PER_SEARCH))
+
+    def note_end(self) -> None:
+        """Record the state of the kernel's counters at the end of the component's first process."""
+        if self._is_over:
+            return
+        self._is_over = True
+        for pid, (pidfd, _) in list(self._watched.items()):
+            if tree.is_ready(pidfd, select.POLLIN):
+                self._note_death(pid)
+        self._read_groups()
+        self.close()
+
+    def close(self) -> None:
+        """Close the pidfds of all watched descendants."""
+        self._is_over = True
+        for pid in list(self._watched):
+            self._forget(pid)
+
+    def explain(self, exit: Exit) -> DeathEvidence:
+        """Return the evidence about the end of the component. The call may take milliseconds.
+
+        Args:
+            exit: Exit of the component's first process, or of a process that it must not lose.
+        """
+        oom_kill = self._describe_oom_kill(exit)
+        return DeathEvidence(
+            oom_kill=oom_kill,
+            no_oom_kill="" if oom_kill else self._describe_missing_oom_kill(),
+            first_death=self._find_first_death(exit),
+        )
+
+    def _search(self) -> list[_Process]:
+        """Return the processes of the component that are not watched yet, and the largest ones."""
+        return [*_describe_processes(self.process.processes())]
+
+    def _note_process(self, process: _Process) -> None:
+        pid = process.id.pid
+        self._pids.add(pid)
+        self._follow_groups(process.memory_groups)
+        if self._largest is None or process.memory_bytes > self._largest.memory_bytes:
+            self._largest = process
+        if pid == self.process.pid:
+            return
+        if pid in self._watched:
+            # A process that was just forked may have executed another program since.
+            pidfd, known = self._watched[pid]
+            if known.id == process.id:
+                self._watched[pid] = (pidfd, process)
+            return
+        if len(self._watched) >= _WATCHED_AT_MOST:
+            return
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            # The process has ended, or this process has no free file descriptor.
+            return
+        if tree.start_ticks(pid) != process.id.start_ticks:
+            os.close(pidfd)
+            return
+        self._watched[pid] = (pidfd, process)
+        asyncio.get_running_loop().add_reader(pidfd, self._note_death, pid)
+
+    def _note_death(self, pid: int) -> None:
+        pidfd, process = self._watched[pid]
+        self._deaths.append((process, read_exit(pidfd, process.id)))
+        self._forget(pid)
+
+    def _forget(self, pid: int) -> None:
+        pidfd, _ = self._watched.pop(pid)
+        asyncio.get_running_loop().remove_reader(pidfd)
+        os.close(pidfd)
+
+    def _follow_groups(self, chain: tuple[Path, ...]) -> None:
+        """Remember the state of cgroups that no earlier process of the component has used."""
+        if chain in self._chains:
+            return
+        self._chains[chain] = None
+        for path in chain:
+            if path not in self._first_groups and (group := oom_killer.read_memory_group(path)):
+                self._first_groups[path] = self._last_groups[path] = group
+
+    def _read_groups(self) -> None:
+        now = time.monotonic()
+        for path, last in self._last_groups.items():
+            if group := oom_killer.read_memory_group(path):
+                if group.kills > last.kills:
+                    self._kill_times[path] = now
+                self._last_groups[path] = group
+
+    def _describe_oom_kill(self, exit: Exit) -> str:
+        """Return a clause about the last kill of the OOM killer, or an empty string."""
+        # The kernel log uses the time since boot, which can differ slightly from CLOCK_MONOTONIC.
+        since_s = max(self._began_monotonic_s, exit.at_monotonic_s - _CAUSE_WITHIN_S) - 1.0
+        pids = self._pids | ({self.process.pid} if self.process.pid is not None else set())
+        logged = oom_killer.find_logged_kills(oom_killer.read_kernel_log(), pids, since_s=since_s)
+        chain = self._find_chain_with_kill(exit)
+        if not logged and chain is None:
+            return ""
+        if chain is None:
+            # The process may have moved into another cgroup after the last search.
+            chain = next(reversed(self._chains), ())
+
+        victim = "a process of the component"
+        largest = self._largest
+        sizes = [(largest.memory_bytes, largest.command, largest.id.pid)] if largest else []
+        if logged:
+            kill = logged[-1]
+            victim = f"{kill.name} (pid {kill.pid})"
+            sizes += [(kill.memory_bytes, kill.name, kill.pid) for kill in logged]
+        groups = [self._last_groups[path] for path in chain if path in self._last_groups]
+        limiting = oom_killer.select_reached_limit(groups)
+        if logged and not logged[-1].is_for_cgroup:
+            limiting = None
+        clause = f"the kernel's OOM killer killed {victim}, because {_describe_limit(limiting)}"
+        if sizes:
+            memory_bytes, command, pid = max(sizes)
+            size = _format_memory(memory_bytes)
+            clause += f", largest process {command[:_SHOWN_CHARACTERS]} (pid {pid}) with {size}"
+        return clause
+
+    def _find_chain_with_kill(self, exit: Exit) -> tuple[Path, ...] | None:
+        """Return the cgroups of a process, if the OOM killer has killed in the innermost of them.
+
+        If the innermost cgroup was removed, the kills in the nearest remaining cgroup count.
+        """
+        for chain in reversed(self._chains):
+            path = next((path for path in chain if oom_killer.read_memory_group(path)), None)
+            if path is None:
+                continue
+            for candidate in {chain[0], path}:
+                killed_at = self._kill_times.get(candidate)
+                if killed_at is not None and killed_at >= exit.at_monotonic_s - _CAUSE_WITHIN_S:
+                    return chain
+        return None
+
+    def _describe_missing_oom_kill(self) -> str:
+        now = oom_killer.count_kills_of_machine()
+        if now is None or self._machine_kills is None:
+            return ""
+        if now == self._machine_kills:
+            return (
+                "The kernel's OOM killer has killed no process of this machine since the component "
+                "started."
+            )
+        if self._last_groups:
+            return "The kernel's OOM killer has killed no process in the cgroup of the component."
+        return ""
+
+    def _find_first_death(self, exit: Exit) -> RankFailure | None:
+        """Return the descendant whose death explains the exit of the component, or None."""
+        if exit.signal is not None or exit.is_zero:
+            return None
+        for process, death in self._deaths:
+            is_recent = death.at_monotonic_s >= exit.at_monotonic_s - _CAUSE_WITHIN_S
+            is_kill = death.signal is not None and death.signal_name not in _STOP_SIGNALS
+            is_error = process.is_worker and death.exit_code not in (None, 0)
+            if is_recent and (is_kill or is_error):
+                command = process.command[:_SHOWN_CHARACTERS]
+                is_rank = process.rank is not None
+                return RankFailure(
+                    name=f"rank {process.rank}" if is_rank else f"process `{command}`",
+                    rank=process.rank,
+                    pid=process.id.pid,
+                    exit_code=-death.signal if death.signal is not None else death.exit_code,
+                )
+        return None
+
+
+def _describe_processes(pids: list[int]) -> Iterator[_Process]:
+    """Yield a description of each process that still exists."""
+    for pid in pids:
+        id = ProcessId.of(pid)
+        command = tree.read_command_line(pid)
+        if not command or not id.start_ticks:
+            continue
+        rank: int | None = None
+        with contextlib.suppress(OSError, ValueError):
+            rank = int(tree.read_environment(pid).get("RANK", ""))
+        parent_command = tree.read_command_line(tree.read_parent(pid))
+        is_worker = rank is not None or "multiprocessing" in command or command == parent_command
+        memory_bytes = 0
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            pages = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]
+            memory_bytes = int(pages) * _PAGE_BYTES
+        yield _Process(
+            id=id,
+            command=command,
+            rank=rank,
+            is_worker=is_worker,
+            memory_bytes=memory_bytes,
+            memory_groups=_read_memory_groups(str(pid)),
+        )
+
+
+def _read_memory_groups(pid: str) -> tuple[Path, ...]:
+    """Return the memory cgroups of a process, the innermost first; empty if it has ended."""
+    try:
+        memberships = Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8")
+        mountinfo = Path("/proc/self/mountinfo").read_text(encoding="utf-8")
+    except OSError:
+        return ()
+    return oom_killer.find_memory_groups(memberships, mountinfo)
+
+
+def _describe_limit(group: MemoryGroup | None) -> str:
+    if group is None or group.limit_bytes is None:
+        total_bytes = _PAGE_BYTES * os.sysconf("SC_PHYS_PAGES")
+        return f"this machine ran out of memory: it has {_format_memory(total_bytes)}"
+    clause = (
+        f"cgroup {group.path} reached its memory limit: limit {_format_memory(group.limit_bytes)}"
+    )
+    if group.peak_bytes is not None:
+        clause += f", peak {_format_memory(group.peak_bytes)}"
+    return clause
+
+
+def _format_memory(count_bytes: int) -> str:
+    """Return a number of bytes in MiB or GiB, such as `64 MiB` or `1.5 GiB`."""
+    if count_bytes < 1 << 30:
+        return f"{count_bytes / (1 << 20):.0f} MiB"
+    return f"{count_bytes / (1 << 30):.1f} GiB"

@@ -1,0 +1,188 @@
+"""A failure says who killed a process: the kernel's OOM killer, or another process or person."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tasks.processes import oom_killer
+from tasks.spec.failure_kinds import FailureKind
+from tests.support.supervised_components import ComponentHarness, python, sh
+
+LIMIT_BYTES = 64 << 20
+#: Python code that uses more memory than the limit, after the supervisor had time to see it.
+HOG = "import time; time.sleep(0.5); data = [bytearray(8 << 20) for _ in range(40)]; time.sleep(60)"
+
+
+@pytest.fixture
+def limited_cgroup() -> Iterator[Path]:
+    """Yield the directory of an empty cgroup with a memory limit of 64 MiB."""
+    memberships = Path("/proc/self/cgroup").read_text()
+    groups = oom_killer.find_memory_groups(memberships, Path("/proc/self/mountinfo").read_text())
+    if not groups:
+        pytest.skip("no memory cgroup is visible")
+    directory = groups[0] / f"muster-test-{os.getpid()}"
+    try:
+        directory.mkdir()
+        limit = directory / "memory.limit_in_bytes"
+        if not limit.exists():
+            limit = directory / "memory.max"
+        limit.write_text(str(LIMIT_BYTES))
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            directory.rmdir()
+        pytest.skip(f"no memory limit can be set: {error}")
+    yield directory
+    deadline = time.monotonic() + 10
+    while directory.exists() and time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            directory.rmdir()
+        time.sleep(0.02)
+
+
+def run_in(cgroup: Path, script: str) -> tuple[str, ...]:
+    """Return the command that runs a shell script in a cgroup."""
+    return sh(f"echo $$ > {cgroup}/cgroup.procs; {script}")
+
+
+@pytest.mark.parametrize("is_kernel_log_readable", [True, False])
+def test_component_that_exceeds_its_memory_limit_is_host_oom(
+    harness: ComponentHarness,
+    limited_cgroup: Path,
+    is_kernel_log_readable: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not is_kernel_log_readable:
+        monkeypatch.setattr(oom_killer, "read_kernel_log", str)
+    interpreter = python(HOG)[0]
+
+    verdict = harness.run(
+        harness.component("trainer", run_in(limited_cgroup, f"exec {interpreter} -I -S -c '{HOG}'"))
+    )
+
+    assert verdict.failure is not None
+    assert verdict.failure.kind is FailureKind.HOST_OOM
+    assert verdict.failure.signal == "SIGKILL"
+    assert f"cgroup {limited_cgroup} reached its memory limit: limit 64 MiB, peak 64 MiB" in (
+        verdict.failure.message
+    )
+    assert "largest process" in verdict.failure.message
+
+
+@pytest.mark.parametrize("exit_code", [1, 137])
+def test_launcher_whose_worker_exceeds_the_memory_limit_is_host_oom(
+    harness: ComponentHarness, limited_cgroup: Path, exit_code: int
+) -> None:
+    script = f"{python(HOG)[0]} -I -S -c '{HOG}'; exit {exit_code}"
+
+    verdict = harness.run(harness.component("trainer", run_in(limited_cgroup, script)))
+
+    assert verdict.failure is not None
+    assert verdict.failure.kind is FailureKind.HOST_OOM
+    assert f"{limited_cgroup} reached its memory limit" in verdict.failure.message
+
+
+def test_sigkill_of_a_person_in_a_limited_cgroup_is_not_host_oom(
+    harness: ComponentHarness, limited_cgroup: Path
+) -> None:
+    script = "sleep 0.5; kill -KILL $$"
+
+    verdict = harness.run(harness.component("trainer", run_in(limited_cgroup, script)))
+
+    assert verdict.failure is not None
+    assert verdict.failure.kind is FailureKind.UNKNOWN
+    assert "The kernel's OOM killer has killed no process" in verdict.failure.hint
+    assert "dmesg" not in verdict.failure.hint
+
+
+#: Program with two worker processes of `multiprocessing`. Worker 1 ends as the code says.
+WORKERS = """
+import multiprocessing, os, signal, sys, time
+def work(number):
+    time.sleep(1)
+    if number == 1:
+        {end}
+    time.sleep(60)
+if __name__ == "__main__":
+    context = multiprocessing.get_context({method!r})
+    workers = [context.Process(target=work, args=(n,), daemon=True) for n in range(2)]
+    [worker.start() for worker in workers]
+    open("pid", "w").write(str(workers[1].pid))
+    workers[1].join()
+    sys.exit(1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "end", "text", "kind"),
+    [
+        ("fork", "os.kill(os.getpid(), 9)", "was killed by SIGKILL first", "UNKNOWN"),
+        ("spawn", "os.kill(os.getpid(), 11)", "was killed by SIGSEGV first", "RUNTIME_ERROR"),
+        ("fork", "os._exit(3)", "ended first, with exit code 3", "UNKNOWN"),
+    ],
+)
+def test_worker_that_dies_first_is_named(
+    harness: ComponentHarness, tmp_path: Path, method: str, end: str, text: str, kind: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(WORKERS.format(end=end, method=method))
+    command = (python("")[0], "-I", str(script))
+
+    verdict = harness.run(harness.component("trainer", command, cwd=tmp_path))
+
+    assert verdict.failure is not None
+    assert f"(pid {(tmp_path / 'pid').read_text()}) {text}" in verdict.failure.message
+    assert verdict.failure.kind == kind
+
+
+def test_rank_of_a_launcher_without_messages_is_named(harness: ComponentHarness) -> None:
+    script = "RANK=0 sleep 60 & RANK=1 sh -c 'sleep 0.8; kill -SEGV $$' & wait $!; exit 1"
+
+    verdict = harness.run(harness.component("trainer", sh(script)))
+
+    assert verdict.failure is not None
+    assert "rank 1 (pid " in verdict.failure.message
+    assert "was killed by SIGSEGV first" in verdict.failure.message
+    assert verdict.failure.kind is FailureKind.RUNTIME_ERROR
+
+
+def test_failed_command_of_a_script_is_not_named(harness: ComponentHarness) -> None:
+    script = "sh -c 'sleep 0.8; exit 5'; exit 1"
+
+    verdict = harness.run(harness.component("trainer", sh(script)))
+
+    assert verdict.failure is not None
+    assert "first" not in verdict.failure.message
+
+
+#: Program that writes its error file as torchrun does for a rank with the decorator `record`.
+TORCHRUN = """
+import json, os, sys
+callstack = 'Traceback (most recent call last):\\n  File "t.py", line 1\\nValueError: bad batch'
+message = {"message": "ValueError: bad batch", "extraInfo": {"py_callstack": callstack}}
+json.dump({"message": message}, open(os.environ["TORCHELASTIC_ERROR_FILE"], "w"))
+sys.exit(1)
+"""
+
+
+@pytest.mark.parametrize("env", [{}, {"TORCHELASTIC_ERROR_FILE": "mine.json"}])
+def test_error_file_of_torchrun_gives_the_traceback(
+    harness: ComponentHarness, tmp_path: Path, env: dict[str, str]
+) -> None:
+    launcher = tmp_path / "torchrun"
+    launcher.write_text(TORCHRUN)
+    command = (python("")[0], "-I", str(launcher))
+
+    verdict = harness.run(harness.component("trainer", command, cwd=tmp_path, env=env))
+
+    assert verdict.failure is not None
+    assert verdict.failure.line == "ValueError: bad batch"
+    assert verdict.failure.log_tail.splitlines()[-1] == "ValueError: bad batch"
+    if env:
+        assert json.loads((tmp_path / "mine.json").read_text())["message"]
