@@ -41,7 +41,9 @@ _SEARCH_WITHIN_S = 10.0
 #: Largest number of descendants that are watched at the same time, because each needs an open file.
 _WATCHED_AT_MOST = 512
 #: Seconds before the end of the component in which the death of a process can be its cause.
-_CAUSE_WITHIN_S = 60.0
+_CAUSE_WITHIN_S = 30.0
+#: Names of shells. A subshell has the command line of its shell, but is no worker of a training.
+_SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ash", "ksh"})
 #: Largest number of characters of a command line that a message shows.
 _SHOWN_CHARACTERS = 120
 #: Names of the signals that launchers and terminals use to stop a process. The death of a process
@@ -224,7 +226,12 @@ class DescendantWatch:
         # The kernel log uses the time since boot, which can differ slightly from CLOCK_MONOTONIC.
         since_s = max(self._began_monotonic_s, exit.at_monotonic_s - _CAUSE_WITHIN_S) - 1.0
         pids = self._pids | ({self.process.pid} if self.process.pid is not None else set())
-        logged = oom_killer.find_logged_kills(oom_killer.read_kernel_log(), pids, since_s=since_s)
+        kernel_log = oom_killer.read_kernel_log()
+        logged = oom_killer.find_logged_kills(kernel_log, pids, since_s=since_s)
+        if kernel_log and not logged and exit.signal is not None:
+            # The kernel log would name the process. The kill that the counter shows was that of
+            # another process in the same cgroup, for example of another run.
+            return ""
         chain = self._find_chain_with_kill(exit)
         if not logged and chain is None:
             return ""
@@ -274,7 +281,9 @@ class DescendantWatch:
                 "The kernel's OOM killer has killed no process of this machine since the component "
                 "started."
             )
-        if self._last_groups:
+        if oom_killer.read_kernel_log():
+            return "The kernel log shows no kill of this process by the kernel's OOM killer."
+        if self._last_groups and not self._kill_times:
             return "The kernel's OOM killer has killed no process in the cgroup of the component."
         return ""
 
@@ -309,7 +318,8 @@ def _describe_processes(pids: list[int]) -> Iterator[_Process]:
         with contextlib.suppress(OSError, ValueError):
             rank = int(tree.read_environment(pid).get("RANK", ""))
         parent_command = tree.read_command_line(tree.read_parent(pid))
-        is_worker = rank is not None or "multiprocessing" in command or command == parent_command
+        is_fork = command == parent_command and Path(command.split()[0]).name not in _SHELLS
+        is_worker = rank is not None or "multiprocessing" in command or is_fork
         memory_bytes = 0
         with contextlib.suppress(OSError, ValueError, IndexError):
             pages = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]

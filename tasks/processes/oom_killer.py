@@ -21,13 +21,17 @@ from pathlib import Path
 #: A memory limit above this number of bytes means that there is no limit. Version 1 of cgroups
 #: reports the largest multiple of the page size below 2**63 for "no limit".
 _NO_LIMIT_BYTES = 1 << 60
+#: Share of a memory limit at which the limit counts as reached. The kernel charges memory in
+#: batches, so the peak can be slightly below the limit.
+_REACHED_PART = 0.9
 #: Name of the first PID namespace of a machine. The kernel log uses the pids of this namespace.
 #: Source: include/linux/proc_ns.h, PROC_PID_INIT_INO.
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"
 #: Matches the entry of a kill in the kernel log. Source: mm/oom_kill.c, __oom_kill_process.
 _KILL_ENTRY = re.compile(
     r"^\d+,\d+,(?P<at_us>\d+),[^;\n]*;(?P<scope>Memory cgroup out of memory|Out of memory[^:\n]*)"
-    r": Kill(?:ed)? process (?P<pid>\d+) \((?P<name>[^\n]*?)\)[^\n]*?anon-rss:(?P<kib>\d+)kB",
+    r": Kill(?:ed)? process (?P<pid>\d+) \((?P<name>[^\n]*?)\)(?=,? (?:UID|total-vm))[^\n]*?"
+    r"anon-rss:(?P<kib>\d+)kB",
     re.MULTILINE,
 )
 #: Largest size of one entry that /dev/kmsg returns. Source: include/linux/printk.h.
@@ -196,6 +200,11 @@ def find_logged_kills(
 
 
 def select_reached_limit(groups: Iterable[MemoryGroup]) -> MemoryGroup | None:
-    """Return the cgroup with the lowest memory limit; None if no cgroup has a limit."""
-    limited = [group for group in groups if group.limit_bytes is not None]
-    return min(limited, key=lambda group: group.limit_bytes or 0, default=None)
+    """Return the cgroup with the lowest memory limit that was reached, or None."""
+    reached = [
+        group
+        for group in groups
+        if group.limit_bytes is not None
+        and (group.peak_bytes is None or group.peak_bytes >= _REACHED_PART * group.limit_bytes)
+    ]
+    return min(reached, key=lambda group: group.limit_bytes or 0, default=None)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 
 from tasks.processes import oom_killer
 from tasks.spec.failure_kinds import FailureKind
-from tests.support.supervised_components import ComponentHarness, python, sh
+from tests.support.supervised_components import ComponentHarness, python, sh, wait_until
 
 LIMIT_BYTES = 64 << 20
 #: Python code that uses more memory than the limit, after the supervisor had time to see it.
@@ -99,6 +101,26 @@ def test_sigkill_of_a_person_in_a_limited_cgroup_is_not_host_oom(
     assert verdict.failure.kind is FailureKind.UNKNOWN
     assert "The kernel's OOM killer has killed no process" in verdict.failure.hint
     assert "dmesg" not in verdict.failure.hint
+
+
+def test_kill_of_another_program_in_the_same_cgroup_is_not_that_of_the_component(
+    harness: ComponentHarness, limited_cgroup: Path
+) -> None:
+    if not oom_killer.read_kernel_log():
+        pytest.skip("the kernel log cannot be read")
+    script = "touch started; until [ -e killed ]; do sleep 0.05; done; kill -KILL $$"
+    trainer = harness.component("trainer", run_in(limited_cgroup, script))
+    supervisor = harness.start_all(trainer)
+    wait_until((harness.directory / "started").exists, "the component is in the cgroup")
+
+    other = subprocess.run(run_in(limited_cgroup, f"exec {python('')[0]} -I -S -c '{HOG}'"))
+    (harness.directory / "killed").touch()
+    verdict = harness.wait_for_verdict(supervisor)
+
+    assert other.returncode == -signal.SIGKILL
+    assert verdict.failure is not None
+    assert verdict.failure.kind is FailureKind.UNKNOWN
+    assert "The kernel log shows no kill of this process" in verdict.failure.hint
 
 
 #: Program with two worker processes of `multiprocessing`. Worker 1 ends as the code says.
