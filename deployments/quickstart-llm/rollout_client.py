@@ -169,7 +169,7 @@ class RolloutClient:
             version: Version of the weights.
             in_flight: Treatment of requests that are still running: `wait` for their end, `abort`
                 them, or `interrupt` them and continue them with the new weights.
-            timeout_s: Longest duration of the whole sync, in seconds.
+            timeout_s: Longest duration of the whole weight sync, in seconds.
             broadcast_s: Longest time, in seconds, that an engine may take to load the weights. A
                 slower engine is not committed.
 
@@ -243,7 +243,7 @@ class RolloutClient:
             within_s: Longest time until the response, in seconds.
 
         Raises:
-            SyncLost: The gateway has ended the sync, or could not begin it.
+            SyncLost: The gateway has ended the weight sync, or could not begin it.
             FleetError: The gateway is gone or refuses the request.
         """
         deadline = self._clock() + _GONE_AFTER_S
@@ -253,7 +253,7 @@ class RolloutClient:
             except urllib.error.HTTPError as error:
                 reason = f"{method} {self._url}{path}: {error.code} {error.read(500)!r}"
                 # Status 409: running requests did not end in time. Status 404: the deadline of the
-                # sync has passed, so the gateway has ended the sync.
+                # weight sync has passed, so the gateway has ended the sync.
                 if error.code in (404, 409):
                     raise SyncLost(reason) from error
                 raise FleetError(reason) from error

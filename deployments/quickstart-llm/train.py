@@ -187,8 +187,8 @@ class Training:
         options = self._options
         folder = self._out / "weights" / f"step-{version:06d}"
         self._model.save_pretrained(folder)
-        # Store the weights before the sync: an engine may answer with these weights as soon as the
-        # sync has ended.
+        # Store the weights before the weight sync: an engine may answer with these weights as soon
+        # as the sync has ended.
         self._kept_weights[version] = {
             name: tensor.detach().clone() for name, tensor in self._model.state_dict().items()
         }

@@ -81,7 +81,7 @@ RAY_FILE = "RAY_AUTH_TOKEN_PATH"
 
 
 def auth_string(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the password of the stack's Prefect server, in the form `user:password`.
+    """Return the password of the `muster up` stack's Prefect server, in the form `user:password`.
 
     The password comes from the environment variable of the Prefect server, or from that of its
     clients. If neither is set, the password comes from the password file of this MUSTER_HOME. If
@@ -96,7 +96,8 @@ def auth_string(environment: Mapping[str, str] = os.environ) -> str:
 def renew_password(environment: Mapping[str, str] = os.environ) -> None:
     """Replace the Prefect password of this MUSTER_HOME, unless an environment variable sets one.
 
-    A new stack calls this before its start, so that passwords of earlier stacks are worthless.
+    A new `muster up` stack calls this before its start, so that passwords of earlier stacks are
+    worthless.
 
     Raises:
         OSError: The password file cannot be written.
@@ -125,7 +126,7 @@ def build_ray_auth(environment: Mapping[str, str] = os.environ) -> dict[str, str
 
 
 def client_env(home: Path, api_url: str) -> dict[str, str]:
-    """Return the environment of a program that uses the stack's Prefect server.
+    """Return the environment of a program that uses the `muster up` stack's Prefect server.
 
     Args:
         home: The MUSTER_HOME of the program.
@@ -153,7 +154,7 @@ def client_env(home: Path, api_url: str) -> dict[str, str]:
 
 
 def _inherited_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that a program of the stack may inherit."""
+    """Return the environment variables that a program of the `muster up` stack may inherit."""
     return {
         key: value
         for key, value in environment.items()

@@ -91,7 +91,7 @@ def launch(
 
 
 def _show_progress(place: StackPlace, report: Iterable[str], say: Callable[[str], None]) -> None:
-    """Show the user the supervisor's reports until the stack is up.
+    """Show the user the supervisor's reports until the `muster up` stack is up.
 
     Args:
         place: Directory of the stack.

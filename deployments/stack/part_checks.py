@@ -29,7 +29,7 @@ _REFUSED = "wants a password"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartCheck:
-    """Result of one check of a part of the stack."""
+    """Result of one check of a part of the `muster up` stack."""
 
     #: Name of the part of the stack, as `muster status` shows it.
     part: str
@@ -43,7 +43,7 @@ class PartCheck:
 
 
 def check_parts(stack: Stack) -> list[PartCheck]:
-    """Send a request to each part of the stack and return one result for each part."""
+    """Send a request to each part of the `muster up` stack and return one result for each part."""
     with _connect() as client:
         return [
             _check_url(client, "Prefect UI", stack.ui_url, f"{stack.api_url}/health"),
@@ -68,7 +68,7 @@ def are_all_answering(checks: Sequence[PartCheck]) -> bool:
 
 
 def wait_until_answering(stack: Stack) -> None:
-    """Repeat the checks of all parts of the stack until every part answers.
+    """Repeat the checks of all parts of the `muster up` stack until every part answers.
 
     Raises:
         StackError: Some parts did not answer in time, or a server rejected the password. The
@@ -96,7 +96,7 @@ def _check_url(client: httpx.Client, part: str, description: str, url: str) -> P
 
 
 def _check_pool(client: httpx.Client, stack: Stack) -> PartCheck:
-    """Check that the stack's work pool exists, and return the result of the check."""
+    """Check that the `muster up` stack's work pool exists, and return the result of the check."""
     try:
         pool = _request_json(client, "GET", f"{stack.api_url}/work_pools/{POOL}")
     except _NoAnswer as error:
@@ -146,7 +146,7 @@ def _check_worker(client: httpx.Client, stack: Stack) -> PartCheck:
 
 
 class _NoAnswer(Exception):
-    """A program of the stack sent no HTTP response, or an error response.
+    """A program of the `muster up` stack sent no HTTP response, or an error response.
 
     The message of the exception describes the problem.
     """

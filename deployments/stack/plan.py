@@ -98,7 +98,7 @@ _SERVER_GRACE_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blueprint:
-    """Everything that a supervisor needs to start a new stack."""
+    """Everything that a supervisor needs to start a new `muster up` stack."""
 
     #: First content of the stack's file `stack.json`.
     stack: Stack
@@ -114,7 +114,7 @@ class Blueprint:
 def build_blueprint(
     place: StackPlace, port: int, ray_dashboard: int | None = None, fleet: Fleet | None = None
 ) -> Blueprint:
-    """Return everything that this process needs to start and supervise a new stack.
+    """Return everything that this process needs to start and supervise a new `muster up` stack.
 
     Also reserve the ports of the stack, create a temporary directory for Ray, and write a new
     Prefect password into this MUSTER_HOME.
@@ -231,7 +231,7 @@ def _plan_ray_head(
     """Return the plan of the Ray head.
 
     Args:
-        place: Directory of the stack.
+        place: Directory of the `muster up` stack.
         stack: The new stack.
         ports: Number of each reserved port, by the name of the port.
         dashboard_port: Port of the Ray dashboard.
@@ -351,7 +351,7 @@ def _plan_worker(place: StackPlace, stack: Stack, health_port: int) -> Component
     """Return the plan of the worker of the work pool for runs.
 
     Args:
-        place: Directory of the stack.
+        place: Directory of the `muster up` stack.
         stack: The new stack.
         health_port: Port of the worker's health check.
     """
@@ -393,7 +393,7 @@ def _plan_part(name: str, command: Command, ready: ReadyProbe) -> ComponentPlan:
 
 
 def _build_env(place: StackPlace, stack: Stack, component: str) -> dict[str, str]:
-    """Return the environment variables of a program of the stack.
+    """Return the environment variables of a program of the `muster up` stack.
 
     Args:
         place: Directory of the stack.

@@ -48,7 +48,7 @@ class _Model(BaseModel):
 
 
 class StackNode(_Model):
-    """A Ray node of the stack. The Ray head is not included."""
+    """A Ray node of the `muster up` stack. The Ray head is not included."""
 
     #: Name of the Ray node, which is also the name of its part of the stack.
     name: str
@@ -79,8 +79,8 @@ class StackPart(_Model):
     state: str
     #: Process id of the program, or None if the program does not run.
     pid: int | None = None
-    #: Guardian processes of the program. Each guardian owns one process of the program and all its
-    #: descendants: the current process, or a dead process whose descendants still run.
+    #: Guardian processes of the program. Each guardian process owns one process of the program and
+    #: all its descendants: the current process, or a dead process whose descendants still run.
     guardians: tuple[ProcessId, ...] = ()
     #: Number of times that the program has died.
     deaths: int = 0
@@ -91,7 +91,7 @@ class StackPart(_Model):
 
 
 class Stack(_Model):
-    """Content of `stack.json`, which only the stack's supervisor process writes."""
+    """Content of `stack.json`, which only the `muster up` stack's supervisor process writes."""
 
     #: Random id of this start of the stack.
     stack_id: str
@@ -136,14 +136,14 @@ class Stack(_Model):
 
     @property
     def is_running(self) -> bool:
-        """True if the stack's supervisor process is alive."""
+        """True if the `muster up` stack's supervisor process is alive."""
         return self.supervisor.is_alive()
 
     @property
     def guardians(self) -> tuple[ProcessId, ...]:
-        """Guardian processes of all programs of the stack.
+        """Guardian processes of all programs of the `muster up` stack.
 
-        While the guardian of a program lives, the program may still run.
+        While the guardian process of a program lives, the program may still run.
         """
         return tuple(guardian for part in self.parts for guardian in part.guardians)
 
@@ -157,7 +157,7 @@ class Stack(_Model):
         return f"{self.ray_dashboard}/api/gcs_healthz"
 
     def is_reached_at(self, api_url: str) -> bool:
-        """Return True if the URL leads to the Prefect server of this stack."""
+        """Return True if the URL leads to the Prefect server of this `muster up` stack."""
         try:
             url = urlsplit(api_url)
             return url.hostname in LOOPBACK and url.port == self.port
@@ -188,7 +188,7 @@ class StackPlace:
         return self.directory.parent / "prefect"
 
     def log(self, name: str) -> Path:
-        """Return the log file of the program of the stack with the given name."""
+        """Return the log file of the program of the `muster up` stack with the given name."""
         return self.logs / f"{name}.log"
 
     def load(self) -> Stack | None:
@@ -224,8 +224,9 @@ class StackPlace:
     def clear(self) -> None:
         """End the leftover processes of a stack, and delete its `stack.json` and Ray's files.
 
-        Call this only while no supervisor process of the stack runs, see `no_supervisor`. Usually
-        this method only waits, because the guardian process of each part ends the part.
+        Call this only while no supervisor process of the `muster up` stack runs, see
+        `no_supervisor`. Usually this method only waits, because the guardian process of each part
+        ends the part.
 
         Raises:
             StackError: Some processes of the stack survived SIGKILL.
@@ -360,7 +361,7 @@ def to_reach_stack(api_url: str | None) -> dict[str, str]:
 
 
 def processes_of(stack_id: str) -> list[int]:
-    """Return the pids of the living processes that the stack has started.
+    """Return the pids of the living processes that the `muster up` stack has started.
 
     These processes belong to this user, and their environment contains the id of the stack.
     """

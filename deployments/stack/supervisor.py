@@ -87,7 +87,7 @@ class Supervisor:
         self._lock = threading.Lock()
 
     def run(self) -> int:
-        """Start the stack, wait until it is stopped or fails, and stop all parts.
+        """Start the `muster up` stack, wait until it is stopped or fails, and stop all parts.
 
         Returns:
             0 if the stack was stopped, 1 if it failed.
@@ -131,7 +131,7 @@ class Supervisor:
         return self._save(state="up")
 
     def _stop_on_signal(self, services: Services) -> None:
-        """Wait for a stop signal, and then stop all programs of the stack.
+        """Wait for a stop signal, and then stop all programs of the `muster up` stack.
 
         Only the first signal has an effect, so that the runs keep their grace periods.
         """
@@ -172,7 +172,7 @@ class Supervisor:
         message: str,
         surviving_pids: Mapping[str, tuple[int | str, ...]],
     ) -> int:
-        """Write the final state of the stack to `stack.json`, and report a failure.
+        """Write the final state of the `muster up` stack to `stack.json`, and report a failure.
 
         Args:
             failure: The failure that ended the stack, or None if the stack was stopped.
@@ -196,7 +196,7 @@ class Supervisor:
         return 1
 
     def _save(self, part: StackPart | None = None, **changes: Any) -> bool:
-        """Change the stack and write it to `stack.json`.
+        """Change the `muster up` stack and write it to `stack.json`.
 
         Args:
             part: New state of a part, or None if no part has changed.

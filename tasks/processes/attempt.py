@@ -898,7 +898,7 @@ class SupervisedAttempt:
         if kind is FailureKind.STALLED and self.earliest.is_open_at(at):
             component.is_hung = True
             # Read the log only up to its present size. The examination of the component will write
-            # stacks into the log.
+            # call stacks into the log.
             until = max(0, component.log.size())
 
         def make_verdict() -> Verdict:
@@ -949,8 +949,8 @@ class SupervisedAttempt:
         self._emit("teardown.begun", reason=decision.reason, cause=decision.component)
         await self._cancel_watchers()
         # Examine components that hang before any component is stopped. A component may hang because
-        # it waits for another component. After the end of that other component, the stacks of the
-        # waiting component would no longer show this.
+        # it waits for another component. After the end of that other component, the call stacks of
+        # the waiting component would no longer show this.
         await self._for_each(
             self._hung_components().values(), lambda component: component.examine()
         )
@@ -1087,8 +1087,8 @@ class SupervisedAttempt:
         Called after the attempt has reached the last step of the run.
         """
         component = self._stalled_component()
-        # Mark the component as hung, so that its stacks are read before it is ended. They show why
-        # it did not end.
+        # Mark the component as hung, so that its call stacks are read before it is ended. They show
+        # why it did not end.
         component.is_hung = True
         within_s = self._plan.finish_within_s
 

@@ -115,7 +115,7 @@ class AttemptPlan:
     time_limit_s: float | None = None
     #: Start of the attempt in UTC epoch seconds. None if the attempt starts now.
     began_at: float | None = None
-    #: Numbers of the GPUs of this machine that the run may use, as the driver counts them.
+    #: Numbers of the GPUs of this machine that the run may use, as the GPU driver counts them.
     devices: tuple[int, ...] = ()
     #: Returns the GPU utilisation of each node of the run's cluster, from 0 to 1. None if the run
     #: uses no cluster.

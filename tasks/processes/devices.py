@@ -45,9 +45,11 @@ class Devices:
 
     #: Vendor of the devices: nvidia, amd or ascend.
     kind: str
-    #: Numbers of the devices that Muster may grant, as the driver counts them, in ascending order.
+    #: Numbers of the devices that Muster may grant, as the GPU driver counts them, in ascending
+    #: order.
     indices: tuple[int, ...]
-    #: UUID of each device that the driver reports, by its number. Empty on a machine without GPUs.
+    #: UUID of each device that the GPU driver reports, by its number. Empty on a machine without
+    #: GPUs.
     uuids: Mapping[int, str]
     #: Reason why a device must not be granted, by the number of the device.
     problems: Mapping[int, str]
@@ -56,7 +58,7 @@ class Devices:
     def here() -> Devices:
         """Return the devices of this machine that Muster may grant.
 
-        The driver reports the GPUs. If MUSTER_GPUS is set, only the GPUs in it are returned;
+        The GPU driver reports the GPUs. If MUSTER_GPUS is set, only the GPUs in it are returned;
         otherwise, only the GPUs in CUDA_VISIBLE_DEVICES, if that is set. On a machine without GPUs,
         MUSTER_GPUS alone defines the devices.
 
@@ -101,8 +103,8 @@ class Devices:
         Raises:
             OSError: The secret can be neither read nor created.
         """
-        # The driver reports no UUID for a GPU that has fallen off the bus. The name of this GPU is
-        # derived from the secret, too.
+        # The GPU driver reports no UUID for a GPU that has fallen off the bus. The name of this GPU
+        # is derived from the secret, too.
         if uuid := self.uuids.get(index):
             return uuid
         stands_in = f"device {host_name()} {index}"
@@ -216,8 +218,8 @@ class DeviceLease:
             except (OSError, BadDevices) as error:
                 answers.append(str(error))
                 return
-            # On a machine without GPUs, the driver knows none of the leased numbers. They come from
-            # MUSTER_GPUS or from the work pool's settings, and are always usable.
+            # On a machine without GPUs, the GPU driver knows none of the leased numbers. They come
+            # from MUSTER_GPUS or from the work pool's settings, and are always usable.
             unfit = [index for index in self.indices if here.uuids and index not in here.indices]
             problem = f"GPU {format_devices(unfit)} of {host_name()} is missing or unhealthy"
             answers.append(problem if unfit else "")

@@ -62,7 +62,8 @@ PidAndStart = tuple[int, int]
 #: Pids of the guardians that are children of this process. A guardian is a process that owns the
 #: process tree of one component. `end_orphans` does not end guardians.
 guardians: set[int] = set()
-#: This lock is held while a guardian is started and added to `guardians`, and during `end_orphans`.
+#: This lock is held while a guardian process is started and added to `guardians`, and during
+#: `end_orphans`.
 guardians_lock = threading.Lock()
 #: Numbers with which `tree.mark_own` has marked processes that may outlive their guardian.
 #: `end_orphans` does not end these processes.

@@ -34,8 +34,8 @@ from tasks.processes.guardian import TEMPLATE, decode_messages, encode_message
 from tasks.processes.identity import ProcessId
 from tasks.record.outcome import Exit
 
-#: File descriptors of the sockets that reserve the run's GPUs. Each guardian inherits them. If
-#: this process is killed, the GPUs stay reserved until the last guardian of the run has ended.
+#: File descriptors of the sockets that reserve the run's GPUs. Each guardian process inherits them.
+#: If this process is killed, the GPUs stay reserved until the last guardian of the run has ended.
 kept_fds: set[int] = set()
 
 #: Command line of a guardian process, without its arguments. It contains the path of `guardian.py`,
@@ -119,7 +119,7 @@ def _start(
     Args:
         name: Name of the component, or TEMPLATE.
         numbers: The arguments FD, PIDFD and MARK of `guardian.py` (see its docstring), and INIT and
-            ALIVE if the guardian enters a PID namespace.
+            ALIVE if the guardian process enters a PID namespace.
         tag: Variables that identify the run, for the environment of the new process.
         fds: File descriptors that the new process inherits.
 
@@ -151,7 +151,7 @@ class _Forked:
 
     def wait(self) -> None:
         status = 0
-        # `end_orphans` may have reaped the guardian already.
+        # `end_orphans` may have reaped the guardian process already.
         with contextlib.suppress(ChildProcessError):
             _, status = os.waitpid(self.pid, 0)
         self.returncode = os.waitstatus_to_exitcode(status)
@@ -201,8 +201,8 @@ class GuardianTemplate:
             OSError: The helper process has ended or does not answer. In this case, call `close`.
         """
         request = encode_message({"name": name, "mark": mark, "is_inside": is_inside})
-        # Without this lock, `end_orphans` could run before the new guardian is in `guardians`, and
-        # would kill the guardian as an orphan.
+        # Without this lock, `end_orphans` could run before the new guardian process is in
+        # `guardians`, and would kill the guardian as an orphan.
         with guardians_lock:
             self._owes_answer = True
             socket.send_fds(self._channel, [request], fds)
@@ -215,8 +215,8 @@ class GuardianTemplate:
     def close(self) -> None:
         """End the helper process.
 
-        If the helper process has not answered the last request, also end the guardian that it may
-        have forked for the request. May be called any number of times.
+        If the helper process has not answered the last request, also end the guardian process that
+        it may have forked for the request. May be called any number of times.
         """
         if self._popen.returncode is not None:
             return
@@ -250,19 +250,20 @@ class GuardedProcess:
     ) -> None:
         loop = asyncio.get_running_loop()
         self.name = name
-        #: Pid of the command in the PID namespace of this process; None before the guardian has
-        #: forked the command.
+        #: Pid of the command in the PID namespace of this process; None before the guardian process
+        #: has forked the command.
         self.pid: int | None = None
-        #: Number that identifies the guardian and its descendants, see `tree.mark_own`.
+        #: Number that identifies the guardian process and its descendants, see `tree.mark_own`.
         self.mark = mark
         #: The command's cgroup v2 directory; None if it has no cgroup.
         self.cgroup: str | None = None
-        #: Pids that survived SIGKILL, from the guardian's last report; empty if there are none.
+        #: Pids that survived SIGKILL, from the guardian process's last report; empty if there are
+        #: none.
         self.stuck: tuple[int, ...] = ()
         #: Command lines of processes that lived on after the command had ended by itself, and that
-        #: the guardian ended. Known when `empty` is done.
+        #: the guardian process ended. Known when `empty` is done.
         self.stragglers: tuple[str, ...] = ()
-        #: True if the guardian sent SIGKILL. Known when `empty` is done.
+        #: True if the guardian process sent SIGKILL. Known when `empty` is done.
         self.was_killed = False
         self.exited: asyncio.Future[Exit] = loop.create_future()
         self.empty: asyncio.Future[None] = loop.create_future()
@@ -351,7 +352,7 @@ class GuardedProcess:
 
         Raises:
             OSError: The program or its log could not be opened. No process remains.
-            TimeoutError: The guardian does not answer.
+            TimeoutError: The guardian process does not answer.
         """
         # If the guardian process has already ended, raise its error.
         if self._spawned.done():
@@ -368,7 +369,8 @@ class GuardedProcess:
         self.cgroup = cgroup
         self._owes_processes = True
         # Block until the whole message is sent, so that no other message gets into the middle of
-        # it. The guardian reads the message at once, unless SIGSTOP has stopped the guardian.
+        # it. The guardian process reads the message at once, unless SIGSTOP has stopped the
+        # guardian.
         self._channel.settimeout(_ORDER_WITHIN_S)
         self._channel.sendall(encode_message(order))
         self._channel.setblocking(False)
@@ -386,7 +388,7 @@ class GuardedProcess:
         if not self.guardian.is_alive():
             return []
         # If the command runs in a PID namespace, `guardian_pid` is a process outside the namespace.
-        # Its child inside the namespace is the guardian and not part of the command.
+        # Its child inside the namespace is the guardian process and not part of the command.
         inner = tree.children(self.guardian_pid) if self._is_in_namespace else []
         return [pid for pid in tree.descendants(self.guardian_pid) if pid not in inner]
 
@@ -428,9 +430,9 @@ class GuardedProcess:
             Pids that cannot be ended; empty if the whole process tree and the guardian have ended.
         """
         await asyncio.wait([self.empty], timeout=within_s)
-        # By now, a guardian that works has reported either an empty tree or stuck processes. If it
-        # has reported neither, SIGSTOP has stopped it. Kill the guardian, so that this process
-        # adopts and ends its descendants.
+        # By now, a guardian process that works has reported either an empty tree or stuck
+        # processes. If it has reported neither, SIGSTOP has stopped it. Kill the guardian, so that
+        # this process adopts and ends its descendants.
         if not self.empty.done() and not self.stuck:
             self.abandon_guardian()
             await asyncio.wait([self.empty], timeout=KILL_WITHIN_S)
@@ -495,8 +497,8 @@ class GuardedProcess:
             case "exited":
                 self._settle_exit(Exit.from_return_code(message["code"], message["at_monotonic_s"]))
             case "stuck":
-                # The pids in the report are valid in the guardian's PID namespace, which may not be
-                # the namespace of this process. So list the processes again from here.
+                # The pids in the report are valid in the guardian process's PID namespace, which
+                # may not be the namespace of this process. So list the processes again from here.
                 self.stuck = tuple(self.processes()) or tuple(message["pids"])
             case "empty":
                 self.stuck = ()
@@ -563,8 +565,8 @@ class GuardedProcess:
     def _on_guardian_gone(self) -> None:
         note = f"its guardian (pid {self.guardian_pid}) was killed"
         _reject(self._spawned, ChildProcessError(note))
-        # A killed guardian inside a PID namespace has become a child of this process and must be
-        # reaped. Until then, the first process of the namespace cannot end.
+        # A killed guardian process inside a PID namespace has become a child of this process and
+        # must be reaped. Until then, the first process of the namespace cannot end.
         was_killed = self._is_in_namespace and (self._guardian.returncode or 0) < 0
         if not self._owes_processes and not was_killed:
             _resolve(self.empty, None)

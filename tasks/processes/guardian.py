@@ -67,7 +67,8 @@ else:
     import tree
 
 #: Placeholder for the component's name in the command line and the environment of a process that
-#: forks guardians. It is padded, so that each forked guardian can overwrite it with its own name.
+#: forks guardians. It is padded, so that each forked guardian process can overwrite it with its own
+#: name.
 TEMPLATE = "template".ljust(64)
 #: Largest number of file descriptors in one message. Source: unix(7), SCM_MAX_FD.
 _MAX_FDS_PER_MESSAGE = 253
@@ -309,8 +310,8 @@ class Guardian:
     def _living_children(self) -> list[tuple[int, int]]:
         """Return `(pid, parent)` of each living child of the component.
 
-        The children of the component include processes that this guardian has adopted after the
-        death of the component's first process.
+        The children of the component include processes that this guardian process has adopted after
+        the death of the component's first process.
         """
         parents = [os.getpid(), self._first_process] if self._first_process_lives else [os.getpid()]
         return [
@@ -342,7 +343,7 @@ class Guardian:
 
 
 def main() -> None:
-    """Run this process as a guardian, or as the process that forks guardians.
+    """Run this process as a guardian process, or as the process that forks guardians.
 
     The arguments are in `sys.argv`, see the module docstring. Never returns, except after an error.
     """
@@ -352,13 +353,13 @@ def main() -> None:
             signal.signal(signum, signal.SIG_IGN if signum in _IGNORED_SIGNALS else signal.SIG_DFL)
     fd, supervisor, mark, *inside = map(int, [*sys.argv[1:4], *sys.argv[5:]])
     if sys.argv[4] == TEMPLATE:
-        # This process forks guardians and owns no component that it would have to stop. So let the
-        # kernel kill it when the supervisor ends.
+        # This process forks guardian processes and owns no component that it would have to stop. So
+        # let the kernel kill it when the supervisor ends.
         tree.die_with_parent(os.getppid())
         tree.mark_own(mark)
         fd, supervisor, mark, *inside = fork_guardians(_socket.socket(fileno=fd))
-    # Keep the component from inheriting the guardian's file descriptors. A component that inherits
-    # the lock of a GPU would keep the lock after the end of the run.
+    # Keep the component from inheriting the guardian process's file descriptors. A component that
+    # inherits the lock of a GPU would keep the lock after the end of the run.
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             os.set_inheritable(int(name), int(name) <= 2)
@@ -390,7 +391,7 @@ def main() -> None:
 
 
 def fork_guardians(requests: _socket.socket) -> list[int]:
-    """Fork a guardian for each request of the supervisor, until the socket is closed.
+    """Fork a guardian process for each request of the supervisor, until the socket is closed.
 
     When the supervisor has closed the socket, this process exits.
 
@@ -408,8 +409,8 @@ def fork_guardians(requests: _socket.socket) -> list[int]:
         INIT and ALIVE if it enters a PID namespace.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # The forked guardians share the memory of this process until a process writes to it. Keep the
-    # garbage collector from writing to the existing objects.
+    # The forked guardian processes share the memory of this process until a process writes to it.
+    # Keep the garbage collector from writing to the existing objects.
     gc.freeze()
     room = _socket.CMSG_SPACE(4 * _MAX_FDS_PER_MESSAGE)
     while True:
@@ -457,7 +458,7 @@ def _name_own(name: str) -> None:
 
 
 def enter_namespace(init: int, alive: int) -> None:
-    """Fork a child that continues as the guardian inside a PID namespace.
+    """Fork a child that continues as the guardian process inside a PID namespace.
 
     The function returns only in the child. The parent stays outside the namespace, waits for the
     child's end, and exits.
@@ -484,7 +485,8 @@ def enter_namespace(init: int, alive: int) -> None:
     child = os.fork()
     if child == 0:
         # The parent is outside the namespace, so `getppid` returns 0 for a living and for a dead
-        # parent. If the parent dies before this call, the guardian continues without its parent.
+        # parent. If the parent dies before this call, the guardian process continues without its
+        # parent.
         tree.die_with_parent(os.getppid())
         return
     os.closerange(3, 1024)
@@ -494,7 +496,7 @@ def enter_namespace(init: int, alive: int) -> None:
 
 
 class Order(types.SimpleNamespace):
-    """The first message from the supervisor to a guardian: a command, and how to stop it.
+    """The first message from the supervisor to a guardian process: a command, and how to stop it.
 
     - `argv`: command line, a list of str.
     - `env`: complete environment of the component.

@@ -66,7 +66,7 @@ class Guards:
             attempt: Number of the attempt, from 1.
             registry: The registry of the run's processes. None if the processes are not registered.
             containment: Mechanisms which ensure that all processes can be ended. If None, only
-                guardians are used.
+                guardian processes are used.
             template: Helper process that forks the guardians. If None, `begin` starts the helper
                 process when it is needed.
         """
@@ -76,7 +76,7 @@ class Guards:
         self._containment = containment or Containment(level=Level.L2)
         self._template = template
         self._namespace: PidNamespace | None = None
-        #: Processes whose guardians have not ended, in the order of their preparation.
+        #: Processes whose guardian processes have not ended, in the order of their preparation.
         self._processes: list[GuardedProcess] = []
         #: Last prepared process of each component, and of each part of a component, by the name
         #: that `_name_of` returns.
@@ -99,7 +99,7 @@ class Guards:
         """Start the processes that `prepare` needs.
 
         For containment level L4, the first process of the PID namespace is started. If there are
-        several components, the helper process that forks their guardians is started.
+        several components, the helper process that forks their guardian processes is started.
 
         Args:
             count: Number of components that will be prepared.
@@ -140,7 +140,7 @@ class Guards:
             if self._template is None:
                 raise
             # The helper process that forks guardians may have been killed. From now on, start each
-            # guardian as a new process.
+            # guardian process as a new process.
             self._close_template()
             process = make()
         # Forget processes whose guardian processes have ended. The kernel may reuse the pids of
@@ -155,8 +155,8 @@ class Guards:
     def settle(self) -> None:
         """End the preparation. Call it after `prepare` was called for each component.
 
-        The helper process that forks guardians is ended, and the PID namespace accepts no further
-        guardian.
+        The helper process that forks guardian processes is ended, and the PID namespace accepts no
+        further guardian.
         """
         self._close_template()
         if self._namespace is not None:
@@ -200,7 +200,7 @@ class Guards:
 
         Raises:
             OSError: The command could not be started, or the registry could not be written. No
-                process remains. `TimeoutError`: the guardian does not answer.
+                process remains. `TimeoutError`: the guardian process does not answer.
         """
         name = _name_of(component, part)
         if name not in self._prepared:
@@ -232,7 +232,8 @@ class Guards:
 
         Args:
             process: The process.
-            within_s: Time limit in seconds. A guardian that has sent no report by then is killed.
+            within_s: Time limit in seconds. A guardian process that has sent no report by then is
+                killed.
         """
         ending = self._endings.get(process)
         if ending is None:
@@ -240,7 +241,7 @@ class Guards:
         await asyncio.shield(ending)
 
     async def dismiss(self, component: str, part: str = "") -> None:
-        """End the guardian of a process that was prepared and not started."""
+        """End the guardian process of a process that was prepared and not started."""
         name = _name_of(component, part)
         if name in self._prepared:
             self._prepared.discard(name)
@@ -264,7 +265,7 @@ class Guards:
         ]
         unused = [self._current[name] for name in self._prepared]
         for process in remaining:
-            # Send no request to kill to a guardian that has started no command.
+            # Send no request to kill to a guardian process that has started no command.
             if process not in unused:
                 process.kill()
             process.dismiss()

@@ -136,7 +136,7 @@ class HungProcess(TypedDict):
     #: Function, file and line of the program's own code that a thread executes. If a library is
     #: called there, the function, file and line of the innermost call follow. Empty if unknown.
     frame: str
-    #: True if the stack contains the program's own code. Otherwise `frame` names library code.
+    #: True if the call stack contains the program's own code. Otherwise `frame` names library code.
     is_own: bool
 
 
@@ -252,7 +252,7 @@ def compose_report(
 
 
 def python_stacks(pids: Iterable[int], within_s: float) -> dict[int, list[dict[str, Any]] | str]:
-    """Return the threads of each Python process with their stacks, from py-spy.
+    """Return the threads of each Python process with their call stacks, from py-spy.
 
     Args:
         pids: The processes. Programs other than Python are skipped.
@@ -292,7 +292,7 @@ def python_stacks(pids: Iterable[int], within_s: float) -> dict[int, list[dict[s
 
 
 def _format_threads(threads: list[dict[str, Any]] | str) -> str:
-    """Return the stacks of a process as a text.
+    """Return the call stacks of a process as a text.
 
     Args:
         threads: Threads of the process, as in the result of `python_stacks`.
@@ -330,7 +330,7 @@ def _examine_process(pid: int, threads: list[dict[str, Any]] | str) -> HungProce
     if not threads or isinstance(threads, str):
         return process
     # This process may lack the permission to read the environment, although py-spy has read the
-    # stacks.
+    # call stacks.
     with suppress(PermissionError):
         process["rank"] = read_environment(pid).get("RANK", "")
     stacks = [thread["frames"] for thread in threads if thread["frames"]]
@@ -427,7 +427,7 @@ def _ras_status(host: str, port: int) -> str:
 #: Largest number of processes that are examined on one machine. A job may have hundreds of
 #: processes that load data.
 _CARRIERS_AT_MOST = 64
-#: Largest number of characters of the stacks, and largest number of bytes of NCCL's report.
+#: Largest number of characters of the call stacks, and largest number of bytes of NCCL's report.
 _TEXT_AT_MOST = 1 << 20
 
 
@@ -446,7 +446,7 @@ def examine_carriers(wanted: Mapping[str, str], within_s: float) -> HangEvidence
 
 
 def abort_python(processes: Iterable[ProcessId], within_s: float) -> None:
-    """Send SIGABRT to processes that handle it, so that they write their stacks and end.
+    """Send SIGABRT to processes that handle it, so that they write their call stacks and end.
 
     Python's faulthandler installs such a handler. Processes without a handler get no signal,
     because they would end without writing their stacks. The processes are signalled one after the
@@ -460,7 +460,7 @@ def abort_python(processes: Iterable[ProcessId], within_s: float) -> None:
     asked = [process for process in processes if handles_signal(process.pid, signal.SIGABRT)]
     for process in asked:
         # Stop all processes first. Otherwise a process that waits for another process would resume
-        # after the end of that process, and its stack would not show the wait.
+        # after the end of that process, and its call stack would not show the wait.
         _send_signal(process, signal.SIGSTOP)
     for process in asked:
         with suppress(OSError, ValueError):
@@ -559,8 +559,8 @@ class Diagnosis:
     async def collecting_output(self) -> AsyncIterator[None]:
         """Collect the last output of the component while the caller stops it in this context.
 
-        Processes that catch SIGABRT write their stacks into the log. At the end, the new part of
-        the log is added to the report.
+        Processes that catch SIGABRT write their call stacks into the log. At the end, the new part
+        of the log is added to the report.
         """
         await call_with_time_limit(_ABORTED_WITHIN_S, self._abort_early, None)
         late = asyncio.create_task(self._abort_late())
@@ -587,14 +587,14 @@ class Diagnosis:
     def _abort_early(self) -> None:
         """Send SIGABRT to the processes that the stop signal would end without any output."""
         # Signal the component's first process last. When the first process has ended, the guardian
-        # stops all others.
+        # process stops all others.
         unheard = [
             pid for pid in reversed(self.process.processes()) if self._dies_without_output(pid)
         ]
         abort_python(map(ProcessId.of, unheard), _ABORTED_WITHIN_S)
 
     def _dies_without_output(self, pid: int) -> bool:
-        """Return True if the stop signal would end a process before it can write its stacks.
+        """Return True if the stop signal would end a process before it can write its call stacks.
 
         This is the case if the process gets the stop signal but has no handler for it.
         """
@@ -630,7 +630,7 @@ class Diagnosis:
         for path, line, name in _FAULTHANDLER_FRAME.findall(output):
             if not self.hangs_in and _is_own(path):
                 # py-spy has found no place in the program's own code, for example because the
-                # kernel only lets it read child processes. Take the place from the stack that
+                # kernel only lets it read child processes. Take the place from the call stack that
                 # faulthandler has written.
                 frame = f"{name} ({os.path.basename(path)}:{line})"
                 self.hangs_in = f"{frame} (node {host_name()}, below pid {self.process.pid})"

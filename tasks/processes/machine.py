@@ -224,8 +224,8 @@ def remove_test_files(folder: str) -> dict[str, Any]:
 def _find_unguarded_processes() -> list[dict[str, Any]]:
     """Return the processes of this user that belong to a run but have lost their guardian.
 
-    Such a process has MUSTER_RUN_ID in its environment, but none of its ancestors is a guardian of
-    that run.
+    Such a process has MUSTER_RUN_ID in its environment, but none of its ancestors is a guardian
+    process of that run.
 
     Returns:
         `[{"pid", "run_id", "attempt", "component"}]`.

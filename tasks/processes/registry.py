@@ -117,7 +117,7 @@ class ProcessEntry(_Entry):
 
     kind = "component"
 
-    #: Number that identifies the guardian and its descendants, see `tree.mark_own`.
+    #: Number that identifies the guardian process and its descendants, see `tree.mark_own`.
     mark: int
     #: Identity of the guardian, the process that owns the component's process tree.
     guardian: ProcessId

@@ -331,8 +331,8 @@ class _Service:
         kind: FailureKind | None = None,
         exit: Exit | None = None,
     ) -> _Death:
-        # An unknown exit status means that the guardian, the parent of the process, was killed. The
-        # kernel has then killed the process, too.
+        # An unknown exit status means that the guardian process, the parent of the process, was
+        # killed. The kernel has then killed the process, too.
         killed = exit is not None and (exit.signal == signal.SIGKILL or exit.exit_code is None)
         # Do not read the log of a process that was killed from outside: the log cannot contain the
         # reason for the kill.
@@ -412,7 +412,7 @@ class Services:
                 service dies, both services are ended and started again in the right order.
             policy: Rules for restarts. If None, the defaults of `RestartPolicy` apply.
             on_change: Called in the thread of the services after each change of a service. The
-                guardian of a process is reported before the process is launched.
+                guardian process of a process is reported before the process is launched.
             make_process: Creates the object for one process of a service.
             clock: Returns the time in CLOCK_MONOTONIC seconds.
             sleep: Waits for a number of seconds.

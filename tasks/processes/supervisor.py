@@ -57,7 +57,7 @@ class Supervisor:
         tree.allow_files(_OPEN_FILES)
         self._attempt = SupervisedAttempt(plan, ports, emit, register, template, replan)
         self._loop = LoopThread("supervisor", self._attempt.crash)
-        # Start the guardians now in the thread of the loop, while the caller continues.
+        # Start the guardian processes now in the thread of the loop, while the caller continues.
         self._loop.soon(self._attempt.prepare)
         self._verdict: Verdict | None = None
 

@@ -176,8 +176,8 @@ class _Admission:
             for refused in scheduling_pass.refused:
                 if refused.entry.id == self._id:
                     return refused
-            # The cluster was large enough in this pass. If nodes disappear later, the run waits for
-            # their return instead of failing.
+            # The cluster was large enough in this scheduling pass. If nodes disappear later, the
+            # run waits for their return instead of failing.
             never_refused = (self._id,)
             flow_run = await client.read_flow_run(self._id)
             grant = grants.grant_of(flow_run)

@@ -225,7 +225,7 @@ class SchedulingPass:
     the nodes that the settings of work pools list for runs without Ray.
     """
 
-    #: Time of the pass, in UTC epoch seconds.
+    #: Time of the scheduling pass, in UTC epoch seconds.
     at: float
     #: Snapshot of the waiting runs and of the runs that hold GPUs.
     ledger: Ledger
@@ -249,19 +249,20 @@ class SchedulingPass:
     #: Runs that got a grant, but were not started by their worker. Their grants are deleted, and
     #: they wait again.
     stuck: Sequence[QueueEntry] = ()
-    #: Messages about problems of the pass, for example about a cluster that does not answer.
+    #: Messages about problems of the scheduling pass, for example about a cluster that does not
+    #: answer.
     troubles: Sequence[str] = ()
     #: Number of GPUs that each run holds on each node. The keys are the flow run id and the node
     #: name.
     held: dict[UUID, Mapping[str, int]] = field(default_factory=dict, init=False)
     #: The nodes with GPUs, by the address of their cluster. The field `held` of each node shows
-    #: which runs hold its GPUs, including runs that start in this pass.
+    #: which runs hold its GPUs, including runs that start in this scheduling pass.
     nodes: dict[str, Sequence[ClusterNode]] = field(default_factory=dict, init=False)
-    #: Runs that start in this pass, in the order of their starts. Each run is paired with the
-    #: number of GPUs that it gets on each node, by node name.
+    #: Runs that start in this scheduling pass, in the order of their starts. Each run is paired
+    #: with the number of GPUs that it gets on each node, by node name.
     admitted: list[tuple[QueueEntry, Mapping[str, int]]] = field(default_factory=list, init=False)
-    #: For each run that starts in this pass without Ray: the numbers of its GPU devices on each
-    #: node. The keys are the flow run id and the node name.
+    #: For each run that starts in this scheduling pass without Ray: the numbers of its GPU devices
+    #: on each node. The keys are the flow run id and the node name.
     devices: dict[UUID, Mapping[str, tuple[int, ...]]] = field(default_factory=dict, init=False)
     #: Runs that Ray placed on other nodes than the granted nodes. Each run is paired with the
     #: number of GPUs that it uses on each node, by node name.
@@ -269,7 +270,8 @@ class SchedulingPass:
     #: The GPUs and CPUs that the first waiting run of each cluster needs, by the address of the
     #: cluster. Only runs that wait for free GPUs count.
     heads: dict[str, Demand] = field(default_factory=dict, init=False)
-    #: For each run that this pass does not start, by flow run id: the reason for waiting.
+    #: For each run that this scheduling pass does not start, by flow run id: the reason for
+    #: waiting.
     messages: dict[UUID, Message] = field(default_factory=dict, init=False)
 
     @property
@@ -282,7 +284,7 @@ class SchedulingPass:
     def holding(self) -> list[QueueEntry]:
         """The runs that hold GPUs or have a process.
 
-        Runs that this pass requeues, and runs that can never start, are not included.
+        Runs that this scheduling pass requeues, and runs that can never start, are not included.
         """
         lost_ids = {refused.entry.id for refused in self.refused}
         lost_ids |= {entry.id for entry in self.stuck}
@@ -422,7 +424,7 @@ class SchedulingPass:
         *,
         except_on: str | None = None,
     ) -> dict[str, int]:
-        """Return how many GPUs the runs with each tag hold or get in this pass.
+        """Return how many GPUs the runs with each tag hold or get in this scheduling pass.
 
         Args:
             tags: The tags.

@@ -105,8 +105,8 @@ class HostLock:
     #: File descriptor of the locked file, or None if this object does not hold the lock.
     _fd: int | None = None
     #: Id of the locked file, which is unique among all hosts. None if this object does not hold the
-    #: lock. If a lease on the server contains the same id, the lease belongs to an earlier holder
-    #: of the file lock. That holder has ended or given up the lock.
+    #: lock. If a lease on the server contains the same id, the scheduling lease belongs to an
+    #: earlier holder of the file lock. That holder has ended or given up the lock.
     lock_id: str | None = None
 
     def try_lock(self) -> bool:
@@ -176,15 +176,15 @@ class HeldLease:
     The holder may write decisions to the Prefect server for a limited time.
     """
 
-    #: The lease on the server.
+    #: The scheduling lease on the server.
     lease: Lease
-    #: Time at which this process requested the lease, by `clock`.
+    #: Time at which this process requested the scheduling lease, by `clock`.
     requested_at: float
     #: Seconds after the request during which this process may write decisions to the server.
     hold_s: float
     #: Function that returns the current time in seconds.
     clock: Callable[[], float]
-    #: True after the lease was given back.
+    #: True after the scheduling lease was given back.
     is_over: bool = False
 
     @property
@@ -201,7 +201,7 @@ class HeldLease:
         write.
 
         Raises:
-            LeaseLost: The lease was given back, or `hold_s` seconds are over.
+            LeaseLost: The scheduling lease was given back, or `hold_s` seconds are over.
         """
         if self.is_over:
             raise LeaseLost("the scheduler's lease was given back, so this process must not write")
@@ -225,11 +225,11 @@ class SchedulingLease:
     client: PrefectClient
     #: The MUSTER_HOME directory, which contains the lock file of this host.
     home: Path
-    #: Seconds after the request of the lease during which its holder may write. All schedulers of a
-    #: server must use the same value.
+    #: Seconds after the request of the scheduling lease during which its holder may write. All
+    #: schedulers of a server must use the same value.
     hold_s: float = 10.0
-    #: Time, in seconds, until another scheduler deletes a lease that was not given back. The value
-    #: must be clearly larger than `hold_s`.
+    #: Time, in seconds, until another scheduler deletes a scheduling lease that was not given back.
+    #: The value must be clearly larger than `hold_s`.
     expire_s: float = 15.0
     #: Function that returns the current time in seconds.
     clock: Callable[[], float] = _read_boot_clock
@@ -238,7 +238,7 @@ class SchedulingLease:
     #: Time, by `clock`, at which this object first found the file locked by another process of this
     #: host. None if no other process holds the file lock.
     _locked_out_since: float | None = None
-    #: Holder id of the lease that this object holds now. Empty if it holds no lease.
+    #: Holder id of the scheduling lease that this object holds now. Empty if it holds no lease.
     _holder: str = ""
     #: Id of another scheduler's lease, and the time at which this object first read that lease.
     #: None if it has read no lease of another scheduler.
@@ -354,8 +354,9 @@ class SchedulingLease:
         lease: Lease | None = None
         while True:
             if not self._is_locked_out(lock):
-                # If another scheduler held the lease before, the lease is read first. A read costs
-                # the server less than a request to create the variable, which would fail.
+                # If another scheduler held the scheduling lease before, the lease is read first. A
+                # read costs the server less than a request to create the variable, which would
+                # fail.
                 if lease is not None:
                     lease = await self._with_timeout(self._read())
                 if lease is None:
@@ -435,7 +436,8 @@ class SchedulingLease:
         try:
             lease = await self._with_timeout(asyncio.shield(creation))
         except BaseException:
-            # The request may still reach the server and create a lease that no process would use.
+            # The request may still reach the server and create a scheduling lease that no process
+            # would use.
             self._undeleted_holders.add(holder)
             await _finish(self._undo_creation(creation, holder))
             raise
@@ -469,8 +471,8 @@ class SchedulingLease:
             creation = VariableCreate(name=NAME, value=value, tags=["muster"])
             return _parse_lease(await self.client.create_variable(creation))
         except ObjectAlreadyExists:
-            # The existing lease may be the lease of this process: Prefect's client repeats a
-            # request if its answer was lost.
+            # The existing lease may be the scheduling lease of this process: Prefect's client
+            # repeats a request if its answer was lost.
             return await self._read()
 
     async def _read(self) -> Lease | None:
@@ -479,7 +481,7 @@ class SchedulingLease:
         return _parse_lease(variable) if variable is not None else None
 
     async def _delete(self, lease: Lease) -> bool:
-        """Delete a lease from the server, and return False if it was already deleted."""
+        """Delete a scheduling lease from the server, and return False if it was already deleted."""
         # Delete the variable by its id. Prefect's client can delete variables only by name, and a
         # newer lease has the same name.
         path_parameters = {"id": str(lease.id)}

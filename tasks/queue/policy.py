@@ -166,7 +166,8 @@ class Plan:
     #: For each run that does not start, by its id: the reason. The runs are in the order of the
     #: queue.
     reasons: Mapping[str, Reason] = field(default_factory=dict)
-    #: Number of GPUs that are free on each node after all starts of this pass, by node name.
+    #: Number of GPUs that are free on each node after all starts of this scheduling pass, by node
+    #: name.
     free: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -323,9 +324,9 @@ class _Pass:
         behind = Reason(why=Why.BEHIND, waits_for=(reservation.head.id,))
         would_delay = Reason(why=Why.WOULD_DELAY, waits_for=(reservation.head.id,))
         # Many runs of a long queue need the same resources, so these sets store the results of the
-        # checks. Free resources only decrease during a pass, so a demand that did not fit will not
-        # fit later. A demand that would delay the first run is checked again only after another run
-        # has started.
+        # checks. Free resources only decrease during a scheduling pass, so a demand that did not
+        # fit will not fit later. A demand that would delay the first run is checked again only
+        # after another run has started.
         too_large: set[object] = set()
         delaying: set[object] = set()
         for run in queue:

@@ -191,8 +191,8 @@ class Scheduler:
                 held_lease.check()
                 await self._requeue(entry)
             if scheduling_pass.stuck:
-                # The requeued runs are at their old positions in the queue again. So the pass is
-                # repeated, because later runs must not start before them.
+                # The requeued runs are at their old positions in the queue again. So the scheduling
+                # pass is repeated, because later runs must not start before them.
                 scheduling_pass = await run_pass(earlier_pass=scheduling_pass)
             for refused in scheduling_pass.refused:
                 held_lease.check()
@@ -294,7 +294,7 @@ class Scheduler:
             entry.id, grants.no_grant_labels() | grant.label()
         )
         # If the write took too long, another scheduler may have granted the same GPUs. In that case
-        # the run must not start, and the next pass finds the double grant.
+        # the run must not start, and the next scheduling pass finds the double grant.
         held_lease.check()
         due = entry.flow_run.expected_start_time or entry.state_since
         waited_s = max(0.0, now - due.timestamp())

@@ -32,7 +32,7 @@ async def ended(tasks: Collection[asyncio.Task[None]]) -> None:
 
 
 def choose_pause_s(count: int, *, first_s: float, longest_s: float, random: Random) -> float:
-    """Return the seconds to wait before the next restart of a group.
+    """Return the seconds to wait before the next restart of a server group.
 
     The pause doubles with each restart. A random part of up to one half is subtracted, so that
     groups that failed together do not restart together.

@@ -40,13 +40,14 @@ from tasks.spec.rollout import Rollout
 
 _log = logging.getLogger(__name__)
 
-#: If a group fails this number of times before the fleet has started, the run fails.
+#: If a server group fails this number of times before the fleet has started, the run fails.
 _MAX_FAILED_STARTS = 3
-#: Reason in messages about requests, syncs and servers that end because the fleet is stopped.
+#: Reason in messages about requests, weight syncs and servers that end because the fleet is
+#: stopped.
 _STOPPED = "the fleet is stopped"
 #: Seconds from the death of an engine until the engine's HTTP server answers that it is not ready.
 _DEATH_REPORT_DELAY_S = 0.3
-#: Largest number of groups whose failures are described in the message of a failed fleet.
+#: Largest number of server groups whose failures are described in the message of a failed fleet.
 _MAX_NAMED_CAUSES = 8
 
 
@@ -57,7 +58,7 @@ class FleetFailed(MusterError):
 class FleetPhase(Enum):
     """Phase of a fleet, from its start to its stop."""
 
-    #: `start` waits for enough groups to work.
+    #: `start` waits for enough server groups to work.
     STARTING = "starting"
     #: `start` has returned.
     RUNNING = "running"
@@ -116,10 +117,10 @@ class Fleet:
         self._phase = FleetPhase.STOPPED
         #: Future that resolves when enough groups of servers work; None before the first start.
         self._up: asyncio.Future[None] | None = None
-        #: Tasks that start each group for the first time, by the group's index.
+        #: Tasks that start each server group for the first time, by the group's index.
         self._starts: dict[int, asyncio.Task[None]] = {}
-        #: Number of consecutive failed starts of each group, by the group's index. Starts are
-        #: counted only until the fleet has started.
+        #: Number of consecutive failed starts of each server group, by the group's index. Starts
+        #: are counted only until the fleet has started.
         self._failed_starts: Counter[int] = Counter()
         #: Last log lines of servers that have died, by their rank.
         self._last_log_lines: dict[int, str] = {}
@@ -151,8 +152,8 @@ class Fleet:
             on_end=lambda: self._fail_if_too_few_engines(checks_min_active=True),
         )
         self.registry.listen(
-            # The router comes first, so that a failed group receives no more requests while the
-            # other listeners run.
+            # The router comes first, so that a failed server group receives no more requests while
+            # the other listeners run.
             self._update_routing,
             self._health.on_change,
             self._recovery.on_change,
@@ -193,8 +194,8 @@ class Fleet:
         if self._phase is not FleetPhase.STARTING:
             raise FleetFailed(_STOPPED)
 
-        # Wait for the start tasks of all groups that are no longer STARTING. Such a group works, or
-        # its start has failed, so its start task ends at once.
+        # Wait for the start tasks of all server groups that are no longer STARTING. Such a group
+        # works, or its start has failed, so its start task ends at once.
         groups = self.registry.view.groups
         ending_tasks = [
             task
@@ -241,7 +242,7 @@ class Fleet:
             of active, inactive and unreachable servers.
 
         Raises:
-            FleetRefused: A sync is open. Servers need not answer during a sync.
+            FleetRefused: A weight sync is open. Servers need not answer during a sync.
         """
         async with self._start_or_check:
             if self.syncs.id is not None:
@@ -463,7 +464,7 @@ class Fleet:
             _log.warning("group %d: %s", group.index, error)
 
     def _on_death(self, death: Death) -> None:
-        """Mark the group of a server that has died as failed, and emit an event.
+        """Mark the server group of a server that has died as failed, and emit an event.
 
         The death of a server that was replaced by a newer start is ignored.
         """
@@ -478,7 +479,7 @@ class Fleet:
         """Give the router the entrypoints that may now receive requests, and emit an event.
 
         Args:
-            before: The group before the change.
+            before: The server group before the change.
             after: The group after the change.
         """
         view = self.registry.view
@@ -519,8 +520,8 @@ class Fleet:
             return
         groups = self.registry.view.groups
         wanted = [group for group in groups if group.state is not GroupState.RETIRED]
-        # A group that starts after a commit of new weights is stale: it works, and waits until the
-        # trainer sends these weights again.
+        # A server group that starts after a commit of new weights is stale: it works, and waits
+        # until the trainer sends these weights again.
         working = [group for group in wanted if group.is_serving or group.state is GroupState.STALE]
         needed = min(self.settings.recovery.min_active or len(wanted), len(wanted))
         if self._up is not None and not self._up.done() and len(working) >= needed:
@@ -538,7 +539,7 @@ class Fleet:
             after: The group after its failure.
         """
         if before.state not in (GroupState.STARTING, GroupState.RECOVERING):
-            # The group has served before this failure, so its start had succeeded.
+            # The server group has served before this failure, so its start had succeeded.
             del self._failed_starts[after.index]
             return
         self._failed_starts[after.index] += 1

@@ -567,8 +567,8 @@ class _ForwardedRequest:
                     break
                 await request.write(piece)
             if self._is_event_stream:
-                # A sync may have changed the weights since the response began, so the stream ends
-                # with the current version. Clients ignore this comment.
+                # A weight sync may have changed the weights since the response began, so the stream
+                # ends with the current version. Clients ignore this comment.
                 version = self._shared.fleet.version_of(entrypoint.engine)
                 last_piece += f": X-Muster-Version: {version}\n\n".encode()
             request.end(last_piece)

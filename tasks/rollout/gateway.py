@@ -277,7 +277,8 @@ _ROLLOUT = f"{PREFIX}/rollout"
 #: Path of the list of servers. The path and the requests to it are the same as in sglang-router.
 WORKERS = "/workers"
 #: Each request that changes the fleet: HTTP method, type of the body, and function that carries it
-#: out, by the path of the request. ID in a path stands for the id of a sync, engine or worker.
+#: out, by the path of the request. ID in a path stands for the id of a weight sync, engine or
+#: worker.
 _ORDERS: Mapping[str, tuple[str, type[_Order], CarryOut]] = {
     f"{_ROLLOUT}/check": ("POST", _Order, lambda fleet, _id, _: fleet.check()),
     f"{_ROLLOUT}/sync": ("POST", _Begin, lambda fleet, _id, body: fleet.begin_sync(**dict(body))),
@@ -534,7 +535,7 @@ class Gateway:
         Args:
             path: Path of the request, as a key of `_ORDERS`.
             request: The request.
-            id: Id of the sync, engine or worker in the requested path, or an empty string.
+            id: Id of the weight sync, engine or worker in the requested path, or an empty string.
         """
         _method, model, carry_out = _ORDERS[path]
         try:

@@ -286,7 +286,7 @@ class ServerHost(Protocol):
         """End all servers. The host cannot be used afterwards."""
 
 
-#: Function that takes the index of a group and returns its servers with new, free addresses.
+#: Function that takes the index of a server group and returns its servers with new, free addresses.
 Rebind = Callable[[int], Awaitable[Sequence[ServerSlot]]]
 
 
@@ -300,7 +300,7 @@ class NoHost(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetParts:
-    """The objects of one fleet that its health checks, recovery and syncs share."""
+    """The objects of one fleet that its health checks, recovery and weight syncs share."""
 
     #: Registry with the states of the fleet's groups of servers.
     states: Registry

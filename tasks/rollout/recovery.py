@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 _FIRST_POLL_S = 0.1
 #: Longest time in seconds between two health checks of a starting server.
 _LAST_POLL_S = 1.0
-#: Seconds to wait until a cancelled start of a group has ended.
+#: Seconds to wait until a cancelled start of a server group has ended.
 _CANCEL_WITHIN_S = 1.0
 #: Time limit in seconds to check the ports of a group of servers and to find new ports.
 _PORTS_WITHIN_S = 200.0
@@ -59,31 +59,31 @@ class Incident:
 
     #: Time until which further failures join the incident, in seconds of the event loop's clock.
     closes_s: float
-    #: Indexes of the groups.
+    #: Indexes of the server groups.
     groups: set[int] = field(default_factory=set)
-    #: Numbers (from 0) of the tries to restart the groups that were already subtracted from the
-    #: budget of recoveries. Each try is subtracted only once for all groups of the incident.
+    #: Numbers (from 0) of the tries to restart the server groups that were already subtracted from
+    #: the budget of recoveries. Each try is subtracted only once for all groups of the incident.
     paid: set[int] = field(default_factory=set)
 
 
 class Incidents:
     """Assigns each failure to an incident, and subtracts tries from the budget of recoveries.
 
-    The failures of one incident have happened within seconds of each other. Each try to restart
-    the groups of an incident is subtracted from the budget once, not once for each group.
+    The failures of one incident have happened within seconds of each other. Each try to restart the
+    server groups of an incident is subtracted from the budget once, not once for each group.
     """
 
     def __init__(self, *, budget: float) -> None:
         """
         Args:
-            budget: Number of tries to restart groups that are allowed in total; infinity for no
-                limit.
+            budget: Number of tries to restart server groups that are allowed in total; infinity for
+                no limit.
         """
         self._remaining_budget = budget
         self._last = Incident(closes_s=-math.inf)
 
     def add_failure(self, group: int, *, now_s: float, window_s: float) -> Incident:
-        """Return the incident that a failure of a group belongs to.
+        """Return the incident that a failure of a server group belongs to.
 
         Return the last incident if further failures may still join it. Otherwise begin a new one.
 
@@ -92,8 +92,8 @@ class Incidents:
             now_s: Time of the failure, in seconds of the event loop's clock.
             window_s: Seconds during which further failures may join a new incident.
         """
-        # If the last incident contains this group already, the group has been restarted and has
-        # failed again.
+        # If the last incident contains this server group already, the group has been restarted and
+        # has failed again.
         if now_s > self._last.closes_s or group in self._last.groups:
             self._last = Incident(closes_s=now_s + window_s)
         self._last.groups.add(group)
@@ -103,7 +103,7 @@ class Incidents:
         """Subtract one try of an incident from the budget, unless it was already subtracted.
 
         Args:
-            incident: The incident whose groups should be restarted.
+            incident: The incident whose server groups should be restarted.
             attempt: Number of the try, from 0.
 
         Returns:
@@ -124,24 +124,25 @@ def count_allowed_recoveries(fleet: Rollout) -> float:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Case:
-    """One failure of a group, which is handled until the group works again or is retired."""
+    """One failure of a server group, which is handled until the group works again or is retired."""
 
-    #: Index of the group.
+    #: Index of the server group.
     group: int
-    #: Ranks of the group's servers.
+    #: Ranks of the server group's servers.
     ranks: tuple[int, ...]
     #: Reason of the last failure.
     cause: str
     #: The incident that the failure belongs to. The failures of one incident have happened within
     #: seconds of each other.
     incident: Incident
-    #: Number of completed tries to restart the group.
+    #: Number of completed tries to restart the server group.
     tries: int = 0
     #: Description of processes that could not be ended; empty if all have ended.
     leftover: str = ""
-    #: Event that is set when the processes of the failed group have ended, or could not be ended.
+    #: Event that is set when the processes of the failed server group have ended, or could not be
+    #: ended.
     processes_ended: asyncio.Event = field(default_factory=asyncio.Event)
-    #: Task that ends the processes of the group and restarts the group.
+    #: Task that ends the processes of the server group and restarts the group.
     task: asyncio.Task[None] | None = None
 
 
@@ -155,8 +156,8 @@ class Recovery:
             health: Health checks, which begin to watch a group after its start.
             rebind: Function that returns the servers of a group with new addresses.
         """
-        #: Tasks that start a group, by the group's index. A task is cancelled if its group fails or
-        #: is retired.
+        #: Tasks that start a server group, by the group's index. A task is cancelled if its group
+        #: fails or is retired.
         self._starting: dict[int, asyncio.Task[None]] = {}
         #: Description of the last failed health check of each starting server, by its rank.
         self._last_answers: dict[int, str] = {}
@@ -164,19 +165,22 @@ class Recovery:
         self._health = health
         self._rebind = rebind
         self._incidents = Incidents(budget=count_allowed_recoveries(fleet.settings))
-        #: Limits the number of groups that are restarted at the same time.
+        #: Limits the number of server groups that are restarted at the same time.
         self._parallel = asyncio.Semaphore(fleet.settings.recovery.parallel)
         #: asyncio event that is cleared while no restart may begin, such as during a weight sync.
         self._released = asyncio.Event()
         self._is_open = False
-        #: The failure that is being handled for each failed group, by the group's index.
+        #: The failure that is being handled for each failed server group, by the group's index.
         self._cases: dict[int, _Case] = {}
-        #: Number of tries to restart each group, since the group last worked for a long time. The
-        #: number determines the pause before the next try. There is no pause before the first try.
+        #: Number of tries to restart each server group, since the group last worked for a long
+        #: time. The number determines the pause before the next try. There is no pause before the
+        #: first try.
         self._tries_in_row: Counter[int] = Counter()
-        #: Time at which the last recovery of each group ended, in seconds of the loop's clock.
+        #: Time at which the last recovery of each server group ended, in seconds of the loop's
+        #: clock.
         self._case_ended_s: dict[int, float] = {}
-        #: Number of tries to restart any group so far. The id of the next try contains its number.
+        #: Number of tries to restart any server group so far. The id of the next try contains its
+        #: number.
         self._count = 0
 
     def open(self) -> None:
@@ -197,14 +201,14 @@ class Recovery:
         self._released.set()
 
     async def wait_for_ended_processes(self) -> None:
-        """Wait until the processes of all failed groups have ended, or could not be ended.
+        """Wait until the processes of all failed server groups have ended, or could not be ended.
 
         Each request to end processes has a time limit, so this wait ends, too.
         """
         await asyncio.gather(*(case.processes_ended.wait() for case in self._cases.values()))
 
     async def stop(self) -> None:
-        """Cancel all restarts of failed groups, and begin no further restarts.
+        """Cancel all restarts of failed server groups, and begin no further restarts.
 
         No group is RECOVERING afterwards. Servers that were starting may still run.
         """
@@ -218,7 +222,7 @@ class Recovery:
         self._cases.clear()
 
     def on_change(self, before: GroupView, after: GroupView) -> None:
-        """If a group has failed, begin to end its processes and to restart the group.
+        """If a server group has failed, begin to end its processes and to restart the group.
 
         Args:
             before: The group before the change.
@@ -230,13 +234,14 @@ class Recovery:
             starting.cancel()
         if not self._is_open or after.state is not GroupState.INACTIVE:
             return
-        # A group that fails during its recovery already has a case, which makes the next try.
+        # A server group that fails during its recovery already has a case, which makes the next
+        # try.
         is_new = before.is_running or before.state is GroupState.RETIRED
         if is_new or (before.state is GroupState.RECOVERING and group not in self._cases):
             self._open_case(after)
 
     def _open_case(self, view: GroupView) -> None:
-        """Handle the failure of a group: start a task that ends and restarts its servers."""
+        """Handle the failure of a server group: start a task that ends and restarts its servers."""
         group = view.index
         settings = self._fleet.settings
         works_for_s = now_s() - self._case_ended_s.get(group, 0.0)
@@ -260,11 +265,11 @@ class Recovery:
         self._fleet.states.retire(case.group, f"{reason}; its last failure: {case.cause}")
 
     def _has_state(self, case: _Case, state: GroupState) -> bool:
-        """Return True if the failed group that a case belongs to has this state now."""
+        """Return True if the failed server group that a case belongs to has this state now."""
         return self._fleet.states.view.groups[case.group].state is state
 
     async def _handle(self, case: _Case) -> None:
-        """Handle the failure of a group until the group works or is retired.
+        """Handle the failure of a server group until the group works or is retired.
 
         In a loop, end the processes of the group, and then try to restart the group. An unexpected
         error retires the group.
@@ -278,8 +283,8 @@ class Recovery:
                     self._fleet.emit("rollout.warning", message=message)
                 if self._has_state(case, GroupState.RETIRED):
                     break
-                # The group may fail again between its start and the end of the try. Another task
-                # then handles the new failure.
+                # The server group may fail again between its start and the end of the try. Another
+                # task then handles the new failure.
                 is_recovered = await self._try_to_restart(case)
                 if is_recovered or self._cases.get(case.group) is not case:
                     break
@@ -294,7 +299,7 @@ class Recovery:
             del self._cases[case.group]
 
     async def _try_to_restart(self, case: _Case) -> bool:
-        """Restart the group of a case after a pause, and return True if the group works.
+        """Restart the server group of a case after a pause, and return True if the group works.
 
         A failed or cancelled try makes the group INACTIVE again.
         """
@@ -355,7 +360,7 @@ class Recovery:
         await asyncio.sleep(pause_s)
 
     async def _restart(self, case: _Case) -> None:
-        """Start a failed group again, at new addresses if other programs use its ports.
+        """Start a failed server group again, at new addresses if other programs use its ports.
 
         Raises:
             StartFailed: Old processes of the group still run, or the group does not work.

@@ -34,20 +34,20 @@ _CAN_TAKE_WEIGHTS = frozenset({GroupState.ACTIVE, GroupState.SUSPECT, GroupState
 class GroupView:
     """Frozen snapshot of one lifecycle group: the servers of an engine, which start together."""
 
-    #: Index of the group in the fleet. The group's engine has the same index.
+    #: Index of the server group in the fleet. The group's engine has the same index.
     index: int
-    #: Ranks of the group's servers.
+    #: Ranks of the server group's servers.
     ranks: tuple[int, ...]
     state: GroupState = GroupState.STARTING
-    #: Number of the group's last start, from 1; 0 if the group was never started.
+    #: Number of the server group's last start, from 1; 0 if the group was never started.
     epoch: int = 0
-    #: True if the group was started and processes of that start may still run.
+    #: True if the server group was started and processes of that start may still run.
     is_begun: bool = False
-    #: Version of the group's weights, or None if it is unknown.
+    #: Version of the server group's weights, or None if it is unknown.
     version: int | None = None
-    #: Reason why the group does not serve or is suspect; empty if the group is healthy.
+    #: Reason why the server group does not serve or is suspect; empty if the group is healthy.
     cause: str = ""
-    #: How often a recovery has restarted the group.
+    #: How often a recovery has restarted the server group.
     recoveries: int = 0
     #: Ranks of servers that work but that the gateway cannot reach over the network. Such servers
     #: receive no requests and are not restarted.
@@ -60,7 +60,7 @@ class GroupView:
 
     @property
     def is_running(self) -> bool:
-        """True if the group's state says that its servers run."""
+        """True if the server group's state says that its servers run."""
         return self.state in RUNNING_STATES
 
     def is_current(self, epoch: int) -> bool:
@@ -83,21 +83,21 @@ class GroupView:
 class FleetView:
     """Frozen snapshot of a fleet of inference servers."""
 
-    #: Number of changes to any group so far. Two snapshots with the same number are equal.
+    #: Number of changes to any server group so far. Two snapshots with the same number are equal.
     epoch: int
-    #: Weight version that a group must have to serve. 0 stands for the weights that servers load at
-    #: their start.
+    #: Weight version that a server group must have to serve. 0 stands for the weights that servers
+    #: load at their start.
     version: int
-    #: True if no group may serve before the trainer commits the first weights.
+    #: True if no server group may serve before the trainer commits the first weights.
     awaits_weights: bool
-    #: All groups of the fleet, by their index.
+    #: All server groups of the fleet, by their index.
     groups: tuple[GroupView, ...]
     #: All servers of the fleet with their current addresses, by their rank.
     servers: Mapping[int, ServerSlot]
 
     @property
     def serving(self) -> tuple[GroupView, ...]:
-        """The groups whose state allows requests."""
+        """The server groups whose state allows requests."""
         return tuple(group for group in self.groups if group.is_serving)
 
     @property
@@ -119,7 +119,7 @@ class FleetView:
 
     @property
     def targets(self) -> tuple[GroupView, ...]:
-        """The serving and stale groups that can receive new weights."""
+        """The serving and stale server groups that can receive new weights."""
         return tuple(
             group
             for group in self.groups
@@ -170,7 +170,8 @@ def _describe_unavailable(group: GroupView) -> str:
     return description
 
 
-#: Function that is called after each change of a group, with the snapshots before and after it.
+#: Function that is called after each change of a server group, with the snapshots before and after
+#: it.
 Listener = Callable[[GroupView, GroupView], None]
 
 
@@ -184,8 +185,8 @@ class Registry:
         """
         Args:
             plan: Topology of the fleet.
-            serves_as_loaded: True if groups serve, as version 0, with the weights that they load at
-                their start. False if they are stale until the first commit.
+            serves_as_loaded: True if server groups serve, as version 0, with the weights that they
+                load at their start. False if they are stale until the first commit.
         """
         self._groups = [
             GroupView(index=index, ranks=engine.group) for index, engine in enumerate(plan.engines)
@@ -226,7 +227,7 @@ class Registry:
         self._listeners += listeners
 
     def group(self, index: int) -> GroupView:
-        """Return the current snapshot of a group.
+        """Return the current snapshot of a server group.
 
         Raises:
             KeyError: The fleet has no engine with this index.
@@ -236,7 +237,7 @@ class Registry:
         return self._groups[index]
 
     def group_of(self, rank: int) -> int:
-        """Return the index of the group that the server with this rank belongs to.
+        """Return the index of the server group that the server with this rank belongs to.
 
         Raises:
             KeyError: The fleet has no server with this rank.
@@ -337,7 +338,7 @@ class Registry:
             self._change(view, unreachable=still_unreachable, cause=cause)
 
     def fail(self, rank: int, epoch: int, cause: str) -> bool:
-        """Record that a server has failed. Its whole group becomes INACTIVE at once.
+        """Record that a server has failed. Its whole server group becomes INACTIVE at once.
 
         Returns:
             True if the group became INACTIVE. False if the group had already failed, or was started
@@ -384,7 +385,7 @@ class Registry:
     def commit(self, version: int, epochs: Mapping[int, int], *, force: bool = False) -> None:
         """Set the weight version of the fleet. Groups that have these weights serve them.
 
-        All other groups that have started become STALE.
+        All other server groups that have started become STALE.
 
         Args:
             version: Version of the new weights.
@@ -407,8 +408,8 @@ class Registry:
         self._awaits_weights = False
         self._epoch += 1
         self._view = None
-        # Notify only after all groups have changed: no listener may see a group that still serves
-        # old weights after another group already has new weights.
+        # Notify only after all server groups have changed: no listener may see a group that still
+        # serves old weights after another group already has new weights.
         for group in [group for group in self._groups if group.state in _CAN_TAKE_WEIGHTS]:
             if epochs.get(group.index) != group.epoch:
                 self._record(group, state=GroupState.STALE)
@@ -419,7 +420,7 @@ class Registry:
         self._notify()
 
     def mark_stale(self, group: int, epoch: int, why: str) -> None:
-        """Record that the weights of a group are unknown.
+        """Record that the weights of a server group are unknown.
 
         The group is STALE until the trainer commits new weights for it.
         """
@@ -450,7 +451,7 @@ class Registry:
         self._change(before, state=state, **fields)
 
     def _change(self, before: GroupView, **fields: Any) -> None:
-        """Change fields of a group's snapshot, and notify the listeners."""
+        """Change fields of a server group's snapshot, and notify the listeners."""
         self._record(before, **fields)
         self._notify()
 
@@ -465,7 +466,8 @@ class Registry:
     def _notify(self) -> None:
         """Call the listeners for all pending changes, in the order of the changes."""
         if self._is_notifying:
-            # A listener has changed a group. The outer call of this method reports that change.
+            # A listener has changed a server group. The outer call of this method reports that
+            # change.
             return
         self._is_notifying = True
         try:
@@ -486,5 +488,5 @@ class Registry:
 
 
 def _describe(group: GroupView) -> str:
-    """Return the index and the ranks of a group, for messages."""
+    """Return the index and the ranks of a server group, for messages."""
     return f"group {group.index} (ranks {join_commas(group.ranks)})"

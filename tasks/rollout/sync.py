@@ -31,7 +31,7 @@ from tasks.rollout.topology import ServerSlot
 from tasks.spec.errors import MusterError
 from tasks.spec.placeholders import substitute
 
-#: Body of the answer for an engine whose servers have ended since the sync began.
+#: Body of the answer for an engine whose servers have ended since the weight sync began.
 _SERVERS_ENDED = "its servers have ended since the sync began"
 #: Number of characters of a server's response that a failure message quotes.
 _QUOTED_CHARACTERS = 300
@@ -42,11 +42,13 @@ _READ_ONLY_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 class InFlight(Enum):
     """Treatment of the rollout requests that servers are still answering when a sync begins."""
 
-    #: The sync waits until all requests are answered.
+    #: The weight sync waits until all requests are answered.
     WAIT = "wait"
-    #: The sync ends all requests. A request whose answer has not begun is retried after the sync.
+    #: The weight sync ends all requests. A request whose answer has not begun is retried after the
+    #: sync.
     ABORT = "abort"
-    #: The servers pause the requests and continue them after the sync. Not all backends can do so.
+    #: The servers pause the requests and continue them after the weight sync. Not all backends can
+    #: do so.
     INTERRUPT = "interrupt"
 
 
@@ -60,7 +62,7 @@ class _Target:
 
     #: Index of the engine.
     engine: int
-    #: Epoch of the engine when the sync began.
+    #: Epoch of the engine when the weight sync began.
     epoch: int
     #: True if a request that may change the weights was sent to the engine.
     is_touched: bool = False
@@ -87,9 +89,9 @@ class _OpenSync:
 
     #: Random hexadecimal id that the trainer uses in its requests.
     id: str
-    #: Time at which the sync began, in seconds of the event loop's clock.
+    #: Time at which the weight sync began, in seconds of the event loop's clock.
     began_s: float
-    #: Time at which the sync expires, in seconds of the event loop's clock.
+    #: Time at which the weight sync expires, in seconds of the event loop's clock.
     until_s: float
     #: The engines that should receive the new weights.
     targets: list[_Target] = field(default_factory=list)
@@ -97,7 +99,8 @@ class _OpenSync:
     is_paused: bool = False
     #: Futures of the broadcasts that still wait for answers.
     sending: set[asyncio.Future[Any]] = field(default_factory=set)
-    #: True from the moment at which a commit, a cancel or the time limit begins to end the sync.
+    #: True from the moment at which a commit, a cancel or the time limit begins to end the weight
+    #: sync.
     is_ending: bool = False
 
 
@@ -115,7 +118,7 @@ class WeightSyncs:
     ) -> None:
         """
         Args:
-            fleet: The parts of the fleet that the syncs work with.
+            fleet: The parts of the fleet that the weight syncs work with.
             router: Router of the fleet's rollout requests. It is closed while a sync is open.
             health: Health checks of the fleet. They pause while a sync is open.
             recovery: Recovery of the fleet. It starts no engine while a sync is open.
@@ -127,9 +130,9 @@ class WeightSyncs:
         self._health = health
         self._recovery = recovery
         self._open: _OpenSync | None = None
-        #: Id of the last sync that ended, and a description of how it ended.
+        #: Id of the last weight sync that ended, and a description of how it ended.
         self._last: tuple[str, str] = ("", "")
-        #: Task that ends the open sync when the sync's time limit has passed.
+        #: Task that ends the open weight sync when the sync's time limit has passed.
         self._deadline: asyncio.Task[None] | None = None
 
     @property
@@ -244,7 +247,7 @@ class WeightSyncs:
           group, the trainer is rank 0, and the ranks of all targets follow in order.
 
         Args:
-            id: Id of the sync.
+            id: Id of the weight sync.
             ask: The request to send.
             timeout_s: Seconds to wait for answers, at most until the sync expires.
 
@@ -276,8 +279,8 @@ class WeightSyncs:
         try:
             answers = await sending
         except asyncio.CancelledError:
-            # If the sync is ending, `_end` has cancelled this broadcast. Any other cancel must
-            # reach the caller.
+            # If the weight sync is ending, `_end` has cancelled this broadcast. Any other cancel
+            # must reach the caller.
             if not sync.is_ending:
                 raise
         finally:
