@@ -252,8 +252,8 @@ class RolloutClient:
                 return self._send(method, path, body, within_s=within_s)[1]
             except urllib.error.HTTPError as error:
                 reason = f"{method} {self._url}{path}: {error.code} {error.read(500)!r}"
-                # Status 409: running requests did not end in time. Status 404: the deadline of the
-                # weight sync has passed, so the gateway has ended the sync.
+                # Status 409 means that running requests did not end in time. Status 404 means that
+                # the time limit of the weight sync has passed, so the gateway has ended the sync.
                 if error.code in (404, 409):
                     raise SyncLost(reason) from error
                 raise FleetError(reason) from error

@@ -44,14 +44,15 @@ class Batch:
 
     #: The answers in the order of the rows.
     answers: Sequence[Answer]
-    #: Tokens of prompts and answers, padded on the right, [row, token].
+    #: Tokens of prompts and answers, padded on the right. Shape: (rows, tokens).
     tokens: Tensor
-    #: 1 for each generated token and 0 for padding, [row, ANSWER_TOKENS].
+    #: 1 for each generated token and 0 for padding. Shape: (rows, ANSWER_TOKENS).
     mask: Tensor
-    #: Log-probabilities of the tokens in nats, as the engines reported them, [row, ANSWER_TOKENS].
+    #: Log-probabilities of the tokens in nats, as the engines reported them. Shape: (rows,
+    #: ANSWER_TOKENS).
     old_log_probs: Tensor
     #: GRPO's advantage of each answer: the distance of its reward from the mean of its group, in
-    #: standard deviations of the group. Shape [row].
+    #: standard deviations of the group. Shape: (rows,).
     advantages: Tensor
     #: Mean reward of the answers, from 0 to 1.
     reward: float
@@ -81,10 +82,10 @@ class AnswerCheck:
 
     #: Largest difference between a reported and a recomputed log-probability, in nats.
     gap: float
-    #: Control value, in nats: the difference if the answers are recomputed with the weights of the
-    #: version before theirs. It is the largest difference of each version, and of these values the
-    #: smallest. The check works if this value is much larger than `gap`. None if no earlier
-    #: weights are kept.
+    #: Control value, in nats: the difference if the answers are recomputed with wrong weights,
+    #: those of the preceding version. The largest difference of each version is computed, and the
+    #: smallest of these values is stored. If the value is not much larger than `gap`, the check
+    #: cannot detect wrong weights. None if no earlier weights are kept.
     gap_before: float | None
 
 
@@ -127,11 +128,11 @@ def compute_log_probs(
 
     Args:
         model: The model.
-        tokens: Tokens of prompts and answers, [row, token].
+        tokens: Tokens of prompts and answers. Shape: (rows, tokens).
         weights: Weights to use instead of the model's own weights, or None.
 
     Returns:
-        Log-probabilities in nats, [row, position, token of the vocabulary].
+        Log-probabilities in nats. Shape: (rows, positions, len(vocabulary)).
     """
     inputs = (tokens[:, :-1],)
     output = model(*inputs) if weights is None else functional_call(model, dict(weights), inputs)
@@ -171,7 +172,7 @@ def train_step(
 
 
 def _select_sampled(log_probs: Tensor, batch: Batch) -> Tensor:
-    """Return the log-probabilities of the sampled tokens, [row, ANSWER_TOKENS]."""
+    """Return the log-probabilities of the sampled tokens. Shape: (rows, ANSWER_TOKENS)."""
     return log_probs.gather(-1, batch.tokens[:, -ANSWER_TOKENS:, None])[..., 0]
 
 
@@ -232,7 +233,7 @@ def _compute_gaps(model: LlamaForCausalLM, batch: Batch, weights: Weights) -> Te
         weights: Weights for the recomputation.
 
     Returns:
-        The largest difference of each answer, [row].
+        The largest difference of each answer. Shape: (rows,).
     """
     with torch.no_grad():
         recomputed = _select_sampled(compute_log_probs(model, batch.tokens, weights), batch)
@@ -240,5 +241,5 @@ def _compute_gaps(model: LlamaForCausalLM, batch: Batch, weights: Weights) -> Te
 
 
 def _describe_source(answer: Answer) -> str:
-    """Return a clause that names the engine of an answer, its epoch and its weight version."""
+    """Return a text that names the engine, the engine's epoch and the weights of an answer."""
     return f"engine {answer.engine}, epoch {answer.epoch}, answered as version {answer.version}"

@@ -21,13 +21,13 @@ DEFAULT_LEARNING_RATE = 0.02
 class Batch:
     """The answers of one training step, with one row per generated token."""
 
-    #: The tokens before each generated token, [row, CONTEXT_TOKENS].
+    #: The tokens before each generated token. Shape: (rows, CONTEXT_TOKENS).
     contexts: Tokens
-    #: The generated token, [row].
+    #: The generated token. Shape: (rows,).
     actions: Tokens
-    #: Log-probability of the generated token when it was sampled, in nats, [row].
+    #: Log-probability of the generated token when it was sampled, in nats. Shape: (rows,).
     old_log_probs: Floats
-    #: Advantage of the answer that contains the generated token, [row].
+    #: Advantage of the answer that contains the generated token. Shape: (rows,).
     advantages: Floats
     #: Mean reward of the answers, from 0 to 1.
     mean_reward: float

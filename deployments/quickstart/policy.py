@@ -31,13 +31,13 @@ class Policy:
     averages of the optimizer Adam.
     """
 
-    #: Weights of the hidden layer, [CONTEXT_TOKENS * len(VOCABULARY), HIDDEN_UNITS].
+    #: Weights of the hidden layer. Shape: (CONTEXT_TOKENS * len(VOCABULARY), HIDDEN_UNITS).
     hidden_weight: Floats
-    #: Biases of the hidden layer, [HIDDEN_UNITS].
+    #: Biases of the hidden layer. Shape: (HIDDEN_UNITS,).
     hidden_bias: Floats
-    #: Weights of the output layer, [HIDDEN_UNITS, len(VOCABULARY)].
+    #: Weights of the output layer. Shape: (HIDDEN_UNITS, len(VOCABULARY)).
     output_weight: Floats
-    #: Biases of the output layer, [len(VOCABULARY)].
+    #: Biases of the output layer. Shape: (len(VOCABULARY),).
     output_bias: Floats
 
 
@@ -49,11 +49,11 @@ WEIGHT_NAMES: tuple[str, ...] = tuple(field.name for field in fields(Policy))
 class Forward:
     """Result of a forward pass, with the values that the backward pass needs."""
 
-    #: Contexts in one-hot encoding, [row, CONTEXT_TOKENS * len(VOCABULARY)].
+    #: Contexts in one-hot encoding. Shape: (rows, CONTEXT_TOKENS * len(VOCABULARY)).
     inputs: Floats
-    #: Activations of the hidden layer, [row, HIDDEN_UNITS].
+    #: Activations of the hidden layer. Shape: (rows, HIDDEN_UNITS).
     hidden: Floats
-    #: Log-probabilities of the next token in nats, [row, len(VOCABULARY)].
+    #: Log-probabilities of the next token in nats. Shape: (rows, len(VOCABULARY)).
     log_probs: Floats
 
 
@@ -75,7 +75,7 @@ def take_context(tokens: Sequence[int]) -> list[int]:
 
 
 def forward(policy: Policy, contexts: Tokens) -> Forward:
-    """Run the policy on `contexts`, [row, CONTEXT_TOKENS]."""
+    """Run the policy on `contexts`. Shape: (rows, CONTEXT_TOKENS)."""
     inputs = np.eye(len(VOCABULARY))[contexts].reshape(len(contexts), -1)
     hidden = np.tanh(inputs @ policy.hidden_weight + policy.hidden_bias)
     logits = hidden @ policy.output_weight + policy.output_bias
@@ -90,7 +90,7 @@ def backward(policy: Policy, forward_pass: Forward, logits_gradient: Floats) -> 
     Args:
         policy: The weights of the forward pass.
         forward_pass: Result of the forward pass.
-        logits_gradient: Gradient of the logits, [row, len(VOCABULARY)].
+        logits_gradient: Gradient of the logits. Shape: (rows, len(VOCABULARY)).
     """
     hidden_gradient = (logits_gradient @ policy.output_weight.T) * (1.0 - forward_pass.hidden**2)
     return Policy(

@@ -96,8 +96,8 @@ def _choose_tokens(log_probs: Floats, draws: Floats, temperature: float) -> Toke
     """Sample a token for each row, by inversion of the cumulative distribution.
 
     Args:
-        log_probs: Log-probabilities in nats, [row, len(VOCABULARY)].
-        draws: A random number from 0 to 1 for each row, [row].
+        log_probs: Log-probabilities in nats. Shape: (rows, len(VOCABULARY)).
+        draws: A random number from 0 to 1 for each row. Shape: (rows,).
         temperature: Divisor of the log-probabilities. With 0 the most likely token is taken.
     """
     if temperature == 0:

@@ -133,8 +133,9 @@ class Training:
             )
         )
         _say(f"registered for steps {self._state.step + 1} to {plan.steps}; waiting for batches")
-        #: Durations of a step and of its parts in seconds, by the name of the metric. Each step is
-        #: logged before its weights are sent, so `broadcast_weights` is from the step before.
+        #: Durations of a step and of its parts in seconds, by the name of the metric. The metrics
+        #: of a step are written before its weights are sent. So `broadcast_weights` is the duration
+        #: in the preceding step.
         durations: dict[str, float] = {}
         began_at_s = time.monotonic()
         while self._state.step < plan.steps:

@@ -23,7 +23,7 @@ _REQUEST_WITHIN_S = 10.0
 _ALL_WITHIN_S = 60.0
 #: Time, in seconds, between two rounds of checks of `wait_until_answering`.
 _CHECK_EVERY_S = 0.2
-#: Beginning of the value of `PartCheck.problem` if a server rejected the password.
+#: Beginning of the text in `PartCheck.problem` if a server has rejected the password.
 _REFUSED = "wants a password"
 
 
@@ -187,5 +187,5 @@ def _request_json(client: httpx.Client, method: str, url: str, **options: Any) -
 
 
 def _describe_silence(method: str, url: str, error: Exception) -> str:
-    """Return the value of `PartCheck.problem` after an HTTP request failed with an error."""
+    """Return a description of a failed HTTP request, for the field `PartCheck.problem`."""
     return f"does not answer: {method} {url}: {error or type(error).__name__}"

@@ -21,11 +21,12 @@ from deployments.stack.state import to_reach_stack
 
 @register_hook
 def setup_environment(*, ctx: HookContext) -> SetupResult | None:
-    """Return the variables that a program lacks to use the stack of its MUSTER_HOME.
+    """Return the environment variables that give a program access to the `muster up` stack.
 
     Returns:
-        The password of the stack's Prefect server, and Ray's variables for the access token. None
-        if the program uses another Prefect server, or already has the password.
+        The password of the stack's Prefect server, and Ray's variables for the access token, if
+        they are not set yet. None if the program uses another Prefect server, or already has the
+        password.
     """
     missing_variables = to_reach_stack(ctx.api_url) if ctx.api_url else {}
     if AUTH not in missing_variables:

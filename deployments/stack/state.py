@@ -325,7 +325,7 @@ class StackPlace:
 
 
 def to_reach_stack(api_url: str | None) -> dict[str, str]:
-    """Return the environment variables that this program lacks to use the stack of its MUSTER_HOME.
+    """Return the missing environment variables for access to the `muster up` stack.
 
     The variables contain the address of the stack's Prefect server, the server's password, and the
     path of the file with the access token of the stack's Ray cluster.

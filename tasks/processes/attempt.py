@@ -254,7 +254,7 @@ def _describe_shell_code(exit: Exit) -> str:
 
 
 def _signal_of_shell(exit: Exit) -> str | None:
-    """Return the signal that ended a program which a shell has run; None if no signal ended it.
+    """Return the signal that ended a program of a shell, or None if the exit code shows no signal.
 
     If a signal ends the program, the exit code of the shell is 128 plus the number of the signal.
     """
@@ -326,7 +326,8 @@ class EarliestDecision:
     def reserve(self, at_monotonic_s: float) -> None:
         """Ignore all events after a time.
 
-        Call it if an event at that time decides the attempt, but the decision is not known yet.
+        Call it if an event at that time decides how the attempt ends, but the decision is not made
+        yet.
         """
         self.horizon_s = min(self.horizon_s, at_monotonic_s)
 
@@ -379,7 +380,8 @@ class SupervisedAttempt:
         self._launched: list[RunningComponent] = []
         #: Tasks that watch the whole attempt. The tasks that watch one component belong to it.
         self._watchers = OwnedTasks(self.crash)
-        #: Tasks that decide about the end of a component. The teardown waits for their results.
+        #: Tasks that decide whether the run continues, fails or is complete after the end of a
+        #: component. The teardown waits for their results.
         self._examinations = OwnedTasks(self.crash)
         self._alarms = Alarms(plan.alarms) if plan.alarms else None
         silence = Silence(
@@ -387,7 +389,7 @@ class SupervisedAttempt:
             resumed_step=plan.resume.step if plan.resume else None,
         )
         self._progress = ProgressWatch(plan, self._step_source(), silence, emit, self._is_quiet)
-        #: Keeps the decision about the earliest event so far.
+        #: Decision by the earliest event that can end the attempt.
         self.earliest = EarliestDecision()
         self._teardown: asyncio.Task[Verdict] | None = None
         self._time_to_save = TimeToSave(components=lambda: tuple(self._launched), emit=emit)
@@ -793,8 +795,8 @@ class SupervisedAttempt:
         if is_finished and step is None and last is not None:
             message = f"step {last:g} of {last:g}: the checkpoint already had the last step"
         elif last is not None and is_short and (step is None or step < last - 1):
-            # A trainer that counts its steps from zero reports the last step as `last - 1`. So step
-            # `last - 1` causes no warning.
+            # Warn about a step below `last - 1` only. A trainer that counts its steps from zero
+            # reports the last step as `last - 1`.
             warning = f"{component.name} left with exit code 0{self._describe_missing_steps()}"
         elif last is None and problem:
             warning = f"{component.name} left, but no step is known"
@@ -810,7 +812,7 @@ class SupervisedAttempt:
         self._decide(Decision.of(verdict, exit.at_monotonic_s))
 
     def _has_nothing_to_do(self, step: float | None) -> bool:
-        """Return True if the attempt made no step because it started at the last step.
+        """Return True if the attempt trained no step, because it was resumed from the last step.
 
         The checkpoint from which it started then contains the last step.
         """

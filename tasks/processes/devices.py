@@ -103,8 +103,8 @@ class Devices:
         Raises:
             OSError: The secret can be neither read nor created.
         """
-        # The GPU driver reports no UUID for a GPU that has fallen off the bus. The name of this GPU
-        # is derived from the secret, too.
+        # The GPU driver reports no UUID for a GPU that has fallen off the bus. The name for the
+        # lease of such a GPU is derived from the secret of this MUSTER_HOME.
         if uuid := self.uuids.get(index):
             return uuid
         stands_in = f"device {host_name()} {index}"
@@ -218,8 +218,8 @@ class DeviceLease:
             except (OSError, BadDevices) as error:
                 answers.append(str(error))
                 return
-            # On a machine without GPUs, the GPU driver knows none of the leased numbers. They come
-            # from MUSTER_GPUS or from the work pool's settings, and are always usable.
+            # On a machine without GPUs, the leased device numbers come from MUSTER_GPUS or from the
+            # work pool's settings. They name no devices, so they are always usable.
             unfit = [index for index in self.indices if here.uuids and index not in here.indices]
             problem = f"GPU {format_devices(unfit)} of {host_name()} is missing or unhealthy"
             answers.append(problem if unfit else "")

@@ -136,7 +136,7 @@ def end_marked(mark: int) -> set[PidAndStart]:
     Processes that cannot belong to a run of this user get no signal (see `can_be_of_own_run`).
 
     Args:
-        mark: Number that `tree.mark_own` has set. 0: no process is signalled.
+        mark: Number that `tree.mark_own` has set. With 0, no process gets a signal.
 
     Returns:
         The processes that were alive.

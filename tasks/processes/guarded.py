@@ -554,8 +554,8 @@ class GuardedProcess:
         at_s = min(status.at_monotonic_s, self._leader_gone_s)
         _resolve(self.exited, replace(status, at_monotonic_s=at_s))
         # The pidfds may report ends late, but they report them in the right order. So every process
-        # whose pidfd reported first also ended before this process. Correct the end times of those
-        # processes.
+        # whose pidfd has reported its end before also ended before this process. Correct the end
+        # times of those processes.
         earlier = self._ended_processes
         if self in earlier:
             earlier = earlier[: earlier.index(self)]

@@ -448,7 +448,8 @@ def _name_own(name: str) -> None:
     The name is written over the placeholder TEMPLATE in the memory of this process. `ps` reads the
     command line and the environment from that memory.
 
-    Source: proc_pid_stat(5), fields 48 to 51, which give the addresses of both.
+    Source: proc_pid_stat(5), fields 48 to 51: the addresses of the command line and of the
+        environment.
     """
     start, end = (int(tree.stat_fields(os.getpid())[index]) for index in (45, 48))
     room = TEMPLATE.encode()

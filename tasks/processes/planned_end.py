@@ -14,11 +14,11 @@ _ENDING_MODES = frozenset({"poweroff", "reboot", "halt", "kexec", "soft-reboot"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedEnd:
-    """A time at which something else than Muster will end the processes of a component."""
+    """A known future time at which a component will be ended by its machine, and not by Muster."""
 
-    #: Time of the end, in UTC epoch seconds.
+    #: Time at which the processes will be ended, in UTC epoch seconds.
     at: float
-    #: Reason for the end, in one line for people.
+    #: Reason for this end, in one line for people, such as a shutdown of the machine.
     reason: str
 
 

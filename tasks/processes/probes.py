@@ -56,7 +56,7 @@ _LOOPBACK = ("localhost", "127.", "::1", "0.0.0.0")
 class ComponentProbe(ABC):
     """A check of one component that can be repeated."""
 
-    #: Description of the check for messages, for example `GET http://127.0.0.1:8000/health`.
+    #: Text that names the check in error messages, for example `GET http://127.0.0.1:8000/health`.
     question: str
     #: TCP port of this machine that the probe connects to; None if there is none.
     local_port: int | None = None
@@ -322,7 +322,7 @@ class NotifyProbe(ComponentProbe):
         self.address = f"@{name}"
         #: Text of the component's last STATUS message; empty if there was none.
         self.status = ""
-        #: Set when `status` changes. The reader of `status` clears it.
+        #: asyncio event that is set when `status` changes. The reader of `status` clears the event.
         self.has_news = asyncio.Event()
         self._is_ready = False
         asyncio.get_running_loop().add_reader(self._socket, self.glance)

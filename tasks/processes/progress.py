@@ -271,7 +271,7 @@ _NUMBER = re.compile(
 )
 #: Largest number of different lines of a log that are remembered, to recognise repeated lines.
 _SHAPES_AT_MOST = 256
-#: Number of characters of each line that are compared.
+#: Number of characters at the start of a log line that are compared with earlier lines.
 _SHAPE_LENGTH = 200
 
 

@@ -13,14 +13,15 @@ from pathlib import Path
 
 from tasks.record.run_json import AttemptRecord, RunJson
 
-#: Name of the file in the run's registry directory that reserves the disk space.
+#: Name of the file that reserves disk space for a run's final record. The file is in the run's
+#: registry directory.
 _FILE_NAME = "end"
 #: Number of bytes of disk space that are reserved for each run.
 _SIZE_BYTES = 16384
 
 
 def reserve(directory: Path) -> None:
-    """Create the file that reserves the disk space in the run's registry directory.
+    """Reserve disk space for the run's final record, by a file in the run's registry directory.
 
     Raises:
         OSError: The disk is full, for example.

@@ -218,11 +218,13 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulingPass:
-    """The facts and the decisions of one scheduling pass.
+    """The input and the decisions of one scheduling pass.
 
-    `QueueReader` fills in the facts and the field `refused`. The method `decide` fills in the other
-    decisions. The address of a cluster is the URL of its Ray dashboard. The address "" stands for
-    the nodes that the settings of work pools list for runs without Ray.
+    `QueueReader` sets the fields with the input, and the field `refused`. The method `decide` sets
+    the other fields.
+
+    Many fields are mappings by the address of a cluster, which is the URL of its Ray dashboard. The
+    nodes for runs without Ray, which the settings of work pools list, have the address "".
     """
 
     #: Time of the scheduling pass, in UTC epoch seconds.

@@ -264,8 +264,8 @@ def _apply_order(process_texts: _ProcessTexts, order: Mapping[str, Any]) -> None
     os.environ.update(order["env"])
     process_texts.show(order["argv"], order["env"])
     os.chdir(order["cwd"])
-    # The time zone depends on the environment variable TZ, and the folder of temporary files on
-    # TMPDIR. Python has cached both values of the fork server.
+    # Python still has the time zone and the temporary folder of the fork server in its cache. Read
+    # both again from the variables TZ and TMPDIR of this process.
     time.tzset()
     tempfile.tempdir = None
 

@@ -303,7 +303,7 @@ class SchedulingLease:
         Raises:
             httpx.HTTPError: The server did not answer.
         """
-        # One request reads both variables, so both values are of the same moment.
+        # Read both variables by one request, so that their values belong together.
         name_filter = {"variables": {"name": {"any_": [NAME, _LAST_DECISION]}}}
         request = self.client.request("POST", "/variables/filter", json=name_filter)
         answer = await self._with_timeout(request)
@@ -354,9 +354,9 @@ class SchedulingLease:
         lease: Lease | None = None
         while True:
             if not self._is_locked_out(lock):
-                # If another scheduler held the scheduling lease before, the lease is read first. A
-                # read costs the server less than a request to create the variable, which would
-                # fail.
+                # If another scheduler held the scheduling lease at the last try, read the lease
+                # again before the next try to create it. A read costs the server less than a
+                # creation that fails.
                 if lease is not None:
                     lease = await self._with_timeout(self._read())
                 if lease is None:

@@ -429,7 +429,7 @@ class _Pass:
             quota.take(gang.tags, -sum(gang.gpus.values()))
         if not ahead.fits:
             return _Reservation(head=head, at=math.inf, nodes=ahead, quota=quota, waits_for=())
-        # The waiting run waits for the runs whose ends make further nodes sufficient.
+        # The waiting run waits for those runs whose end makes a further node sufficient for it.
         became_sufficient = {index for index in insufficient if ahead.is_sufficient(index)}
         waits_for = tuple(id for id, nodes in ended if not became_sufficient.isdisjoint(nodes))
         return _Reservation(head=head, at=at, nodes=ahead, quota=quota, waits_for=waits_for)

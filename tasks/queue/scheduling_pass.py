@@ -83,8 +83,8 @@ class QueueReader:
     _heartbeats: dict[UUID, tuple[object, float]] = field(default_factory=dict)
     #: Snapshots in which the clusters had the most GPUs, by the address of the cluster.
     _largest_clusters: dict[str, Cluster] = field(default_factory=dict)
-    #: Flow runs without an overwritten Cancelled state, according to the last check. The keys are
-    #: flow run ids. The values are the ids of the states that the flow runs had at the check.
+    #: Flow runs that were checked for an overwritten Cancelled state, and that had none. The keys
+    #: are flow run ids. The values are the ids of the states that the flow runs had at the check.
     _not_cancelled: dict[UUID, UUID] = field(default_factory=dict)
     #: For each scheduled flow run that may have a process, by flow run id: the id of its state, and
     #: True if a user has set this state while the process was working.

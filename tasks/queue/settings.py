@@ -255,7 +255,7 @@ async def write_settings(client: PrefectClient, pool: WorkPool, settings: PoolSe
 
     Args:
         client: Client of the Prefect server.
-        pool: The work pool, read just before this call. The rest of its template is kept.
+        pool: The work pool, read just before this call. The rest of its base job template is kept.
         settings: The new settings.
 
     Raises:

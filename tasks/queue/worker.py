@@ -278,7 +278,7 @@ class GangJobConfiguration(ProcessJobConfiguration):
         *arguments: Any,
         **options: Any,
     ) -> None:
-        """Fill in the configuration for a flow run, and keep the deployment."""
+        """Fill in the configuration for a flow run, and store its deployment in this object."""
         self._deployment = deployment
         super().prepare_for_flow_run(flow_run, deployment, *arguments, **options)
 

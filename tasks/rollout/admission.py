@@ -71,7 +71,7 @@ def compute_bounds(
         servers: Number of servers in the fleet. Some open files are kept free for each server.
     """
     kept = min(_KEPT_FILES, open_files // 4) + min(_KEPT_FILES_EACH * servers, open_files // 4)
-    # Each client connection needs a second file, for the connection to a server.
+    # Each client connection needs two open files: its own, and one for the connection to a server.
     in_all = max(1, (open_files - in_use - kept) // 2)
     if may_be_let_in:
         strangers, each = _STRANGERS, _STRANGERS_EACH
@@ -212,7 +212,7 @@ class Admission:
 
 
 def _network_of(host: str) -> str:
-    """Return the name of a client, for counting the connections of each client.
+    """Return the name under which the connections from a host are counted.
 
     The name is `address ADDRESS`, or `network NETWORK` for an IPv6 address other than loopback.
     """

@@ -246,8 +246,8 @@ def _remote_uses(spec: RunSpec, placeholder: str) -> list[tuple[str, str]]:
             continue
         section, *keys = use.path.split(".")
         if section == "env" and remote_components:
-            # All components get the variables of the spec's section `env`. The fault names only
-            # the first component that may run on another machine.
+            # All components get the variables of the spec's section `env`. For the error message,
+            # one component that may run on another machine is enough.
             uses.append((use.path, remote_components[0]))
         elif (
             section == "components"
@@ -308,8 +308,8 @@ class FleetPlan(BaseModel):
     cwd: Path
     #: Absolute path of the attempt's directory, which holds logs and events.
     directory: Path
-    #: Directory of the register of the run's processes. Each server gets an entry there. None if
-    #: no entry is needed, because Ray or the component's PID namespace ends the servers.
+    #: Registry directory of the run, in which each server gets an entry. None if no entry is
+    #: needed, because Ray or the component's PID namespace ends the servers.
     register_at: Path | None = None
     #: True if the servers accept requests with the weights that they load at their start. False if
     #: they wait for the trainer's first weights.
@@ -388,7 +388,7 @@ def prepare_fleet(
         place: Paths of the attempt's files.
         containment: Kernel features that this machine uses to end all processes of the run.
         ports: Reserved ports of the run, by their names.
-        register_at: Directory of the run's process register.
+        register_at: Registry directory of the run, in which the servers get entries.
         resumes: True if the trainer resumes from a checkpoint. The weights that the servers load
             at their start are then older than the trainer's weights.
         secrets: Secrets of the run, which the fleet's process masks in its output.
@@ -402,7 +402,7 @@ def prepare_fleet(
     env = {**(spec.env if is_on_ray else {}), **fleet.env}
     # At containment level L4, the servers run in a PID namespace. The pids of the servers have no
     # meaning outside of the namespace, and the servers end with the first process of the namespace.
-    # So the servers need no entries in the register.
+    # So the servers need no entries in the run's registry.
     is_registered = containment.level is not Level.L4 and not is_on_ray
     initial_weights = fleet.weights.initial or ("stale" if resumes else "loaded")
     return FleetPlan(

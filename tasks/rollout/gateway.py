@@ -180,7 +180,8 @@ def _is_own_address(authority: str, port: int | None) -> bool:
     Args:
         authority: Host and optional port, as in a URL.
         port: Port of the gateway. None to accept every port. An authority without a port is
-            accepted: programs may leave the port out, browsers never do.
+            accepted, because it cannot come from a web page: browsers always send the port of this
+            gateway.
     """
     match = _AUTHORITY.fullmatch(authority)
     if match is None or not is_loopback(match[1]):

@@ -142,7 +142,7 @@ class Health:
     fleet's `Recovery` then restarts the engine.
 
     Args:
-        fleet: Registry, settings, prober and host of the fleet.
+        fleet: The objects that the health checks share with the other parts of the fleet.
     """
 
     def __init__(self, fleet: FleetParts) -> None:

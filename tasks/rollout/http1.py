@@ -563,7 +563,7 @@ class ServerConnection(Wire):
         self.is_finishing = False
         #: Task that answers the current request, or None.
         self.task: asyncio.Task[None] | None = None
-        #: Name of the client, for counting the connections of each client. It names a user of this
+        #: Name under which the connections of the client are counted. It names a user of this
         #: machine, or a network address.
         self.client = ""
         #: True if, according to the kernel, a process of this user or of root has opened the

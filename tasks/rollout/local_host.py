@@ -153,7 +153,7 @@ class LocalHost:
             reason = error.strerror or str(error) or "its guardian does not answer"
             message = f"{name} can't be started: {slot.argv[0]}: {reason}"
             raise _start_error(message, error) from error
-        # Only the end of a server that has started is reported as a death.
+        # Watch the end of the server only now: the failure of a start is not reported as a death.
         process.exited.add_done_callback(lambda _: self._on_exit(server))
 
     async def stop(self, ranks: Collection[int], *, grace_s: float) -> tuple[str, ...]:

@@ -283,7 +283,7 @@ class ServerHost(Protocol):
         """Return the ranks of the servers whose ports another program uses on their machine now."""
 
     async def close(self) -> None:
-        """End all servers. The host cannot be used afterwards."""
+        """End all servers. This object cannot be used afterwards."""
 
 
 #: Function that takes the index of a server group and returns its servers with new, free addresses.

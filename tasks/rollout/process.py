@@ -64,9 +64,9 @@ _WARNING_EVENTS = frozenset({"rollout.server.died", "rollout.warning"})
 
 
 async def _open_host(plan: FleetPlan, disk: DiskThread) -> tuple[ServerHost, Places, TopologyPlan]:
-    """Open the host that runs the servers, and plan the fleet at the host's addresses.
+    """Open the `ServerHost` that will run the servers, and plan the fleet with its addresses.
 
-    If this call fails or is cancelled, the host is closed again.
+    If this call fails or is cancelled, the `ServerHost` is closed again.
 
     Args:
         plan: Plan of the fleet.
@@ -109,7 +109,7 @@ class Places:
         """
         Args:
             plan: Plan of the fleet.
-            host: Host that runs the servers.
+            host: The `ServerHost` that runs the servers.
             **device_fields: The fields `devices` and `kind` of `Addresses` for a local fleet.
         """
         self._plan = plan

@@ -179,7 +179,7 @@ class RayHost:
     async def open(
         cls, plan: FleetPlan, env: Mapping[str, str], *, within_s: float = _ROOM_WITHIN_S
     ) -> RayHost:
-        """Connect to the cluster, reserve the GPUs of the whole fleet, and return the host.
+        """Connect to the cluster, reserve the GPUs of the whole fleet, and return a `RayHost`.
 
         Args:
             plan: The plan of the fleet.

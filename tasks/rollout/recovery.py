@@ -61,8 +61,8 @@ class Incident:
     closes_s: float
     #: Indexes of the server groups.
     groups: set[int] = field(default_factory=set)
-    #: Numbers (from 0) of the tries to restart the server groups that were already subtracted from
-    #: the budget of recoveries. Each try is subtracted only once for all groups of the incident.
+    #: Numbers, from 0, of those tries to restart the server groups that already count against the
+    #: budget of recoveries. A try counts only once for all groups of the incident.
     paid: set[int] = field(default_factory=set)
 
 
@@ -234,8 +234,8 @@ class Recovery:
             starting.cancel()
         if not self._is_open or after.state is not GroupState.INACTIVE:
             return
-        # A server group that fails during its recovery already has a case, which makes the next
-        # try.
+        # A server group that fails during its recovery already has a `_Case`. The task of that case
+        # restarts the group again.
         is_new = before.is_running or before.state is GroupState.RETIRED
         if is_new or (before.state is GroupState.RECOVERING and group not in self._cases):
             self._open_case(after)
@@ -311,7 +311,7 @@ class Recovery:
         self._fleet.emit(
             "rollout.recovery.begun", **event_fields, cause=case.cause, **{"try": case.tries + 1}
         )
-        # If the try is cancelled, the event reports this outcome.
+        # If the try to restart the server group is cancelled, the event reports this outcome.
         outcome = "abandoned"
         message = "the fleet is stopped"
         try:
@@ -430,7 +430,7 @@ class Recovery:
         finally:
             del self._starting[group]
             start_task.cancel()
-            # Let the cancelled start end before the host is asked to stop the same servers.
+            # Let the cancelled start end before the same servers are stopped.
             await asyncio.wait({start_task}, timeout=_CANCEL_WITHIN_S)
 
     async def end(self, ranks: Collection[int]) -> str:

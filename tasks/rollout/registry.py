@@ -39,15 +39,15 @@ class GroupView:
     #: Ranks of the server group's servers.
     ranks: tuple[int, ...]
     state: GroupState = GroupState.STARTING
-    #: Number of the server group's last start, from 1; 0 if the group was never started.
+    #: Number of the last start of the server group: 1 for the first start, 0 before it.
     epoch: int = 0
-    #: True if the server group was started and processes of that start may still run.
+    #: True if processes of the server group's last start may still run.
     is_begun: bool = False
     #: Version of the server group's weights, or None if it is unknown.
     version: int | None = None
     #: Reason why the server group does not serve or is suspect; empty if the group is healthy.
     cause: str = ""
-    #: How often a recovery has restarted the server group.
+    #: Number of times that a recovery has restarted the server group.
     recoveries: int = 0
     #: Ranks of servers that work but that the gateway cannot reach over the network. Such servers
     #: receive no requests and are not restarted.
@@ -477,7 +477,8 @@ class Registry:
                     try:
                         listener(before, after)
                     except Exception:
-                        # The state has changed in any case, so the other listeners must learn it.
+                        # Call the other listeners in spite of this error, because the state has
+                        # changed.
                         _log.exception(
                             "group %d: a listener failed for the state %s",
                             after.index,

@@ -42,7 +42,7 @@ _READ_ONLY_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 class InFlight(Enum):
     """Treatment of the rollout requests that servers are still answering when a sync begins."""
 
-    #: The weight sync waits until all requests are answered.
+    #: The weight sync waits until the servers have answered all requests.
     WAIT = "wait"
     #: The weight sync ends all requests. A request whose answer has not begun is retried after the
     #: sync.

@@ -32,7 +32,7 @@ _FIRST_PLANNED_PORT = 30000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSlot(Place):
-    """Plan of one server process: its place, its GPUs, and its command line."""
+    """Plan of one server process: its position in the fleet, its GPUs, and its command line."""
 
     #: Indexes of the server's bundles in the fleet's placement group, one for each of its GPUs.
     bundles: tuple[int, ...]
@@ -400,8 +400,8 @@ def _plan_server(
 
     Args:
         backend: The inference engine that the server runs.
-        place: Place of the server.
-        places_of_engine: Places of all servers of the same engine.
+        place: Position of the server in its fleet, and its addresses.
+        places_of_engine: The same for all servers of the engine.
         devices: `devices[variable][rank]` is the GPU of each rank of the fleet, for each
             environment variable that limits a process to its GPUs. Empty if no variable is set.
     """

@@ -109,7 +109,7 @@ class FailureKind(StrEnum):
 
     @property
     def properties(self) -> KindProperties:
-        """All facts about this kind."""
+        """The facts about this kind of failure, from `failure_kinds.toml`."""
         return _PROPERTIES[self]
 
 

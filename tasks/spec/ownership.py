@@ -59,7 +59,7 @@ def _format_user(uid: int) -> str:
 def find_ownership_fault(
     path: Path, status: os.stat_result, users: Collection[int] | None = None
 ) -> str:
-    """Return the reason that a file or folder is not trusted, or an empty string.
+    """Return an error text if a file or folder is not trusted, otherwise an empty string.
 
     Only the owner of a symbolic link counts, because the mode of a symbolic link has no meaning.
 
@@ -114,7 +114,7 @@ def _is_private_group(path: Path, status: os.stat_result) -> bool:
 def find_path_fault(
     path: Path, users: Collection[int] | None = None, *, from_root: bool = True
 ) -> str:
-    """Return the reason that another user could change the target of a path, or an empty string.
+    """Return an error text if another user could change the target of a path, else an empty string.
 
     The function checks every folder and symbolic link on the path. A folder with the sticky bit on
     the way, such as `/tmp`, is accepted, because users cannot replace the entries of other users in
@@ -167,7 +167,7 @@ def find_path_fault(
 def _find_part_fault(
     path: Path, status: os.stat_result, users: Collection[int] | None, *, is_last: bool
 ) -> str:
-    """Return the reason that a file or folder on a path is not trusted, or an empty string.
+    """Return an error text if a file or folder on a path is not trusted, otherwise an empty string.
 
     Args:
         path: Path of the file or folder, for the message.
@@ -184,7 +184,7 @@ def _find_part_fault(
 
 
 def find_marker_fault(path: Path, *, is_link_enough: bool = False) -> str:
-    """Return the reason that another user could have created a file, or an empty string.
+    """Return an error text if another user could have created a file, otherwise an empty string.
 
     Use this for files that decide which programs Muster runs, such as `pyproject.toml`. The file,
     its folder and the target of a symbolic link must belong to this user or to root. The folder may
@@ -192,7 +192,8 @@ def find_marker_fault(path: Path, *, is_link_enough: bool = False) -> str:
 
     Args:
         path: Path of the file.
-        is_link_enough: True if the target of a symbolic link may belong to any user.
+        is_link_enough: True to accept a symbolic link of this user or root even if its target
+            belongs to another user.
 
     Raises:
         OSError: The file does not exist, or its status cannot be read.

@@ -296,15 +296,16 @@ def _list_spellings(value: str) -> set[str]:
     as_json = json.dumps(value)[1:-1]
     spellings = {
         value,
-        # JSON, JSON with non-ASCII characters, and JSON within JSON.
+        # As JSON writes the value: in ASCII, with non-ASCII characters, and as JSON within JSON.
         as_json,
         json.dumps(value, ensure_ascii=False)[1:-1],
         json.dumps(as_json)[1:-1],
-        # Python, in single quotes, in ASCII, and with both quotes escaped.
+        # As Python writes the value: by `repr`, by `ascii`, and with both kinds of quotes escaped.
         repr(value)[1:-1],
         ascii(value)[1:-1],
         repr(f"{value}'\"")[1:-4],
-        # URLs, and the shell within single quotes.
+        # As URLs write the value, with and without encoded slashes. As a shell command writes the
+        # value within single quotes.
         quote(value, safe=""),
         quote(value),
         value.replace("'", "'\"'\"'"),
