@@ -239,7 +239,7 @@ class Training:
             "failures": self._client.failures,
         }
         with (self._out / "metrics.jsonl").open("a") as file:
-            # A single write, so that a reader never sees a part of the line.
+            # Write the whole line at once, so that a reader never sees only a part of the line.
             file.write(f"{json.dumps(metrics)}\n")
         if self._step % 5 == 0 or self._step in (1, self._options.steps):
             _say(

@@ -123,7 +123,7 @@ class Fleet:
                 print(
                     f"engine {answer['engine']} has no weights of step {step}: {answer}", flush=True
                 )
-        # An engine that was restarted during the transaction has lost the weights. The gateway
+        # An engine that was restarted during the weight sync has lost the weights. The gateway
         # detects such an engine by its changed epoch, which counts the starts of the engine.
         epochs = {
             str(answer["engine"]): answer["epoch"] for answer in answers if answer["status"] == 200

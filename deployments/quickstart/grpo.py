@@ -23,7 +23,7 @@ class Batch:
 
     #: The tokens before each generated token. Shape: (rows, CONTEXT_TOKENS).
     contexts: Tokens
-    #: The generated token. Shape: (rows,).
+    #: The generated tokens. Shape: (rows,).
     actions: Tokens
     #: Log-probability of the generated token when it was sampled, in nats. Shape: (rows,).
     old_log_probs: Floats

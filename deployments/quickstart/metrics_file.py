@@ -44,7 +44,7 @@ class MetricsFile:
         """
         metrics = {"step": step, "at": round(self._clock(), 3), **asdict(stats), **(took or {})}
         line = json.dumps(metrics)
-        # A single write, so that readers never see a part of the line.
+        # Write the whole line at once, so that readers never see only a part of the line.
         os.write(self._descriptor, f"{line}\n".encode())
 
     def close(self) -> None:

@@ -75,7 +75,7 @@ def take_context(tokens: Sequence[int]) -> list[int]:
 
 
 def forward(policy: Policy, contexts: Tokens) -> Forward:
-    """Run the policy on `contexts`. Shape: (rows, CONTEXT_TOKENS)."""
+    """Run the policy on `contexts`, which have the shape (rows, CONTEXT_TOKENS)."""
     inputs = np.eye(len(VOCABULARY))[contexts].reshape(len(contexts), -1)
     hidden = np.tanh(inputs @ policy.hidden_weight + policy.hidden_bias)
     logits = hidden @ policy.output_weight + policy.output_bias

@@ -69,7 +69,7 @@ class InferenceServer(ThreadingHTTPServer):
         super().__init__((host, port), _Handler)
         self._thread = threading.Thread(
             target=self.serve_forever,
-            # Seconds between two checks of the thread whether the server was stopped.
+            # Let the thread check every 0.1 seconds whether the server was stopped.
             kwargs={"poll_interval": 0.1},
             name="inference",
             daemon=True,

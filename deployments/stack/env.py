@@ -24,7 +24,7 @@ _WHEEL_PROJECT_FILE = ROOT / "deployments/prefect.yaml"
 PROJECT_FILE = _CHECKOUT_PROJECT_FILE if _CHECKOUT_PROJECT_FILE.exists() else _WHEEL_PROJECT_FILE
 #: Address on which every part of a stack listens.
 HOST = "127.0.0.1"
-#: Value of the variable MUSTER_RUN_ID in processes of the stack that belong to no run.
+#: Value of the variable MUSTER_RUN_ID in processes of the `muster up` stack that belong to no run.
 RUN_ID = "stack"
 #: Name of the work pool for runs.
 POOL = "gang"
@@ -36,10 +36,11 @@ QUEUE_PAGE = "/v2/artifacts/key/gang-queue"
 NODES_PAGE = "/v2/artifacts/key/gang-nodes"
 #: Start of the last line that `deployments.stack.setup` prints after it succeeded.
 SET_UP = "Set up:"
-#: Environment variable with the id of the stack. Every process of a stack has this variable, also
-#: the processes of runs.
+#: Environment variable with the id of the `muster up` stack. Every process of a stack has this
+#: variable, also the processes of runs.
 STACK_VARIABLE = "MUSTER_STACK"
-#: Environment variable that gives `deployments.stack.setup` the URL of the stack's Ray dashboard.
+#: Environment variable that gives `deployments.stack.setup` the URL of the `muster up` stack's Ray
+#: dashboard.
 RAY_VARIABLE = "MUSTER_STACK_RAY"
 
 #: Environment variables that describe this process or its run. Programs of a stack must not inherit
@@ -60,7 +61,7 @@ _OWN_VARIABLES = frozenset(
 #: Prefixes of environment variables that may lead to another server or Ray cluster. Programs of a
 #: stack must not inherit such variables.
 _FOREIGN_PREFIXES = ("PREFECT_", "RAY_")
-#: Host names of this machine that a URL of the stack can have.
+#: Host names of this machine that a URL of the `muster up` stack can have.
 LOOPBACK = ("127.0.0.1", "localhost")
 #: Environment variable from which clients of the Prefect server read the password, in the form
 #: `user:password`. If it is set for `muster up`, it replaces the password file of the MUSTER_HOME.

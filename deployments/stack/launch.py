@@ -27,7 +27,7 @@ def launch(
     lock_fd: int,
     say: Callable[[str], None],
 ) -> Stack:
-    """Start the supervisor of a new stack, wait until all parts answer, and return the stack.
+    """Start the supervisor of a new `muster up` stack. Return the stack when all parts answer.
 
     If an error or an interrupt ends the start, everything that was started is stopped.
 
@@ -80,8 +80,8 @@ def launch(
         supervisor.terminate()
         with suppress(subprocess.TimeoutExpired):
             supervisor.wait(STOP_WITHIN_S)
-        # After SIGKILL to the supervisor, the guardian process of each program of the stack notices
-        # the end of the supervisor, and ends its program.
+        # After SIGKILL to the supervisor, the guardian process of each program of the `muster up`
+        # stack notices the end of the supervisor, and ends its program.
         supervisor.kill()
         supervisor.wait()
         place.clear()
@@ -120,7 +120,7 @@ def _show_progress(place: StackPlace, report: Iterable[str], say: Callable[[str]
 
 
 def stop(stack: Stack) -> None:
-    """Send the supervisor of the stack SIGTERM, and wait until it has stopped the stack.
+    """Send SIGTERM to the supervisor of the `muster up` stack, and wait until all has stopped.
 
     If the supervisor does not end in time, kill the supervisor. The guardian process of each
     program of the stack then ends the program.

@@ -17,9 +17,10 @@ from tasks.processes.trusted_server import check_listeners
 from tasks.server.flow_runs import read_pool_settings
 from tasks.spec.formatting import format_count
 
-#: Longest time, in seconds, that one HTTP request to a part of the stack may take.
+#: Longest time, in seconds, that one HTTP request to a part of the `muster up` stack may take.
 _REQUEST_WITHIN_S = 10.0
-#: Longest time, in seconds, that `wait_until_answering` waits for all parts of the stack.
+#: Longest time, in seconds, that `wait_until_answering` waits for all parts of the `muster up`
+#: stack.
 _ALL_WITHIN_S = 60.0
 #: Time, in seconds, between two rounds of checks of `wait_until_answering`.
 _CHECK_EVERY_S = 0.2
@@ -31,11 +32,12 @@ _REFUSED = "wants a password"
 class PartCheck:
     """Result of one check of a part of the `muster up` stack."""
 
-    #: Name of the part of the stack, as `muster status` shows it.
+    #: Name of the part of the `muster up` stack, as `muster status` shows it.
     part: str
-    #: Address of this part of the stack, or a short description of its work.
+    #: Address of this part of the `muster up` stack, or a short description of its work.
     description: str
-    #: Reason why this part of the stack counts as not answering, or an empty string if it answers.
+    #: Reason why this part of the `muster up` stack counts as not answering, or an empty string if
+    #: it answers.
     problem: str = ""
 
     def __str__(self) -> str:

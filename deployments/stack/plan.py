@@ -43,21 +43,21 @@ from tasks.spec.probes import ReadyProbe
 #: Default port of the Ray dashboard in run specs. A stack uses this port if it is free.
 RAY_DASHBOARD_PORT = 8265
 
-#: Seconds from the stop of the stack until its runs are killed. Usually, a run ends earlier, within
-#: the grace periods of its components.
+#: Seconds from the stop of the `muster up` stack until its runs are killed. Usually, a run ends
+#: earlier, within the grace periods of its components.
 RUNS_WITHIN_S = 3600.0
 
-#: Name of the stack's Prefect server.
+#: Name of the `muster up` stack's Prefect server.
 SERVER = "prefect-server"
-#: Name of the stack's program that sets up the Prefect server and then ends.
+#: Name of the `muster up` stack's program that sets up the Prefect server and then ends.
 DEPLOYMENTS = "deployments"
-#: Name of the stack's Ray head.
+#: Name of the `muster up` stack's Ray head.
 RAY = "ray-head"
-#: Name of the stack's program that cleans up after runs whose process was killed.
+#: Name of the `muster up` stack's program that cleans up after runs whose process was killed.
 UPKEEP = "upkeep"
-#: Name of the stack's worker for the work pool of pipelines.
+#: Name of the `muster up` stack's worker for the work pool of pipelines.
 PIPELINES = "pipelines"
-#: Name of the stack's worker for the work pool of runs.
+#: Name of the `muster up` stack's worker for the work pool of runs.
 WORKER = "worker"
 
 #: Options of `ray start --head` that take a port, each with the name of its reserved port. If two
@@ -86,7 +86,8 @@ _RAY_SETTINGS = {
 #: Size of the object store of each Ray node. Ray's default is 30 % of the machine's memory for each
 #: node, which is too much for many nodes on one machine.
 _NODE_OBJECT_STORE_BYTES = 200 * 1024 * 1024
-#: Longest time, in seconds, from the start of a program of the stack until the program is ready.
+#: Longest time, in seconds, from the start of a program of the `muster up` stack until the program
+#: is ready.
 _READY_WITHIN_S = 120.0
 #: Grace period of a worker at a stop, in seconds. It begins after the worker's runs have ended.
 _WORKER_GRACE_S = 20.0
@@ -100,14 +101,14 @@ _SERVER_GRACE_S = 5.0
 class Blueprint:
     """Everything that a supervisor needs to start a new `muster up` stack."""
 
-    #: First content of the stack's file `stack.json`.
+    #: First content of the `muster up` stack's file `stack.json`.
     stack: Stack
-    #: Programs of the stack, called its parts, in the order of their start.
+    #: Programs of the `muster up` stack, called its parts, in the order of their start.
     plan: AttemptPlan
-    #: Ports that are reserved for the parts of the stack.
+    #: Ports that are reserved for the parts of the `muster up` stack.
     ports: PortsReserved
-    #: `needs[part]` is the name of another part of the stack that the part needs for its work. If
-    #: the other part dies, both parts are restarted.
+    #: `needs[part]` is the name of another part of the `muster up` stack that the part needs for
+    #: its work. If the other part dies, both parts are restarted.
     needs: Mapping[str, str]
 
 
@@ -385,7 +386,7 @@ def _plan_worker(place: StackPlace, stack: Stack, health_port: int) -> Component
 
 
 def _plan_part(name: str, command: Command, ready: ReadyProbe) -> ComponentPlan:
-    """Return the plan of a part of the stack: its command, and the probe that finds it ready.
+    """Return the plan of a part of the `muster up` stack: its command and its readiness probe.
 
     If the program of the part exits, even with 0, the part counts as failed.
     """

@@ -75,7 +75,7 @@ def ensure_pool(client: SyncPrefectClient) -> None:
     pool = WorkPoolCreate(
         name=POOL,
         type=TYPE,
-        # Plain text without links, because the Prefect UI renders no links here.
+        # The description is plain text, because the Prefect UI renders no links here.
         description="Runs of the flow train. Each starts in order when all GPUs of its gang are "
         "free. The concurrency limit is the largest number of runs at once. The queue is on the "
         f"page {QUEUE_PAGE} of this server (artifact gang-queue), the nodes on {NODES_PAGE}.",

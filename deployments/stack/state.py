@@ -32,15 +32,15 @@ RAY_TEMP_PREFIX = "muster-ray-"
 #: the Ray cluster counts the node as alive.
 RAYLET_HEALTH = "/api/local_raylet_healthz"
 
-#: Longest time, in seconds, that a stop of the stack takes after the grace periods of its runs. It
-#: covers the grace period of each part and the cleanup that follows.
+#: Longest time, in seconds, that a stop of the `muster up` stack takes after the grace periods of
+#: its runs. It covers the grace period of each part and the cleanup that follows.
 STOP_WITHIN_S = 180.0
 #: Time, in seconds, between two checks in a loop that waits.
 _POLL_EVERY_S = 0.1
 
 
 class StackError(MusterError):
-    """A command for the stack cannot be carried out. The message gives the reason and a remedy."""
+    """A command for the `muster up` stack failed. The message gives the reason and a remedy."""
 
 
 class _Model(BaseModel):
@@ -50,7 +50,7 @@ class _Model(BaseModel):
 class StackNode(_Model):
     """A Ray node of the `muster up` stack. The Ray head is not included."""
 
-    #: Name of the Ray node, which is also the name of its part of the stack.
+    #: Name of the Ray node, which is also the name of its part of the `muster up` stack.
     name: str
     #: Number of logical GPUs.
     gpus: int
@@ -71,7 +71,7 @@ class StackNode(_Model):
 
 
 class StackPart(_Model):
-    """One part of the stack: a program that the stack's supervisor restarts after a crash."""
+    """One part of the `muster up` stack: a program that the supervisor restarts after a crash."""
 
     #: Name of the program, for example `prefect-server`.
     name: str
@@ -93,17 +93,19 @@ class StackPart(_Model):
 class Stack(_Model):
     """Content of `stack.json`, which only the `muster up` stack's supervisor process writes."""
 
-    #: Random id of this start of the stack.
+    #: Random id of this start of the `muster up` stack.
     stack_id: str
-    #: State of the stack. After `stopped` or `failed` the supervisor writes no other state.
+    #: State of the `muster up` stack. After `stopped` or `failed` the supervisor writes no other
+    #: state.
     state: Literal["starting", "up", "stopping", "stopped", "failed"]
-    #: Reason for the stop or the failure of the stack, or an empty string.
+    #: Reason for the stop or the failure of the `muster up` stack, or an empty string.
     message: str = ""
-    #: Start time of the stack in UTC epoch seconds.
+    #: Start time of the `muster up` stack in UTC epoch seconds.
     started_at: float
-    #: The process that starts, watches and stops the parts of the stack.
+    #: The process that starts, watches and stops the parts of the `muster up` stack.
     supervisor: ProcessId
-    #: Parts of the stack that were started. The part whose state changed last is the last entry.
+    #: Parts of the `muster up` stack that were started. The part whose state changed last is the
+    #: last entry.
     parts: tuple[StackPart, ...] = ()
     #: Port of the Prefect server.
     port: int
@@ -123,13 +125,13 @@ class Stack(_Model):
     ray_address: str
     #: Temporary directory that contains Ray's own directory of sockets and logs. Ray lets all users
     #: read Ray's own directory, so only this user may enter the temporary directory. The temporary
-    #: directory is deleted when the stack stops.
+    #: directory is deleted when the `muster up` stack stops.
     ray_temp: Path
     #: Value of the option `--gpus`, for example `2x8`, or an empty string if it was not set.
     fleet: str = ""
     #: Ray nodes with logical GPUs, without the Ray head.
     nodes: tuple[StackNode, ...] = ()
-    #: Name of the Prefect worker of the stack.
+    #: Name of the Prefect worker of the `muster up` stack.
     worker: str
     #: URL of the worker's health check, which succeeds if the worker polls the Prefect server.
     worker_health: str
@@ -148,7 +150,7 @@ class Stack(_Model):
         return tuple(guardian for part in self.parts for guardian in part.guardians)
 
     def part(self, name: str) -> StackPart | None:
-        """Return the part of the stack with this name, or None if it was never started."""
+        """Return the named part of the `muster up` stack, or None if it was never started."""
         return next((part for part in self.parts if part.name == name), None)
 
     @property

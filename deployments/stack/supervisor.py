@@ -31,7 +31,7 @@ from tasks.record.events import Event, EventLog
 from tasks.record.outcome import Failure
 from tasks.spec.errors import RunEnded
 
-#: Signals that stop the stack.
+#: Signals that stop the `muster up` stack.
 _STOP_SIGNALS = frozenset((signal.SIGTERM, signal.SIGINT))
 
 
@@ -162,8 +162,8 @@ class Supervisor:
         try:
             self._save(part=part)
         except OSError as error:
-            # The programs of the stack must keep running even if the file `stack.json` cannot be
-            # written, for example because the disk is full.
+            # The programs of the `muster up` stack must keep running even if the file `stack.json`
+            # cannot be written, for example because the disk is full.
             print(f"The state of {report.name} could not be saved: {error}", flush=True)
 
     def _record_end(

@@ -310,10 +310,10 @@ class EarliestDecision:
     """
 
     def __init__(self) -> None:
-        #: The earliest decision; None if no event has decided the attempt yet.
+        #: The earliest decision; None if no event has decided yet how the attempt ends.
         self.decision: Decision | None = None
-        #: Time of the earliest event that decides the attempt; infinity if there is none. Later
-        #: events are ignored.
+        #: Time of the earliest event that decides how the attempt ends; infinity if there is none.
+        #: Later events are ignored.
         self.horizon_s = float("inf")
 
     def is_open_at(self, at_monotonic_s: float) -> bool:
@@ -595,9 +595,9 @@ class SupervisedAttempt:
 
     def fail(self, failure: Failure) -> None:
         """Fail the attempt for a reason outside its components."""
-        # The earliest event may still be under examination, and this failure may have interrupted
-        # that examination. So give this failure the time of the earliest event. This failure then
-        # decides how the attempt ends.
+        # It may not be known yet what the earliest event means for the run, and this failure may
+        # have interrupted the task that finds it out. So give this failure the time of the earliest
+        # event. This failure then decides how the attempt ends.
         at = min(time.monotonic(), self.earliest.horizon_s)
         self._decide(Decision.of(Verdict.failed(failure, at), at))
 
@@ -618,7 +618,7 @@ class SupervisedAttempt:
         """
         if self._teardown is None:
             self.interrupt("the run was ended before it had finished")
-        # Wait for the decision, because the end of a component may still be under examination.
+        # Wait for the decision. It takes some time to find out what the end of a component means.
         await self.decided.wait()
         assert self._teardown is not None
         return await asyncio.shield(self._teardown)

@@ -198,7 +198,7 @@ class AttemptContext:
         return self.register.disk if self.register is not None else None
 
     def begin(self) -> None:
-        """Start the helper processes that `Guards` needs to start a guardian for each component.
+        """Start the helper processes with which `Guards` starts the guardian of each component.
 
         Raises:
             OSError: A process could not be started.
@@ -313,9 +313,11 @@ class RunningComponent(ABC):
         self.port_loss = GiveUpReason(kind=FailureKind.PORT_CONFLICT, rule=PORT_TAKEN, message="")
         #: True if the component has finished with exit code 0 while the run continues.
         self.is_drained = False
-        #: True if the component is blamed for missing progress. It is then examined before its end.
+        #: True if the component is blamed for missing progress. A report on its processes is then
+        #: written before it is stopped.
         self.is_hung = False
-        #: Place in the code where the component hangs; empty if unknown. Set after the examination.
+        #: Place in the code where the component hangs; empty if unknown. Set when that report is
+        #: written.
         self.hangs_in = ""
         #: Exit of the component; None if it has not ended.
         self.exit: Exit | None = None
@@ -459,7 +461,8 @@ class RunningComponent(ABC):
                 misses = 0
                 continue
             if isinstance(reason, NotChecked):
-                # Muster lacked resources for the check, so this is no failure of the component.
+                # This process lacked resources for the check, so the check does not count as
+                # failed.
                 self._emit("probe.failed", self.name, reason=reason, misses=misses, probe="live")
                 continue
             misses += 1

@@ -41,7 +41,7 @@ _PROBE_WITHIN_S = 20.0
 
 
 class Level(Enum):
-    """Levels of containment. A level ends at least the processes that the lower levels end."""
+    """Ways to make sure that all processes of a run can be ended, the weakest first."""
 
     #: The processes of a component are ended by their process group.
     L1 = "L1"
@@ -65,13 +65,13 @@ _PROMISES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Containment:
-    """The level of containment that a run uses on this machine."""
+    """The way in which Muster makes sure that it can end all processes of a run on this machine."""
 
     level: Level
     #: Directory of the cgroup below which each component gets a cgroup. None if components get no
     #: cgroup.
     cgroup_parent: str | None = None
-    #: Reasons why higher levels of containment are not used, by the level.
+    #: Reasons why stronger levels are not used, by the level.
     missing: Mapping[Level, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def __str__(self) -> str:
@@ -88,12 +88,12 @@ class Containment:
 
 
 def probe(*, namespace: bool = False) -> Containment:
-    """Try the levels of containment on this machine, and return the highest working level.
+    """Return the highest level of process containment that works on this machine.
 
     The environment variable `MUSTER_MAX_CONTAINMENT` limits the level, for example to `L2`.
 
     Args:
-        namespace: True if the run requests level L4. Otherwise L4 is not tried.
+        namespace: True if the run requests level L4, a PID namespace. Otherwise L4 is not tried.
     """
     missing: dict[Level, str] = {}
     try:

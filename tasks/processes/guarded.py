@@ -421,7 +421,7 @@ class GuardedProcess:
         self._guardian.kill()
 
     async def end(self, within_s: float) -> tuple[int, ...]:
-        """Wait until the process tree and its guardian have ended. Call `stop` or `kill` before.
+        """Wait for the end of the process tree and its guardian. Call `stop` or `kill` before.
 
         Args:
             within_s: Time limit in seconds. A guardian that has sent no report by then is killed.
@@ -440,7 +440,7 @@ class GuardedProcess:
 
     @property
     def leftover_pids(self) -> tuple[int, ...]:
-        """Pids that have not ended; empty if the process tree and the guardian have ended."""
+        """Pids of the process tree that have not ended; empty if its guardian has ended, too."""
         if self.empty.done():
             return ()
         return self.stuck or tuple(self.processes()) or (self.guardian_pid,)

@@ -130,7 +130,7 @@ class Guardian:
         self._stragglers: dict[int, str] = {}
         #: Time at which the first process ended by itself.
         self._left_alone_at = 0.0
-        #: Command lines of the stragglers (see `_stragglers`) that did not end by themselves.
+        #: Command lines of those processes in `_stragglers` that did not end by themselves.
         self._ended_stragglers: list[str] = []
         #: Messages of the supervisor that arrived before the program was executed, for example a
         #: request to stop.
@@ -379,7 +379,8 @@ def main() -> None:
     # kernel then discards the exit status of each child.
     signal.signal(signal.SIGCHLD, lambda signum, frame: None)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    # This fails if the kernel does not support subreapers (see containment level L1).
+    # A kernel without subreapers refuses this call. Continue in that case: level L1 of
+    # `containment.Level` then applies.
     with contextlib.suppress(OSError):
         tree.become_subreaper()
     os.chdir("/")

@@ -538,7 +538,7 @@ class Diagnosis:
     hangs_in: str = ""
     #: True after a part of the report was written.
     _is_written: bool = False
-    #: Size of the component's log in bytes at the start of the examination.
+    #: Size of the component's log in bytes when `examine` was called.
     _log_began: int = 0
 
     async def examine(self) -> Path | None:

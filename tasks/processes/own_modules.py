@@ -39,7 +39,7 @@ def make_own_command(module: str) -> tuple[str, ...]:
     Args:
         module: Name of the module, for example `deployments.upkeep`.
     """
-    # -P: Python does not put the folder of this file on the import path.
+    # With -P, Python does not put the folder of this file on the import path.
     return (sys.executable, "-P", os.path.abspath(__file__), _MODULE_OPTION, module)
 
 

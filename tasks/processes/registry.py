@@ -168,8 +168,8 @@ def leave(directory: Path, component: str) -> None:
         component: Name of the component.
     """
     (directory / ProcessEntry.file_of(component)).unlink(missing_ok=True)
-    # Also remove entries of the component's parts. The component may have been killed before it
-    # could remove them. All parts are descendants of the component, so they have ended, too.
+    # Also remove entries of the component's parts. If the component was killed, it could not remove
+    # these entries itself. All parts are descendants of the component, so they have ended, too.
     for part in directory.glob(ProcessEntry.file_of(f"{component}.*")):
         part.unlink(missing_ok=True)
     (directory / JobEntry.file_of(component)).unlink(missing_ok=True)

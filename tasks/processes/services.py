@@ -417,7 +417,8 @@ class Services:
             clock: Returns the time in CLOCK_MONOTONIC seconds.
             sleep: Waits for a number of seconds.
         """
-        # This fails if the kernel does not support subreapers (see containment level L1).
+        # A kernel without subreapers refuses this call. Continue in that case: level L1 of
+        # `containment.Level` then applies.
         with contextlib.suppress(OSError):
             tree.become_subreaper()
         tree.allow_files(_OPEN_FILES)

@@ -51,7 +51,8 @@ class Supervisor:
                 process is started when it is needed.
             replan: See `SupervisedAttempt`. Called in another thread.
         """
-        # This fails if the kernel does not support subreapers (see containment level L1).
+        # A kernel without subreapers refuses this call. Continue in that case: level L1 of
+        # `containment.Level` then applies.
         with contextlib.suppress(OSError):
             tree.become_subreaper()
         tree.allow_files(_OPEN_FILES)

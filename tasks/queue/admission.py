@@ -242,7 +242,7 @@ class _Admission:
             self._report(f"position {position} of {len(queued_ids)} in the queue; {message.text}")
         if is_new_reason:
             # A grant becomes void when the state of the flow run changes. So the state is changed
-            # only after a scheduling pass that gave no grant to this run.
+            # only after a scheduling pass that gave no GPU grant to this run.
             await self._set_state(client, PENDING_RESOURCES, message.text)
 
     async def _set_state(self, client: PrefectClient, name: str, message: str) -> None:
@@ -258,8 +258,8 @@ class _Admission:
 def find_cluster(flow_run_id: UUID) -> str:
     """Return the address of the Ray cluster for a run whose spec names no address.
 
-    The function returns the cluster in the grant of the run. If the run has no grant, it returns
-    the only cluster in the settings of the run's work pool.
+    The function returns the cluster in the GPU grant of the run. If the run has no grant, it
+    returns the only cluster in the settings of the run's work pool.
 
     Raises:
         NotThere: The run has no grant, and its work pool does not list exactly one cluster.
@@ -373,7 +373,7 @@ async def _find_gang_pool(client: PrefectClient, flow_run: FlowRun) -> WorkPool 
 
 
 async def _find_grant_of_worker(client: PrefectClient, flow_run: FlowRun) -> Grant | None:
-    """Return the grant with which a worker started this process.
+    """Return the GPU grant with which a worker started this process.
 
     Returns:
         The grant, or None if no worker of type `gang` started this process. A grant that an earlier

@@ -100,8 +100,8 @@ def compute_shares(cluster: Cluster, gangs: Sequence[QueueEntry]) -> Shares:
         if all(
             of_others.get(name, 0) + gpus <= total.get(name, 0) for name, gpus in held_now.items()
         ):
-            # This scheduling pass changes the grant of the run to the nodes that the run uses. So
-            # the nodes of the old grant count as free for the next runs of this loop.
+            # This scheduling pass changes the GPU grant of the run to the nodes that the run uses.
+            # So the nodes of the old grant count as free for the next runs of this loop.
             granted[gang.id] = held_now
             moved[gang.id] = held_now
 
@@ -248,8 +248,8 @@ class SchedulingPass:
     #: Waiting runs that a user has cancelled, each with its Cancelled state. A scheduler overwrote
     #: the Cancelled state, and was killed before it could restore that state.
     cancelled: Sequence[tuple[QueueEntry, State[Any]]] = ()
-    #: Runs that got a grant, but were not started by their worker. Their grants are deleted, and
-    #: they wait again.
+    #: Runs that got a grant, but were not started by their worker. Their GPU grants are deleted,
+    #: and they wait again.
     stuck: Sequence[QueueEntry] = ()
     #: Messages about problems of the scheduling pass, for example about a cluster that does not
     #: answer.
@@ -300,7 +300,7 @@ class SchedulingPass:
         ]
 
     def count_startable_runs(self) -> int:
-        """Return how many waiting runs start in this pass or would start with more free GPUs.
+        """Return the number of waiting runs that start now or would start with more free GPUs.
 
         Runs that wait for something else, for example for a limit, are not counted.
         """
@@ -311,7 +311,7 @@ class SchedulingPass:
         return len(self.queue) - not_startable
 
     def count_gpus_of_tag(self, tag: str) -> int:
-        """Return how many GPUs the runs with a tag hold, including runs that start in this pass."""
+        """Return the number of GPUs of the runs with a tag, with those that start in this pass."""
         return self._count_gpus_by_tag((tag,), self.admitted)[tag]
 
     def decide(self) -> SchedulingPass:
@@ -566,7 +566,7 @@ class SchedulingPass:
             for entry in self.holding
             if entry.request.cluster == key
             and entry.request.demand is not None
-            # Without a grant, only a Ray cluster can show which GPUs the run uses.
+            # If a run has no GPU grant, only a Ray cluster can show which GPUs the run uses.
             and (entry.grant is not None or key)
         ]
         # Nodes without GPUs are left out, for example a head node of Ray, because no run with GPUs

@@ -227,7 +227,8 @@ class Caller:
         if not self.connection.recv(1):
             return False
 
-        # The kernel sends SIGKILL to this process at the next event on the socket.
+        # From now on, the kernel sends SIGKILL to this process at the next event on the socket,
+        # such as the close of the command's end.
         self.connection.settimeout(None)
         fcntl.fcntl(self.connection, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(self.connection, _F_SETSIG, signal.SIGKILL)

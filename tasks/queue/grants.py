@@ -91,11 +91,11 @@ class Grant(BaseModel):
     devices: dict[str, tuple[int, ...]] = {}
     #: Address of the Ray cluster that contains the nodes. Empty if the run does not use Ray.
     cluster: str = ""
-    #: Id of the state that the flow run had when the grant was written.
+    #: Id of the state that the flow run had when the GPU grant was written.
     state_id: str = ""
-    #: Time of the grant, in UTC epoch seconds.
+    #: Time of the GPU grant, in UTC epoch seconds.
     at: float = 0.0
-    #: The process that wrote the grant, or None if unknown.
+    #: The process that wrote the GPU grant, or None if unknown.
     by: SchedulerProcess | None = None
 
     def __str__(self) -> str:
@@ -147,7 +147,7 @@ def failure_labels(flow_run: FlowRun, nodes: Iterable[str], at: float) -> dict[s
 
 
 def grant_of(flow_run: FlowRun) -> Grant | None:
-    """Return the grant of a flow run.
+    """Return the GPU grant of a flow run.
 
     Returns:
         The grant. None if the flow run has no grant, or if its grant is void because the state of
@@ -167,7 +167,7 @@ def grant_of(flow_run: FlowRun) -> Grant | None:
 
 
 def no_grant_labels() -> dict[str, Any]:
-    """Return the labels that remove the grant of a flow run."""
+    """Return the labels that remove the GPU grant of a flow run."""
     return {GRANT: "", _HANDED_OVER: ""}
 
 

@@ -173,7 +173,7 @@ class QueueEntry:
     flow_run: FlowRun
     #: Resources that the run requests.
     request: Request
-    #: Grant of the run, or None if it has no valid grant.
+    #: Grant of the run, or None if it has no valid GPU grant.
     grant: Grant | None
     #: Name of the work pool. Empty for a run that was started without a worker.
     pool: str
@@ -242,7 +242,7 @@ class QueueEntry:
 
     @property
     def waits_in_process(self) -> bool:
-        """True if the run already has a process, and this process waits for the grant.
+        """True if the run already has a process, and this process waits for the GPU grant.
 
         Such a run was started without a worker, or by a worker of another type than `gang`.
         """
@@ -476,7 +476,8 @@ class LedgerReader:
             hosts = {*map(parse_worker_host, workers)}
             own_pool, own_name = self._own_worker
             if work_pool.name == own_pool:
-                # This worker is online, even if the server has not received its heartbeat yet.
+                # Add this worker. It is online, even if the server has not received its heartbeat
+                # yet.
                 workers |= {own_name}
                 hosts |= {parse_worker_host(own_name), host_name()}
             pools[work_pool.name] = Pool(

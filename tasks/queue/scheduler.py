@@ -142,7 +142,7 @@ class Scheduler:
             never_refused=frozenset(never_refused),
         )
         now = time.monotonic()
-        # If this call fails, the next call must read everything again.
+        # If this call fails, the next scheduling pass must read the whole queue again.
         last_pass, decision_id, complete_read_at, read_at = self._last
         self._last = _NO_PASS
         rewritten = self._rewritten
@@ -241,7 +241,7 @@ class Scheduler:
         may_start: MayStart,
         in_flight: Collection[UUID],
     ) -> list[QueueEntry]:
-        """Return the runs that got their grant from this process and that it has not started yet.
+        """Return the runs that this process has granted GPUs and has not started yet.
 
         Args:
             scheduling_pass: The last scheduling pass.
@@ -308,7 +308,7 @@ class Scheduler:
         return replace(entry, grant=grant)
 
     async def is_granted(self, entry: QueueEntry) -> bool:
-        """Return True if the run on the server still has the state and the grant of `entry`.
+        """Return True if the run on the server still has the state and the GPU grant of `entry`.
 
         Call this method just before the start of a run, because the run may have been cancelled or
         requeued since it was granted.

@@ -38,7 +38,7 @@ from tasks.server.flow_runs import FLOW_RUN_VARIABLE
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.formatting import join_commas
 
-#: Longest time, in seconds, from the grant of a run to its start. After that time the grant is
+#: Longest time, in seconds, from the GPU grant of a run to its start. After that time the grant is
 #: deleted, and the run waits again.
 GRANT_TIMEOUT_S = 60.0
 #: Longest time, in seconds, until a process that a worker has started appears in /proc.
@@ -69,7 +69,7 @@ class QueueReader:
     client: PrefectClient
     #: Reads the nodes and their free GPUs.
     capacity: Capacity
-    #: Identity of this process. The grants that this process writes contain this identity.
+    #: Identity of this process. The GPU grants that this process writes contain this identity.
     process: SchedulerProcess
     #: Reads the waiting runs and the runs that hold GPUs.
     reader: LedgerReader
@@ -108,8 +108,8 @@ class QueueReader:
                 that case only some waiting runs are read: new runs, the runs that the earlier pass
                 admitted or found cancelled, and the runs in `changed`.
             changed: Ids of waiting runs that must be read again.
-            in_flight: Ids of runs that this process is submitting. The time since their grant is
-                not checked.
+            in_flight: Ids of runs that this process is submitting. The time since their GPU grant
+                is not checked.
             never_refused: Ids of runs that must not fail if their cluster is too small.
             is_unchanged: True if nothing has changed on the server since the last pass, according
                 to its events. In that case the pass reads the clusters, but not the server.
@@ -297,8 +297,8 @@ class QueueReader:
         if entry.is_handed_over or entry.id in in_flight:
             return False
         granting_process = entry.grant.by if entry.grant else None
-        # A cancelled run that has started is not stuck, because its own process ends it. If that
-        # process has ended, the flow `reconcile` ends the run.
+        # A cancelled run that has started is not stuck, because its own process ends the run. If
+        # that process has ended, the flow `reconcile` ends the run.
         is_cancelled = state.is_cancelling() and entry.flow_run.start_time is None
         if granting_process == self.process and not is_cancelled:
             # This process granted GPUs to the run, and will still start the run.

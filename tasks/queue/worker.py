@@ -524,8 +524,8 @@ class GangWorker(ProcessWorker):
         #: Lock that is held during a scheduling pass. It keeps the regular poll and an event from
         #: running two passes at the same time.
         self._pass_lock = asyncio.Lock()
-        #: Runs that got their grants from this worker and that it must start. The worker submits
-        #: these runs one after the other, so that they start in the order of the queue.
+        #: Runs that got their GPU grants from this worker and that it must start. The worker
+        #: submits these runs one after the other, so that they start in the order of the queue.
         self._granted: deque[QueueEntry] = deque()
         #: Id of the flow run that was submitted last. None if `_wait_for_submission` has waited for
         #: it already.

@@ -333,8 +333,8 @@ def _list_children(pid: int) -> list[int]:
 
 def _can_be_bound(port: int) -> bool:
     with socket.socket() as probe_socket:
-        # Servers set this option, too. It allows to bind a port although the kernel still remembers
-        # closed connections of an earlier server on the same port.
+        # Servers set this option, too. With this option, a port can be bound although the kernel
+        # still remembers closed connections of an earlier server on the same port.
         probe_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe_socket.bind(("", port))

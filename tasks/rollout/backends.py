@@ -138,7 +138,7 @@ class Backend(ABC):
         """
 
     def env(self, place: Place) -> dict[str, str]:
-        """Return the environment variables that the backend itself needs; the spec adds others."""
+        """Return the environment variables that a server needs in addition to those of the spec."""
         return {}
 
     def _completion(self, name_option: str) -> Ask:

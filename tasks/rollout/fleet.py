@@ -164,8 +164,9 @@ class Fleet:
     async def start(self) -> None:
         """Start all groups of servers, and return when `min_active` groups work.
 
-        If the spec has no `min_active`, return when all groups work, apart from retired groups. If
-        the call is cancelled, servers may still run; `stop` ends them.
+        If the spec has no `min_active`, return when all groups work, apart from retired groups,
+        which are not restarted any more. If the call is cancelled, servers may still run; `stop`
+        ends them.
 
         Raises:
             FleetFailed: The run must fail, or the fleet was stopped before it could serve.
@@ -320,7 +321,7 @@ class Fleet:
     def workers(self) -> dict[str, Any]:
         """Return the fleet's entrypoints in the format of sglang-router's `GET /workers`.
 
-        Entrypoints of retired engines are omitted.
+        Entrypoints of retired engines, which are not restarted any more, are omitted.
 
         Source: sgl-project/sglang, sgl-model-gateway, `GET /workers`.
         """
@@ -341,7 +342,7 @@ class Fleet:
         return {"workers": workers, "total": len(workers)}
 
     async def add(self, url: str) -> dict[str, Any]:
-        """Start the engine of an entrypoint again if the engine is retired.
+        """Start the engine of an entrypoint again after the recovery has given up the engine.
 
         The start counts against the budget of recoveries. The method has the same effect as a
         request to sglang-router that adds a worker.
@@ -510,7 +511,7 @@ class Fleet:
             )
 
     def _check_progress(self, before: GroupView, after: GroupView) -> None:
-        """End the wait in `start` if enough groups work now, or fail the run if too few can work.
+        """End the wait in `start` if enough server groups work. Fail the run if too few can work.
 
         Args:
             before: The group before the change.
@@ -532,7 +533,7 @@ class Fleet:
             self._count_failed_start(before, after)
 
     def _count_failed_start(self, before: GroupView, after: GroupView) -> None:
-        """Count the failures of a group during the fleet's start. Three in a row fail the run.
+        """Count failures of a server group during the fleet's start. Three in a row fail the run.
 
         Args:
             before: The group before its failure.
@@ -548,7 +549,7 @@ class Fleet:
             self._fail_run(f"{problem}: {after.cause}{self._quote_log(after)}")
 
     def _fail_if_too_few_engines(self, *, checks_min_active: bool) -> None:
-        """Fail the run if too many engines are retired, or if too few engines serve requests.
+        """Fail the run if too many engines can no longer be restarted, or too few serve requests.
 
         Args:
             checks_min_active: True to compare the number of serving engines with `min_active`. The

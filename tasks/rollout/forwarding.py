@@ -281,7 +281,8 @@ class Forwarder:
         self.fleet = fleet
         self.router = fleet.router
         settings = fleet.settings
-        #: Tasks of the running requests, by the rank and epoch of the entrypoint that answers them.
+        #: Tasks of the running requests, by the entrypoint that answers them. A key is the
+        #: entrypoint's rank and the number of its start (epoch).
         self.running_requests: defaultdict[tuple[int, int], set[asyncio.Task[Any]]] = defaultdict(
             set
         )
@@ -298,8 +299,8 @@ class Forwarder:
         #: Reason why the gateway stops. None while the gateway is open. Failed requests are not
         #: retried once a reason is set.
         self.stop_reason: str | None = None
-        #: Number of pieces of response bodies that each entrypoint has sent, by the entrypoint's
-        #: rank and epoch.
+        #: Number of pieces of response bodies that each entrypoint has sent. A key is the
+        #: entrypoint's rank and the number of its start (epoch).
         self.generated_pieces: Counter[tuple[int, int]] = Counter()
         self.client = Upstreams(_CONNECT_S, listeners)
         fleet.router.listen(self._abort_entrypoints)
@@ -327,7 +328,7 @@ class Forwarder:
         """Cancel all running requests to entrypoints.
 
         Args:
-            keys: Rank and epoch of each entrypoint.
+            keys: Rank and number of the start (epoch) of each entrypoint.
         """
         task_sets = [self.running_requests.pop(key, set()) for key in keys]
         for tasks in task_sets:

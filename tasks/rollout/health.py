@@ -87,7 +87,7 @@ class Evidence:
 
         Args:
             reason: Description of the failure. A `NoReply` if the server did not answer at all.
-            threshold: Number of misses at which a server has failed.
+            threshold: Number of consecutive failures at which a server counts as failed.
         """
         if self.requests >= threshold - 1 or self.misses >= threshold - 1:
             return self
@@ -449,8 +449,8 @@ class Health:
             is_decisive: True if a single failure means that the server has failed.
 
         Returns:
-            True if the misses reach the threshold and the server did not answer the last probe.
-            The caller then has to find out whether the network is to blame.
+            True if the number of failures reaches the threshold and the server did not answer the
+            last probe. The caller then has to find out whether the network is to blame.
         """
         rank = watch.slot.rank
         epoch = watch.epoch
@@ -521,7 +521,7 @@ class Health:
         watch.is_cut = True
 
     def _are_most_silent(self) -> bool:
-        """Return True if more than half of the serving groups, and at least two, do not answer."""
+        """Return True if more than half of the serving engines, and at least two, do not answer."""
         silent_groups = {
             watch.slot.engine for watch in self._watches.values() if watch.evidence.is_silence
         }

@@ -39,7 +39,7 @@ class Metrics:
         Args:
             fleet: The fleet that the gateway belongs to.
             pieces: Number of response pieces that each server has generated, by the server's rank
-                and epoch. The gateway updates these numbers.
+                and the number of its start (epoch). The gateway updates these numbers.
         """
         self._fleet = fleet
         self._pieces = pieces

@@ -200,7 +200,7 @@ class Death:
 
     #: Rank of the server.
     rank: int
-    #: Epoch of the server's group at the start of the process that has died.
+    #: Number of the start (epoch) of the server's group in which the dead process was started.
     epoch: int
     #: Description of the end, such as `exit 1`, `killed by SIGKILL` or `its actor died: node
     #: 10.0.0.7 is gone`.

@@ -124,7 +124,7 @@ def count_allowed_recoveries(fleet: Rollout) -> float:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Case:
-    """One failure of a server group, which is handled until the group works again or is retired."""
+    """One failure of a server group, until the group works again or is not restarted any more."""
 
     #: Index of the server group.
     group: int
@@ -157,7 +157,7 @@ class Recovery:
             rebind: Function that returns the servers of a group with new addresses.
         """
         #: Tasks that start a server group, by the group's index. A task is cancelled if its group
-        #: fails or is retired.
+        #: fails or must not be restarted any more.
         self._starting: dict[int, asyncio.Task[None]] = {}
         #: Description of the last failed health check of each starting server, by its rank.
         self._last_answers: dict[int, str] = {}
@@ -257,7 +257,7 @@ class Recovery:
         self._pay_or_retire(case)
 
     def _pay_or_retire(self, case: _Case) -> None:
-        """Subtract a group's next restart from the budget. Retire the group if the budget is 0."""
+        """Count a group's next restart against the budget. Retire the group if none is left."""
         if self._incidents.pay(case.incident, case.tries):
             return
         budget = count_allowed_recoveries(self._fleet.settings)
@@ -265,11 +265,11 @@ class Recovery:
         self._fleet.states.retire(case.group, f"{reason}; its last failure: {case.cause}")
 
     def _has_state(self, case: _Case, state: GroupState) -> bool:
-        """Return True if the failed server group that a case belongs to has this state now."""
+        """Return True if the failed server group of a `_Case` has the given state now."""
         return self._fleet.states.view.groups[case.group].state is state
 
     async def _handle(self, case: _Case) -> None:
-        """Handle the failure of a server group until the group works or is retired.
+        """Handle the failure of a server group until the group works or is given up (retired).
 
         In a loop, end the processes of the group, and then try to restart the group. An unexpected
         error retires the group.
@@ -299,7 +299,7 @@ class Recovery:
             del self._cases[case.group]
 
     async def _try_to_restart(self, case: _Case) -> bool:
-        """Restart the server group of a case after a pause, and return True if the group works.
+        """Restart a failed server group after a pause, and return True if the group works.
 
         A failed or cancelled try makes the group INACTIVE again.
         """
@@ -346,7 +346,7 @@ class Recovery:
         return outcome == "recovered"
 
     async def _pause_before_restart(self, group: int) -> None:
-        """Wait before a further restart of a group. There is no wait before the first restart."""
+        """Wait before a further restart of a server group. The first restart begins at once."""
         tries_in_row = self._tries_in_row[group]
         if not tries_in_row:
             return

@@ -64,7 +64,7 @@ class GroupView:
         return self.state in RUNNING_STATES
 
     def is_current(self, epoch: int) -> bool:
-        """Return True if this is the group's last start, and the group has not failed since then.
+        """Return True if this is the server group's last start, and it has not failed since then.
 
         Args:
             epoch: Number of a start of the group.
@@ -148,7 +148,7 @@ class FleetView:
 
     @property
     def is_ready(self) -> bool:
-        """True if all groups except retired groups work and can be reached by the gateway."""
+        """True if all groups that are not retired work and can be reached by the gateway."""
         kept = [group for group in self.groups if group.state is not GroupState.RETIRED]
         return bool(kept) and all(group in self.up and not group.unreachable for group in kept)
 
@@ -303,7 +303,7 @@ class Registry:
 
         Args:
             rank: Rank of the server.
-            epoch: Epoch in which the server failed to answer.
+            epoch: Number of the group's start in which the server failed to answer.
             why: Description of the failure.
         """
         view = self._find_current(rank, epoch)
@@ -351,7 +351,7 @@ class Registry:
         return True
 
     def claim(self, group: int) -> None:
-        """Record that the recovery begins to restart a failed group, which becomes RECOVERING."""
+        """Record that the recovery restarts a failed server group, which becomes RECOVERING."""
         self._move(self.group(group), GroupState.RECOVERING)
 
     def give_up(self, group: int, cause: str) -> None:
@@ -389,8 +389,8 @@ class Registry:
 
         Args:
             version: Version of the new weights.
-            epochs: `epochs[group]` is the epoch of a group that has the new weights. A group whose
-                epoch has changed since becomes STALE.
+            epochs: `epochs[group]` is the number of the start (epoch) in which a group has got the
+                new weights. A group that was started again since then becomes STALE.
             force: True to allow a version lower than the current version.
 
         Raises:
@@ -429,12 +429,12 @@ class Registry:
             self._change(view, state=GroupState.STALE, version=None, cause=why)
 
     def _find_current(self, rank: int, epoch: int) -> GroupView | None:
-        """Return the group of a server. None if the group has another epoch or no longer runs."""
+        """Return the group of a server. None if the group has ended or was started again since."""
         view = self._groups[self.group_of(rank)]
         return view if view.is_current(epoch) else None
 
     def _move(self, before: GroupView, state: GroupState, **fields: Any) -> None:
-        """Change the state of a group, and further fields of its snapshot, and notify listeners.
+        """Change the state and other fields of a server group's snapshot, and notify listeners.
 
         Raises:
             IllegalTransition: The group cannot change from its current state to the new state.
@@ -456,7 +456,7 @@ class Registry:
         self._notify()
 
     def _record(self, before: GroupView, **fields: Any) -> None:
-        """Change fields of a group's snapshot. The listeners are notified by the next `_notify`."""
+        """Change a server group's snapshot. The next call of `_notify` informs the listeners."""
         after = self._groups[before.index] = replace(before, **fields)
         if after != before:
             self._epoch += 1

@@ -22,7 +22,7 @@ MAX_SESSIONS = 200_000
 #: entrypoints.
 _NOT_PREFERRED_LOAD = 1 << 32
 
-#: Key of an entrypoint: its rank and its epoch.
+#: Key of an entrypoint: its rank and the number of its start (epoch).
 _Key = tuple[int, int]
 
 
@@ -46,7 +46,7 @@ class Entrypoint:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Rank and epoch. A restarted server has a new epoch and thus a new key."""
+        """Rank and number of the start (epoch). So a restarted server has a new key."""
         return self.rank, self.epoch
 
 

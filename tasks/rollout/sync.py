@@ -40,7 +40,7 @@ _READ_ONLY_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class InFlight(Enum):
-    """Treatment of the rollout requests that servers are still answering when a sync begins."""
+    """Treatment of rollout requests that servers still answer when a weight sync begins."""
 
     #: The weight sync waits until the servers have answered all requests.
     WAIT = "wait"
@@ -53,16 +53,16 @@ class InFlight(Enum):
 
 
 class NoSuchSync(MusterError):
-    """No sync with this id is open. The message says how the sync ended, if that is known."""
+    """No weight sync with this id is open. The message says how it ended, if that is known."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Target:
-    """An engine that should receive the new weights of a sync, unless the engine is restarted."""
+    """An engine that should receive the new weights of a weight sync, unless it is restarted."""
 
     #: Index of the engine.
     engine: int
-    #: Epoch of the engine when the weight sync began.
+    #: Number of the engine's start (epoch) when the weight sync began.
     epoch: int
     #: True if a request that may change the weights was sent to the engine.
     is_touched: bool = False
@@ -95,7 +95,7 @@ class _OpenSync:
     until_s: float
     #: The engines that should receive the new weights.
     targets: list[_Target] = field(default_factory=list)
-    #: True if the servers of the targets were asked to pause their requests.
+    #: True if the servers of the target engines were asked to pause their requests.
     is_paused: bool = False
     #: Futures of the broadcasts that still wait for answers.
     sending: set[asyncio.Future[Any]] = field(default_factory=set)
@@ -279,8 +279,8 @@ class WeightSyncs:
         try:
             answers = await sending
         except asyncio.CancelledError:
-            # If the weight sync is ending, `_end` has cancelled this broadcast. Any other cancel
-            # must reach the caller.
+            # If the weight sync is ending, `_end` has cancelled this broadcast. Any other
+            # cancellation must be passed on to the caller.
             if not sync.is_ending:
                 raise
         finally:
@@ -309,7 +309,8 @@ class WeightSyncs:
         Args:
             id: Id of the sync.
             version: Version of the new weights.
-            epochs: `epochs[engine]` is the epoch of the engine that has the new weights.
+            epochs: `epochs[engine]` is the number of the start (epoch) in which the engine has got
+                the new weights.
             force: True to allow a version lower than the fleet's current version.
 
         Returns:

@@ -170,7 +170,7 @@ REQUEUED = frozenset(kind for kind in FailureKind if kind.properties.is_requeued
 
 
 def describe_requeues(kind: FailureKind) -> str:
-    """Return how often a run is requeued after failures of a kind: `without limit`, `5 times`."""
+    """Return the number of requeues after failures of a kind: `without limit`, `5 times`."""
     attempts = kind.properties.attempts
     return "without limit" if attempts is None else f"{attempts - 1} times"
 

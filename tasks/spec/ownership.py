@@ -207,7 +207,7 @@ def find_marker_fault(path: Path, *, is_link_enough: bool = False) -> str:
 
 
 def find_folder_fault(folder: Path) -> str:
-    """Return the reason that another user could have created files in a folder, or an empty string.
+    """Return an error text if another user could have created files in a folder, otherwise "".
 
     A folder with the sticky bit, such as `/tmp`, is accepted although other users can create files
     in it. So the caller must also check the owner of each file that it uses from the folder.

@@ -52,7 +52,7 @@ _TEXTS: dict[str, object] = {"*": Kind.TEXT}
 #: Keys of a readiness or liveness probe whose values may contain placeholders. Used in `_PLACES`.
 _PROBE: dict[str, object] = {
     "http": Kind.TEXT,
-    # The user writes either a value or {not: value}.
+    # In the spec, each condition is either a value or {not: value}.
     "json": {"*": {"": Kind.TEXT, "*": Kind.TEXT}},
     "tcp": Kind.TEXT,
     "log": Kind.PATTERN,

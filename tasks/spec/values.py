@@ -443,7 +443,7 @@ def _to_fault(error: ErrorDetails) -> Fault:
     place = error["loc"]
 
     # If a key is faulty, `input` of pydantic's error is the key itself. The last part of `loc` is
-    # not reliable: for the key `true`, it is 1.
+    # not reliable: for the key `true`, that part is 1.
     is_key = kind == "invalid_key" or place[-1:] == ("[key]",)
     if is_key:
         parent = place[:-1] if kind == "invalid_key" else place[:-2]

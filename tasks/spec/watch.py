@@ -426,7 +426,8 @@ class _RuleState:
             steps`. Otherwise an empty string.
         """
         if self._recent and self._recent[-1][0] == step:
-            # A second line for the same step replaces the first line.
+            # Drop the earlier value of this step. A second line for the same step replaces the
+            # first line.
             self._recent.pop()
             self._value_count -= 1
         elif self._recent:
