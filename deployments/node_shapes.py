@@ -65,7 +65,7 @@ SHAPES: Mapping[str, tuple[str, ...]] = {
 class ShapeEnding:
     """Result for one node: whether one kind of child process ended after its actor was killed."""
 
-    #: Key of `SHAPES`.
+    #: Kind of the child process, a key of `SHAPES`.
     shape: str
     #: Seconds from the actor's SIGKILL until the last process ended; None if a process leaked.
     gone_after_s: float | None

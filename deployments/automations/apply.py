@@ -33,11 +33,11 @@ from pydantic import ValidationError
 import tasks.server  # noqa: F401  (its import guards Prefect's clients)
 from tasks.show.output import guard_output
 
-#: Folder of the automation files.
+#: Folder with the YAML files of Muster's Prefect automations.
 FOLDER = Path(__file__).parent
 #: Name of the notification blocks. Blocks of several types may have this name.
 BLOCK = "muster"
-#: Tag of every automation of Muster.
+#: Prefect tag that each of Muster's automations has on the server.
 _TAG = "muster"
 #: Prefix of the tag that stores a hash of an automation's content at the last update. If the
 #: content on the server has another hash, a person has changed the automation.
@@ -52,9 +52,9 @@ class BadAutomation(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Applied:
-    """Result of applying one automation."""
+    """Result of creating or updating one Prefect automation."""
 
-    #: Name of the automation.
+    #: Name of the Prefect automation.
     name: str
     #: Result: `created`, `updated`, `as it was` (already current), or `kept` (a person changed it).
     what: str

@@ -45,11 +45,11 @@ class SyncLost(Exception):
 class Answer:
     """One sampled answer, and the engine that sampled it."""
 
-    #: The tokens after the prompt.
+    #: Tokens of the answer, without the tokens of the prompt.
     tokens: tuple[int, ...]
     #: Log-probability of each token in nats, as the engine reported it.
     log_probs: tuple[float, ...]
-    #: Index of the engine in the fleet.
+    #: Index of the inference engine in the fleet.
     engine: int
     #: Epoch of the engine, which counts the starts of the engine.
     epoch: int
@@ -61,7 +61,7 @@ class Answer:
 class Synced:
     """Result of one weight sync, a transaction that brings new weights to the engines."""
 
-    #: Version of the committed weights.
+    #: Version of the weights that the weight sync has committed.
     version: int
     #: Indices of the engines that serve the committed weights.
     serving: tuple[int, ...]

@@ -32,7 +32,7 @@ class OutOfStep(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """One prompt with its sampled answers."""
+    """A prompt and the answers that were sampled for it."""
 
     prompt: str
     answers: Sequence[Answer]
@@ -42,7 +42,7 @@ class Group:
 class Batch:
     """The answers of one training step as tensors, with one row per answer."""
 
-    #: The answers in the order of the rows.
+    #: The answers, in the order of the rows of the tensors below.
     answers: Sequence[Answer]
     #: Tokens of prompts and answers, padded on the right. Shape: (rows, tokens).
     tokens: Tensor
@@ -69,7 +69,7 @@ class StepStats:
     loss: float
     #: Fraction of tokens whose gradient was set to 0 by the clipping, from 0 to 1.
     clip_fraction: float
-    #: Number of generated tokens.
+    #: Number of generated tokens in the batch.
     tokens: int
 
 

@@ -76,7 +76,7 @@ class Training:
         self._optimizer = torch.optim.Adam(self._model.parameters(), lr=options.learning_rate)
         #: Number of the last finished step.
         self._step = 0
-        #: Number of the step in the last checkpoint.
+        #: Number of the training step that the last checkpoint contains.
         self._saved_step = 0
         #: The weights of the last `KEPT_VERSIONS` versions, by the version.
         self._kept_weights: dict[int, Weights] = {}

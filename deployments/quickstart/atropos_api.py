@@ -40,7 +40,7 @@ class Registration:
     save_checkpoint_interval: int
     #: Number of steps that were trained before this registration.
     starting_step: int
-    #: Number of the last step.
+    #: Number of the last step of the training.
     num_steps: int
     wandb_group: str = "quickstart"
     wandb_project: str = "quickstart"

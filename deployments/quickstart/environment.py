@@ -45,7 +45,7 @@ class InferenceGone(Exception):
 
 
 class CopyConfig(BaseEnvConfig):
-    """The settings of Atropos and of the task."""
+    """Settings of the environment: those of Atropos and those of the copy task."""
 
     seed: int = Field(default=0, description="Seed of the digits in the prompts")
     gone_after_s: float = Field(

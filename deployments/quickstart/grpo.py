@@ -37,7 +37,7 @@ class Batch:
 class TrainState:
     """The state of a training after a step: the policy and the moments of the optimizer Adam."""
 
-    #: Number of finished steps.
+    #: Number of finished training steps.
     step: int
     policy: Policy
     #: Adam's moving average of the gradient.

@@ -49,7 +49,7 @@ class Trainer:
     """A training, and the sampler with which this process answers requests during the training."""
 
     training: Training
-    #: Serves the weights of the training.
+    #: Object that samples answers with the current weights of the training.
     sampler: Sampler
     #: Port of the inference server. 0 takes any free port.
     port: int

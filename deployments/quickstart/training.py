@@ -209,7 +209,7 @@ def _measure(durations: dict[str, float], part: str) -> Iterator[None]:
 
 
 def _seconds_since(began_at_s: float) -> float:
-    """Return the seconds since a time of `time.monotonic`."""
+    """Return the seconds since an earlier value of `time.monotonic()`."""
     return round(time.monotonic() - began_at_s, 4)
 
 

@@ -22,9 +22,9 @@ class Fleet:
     Logical GPUs do not exist as devices. Ray uses only their number, for scheduling.
     """
 
-    #: Number of nodes.
+    #: Number of Ray nodes.
     nodes: int
-    #: Number of logical GPUs of each node.
+    #: Number of logical GPUs of each Ray node.
     gpus: int
 
     @property

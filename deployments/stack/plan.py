@@ -192,7 +192,7 @@ def build_blueprint(
 
 
 def _plan_server(place: StackPlace, stack: Stack) -> ComponentPlan:
-    """Return the plan of the Prefect server."""
+    """Return the `ComponentPlan` of the Prefect server: its command and its readiness probe."""
     settings = {SERVER_AUTH: auth_string()}
     command = make_server_command(place.server_home, stack.port, settings=settings)
     server_variables = {
@@ -211,7 +211,7 @@ def _plan_server(place: StackPlace, stack: Stack) -> ComponentPlan:
 
 
 def _plan_deployments(place: StackPlace, stack: Stack) -> ComponentPlan:
-    """Return the plan of the program that sets up the Prefect server and then ends."""
+    """Return the `ComponentPlan` of the program that sets up the Prefect server and then ends."""
     command = Command(
         argv=make_own_command("deployments.stack.setup"),
         env={
@@ -229,7 +229,7 @@ def _plan_deployments(place: StackPlace, stack: Stack) -> ComponentPlan:
 def _plan_ray_head(
     place: StackPlace, stack: Stack, ports: Mapping[str, int], dashboard_port: int
 ) -> ComponentPlan:
-    """Return the plan of the Ray head.
+    """Return the `ComponentPlan` of the Ray head.
 
     Args:
         place: Directory of the `muster up` stack.
@@ -275,7 +275,7 @@ def _plan_ray_head(
 
 
 def _plan_ray_node(place: StackPlace, stack: Stack, node: StackNode) -> ComponentPlan:
-    """Return the plan of a Ray node with logical GPUs."""
+    """Return the `ComponentPlan` of a Ray node with logical GPUs."""
     command = Command(
         argv=(
             *make_own_command("deployments.stack.ray_node"),
@@ -310,7 +310,7 @@ def _plan_ray_node(place: StackPlace, stack: Stack, node: StackNode) -> Componen
 
 
 def _plan_upkeep(place: StackPlace, stack: Stack) -> ComponentPlan:
-    """Return the plan of the program that cleans up after runs whose process was killed."""
+    """Return the `ComponentPlan` of the program that cleans up after killed runs."""
     command = Command(
         argv=make_own_command("deployments.upkeep"),
         env={**_build_env(place, stack, UPKEEP), **make_own_env()},
@@ -322,7 +322,7 @@ def _plan_upkeep(place: StackPlace, stack: Stack) -> ComponentPlan:
 
 
 def _plan_pipelines(place: StackPlace, stack: Stack) -> ComponentPlan:
-    """Return the plan of the worker of the work pool for pipelines."""
+    """Return the `ComponentPlan` of the worker of the work pool for pipelines."""
     command = Command(
         argv=(
             *make_own_command("deployments.worker"),
@@ -349,7 +349,7 @@ def _plan_pipelines(place: StackPlace, stack: Stack) -> ComponentPlan:
 
 
 def _plan_worker(place: StackPlace, stack: Stack, health_port: int) -> ComponentPlan:
-    """Return the plan of the worker of the work pool for runs.
+    """Return the `ComponentPlan` of the worker of the work pool for runs.
 
     Args:
         place: Directory of the `muster up` stack.

@@ -52,9 +52,9 @@ class StackNode(_Model):
 
     #: Name of the Ray node, which is also the name of its part of the `muster up` stack.
     name: str
-    #: Number of logical GPUs.
+    #: Number of logical GPUs of the Ray node.
     gpus: int
-    #: Number of logical CPUs.
+    #: Number of logical CPUs of the Ray node.
     cpus: int
     #: URL of the dashboard agent of the Ray node.
     agent: str

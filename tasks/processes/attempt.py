@@ -594,7 +594,7 @@ class SupervisedAttempt:
         self.fail(Failure(kind=FailureKind.UNKNOWN, message=message, rule="internal-error"))
 
     def fail(self, failure: Failure) -> None:
-        """Fail the attempt for a reason outside its components."""
+        """End the attempt as failed, for a reason that is not a failure of a component."""
         # It may not be known yet what the earliest event means for the run, and this failure may
         # have interrupted the task that finds it out. So give this failure the time of the earliest
         # event. This failure then decides how the attempt ends.

@@ -87,7 +87,7 @@ class AttemptPlan:
     """Plan of one attempt at a run: its components and settings."""
 
     run_id: str
-    #: Number of the attempt, from 1.
+    #: Number of this attempt at the run, from 1.
     number: int
     #: Absolute path of the directory from which relative paths of the run are resolved.
     cwd: Path
@@ -304,10 +304,10 @@ class RunningComponent(ABC):
         self.is_pending = True
         #: True after the launch was begun, so that `end` must end a process or a job.
         self.is_launched = False
-        #: Set after the component was reported as ready.
+        #: asyncio event that is set after the component was reported as ready.
         self.became_ready = asyncio.Event()
-        #: Set if another process has taken the component's port before the component was ready, and
-        #: the component can be started again on another port.
+        #: asyncio event that is set if another process took the component's port before the
+        #: component was ready, and the component can be started again on another port.
         self.lost_port = asyncio.Event()
         #: Message about the taken port; valid after `lost_port` was set.
         self.port_loss = GiveUpReason(kind=FailureKind.PORT_CONFLICT, rule=PORT_TAKEN, message="")

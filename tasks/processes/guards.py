@@ -37,7 +37,7 @@ def tag_of(run_id: str, attempt: int) -> dict[str, str]:
 
 
 class ProcessRegistry(Protocol):
-    """The part of the run's registry that `Guards` uses."""
+    """The methods of the run's registry that `Guards` calls."""
 
     async def enter(self, entry: ProcessEntry) -> None: ...
     def leave(self, component: str) -> None: ...

@@ -501,7 +501,7 @@ T = TypeVar("T")
 #: Time limit in seconds for gathering facts about the processes. The teardown of the run waits for
 #: this work, and for the work with the next three limits.
 _EXAMINED_WITHIN_S = 15.0
-#: Time limit in seconds for writing the report.
+#: Time limit in seconds for writing the report on a component that hangs.
 _REPORTED_WITHIN_S = 1.0
 #: Time limit in seconds for sending SIGABRT before the stop signal.
 _ABORTED_WITHIN_S = 1.0
@@ -552,7 +552,7 @@ class Diagnosis:
 
     @property
     def _path(self) -> Path:
-        """Path of the report."""
+        """Path of the report on the component that hangs."""
         return self.command.log.with_name(f"{self.process.name}.hang.txt")
 
     @asynccontextmanager

@@ -73,7 +73,7 @@ class HttpProgress:
         self._key = key
         self._client = client
         self._has_step = False
-        #: Description of the last answer without a step.
+        #: Description of the last HTTP answer that contained no step.
         self._problem = ""
 
     async def step(self) -> float | None:
@@ -435,7 +435,7 @@ _LAST_STEP_WITHIN_S = 3.0
 class ProgressEnd(Enum):
     """Reason why the watch over the progress of an attempt ends."""
 
-    #: No progress for too long.
+    #: The run has made no progress for too long.
     STALLED = "stalled"
     #: The last step was reached, but the components did not end in time.
     FINISHED = "finished"
@@ -451,15 +451,15 @@ class ProgressWatch:
     plan: AttemptPlan
     #: Source of the step; None if the run reports no steps.
     source: StepSource | None
-    #: Measures the time without progress.
+    #: Object that measures the time without progress.
     silence: Silence
-    #: Publishes events.
+    #: Function that publishes an event of the run.
     emit: Emit
     #: Returns True while no progress is expected, for example before a component was started.
     is_quiet: Callable[[], bool]
     #: Last known step; None if no step is known.
     step: float | None = None
-    #: The highest known step.
+    #: Highest step that is known; None if no step is known.
     highest_step: float | None = None
     #: Step of the first line that this attempt has added to the metrics file; None if it has added
     #: no line.

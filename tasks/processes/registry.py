@@ -64,7 +64,7 @@ class Owner(_Model):
     run_id: str
     #: Name of the machine on which the process runs.
     host: str
-    #: Identity of the process.
+    #: Identity of the process that supervises the run.
     process: ProcessId
     #: Id of the run's flow run. None if the registered processes belong to no flow run, for example
     #: those of a temporary Prefect server.
@@ -93,7 +93,7 @@ class _Entry(_Model):
     kind: ClassVar[str]
 
     run_id: str
-    #: Number of the attempt, from 1.
+    #: Number of the attempt at the run, from 1.
     attempt: int
     component: str
     #: Seconds from the component's stop signal to SIGKILL.
@@ -137,7 +137,7 @@ class JobEntry(_Entry):
 
     kind = "job"
 
-    #: Submission id of the Ray job.
+    #: Submission id of the Ray job that runs the component.
     submission_id: str
     #: The component's log file in the directory of the attempt.
     log: Path

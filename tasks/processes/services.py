@@ -117,7 +117,7 @@ class ServiceReport:
     pid: int | None = None
     #: Guardians, which own the service's process and earlier processes whose children still run.
     guardians: tuple[ProcessId, ...] = ()
-    #: Number of deaths of the service.
+    #: Number of times that the service has died.
     deaths: int = 0
     #: Time of the last death in UTC epoch seconds; None if the service has never died.
     died_at: float | None = None
@@ -126,14 +126,14 @@ class ServiceReport:
 
 
 class _Guarded(Protocol):
-    """The part of `GuardedProcess` that services use."""
+    """The attributes and methods of `GuardedProcess` that services use."""
 
     guardian: ProcessId
     empty: asyncio.Future[None]
 
 
 class ServiceProcess(Protocol):
-    """The part of `ProcessComponent` that services use: one process of a service."""
+    """One process of a service. These are the members of `ProcessComponent` that services use."""
 
     pid: int | None
     exited: asyncio.Future[Exit]
@@ -175,11 +175,12 @@ class _Service:
     ) -> None:
         self.plan = plan
         self.report = ServiceReport(name=plan.name)
-        #: Set while the service is ready or done.
+        #: asyncio event that is set while the service is ready or done.
         self.is_up = asyncio.Event()
-        #: Set when the current process has died. A new process gets a new event.
+        #: asyncio event that is set when the current process has died. A new process gets a new
+        #: event.
         self.is_gone = asyncio.Event()
-        #: Set when the service was ready or done for the first time.
+        #: asyncio event that is set when the service was ready or done for the first time.
         self.was_up = asyncio.Event()
         self.keeper: asyncio.Task[None] | None = None
         #: The current process, and earlier processes whose children still run.

@@ -46,7 +46,7 @@ _DELAY_KILL_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class _Warned:
-    """A component that got its warning signal."""
+    """A component that got a signal as a warning before the end of the attempt."""
 
     #: Time of the first warning signal, in CLOCK_MONOTONIC seconds.
     at_monotonic_s: float
@@ -60,9 +60,9 @@ class _Warned:
 class TimeToSave:
     """Warns the components of one attempt before its end, and waits for their checkpoints."""
 
-    #: Returns the components that were launched.
+    #: Function that returns the components that were launched.
     components: Callable[[], Iterable[RunningComponent]]
-    #: Publishes events.
+    #: Function that publishes an event of the run.
     emit: Emit
     #: Returns the current time in UTC epoch seconds.
     clock: Callable[[], float] = time.time

@@ -198,11 +198,11 @@ def _current_names(granted: Mapping[str, int], node_names: Iterable[str]) -> dic
 class Refused:
     """A run that can never start. It fails instead of waiting."""
 
-    #: The run.
+    #: The run that can never start.
     entry: QueueEntry
-    #: Kind of the failure.
+    #: Kind of failure with which the run fails.
     kind: FailureKind
-    #: Reason for the user.
+    #: Reason why the run can never start, as a text for the user.
     message: str
 
 

@@ -434,7 +434,7 @@ class ForkServer:
         #: Largest size, in bytes, of the environment of a forked process. 0 if the fork server is
         #: not ready.
         self._environment_bytes = 0
-        #: Number of forks that are in progress.
+        #: Number of runs that are being forked from the fork server now.
         self._forks_in_progress = 0
 
     @property

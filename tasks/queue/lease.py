@@ -72,7 +72,7 @@ T = TypeVar("T")
 class Lease:
     """The scheduling lease, a lock for schedulers, as it is stored on the Prefect server."""
 
-    #: Id of the Prefect variable.
+    #: Id of the Prefect variable that stores the lease.
     id: UUID
     #: Random id that the holder chose for this lease. Empty if Muster did not write the variable.
     holder: str
@@ -100,7 +100,7 @@ def _parse_lease(variable: Variable) -> Lease:
 class HostLock:
     """A lock on a file. Only one process of a host can hold the lock at a time."""
 
-    #: Path of the file.
+    #: Path of the file that is locked.
     path: Path
     #: File descriptor of the locked file, or None if this object does not hold the lock.
     _fd: int | None = None

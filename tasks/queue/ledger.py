@@ -328,7 +328,7 @@ class Pool:
 class Ledger:
     """Snapshot of all waiting runs, and of all runs that hold GPUs or have a process."""
 
-    #: Time of the reading.
+    #: Time at which the snapshot was read from the server.
     at: datetime
     #: The work pools of type `gang`, by pool name.
     pools: Mapping[str, Pool]

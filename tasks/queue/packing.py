@@ -29,21 +29,21 @@ _CPU_SLACK = 1e-6
 class Demand:
     """The GPUs and CPUs that a run needs at the same time."""
 
-    #: Number of nodes.
+    #: Number of nodes that the run needs.
     nodes: int
-    #: Number of GPUs on each node.
+    #: Number of GPUs that the run needs on each node.
     gpus_per_node: int
-    #: Number of CPUs for each GPU.
+    #: Number of CPUs that the run needs for each GPU.
     cpus_per_gpu: float
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs on all nodes together."""
+        """Number of GPUs that the run needs on all nodes together."""
         return self.nodes * self.gpus_per_node
 
     @property
     def cpus_per_node(self) -> float:
-        """Number of CPUs on each node."""
+        """Number of CPUs that the run needs on each node."""
         return self.gpus_per_node * self.cpus_per_gpu
 
     def describe(self, accelerator: str = "GPU") -> str:

@@ -141,7 +141,7 @@ class Why(Enum):
 class Reason:
     """The reason why a waiting run does not start now, and its expected start."""
 
-    #: Kind of the reason.
+    #: Kind of the reason why the run waits.
     why: Why
     #: Ids of the runs that this run waits for: either the first run of the queue, or the active
     #: runs whose ends free enough GPUs.

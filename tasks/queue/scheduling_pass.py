@@ -67,11 +67,11 @@ class QueueReader:
 
     #: Client of the Prefect server.
     client: PrefectClient
-    #: Reads the nodes and their free GPUs.
+    #: Object that reads the nodes and their free GPUs.
     capacity: Capacity
     #: Identity of this process. The GPU grants that this process writes contain this identity.
     process: SchedulerProcess
-    #: Reads the waiting runs and the runs that hold GPUs.
+    #: Object that reads the waiting runs and the runs that hold GPUs from the server.
     reader: LedgerReader
     #: The last valid settings of each work pool, by pool name.
     _settings: dict[str, PoolSettings] = field(default_factory=dict)
@@ -524,7 +524,7 @@ class QueuedRun:
     queue: str
     #: Time at which the run began to wait, in UTC epoch seconds.
     waiting_since: float
-    #: Reason for waiting, in one line.
+    #: Reason why the run waits, in one line.
     reason: str
     #: Expected start in UTC epoch seconds, or None if unknown.
     starts_at: float | None = None
@@ -549,7 +549,7 @@ class QueueView:
     is_paused: bool
     #: Largest number of runs that may run at once, or None without a limit.
     limit: int | None
-    #: Number of runs that are pending or running.
+    #: Number of runs of the work pool that are pending or running.
     running: int
     #: The waiting runs, in the order of the queue.
     line: tuple[QueuedRun, ...]

@@ -131,7 +131,7 @@ class QueueTables:
     printed below the run, too. Run ids are never cut.
     """
 
-    #: The queue and the nodes.
+    #: The waiting runs and the nodes to print.
     view: QueueView
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

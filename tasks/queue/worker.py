@@ -150,7 +150,7 @@ class Waker:
         """
         self._wake = wake
         self._should_wake = should_wake
-        #: Set when `wake` must be called.
+        #: asyncio event that is set when the function `wake` must be called.
         self._woken = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._timer: asyncio.TimerHandle | None = None

@@ -49,9 +49,9 @@ _IPV6_PREFIX = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Largest numbers of open client connections."""
+    """Limits for the numbers of open client connections of a gateway."""
 
-    #: Largest number of connections in total.
+    #: Largest number of client connections in total.
     in_all: int
     #: Largest number of connections on which no request was authorized yet.
     strangers: int
@@ -110,7 +110,7 @@ class Admission:
 
     @property
     def bounds(self) -> Bounds:
-        """The current limits for the numbers of connections."""
+        """The current limits for the numbers of open client connections."""
         return self._bounds
 
     def open(self) -> None:

@@ -75,7 +75,7 @@ class Place:
 
     @property
     def rank(self) -> int:
-        """Rank of the server."""
+        """Rank of the server, which is the rank of its first GPU."""
         return self.ranks[0]
 
     def filled(self, text: str) -> str:

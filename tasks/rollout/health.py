@@ -151,7 +151,7 @@ class Health:
         #: State of the health checks of each checked entrypoint, by the rank of the entrypoint.
         self._watches: dict[int, _Watch] = {}
         self._urgent_every_s = min(_URGENT_EVERY_S, self._rules.interval_s / 4)
-        #: True while periodic probes are off.
+        #: True while no periodic probes are sent, from a call of `rest` until `resume`.
         self._is_resting = False
         #: Monotonic time in seconds of the last warning that this machine could not send a probe.
         self._warned_s = -math.inf

@@ -556,7 +556,7 @@ class ServerConnection(Wire):
         self._queued_requests: deque[HttpRequest] = deque()
         #: Request whose body is being received, or None.
         self._incoming_request: HttpRequest | None = None
-        #: True if all further received bytes are discarded.
+        #: True if all bytes that are received from now on are discarded.
         self._ignores_input = False
         self._is_held = False
         #: True if the connection is closed after the current request.

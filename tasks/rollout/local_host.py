@@ -47,7 +47,7 @@ class _LocalServer:
     log_began_at: int
     #: True if the fleet is stopping the server. The server's end is then not reported as a death.
     is_stopping: bool = False
-    #: Context in which the server runs.
+    #: Exit stack that holds the context in which the server runs.
     running: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
 
     @property
@@ -74,7 +74,7 @@ class LocalHost:
         self._plan = plan
         self._env = env
         registry = EntryWriter(plan.register_at, disk) if plan.register_at is not None else None
-        #: Owner of the servers' processes.
+        #: Object that starts and ends the servers' processes.
         self._guards = Guards(plan.run_id, plan.attempt, registry=registry)
         self.on_death: Callable[[Death], None] = lambda death: None
         #: The last start of each server, by the server's rank.

@@ -55,7 +55,7 @@ class LocalListeners:
 
     def __init__(self) -> None:
         self._table = SocketTable()
-        #: The started servers, by their URL.
+        #: The servers that were started, by their URL.
         self._servers: dict[str, _StartedServer] = {}
 
     def expect(self, url: str, tree: Callable[[], Sequence[int]]) -> object:

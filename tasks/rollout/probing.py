@@ -60,7 +60,7 @@ class Foreign(str):
 class Reply:
     """Complete answer of a server, or the reason why there is none."""
 
-    #: HTTP status, or None if no answer came.
+    #: HTTP status of the answer, or None if no answer came.
     status: int | None
     #: Body of the answer as text. Without an answer, the reason, usually a `NoReply`, a
     #: `NotChecked` or a `Foreign`.
@@ -205,7 +205,7 @@ class Death:
     #: Description of the end, such as `exit 1`, `killed by SIGKILL` or `its actor died: node
     #: 10.0.0.7 is gone`.
     why: str
-    #: End of the server's log; may be empty.
+    #: Last part of the server's log; may be empty.
     log_end: str = ""
 
 

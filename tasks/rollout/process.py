@@ -44,11 +44,11 @@ from tasks.spec.values import select_literals
 _T = TypeVar("_T")
 _log = logging.getLogger("fleet")
 
-#: Exit status after SIGTERM.
+#: Exit status of the fleet's process after it was stopped with SIGTERM.
 EXIT_STOPPED = 0
-#: Exit status if the fleet cannot continue.
+#: Exit status of the fleet's process if the fleet cannot continue.
 EXIT_FAILED = 1
-#: Exit status if no server could be started.
+#: Exit status of the fleet's process if no server could be started.
 EXIT_NOT_STARTED = 2
 
 #: Environment variables of this process that the servers must not inherit.

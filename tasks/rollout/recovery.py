@@ -59,7 +59,7 @@ class Incident:
 
     #: Time until which further failures join the incident, in seconds of the event loop's clock.
     closes_s: float
-    #: Indexes of the server groups.
+    #: Indexes of the server groups that have failed.
     groups: set[int] = field(default_factory=set)
     #: Numbers, from 0, of those tries to restart the server groups that already count against the
     #: budget of recoveries. A try counts only once for all groups of the incident.
@@ -126,11 +126,11 @@ def count_allowed_recoveries(fleet: Rollout) -> float:
 class _Case:
     """One failure of a server group, until the group works again or is not restarted any more."""
 
-    #: Index of the server group.
+    #: Index of the failed server group.
     group: int
-    #: Ranks of the server group's servers.
+    #: Ranks of the servers in the failed server group.
     ranks: tuple[int, ...]
-    #: Reason of the last failure.
+    #: Reason for the last failure of the server group.
     cause: str
     #: The incident that the failure belongs to. The failures of one incident have happened within
     #: seconds of each other.
@@ -197,7 +197,7 @@ class Recovery:
         self._released.clear()
 
     def release(self) -> None:
-        """Allow new restarts again after `hold`."""
+        """Allow new restarts of engines again, after a call of `hold`."""
         self._released.set()
 
     async def wait_for_ended_processes(self) -> None:

@@ -36,7 +36,7 @@ class GroupView:
 
     #: Index of the server group in the fleet. The group's engine has the same index.
     index: int
-    #: Ranks of the server group's servers.
+    #: Ranks of the servers in the group.
     ranks: tuple[int, ...]
     state: GroupState = GroupState.STARTING
     #: Number of the last start of the server group: 1 for the first start, 0 before it.

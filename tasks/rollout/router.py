@@ -146,9 +146,9 @@ class Router:
         #: with the entrypoint for the request, or raises NoEntrypoint. Each value is the function
         #: that chooses the entrypoint.
         self._queue: OrderedDict[asyncio.Future[Entrypoint], _Pick] = OrderedDict()
-        #: The entrypoints that may be chosen.
+        #: The entrypoints that the router may choose for a request.
         self._active: dict[_Key, _Slot] = {}
-        #: Removed entrypoints that still have outstanding requests.
+        #: Entrypoints that were removed, but still have outstanding requests.
         self._leaving: dict[_Key, _Slot] = {}
         self._by_load = _SlotsByLoad()
         #: Key of each session's entrypoint. The session that was used last comes last.
@@ -197,11 +197,11 @@ class Router:
         self._notify(tuple(slot.entrypoint for slot in removed))
 
     def close(self) -> None:
-        """Let all generating requests wait until `open`, even if entrypoints are available."""
+        """Let requests that generate tokens wait until `open`, even if entrypoints are free."""
         self._is_closed = True
 
     def open(self) -> None:
-        """Send generating requests to entrypoints again, after `close`."""
+        """Send requests that generate tokens to entrypoints again, after a call of `close`."""
         self._is_closed = False
         self._notify(())
 
@@ -330,7 +330,7 @@ class Router:
 
     @property
     def entrypoints(self) -> tuple[Entrypoint, ...]:
-        """The entrypoints that may be chosen."""
+        """The entrypoints that the router may choose for a request."""
         return tuple(slot.entrypoint for slot in self._active.values())
 
     @property

@@ -60,7 +60,7 @@ class NoSuchSync(MusterError):
 class _Target:
     """An engine that should receive the new weights of a weight sync, unless it is restarted."""
 
-    #: Index of the engine.
+    #: Index of the engine in the fleet.
     engine: int
     #: Number of the engine's start (epoch) when the weight sync began.
     epoch: int

@@ -29,7 +29,7 @@ _CELL_MARKS = re.compile(
     r"[\\`*\[\]|~<]|&(?=#?\w+;)|(?<![^\W_])_|_(?![^\W_])|(?<=:)/(?=/)|(?<=www)\.|@(?=[-\w]+\.)",
     re.IGNORECASE,
 )
-#: Matches consecutive backquotes.
+#: Matches one or more consecutive backquotes.
 _TICKS = re.compile("`+")
 #: Matches the line of backquotes that begins or ends a code block.
 _FENCE = re.compile(r"^ {0,3}(`{3,})", re.MULTILINE)

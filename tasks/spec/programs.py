@@ -36,7 +36,7 @@ _REMEDY = (
 #: Environment variables that name the activated Python environment of a shell: that of a virtual
 #: environment, and that of conda. A virtual environment may be activated within conda's.
 ENVIRONMENT_VARIABLES = ("VIRTUAL_ENV", "CONDA_PREFIX")
-#: Path of the interpreter in a Python environment.
+#: Path of the interpreter, relative to the folder of a Python environment.
 _PYTHON_OF_ENVIRONMENT = "bin/python"
 #: Matches options of Python and of shells that take no value. After any other option, it is
 #: uncertain which argument is the script.
@@ -67,7 +67,7 @@ def build_component_path(python: str, path: str) -> str:
 class Interpreter:
     """The Python interpreter that the components of a run find under the name `python`."""
 
-    #: Path of the interpreter.
+    #: Path of the Python interpreter.
     path: str
     #: Virtual environment or conda environment of the interpreter. None if Muster itself runs with
     #: this interpreter.

@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Any
 from urllib.parse import quote
 
-#: Text that replaces a secret.
+#: Text that replaces a secret in messages, logs and files.
 MASK = "***"
 
 

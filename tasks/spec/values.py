@@ -210,7 +210,7 @@ def validate_collecting_faults(
 class WrittenFloat(float):
     """Number from a YAML file that keeps its original spelling: 12.10 does not become "12.1"."""
 
-    #: Spelling of the number in the file.
+    #: The number as it is written in the YAML file.
     text: str
 
     def __repr__(self) -> str:
