@@ -266,7 +266,8 @@ def _signal_of_shell(exit: Exit) -> str | None:
 class Decision:
     """An event that decides how an attempt ends."""
 
-    #: Time at which the event happened, in CLOCK_MONOTONIC seconds. It may be noticed later.
+    #: Time at which the event happened, in CLOCK_MONOTONIC seconds. Muster may notice the event
+    #: later.
     at_monotonic_s: float
     #: State of the run after the attempt: COMPLETED, FAILED or CANCELLED; RUNNING if the Ray jobs
     #: of the run continue without this process.
@@ -378,7 +379,8 @@ class SupervisedAttempt:
         #: All components by name, in the order of their start.
         self.components: dict[str, RunningComponent] = {}
         self._launched: list[RunningComponent] = []
-        #: Tasks that watch the whole attempt. The tasks that watch one component belong to it.
+        #: Tasks that watch the whole attempt. The tasks that watch a single component are in
+        #: `RunningComponent.tasks`.
         self._watchers = OwnedTasks(self.crash)
         #: Tasks that decide whether the run continues, fails or is complete after the end of a
         #: component. The teardown waits for their results.
@@ -393,7 +395,7 @@ class SupervisedAttempt:
         self.earliest = EarliestDecision()
         self._teardown: asyncio.Task[Verdict] | None = None
         self._time_to_save = TimeToSave(components=lambda: tuple(self._launched), emit=emit)
-        #: Set when the end of the run is decided.
+        #: asyncio event that is set when the end of the run is decided.
         self.decided = asyncio.Event()
 
     def prepare(self) -> None:

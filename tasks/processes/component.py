@@ -175,7 +175,7 @@ class AttemptContext:
     #: Called with each error that a background task of a component raises.
     on_error: Callable[[BaseException], None] = _log_error
     client: httpx.AsyncClient = field(default_factory=make_client)
-    #: Owner of all processes of the attempt on this machine.
+    #: Object that starts and ends all processes of the attempt on this machine.
     guards: Guards = field(init=False)
     #: Logs of the components, by the name of the component. A log is held from the start of its
     #: component until `release_logs`.
@@ -319,7 +319,7 @@ class RunningComponent(ABC):
         #: Place in the code where the component hangs; empty if unknown. Set when that report is
         #: written.
         self.hangs_in = ""
-        #: Exit of the component; None if it has not ended.
+        #: Exit code or signal of the component, with the time; None if it has not ended.
         self.exit: Exit | None = None
         #: Descriptions of machines that could not be checked for leftover processes after the
         #: component's end.

@@ -300,7 +300,8 @@ def _is_gone(pid: int, start: int) -> bool:
 class Holders:
     """The processes of this machine that were started with a certain environment variable."""
 
-    #: `pids[value]`: pids of this user's processes that have this value of the variable.
+    #: `pids[value]`: pids of this user's processes that have this value of the environment
+    #: variable.
     pids: Mapping[str, tuple[int, ...]]
     #: `hidden[pid]`: command line of each process that could not be checked, because it belongs to
     #: another user or its environment cannot be read.

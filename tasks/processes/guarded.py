@@ -255,15 +255,16 @@ class GuardedProcess:
         self.pid: int | None = None
         #: Number that identifies the guardian process and its descendants, see `tree.mark_own`.
         self.mark = mark
-        #: The command's cgroup v2 directory; None if it has no cgroup.
+        #: Directory of the command's cgroup v2; None if the command has no cgroup.
         self.cgroup: str | None = None
         #: Pids that survived SIGKILL, from the guardian process's last report; empty if there are
         #: none.
         self.stuck: tuple[int, ...] = ()
         #: Command lines of processes that lived on after the command had ended by itself, and that
-        #: the guardian process ended. Known when `empty` is done.
+        #: the guardian process ended. The value is valid when the future `empty` is done.
         self.stragglers: tuple[str, ...] = ()
-        #: True if the guardian process sent SIGKILL. Known when `empty` is done.
+        #: True if the guardian process sent SIGKILL. The value is valid when the future `empty` is
+        #: done.
         self.was_killed = False
         self.exited: asyncio.Future[Exit] = loop.create_future()
         self.empty: asyncio.Future[None] = loop.create_future()

@@ -128,7 +128,7 @@ class Guardian:
         #: Command lines of the stragglers by pid. A straggler is a descendant that still lived when
         #: the first process ended with exit code 0 and without a stop signal.
         self._stragglers: dict[int, str] = {}
-        #: Time at which the first process ended by itself.
+        #: Time at which the component's first process ended by itself.
         self._left_alone_at = 0.0
         #: Command lines of those processes in `_stragglers` that did not end by themselves.
         self._ended_stragglers: list[str] = []

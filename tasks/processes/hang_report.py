@@ -149,7 +149,7 @@ class HangEvidence(TypedDict):
     #: Identity of the machine, see `tree.machine`.
     machine: str
     processes: list[HungProcess]
-    #: Stacks of the processes, and their state in the kernel, as a text for people.
+    #: Call stacks of the processes, and their state in the kernel, as a text for people.
     text: str
     #: NCCL's report on the communicators of the job; empty if there is none.
     nccl: str
@@ -238,7 +238,7 @@ def compose_report(
     nccl = [
         (node, of_node["nccl"]) for node, of_node in evidence_by_node.items() if of_node["nccl"]
     ]
-    # NCCL's report from any node covers all nodes of the job, so show only the first.
+    # NCCL's report from any node covers all nodes of the job, so show only the first report.
     parts += [f"NCCL's report from node {node}:\n{text}" for node, text in nccl[:1]]
     for node, of_node in evidence_by_node.items():
         if of_node["gpus"]:
@@ -375,7 +375,7 @@ def _describe_gpus(gpu_state: Mapping[str, Any]) -> str:
 _RAS_ADDRESS = "localhost:28028"
 #: Seconds that NCCL's RAS service may take to ask the other ranks of the job.
 _RAS_PEERS_WITHIN_S = 3
-#: Number of connections to one address of the RAS service that are tried.
+#: Number of attempts to get a report from one address of the RAS service.
 _RAS_TRIES = 3
 
 

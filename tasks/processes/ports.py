@@ -90,7 +90,7 @@ class PortsReserved:
             OSError: No port is free.
         """
         self._key = key
-        #: Unix socket with the lock name of each port, by the name of the port.
+        #: Unix socket that reserves each port (see `lock_name`), by the name of the port.
         self._locks: dict[str, socket.socket] = {}
         #: TCP socket that is bound to each port, by the name of the port, until `release`.
         self._bound: dict[str, socket.socket] = {}

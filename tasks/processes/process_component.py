@@ -59,7 +59,7 @@ class ProcessComponent(RunningComponent):
         self.exited = self.process.exited
         #: Context in which the process runs, from `launch` to `end`.
         self._running = AsyncExitStack()
-        #: Set when a call of `launch` has returned or raised an error.
+        #: asyncio event that is set when a call of `launch` has returned or raised an error.
         self._launch_is_over = asyncio.Event()
         self._notify: NotifyProbe | None = None
         self._publishing: asyncio.Task[None] | None = None

@@ -132,7 +132,7 @@ class JsonlProgress:
         self._step: float | None = None
         #: Number of JSON objects without a step, before the first object with a step.
         self._without_step = 0
-        #: Last of these objects. None if there was none.
+        #: Last JSON object without a step. None if there was none.
         self._last_without_step: dict[str, Any] | None = None
         self._has_step = False
 
@@ -634,7 +634,7 @@ class ProgressWatch:
         return compare_first_step(self.plan.resume, first_line, step)
 
     def explain_missing_step(self) -> str:
-        """Return why no step is known at the end of the attempt; an empty string if one is."""
+        """Return why no step is known at the end of the attempt, or "" if a step is known."""
         if self.step is not None or self.source is None:
             return ""
         return self.source.explain_missing_step(is_over=True)

@@ -115,7 +115,8 @@ class ServiceReport:
     state: ServiceState = ServiceState.WAITING
     #: Pid of the service's process; None if the process does not run.
     pid: int | None = None
-    #: Guardians, which own the service's process and earlier processes whose children still run.
+    #: Guardian processes, which own the service's process and earlier processes whose children
+    #: still run.
     guardians: tuple[ProcessId, ...] = ()
     #: Number of times that the service has died.
     deaths: int = 0
@@ -431,7 +432,7 @@ class Services:
         self.sleep = sleep
         #: Failure of the service that could not be started again; None if there is no such service.
         self.failure: Failure | None = None
-        #: Reason from the call of `stop`; empty if `stop` was not called.
+        #: Reason that was passed to `stop`; empty if `stop` was not called.
         self.stopped_by = ""
         self._is_over = asyncio.Event()
         self._services: dict[str, _Service] = {}

@@ -112,7 +112,7 @@ class _Admission:
     _ignores_grant: bool
     _report: Callable[[str], None]
     _wait: Callable[[float], bool]
-    #: Reads the nodes and their free GPUs. None before the first scheduling pass.
+    #: Object that reads the nodes and their free GPUs. None before the first scheduling pass.
     _capacity: Capacity | None = None
     #: The last reported message, without details that change often.
     _last_message: str = ""

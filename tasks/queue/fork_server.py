@@ -291,7 +291,7 @@ class _ProcessTexts:
         self._arguments_start = arguments_start
         self._arguments_bytes = arguments_end - arguments_start
         self._environment_start = environment_start
-        #: Size of the memory for the environment in bytes.
+        #: Size in bytes of the memory that holds the environment of this process.
         self.environment_bytes = environment_end - environment_start
 
     def show(self, argv: Sequence[str], env: Mapping[str, str] | None = None) -> None:

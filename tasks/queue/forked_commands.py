@@ -171,8 +171,8 @@ class Caller:
 
     #: Connected socket to the `muster train` command.
     connection: socket.socket
-    #: Request of the command, with its arguments, command line, environment, working directory and
-    #: ignored signals.
+    #: Request that the command has sent, with its arguments, command line, environment, working
+    #: directory and ignored signals.
     order: dict[str, Any]
     #: File descriptors of the command's standard input, output and error.
     files: tuple[int, ...]

@@ -62,7 +62,7 @@ _LOCK_INTERVAL_S = 0.03
 _LOCK_TIMEOUT_S = 2.0
 #: Shortest and longest time, in seconds, between two readings of another scheduler's lease.
 _READ_INTERVAL_S = (0.1, 0.25)
-#: Explanation of the variable, which the Prefect UI shows.
+#: Text in the Prefect variable that explains its purpose to people who see it in the Prefect UI.
 _NOTE = "Muster: lock of the scheduler that is deciding now. It is removed automatically."
 
 T = TypeVar("T")

@@ -120,7 +120,7 @@ class Capacity:
     make_reader: Callable[[str, Credentials], ClusterReader] = ClusterReader
     #: Function that returns the current time in seconds, by a monotonic clock.
     clock: Callable[[], float] = time.monotonic
-    #: The readers of the clusters, by the address of the cluster.
+    #: The `ClusterReader` of each cluster, by the address of the cluster.
     _readers: dict[str, ClusterReader] = field(default_factory=dict)
     #: The clusters that did not answer in time, by the address of the cluster. A value contains the
     #: error, and the task that requests the nodes in the background until the cluster answers.

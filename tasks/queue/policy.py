@@ -144,7 +144,7 @@ class Reason:
     #: Kind of the reason why the run waits.
     why: Why
     #: Ids of the runs that this run waits for: either the first run of the queue, or the active
-    #: runs whose ends free enough GPUs.
+    #: runs that must end to free enough GPUs.
     waits_for: tuple[str, ...] = ()
     #: Expected start in seconds, by the same clock as the argument `now` of the function `plan`.
     #: None if unknown.
@@ -226,7 +226,7 @@ class _Reservation:
     nodes: NodesAhead
     #: GPUs in use for each tag at the reserved start, including the GPUs of the first run.
     quota: Quota
-    #: Ids of the active runs whose ends free enough GPUs for the first run.
+    #: Ids of the active runs that must end to free enough GPUs for the first run.
     waits_for: tuple[str, ...]
 
 

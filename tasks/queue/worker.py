@@ -377,7 +377,7 @@ class GangWorker(ProcessWorker):
 
     #: Scheduler of this worker. It decides which waiting runs of all work pools start.
     _scheduler: Scheduler
-    #: Starts scheduling passes after events, or None before the first poll.
+    #: Object that starts scheduling passes after events. None before the first poll.
     _waker: Waker | None = None
     #: Time of the last request of this worker for the flow runs of its queues, by the clock of the
     #: event loop. Such a request shows the server that a worker serves the queues.

@@ -34,7 +34,7 @@ class Ask:
 class Questions:
     """The requests that check, pause and resume the servers of a fleet."""
 
-    #: Request that a server answers with 200 if the server may be sent requests.
+    #: Request that a server answers with 200 if the server is ready to receive other requests.
     ready: Ask
     #: Request that a server answers with 200 after its engine has generated a token. None if the
     #: backend has no such request.

@@ -232,7 +232,7 @@ def make_bad_request_error(message: str) -> Answer:
 
 _log = logging.getLogger(__name__)
 
-#: Entry of a list of paths that matches every path.
+#: Value in a list of paths that stands for every path.
 ANY_PATH = "*"
 #: Header that asks a client to send the request again after one second.
 _RETRY_SOON = {"Retry-After": "1"}

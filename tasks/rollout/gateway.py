@@ -192,7 +192,7 @@ def _is_own_address(authority: str, port: int | None) -> bool:
 _log = logging.getLogger(__name__)
 
 PREFIX = "/muster"
-#: Largest timeout in seconds that a request to change the fleet may state.
+#: Largest timeout in seconds that a request to change the fleet may contain.
 _LONGEST_S = 86_400.0
 #: Largest size in bytes of the body of a request to change the fleet.
 _LONGEST_ORDER = 1024 * 1024

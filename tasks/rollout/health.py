@@ -48,7 +48,7 @@ class Evidence:
 
     #: Number of consecutive failures of probes and requests.
     misses: int = 0
-    #: Number of failed requests that are counted in `misses`.
+    #: Number of failed requests among the failures in `misses`.
     requests: int = 0
     #: Number of health checks counted in `misses` that were answered by a status other than 200.
     refusals: int = 0

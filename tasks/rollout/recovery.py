@@ -137,7 +137,7 @@ class _Case:
     incident: Incident
     #: Number of completed tries to restart the server group.
     tries: int = 0
-    #: Description of processes that could not be ended; empty if all have ended.
+    #: Description of the group's processes that could not be ended; empty if all have ended.
     leftover: str = ""
     #: Event that is set when the processes of the failed server group have ended, or could not be
     #: ended.
@@ -193,7 +193,7 @@ class Recovery:
         return group in self._cases
 
     def hold(self) -> None:
-        """Prevent new restarts until `release` is called. Restarts that have begun continue."""
+        """Prevent new restarts of engines until `release`. Restarts that have begun continue."""
         self._released.clear()
 
     def release(self) -> None:

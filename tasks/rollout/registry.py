@@ -102,7 +102,7 @@ class FleetView:
 
     @property
     def up(self) -> tuple[GroupView, ...]:
-        """The groups that serve, or that will serve as soon as the first weights are committed."""
+        """The server groups that serve, or will serve after the first commit of weights."""
         up_states = SERVING_STATES
         if self.awaits_weights:
             up_states = SERVING_STATES | {GroupState.STALE}

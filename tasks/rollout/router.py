@@ -151,7 +151,8 @@ class Router:
         #: Entrypoints that were removed, but still have outstanding requests.
         self._leaving: dict[_Key, _Slot] = {}
         self._by_load = _SlotsByLoad()
-        #: Key of each session's entrypoint. The session that was used last comes last.
+        #: Key (rank and epoch) of the entrypoint of each session. The session that was used last
+        #: comes last.
         self._sessions: OrderedDict[str, _Key] = OrderedDict()
         #: Number of outstanding requests of all entrypoints, including removed entrypoints.
         self._total = 0

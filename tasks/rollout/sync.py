@@ -97,7 +97,7 @@ class _OpenSync:
     targets: list[_Target] = field(default_factory=list)
     #: True if the servers of the target engines were asked to pause their requests.
     is_paused: bool = False
-    #: Futures of the broadcasts that still wait for answers.
+    #: Futures of the requests to all target engines (broadcasts) that still wait for answers.
     sending: set[asyncio.Future[Any]] = field(default_factory=set)
     #: True from the moment at which a commit, a cancel or the time limit begins to end the weight
     #: sync.
