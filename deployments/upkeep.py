@@ -101,9 +101,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make_ready() -> None:
-    """Start Muster's agent on all Ray nodes, so that later requests to the nodes are fast.
+    """Start Muster's agent on Ray nodes in advance, so that later requests to them are fast.
 
-    The work pool lists the Ray clusters.
+    These are the nodes of all Ray clusters that the work pool lists.
     """
     clusters = read_listed_clusters(PREFECT_API_URL.value())
     add_listed_clusters(clusters)

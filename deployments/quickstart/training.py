@@ -66,7 +66,7 @@ class Plan:
 
 
 class Training:
-    """One training, from the step of its first state to the last step of its plan.
+    """One training, from a first state to the last step that its plan names.
 
     Only one thread may call `run`. Other threads may use `state` and `checkpoint` at any time. Both
     members refer to the last finished step.

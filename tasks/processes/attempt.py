@@ -155,7 +155,8 @@ def make_failure(
     line = cause.line if cause else ""
     if cause is not None and kind in (None, FailureKind.RUNTIME_ERROR):
         rule = cause.rule.id
-        # Keep `kind` if the cause is itself of kind UNKNOWN, for example the line "Killed".
+        # If the cause in the log is of kind UNKNOWN, for example the line "Killed", keep the given
+        # `kind`.
         if cause.rule.kind is not FailureKind.UNKNOWN:
             kind = cause.rule.kind
     if kind is None:
@@ -746,7 +747,8 @@ class SupervisedAttempt:
                     self._conclude(component, exit)
 
     def _conclude(self, component: RunningComponent, exit: Exit) -> None:
-        # From now on, ignore the ends of other components. The run does not need them any more.
+        # Let events after this exit decide nothing. The run does not need its other components any
+        # more.
         self.earliest.reserve(exit.at_monotonic_s)
         self._examinations.start(self._check_success(component, exit))
 

@@ -265,7 +265,7 @@ class Guards:
         ]
         unused = [self._current[name] for name in self._prepared]
         for process in remaining:
-            # Send no request to kill to a guardian process that has started no command.
+            # Do not send the request to kill to a guardian process that has started no command.
             if process not in unused:
                 process.kill()
             process.dismiss()
@@ -333,7 +333,7 @@ class Guards:
         parent = self._containment.cgroup_parent
         if parent is None:
             return None
-        # Without a cgroup, the process still starts, and its registry entry has no cgroup.
+        # If the cgroup cannot be created, the process starts without a cgroup.
         with contextlib.suppress(OSError):
             directory_name = f"{self._run_id}-a{self._attempt:02d}-{name}"
             self._cgroups[name] = cgroup.create(parent, directory_name)

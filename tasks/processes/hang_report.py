@@ -339,8 +339,8 @@ def _examine_process(pid: int, threads: list[dict[str, Any]] | str) -> HungProce
         if own and not any(_WRAPS in frame["filename"] for frame in frames):
             innermost = "" if own[0] is frames[0] else f", in {_format_frame(frames[0])}"
             return process | {"is_own": True, "frame": _format_frame(own[0]) + innermost}
-    # No stack contains the program's own code, for example if the program is an installed package
-    # such as verl. Show the four innermost calls of the main thread.
+    # No call stack contains the program's own code, for example if the program is an installed
+    # package such as verl. Show the four innermost calls of the main thread.
     return process | {"frame": " < ".join(map(_format_frame, stacks[0][:4])) if stacks else ""}
 
 

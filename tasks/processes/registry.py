@@ -81,8 +81,8 @@ class Owner(_Model):
     adopts: bool = False
     #: Files and directories that must be removed when the run has ended.
     leftovers: tuple[Path, ...] = ()
-    #: Time at which the process was first found dead, in CLOCK_BOOTTIME seconds. None if it was
-    #: never found dead.
+    #: Time at which the supervising process was first found dead, in CLOCK_BOOTTIME seconds. None
+    #: if it was never found dead.
     lost_at_boot_s: float | None = None
 
 

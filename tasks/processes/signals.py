@@ -66,8 +66,8 @@ class _Program:
 
     def on_signal(self, signum: int, frame: FrameType | None) -> None:
         """Handle a signal that arrives before or after the run."""
-        # A second Ctrl-C also ends the program after the run, so that a person need not wait for a
-        # server that does not answer.
+        # A second Ctrl-C ends the program even after the end of the run. So a person need not wait
+        # for a server that does not answer.
         is_second_press = signum == signal.SIGINT and self.ctrl_c.is_second(time.monotonic())
         if is_second_press or not self.has_run_ended:
             raise KeyboardInterrupt

@@ -358,8 +358,8 @@ class Ledger:
         """Return a copy of this snapshot with other addresses of the runs' Ray clusters.
 
         Args:
-            find_addresses: Function that returns the argument of `QueueEntry.with_cluster` for a
-                run.
+            find_addresses: Function that returns the new addresses for a run, as
+                `QueueEntry.with_cluster` takes them.
         """
         waiting = tuple(entry.with_cluster(find_addresses(entry)) for entry in self.waiting)
         holding = tuple(entry.with_cluster(find_addresses(entry)) for entry in self.holding)

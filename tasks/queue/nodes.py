@@ -261,7 +261,7 @@ class Capacity:
 
 
 async def _wait_for_answer(reader: ClusterReader) -> None:
-    """Request the nodes of a cluster again and again until it answers, also with an error."""
+    """Request the nodes of a cluster again and again until any answer comes, even an error."""
     while True:
         try:
             await reader.look(within_s=_BACKGROUND_TIMEOUT_S)

@@ -231,7 +231,7 @@ class ServerActor:
         return b""
 
     async def remove_files(self) -> None:
-        """Remove the actor's temporary directory. The server has to have ended before."""
+        """Remove the actor's temporary directory. Call this after the server has ended."""
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _read_log_tail(self) -> str:

@@ -392,7 +392,7 @@ class Health:
             elif isinstance(reason, NotChecked):
                 self._warn_not_checked(rank, reason)
             elif self._note_miss(watch, reason, tokens_before, is_decisive):
-                # The server gets no requests while its own machine probes it.
+                # The server gets no requests while a probe is sent from the server's own machine.
                 self._fleet.states.unreachable(rank, epoch, reason)
                 local_probe = local_probe or asyncio.create_task(
                     self._probe_locally(watch, timeout_s / 2)

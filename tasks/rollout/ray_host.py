@@ -510,7 +510,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def find_moved_ranks(slots: Collection[ServerSlot], hosts: Sequence[str]) -> frozenset[int]:
-    """Return the ranks of servers whose planned address is not the address of their node.
+    """Return the ranks of servers whose planned address is no longer that of their node.
 
     Args:
         slots: The planned servers.

@@ -412,7 +412,7 @@ class Router:
             del self._leaving[slot.entrypoint.key]
 
     def _notify(self, ended: tuple[Entrypoint, ...]) -> None:
-        """Call the listeners, then serve the queue.
+        """Call the listeners, then give free entrypoints to the requests in the queue.
 
         Args:
             ended: Entrypoints whose outstanding requests must end.

@@ -296,16 +296,17 @@ def _list_spellings(value: str) -> set[str]:
     as_json = json.dumps(value)[1:-1]
     spellings = {
         value,
-        # As JSON writes the value: in ASCII, with non-ASCII characters, and as JSON within JSON.
+        # JSON contains the value in ASCII or with non-ASCII characters. JSON within JSON contains
+        # the value escaped twice.
         as_json,
         json.dumps(value, ensure_ascii=False)[1:-1],
         json.dumps(as_json)[1:-1],
-        # As Python writes the value: by `repr`, by `ascii`, and with both kinds of quotes escaped.
+        # Python prints the value by `repr` or by `ascii`, or with both kinds of quotes escaped.
         repr(value)[1:-1],
         ascii(value)[1:-1],
         repr(f"{value}'\"")[1:-4],
-        # As URLs write the value, with and without encoded slashes. As a shell command writes the
-        # value within single quotes.
+        # URLs contain the value percent-encoded, with or without encoded slashes. A shell command
+        # contains the value within single quotes.
         quote(value, safe=""),
         quote(value),
         value.replace("'", "'\"'\"'"),
