@@ -61,9 +61,9 @@ def measure(*, quick: bool) -> Result:
                     rows.setdefault(group, []).append(row)
     return Result(
         name="capacity",
-        question="Time, CPU time and memory that a process needs to read the resources of a "
-        "Ray cluster and their users. The first answer of a process and its further "
-        "answers are measured separately",
+        question="Time, CPU time and memory that a process needs to read from a Ray cluster how "
+        "many resources are free, and which jobs use the others. The first reading of a process "
+        "also imports Ray, so it is measured separately from further readings",
         rows=[row for group in rows.values() for row in group],
     )
 

@@ -97,8 +97,8 @@ def measure(*, quick: bool) -> Result:
     rows += _by_slow_polls(triples) if triples else map(_computed, _PERIODS_S)
     return Result(
         name="crash",
-        question="Time from the death of one component (SIGKILL) until Muster sends SIGTERM to "
-        "the first of the other components",
+        question="Time from the death of one component (a program of a run, killed by SIGKILL) "
+        "until Muster sends SIGTERM to the first of the run's remaining components",
         rows=rows,
         missing=missing,
     )

@@ -51,8 +51,10 @@ def measure(*, quick: bool) -> Result:
     rows += asyncio.run(_sweeps(quick=quick))
     return Result(
         name="fleet",
-        question="Two times are measured: from the end of an inference server until it gets no "
-        "more requests, and the duration of a health check of all servers of a fleet",
+        question="Two times are measured for a fleet, a group of inference servers behind one HTTP "
+        "gateway. The first is the time from the moment at which a server is killed or stopped "
+        "until the gateway sends no more requests to this server. The second is the duration of a "
+        "health check of all servers",
         rows=rows,
     )
 

@@ -117,9 +117,10 @@ def measure(*, quick: bool) -> Result:
                 ways[name].take(kind, for_s)
     return Result(
         name="gateway",
-        question=f"Requests over {_CONNECTIONS} connections to {_SERVERS} servers that answer "
-        "at once. All programs share the same CPUs. The last rows show the time in "
-        "which the gateway chooses a server",
+        question=f"Time and CPU of requests over {_CONNECTIONS} connections to {_SERVERS} servers "
+        "that answer at once: through Muster's gateway, through another router, and directly. All "
+        "programs run on the same CPUs. The last rows show the time in which Muster's gateway "
+        "chooses a server",
         rows=[*_rows(ways), *_decisions(20 if quick else 2_000)],
         missing=[] if _ROUTER in ways else [Missing(way=_ROUTER, why=_HOW_TO_ADD)],
     )

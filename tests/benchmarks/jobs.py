@@ -73,10 +73,10 @@ def measure(*, quick: bool) -> Result:
     notes = {"Ray's SDK": f"asked every {_ASK_EACH_S:g} s"}
     return Result(
         name="jobs",
-        question="Three times of a Ray job are measured: from the submission to the state "
-        "RUNNING, from the last line of output to the detected end, and from the stop "
-        "to the end. Two rows count the processes of the job's actors that are still "
-        "alive after the end",
+        question="Three times of a Ray job are measured: from its submission to its state RUNNING, "
+        "from its last line of output until its end is noticed, and from the request to stop it "
+        "until its end. Two rows count the processes of the job's actors that are still alive "
+        "after the end of the job",
         rows=[
             Row(
                 way=f"{way}, {figure}",

@@ -20,8 +20,8 @@ def measure(*, quick: bool) -> Result:
     rows += limits_gateway.rows(quick=quick)
     return Result(
         name="limits",
-        question="Resources that a server, a worker, a scheduler, a flow process and a gateway "
-        "use under a growing load",
+        question="Time, CPU and memory that the Prefect server, a worker, the scheduler of the "
+        "queue, a flow process and the gateway of inference servers use under a growing load",
         rows=rows,
         missing=missing,
     )

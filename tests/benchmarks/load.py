@@ -74,10 +74,10 @@ def measure(*, quick: bool) -> Result:
     ]
     return Result(
         name="load",
-        question="Time from the death of one component (SIGKILL) until the first other "
-        "component gets SIGTERM, while the machine is under load. The last rows show "
-        "the CPU that Muster needs to find the creators of shared memory segments, in "
-        "% of one core",
+        question="Time from the death of one component (a program of a run, killed by SIGKILL) "
+        "until the first of the run's remaining components gets SIGTERM, while the machine is "
+        "under load. The last rows show the CPU use of the search for the processes that created "
+        "shared memory segments, in % of one core",
         rows=rows,
         missing=missing,
     )

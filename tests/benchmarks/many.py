@@ -51,9 +51,10 @@ def measure(*, quick: bool) -> Result:
         ]
     return Result(
         name="many",
-        question="Runs with many idle components: time to start and to stop all components, "
-        "memory of their guardians, and CPU in % of one core with `stall_after_s: "
-        "1800`. The last rows show the time from SIGKILL of a whole run until no "
+        question="Runs with many idle components: time to start and to stop all components, and "
+        "memory of the guardians, the small processes that own the components. The CPU use, in % "
+        "of one core, is measured with `stall_after_s: 1800`, so that Muster also checks the logs "
+        "of the components. The last rows show the time from SIGKILL of a whole run until no "
         "process of the run is alive",
         rows=rows,
     )

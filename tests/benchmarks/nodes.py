@@ -77,9 +77,9 @@ def measure(*, quick: bool) -> Result:
             )
     return Result(
         name="nodes",
-        question="Duration of two operations on all nodes of a Ray cluster, from the call to "
-        "the answer. A sweep ends leftover processes of a run, and a preflight checks "
-        "the nodes",
+        question="Duration of two operations on all nodes of a Ray cluster, from the call to the "
+        "answer: a sweep, which ends leftover processes of a run, and a preflight, which checks "
+        "whether the nodes are fit",
         rows=rows,
     )
 

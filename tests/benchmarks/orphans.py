@@ -85,10 +85,10 @@ def measure(*, quick: bool) -> Result:
     ]
     return Result(
         name="orphans",
-        question="Number of processes that are still alive after a component was stopped, or "
-        "after its supervisor was killed. The component has five processes that "
-        "ignore SIGTERM. Among them are a child, a process in a new session, a "
-        "daemon, and a daemon with an empty environment",
+        question="Number of processes of a component that are still alive after the component was "
+        "stopped, or after the process that supervises it was killed. The component has five "
+        "processes that ignore SIGTERM. Among these processes are a child, a process in a new "
+        "session, a daemon, and a daemon with an empty environment",
         rows=rows,
         missing=missing,
     )

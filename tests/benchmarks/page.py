@@ -35,10 +35,11 @@ These words and signs are used in the tables:
 - *n* is the number of samples. *p99* is the 99th percentile of the samples.
 - *x Muster* is the median of the row, divided by Muster's median in the same group of rows. The
   first row of a group is Muster's.
-- *modelled* in the note means: the row measures a small program with the same structure and the
-  same period as the original program, but without the other work of the original.
-- *computed* in the note means: the figure was calculated, and nothing was run. Rows without
-  *modelled* or *computed* measure the real program.
+- *modelled* in the note means: the row measures a small test program that has the structure of the
+  original program and makes its checks at the same intervals. The test program does no other work
+  of the original program.
+- *computed* in the note means: the figure was calculated, and no program was run. Rows without
+  *modelled* or *computed* measure the program that the row names.
 - A row with ↳ measures a part of another row, or has no counterpart in other programs.
 """
 

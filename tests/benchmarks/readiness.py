@@ -92,8 +92,8 @@ def measure(*, quick: bool) -> Result:
     ]
     return Result(
         name="readiness",
-        question="Time from the start until three components are ready, without the 0.5 s that "
-        "each component needs by itself",
+        question="Time from the start of a run until its three components are ready, without the "
+        "0.5 s that each component itself needs to become ready",
         rows=rows,
     )
 

@@ -115,8 +115,8 @@ def measure(*, quick: bool) -> Result:
     )
     return Result(
         name="release",
-        question="Time from the end of one gang until the next gang starts, and the CPU of a "
-        "waiting worker. A gang is a run that needs GPUs of the queue",
+        question="Time from the end of a run that holds all GPUs until the next run in the queue "
+        "starts, and the CPU use of a worker while no run starts or ends",
         rows=rows,
     )
 

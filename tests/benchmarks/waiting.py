@@ -71,8 +71,8 @@ def measure(*, quick: bool) -> Result:
     server_title = f"the server, {count:,} waiting"
     return Result(
         name="waiting",
-        question="CPU that the Prefect server and a worker need for a queue of runs that "
-        "cannot start, in % of one core",
+        question="CPU use of the Prefect server and of a worker, in % of one core, while runs wait "
+        "in the queue and cannot start",
         rows=[
             Row(way=f"Muster: {server_title}, one worker", values=used[1], unit="%"),
             Row(

@@ -38,8 +38,9 @@ def measure(*, quick: bool) -> Result:
         rows += _watch(count, windows, window_s, installed_peers, missing)
     return Result(
         name="watching",
-        question="Supervision of idle components: CPU in % of one core, memory, and time to "
-        "start all components. The number in each row is the number of components",
+        question="Supervision of idle components (programs of a run): CPU use of the supervision "
+        "in % of one core, its memory, and the time to start all components. The number in each "
+        "row is the number of components",
         rows=rows,
         missing=missing,
     )

@@ -24,10 +24,12 @@ _BLAMED_NODES = {
 #: Sentence that says when the checkpoint of an attempt may be the cause of its failure.
 _BLAMED_CHECKPOINTS = {
     CheckpointBlame.NEVER: "",
-    CheckpointBlame.IF_HUNG: "if the attempt hung before its first step, its checkpoint may be the "
-    "cause. Then Muster [starts from the checkpoint before it](resume.md).",
-    CheckpointBlame.IF_DIED: "if the trainer ended before its first step, its checkpoint may be "
-    "the cause. Then Muster [starts from the checkpoint before it](resume.md).",
+    CheckpointBlame.IF_HUNG: "if the attempt hung before its first step, the checkpoint that it "
+    "loaded may be the cause. In this case, the next attempt [starts from an earlier "
+    "checkpoint](resume.md).",
+    CheckpointBlame.IF_DIED: "if the trainer ended before its first step, the checkpoint that it "
+    "loaded may be the cause. In this case, the next attempt [starts from an earlier "
+    "checkpoint](resume.md).",
 }
 
 
