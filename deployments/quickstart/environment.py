@@ -96,8 +96,8 @@ class CopyEnvironment(BaseEnv):
             # earlier, so that the run reports the trainer as the cause and not this environment.
             timeout=60,
         )
-        # With a single config instead of a list, Atropos ignores `base_url` and waits for a server
-        # on port 9004.
+        # Return the server's config in a list. With a single config, Atropos would ignore
+        # `base_url` and wait for a server on port 9004.
         return config, [server]
 
     async def setup(self) -> None:

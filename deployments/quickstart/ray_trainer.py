@@ -53,7 +53,7 @@ class TrainerActor:
         try:
             return trainer.run(trainer.prepare(arguments), self._endings)
         except SystemExit as error:
-            # Ray would treat a SystemExit as a request to end the actor.
+            # Do not raise SystemExit: Ray would treat it as a request to end the actor.
             return error.code if isinstance(error.code, int) else 1
 
     def stop(self, number: int) -> None:

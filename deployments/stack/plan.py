@@ -89,7 +89,8 @@ _NODE_OBJECT_STORE_BYTES = 200 * 1024 * 1024
 #: Longest time, in seconds, from the start of a program of the `muster up` stack until the program
 #: is ready.
 _READY_WITHIN_S = 120.0
-#: Grace period of a worker at a stop, in seconds. It begins after the worker's runs have ended.
+#: Grace period of a Prefect worker that is stopped, in seconds. It begins after the worker's runs
+#: have ended.
 _WORKER_GRACE_S = 20.0
 #: Grace period of the Ray head and of each Ray node, in seconds.
 _RAY_GRACE_S = 15.0

@@ -1075,8 +1075,8 @@ class SupervisedAttempt:
     ) -> None:
         reason = await until_lost()
         if reason.kind is FailureKind.STALLED and self._progress.is_finished:
-            # A trainer that has done its work may close its server before it ends. So a failed
-            # liveness probe is no stall.
+            # Ignore the failed liveness probe. A trainer that has done its work may close its
+            # server before it ends.
             return
         self._fail_by_loss(component, reason)
 

@@ -89,10 +89,12 @@ def _read_status_of_zombie(process: ProcessId) -> int | None:
     try:
         os.readlink(f"/proc/{process.pid}/exe")
     except PermissionError:
-        # For a process that this user may not examine, /proc/PID/stat shows the exit status 0.
+        # The exit status is unknown: for a process that this user may not examine, /proc/PID/stat
+        # always shows the exit status 0.
         return None
     except OSError:
-        # No permission is missing. The link cannot be read, because a zombie has no program.
+        # This user may examine the process. Its link cannot be read, because a zombie has no
+        # program.
         pass
     if not fields or tree.start_ticks(process.pid) != process.start_ticks:
         return None

@@ -129,7 +129,8 @@ class AttemptPlan:
     def last_step(self) -> float | None:
         """The step at which the training is finished, or None if unknown."""
         total = self.progress.total if self.progress else None
-        # A run may count as successful before the last step of its training. Use the larger step.
+        # A run may count as successful before the last step of its training. So use the larger of
+        # the two steps.
         return max((step for step in (self.success_step, total) if step is not None), default=None)
 
     @property
@@ -330,8 +331,9 @@ class RunningComponent(ABC):
         self._emit = context.emit
         #: Log of the component. Read it from `log.source`: its file may be moved or removed.
         self.log = context.logs[plan.name]
-        #: Identity that each file of a probe had before the component's start, by the path of the
-        #: file. The probe compares it with the identity after the start.
+        #: Result of `identity_of` for each file that a probe checks, from before the component's
+        #: start, by the path of the file. The probe compares this result with the result after the
+        #: start.
         self._files: dict[Path, object] = {}
         self._launched_monotonic_s = 0.0
         #: Size of the log in bytes before the launch. Earlier processes have written that part.

@@ -95,7 +95,7 @@ class Command:
 
     @property
     def longest_grace_s(self) -> float:
-        """Longest time in seconds from the stop signal to SIGKILL, if the program saves."""
+        """Longest time in seconds from the stop signal to SIGKILL, with a delay by a checkpoint."""
         return max(self.grace_s, self.saves_within_s)
 
     @property

@@ -505,7 +505,7 @@ _EXAMINED_WITHIN_S = 15.0
 _REPORTED_WITHIN_S = 1.0
 #: Time limit in seconds for sending SIGABRT before the stop signal.
 _ABORTED_WITHIN_S = 1.0
-#: Time limit in seconds for copying the end of the log into the report.
+#: Time limit in seconds for copying the end of the component's log into the report.
 _COPIED_WITHIN_S = 1.0
 #: Seconds from SIGABRT to SIGKILL for processes that have survived the stop signal. At most half of
 #: the grace period is used.

@@ -121,8 +121,8 @@ class ProcessEntry(_Entry):
     mark: int
     #: Identity of the guardian, the process that owns the component's process tree.
     guardian: ProcessId
-    #: Identity of the component's first process. It executes its program only after this entry was
-    #: written.
+    #: Identity of the component's first process. The process executes its program only after this
+    #: entry was written.
     process: ProcessId
     #: Directory of the component's cgroup v2; None if the component has no cgroup.
     cgroup: Path | None = None

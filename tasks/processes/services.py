@@ -536,7 +536,7 @@ class Services:
         for name, service in reversed(self._services.items()):
             if leftovers := await service.end():
                 left[name] = leftovers
-        # `close` also kills the processes that still run because `end` of their service failed.
+        # If `end` of a service has failed, its processes still run, and `close` kills them.
         left_by_context = await self.context.close()
         self.context.release_logs()
         return {**left_by_context, **left}

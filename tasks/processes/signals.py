@@ -65,7 +65,7 @@ class _Program:
         self.ctrl_c = CtrlC()
 
     def on_signal(self, signum: int, frame: FrameType | None) -> None:
-        """Handle a signal that arrives before or after the run."""
+        """Raise KeyboardInterrupt for a signal before the run, or for a second Ctrl-C after it."""
         # A second Ctrl-C ends the program even after the end of the run. So a person need not wait
         # for a server that does not answer.
         is_second_press = signum == signal.SIGINT and self.ctrl_c.is_second(time.monotonic())

@@ -96,7 +96,7 @@ class TimeToSave:
             await self.sleep(min(left_s, _WARN_EVERY_S))
 
     async def follow_planned_ends(self) -> None:
-        """Warn each component before a machine ends it. Waits until this coroutine is cancelled."""
+        """Warn each component before its machine shuts down. Runs until it is cancelled."""
         while True:
             for component in self.components():
                 warning = component.plan.warning

@@ -106,7 +106,7 @@ def run_in_fork(words: Sequence[str]) -> int | None:
             exit_code = fork_server.recv(16)
         select.select([run_pidfd], [], [])
         ignore_until_exit()
-    # A process that ended without sending its exit code was killed.
+    # A process that ends without sending its exit code was killed by SIGKILL.
     return int(exit_code or 128 + signal.SIGKILL)
 
 
@@ -147,7 +147,7 @@ def open_listener() -> socket.socket | None:
             require_own_peer(client)
             return None
         except OSError:
-            # No fork server listens at this path, or the socket belongs to another user.
+            # Continue: no fork server listens at this path, or the socket belongs to another user.
             pass
     listener = socket.socket(socket.AF_UNIX)
     try:

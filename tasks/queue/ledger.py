@@ -639,7 +639,7 @@ class LedgerReader:
         )
         if grant is None or not grant.cluster:
             return entry
-        # The run stays on its granted cluster, even if the work pool lists another cluster now.
+        # Use the cluster in the GPU grant, even if the work pool lists another cluster now.
         return entry.with_cluster({CLUSTER_OF_POOL: grant.cluster})
 
 

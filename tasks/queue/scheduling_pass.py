@@ -301,7 +301,8 @@ class QueueReader:
         # that process has ended, the flow `reconcile` ends the run.
         is_cancelled = state.is_cancelling() and entry.flow_run.start_time is None
         if granting_process == self.process and not is_cancelled:
-            # This process granted GPUs to the run, and will still start the run.
+            # The run is not stuck: this process granted GPUs to the run, and will still start the
+            # run.
             return False
         has_ended = granting_process is not None and (
             granting_process == self.process or granting_process.has_surely_ended()
@@ -387,8 +388,8 @@ class QueueReader:
             return FailureKind.USER_ERROR, request.fault
         has_waited = entry.state.name == grants.PENDING_RESOURCES
         if has_waited and not entry.waits_in_process:
-            # An earlier scheduling pass let the run wait, so the cluster was large enough at that
-            # time. If nodes have disappeared since, they may return.
+            # Do not let the run fail. An earlier scheduling pass let the run wait, so the cluster
+            # was large enough at that time. Missing nodes may return.
             return FailureKind.INFEASIBLE, ""
         pools_without_settings = settings.keys() - self._settings.keys()
         is_readable = pool_of(entry, settings) not in pools_without_settings

@@ -408,5 +408,5 @@ def _join_names(names: Iterable[str]) -> str:
 
 def _current_user() -> str:
     """Return the user and the host of this process, for example `anna@node-1`."""
-    # In some containers the user id has no user name, so the number is shown.
+    # Show the user id if it has no user name, as in some containers.
     return f"{os.environ.get('USER') or f'uid {os.getuid()}'}@{host_name()}"

@@ -213,8 +213,9 @@ class Lmdeploy(Backend):
         return self.fleet.nodes_per_engine > 1 or self.fleet.sizes.replicas > 1
 
     def questions(self) -> Questions:
-        # LMDeploy answers /health with the last result of its internal monitor. The result may be
-        # 12 s old, and the monitor detects a hanging scheduler only after 90 s.
+        # The request for a token is needed, too: LMDeploy answers /health with the last result of
+        # its internal monitor. The result may be 12 s old, and the monitor detects a hanging
+        # scheduler only after 90 s.
         return Questions(ready=_HEALTH, token=self._completion("--model-name"))
 
     def argv(self, place: Place) -> tuple[str, ...]:

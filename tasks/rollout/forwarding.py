@@ -82,7 +82,7 @@ def read_session(
     try:
         content = from_json(body)
     except ValueError:
-        # The server that gets the request reports the invalid JSON to the client.
+        # Ignore the invalid JSON. The server that gets the request reports it to the client.
         return None
     if isinstance(content, dict):
         for key in ("session_id", "user") if by_user else ("session_id",):

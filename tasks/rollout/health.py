@@ -254,7 +254,7 @@ class Health:
             return
         if watch.token_or_yes_s - watch.failed_request_s < self._urgent_every_s:
             # A request has failed a moment ago. Among many concurrent requests, some may fail while
-            # others get tokens. So the server remains suspect for a while.
+            # others get tokens. So do not clear the server's failures yet.
             return
         watch.evidence = watch.evidence.after_tokens()
         self._clear_if_well(watch)

@@ -326,7 +326,8 @@ def dump_spec(spec: RunSpec, secrets: Collection[str] = ()) -> str:
         spec: The spec.
         secrets: Values to mask, in addition to the secrets of the spec itself.
     """
-    # A value such as `${run.id}` is no secret. Masking it would make the other texts unusable.
+    # A value that consists of a placeholder such as `${run.id}` is no secret. If it were masked,
+    # the other texts with that placeholder would be unusable.
     masked_values = {
         secret
         for secret in spec.secrets | frozenset(secrets)
@@ -436,7 +437,7 @@ def _is_trusted_marker(marker: Path) -> bool:
     try:
         fault = find_marker_fault(marker)
     except OSError:
-        # The path does not exist, or is a symbolic link without a target.
+        # There is no marker: the path does not exist, or is a symbolic link without a target.
         return False
     if fault:
         warn_ignored(marker, fault)

@@ -258,7 +258,8 @@ def mask_logs(mask: Callable[[str], str]) -> Iterator[None]:
         try:
             message = record.getMessage()
         except Exception:
-            # The message and its arguments do not fit together. The logging handlers report this.
+            # The message and its arguments do not fit together. Leave the record unchanged, because
+            # the logging handlers report this mistake.
             return record
 
         masked_message = mask(message)

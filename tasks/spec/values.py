@@ -194,8 +194,8 @@ def validate_collecting_faults(
             context = details.get("ctx", {})
             own_error = explain_key_error(kind, str(place[0])) if len(place) == 1 else None
             if kind == "refused":
-                # Make this custom error again: pydantic can make only its own errors from the name
-                # of the error type.
+                # Create Muster's own error again, because pydantic can create only its own errors
+                # from the name of an error type.
                 own_error = make_refusal(context["problem"], context["remedy"])
             errors.append(
                 InitErrorDetails(
