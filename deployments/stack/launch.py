@@ -80,8 +80,8 @@ def launch(
         supervisor.terminate()
         with suppress(subprocess.TimeoutExpired):
             supervisor.wait(STOP_WITHIN_S)
-        # After SIGKILL to the supervisor, the guardian process of each program of the `muster up`
-        # stack notices the end of the supervisor, and ends its program.
+        # After SIGKILL to the supervisor, the guardian process of each program notices the end of
+        # the supervisor, and ends its program.
         supervisor.kill()
         supervisor.wait()
         place.clear()

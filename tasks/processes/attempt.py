@@ -598,8 +598,8 @@ class SupervisedAttempt:
 
     def fail(self, failure: Failure) -> None:
         """End the attempt as failed, for a reason that is not a failure of a component."""
-        # It may not be known yet what the earliest event means for the run, and this failure may
-        # have interrupted the task that finds it out. So give this failure the time of the earliest
+        # It may be unknown yet what the earliest event means for the run. This failure may have
+        # interrupted the task that finds this out. So give this failure the time of the earliest
         # event. This failure then decides how the attempt ends.
         at = min(time.monotonic(), self.earliest.horizon_s)
         self._decide(Decision.of(Verdict.failed(failure, at), at))

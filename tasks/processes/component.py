@@ -308,7 +308,8 @@ class RunningComponent(ABC):
         #: asyncio event that is set after the component was reported as ready.
         self.became_ready = asyncio.Event()
         #: asyncio event that is set if another process took the component's port before the
-        #: component was ready, and the component can be started again on another port.
+        #: component was ready. It is set only if the component can be started again on another
+        #: port.
         self.lost_port = asyncio.Event()
         #: Message about the taken port; valid after `lost_port` was set.
         self.port_loss = GiveUpReason(kind=FailureKind.PORT_CONFLICT, rule=PORT_TAKEN, message="")

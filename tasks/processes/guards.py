@@ -185,7 +185,7 @@ class Guards:
         """Run a command in this context, under its own guardian.
 
         The process is registered before the command is executed. At the end of the context, the
-        command gets its stop signal and its grace period, and the context waits until the whole
+        command gets its stop signal and its grace period. The context then waits until the whole
         process tree has ended. The registry entry is removed when the process tree has ended.
         `GuardedProcess.leftover_pids` contains the processes that could not be ended.
 

@@ -751,8 +751,8 @@ def find_overgranted(
     """Return the runs that were granted GPUs which another run already holds.
 
     Only runs without a process are returned, because the grant of a run with a process must not be
-    deleted. A GPU can be granted twice if a scheduler writes its last grant too late, after another
-    scheduler has taken the lock on the Prefect server.
+    deleted. A GPU can be granted twice if a scheduler writes its last grant too late: another
+    scheduler has taken the scheduling lease by then.
 
     Args:
         holding: The runs that hold GPUs.

@@ -624,8 +624,8 @@ def _current_environment() -> dict[str, str]:
 def may_be_forked(env: Mapping[str, str], own: Mapping[str, str], max_bytes: int) -> bool:
     """Return True if a run with a given environment can be forked from the fork server.
 
-    Variables that a program reads only at its start must have the same values in the environment of
-    the run and in the environment of the fork server.
+    Variables that a program reads only at its start must have the same values in both environments:
+    that of the run and that of the fork server.
 
     Args:
         env: Environment variables of the run.

@@ -227,8 +227,8 @@ class Caller:
         if not self.connection.recv(1):
             return False
 
-        # From now on, the kernel sends SIGKILL to this process at the next event on the socket, for
-        # example when the command closes its end of the socket.
+        # From now on, the kernel sends SIGKILL to this process at the next event on the socket.
+        # Such an event is the close of the socket by the command.
         self.connection.settimeout(None)
         fcntl.fcntl(self.connection, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(self.connection, _F_SETSIG, signal.SIGKILL)

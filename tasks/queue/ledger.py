@@ -397,7 +397,7 @@ class LedgerReader:
     #: not run in a worker.
     _own_worker: tuple[str, str] = ("", "")
     #: Cache of the flow runs, by flow run id. A value contains the last answer of the server as
-    #: JSON, the flow run that was built from this answer, and the resources that it requests.
+    #: JSON, the flow run in this answer, and the resources that the flow run requests.
     _rows: dict[str, tuple[dict[str, Any], FlowRun, Request]] = field(default_factory=dict)
     #: Cache of the online workers, by the name of the work pool. A value contains the names of the
     #: workers, and the monotonic time at which they were read.

@@ -461,7 +461,7 @@ class GangWorker(ProcessWorker):
             raise RuntimeError("the process of the flow run was not started")
 
         # If a flow run is cancelled before its process has a pid, Prefect's worker cannot end the
-        # process and leaves the flow run in the state Cancelling. In that case the next lines set
+        # process. The flow run then stays in the state Cancelling. In that case the next lines set
         # the final state.
         with contextlib.suppress(httpx.HTTPError, PrefectException):
             if state_of(await self.client.read_flow_run(flow_run.id)).is_cancelling():

@@ -53,8 +53,9 @@ _ACTOR_WITHIN_S = 180.0
 #: Seconds that a running actor may take to answer a call. By default, Ray reports a lost node only
 #: after about a minute.
 _ANSWER_WITHIN_S = 10.0
-#: Seconds that the stop of a server may take in addition to the grace period, to kill leftover
-#: processes and to fetch the end of the log. The fleet waits 20 s longer than the grace period.
+#: Seconds that the stop of a server may take in addition to the grace period. In this time,
+#: leftover processes are killed, and the end of the log is fetched. The fleet waits 20 s longer
+#: than the grace period.
 _STOP_EXTRA_S = 12.0
 #: Seconds to wait until the cluster has enough free GPUs for the fleet. Muster's queue has already
 #: granted these GPUs to the run, so other programs should free the GPUs soon.
@@ -197,7 +198,7 @@ class RayHost:
         # The code of the actors is sent by value, so Muster need not be installed on the nodes.
         for module in SENT:
             cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
-        # With this job id, the cluster shows the fleet's actors as a part of the run, and Muster
+        # With this job id, the cluster shows the fleet's actors as a part of the run. Muster also
         # counts the GPUs of these actors as used by the run.
         job = submission_id(plan.run_id, plan.attempt, FLEET, is_only=False)
         try:
