@@ -504,8 +504,8 @@ class SupervisedAttempt:
             self._fail_by_loss(component, replace(component.port_loss, message=reason))
             return
         if component.name not in [component_plan.name for component_plan in changed]:
-            # The component does not take its port from the plan, so it would use the same port
-            # again.
+            # Do not start the component again. It does not take its port from the plan, so it would
+            # use the same port again.
             self._fail_by_loss(component, component.port_loss)
             return
         self._emit("component.moved", component.name, pid=component.pid, reason=message)

@@ -24,7 +24,7 @@ def reserve(directory: Path) -> None:
     """Reserve disk space for the run's final record, by a file in the run's registry directory.
 
     Raises:
-        OSError: The disk is full, for example.
+        OSError: The file cannot be written, for example because the disk is full.
     """
     with (directory / _FILE_NAME).open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, _SIZE_BYTES)

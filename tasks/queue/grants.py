@@ -81,7 +81,7 @@ class SchedulerProcess(ProcessId):
 
 
 class Grant(BaseModel):
-    """The nodes and GPU devices that a flow run may use."""
+    """A GPU grant: the nodes and GPU devices that a flow run may use."""
 
     model_config = ConfigDict(frozen=True)
 

@@ -366,7 +366,7 @@ class Ledger:
         return replace(self, waiting=waiting, holding=holding)
 
     def count_active_runs(self) -> Counter[Limited]:
-        """Return the number of runs that count for each concurrency limit.
+        """Return the number of runs that count against each concurrency limit.
 
         The result contains a number for each work pool, for each queue of a work pool, and for each
         deployment.

@@ -429,7 +429,7 @@ class Registry:
             self._change(view, state=GroupState.STALE, version=None, cause=why)
 
     def _find_current(self, rank: int, epoch: int) -> GroupView | None:
-        """Return the group of a server. None if the group has ended or was started again since."""
+        """Return the group of a server. None if the group has ended or was started again."""
         view = self._groups[self.group_of(rank)]
         return view if view.is_current(epoch) else None
 
