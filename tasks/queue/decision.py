@@ -279,7 +279,8 @@ class SchedulingPass:
     @property
     def waiting(self) -> list[QueueEntry]:
         """The waiting runs in the order of the queue, without refused and skipped runs."""
-        ended = {run.entry.id for run in (*self.refused, *self.skipped)}
+        ended = {refused.entry.id for refused in self.refused}
+        ended |= {skipped.entry.id for skipped in self.skipped}
         return [entry for entry in self.queue if entry.id not in ended]
 
     @property
@@ -529,11 +530,12 @@ class SchedulingPass:
             if limit is not None and active_runs[pool.name, queue_name] >= limit:
                 name = pool.name if queue_name is None else f"{pool.name}/{queue_name}"
                 return reasons.pool_limit_message(demand, name, limit)
-        if entry.deployment in self.ledger.deployment_limits:
-            limit = self.ledger.deployment_limits[entry.deployment].limit
-            if active_runs[entry.deployment] >= limit:
-                return reasons.deployment_limit_message(demand, limit)
-        return None
+        if entry.deployment is None:
+            return None
+        of_deployment = self.ledger.deployment_limits.get(entry.deployment)
+        if of_deployment is None or active_runs[entry.deployment] < of_deployment.limit:
+            return None
+        return reasons.deployment_limit_message(demand, of_deployment.limit)
 
     def _choose_devices(self) -> None:
         """Choose the GPU devices of the runs that start without Ray, and store them in `devices`.

@@ -40,7 +40,7 @@ _RETRY_EVERY_S = 10.0
 
 def keep_runs_without_lease() -> None:
     """Make Prefect's engine of this process continue a run that has lost its lease."""
-    flow_engine.maintain_concurrency_lease = keep_lease
+    vars(flow_engine)["maintain_concurrency_lease"] = keep_lease
 
 
 def keep_lease(
