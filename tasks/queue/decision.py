@@ -596,6 +596,7 @@ class SchedulingPass:
                 # Otherwise the first run of the queue would get a reservation for a time in the
                 # past.
                 ends_at=max(self.at, find_start(entry) + entry.request.estimate_s),
+                is_end_assumed=entry.request.is_estimate_assumed,
                 tags=entry.request.tags,
             )
             for entry in gangs
@@ -653,6 +654,7 @@ class SchedulingPass:
             demand=entry.demand,
             place=entry.place,
             estimate_s=entry.request.estimate_s,
+            is_estimate_assumed=entry.request.is_estimate_assumed,
             not_before=not_before(entry.flow_run),
             tags=entry.request.tags,
             among=self._usable_nodes(entry),

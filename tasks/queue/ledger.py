@@ -82,6 +82,9 @@ class Request:
     demand: Demand | None = None
     #: Expected time, in seconds, from the start of the run to the release of its GPUs.
     estimate_s: float = 0.0
+    #: True if the spec names neither `gang.hours` nor `gang.max_hours`, so that `estimate_s` is the
+    #: default.
+    is_estimate_assumed: bool = False
     #: Address of the run's Ray cluster. Empty if the run does not use Ray. CLUSTER_OF_POOL if the
     #: spec names no address, so that the run uses the only cluster of its work pool.
     cluster: str = ""
@@ -118,6 +121,7 @@ def parse_request(flow_run: FlowRun) -> Request:
         name=name,
         demand=Demand(**shape),
         estimate_s=min(duration_class_s(gang.hours * _HOUR_S), max_s),
+        is_estimate_assumed="hours" not in gang.model_fields_set and gang.max_hours is None,
         cluster=cluster,
         tags=tags,
     )

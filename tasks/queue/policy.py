@@ -92,6 +92,8 @@ class Waiting:
     #: Expected time, in seconds, from the start of the run to its end. The time is one of
     #: CLASSES_S.
     estimate_s: float
+    #: True if `estimate_s` is the default, because the spec of the run names no duration.
+    is_estimate_assumed: bool = False
     #: Earliest start in seconds, by the same clock as the argument `now` of the function `plan`. A
     #: requeued run has a short delay. During the delay the run keeps its position in the queue.
     not_before: float = 0.0
@@ -118,6 +120,8 @@ class Held:
     place: tuple[float | int | str, ...]
     #: Expected end in seconds, by the same clock as the argument `now` of the function `plan`.
     ends_at: float
+    #: True if `ends_at` follows from a default duration, because the spec names no duration.
+    is_end_assumed: bool = False
     #: Tags of the run. The runs with a tag may have a common limit of GPUs.
     tags: frozenset[str] = frozenset()
 
@@ -149,6 +153,8 @@ class Reason:
     #: Expected start in seconds, by the same clock as the argument `now` of the function `plan`.
     #: None if unknown.
     starts_at: float | None = None
+    #: True if the expected start follows from the default duration of a run that must end first.
+    is_start_assumed: bool = False
     #: Tag whose GPU limit the run would exceed. Empty if the run waits for another reason.
     tag: str = ""
     #: True if the run would not fit on the present nodes even if all their GPUs were free. Later
@@ -228,6 +234,8 @@ class _Reservation:
     quota: Quota
     #: Ids of the active runs that must end to free enough GPUs for the first run.
     waits_for: tuple[str, ...]
+    #: True if the expected end of one of these runs follows from a default duration.
+    is_assumed: bool = False
 
 
 _RETRY = Reason(why=Why.RETRY)
@@ -272,6 +280,7 @@ class _Pass:
                 why=Why.RETRY if head.not_before > self._now else Why.GPUS,
                 waits_for=reservation.waits_for,
                 starts_at=starts_at,
+                is_start_assumed=reservation.is_assumed,
             )
             if policy == "backfill":
                 self._backfill(queue, reservation)
@@ -392,6 +401,7 @@ class _Pass:
                 cpus_per_gpu=run.demand.cpus_per_gpu,
                 place=run.place,
                 ends_at=self._now + run.estimate_s,
+                is_end_assumed=run.is_estimate_assumed,
                 tags=run.tags,
             )
         )
@@ -432,7 +442,15 @@ class _Pass:
         # The waiting run waits for those runs whose end makes a further node sufficient for it.
         became_sufficient = {index for index in insufficient if ahead.is_sufficient(index)}
         waits_for = tuple(id for id, nodes in ended if not became_sufficient.isdisjoint(nodes))
-        return _Reservation(head=head, at=at, nodes=ahead, quota=quota, waits_for=waits_for)
+        is_assumed = any(gang.is_end_assumed and gang.id in waits_for for gang in self._running)
+        return _Reservation(
+            head=head,
+            at=at,
+            nodes=ahead,
+            quota=quota,
+            waits_for=waits_for,
+            is_assumed=is_assumed,
+        )
 
 
 def duration_class_s(estimate_s: float) -> float:

@@ -46,6 +46,8 @@ class Message:
     free: str = ""
     #: Expected start of the run in UTC epoch seconds, or None if unknown.
     starts_at: float | None = None
+    #: True if the expected start follows from the default duration of a run that must end first.
+    is_start_assumed: bool = False
     #: True if the end of other runs would not start the run, for example because a limit is
     #: reached. In that case the scheduler reads further waiting runs from the server.
     waits_for_no_end: bool = False
@@ -134,6 +136,7 @@ def explain_wait(
         reason=text,
         free=f"{FREE_NOW}{describe_free(free)}",
         starts_at=reason.starts_at,
+        is_start_assumed=reason.is_start_assumed,
         waits_for_no_end=waits_for_no_end,
     )
 
@@ -167,6 +170,9 @@ def _explain_missing_gpus(
             is_near = reason.starts_at < now + _MINUTE_S
             when = "any moment" if is_near else f"{format_minute(reason.starts_at, now)} UTC"
             expected = f"expected {when}"
+            if reason.is_start_assumed:
+                # A semicolon separates the parts of the message, so use none here.
+                expected += " (assumed, because a spec sets no `gang.hours`)"
         parts.append(f"waits for {_join_names(names_waited_for)} to end, {expected}")
 
     if _has_enough_gpus(demand, free):

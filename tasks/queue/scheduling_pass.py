@@ -529,6 +529,8 @@ class QueuedRun:
     reason: str
     #: Expected start in UTC epoch seconds, or None if unknown.
     starts_at: float | None = None
+    #: True if the expected start follows from the default duration of a run that must end first.
+    is_start_assumed: bool = False
     #: Tags of the run.
     tags: tuple[str, ...] = ()
 
@@ -605,9 +607,11 @@ def _make_queued_run(scheduling_pass: SchedulingPass, entry: QueueEntry, number:
     expected = entry.flow_run.expected_start_time or entry.state_since
     reason = ""
     starts_at = None
+    is_start_assumed = False
     if message is not None:
         reason = message.reason
         starts_at = message.starts_at
+        is_start_assumed = message.is_start_assumed
     elif entry.id in gpus_of_admitted:
         node_names = join_commas(gpus_of_admitted[entry.id])
         reason = f"starts now, on {node_names}" if node_names else "starts now"
@@ -622,6 +626,7 @@ def _make_queued_run(scheduling_pass: SchedulingPass, entry: QueueEntry, number:
         waiting_since=expected.timestamp(),
         reason=reason,
         starts_at=starts_at,
+        is_start_assumed=is_start_assumed,
         tags=tuple(sorted(entry.request.tags)),
     )
 

@@ -174,6 +174,9 @@ class QueueTables:
 
 def _make_queue_row(run: QueuedRun) -> Row:
     """Return the table row of a waiting run."""
+    expected_start = "-" if run.starts_at is None else format_date_minute(run.starts_at)
+    if run.starts_at is not None and run.is_start_assumed:
+        expected_start += " (assumed)"
     return {
         "position": run.number,
         "run": run.name,
@@ -183,7 +186,7 @@ def _make_queue_row(run: QueuedRun) -> Row:
         # less important columns.
         "reason": run.reason,
         "waiting since": format_date_minute(run.waiting_since),
-        "expected start": "-" if run.starts_at is None else format_date_minute(run.starts_at),
+        "expected start": expected_start,
         "queue": run.queue or "-",
         "tags": join_commas(run.tags) or "-",
     }

@@ -430,3 +430,20 @@ def test_contributing_guide_names_every_make_target() -> None:
     }
 
     assert targets - {"help"} <= named
+
+
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "Makefile", "README.md"])
+def test_documented_words_select_tests(name: str) -> None:
+    words = re.findall(r"ARGS='-k ([\w-]+)'", (ROOT / name).read_text())
+    test_names = [
+        test_name
+        for file in (ROOT / "tests").rglob("test_*.py")
+        for test_name in (
+            file.name,
+            *re.findall(r"^def (test_\w+)", file.read_text(), re.MULTILINE),
+        )
+    ]
+
+    # `-k name` is only a placeholder.
+    for word in set(words) - {"name"}:
+        assert any(word in test_name for test_name in test_names), word

@@ -412,3 +412,14 @@ def test_default_policy_is_fifo_and_arguments_are_not_modified() -> None:
 
     assert computed.admitted == {}
     assert (line, gangs, nodes, limits) == before
+
+
+@pytest.mark.parametrize("is_assumed", [True, False])
+def test_start_that_depends_on_an_assumed_end_is_marked(is_assumed: bool) -> None:
+    running = replace(held("r0", a=8), is_end_assumed=is_assumed)
+    other = replace(held("r1", left_s=900, b=4), is_end_assumed=True)
+
+    computed = plan([waits(1, 8)], [running, other], cluster(8, 8), NOW, policy="fifo")
+
+    assert computed.reasons["w1"].waits_for == ("r0",)
+    assert computed.reasons["w1"].is_start_assumed is is_assumed

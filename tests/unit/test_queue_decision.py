@@ -615,3 +615,14 @@ def test_flow_run_of_another_flow_needs_no_gpus() -> None:
     asked = parse_request(run)
 
     assert (asked.name, asked.demand, asked.fault, find_spec_fault(run)) == ("run0", None, "", "")
+
+
+@pytest.mark.parametrize(
+    ("durations", "is_assumed"), [({}, True), ({"hours": 24}, False), ({"max_hours": 5}, False)]
+)
+def test_duration_is_assumed_if_the_spec_names_none(
+    durations: dict[str, float], is_assumed: bool
+) -> None:
+    run = flow_run(spec={"gang": {"gpus_per_node": 8, **durations}})
+
+    assert parse_request(run).is_estimate_assumed is is_assumed

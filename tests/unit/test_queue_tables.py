@@ -207,3 +207,14 @@ def test_json_contains_the_whole_view() -> None:
     assert read["line"][0]["starts_at"] == NOW + 4500
     assert read["nodes"][1]["held"] == {"run-9": 3}
     assert read["tags"] == {"team-a": [8, 16]}
+
+
+def test_assumed_start_is_marked_in_the_table() -> None:
+    [known, assumed] = queue_rows(
+        view(
+            queued(1, starts_at=NOW + 4500),
+            queued(2, starts_at=NOW + 4500, is_start_assumed=True),
+        )
+    )
+
+    assert assumed["expected start"] == f"{known['expected start']} (assumed)"

@@ -49,6 +49,15 @@ def later(why: Why, number: int = 2, free: dict[str, int] | None = None, **more:
     return explain_wait(SMALL, reason, NAMES, free=free or THREE, now=NOW, number=number, **more)
 
 
+def test_start_after_a_run_without_hours_is_marked_as_assumed() -> None:
+    reason = Reason(why=Why.GPUS, waits_for=("1",), starts_at=NOW + 86_400, is_start_assumed=True)
+
+    message = explain_wait(WIDE, reason, NAMES, free=THREE, now=NOW)
+
+    assert "UTC (assumed, because a spec sets no `gang.hours`)" in message.text
+    assert message.is_start_assumed
+
+
 def test_first_run_sees_free_gpus_and_the_runs_it_waits_for() -> None:
     message = first("1", "2", in_s=4500)
 
