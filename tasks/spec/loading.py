@@ -61,12 +61,14 @@ class _Loader(yaml.SafeLoader):
         Raises:
             ComposerError: The file has several documents with content.
         """
+        # PyYAML's parser has no types.
+        events: Any = self
         document: yaml.Node | None = None
         while not self.check_event(yaml.StreamEndEvent):
             if self.check_event(yaml.StreamStartEvent):
-                self.get_event()
+                events.get_event()
                 continue
-            begin = self.peek_event().start_mark
+            begin = events.peek_event().start_mark
             node = self.compose_document()
             if isinstance(node, yaml.ScalarNode) and not node.value and node.style is None:
                 continue
