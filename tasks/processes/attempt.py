@@ -206,12 +206,18 @@ def _find_first_rank(text: str, evidence: DeathEvidence) -> RankFailure | None:
     """Return the process of a component that failed first, from the log or from the kernel."""
     logged = find_first_rank(text)
     death = evidence.first_death
-    if logged is None or death is None:
-        return logged or death
-    # A traceback in the log has no exit code. If a signal killed another process before, the
+    if death is None:
+        return logged
+    is_crash = death.signal_name in _FATAL_SIGNALS
+    if logged is None:
+        cause = find_cause(text)
+        is_explained = cause is not None and cause.rule.role < Role.CASCADE
+        # A program that fails may kill its own workers before it ends. If the log explains the
+        # failure, only a crash of a worker is the earlier cause.
+        return death if is_crash or not is_explained else None
+    # A traceback in the log has no exit code. If a fatal signal killed another process before, the
     # traceback can be its consequence.
-    is_killed = death.signal_name is not None
-    return death if logged.exit_code is None and is_killed else logged
+    return death if logged.exit_code is None and is_crash else logged
 
 
 def _got_sigkill(exit: Exit, first_rank: RankFailure | None) -> bool:

@@ -174,6 +174,23 @@ def test_rank_of_a_launcher_without_messages_is_named(harness: ComponentHarness)
     assert verdict.failure.kind is FailureKind.RUNTIME_ERROR
 
 
+def test_error_of_a_program_that_kills_its_own_worker_is_the_cause(
+    harness: ComponentHarness,
+) -> None:
+    code = (
+        "import subprocess, time\n"
+        "worker = subprocess.Popen(['sleep', '60'])\n"
+        "try:\n    time.sleep(0.8)\n    raise ValueError('bad batch')\n"
+        "finally:\n    worker.kill()\n    worker.wait()\n"
+    )
+
+    verdict = harness.run(harness.component("trainer", python(code)))
+
+    assert verdict.failure is not None
+    assert verdict.failure.kind is FailureKind.USER_ERROR
+    assert verdict.failure.message.endswith(" s: ValueError: bad batch")
+
+
 def test_failed_command_of_a_script_is_not_named(harness: ComponentHarness) -> None:
     script = "sh -c 'sleep 0.8; exit 5'; exit 1"
 
