@@ -115,7 +115,7 @@ class DescendantWatch:
 
     def __post_init__(self) -> None:
         # The component inherits the memory cgroup of this process.
-        self._follow_groups(_read_memory_groups("self"))
+        self._follow_groups(_read_memory_groups("self", _read_mounts()))
 
     async def watch(self) -> None:
         """Search for new descendants repeatedly, with growing pauses, until cancelled."""
@@ -309,6 +309,7 @@ class DescendantWatch:
 
 def _describe_processes(pids: list[int]) -> Iterator[_Process]:
     """Yield a description of each process that still exists."""
+    mountinfo = _read_mounts()
     for pid in pids:
         id = ProcessId.of(pid)
         command = tree.read_command_line(pid)
@@ -330,18 +331,23 @@ def _describe_processes(pids: list[int]) -> Iterator[_Process]:
             rank=rank,
             is_worker=is_worker,
             memory_bytes=memory_bytes,
-            memory_groups=_read_memory_groups(str(pid)),
+            memory_groups=_read_memory_groups(str(pid), mountinfo),
         )
 
 
-def _read_memory_groups(pid: str) -> tuple[Path, ...]:
+def _read_mounts() -> str:
+    """Return the table of the mounted file systems, or an empty string if it cannot be read."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
+    return ""
+
+
+def _read_memory_groups(pid: str, mountinfo: str) -> tuple[Path, ...]:
     """Return the memory cgroups of a process, the innermost first; empty if it has ended."""
-    try:
-        memberships = Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8")
-        mountinfo = Path("/proc/self/mountinfo").read_text(encoding="utf-8")
-    except OSError:
-        return ()
-    return oom_killer.find_memory_groups(memberships, mountinfo)
+    with contextlib.suppress(OSError):
+        memberships = Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8", errors="replace")
+        return oom_killer.find_memory_groups(memberships, mountinfo)
+    return ()
 
 
 def _describe_limit(group: MemoryGroup | None) -> str:

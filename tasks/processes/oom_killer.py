@@ -11,6 +11,7 @@ versions are mounted, and the memory controller usually belongs to version 1.
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import re
 from collections.abc import Collection, Iterable
@@ -53,6 +54,7 @@ class MemoryGroup:
     peak_bytes: int | None
 
 
+@functools.lru_cache(maxsize=64)
 def find_memory_groups(memberships: str, mountinfo: str) -> tuple[Path, ...]:
     """Return the directories of the memory cgroups that contain a process, the innermost first.
 
