@@ -13,6 +13,7 @@ from tasks.train.finding_runs import find_run
 from tasks.train.retrying import retry_run
 from tasks.train.session import RunSession
 from tasks.train.tasks import (
+    DiskFull,
     admit,
     conclude,
     make_run_id_of_flow_run,
@@ -36,10 +37,13 @@ def train(spec: RunSpec) -> State[None]:
     Args:
         spec: The components of the run, and the condition for its success.
     """
-    with open_run(spec) as run:
-        while next_attempt(run) and admit(run):
-            attempt(run)
-        return conclude(run)
+    try:
+        with open_run(spec) as run:
+            while next_attempt(run) and admit(run):
+                attempt(run)
+            return conclude(run)
+    except DiskFull as error:
+        return error.state
 
 
 def attempt(run: RunSession) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 from tasks.processes.component import PORT_TAKEN, AttemptContext, AttemptPlan, RunningComponent
 from tasks.processes.descendant_watch import DeathEvidence
+from tasks.processes.full_disks import measure_at_exit, name_full_disk
 from tasks.processes.guarded import GuardianTemplate
 from tasks.processes.hang_report import call_with_time_limit
 from tasks.processes.identity import host_name
@@ -906,6 +907,7 @@ class SupervisedAttempt:
     ) -> None:
         at = exit.at_monotonic_s if exit is not None else time.monotonic()
         since = self._progress.size_of_survived_log(component.log.path)
+        file_systems = measure_at_exit(component.log.path) if exit is not None else ()
         until: int | None = None
         if kind is FailureKind.STALLED and self.earliest.is_open_at(at):
             component.is_hung = True
@@ -927,6 +929,7 @@ class SupervisedAttempt:
                 exit=exit,
                 evidence=component.explain_death(exit) if exit is not None else _NO_EVIDENCE,
             )
+            failure = name_full_disk(failure, file_systems)
             return Verdict.failed(failure, at)
 
         self._decide(

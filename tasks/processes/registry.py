@@ -46,6 +46,8 @@ _LOCK = "lock"
 _WRITTEN_WITHIN_S = 5.0
 #: Seconds to wait until the short form of a run's final record is written into reserved disk space.
 _WRITTEN_AFTER_ALL_WITHIN_S = 0.5
+#: Seconds to wait until the last files of a run are on the disk, after reserved space was freed.
+_WRITTEN_INTO_ROOM_WITHIN_S = 2.0
 #: Seconds to wait for another process that is ending the leftover processes of the same run.
 _CLAIM_WITHIN_S = 60.0
 #: Seconds between two attempts to lock the run's directory.
@@ -240,9 +242,28 @@ class RunRegister(EntryWriter):
                     who = f"another process of this machine runs {owner.run_id}"
                     raise RunHeld(errno.EBUSY, who)
                 time.sleep(_LOOK_EVERY_S)
-        replace_file(self.directory / _OWNER, self._owner_text())
-        with suppress(OSError):
+        try:
+            replace_file(self.directory / _OWNER, self._owner_text())
+            self._reserve_space()
+        except OSError:
+            # Nothing of the run was started yet, so leave nothing for `muster reconcile`.
+            shutil.rmtree(self.directory, ignore_errors=True)
+            os.close(self._lock_fd)
+            self._lock_fd = None
+            raise
+
+    def _reserve_space(self) -> None:
+        """Reserve disk space for the final record of the run.
+
+        Raises:
+            OSError: The disk has not enough free space.
+        """
+        try:
             reserved_space.reserve(self.directory)
+        except OSError as error:
+            # Not every file system can reserve space. The run does not depend on that.
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
 
     @staticmethod
     def opened(run_id: str, **about: object) -> RunRegister:
@@ -279,13 +300,19 @@ class RunRegister(EntryWriter):
     def settle(self, record: RunJson) -> None:
         """Wait until the final record of the run is on disk.
 
-        If the disk does not accept the record in time, write a short form of it into the reserved
-        disk space of the run. A later `muster reconcile` then writes `run.json` from it.
+        If the disk does not accept the record in time, free the disk space that is reserved for the
+        record. If the record is larger than that space, write a short form of the record into the
+        other part of the reserved space. A later `muster reconcile` then writes `run.json` from it.
 
         Args:
             record: The final record.
         """
-        if not self.disk.flush(_WRITTEN_WITHIN_S):
+        if self.disk.flush(_WRITTEN_WITHIN_S):
+            return
+        with suppress(OSError):  # includes TimeoutError
+            make_room = partial(reserved_space.make_room, self.directory)
+            self.disk.do(make_room).result(_WRITTEN_AFTER_ALL_WITHIN_S)
+        if not self.disk.flush(_WRITTEN_INTO_ROOM_WITHIN_S):
             with suppress(OSError):  # includes TimeoutError
                 write = partial(reserved_space.write_final_record, self.directory, record)
                 self.disk.do(write).result(_WRITTEN_AFTER_ALL_WITHIN_S)

@@ -1,7 +1,8 @@
 """Reserved disk space for the final record of a run, in case the disk is full when the run ends.
 
-A file of fixed size in the registry directory of the run reserves the space from the start of the
-run until its end.
+Two files of fixed size in the registry directory of the run reserve the space from the start of the
+run until its end. One is removed to make room for `run.json`. If `run.json` is larger, the other
+one receives a short form of the record.
 """
 
 from __future__ import annotations
@@ -13,21 +14,39 @@ from pathlib import Path
 
 from tasks.record.run_json import AttemptRecord, RunJson
 
-#: Name of the file that reserves disk space for a run's final record. The file is in the run's
-#: registry directory.
+#: Name of the file that reserves disk space for the short form of a run's final record. The file
+#: is in the run's registry directory.
 _FILE_NAME = "end"
-#: Number of bytes of disk space that are reserved for each run.
+#: Number of bytes that are reserved for the short form of the record.
 _SIZE_BYTES = 16384
+#: Name of the file in the run's registry directory that is removed to make room for `run.json`.
+_ROOM_NAME = "room"
+#: Number of bytes that are reserved for `run.json` of each run.
+_ROOM_BYTES = 32768
 
 
 def reserve(directory: Path) -> None:
-    """Reserve disk space for the run's final record, by a file in the run's registry directory.
+    """Reserve disk space for the run's final record, by files in the run's registry directory.
 
     Raises:
-        OSError: The file cannot be written, for example because the disk is full.
+        OSError: A file cannot be written, for example because the disk is full.
     """
-    with (directory / _FILE_NAME).open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, _SIZE_BYTES)
+    for name, size_bytes in ((_FILE_NAME, _SIZE_BYTES), (_ROOM_NAME, _ROOM_BYTES)):
+        path = directory / name
+        with path.open("wb") as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, size_bytes)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def make_room(directory: Path) -> None:
+    """Free the disk space that is reserved for `run.json`.
+
+    Raises:
+        OSError: The file that reserves the space cannot be removed.
+    """
+    (directory / _ROOM_NAME).unlink(missing_ok=True)
 
 
 def write_final_record(directory: Path, record: RunJson) -> None:

@@ -20,9 +20,11 @@ from prefect.exceptions import Abort
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelled, Completed, Failed
 
+from tasks.processes.full_disks import describe_storage_error, is_storage_error
 from tasks.processes.registry import RunHeld
 from tasks.ray.dashboard import add_listed_clusters
 from tasks.record.code_store import NoCode
+from tasks.record.places import muster_home
 from tasks.record.states import RunState
 from tasks.server.artifacts import download_code, make_code_label
 from tasks.server.events import set_client_retries
@@ -54,6 +56,20 @@ from tasks.train.spec_check import check_spec
 from tasks.upkeep.waiting_runs import forget_waiting_run, read_earlier_record
 
 T = TypeVar("T")
+
+
+class DiskFull(MusterError):
+    """The disk accepts no files of the run, so that the run cannot begin or continue."""
+
+    def __init__(self, error: BaseException) -> None:
+        description = describe_storage_error(error, muster_home())
+        super().__init__(f"the files of the run cannot be written: {description}")
+
+    @property
+    def state(self) -> State[None]:
+        """Final Prefect state of the flow run."""
+        return Failed(message=f"{FailureKind.STORAGE.value}: {self}")
+
 
 #: Longest time to repeat a request to a Prefect server that does not answer, in seconds. A server
 #: that is being restarted answers earlier.
@@ -295,6 +311,7 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
 
     Raises:
         Abort: Another process of this machine already owns the run.
+        DiskFull: The disk does not accept the files of the run. No component runs.
     """
     flow_run = get_current_flow_run()
     api_url = find_lasting_api_url()
@@ -320,6 +337,10 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
         # Two workers may have started the same flow run. The first process sets the states of the
         # flow run, so this process must leave without setting a state.
         raise Abort(f"{error.strerror}. This process exits and changes nothing") from error
+    except OSError as error:
+        if is_storage_error(error):
+            raise DiskFull(error) from error
+        raise
     forget_waiting_run(run.run_id)
     with (
         end_on_request(run, flow_run_id, may_be_left=run.adopts_jobs),
@@ -335,6 +356,10 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
             # call, the record of the run would never get a final state.
             if isinstance(error, CheckpointsUnreadable):
                 run.fail(error.kind, str(error))
+            elif is_storage_error(error):
+                disk_full = DiskFull(error)
+                run.fail(FailureKind.STORAGE, str(disk_full))
+                raise disk_full from None
             else:
                 run.fail(FailureKind.UNKNOWN, f"the run cannot continue: {error!r}")
             traceback_text = "".join(traceback.format_exception(error))

@@ -1,0 +1,56 @@
+"""Components whose log is on a full file system. The tests need root, because they mount it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tasks.spec.failure_kinds import FailureKind
+from tests.faults.injections import mounted, why_no_mounts
+from tests.support.supervised_components import ComponentHarness, python
+
+pytestmark = pytest.mark.skipif(
+    os.geteuid() != 0 or bool(why_no_mounts()), reason="only root may mount a file system"
+)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A mounted file system of 256 KiB."""
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=256k,mode=700", "none"):
+        yield tmp_path / "disk"
+
+
+def test_component_that_fills_the_disk_of_its_log_fails_with_storage(
+    small_disk: Path, harness: ComponentHarness
+) -> None:
+    program = "import os\nwhile True: os.write(1, b'x' * 9999 + b'\\n')"
+    trainer = harness.component("trainer", python(program), log=small_disk / "trainer.log")
+
+    failure = harness.run(trainer).failure
+
+    assert failure is not None
+    assert failure.kind is FailureKind.STORAGE
+    assert f"{small_disk} has 0 of 262144 bytes free" in failure.message
+
+
+def test_log_with_another_cause_is_preferred_to_a_full_disk(
+    small_disk: Path, harness: ComponentHarness
+) -> None:
+    program = (
+        "import sys\n"
+        "print('ValueError: a wrong argument', file=sys.stderr)\n"
+        f"filler = open({str(small_disk / 'filler')!r}, 'wb', buffering=0)\n"
+        "try:\n"
+        "    while filler.write(b'x' * 4096): pass\n"
+        "except OSError: sys.exit(1)\n"
+    )
+    trainer = harness.component("trainer", python(program), log=small_disk / "trainer.log")
+
+    failure = harness.run(trainer).failure
+
+    assert failure is not None
+    assert failure.kind is FailureKind.USER_ERROR
