@@ -133,9 +133,9 @@ class GuardedStream:
 
     def write(self, text: str) -> int:
         encoding = self.raw_stream.encoding or "utf-8"
-        # If the encoding of the stream lacks a character, the command must not fail. The character
-        # is written as an escape such as \u2713.
-        shown = strip_controls(text).encode(encoding, "backslashreplace").decode(encoding)
+        # If the encoding of the stream lacks a character, the command must not fail. A question
+        # mark is written instead, as `muster train` does.
+        shown = strip_controls(text).encode(encoding, "replace").decode(encoding)
         self.raw_stream.write(shown)
         return len(text)
 
