@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -20,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from deployments.stack.env import AUTH, LOOPBACK, RAY_MODE, STACK_VARIABLE
 from tasks.processes import tree
 from tasks.processes.ending import can_be_of_own_run
+from tasks.processes.full_disks import describe_file_system
 from tasks.processes.identity import ProcessId
 from tasks.record.disk import write_json
 from tasks.record.places import is_at, muster_home, read_own_file, server_password
@@ -37,6 +39,8 @@ RAYLET_HEALTH = "/api/local_raylet_healthz"
 STOP_WITHIN_S = 180.0
 #: Time, in seconds, between two checks in a loop that waits.
 _POLL_EVERY_S = 0.1
+#: Errors of flock(2) on a file system without locks, for example some network file systems.
+_ERRORS_WITHOUT_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 
 
 class StackError(MusterError):
@@ -294,7 +298,8 @@ class StackPlace:
             The file descriptor of the lock file.
 
         Raises:
-            StackError: Another process held the lock for longer than the limit.
+            StackError: Another process held the lock for longer than the limit, or the file system
+                has no locks.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + limit_s
@@ -312,6 +317,14 @@ class StackPlace:
                     if not has_called_on_wait:
                         on_wait()
                     has_called_on_wait = True
+                except OSError as error:
+                    if error.errno not in _ERRORS_WITHOUT_LOCKS:
+                        raise
+                    file_system = describe_file_system(self.directory)
+                    raise StackError(
+                        f"{path} cannot be locked ({error.strerror}), because {file_system} has no "
+                        "locks. Set MUSTER_HOME to a directory on a local disk"
+                    ) from error
                 if is_locked:
                     yield lock.fileno()
                     return

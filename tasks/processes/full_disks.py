@@ -64,9 +64,7 @@ def measure(directory: Path) -> FileSystem | None:
         directory = directory.parent
     try:
         stat = os.statvfs(directory)
-        mount_point = directory.resolve()
-        while not os.path.ismount(mount_point):
-            mount_point = mount_point.parent
+        mount_point = _find_mount_point(directory)
     except OSError:
         return None
     free_blocks = stat.f_bfree if os.geteuid() == 0 else stat.f_bavail
@@ -76,6 +74,29 @@ def measure(directory: Path) -> FileSystem | None:
         free_bytes=free_blocks * stat.f_frsize,
         has_no_inodes=stat.f_files > 0 and stat.f_ffree == 0,
     )
+
+
+def describe_file_system(directory: Path) -> str:
+    """Return a text that names the file system of a directory, such as `the nfs file system /data`.
+
+    Raises:
+        OSError: The directory or the table of mounts cannot be read.
+    """
+    mount_point = _find_mount_point(directory)
+    kind = ""
+    # The last matching line counts, because a later mount hides an earlier one.
+    for line in Path("/proc/self/mounts").read_text(errors="surrogateescape").splitlines():
+        _, place, type_name, *_ = line.split(" ")
+        if place == str(mount_point).replace(" ", r"\040"):
+            kind = f"{type_name} "
+    return f"the {kind}file system {mount_point}"
+
+
+def _find_mount_point(directory: Path) -> Path:
+    mount_point = directory.resolve()
+    while not os.path.ismount(mount_point):
+        mount_point = mount_point.parent
+    return mount_point
 
 
 def measure_at_exit(log: Path) -> tuple[FileSystem, ...]:

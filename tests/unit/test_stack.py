@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
 import os
 import signal
 import socket
@@ -405,6 +407,21 @@ def test_second_command_waits_for_the_first(place: StackPlace) -> None:
     thread.join(60)
 
     assert order == ["first", "second"]
+
+
+def test_file_system_without_locks_is_named(
+    place: StackPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+    with (
+        pytest.raises(StackError, match=r"No locks available.*file system /.*has no locks"),
+        place.locked(lambda: None, 0.1),
+    ):
+        pass
 
 
 def test_wait_for_another_command_is_limited(place: StackPlace) -> None:
