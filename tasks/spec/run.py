@@ -158,7 +158,9 @@ class Retry(Model):
 
     attempts: Count | None = Field(
         None,
-        description="Number of attempts in total, including the first. It may be omitted only for "
+        description="Largest number of attempts, including the first. If an attempt reaches a "
+        "later step than all attempts before it, the count starts again, and this attempt counts "
+        "as the first. `attempts` may be omitted only for "
         f"kinds that have a default: {list_default_attempts()}.",
     )
     delay_s: Seconds = Field(

@@ -110,7 +110,7 @@ def _describe_retries(kind: FailureKind) -> tuple[str, str]:
     if not kind.properties.can_be_retried:
         return "the run fails", "nothing: no attempt was made"
     if kind not in REQUEUED:
-        return "the run fails", "retried, `attempts` in all"
+        return "the run fails", "retried; `attempts` limits the tries"
     if kind.properties.attempts is None:
         return f"requeued {describe_requeues(kind)}", "`attempts` limits the tries"
-    return f"requeued {describe_requeues(kind)}", "`attempts` counts the tries in all"
+    return f"requeued {describe_requeues(kind)}", "`attempts` limits the tries"
