@@ -104,7 +104,7 @@ def test_run_with_a_deleted_flow_run_is_named_until_it_has_ended(pool: GangPool)
     assert read_queue(pool) == {name: 1}
     pool.asked.clear()
     wait_for(lambda: not run.pids(), "the run of the deleted flow run ends", WITHIN_S)
-    wait_for(lambda: run.record()["state"] == "cancelled", "the record says so")
+    wait_for(lambda: run.record()["state"] == "cancelled", "the record of the run is cancelled")
     assert "deleted" in run.record()["message"]
     wait_for(lambda: name not in read_queue(pool), "its GPUs are free")
 
