@@ -210,7 +210,7 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=_LEAKED_AFTER_S,
         metavar="S",
-        help="Seconds after the end of its actor, until a living process counts as a leak",
+        help="Seconds that a process may outlive its Ray actor before the process counts as a leak",
     )
     return parser
 

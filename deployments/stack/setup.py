@@ -162,8 +162,8 @@ def ensure_pipelines_pool(client: SyncPrefectClient) -> None:
     pool = WorkPoolCreate(
         name=PIPELINES_POOL,
         type=ProcessWorker.type,
-        description="Pipelines of runs. Each pipeline has its own process, and its runs go through "
-        f"the pool {POOL}. Therefore this pool has no limit.",
+        description="Pipelines of runs. Each pipeline has its own process. This pool needs no "
+        f"limit, because the runs of a pipeline are queued in the pool {POOL}.",
         base_job_template=ProcessWorker.get_default_base_job_template(),
     )
     with suppress(ObjectAlreadyExists):

@@ -57,8 +57,9 @@ class Level(Enum):
 #: Text for users about each containment level: its mechanisms, and which processes it ends.
 _PROMISES = {
     Level.L1: "process groups only: processes that leave their session may remain",
-    Level.L2: "guardians: no single SIGKILL leaves a process behind",
-    Level.L3: "guardians and cgroups: the next reconcile ends what survives two SIGKILLs",
+    Level.L2: "guardian processes: a single SIGKILL leaves no process of the run behind",
+    Level.L3: "guardian processes and cgroups: if two SIGKILLs leave processes behind, the "
+    "next `muster reconcile` ends them",
     Level.L4: "a PID namespace: the kernel ends every process of the run",
 }
 

@@ -476,7 +476,9 @@ class Scheduler:
         try:
             await self._client.create_logs(logs)
         except httpx.HTTPError as error:
-            _log.warning("the reasons of waiting runs are missing in their logs: %r", error)
+            _log.warning(
+                "could not write the reasons for waiting into the logs of the flow runs: %r", error
+            )
 
     async def _write_message(self, entry: QueueEntry, message: Message) -> bool:
         """Write a message into the state of a waiting run. Return True if it was written."""

@@ -72,8 +72,8 @@ class PoolSettings(BaseModel):
     clusters: tuple[ListedCluster, ...] = Field(
         (),
         title="Ray clusters",
-        description="Ray clusters that runs may use. Muster sends their headers and Ray's token "
-        "only to them. If there is exactly one cluster, specs may omit its address.",
+        description="Ray clusters that runs may use. Muster sends Ray's token, and the headers of "
+        "a cluster, only to listed clusters. If one cluster is listed, specs may omit its address.",
     )
     limits: dict[str, int] = Field(
         default_factory=dict,

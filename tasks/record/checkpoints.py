@@ -345,7 +345,7 @@ def _why_foreign(checkpoint: Checkpoint, foreign: Mapping[str, str]) -> str:
         newest_change_ns
     )
     if set_aside_at and (is_unchanged or is_partly_old):
-        return f"a person retried the run from step {set_aside_at}, before this checkpoint"
+        return f"a person retried the run from the earlier step {set_aside_at}"
     if is_unchanged:
         return "it existed before this run started, so it belongs to another run"
     if is_partly_old:

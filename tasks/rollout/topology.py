@@ -175,7 +175,7 @@ def _find_faults(engines: tuple[Engine, ...]) -> Iterator[str]:
             server = f"{name}, server {slot.rank}"
             yield from _find_repeated(f"{server}: a rank is listed twice", slot.ranks, seen_ranks)
             if unknown := set(slot.weight_ranks) - set(engine.ranks):
-                problem = "updates the weights of ranks that are not its engine's"
+                problem = "this server updates the weights of ranks that belong to another engine"
                 yield f"{server}: {problem}: {join_commas(sorted(unknown))}"
             problem = "updates the weights of a rank twice"
             yield from _find_repeated(f"{server}: {problem}", slot.weight_ranks, updated_ranks)

@@ -66,9 +66,9 @@ class WatchRule(Model):
     )
     loses: Share | None = Field(
         None,
-        description="Raise an alarm if the mean over `for_steps` steps has lost this share of the "
-        "best mean, from 0 to 1. The share refers to the best mean or to the gain since the start, "
-        "and the larger of the two counts.",
+        description="Raise an alarm if the mean over `for_steps` steps has fallen by this share, "
+        "from 0 to 1. It is a share of the best mean, or of the gain from the first mean to the "
+        "best mean if the gain is larger.",
         examples=[0.5],
     )
     better: Literal["higher", "lower"] = Field(

@@ -208,7 +208,10 @@ def prune_host(keep: Retention | None = None, *, dry_run: bool = False) -> Prune
         codes = _on_server(partial(_forget_code, server_text, kept_directories, dry_run)) or 0
         flow_runs = 0 if dry_run else _on_server(_delete_upkeep) or 0
     except (ServerAway, OSError) as error:
-        _log.warning("Unused code or flow runs of the upkeep were not deleted: %s", error)
+        _log.warning(
+            "Could not delete all unused copies of code and all old flow runs of reconcile: %s",
+            error,
+        )
     return PruneResult(
         is_dry=dry_run, runs=tuple(runs), codes=codes, flow_runs=flow_runs, open="; ".join(problems)
     )

@@ -107,7 +107,10 @@ def test_unwritable_cgroup_lowers_the_level_and_the_reason_is_named(
 def test_text_of_a_level_names_its_promise_and_the_reason_against_a_higher_level() -> None:
     text = str(Containment(level=Level.L2, missing={Level.L3: "read-only"}))
 
-    assert text == "L2 (guardians: no single SIGKILL leaves a process behind; no L3: read-only)"
+    assert text == (
+        "L2 (guardian processes: a single SIGKILL leaves no process of the run behind; no L3: "
+        "read-only)"
+    )
 
 
 @needs_cgroup

@@ -449,7 +449,8 @@ def plan(*engines: Engine) -> TopologyPlan:
         # Faults of weight updates.
         (
             (engine(slot(0, weight_ranks=(0, 7))),),
-            "engine 0, server 0: updates the weights of ranks that are not its engine's: 7",
+            "engine 0, server 0: this server updates the weights of ranks that belong to another "
+            "engine: 7",
         ),
         (
             (engine(slot(0), slot(1, weight_ranks=(0, 1))),),

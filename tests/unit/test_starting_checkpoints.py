@@ -243,7 +243,7 @@ def test_step_back_starts_from_the_chosen_step_and_sets_later_checkpoints_aside(
     assert after_new_checkpoint.passed == parent.folder / "step_20.pt"
     [refused] = after_new_checkpoint.refused
     assert Path(refused.path).name == "step_30.pt"
-    assert refused.why == "a person retried the run from step 10, before this checkpoint"
+    assert refused.why == "a person retried the run from the earlier step 10"
 
 
 def test_step_back_counts_progress_and_retries_from_the_new_attempt(parent: Run) -> None:
