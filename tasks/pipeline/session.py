@@ -83,7 +83,8 @@ class PipelineSession:
         self._api_url = api_url
         #: Reason for ending the pipeline as cancelled, or an empty string.
         self.cancel_reason = ""
-        #: Reason for handing the pipeline over to its next process, or an empty string.
+        #: Reason why this process stops and the pipeline's next flow process continues the
+        #: pipeline. An empty string if this process keeps the pipeline.
         self.hand_over_reason = ""
         #: Reason why a stage cannot begin, so that the pipeline fails, or an empty string.
         self.failure = ""

@@ -362,9 +362,10 @@ def _ask_agents(
 
 
 def main() -> int:
-    """Run the driver program, which answers questions from stdin until stdin closes.
+    """Run the program that sends requests to the agents on Ray nodes, as a Ray driver.
 
-    The function does not return. The process exits when stdin closes.
+    The parent process writes requests to stdin, and reads the answers from stdout. The function
+    does not return: the process exits when stdin closes.
     """
     # The parent process reads answers from stdout. Redirect all other output to stderr.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")

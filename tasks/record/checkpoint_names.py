@@ -66,7 +66,8 @@ _RESULT_WORDS = _words(
     "rollouts onnx gguf ggml quantized gptq awq histogram video videos image images report "
     "replay buffer vecnormalize inference unsharded"
 )
-#: Words that are a sign of a result only if the name contains no word for a step, such as `iter`.
+#: Words in the names of results, such as test outputs. They count only if the name contains no word
+#: for a training step, such as `iter`.
 _WEAK_RESULT_WORDS = _words("val valid validation test tests gen debug output outputs")
 
 

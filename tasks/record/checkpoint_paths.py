@@ -177,7 +177,10 @@ def identify_folder(written: str, root: Path) -> str:
 
 
 def identify_path(path: CheckpointPath) -> str:
-    """Return a text that identifies a file or folder. It is equal for all paths that lead there."""
+    """Return a text that identifies a file or folder.
+
+    All paths that lead to the same file or folder have the same text.
+    """
     local_path = find_local_path(path)
     return os.path.realpath(local_path) if local_path is not None else str(path)
 

@@ -69,7 +69,8 @@ class ResumePlan:
     step: int | None = None
     #: Hash of the checkpoint's files, or an empty string if `path` is None.
     signature: str = ""
-    #: True if the spec uses `${attempt.resume_from}`, so that a component gets the path.
+    #: True if a component gets the path of the checkpoint, because the spec uses the placeholder
+    #: `${attempt.resume_from}`.
     is_passed: bool = True
 
     @property
@@ -395,9 +396,10 @@ def find_foreign_checkpoints(
 def _set_aside_checkpoints(
     spec: RunSpec, place: RunPlace, number: int, name: str, start: StartFrom
 ) -> dict[str, str]:
-    """Return the signatures of the run's checkpoints after the step from which the run is retried.
+    """Return the signatures of the run's own checkpoints that later attempts must not use, by path.
 
-    No later attempt uses these checkpoints, unless an attempt saves them again.
+    A person has retried the run from an earlier step, so its checkpoints after this step are set
+    aside. A checkpoint that an attempt saves again has another signature, and may be used.
 
     Args:
         spec: The spec of the run, in which placeholders are not replaced yet.

@@ -186,7 +186,7 @@ class HeldLog:
 
     @property
     def source(self) -> Path:
-        """Path from which the log can be read: a link of /proc if the file is held."""
+        """Path from which the log can be read. After a call of `hold`, a link in /proc/self/fd."""
         return self.path if self._file is None else Path(f"/proc/self/fd/{self._file.fileno()}")
 
     def hold(self) -> None:
@@ -203,7 +203,7 @@ class HeldLog:
         self._file = FileIO(fd)
 
     def release(self) -> None:
-        """Close the file. `source` is then the path of the log."""
+        """Close the file that `hold` opened. Afterwards, `source` is the path of the log."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -14,7 +14,7 @@ from tasks.record.run_json import AttemptRecord
 from tasks.spec.placeholders import mapping_or_empty
 from tasks.spec.probes import get_number
 
-#: Key of the step in a metrics file that the spec does not name.
+#: Key of the training step in the lines of a metrics file, if the spec names no other key.
 _DEFAULT_STEP_KEY = "step"
 
 

@@ -35,11 +35,12 @@ _ANSWERS_WITHIN_S = 60.0
 _ALTERNATES_DEPTH = 5
 #: Largest number of files in a patch. The patch is cut after 16,384 characters anyway.
 _PATCHED_FILES = 300
-#: Largest number of files with a git filter that are compared with the commit.
+#: Largest number of changed files with a git filter (such as git-lfs) that are compared with the
+#: last commit. The patch only names the others, because each comparison runs a git command.
 _COMPARED_FILES = 100
 
-#: Names of the repository's settings that are passed to git. The values of these settings are never
-#: programs that git would execute.
+#: Names of the repository's settings that are passed to git. They are safe: git does not execute
+#: the value of any of these settings as a program.
 _SETTINGS = (
     *("core.autocrlf", "core.eol", "core.excludesfile", "core.filemode", "core.ignorecase"),
     *("core.symlinks", "core.sparsecheckout", "core.sparsecheckoutcone"),
@@ -260,7 +261,7 @@ class GitView:
         return patch + "".join(lines)
 
     def _filters_of(self, names: Sequence[str]) -> dict[str, str]:
-        """Return the name of each file's git filter by file path, without files that have none."""
+        """Return the names of git filters by file path. Files without a git filter are omitted."""
         if not names:
             return {}
         # Delete the file that removes the attribute `filter`, so that git shows the attribute of

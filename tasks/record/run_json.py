@@ -88,7 +88,7 @@ class JobRecord(Recorded):
 
 
 class AlarmRecord(Recorded):
-    """Alarm that a rule of `watch` has raised."""
+    """Alarm that a rule under the spec key `watch` has raised."""
 
     rule: str = ""
     message: str = ""

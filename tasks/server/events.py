@@ -60,7 +60,7 @@ def override_client_settings(*, retries: int, api_url: str | None = None) -> Ite
     ten requests.
 
     Args:
-        retries: How often a client repeats a failed request.
+        retries: Number of times that a client repeats a failed request.
         api_url: API address of the Prefect server. If None, the server of this context is kept.
     """
     with _settings_with(retries, api_url):
@@ -80,7 +80,7 @@ def _settings_with(retries: int, api_url: str | None) -> SettingsContext:
     """Return a context manager that sets the retries and the API address of Prefect's clients.
 
     Args:
-        retries: How often a client repeats a failed request.
+        retries: Number of times that a client repeats a failed request.
         api_url: API address of the Prefect server. If None, the address is not changed.
     """
     present = SettingsContext.get()

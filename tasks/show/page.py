@@ -304,7 +304,7 @@ def _find_tracker_address(log: Path) -> str:
     return match[1].rstrip(".,)") if match else ""
 
 
-#: Largest number of lines of a message on a card of the run's page.
+#: Largest number of lines of a message on an artifact's card in the Prefect UI.
 _CARD_LINES = 5
 
 
@@ -351,7 +351,7 @@ def _describe_state(view: RunView) -> tuple[str, str]:
 
 
 def _build_headline(view: RunView, state: str, message: str) -> str:
-    """Return the text for the card on the run's page: state, message or failure, progress."""
+    """Return the text for the artifact's card in the Prefect UI: state, message and progress."""
     if view.failed is not None:
         attempt, failure = view.failed
         lines = [failure.kind.value, *list_card_lines(attempt, failure)]

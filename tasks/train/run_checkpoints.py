@@ -212,7 +212,7 @@ def _explain_missing(
     judged: Sequence[JudgedCheckpoint],
     complete: Sequence[JudgedCheckpoint],
 ) -> str:
-    """Return a message that says why a run has no suitable checkpoint, and which ones it has.
+    """Return a message that says why no checkpoint of a run is suitable, and lists its checkpoints.
 
     Args:
         run: The run.

@@ -76,15 +76,15 @@ class DiskFull(MusterError):
 _SERVER_TIMEOUT_S = 120.0
 #: Seconds between two tries of a request.
 _RETRY_EVERY_S = 2.0
-#: How often Prefect's client sends the final state of a flow run again to a server that is away.
-#: The pauses double from 2 s on, so 8 retries take about eight minutes. The restart of a server by
-#: `muster up` can take that long.
+#: Number of times that Prefect's client sends the final state of a flow run again if the server
+#: does not answer. The pauses double from 2 s on, so 8 retries take about eight minutes. `muster up`
+#: can need this time to restart a server.
 _FINAL_STATE_RETRIES_OF_WORKER = 8
-#: How often the final state is sent again for a run that a person started. The person waits at the
-#: terminal, so the retries end earlier.
+#: Number of times that the final state is sent again for a run that a person started. The person
+#: waits at the terminal, so the retries end earlier.
 _FINAL_STATE_RETRIES_OF_PERSON = 6
-#: How often the final state of an interrupted run is sent again. The run's host or its server is
-#: probably being stopped, and `muster reconcile` reports the final state later.
+#: Number of times that the final state of an interrupted run is sent again. The run's host or the
+#: Prefect server is probably being stopped, and `muster reconcile` reports the final state later.
 _FINAL_STATE_RETRIES_OF_INTERRUPTED = 2
 
 
@@ -374,7 +374,7 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
 
 
 def _count_final_state_retries(run: RunSession, *, by_worker: bool) -> int:
-    """Return how often the final state is sent again to a Prefect server that does not answer."""
+    """Return the number of times that an unanswered request with the final state is repeated."""
     if find_lasting_api_url() is None:
         # The run has a temporary server. Nothing restarts such a server if it does not answer, so
         # more retries would be useless.

@@ -145,11 +145,14 @@ def _finish_lost_runs(host: str) -> Iterator[RunReport]:
 
 
 def _finish(lost: LostRun, deadline_s: float) -> RunReport | None:
-    """Finish a lost run, or keep its Ray jobs running if another process will resume the run.
+    """End the leftover processes of a lost run, and write the run's final state into its record.
+
+    If another process will resume the run, its Ray jobs keep running instead.
 
     Args:
-        lost: The lost run.
-        deadline_s: End of the wait for guardian processes, in CLOCK_MONOTONIC seconds.
+        lost: The lost run, whose flow process has died.
+        deadline_s: End of the wait for the guardian processes that own the run's components, in
+            CLOCK_MONOTONIC seconds.
 
     Returns:
         The report about the run. None if the run's Ray jobs keep running and nothing was changed.

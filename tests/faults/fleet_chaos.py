@@ -240,14 +240,14 @@ class Chaos:
         if status != 200:
             return "late"
         if end == "forget":
-            # The trainer abandons the update. The gateway ends it at its deadline, and refuses
-            # every other update before the deadline.
+            # The trainer abandons the weight update without a message to the gateway. The gateway
+            # ends the update at its deadline, and refuses every other update before the deadline.
             return end
         if end == "give up":
             status, _ = await self._order("DELETE", sync)
             return end if status == 200 else "late"
-        # The commit also names engines that answered the broadcast with 500. The gateway must
-        # nevertheless send no requests to these engines.
+        # The request that commits the weight update also names engines that could not load the new
+        # weights (HTTP status 500). The gateway must nevertheless send these engines no requests.
         answers = [answer for answer in broadcast["answers"] if answer["status"] is not None]
         epochs = {
             str(answer["engine"]): answer["epoch"] for answer in answers if random.random() < 0.95

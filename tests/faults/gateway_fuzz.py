@@ -432,7 +432,7 @@ class Script:
 
     #: Bytes that the engine sends.
     raw: bytes
-    #: True if the engine closes the connection after the bytes.
+    #: True if the engine closes the connection after it has sent `raw`.
     closes: bool
     #: Answer that the client should receive. None if the client should receive a truncated answer
     #: or an error of the gateway.
@@ -899,7 +899,7 @@ def _compare(
     is_stream = content_type == b"text/event-stream"
     is_bare = request.first.startswith(b"HEAD ") or expected.status in (204, 304)
     if is_stream and not is_bare and expected.get(b"content-length") is None:
-        # The gateway appends the weight version to a stream.
+        # To a stream of server-sent events, the gateway appends the weight version as a comment.
         body += b": X-Muster-Version: 7\n\n"
     own = (b"x-muster-rank", b"x-muster-engine", b"x-muster-epoch", b"x-muster-version")
     headers = [pair for pair in received.passed_on() if pair[0].lower() not in own]

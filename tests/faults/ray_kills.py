@@ -383,7 +383,7 @@ def drawn(runs: int, seed: int, host_env: HostEnvironment, cluster: RayCluster) 
 def _is_stopped_early(way: str, moment: str) -> bool:
     """Return True if `muster reconcile` usually stops the run's job before the job's end.
 
-    The job of a run like this can have many steps without a longer test.
+    The job of such a run can have many training steps, and the test does not take longer.
     """
     return way != "adopt" and moment not in ("end", "teardown")
 
@@ -449,7 +449,7 @@ def line_of(trial: Trial) -> str:
 
 def summary(trials: Sequence[Trial], seed: int, took_s: float) -> bool:
     """Check all runs once more, print the results, and return True if there is any error."""
-    # Later passes of `muster reconcile` must not have changed the final state of any run.
+    # Later calls of `muster reconcile` must not have changed the final state of any run.
     host_env = trials[0].host_env
     with contextlib.suppress(AssertionError):
         wait_for(

@@ -124,7 +124,7 @@ def kill_while_starting(
 
 
 def has_died(stack: OwnStack, name: str, times: int) -> bool:
-    """Return True if the stack has recorded at least this number of deaths of the part."""
+    """Return True if `muster up` has recorded at least `times` deaths of the named process."""
     part = stack.part(name)
     return part is not None and part.deaths >= times
 

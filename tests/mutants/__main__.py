@@ -78,7 +78,8 @@ class Mutant:
     path: str
     #: Name of the operator that makes the change.
     operator: str
-    #: Number of the changed place among the operator's places in the file, from 0.
+    #: Index of the changed place, from 0, among all places of the file that the operator could
+    #: change.
     occurrence: int
     #: First line of the changed place.
     first_line: int
@@ -143,7 +144,7 @@ def copy_of(tree: Path) -> tuple[Path, Path]:
 
 
 def environment_of(copy: Path) -> dict[str, str]:
-    """Return the environment variables for the tests of a copy.
+    """Return the environment variables for tests that run in a copy of the project.
 
     Python must not store compiled code: it compares the size and the second of the change of a
     source file, and both may be equal for a mutant and the original.

@@ -120,8 +120,8 @@ class Judgement:
     #: Number of runs that were admitted shortly after a younger run although the GPUs sufficed for
     #: both. One scheduling pass may admit its runs in any order.
     late: int = 0
-    #: Longest time from the admission of a younger run to the admission of one of the `late` runs,
-    #: in seconds.
+    #: Longest time by which a younger run was admitted earlier than an older run, in seconds. It is
+    #: the maximum over the runs that the field `late` counts.
     late_s: float = 0.0
 
     def __str__(self) -> str:

@@ -29,7 +29,10 @@ WITHIN_S = 60.0
 
 @dataclass(kw_only=True)
 class JobEvents:
-    """Records the events of a job, and replaces its check of the nodes for leftover processes."""
+    """Records the events of a Ray job and its requests to check nodes for leftover processes.
+
+    The checks are not carried out.
+    """
 
     #: Names and fields of the emitted events, in order.
     events: list[tuple[str, dict[str, object]]] = field(default_factory=list)
@@ -95,7 +98,8 @@ class Jobs:
         """
         self.address = address
         self.directory = directory
-        #: Events of all jobs, and the checks for leftover processes that the jobs requested.
+        #: Records the events of all jobs, and the requests of the jobs to check the nodes for
+        #: leftover processes.
         self.told = JobEvents()
         #: Value of the environment variable MARK of each job's command. Ray's own processes do not
         #: have this variable.

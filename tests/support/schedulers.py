@@ -39,7 +39,7 @@ class Nursery:
         """
         Args:
             api: URL of the Prefect server's API.
-            log: File for stderr of the nursery and of the forked processes.
+            log: File for stderr of the nursery process and of the scheduler processes.
         """
         self.log = log
         with log.open("ab") as output:
@@ -66,7 +66,7 @@ class Nursery:
         self._send(pids)
 
     def close(self) -> None:
-        """End the nursery process, and all scheduler processes that it has forked."""
+        """End this nursery's process and all scheduler processes that it has forked."""
         self._process.communicate(timeout=DEADLINE_S)
 
     def _send(self, request: Any) -> str:
@@ -250,7 +250,7 @@ def _fork(settings: dict[str, Any]) -> int:
 
 
 def main() -> None:
-    """Run the nursery process: execute the requests on stdin until it is closed."""
+    """Run the nursery process: fork and kill scheduler processes as the requests on stdin say."""
     import prefect.client.orchestration  # noqa: F401
 
     import tasks.queue.lease  # noqa: F401

@@ -75,7 +75,7 @@ class FlowInstructions:
     record_bytes: int = 0
 
     def containment(self, spec: RunSpec) -> Containment:
-        """Return the containment at the level `level`, or at the highest available level below.
+        """Return the kernel features for the level `level`, or for the highest available level below.
 
         This replaces `tasks.train.session.find_containment`.
         """
@@ -231,7 +231,8 @@ def leak_descriptors(run: Callable[[], None]) -> None:
 def keep_unrelated_child(run: Callable[[], None]) -> None:
     """Call `run` while the process has a child that is no component.
 
-    If the child has ended afterwards, exit with EXIT_CHILD_ENDED: Muster must not stop it.
+    Muster must not stop this child. If the child has ended when `run` returns, this process exits
+    with EXIT_CHILD_ENDED.
     """
     child = subprocess.Popen(["/bin/sleep", "600"], start_new_session=True, env={})
     run()
@@ -310,8 +311,8 @@ def lose_the_template(run: Callable[[], None], at: str) -> None:
             os.kill(template_pid, signal.SIGSTOP if "stopped" in at else signal.SIGKILL)
             return fork(self, name, *arguments)
 
-        # Stop the forking process until `fork` waits for its answer, in `recv`. There, let it run
-        # until it has forked.
+        # Stop the process that forks the guardians. The replaced `recv` below is called when `fork`
+        # waits for the answer of this process. It lets the process run until it has forked.
         os.kill(template_pid, signal.SIGSTOP)
         receive_answer = self._channel.recv
 

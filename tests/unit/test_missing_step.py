@@ -14,7 +14,10 @@ from tasks.processes.progress import HttpProgress, JsonlProgress
 
 
 def explain(path: Path, *, is_over: bool = True, key: str = "global_step") -> str:
-    """Read a metrics file as if it were new, and return the reason why it shows no step."""
+    """Return Muster's explanation why no training step was found in a metrics file.
+
+    The file is removed and written again, so that Muster reads all its lines.
+    """
     lines = path.read_text() if path.exists() else None
     path.unlink(missing_ok=True)
     source = JsonlProgress(path, key)
