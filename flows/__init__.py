@@ -2,6 +2,7 @@
 
 from tasks.spec.service_links import drop_service_variables
 
-# Prefect reads its settings when it is imported, so the variables must be removed before that.
+# Kubernetes may set variables such as PREFECT_SERVER_API_PORT, which Prefect would read as settings
+# when it is imported. So these variables must be removed before the import.
 # `python -m flows.train` imports this package first, and then the flow's module with Prefect.
 drop_service_variables()

@@ -390,7 +390,7 @@ def main() -> int:
 
 
 def _read_questions(questions: queue.Queue[dict[str, Any]]) -> None:
-    """Put each line of stdin into the queue as a question. Exit the process when stdin closes."""
+    """Parse each line of stdin as JSON and put it into the queue. Exit when stdin closes."""
     for line in sys.stdin:
         questions.put(json.loads(line))
     # The parent process has ended or needs no more answers. Skip Ray's own shutdown, which takes

@@ -45,14 +45,15 @@ from tasks.show.arguments import EXIT_DONE, EXIT_FAILED
 
 _log = logging.getLogger(__name__)
 
-#: Seconds to wait for a reply of the driver process after the driver process's own deadline.
+#: Seconds to wait, after the deadline of a request, for the reply of the driver process. The driver
+#: process is the child process that sends requests through Ray.
 _REPLY_MARGIN_S = 5.0
 #: Seconds within which an agent must send its first message after a connection is opened.
 _GREETING_TIMEOUT_S = 3.0
 #: Longest line of a reply, in bytes. A reply grows with the number of nodes.
 _MAX_LINE_BYTES = 1 << 26
-#: Environment variables that the driver process must not inherit. With the MUSTER variables, the
-#: driver process would look like a leftover process of the run and would be killed.
+#: Environment variables that the child process for requests through Ray must not inherit. With the
+#: MUSTER variables, it would look like a leftover process of the run and would be killed.
 _NOT_INHERITED = frozenset(
     {
         "MUSTER_RUN_ID",
@@ -364,7 +365,7 @@ class NodeClient:
         return results
 
     async def _start_driver(self) -> asyncio.subprocess.Process:
-        """Start the driver process in a new session, with pipes to its stdin and stdout."""
+        """Start the child process for requests through Ray, with pipes to its stdin and stdout."""
         inherited = {
             name: value for name, value in os.environ.items() if name not in _NOT_INHERITED
         }
@@ -381,7 +382,9 @@ class NodeClient:
         )
 
     async def _ask(self, question: Mapping[str, Any], within_s: float) -> dict[str, Any]:
-        """Send one question to the driver process as a line of JSON, and return its reply.
+        """Send one line of JSON to the driver process, and return the reply.
+
+        The driver process is the child process that sends requests through Ray.
 
         Raises:
             NoAnswer: No reply came in time, or the driver process has ended.
@@ -405,7 +408,11 @@ class NodeClient:
         return answer
 
     async def end(self) -> None:
-        """If the driver process runs, kill the driver process and all processes it started."""
+        """Kill the driver process and all processes that it has started.
+
+        The driver process is the child process that sends requests through Ray. Do nothing if it
+        does not run.
+        """
         driver = self._driver
         self._driver = None
         if driver is not None:

@@ -123,7 +123,7 @@ class ClusterNode:
     is_drained: bool = False
     #: Name that Muster's queue uses for the node's cluster.
     cluster: str = ""
-    #: How many GPUs of this node Muster's queue has granted to each run, by the id of the run.
+    #: Number of this node's GPUs that Muster's queue has granted to each run, by run id.
     held: Mapping[str, int] = field(default_factory=dict)
     #: Known programs among those that `others_gpus` counts, with their number of GPUs. The name is
     #: the run id if the program is a run without a grant, for example of a deleted flow run.

@@ -151,8 +151,8 @@ def find_attempts_failed_by_checkpoint(
 
     Such an attempt does not count against the limit `attempts` in the key `retry` of the run spec.
     There is one exception: an attempt that reached its time limit counts, because it occupied its
-    GPUs for hours. If the run spec has the key `progress`, the result also contains attempts with
-    the value `Blame.SUSPECTED`.
+    GPUs for hours. If the run spec has the key `progress`, the result also contains attempts
+    whose checkpoint is only suspected (`Blame.SUSPECTED`).
     """
     blames = blame_attempts(spec, attempts)
     return [

@@ -177,8 +177,9 @@ class AttemptRecord(Recorded):
     #: True if the attempt saved a complete checkpoint that is newer than the checkpoint from which
     #: it started. None if unknown.
     saved_checkpoint: bool | None = None
-    #: Number of consecutive attempts, up to this attempt, that saved no newer checkpoint. If that
-    #: is unknown, attempts that reached no higher training step count. None if there are none.
+    #: Number of consecutive attempts, up to and including this attempt, that had no lasting
+    #: result: they saved no newer checkpoint or, if this is unknown, reached no higher training
+    #: step. None if this attempt had a lasting result.
     fruitless_attempts: int | None = None
     #: Entries that differ from `RunJson.provenance`, such as another host or another commit.
     provenance: Mapping[str, Any] = {}

@@ -27,19 +27,20 @@ from prefect.exceptions import PrefectException
 
 _log = logging.getLogger(__name__)
 
-#: Time, in seconds, until a lease expires that is not renewed any more. The time is the longest
-#: time that the server accepts, because an outage of the network must not end the lease. When a run
-#: ends, the server releases the slot at once, also if `muster reconcile` sets the final state.
+#: Time, in seconds, after which a concurrency lease expires if it is not renewed. This is the
+#: longest time that the server accepts, because an outage of the network must not end the lease.
+#: When a run ends, the server releases its concurrency slot at once, even if `muster reconcile`
+#: sets the final state.
 #: Source: prefect/server/api/concurrency_limits_v2.py, renew_concurrency_lease.
 _LEASE_S = 24 * 60 * 60.0
-#: Time, in seconds, between two renewals.
+#: Time, in seconds, between two renewals of a concurrency lease.
 _RENEW_EVERY_S = 300.0
-#: Time, in seconds, from a failed renewal to the next renewal.
+#: Time, in seconds, from a failed renewal of a concurrency lease to the next renewal.
 _RETRY_EVERY_S = 10.0
 
 
 def keep_runs_without_lease() -> None:
-    """Make Prefect's engine of this process continue a run that has lost its lease."""
+    """Make Prefect's engine in this process continue a run whose concurrency lease was lost."""
     vars(flow_engine)["maintain_concurrency_lease"] = keep_lease
 
 
@@ -49,7 +50,9 @@ def keep_lease(
     raise_on_lease_renewal_failure: bool = False,
     suppress_warnings: bool = False,
 ) -> AbstractContextManager[None]:
-    """Return a context in which a thread renews a lease. A lost lease does not end the context.
+    """Return a context manager whose thread renews a concurrency lease of the Prefect server.
+
+    If the lease is lost, the code in the context continues.
 
     The arguments are those of `prefect.concurrency._leases.maintain_concurrency_lease`. Only
     `lease_id` is used.
@@ -59,10 +62,11 @@ def keep_lease(
 
 @contextmanager
 def renew_in_thread(renew: Callable[[threading.Event], None]) -> Iterator[None]:
-    """Call a function in a thread, and set its argument at the end of the context.
+    """Call a function in a thread while the context is open.
 
     Args:
-        renew: Function that renews a lease until its argument is set.
+        renew: Function that renews a lease until its argument, an event, is set. The event is set
+            at the end of the context.
     """
     is_over = threading.Event()
     # The thread needs the context variables, because they contain Prefect's settings.

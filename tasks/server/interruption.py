@@ -87,7 +87,7 @@ class Change(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedFlowRun:
-    """Answer of the Prefect server to the question for a flow run."""
+    """State of a flow run on the Prefect server, and the change that the state shows."""
 
     change: Change
     #: State of the flow run. None if it is unknown, or if the flow run does not exist any more.

@@ -77,8 +77,8 @@ _SERVER_TIMEOUT_S = 120.0
 #: Seconds between two tries of a request.
 _RETRY_EVERY_S = 2.0
 #: Number of times that Prefect's client sends the final state of a flow run again if the server
-#: does not answer. The pauses double from 2 s on, so 8 retries take about eight minutes. `muster up`
-#: can need this time to restart a server.
+#: does not answer. The pauses double from 2 s on, so 8 retries take about eight minutes. A restart
+#: of the server by `muster up` can take that long.
 _FINAL_STATE_RETRIES_OF_WORKER = 8
 #: Number of times that the final state is sent again for a run that a person started. The person
 #: waits at the terminal, so the retries end earlier.
@@ -167,7 +167,8 @@ def admit(run: RunSession) -> State[None]:
             return Failed(message=run.fail(FailureKind.USER_ERROR, str(error)).message)
         return Completed(message=f"admitted: {reason}")
 
-    # If another run of this host was killed, somebody must end it before its GPUs are free.
+    # A killed run of this host may still hold GPUs that this run waits for. So this process also
+    # cleans up after killed runs while it waits.
     with reconcile_while_waiting():
         outcome = wait_for_gang(
             run.flow_run_id,
@@ -297,7 +298,7 @@ outlive_readers()
 
 
 def make_run_id_of_flow_run() -> str:
-    """Return the run id of the current flow run. Prefect uses it as the flow run's name."""
+    """Return the run id of the current flow run. Prefect names the flow run after this id."""
     spec = get_current_spec(RunSpec)
     return spec.run_id or make_current_run_id(spec.name, spec.workload)
 

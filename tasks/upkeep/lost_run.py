@@ -61,7 +61,8 @@ _SERVER_TIMEOUT_S = 24 * 3600.0
 #: Longest time that a new flow process waits for the cleanup after the previous process of its run,
 #: in seconds.
 _PREDECESSOR_TIMEOUT_S = 120.0
-#: Seconds between two checks whether the guardian processes of a lost run have finished.
+#: Seconds between two checks whether the guardian processes of a lost run have ended. A guardian
+#: process owns the processes of one component, and ends them when the flow process dies.
 _CHECK_INTERVAL_S = 0.2
 #: Text in a report about a lost run. The Prefect server has then rejected a new state for the run's
 #: flow run, because the state of the flow run had just changed.
@@ -204,7 +205,8 @@ def _needs_next_process(state: State[object]) -> bool:
 def end_processes(lost: LostRun, deadline_s: float) -> tuple[FlowLoss, str]:
     """End the processes of a lost run.
 
-    If guardian processes of the run are already ending its components, wait for them.
+    A guardian process owns the processes of one component. If guardian processes of the run are
+    already ending their components, wait for them.
 
     Args:
         lost: The lost run.
@@ -228,9 +230,10 @@ def end_processes(lost: LostRun, deadline_s: float) -> tuple[FlowLoss, str]:
 
 
 def _describe_cleanup(cleanup: LeftoverCleanup) -> str:
-    """Return a description of leftover processes and active guardian processes.
+    """Return a description of the processes that still run after a cleanup.
 
-    Return an empty string if there are no such processes.
+    These are leftover processes, and guardian processes that are still ending their components. The
+    result is an empty string if there are none.
     """
     parts = []
     if cleanup.left:
@@ -269,7 +272,7 @@ def make_report(
 
 
 def finish_run(lost: LostRun, loss: FlowLoss, *, goes_on_here: bool = False) -> RunReport:
-    """Finish a lost run whose processes have all ended.
+    """Write the final states of a lost run whose processes have all ended, and return a report.
 
     The run's record and its flow run on the Prefect server get their final states, and the registry
     entry of the run is removed. In these cases the entry stays, so that a later `muster reconcile`

@@ -30,7 +30,8 @@ from tasks.upkeep.report import RunReport
 
 _log = logging.getLogger(__name__)
 
-#: Time after the end of a flow run during which the run's own process is expected to end the run.
+#: Time that a run's own process has to end the run, after its flow run has ended on the server. Then
+#: Muster sends SIGTERM to the process.
 _SETTLED_AFTER = timedelta(seconds=30)
 #: States of a run that is ending or has ended.
 _ENDING_STATES = (RunState.STOPPING, RunState.COMPLETED, RunState.FAILED, RunState.CANCELLED)
@@ -87,7 +88,7 @@ def _find_end_of_flow_run(owner: Owner) -> str:
 
 
 def _is_recent(client: SyncPrefectClient, state: State[object]) -> bool:
-    """Return True if a state was set so recently that the process of the run may react to it."""
+    """Return True if a state is so new that the run's own process may still react to it."""
     now = read_server_time(client) or datetime.now(UTC)
     return now - state.timestamp < _SETTLED_AFTER
 

@@ -69,7 +69,7 @@ from tasks.upkeep.waiting_runs import close_ended_waiting_runs
 _log = logging.getLogger(__name__)
 
 #: Longest time that one call of `reconcile_host` waits in total for the guardian processes of lost
-#: runs, in seconds. The guardian processes may still be stopping the components of the runs.
+#: runs, in seconds. A guardian process owns one component and may still be stopping it.
 _SETTLE_TIMEOUT_S = 20.0
 #: Longest time that `reconcile_host` waits for a Ray cluster that does not answer, in seconds.
 _CLUSTER_TIMEOUT_S = 5.0
@@ -78,10 +78,10 @@ _FLUSH_TIMEOUT_S = 5.0
 
 
 def reconcile_host(lost: str | None = None) -> Report:
-    """Finish every run of a host whose flow process was killed or lost, and correct the records.
+    """Clean up after each run of a host whose flow process was lost, and correct the records.
 
     - Ray nodes that could not be checked for leftover processes are checked again.
-    - Lost runs of the registry are finished.
+    - Leftover processes of lost runs in the registry are ended, and the records get final states.
     - Runs of this host that work although their flow run has ended or was deleted are ended.
     - The records of runs that ended while they waited without a process are closed.
     - Flow runs that were assigned to the host, but have neither a process nor a registry entry, get
@@ -130,7 +130,10 @@ def publish(report: Report) -> None:
 
 
 def _finish_lost_runs(host: str) -> Iterator[RunReport]:
-    """Finish the lost runs in the registry of a host, and yield a report for each."""
+    """Clean up after each lost run in the registry of a host, and yield a report for each.
+
+    A lost run is a run whose flow process has died.
+    """
     deadline_s = time.monotonic() + _SETTLE_TIMEOUT_S
     for run_id in registered_runs():
         try:
@@ -330,7 +333,7 @@ def _call_in_thread(function: Callable[[], None], every_s: float) -> Iterator[No
 
 
 def give_up_host(name: str) -> Report:
-    """Finish every run of a host that an operator has declared permanently gone.
+    """Clean up after every run of a host that an operator has declared permanently gone.
 
     Muster cannot decide by itself whether a host is gone. A host without network looks like a host
     that is switched off, but its processes still use their GPUs. A host that has recently contacted

@@ -33,7 +33,8 @@ def _prepare_log_on_small_disk(fault_run: FaultRun) -> None:
         "argv": print_up_then("head -c 1000000 /dev/zero || exit 5"),
         "log": disk / "trainer.log",
     }
-    # The test cannot read the log, because only the run sees the disk. So no probe reads the log.
+    # The disk with the log is mounted only in the mount namespace of the run, so the test cannot
+    # read the log. So the readiness probe, which would read the log, is turned off.
     fault_run.components["trainer"]["ready"] = None
 
 

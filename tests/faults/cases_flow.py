@@ -202,7 +202,7 @@ TEMPLATE_LOST = [
 
 
 def _kill_flow_and_guardians(fault_run: FaultRun) -> None:
-    """Kill the flow process and the guardian processes of all components, then reconcile.
+    """Kill the flow process and the guardian processes that own the components, then reconcile.
 
     All of these processes are stopped first, so that no guardian reacts to the end of the flow.
     """

@@ -82,7 +82,8 @@ BURST = [
     Case(
         number=15,
         title="fork burst under a pids limit",
-        # After the burst no process can be started, so the start of the next component fails.
+        # The trainer forks until its pids limit is reached. Then no process can be started, so the
+        # start of the next component fails.
         phases=phases,
         prepare=_prepare_burst,
         is_at_once=is_at_once,

@@ -130,9 +130,9 @@ def has_died(stack: OwnStack, name: str, times: int) -> bool:
 
 
 def kill_all(stack: OwnStack, random_draws: random.Random, deaths: Counter[str]) -> None:
-    """Kill each part `KILLS` times at random moments.
+    """Kill each process in `PARTS`, or its guardian process, `KILLS` times at random moments.
 
-    Sometimes a part is killed before the previous part has started again.
+    A process may be killed before the process that was killed before it has started again.
     """
     for name, guardian in plan_kills(PARTS, KILLS, random_draws):
         before = stack.part(name)

@@ -57,9 +57,10 @@ _UNUSED_OPERATORS = re.compile(
     r"|ReplaceComparisonOperator_(Is(Not)?_(?!Is)|(?!Is)\w+_Is(Not)?$)"
 )
 _PYTEST = ("pytest", "-q", "-p", "no:cacheprovider")
-#: Time limit of one test of a mutant, in seconds. It ends mutants with an endless loop.
+#: Time limit, in seconds, of one test that runs on a mutant (the code with one small change). The
+#: limit ends mutants with an endless loop.
 _TEST_TIMEOUT_S = 60
-#: Time limit of all tests of a mutant, in seconds.
+#: Time limit, in seconds, of all tests together that run on one mutant (the code with one change).
 _MUTANT_TIMEOUT_S = 900
 #: Time limit of one test during the measurement with coverage, in seconds. The measurement slows
 #: the tests down. A test that fails in it is not used for any mutant.

@@ -47,8 +47,9 @@ _LARGE_PIECE = bytes(64 * 1024)
 class Fault:
     """A fault that a test sets: the server misbehaves in this way instead of answering normally."""
 
-    #: Name of the fault: - `ok`: no fault. A test sets this kind to end the current fault, and
-    #: hanging requests are then answered.
+    #: Name of the fault:
+    #: - `ok`: no fault. A test sets this kind to end the current fault, and hanging requests are
+    #:   then answered.
     #: - `hang`: the server accepts the request and does not answer.
     #: - `slow`: the server waits `delay_s` before the answer and before each further token.
     #: - `status`: the server answers with the HTTP status `status`.

@@ -28,7 +28,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
 )
 #: Module of the command `muster`. It may import all folders, because they contain its subcommands.
 COMMAND = "tasks/command.py"
-#: Module of the Python client. It may import all folders, too.
+#: Module of the Python client. Like `tasks/command.py`, it may import all folders of `tasks/`.
 CLIENT = "tasks/client.py"
 #: Third-party packages that a folder of `tasks/` may import, by folder. Folders that are not listed
 #: here may import any package.

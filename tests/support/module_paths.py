@@ -25,12 +25,14 @@ from uuid import uuid4
 
 from prefect.client.schemas.objects import State, StateType
 
-#: Names of the data classes through which a spec passes until its program starts.
+#: Names of the data classes that hold the content of a spec, from its parsing to the start of its
+#: program.
 SPEC = frozenset({"RunSpec", "Component", "AttemptPlan", "ComponentPlan", "Command"})
-#: Names of the data classes through which the end of a program passes until the flow run has its
-#: final state.
+#: Names of the data classes that hold the result of a program, from its end to the final state of
+#: the flow run.
 DEATH = frozenset({"Exit", "Decision", "Failure", "Verdict"})
-#: Names of the data classes through which a waiting flow run passes until its process gets GPUs.
+#: Names of the data classes that describe a waiting flow run, from its submission until its process
+#: gets GPUs.
 WAIT = frozenset(
     {
         "FlowRun",
@@ -62,7 +64,11 @@ _RUN = {
 
 
 class ModulePaths:
-    """The modules that are called on each of the three paths through Muster.
+    """The modules that are called on each of three paths through Muster.
+
+    The paths lead from a spec to the start of its program, from the end of the program to the state
+    of the flow run, and from a waiting flow run to the GPUs of its process.
+
 
     The modules are in the order of their first call. Each has the name of the called function.
     """
@@ -121,7 +127,10 @@ class ModulePaths:
 
 
 def trace_run() -> ModulePaths:
-    """Trace a failing run in a new MUSTER_HOME, and return the modules on the first two paths."""
+    """Trace a failing run in a new MUSTER_HOME, and return the modules that were called.
+
+    The result has the path to the start of the program and the path to the final state.
+    """
     from tasks.spec.loading import parse_spec
     from tasks.train.session import RunSession
     from tasks.train.spec_check import check_spec
@@ -151,7 +160,7 @@ def trace_run() -> ModulePaths:
 
 
 def trace_wait(ways: ModulePaths) -> None:
-    """Trace a run that waits until another run has ended, and add its modules to `ways`."""
+    """Trace a run that waits for the end of another run, and add the called modules to `ways`."""
     from tasks.queue import admission, worker
     from tasks.queue import scheduler as scheduler_module
     from tasks.queue.nodes import Capacity

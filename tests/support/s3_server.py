@@ -104,7 +104,7 @@ class S3Server:
 
 
 def void(_: object) -> None:
-    """Drop a result."""
+    """Accept any value and return None."""
 
 
 @contextmanager

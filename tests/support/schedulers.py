@@ -28,7 +28,7 @@ from typing import Any
 
 from tests.support.host_environment import DEADLINE_S, ROOT
 
-#: Time limit of one try to take the lease, in seconds.
+#: Time limit of one try of a scheduler process to take the scheduler lease, in seconds.
 _TAKE_WITHIN_S = 1.0
 
 
@@ -77,7 +77,10 @@ class Nursery:
 
 
 class Schedulers:
-    """Scheduler processes that take the lease of one Prefect server, and their common journal."""
+    """Scheduler processes that compete for the scheduler lease on one Prefect server.
+
+    The processes write to a common journal file.
+    """
 
     def __init__(self, directory: Path, nursery: Nursery) -> None:
         """
@@ -146,7 +149,7 @@ class Schedulers:
         ]
 
     def holder(self) -> int:
-        """Wait until a scheduler process has the lease, and return its process id."""
+        """Wait until a scheduler process has the scheduler lease, and return its process id."""
 
         def find_holder() -> int:
             lines = self.lines()
@@ -196,7 +199,7 @@ def overlaps(lines: list[tuple[int, str, str]]) -> list[str]:
 
 
 async def _take_lease_repeatedly(settings: dict[str, Any]) -> None:
-    """Take the lease and write to the journal until SIGTERM.
+    """Take the scheduler lease and write to the journal file, again and again until SIGTERM.
 
     The settings are those of `Schedulers.start`.
     """

@@ -20,8 +20,8 @@ from prefect.client.schemas.responses import OrchestrationResult, SetStateStatus
 
 POOL = "gang"
 _QUEUE = WorkQueue(id=uuid4(), name="default", priority=2, work_pool_id=uuid4())
-#: Time of the first state of the flow runs. It is an hour ago, so that all grace periods of the
-#: queue are over.
+#: Time of the first state of the flow runs. It is an hour ago, so that all delays that the
+#: scheduler keeps after a new state are over.
 _BEGAN = datetime.now(UTC) - timedelta(hours=1)
 
 
@@ -277,5 +277,5 @@ class FreeLease:
 
     @asynccontextmanager
     async def acquire(self, *, within_s: float) -> AsyncIterator[Any]:
-        """Hold the lease while the context is open."""
+        """Hold the scheduler lease while the context is open."""
         yield SimpleNamespace(check=lambda: None)

@@ -75,7 +75,7 @@ class FlowInstructions:
     record_bytes: int = 0
 
     def containment(self, spec: RunSpec) -> Containment:
-        """Return the kernel features for the level `level`, or for the highest available level below.
+        """Return the kernel features for `level`, or for the highest available level below it.
 
         This replaces `tasks.train.session.find_containment`.
         """
@@ -299,7 +299,7 @@ def lose_the_template(run: Callable[[], None], at: str) -> None:
             contains `flow`, this process is killed directly after the fork, too.
     """
     fork = GuardianTemplate.fork
-    #: Names of the guardians that were requested so far.
+    #: Names of the components for which a guardian process was requested so far.
     requested: list[str] = []
 
     def fork_and_fail(self: GuardianTemplate, name: str, *arguments: Any) -> Any:
