@@ -112,8 +112,8 @@ class ClusterNode:
     #: Numbers of the GPU devices that Muster's queue may grant to runs. Empty if Ray assigns the
     #: devices.
     devices: tuple[int, ...] = ()
-    #: Holders of the leased GPU devices, by the number of the device. A holder is the name of the
-    #: flow run that has the lease, or another description.
+    #: Holders of the GPU devices that are in use, by the number of the device. A holder is the name
+    #: of the flow run that has locked the device, or another description.
     leased: Mapping[int, str] = field(default_factory=dict)
     #: Run id of each run that works on this host, by the id of its flow run. Empty if the node is
     #: another host, or if Ray assigns the devices.

@@ -89,7 +89,7 @@ def renew_lease(
     every_s: float = _RENEW_EVERY_S,
     retry_every_s: float = _RETRY_EVERY_S,
 ) -> None:
-    """Renew a lease until the run is over, or until the server does not know the lease any more.
+    """Renew a concurrency lease until the run is over or the server no longer knows the lease.
 
     Args:
         is_over: Event that is set when the run is over.

@@ -58,9 +58,9 @@ _TASK_RUN_LOGGER = "prefect.task_runs"
 def _do_nothing() -> None:
     """Do nothing.
 
-    As a report, this function makes the thread check which artifacts are due. It is also the
-    function of the task runs that show recoveries of inference servers. Another process carries out
-    the recoveries.
+    The reporter's thread calls the queued functions, and then checks which artifacts are due. If
+    this function is queued, the thread only makes the check. The function is also the body of the
+    task runs that show recoveries of inference servers, which another process carries out.
     """
 
 

@@ -30,8 +30,8 @@ from tasks.upkeep.report import RunReport
 
 _log = logging.getLogger(__name__)
 
-#: Time that a run's own process has to end the run, after its flow run has ended on the server. Then
-#: Muster sends SIGTERM to the process.
+#: Time that a run's own process has to end the run, after its flow run has ended on the server.
+#: After this time, Muster sends SIGTERM to the process.
 _SETTLED_AFTER = timedelta(seconds=30)
 #: States of a run that is ending or has ended.
 _ENDING_STATES = (RunState.STOPPING, RunState.COMPLETED, RunState.FAILED, RunState.CANCELLED)

@@ -1,4 +1,4 @@
-"""Delete old files of ended runs, unused code, old stack logs, and flow runs of the upkeep.
+"""Delete files of ended runs, unused code, old logs of `muster up`, and maintenance flow runs.
 
 The record `run.json` and the specs of a run's attempts are always kept. They are small, and they
 document the run and its result. Files that the run's own programs wrote, such as checkpoints and

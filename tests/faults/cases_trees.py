@@ -70,7 +70,7 @@ SHAPED = [
 def _prepare_burst(fault_run: FaultRun) -> None:
     """Let the trainer fork until the process limit of the whole run is reached.
 
-    Then the flow process and the guardian processes of the components cannot fork, either.
+    Then the flow process, and the guardian processes that own the components, cannot fork either.
     """
     cgroup = fault_run.stack.enter_context(pids_cgroup(_MAX_PROCESSES))
     enter_cgroup = f'echo $$ > {cgroup}/cgroup.procs && exec "$@"'

@@ -195,7 +195,8 @@ def nothing(storm: Storm) -> None:
 
 def kill_worker(storm: Storm) -> None:
     """Kill a random worker three times, and start it again each time."""
-    # Runs whose GPUs are on this host wait until the host has a worker again.
+    # Runs whose GPUs are on this host wait until the host has a worker again. Runs that were
+    # submitted later may start on other hosts before them.
     storm.late_s = 60.0
     moments = [_granted, _pending, None]
     for number in range(_KILLS):
@@ -368,7 +369,7 @@ def _hosts(
 def lose_host(storm: Storm) -> None:
     """Kill a worker that has just received a run, and do not start it again."""
     # The run returns to the queue, and the host is removed from the pool, only after the worker
-    # has sent no heartbeats for a while. Other runs may start in this time.
+    # has sent no heartbeats for a while. Runs that were submitted later may start in this time.
     storm.late_s = 150.0
     storm.until_ended(1 / 3)
     name = wait_for(lambda: _starting_host(storm), "one is pending")
@@ -476,7 +477,7 @@ def run_on_postgres(runs: int, seed: int, directory: Path) -> list[str]:
         )
         storm = Storm(pool=pool, hosts=hosts, random=Random(f"{seed} {_POSTGRES}"), runs=runs)
         # Runs of a killed worker return to the queue only after it has sent no heartbeats for a
-        # while.
+        # while. Runs that were submitted later may start in this time.
         storm.late_s = 60.0
         specs = list(storm.specs(failing_share=0.1))
         with storm.submitting(iter(specs)):

@@ -48,7 +48,7 @@ class StoppedRun:
     times: int
     #: Process of the worker, or None before it was started.
     worker: subprocess.Popen[bytes] | None = None
-    #: File that each component writes, in the order of the runs.
+    #: Files that the components write: one file for each run, in the order of the runs.
     files: list[Path] = field(default_factory=list)
     #: Commands that were started without a worker.
     _children: list[subprocess.Popen[bytes]] = field(default_factory=list)

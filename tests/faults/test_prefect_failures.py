@@ -214,7 +214,7 @@ def test_run_with_a_killed_flow_process_is_crashed(is_held: bool, run: Run) -> N
 
 
 def test_sigterm_to_the_worker_ends_its_run(run: Run, worker: subprocess.Popen[bytes]) -> None:
-    """A worker that receives SIGTERM kills its runs, unless the worker belongs to a stack."""
+    """A worker that receives SIGTERM kills its runs, unless `muster up` started the worker."""
     worker.terminate()
     worker.wait(60)
 

@@ -29,11 +29,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 
 SEED = int(os.environ.get("MUSTER_SEED") or time.time())
 KILLS = int(os.environ.get("MUSTER_KILLS") or 5)
-#: Processes of the stack ("parts") that are killed while the complete stack runs. The part
-#: `deployments` is not in this list: it only runs while the stack starts, and is killed then.
+#: Processes of `muster up` that are killed after all of them have started. The process
+#: `deployments` is not in this list: it runs only during the start, and is killed then.
 PARTS = ("prefect-server", "ray-head", "ray-node-1", "upkeep", "pipelines", "worker")
 RUNS = ("one", "two", "three", "four", "five")
-#: GPUs that each training needs. The stack has two GPUs, so two trainings run at a time.
+#: GPUs that each training needs. The Ray cluster has two GPUs, so two trainings run at a time.
 GANG = {"nodes": 1, "gpus_per_node": 1, "hours": 1}
 #: Duration of a training step, in seconds.
 PAUSE_S = 0.25
@@ -87,14 +87,14 @@ def test_all_trainings_complete_while_parts_of_the_stack_are_killed(stack: OwnSt
     assert [len(moments) for moments in admissions] == [1] * len(RUNS), "each was started once"
     assert admissions == sorted(admissions), "the runs were admitted in the order of the queue"
     assert dict(deaths) == {part: KILLS for part in ("deployments", *PARTS)}
-    # For each kill of a part, the stack must have recorded a death of that part.
+    # `muster up` must have recorded a death for each process that the test has killed.
     assert all(recorded_deaths[part] >= count for part, count in deaths.items())
 
 
 def start_stack_under_kills(
     stack: OwnStack, random_draws: random.Random, deaths: Counter[str]
 ) -> None:
-    """Start the stack, and kill the part `deployments` while the stack starts."""
+    """Run `muster up`, and meanwhile kill its process `deployments` each time it starts."""
     up = stack.begin_up("--gpus", "1x2")
     try:
         kill_while_starting(stack, random_draws, deaths, up)

@@ -138,7 +138,8 @@ def copy_of(tree: Path) -> tuple[Path, Path]:
             shutil.copy2(tree / name, copy / name)
         # Some tests list the files of the project with git.
         subprocess.run(("git", "init", "-q"), cwd=copy, check=True, timeout=60)
-        # An older project lacks this package, whose plugin must be in the copy.
+        # The tests in the copy use the pytest plugin in this package. An older version of the
+        # project does not contain the package, so it is copied from here.
         shutil.copytree(Path(__file__).parent, copy / "tests" / "mutants", dirs_exist_ok=True)
         (state / "copied").touch()
     return state, copy

@@ -117,7 +117,8 @@ class ModulePaths:
                     break
 
         if path.endswith("guarded.py") and code.co_name == "launch":
-            # The guardian is another process, which is not traced. It executes the program.
+            # The guardian process, which owns the component, executes the program. It is not
+            # traced, so its module is added here.
             self._has_started = True
             self.to_exec["processes/guardian.py"] = "spawn(order: Order)"
 

@@ -56,18 +56,22 @@ def free_port() -> int:
 
 @dataclass(kw_only=True)
 class OwnStack:
-    """A Muster stack, as `muster up` starts it, with its own MUSTER_HOME below `place`."""
+    """A stack with its own MUSTER_HOME below `place`.
 
-    #: Directory for all files of the stack.
+    A stack is the set of processes that `muster up` starts on a machine, such as the Prefect server
+    and a worker. Each of these processes is called a part of the stack.
+    """
+
+    #: Directory for all files of the processes that `muster up` starts.
     place: Path
-    #: Environment variables of the stack, in addition to the variables of the test's process.
+    #: Environment variables for `muster` commands, in addition to those of the test's process.
     variables: Mapping[str, str] = field(default_factory=dict)
     #: TCP port of the Prefect server.
     port: int = field(default_factory=free_port)
 
     @property
     def home(self) -> Path:
-        """MUSTER_HOME of the stack."""
+        """MUSTER_HOME of the processes that `muster up` starts."""
         return self.place / "home"
 
     @property
@@ -77,7 +81,10 @@ class OwnStack:
 
     @property
     def env(self) -> dict[str, str]:
-        """Environment variables of the stack, without the test's settings of Prefect and Ray."""
+        """Environment variables for `muster` commands.
+
+        The settings of Prefect, Ray and Muster in the test's own environment are left out.
+        """
         foreign = ("PREFECT_", "RAY_", "MUSTER_")
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(foreign)}
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -85,13 +92,13 @@ class OwnStack:
 
     @property
     def stack(self) -> Stack:
-        """Content of `stack.json`, in which the stack describes its parts."""
+        """Content of `stack.json`, which describes the processes that `muster up` has started."""
         return Stack.model_validate_json((self.home / "stack" / "stack.json").read_bytes())
 
     def part(self, name: str) -> StackPart | None:
-        """Return the description of a part of the stack, for example `server`, from `stack.json`.
+        """Return the description of a process of the stack, such as `worker`, from `stack.json`.
 
-        None if `stack.json` does not exist yet.
+        Return None if `stack.json` does not exist yet.
         """
         try:
             return self.stack.part(name)
@@ -107,14 +114,14 @@ class OwnStack:
         return self.begin(*words)
 
     def up(self, *options: str) -> str:
-        """Run `muster up` until all parts of the stack answer, and return its output."""
+        """Run `muster up` until all processes that it starts are ready, and return its output."""
         with self.begin_up(*options) as up:
             output, _ = up.communicate(timeout=_UP_WITHIN_S)
         assert up.returncode == 0, output
         return output
 
     def down(self) -> None:
-        """Stop the stack with `muster down`, even if parts of it are dead."""
+        """Stop all processes of `muster up` with `muster down`, even if some of them are dead."""
         self.muster("down", within_s=_UP_WITHIN_S)
 
     def begin(self, *words: str) -> subprocess.Popen[str]:
@@ -173,7 +180,7 @@ class OwnStack:
         return record
 
     def api(self, method: str, path: str, content: Any = None) -> Any:
-        """Send a request to the Prefect server of the stack, and return the JSON of its answer.
+        """Send a request to the Prefect server of `muster up`, and return the JSON of its answer.
 
         Raises:
             httpx.HTTPError: The server does not answer, or answers with an error.
@@ -202,10 +209,10 @@ class OwnStack:
         return [state["timestamp"] for state in states if state["name"] == "Pending"]
 
     def kill(self, name: str, *, guardian: bool = False) -> bool:
-        """Send SIGKILL to a part of the stack, or to the guardian process that owns the part.
+        """Send SIGKILL to a process of the stack, or to the guardian process that owns it.
 
         Returns:
-            False if the part has no process now.
+            False if no process with this name runs now.
         """
         part = self.part(name)
         if part is None or part.pid is None:
@@ -218,7 +225,7 @@ class OwnStack:
         return True
 
     def wait_until_back(self, name: str, deaths: int) -> None:
-        """Wait until a part of the stack has died this number of times and is ready again."""
+        """Wait until a process of the stack has died `deaths` times and is ready again."""
 
         def is_back() -> bool:
             part = self.part(name)
@@ -227,7 +234,7 @@ class OwnStack:
         wait_for(is_back, f"{name} is back after {deaths} deaths", within_s=200)
 
     def leftovers(self, stack_id: str) -> list[int]:
-        """Return the process ids of the living processes of a stack."""
+        """Return the ids of the living processes that belong to the stack with this id."""
         return processes_of(stack_id)
 
 
@@ -267,7 +274,7 @@ def find_faults(
 
 
 def plan_kills(parts: Sequence[str], each: int, chance: random.Random) -> list[tuple[str, bool]]:
-    """Return the parts of a stack that a test kills one after the other, in random order.
+    """Return the processes of `muster up` that a test kills one after the other, in random order.
 
     Args:
         parts: Names of the parts.

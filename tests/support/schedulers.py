@@ -114,7 +114,7 @@ class Schedulers:
         writes: int = 4,
         pause_s: float = 0.01,
     ) -> int:
-        """Start a scheduler process that takes the lease repeatedly until SIGTERM; return its pid.
+        """Start a scheduler process that takes the scheduler lease repeatedly; return its pid.
 
         Args:
             host: Name of its host. Processes of the same host share a MUSTER_HOME.
@@ -158,7 +158,7 @@ class Schedulers:
         return self._until(find_holder, "a scheduler decides")
 
     def until_decided_without(self, *pids: int) -> None:
-        """Wait until a process other than these has taken the lease and given it back."""
+        """Wait until a process not in `pids` has taken and given back the scheduler lease."""
         line_count = len(self.lines())
 
         def has_decided() -> bool:

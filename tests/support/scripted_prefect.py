@@ -271,7 +271,7 @@ class FreeLease:
         return str(self._reads if self.is_passed else 0)
 
     async def begin_decision(self, held_lease: Any) -> str:
-        """Check that the lease is held, and return the id of the new scheduling decision."""
+        """Check that the scheduler lease is held, and return the id of the new decision."""
         held_lease.check()
         return await self.read_last_decision() or ""
 

@@ -281,7 +281,7 @@ class ComponentHarness:
         return pid
 
     def guardian_of(self, component: str) -> int:
-        """Return the process id of the guardian of a living component.
+        """Return the process id of the guardian process of a living component.
 
         The guardian is the process that owns the component's process tree.
         """

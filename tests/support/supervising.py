@@ -104,7 +104,8 @@ def supervise(part: FlowInstructions) -> int:
     """Run the flow with the instructions of the test, and return the exit code for the process."""
     cwd = part.plan["cwd"]
     components = part.plan["components"]
-    # The test reads the events from this file, which needs no Prefect server and no run directory.
+    # The test reads the events from this file. So the test needs no Prefect server and no directory
+    # of a run.
     events = EventLog(cwd / "events.jsonl")
     start = Supervisor.start
 
@@ -200,7 +201,7 @@ def create_in_short_lived_thread(run: Callable[[], None]) -> None:
 
 
 def fork_after_guardians(run: Callable[[], None]) -> None:
-    """Call `run`, and fork the process after the guardians have started.
+    """Call `run`, and fork this process after the guardian processes have started.
 
     The forked process has copies of all descriptors, and ends when the file `release` exists. A
     guardian is the process that owns the process tree of one component.

@@ -184,7 +184,9 @@ class Engine:
         threading.Timer(LEAVES_AFTER_S, os._exit, (0,)).start()
 
     def _wait_while(self, is_held: Any) -> None:
-        """Wait while a condition is true, or the engine core hangs. The caller holds the lock.
+        """Wait as long as a condition is true or the engine core hangs.
+
+        The caller must hold the lock `_changed`.
 
         Raises:
             EngineDead: The engine core is dead.
