@@ -183,7 +183,7 @@ class RayJob(RunningComponent):
         self._submitter: Submitter | None = None
         self._submitting: asyncio.Task[None] | None = None
         self._file: SubmissionFile | None = None
-        #: The last state of the job that the cluster reported. None before the first report.
+        #: State of the job in the last report of the cluster. None before the first report.
         self._state: JobState | None = None
         #: Time of the last request that found the job pending or running, in CLOCK_MONOTONIC
         #: seconds. None before the first such request.
@@ -341,7 +341,7 @@ class RayJob(RunningComponent):
             self._emit_event("component.diagnosed", pid=None, path=str(path))
 
     async def warn(self, signum: int) -> list[str]:
-        """Send a signal to the processes of the job that handle the signal, on every node.
+        """Send a signal to those processes of the job that have a handler for it, on every node.
 
         If the last call was less than ten seconds ago, nothing is sent.
 
@@ -547,7 +547,7 @@ class RayJob(RunningComponent):
             self._emit_event("contact.back", address=address, after_s=after_s)
 
     def _record_state(self, state: JobState) -> None:
-        """Record a state of the job that the cluster reported. Ignore states after a final one."""
+        """Record a job state from a report of the cluster. Ignore reports after a final state."""
         if self._is_final:
             return
         previous = self._state

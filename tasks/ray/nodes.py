@@ -699,7 +699,7 @@ async def warn(
     skip: Mapping[str, list[list[int]]],
     within_s: float,
 ) -> dict[str, WarnedProcesses]:
-    """Send a warning signal to the processes of a job that handle the signal, on every node.
+    """Send a warning signal to those processes of a job that have a handler for it, on all nodes.
 
     Args:
         gcs_address: `HOST:PORT` of the cluster's control store (GCS).

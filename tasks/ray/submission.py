@@ -180,7 +180,7 @@ class SubmissionFile:
             await asyncio.wrap_future(self.disk.do(lambda: None))
 
     def note_state(self, state: JobState, **fields: object) -> None:
-        """Record a state of the job that the cluster reported, and set other fields.
+        """Record a job state from a report of the cluster, and set other fields.
 
         If Ray's message about the end of the job quotes the job's log, the quote is not recorded.
 

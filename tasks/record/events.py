@@ -294,7 +294,8 @@ PAYLOADS: Mapping[str, tuple[str, ...]] = {
     "muster.node.undrained": ("node", "pool", "by"),
 }
 
-#: Events of an attempt that are also sent to the Prefect server, with their names there.
+#: Some events of an attempt are also sent to the Prefect server: names of the server events, by the
+#: name of the event in `events.jsonl`.
 SERVER_EVENT_NAMES: Mapping[str, str] = {
     "attempt.ready": "muster.run.ready",
     "run.alarm": "muster.run.alarm",

@@ -53,11 +53,11 @@ class FlowLoss:
     removed: tuple[Path, ...] = ()
     #: Submission ids of leftover Ray jobs that were ended.
     jobs: tuple[str, ...] = ()
-    #: Part of a sentence that names the Ray jobs that still run or whose state is unknown. An empty
+    #: Phrase with the names of the Ray jobs that still run or have an unknown state. An empty
     #: string if there are none.
     jobs_left: str = ""
-    #: Text that names the nodes that could not be checked for leftover processes after the end of
-    #: the Ray jobs. An empty string if all nodes were checked.
+    #: Text with the names of the nodes that could not be checked for leftover processes after the
+    #: end of the Ray jobs. An empty string if all nodes were checked.
     unseen: str = ""
     #: Final record that the flow process of the run could not write to `run.json`, or None. It
     #: contains only the last attempt, without its components.

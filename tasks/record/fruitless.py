@@ -1,4 +1,4 @@
-"""Count the attempts of a run that ended without a newer checkpoint or without net progress.
+"""Count the attempts that ended without a newer checkpoint or without net progress.
 
 The next attempt trains the steps of such an attempt again. If several attempts end like this, the
 run may never finish.

@@ -165,7 +165,7 @@ def has_failed_by_checkpoint(spec: RunSpec, attempts: Sequence[AttemptRecord]) -
 
 
 def find_blamed_nodes(failure: Failure | None, nodes: Iterable[str]) -> list[str]:
-    """Return the nodes of an attempt that probably caused its failure.
+    """Return those nodes of an attempt that probably caused the failure of the attempt.
 
     If the log line or the message of the failure names nodes, these are returned. Otherwise all
     nodes are returned. A timeout of a collective operation blames no node unless it names a rank.

@@ -277,9 +277,9 @@ class RunJson(Recorded):
     #: How Muster makes sure that all processes of the run end: the method, such as a cgroup, its
     #: guarantee, and the reason why a better method is not possible.
     containment: Mapping[str, Any] | None = None
-    #: Code, Python interpreter, installed packages and host of the first attempt. `parent` is the
-    #: run and the checkpoint from which a person started the run. `spec_file` is the path of the
-    #: spec file of a run that was started by `muster train`.
+    #: Code, Python interpreter, installed packages and host of the first attempt. If a person
+    #: started this run from a checkpoint, the key `parent` has this checkpoint and its run. If
+    #: `muster train` started this run, the key `spec_file` has the path of the spec file.
     provenance: Mapping[str, Any] | None = None
     attempts: tuple[AttemptRecord, ...] = ()
     #: Signatures of the checkpoints that this run must not use, by path. These are checkpoints that

@@ -37,9 +37,9 @@ from tasks.spec.formatting import format_count, format_duration
 #: Slug of the schedule that `muster deploy --cron` makes. Schedules that a person makes in the
 #: Prefect UI have no slug.
 CRON_SLUG = "cron"
-#: Treatment of a run that is due while the last run of its deployment has not ended. skip: the new
-#: run is cancelled. queue: the new run waits for the end of the last run. allow: both run at the
-#: same time.
+#: Treatment of a run that is due while the last run of its deployment has not ended. `skip` cancels
+#: the new run. `queue` lets the new run wait for the end of the last run. `allow` lets both run at
+#: the same time.
 Overlap = Literal["skip", "queue", "allow"]
 #: The job variable that names the folder in which a run's process starts.
 WORKING_DIR = "working_dir"

@@ -83,7 +83,8 @@ class ServerSeen:
 
     #: Number of the server in the fleet, from 0.
     rank: int
-    #: State of the group of servers that are started together with this server, such as `active`.
+    #: State of this server and of the servers that are always started together with it, such as
+    #: `active`.
     state: str = GroupState.STARTING.value
     #: Address of the server, or an empty string if it has not been started.
     url: str = ""

@@ -32,7 +32,7 @@ def measure_time_use(run: Run) -> Slow | None:
 
 
 def tell_story(run: Run) -> str:
-    """Return a summary of a run that fits on a screen or into a prompt for a language model."""
+    """Return a summary of a run, short enough for a screen or a prompt for a language model."""
     record = find_record(run)
     if record is None:
         return str(run)

@@ -1,4 +1,4 @@
-"""Finish the runs of this host whose flow process was killed or lost, and correct their records.
+"""Clean up after runs of this host whose flow process was lost, and correct their records.
 
 The functions of this module may be called at any time, even by several processes at once, because
 each lost run is locked by the process that finishes it. The functions do not change a run that is

@@ -154,12 +154,12 @@ class LlmRun:
         return [line["reward"] for line in self.lines()][-1:] > [0.85]
 
     def server(self, engine: int) -> psutil.Process:
-        """Return the process of an engine that listens on the engine's HTTP port."""
+        """Return the process that listens on the HTTP port of an engine."""
         url = self.engines()[engine]["urls"][0]
         return psutil.Process(listeners(int(url.rpartition(":")[2]))[0].pid)
 
     def core(self, engine: int) -> psutil.Process:
-        """Return the process of an engine that runs the model."""
+        """Return the process that runs the model of an engine."""
         children = self.server(engine).children(recursive=True)
         [core] = [child for child in children if "EngineCore" in "".join(child.cmdline())]
         return core

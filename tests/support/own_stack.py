@@ -277,14 +277,13 @@ def plan_kills(parts: Sequence[str], each: int, chance: random.Random) -> list[t
     """Return the processes of `muster up` that a test kills one after the other, in random order.
 
     Args:
-        parts: Names of the parts.
-        each: Number of kills of each part. Every second kill of a part hits the guardian process
-            that owns the part.
+        parts: Names of the processes.
+        each: Number of kills of each process. Every second kill hits the guardian process that owns
+            the process.
         chance: Source of the random order.
 
     Returns:
-        Pairs of the name of the part to kill, and True if the guardian of the part must be killed
-        instead.
+        Pairs of the name of a process, and True if its guardian process must be killed instead.
     """
     kills = [(part, number % 2 == 1) for part in parts for number in range(each)]
     chance.shuffle(kills)

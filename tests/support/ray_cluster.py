@@ -188,8 +188,8 @@ class RayCluster:
         """
         keys_of_2 = {"launch_multiple": True, "head_node_id": _FAKE_HEAD} if version == 2 else {}
         provider = {
-            # With the type `fake_multinode`, Ray would read a file that its wheel does not contain. So
-            # the same provider is used as an external class.
+            # With the type `fake_multinode`, Ray would read a file that its wheel does not contain.
+            # So the same provider is used as an external class.
             "type": "external",
             "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",
             "gcs_address": self.gcs_address,
