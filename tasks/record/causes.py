@@ -599,8 +599,8 @@ def last_lines(text: str, count: int = 20, line_length: int = 400) -> str:
 #: Matches the last message of a process of an inference fleet that exits because of an error of its
 #: own. Source: tasks/rollout/process.py, _say_last.
 _OWN_REASON = re.compile(r"^FleetError: ", re.MULTILINE)
-#: Last words of the field `reason` in events about engines and weight syncs, if these end because
-#: the whole fleet is being stopped. Source: tasks/rollout/{fleet,sync}.py.
+#: Last words of the field `reason` in events about engines and weight updates, if these end because
+#: the whole inference fleet is being stopped. Source: tasks/rollout/{fleet,sync}.py.
 _STOPPED = "the fleet is stopped"
 
 

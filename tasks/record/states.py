@@ -99,7 +99,7 @@ class GroupState(Enum):
     #: Muster restarts the failed servers of the group now, or after a delay.
     RECOVERING = "recovering"
     #: The servers of the group run, but their model weights are outdated. They serve requests again
-    #: after the trainer's next weight sync.
+    #: after the trainer's next weight update.
     STALE = "stale"
     #: The group of servers was taken out of service. Only an operator's command restarts it.
     RETIRED = "retired"

@@ -23,8 +23,8 @@ from tasks.spec.formatting import escape_markdown, format_count, format_duration
 from tasks.spec.probes import get_number
 from tasks.spec.watch import find_metric
 
-#: Width of a picture in pixels. A card of the Prefect UI scales it to about 380 pixels, where the
-#: text must still be legible.
+#: Width of a picture in pixels. An artifact's card in the Prefect UI scales it to about 380 pixels,
+#: and the text must still be legible there.
 WIDTH = 520
 #: Colour of the background of a picture.
 GROUND = "#ffffff"

@@ -1,8 +1,8 @@
 """Clean up after runs of this host whose flow process was lost, and correct their records.
 
 The functions of this module may be called at any time, even by several processes at once, because
-each lost run is locked by the process that finishes it. The functions do not change a run that is
-running or waiting, or whose state is unknown.
+a process locks each lost run before it cleans up after the run. The functions do not change a run
+that is running or waiting, or whose state is unknown.
 
 Muster's maintenance process of each host calls `reconcile_host` every minute, and does not create a
 flow run for the call. Most calls change nothing, and their flow runs would hide the users' runs in
@@ -142,7 +142,7 @@ def _finish_lost_runs(host: str) -> Iterator[RunReport]:
                     yield run
         except Exception as error:
             # Continue with the other runs. The registry entry of this run remains, so a later call
-            # tries to finish this run again.
+            # tries to clean up after this run again.
             _log.exception("Run %s could not be reconciled.", run_id)
             yield RunReport(name=run_id, found="its process was gone", open=repr(error))
 

@@ -82,8 +82,8 @@ BURST = [
     Case(
         number=15,
         title="fork burst under a pids limit",
-        # The trainer forks until its pids limit is reached. Then no process can be started, so the
-        # start of the next component fails.
+        # The trainer forks until the process limit of the run is reached. Then no process can be
+        # started, so the start of the next component fails.
         phases=phases,
         prepare=_prepare_burst,
         is_at_once=is_at_once,
@@ -192,7 +192,7 @@ def _prepare_endless_components(fault_run: FaultRun) -> None:
     for name in ("api", "trainer"):
         fault_run.components[name] |= {"argv": SHAPES["leader-ignores-term"], "grace_s": 600.0}
     if fault_run.phase is Phase.STOPPING:
-        # The second stop must also end the environment, which is in its grace period.
+        # The second stop must also end the component `environment`, which is in its grace period.
         fault_run.components["environment"]["grace_s"] = 600.0
 
 

@@ -66,8 +66,9 @@ _RUN = {
 class ModulePaths:
     """The modules that are called on each of three paths through Muster.
 
-    The paths lead from a spec to the start of its program, from the end of the program to the state
-    of the flow run, and from a waiting flow run to the GPUs of its process.
+    The first path leads from a spec to the start of its program. The second path leads from the end
+    of the program to the state of the flow run. The third path leads from a waiting flow run to the
+    GPUs of its process.
 
 
     The modules are in the order of their first call. Each has the name of the called function.

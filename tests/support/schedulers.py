@@ -253,7 +253,7 @@ def _fork(settings: dict[str, Any]) -> int:
 
 
 def main() -> None:
-    """Run the nursery process: fork and kill scheduler processes as the requests on stdin say."""
+    """Run the nursery process: fork or end scheduler processes, as the requests on stdin say."""
     import prefect.client.orchestration  # noqa: F401
 
     import tasks.queue.lease  # noqa: F401

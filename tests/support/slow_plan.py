@@ -188,8 +188,8 @@ def forecast_start(head: Waiting, running: Sequence[Held], free: FreeNodes, now:
     if not choose(free_then, head):
         return Forecast(at=None, free=free_then, running=running_then)
 
-    # The first gang waits for the gangs on nodes that have too few free resources now, but enough
-    # at the expected start.
+    # Some nodes have too few free resources now, but enough at the expected start of the first
+    # gang. The first gang waits for the gangs that hold resources on these nodes.
     sufficient_then = {name for name, node in free_then.items() if node.suffices(head.demand)}
     if head.among is not None:
         sufficient_then &= head.among
