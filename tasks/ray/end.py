@@ -272,7 +272,8 @@ class TakeDown:
     grace_s: float
     #: Function that writes an event of the attempt.
     emit: Emit
-    #: Function that receives each state of the job that the cluster reports until its end.
+    #: Function that is called with the state of the job after each report of the cluster, until the
+    #: job has ended.
     on_state: Callable[[JobState], None]
     #: Longest wait for a cluster that does not answer, in seconds.
     unknown_after_s: float = 60.0

@@ -1,4 +1,4 @@
-"""Plan the submission of a job to a Ray cluster, and record its state in `submission.json`.
+"""Plan the submission of a Ray job, and record the state of the job in `submission.json`.
 
 A later process of the run reads this file to find the job again.
 """

@@ -148,7 +148,8 @@ _HARMLESS = re.compile(
 _PROCESS = re.compile(r"pid=\d+|\[rank\d+\]|\bTP\d+\b")
 _TRACEBACK = "Traceback (most recent call last)"
 _CHAINED = re.compile(r"^(?:During handling of the above|The above) exception")
-#: Matches a line before the traceback of a caught exception, which did not end its process.
+#: Matches a line before the traceback of an exception that was caught. Such an exception did not
+#: end the process that raised it.
 _CAUGHT = re.compile(
     r"^Exception ignored in|exception was never retrieved|^--- Logging error ---"
     r"|^Exception in (?:ASGI application|callback|thread)"

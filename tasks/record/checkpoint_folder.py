@@ -260,7 +260,7 @@ def _is_flat(content: Content) -> bool:
 
 
 def _list_others(paths: Iterable[CheckpointPath]) -> Iterator[tuple[CheckpointPath, str]]:
-    """Yield the paths that are no checkpoints according to their names, with the reason."""
+    """Yield each path whose file name shows that it is no checkpoint, and the reason."""
     for path in paths:
         if read_step(path.name) is None or classify_name(path.name) is not NameKind.OTHER:
             continue

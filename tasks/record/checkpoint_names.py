@@ -1,4 +1,4 @@
-"""Find out from a name in a folder of checkpoints its step, and whether it is a checkpoint."""
+"""Decide from the name of a file whether it is a checkpoint, and find the step in the name."""
 
 from __future__ import annotations
 

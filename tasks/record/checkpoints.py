@@ -266,7 +266,7 @@ def _is_passed(spec: RunSpec) -> bool:
 
 
 def _checkpoint_component(spec: RunSpec) -> tuple[str, Component] | None:
-    """Return the component with the key `checkpoints` and its name, or None if there is none."""
+    """Return the name and the spec of the component with the key `checkpoints`, or None."""
     for name, component in spec.processes.items():
         if component.checkpoints:
             return name, component

@@ -66,7 +66,7 @@ class NoCode(MusterError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Code:
-    """Snapshot of a project's files and its last git commit, as the code store keeps it."""
+    """Entry of the code store with the files of a project and the project's last git commit."""
 
     #: Name of the code store's entry that contains the project's files as a tar archive.
     tree: str
@@ -484,7 +484,7 @@ def _without_slash(names: Collection[str]) -> set[str]:
 
 
 def _changes(root: Path) -> dict[str, str]:
-    """Return the last commit of a project, and the patch from this commit to its files.
+    """Return the last commit of a project, and the patch from it to the project's present files.
 
     Returns:
         The fields `commit` and `diff` of `Code`. The result is empty if the project has no commit,

@@ -30,7 +30,7 @@ class MetricsRow:
 
 
 def find_metrics_file(spec: Mapping[str, Any], attempt: AttemptPlace) -> tuple[Path, str]:
-    """Return the path of an attempt's metrics file, and the key of the step in its lines.
+    """Return the path of an attempt's metrics file, and the key of the step in each line.
 
     If the spec names no metrics file, the path is `metrics.jsonl` in the attempt's directory.
 

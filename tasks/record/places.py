@@ -401,7 +401,7 @@ class RunPlace:
 
     @property
     def spec(self) -> Path:
-        """Path of the run spec with its placeholders. Its secrets are masked."""
+        """Path of the run spec, in which placeholders are not replaced and secrets are masked."""
         return self.directory / "spec.yaml"
 
     def attempt(self, number: int) -> AttemptPlace:

@@ -274,8 +274,8 @@ class RunJson(Recorded):
     name: str = ""
     workload: str = ""
     tags: tuple[str, ...] = ()
-    #: How Muster makes sure that all processes of the run end: the method, such as a cgroup, its
-    #: guarantee, and the reason why a better method is not possible.
+    #: How Muster makes sure that all processes of the run end: the method (such as a
+    #: cgroup), the guarantee of this method, and the reason why a better method is not possible.
     containment: Mapping[str, Any] | None = None
     #: Code, Python interpreter, installed packages and host of the first attempt. If a person
     #: started this run from a checkpoint, the key `parent` has this checkpoint and its run. If

@@ -63,7 +63,7 @@ def component_interpreter(env: Env, root: Path | None = None) -> Interpreter:
 
 
 def component_search_path(env: Env, root: Path | None = None) -> str:
-    """Return the PATH of a component: first the folder of its `python`, then this PATH.
+    """Return the PATH of a component: the folder of its `python`, then the PATH of this process.
 
     Args:
         env: Environment variables of the component in the spec.

@@ -104,7 +104,7 @@ def stop_jobs(lost: LostRun, loss: FlowLoss, *, unknown_after_s: float) -> FlowL
 
 
 def _stop_job(entry: JobEntry, unknown_after_s: float) -> JobEnd:
-    """End the Ray job of a registry entry, and return its final state and its leftovers.
+    """End the Ray job of a registry entry, and return the job's final state and leftovers.
 
     Args:
         entry: Registry entry of the job.
@@ -340,7 +340,7 @@ def finish_run(lost: LostRun, loss: FlowLoss, *, goes_on_here: bool = False) -> 
 def _on_server(
     lost: LostRun, loss: FlowLoss, flow_run: FlowRun | None
 ) -> tuple[FlowLoss, State[Any] | None]:
-    """Add the state of a lost run on the Prefect server to the results of its cleanup.
+    """Add the state that a lost run has on the Prefect server to the results of the run's cleanup.
 
     Args:
         lost: The lost run.

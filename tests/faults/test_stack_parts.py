@@ -1,4 +1,4 @@
-"""Test that trainings survive when each part of their stack is killed at random moments.
+"""Test that trainings survive when each process of `muster up` is killed at random moments.
 
     MUSTER_SEED=1 MUSTER_KILLS=5 pytest tests/faults/test_stack_parts.py -s
 

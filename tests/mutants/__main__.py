@@ -109,7 +109,7 @@ class Verdict:
 
 
 def copy_of(tree: Path) -> tuple[Path, Path]:
-    """Copy a project into a directory for its current content, unless it has been copied before.
+    """Copy a project, unless a project with the same content has been copied before.
 
     Args:
         tree: Root of the project.

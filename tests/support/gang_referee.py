@@ -19,7 +19,7 @@ FINAL = frozenset({"COMPLETED", "FAILED", "CRASHED", "CANCELLED"})
 #: Longest time from the cancellation of a run to its final state, in seconds. It includes the grace
 #: periods, and up to 60 s until a server with SQLite has stored the state.
 _CANCELLED_WITHIN_S = 120.0
-#: Maximum number of faults of one kind that are reported one by one.
+#: Maximum number of errors of one kind that are reported one by one.
 _MAX_FAULTS_OF_KIND = 5
 
 
@@ -231,7 +231,7 @@ def list_holds(run: History) -> Iterator[Hold]:
 
 
 def _find_wrong_ends(run: History) -> Iterator[str]:
-    """Yield the faults in the final state, the cancellation and the grant of a run."""
+    """Yield a message for each error in the final state, the cancellation or the grant of a run."""
     last = run.states[-1] if run.states else None
     if last is None or last.type not in FINAL:
         shown = f"{last.type} {last.name}" if last else "never seen"
@@ -252,7 +252,7 @@ def _is_gang(placed: Mapping[str, int], run: History) -> bool:
 
 
 def _find_double_starts(run: History, holds: Sequence[Hold]) -> Iterator[str]:
-    """Yield the faults of a run that was admitted twice, ran twice, or ran without its GPUs."""
+    """Yield a message for each time that a run was admitted or ran twice, or ran without GPUs."""
     for before, after in pairwise(state for state in run.states if state.type != "RUNNING"):
         # After Pending, Prefect sets a state "Submitting" of the same type. This state is no
         # admission.
@@ -296,7 +296,7 @@ def _usage_of_hold(hold: Hold) -> _Usage:
 
 
 def _find_strays(run: History) -> Iterator[str]:
-    """Yield the faults of components that ran on another host or saw a wrong number of GPUs."""
+    """Yield a message for each component that ran on a wrong host or saw a wrong number of GPUs."""
     for part in run.parts:
         if part.devices is None or len(set(part.devices)) != run.gpus:
             yield f"{run.name} has {run.gpus} GPUs, and its component saw {part.devices}"
@@ -305,7 +305,7 @@ def _find_strays(run: History) -> Iterator[str]:
 
 
 def _find_shared_devices(runs: Iterable[History], holds: Mapping[str, Sequence[Hold]]) -> list[str]:
-    """Return the faults of GPUs that two components saw at the same time."""
+    """Return a message for each GPU that two components saw at the same time."""
     usages = []
     for run in runs:
         for part, usage in zip(run.parts, _usages_of_components([run], holds), strict=True):
@@ -332,7 +332,7 @@ def _usages_of_components(
 def _find_peaks(
     usages: Iterable[_Usage], limits: Mapping[str, float]
 ) -> tuple[dict[str, float], list[str]]:
-    """Return the largest used amount of each resource, and the faults of exceeded limits.
+    """Return the largest used amount of each resource, and a message for each exceeded limit.
 
     Args:
         usages: Used resources, in any order.
@@ -455,7 +455,7 @@ def _fits(run: History, nodes: Mapping[str, int], holds: Iterable[Hold]) -> bool
 
 
 def _shorten(faults: Sequence[str]) -> Iterator[str]:
-    """Yield the first faults of one kind, and then the number of the others."""
+    """Yield the first messages of one kind, and then the number of the others."""
     yield from faults[:_MAX_FAULTS_OF_KIND]
     if len(faults) > _MAX_FAULTS_OF_KIND:
         yield f"... and {len(faults) - _MAX_FAULTS_OF_KIND} more like the last"

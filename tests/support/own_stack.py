@@ -241,7 +241,7 @@ class OwnStack:
 def find_faults(
     stack: OwnStack, name: str, run_id: str, steps: int, states: Mapping[str, str]
 ) -> list[str]:
-    """Return the faults of a training that should have completed in one attempt.
+    """Return the errors of a training that should have completed in one attempt.
 
     The lines that the training wrote must agree with `run.json` and with the Prefect server.
 
