@@ -96,9 +96,10 @@ class PipelineSession:
         self._last_message = ""
         #: True if the run of the current stage must be cancelled without its grace periods.
         self._is_hurried = False
-        #: Event that is set when the pipeline must end or must be handed over to its next process.
+        #: Event that is set when the pipeline must end, or when the next flow process of the
+        #: pipeline must continue it.
         self._ending = threading.Event()
-        #: True after this process has begun to hand the pipeline over to its next process.
+        #: True after this process has begun to leave the pipeline to the next flow process.
         self.is_handing_over = False
 
     def interrupt(self, why: str) -> None:
@@ -115,7 +116,7 @@ class PipelineSession:
         self._is_hurried = True
 
     def let_go(self, why: str) -> None:
-        """Request that the pipeline is handed over to its next process, and return at once."""
+        """Request that the next flow process continues the pipeline, and return at once."""
         self.hand_over_reason = self.hand_over_reason or why
         self._ending.set()
 
@@ -152,7 +153,7 @@ class PipelineSession:
             The stage run. None if it cannot be created. The reason is then stored in `failure`.
 
         Raises:
-            Pause: The pipeline is handed over to its next process.
+            Pause: This process must exit, because the next flow process continues the pipeline.
         """
         self._last_message = ""
         if isinstance(step, StageRun):
@@ -186,7 +187,7 @@ class PipelineSession:
             ended.
 
         Raises:
-            Pause: The pipeline is handed over to its next process.
+            Pause: This process must exit, because the next flow process continues the pipeline.
         """
         while True:
             run = self._refresh(run)
@@ -387,7 +388,7 @@ class PipelineSession:
             self._ending.wait(delay_s)
 
     def _hand_over(self, progress: str) -> NoReturn:
-        """Hand the pipeline over to its next process through a state on the Prefect server.
+        """Set the flow run to a waiting state, so that the next flow process continues the pipeline.
 
         If the server does not answer, a later `muster reconcile` finds that the flow run has no
         process, and schedules the flow run's next process.

@@ -165,7 +165,9 @@ def find_worker_flow_run() -> FlowRun | None:
 
 
 def hand_over_flow_run(client: SyncPrefectClient, flow_run_id: UUID, state: State[Any]) -> bool:
-    """Set the state in which a flow run waits for its next process. Return True on success.
+    """Set the state in which a flow run waits until its next process starts.
+
+    Return True on success.
 
     The pid of the present process is first deleted from the flow run's record on the server.
     Otherwise, a cancellation of the flow run would wait endlessly for the present process.

@@ -579,7 +579,7 @@ def set_running_message(flow_run_id: UUID, message: str, over: threading.Event) 
 
 
 def make_handover_state(message: str, due_after_s: float) -> State[Any]:
-    """Return the state of a flow run that waits for its next process while its jobs continue.
+    """Return the state for a flow run that has no process now, while its Ray jobs continue.
 
     Args:
         message: message of the state.

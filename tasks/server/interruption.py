@@ -64,9 +64,10 @@ class Change(Enum):
     CANCELLED = "cancelled"
     #: A user has cancelled the flow run. The processes of the run are killed at once.
     CANCELLED_NOW = "cancelled now"
-    #: The flow run has another final state, although its process works.
+    #: The flow run has another final state, although the process of the flow run still works.
     ENDED = "ended"
-    #: The flow run has a state in which it has no process, or waits, although its process works.
+    #: The flow run is in a state in which flow runs have no process or wait. But the process of the
+    #: flow run still works.
     SET_BACK = "set back"
     #: The flow run does not exist any more.
     DELETED = "deleted"
@@ -141,7 +142,7 @@ class Interruptible(Protocol):
 
     @property
     def is_handing_over(self) -> bool:
-        """True after this process has begun to hand the run or pipeline over to its next process.
+        """True after this process has begun to leave the run or pipeline to the next flow process.
 
         The process itself then sets a state in which the flow run waits.
         """
@@ -157,7 +158,7 @@ class Interruptible(Protocol):
         """Skip the remaining grace periods. `interrupt` must have been called before."""
 
     def let_go(self, why: str) -> None:
-        """Start to end this process, and hand the run or pipeline over to its next process.
+        """Start to end this process, so that the next flow process continues the run or pipeline.
 
         Args:
             why: reason of the handover, for the run's record.
@@ -229,7 +230,7 @@ class ForwardedRequests:
                 self._session.interrupt(_DELETED)
 
     def _set_cancelling(self, observed: State[Any], message: str) -> None:
-        """Replace a final state of the flow run by Cancelling, as long as its process works."""
+        """Replace a final state of the flow run by Cancelling, because its process still works."""
         if not self._session.is_handing_over:
             cancelling: State[Any] = Cancelling(message=message)
             correct_state(self._flow_run_id, observed, cancelling)

@@ -189,7 +189,7 @@ class RunSession:
         self._guardian_template: GuardianTemplate | None = None
         self._verdict: Verdict | None = None
         self._is_left = False
-        #: True after this process has begun to hand the run over to its next process, and has not
+        #: True after this process has begun to leave the run to the next flow process, and has not
         #: failed to do so.
         self.is_handing_over = False
 

@@ -196,7 +196,7 @@ def has_adoptable_attempt(lost: LostRun) -> bool:
 
 
 def _needs_next_process(state: State[object]) -> bool:
-    """Return True if a lost flow run's state shows that no worker will start its next process."""
+    """Return True if a lost flow run is in a state from which no worker will start it again."""
     if state.is_pending():
         return datetime.now(UTC) - state.timestamp > _START_TIMEOUT
     return state.is_running() or state.is_crashed()

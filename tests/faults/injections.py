@@ -41,9 +41,9 @@ while True:
     c.close()
 """
 
-#: Program that starts one process for each process id on its command line, with exactly this id. The
-#: processes belong to no run. The program then prints `up`, and kills the processes when its stdin
-#: is closed.
+#: Program that starts one process for each process id on its command line, with exactly this id.
+#: The processes belong to no run. The program then prints `up`, and kills the processes when its
+#: stdin is closed.
 #: Source: clone(2), `set_tid` of clone3.
 _TAKE_PIDS = """
 import ctypes, os, signal, struct, sys
