@@ -388,7 +388,7 @@ class PipelineSession:
             self._ending.wait(delay_s)
 
     def _hand_over(self, progress: str) -> NoReturn:
-        """Set the flow run to a waiting state, so that the next flow process continues the pipeline.
+        """Set a waiting state for the flow run. Its next flow process then continues the pipeline.
 
         If the server does not answer, a later `muster reconcile` finds that the flow run has no
         process, and schedules the flow run's next process.

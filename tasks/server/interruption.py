@@ -185,7 +185,7 @@ class ForwardedRequests:
         self._ctrl_c = CtrlC()
 
     def take_signal(self, signum: int, at_s: float) -> None:
-        """End the session, skip its grace periods, or hand it over, as the signal requests.
+        """End the run or pipeline, skip grace periods, or let the next process continue.
 
         Args:
             signum: number of the signal.
@@ -204,7 +204,7 @@ class ForwardedRequests:
             self._session.hurry()
 
     def take_observation(self, observed: ObservedFlowRun) -> None:
-        """End the session, or correct the flow run's state, as the observed change requires."""
+        """End the run or pipeline, or correct its state, as the observed change requires."""
         state = observed.state
         self._missing_answers += 1
         if observed.change is not Change.DELETED:
@@ -236,7 +236,7 @@ class ForwardedRequests:
             correct_state(self._flow_run_id, observed, cancelling)
 
     def _leave_unless_ended(self) -> None:
-        """Hand the session over to the next worker, or end it if no next process may start."""
+        """Let the next worker continue the run or pipeline, or end it if no process may follow."""
         observed = observe_flow_run(self._flow_run_id)
         if observed.change is Change.DELETED:
             self._session.interrupt(_DELETED)
@@ -250,20 +250,20 @@ class ForwardedRequests:
 def end_on_request(
     session: Interruptible, flow_run_id: UUID, *, may_be_left: bool
 ) -> Iterator[None]:
-    """End the session if SIGINT, SIGTERM or SIGHUP arrives, or if its flow run ends on the server.
+    """End a run or pipeline if SIGINT, SIGTERM or SIGHUP arrives, or if its flow run ends.
 
     The signals and the flow run are watched in the `with` block.
 
     A signal does not end this process, and raises no exception in the main thread, because the main
-    thread may hold a lock. Another thread receives the signal and starts to end the session. The
-    caller waits until the session has ended. If the caller is not in the main thread, Python cannot
+    thread may hold a lock. Another thread receives the signal and starts to end the run or
+    pipeline. The caller waits until the run or pipeline has ended. If the caller is not in the main thread, Python cannot
     handle signals, and only changes of the flow run have an effect.
 
     Args:
         session: the run or pipeline that this process executes.
         flow_run_id: id of the flow run of the run or pipeline.
-        may_be_left: True if a SIGTERM without a cancellation hands the session over to the next
-            worker. A worker sends SIGTERM when the flow run is cancelled, and also when the worker
+        may_be_left: True if, after a SIGTERM without a cancellation, the next worker continues the
+            run or pipeline. A worker sends SIGTERM when the flow run is cancelled, and also when the worker
             itself is stopped. Only in the first case, the flow run's state on the server is
             Cancelling or Cancelled.
     """
@@ -277,8 +277,8 @@ def end_on_request(
         with override_client_settings(retries=0):
             while not is_over.wait(_POLL_EVERY_S):
                 observed = observe_flow_run(flow_run_id)
-                # The session may have ended during the request. Its flow run then has a final
-                # state that this process has set.
+                # The run or pipeline may have ended during the request. This process has then set a
+                # final state of the flow run.
                 if not is_over.is_set():
                     wishes.take_observation(observed)
 

@@ -223,7 +223,8 @@ def _kill_flow_and_guardians(fault_run: FaultRun) -> None:
 
 def _check_second_reconcile_does_nothing(fault_run: FaultRun) -> None:
     assert not any(fault_run.observed_flow.home.glob("live/*")), "the registry entry still exists"
-    # At level L4 (PID namespace), the observing oracle process has already removed the cgroups.
+    # At level L4 (PID namespace), the oracle, the parent of the flow process, has already
+    # removed the cgroups.
     if fault_run.level != "L4":
         assert fault_run.observed_flow.oracle_result().cgroups == ()
     assert fault_run.reconcile() == {}

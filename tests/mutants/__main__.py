@@ -89,7 +89,7 @@ class Mutant:
 
     @property
     def key(self) -> str:
-        """Text that identifies the mutant in the file of verdicts."""
+        """Text that identifies the mutant in the file with the results of the tests."""
         return f"{self.path}:{self.operator}:{self.occurrence}"
 
 

@@ -77,7 +77,8 @@ class OtherHost:
         self._keeper.stdin.write(json.dumps(command).encode() + b"\n")
         self._keeper.stdin.flush()
 
-        # The keeper runs in the namespace, so it answers with the process id inside of it.
+        # The keeper, which starts the programs of the host, runs in the PID namespace of the host.
+        # So it answers with the process id inside of this namespace.
         inner_pid = int(self._keeper.stdout.readline())
         return wait_for(lambda: self._outer_pid(inner_pid), f"pid {inner_pid} of {self.name}")
 

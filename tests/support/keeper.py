@@ -25,12 +25,12 @@ from contextlib import suppress
 
 #: Time limit for killing all descendants, in seconds.
 _END_WITHIN_S = 20.0
-#: Interval in which the keeper reaps ended children, in seconds.
+#: Interval in which this program reaps ended children, in seconds.
 _REAP_EVERY_S = 0.05
 
 
 def main() -> int:
-    """Run the keeper: start the programs of a test, and later kill them. Return the exit code."""
+    """Start the programs of a test, kill them when stdin is closed, and return the exit code."""
     if ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) != 0:  # PR_SET_CHILD_SUBREAPER
         raise SystemExit("not a subreaper")
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
