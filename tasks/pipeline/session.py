@@ -64,8 +64,8 @@ _CANCEL_TIMEOUT_S = 180.0
 _HURRIED_TIMEOUT_S = 30.0
 #: Seconds to wait for a Prefect server that does not answer, once the pipeline must end.
 _SERVER_TIMEOUT_S = 30.0
-#: Seconds between a handover and the earliest start of the pipeline's next flow process. The old
-#: flow process exits within this time.
+#: Seconds until the next flow process of a pipeline may start, after the old flow process has given
+#: up the pipeline. The old flow process exits within this time.
 _DUE_AFTER_S = 5.0
 
 T = TypeVar("T")

@@ -173,8 +173,8 @@ class ForwardedRequests:
         Args:
             session: the run or pipeline that this process executes.
             flow_run_id: id of the flow run of the run or pipeline.
-            may_be_left: True if a SIGTERM without a cancellation hands the session over to the next
-                worker. False if every SIGTERM ends the session.
+            may_be_left: True if, after a SIGTERM without a cancellation, the next worker continues
+                the run or pipeline. False if every SIGTERM ends it.
         """
         self._session = session
         self._flow_run_id = flow_run_id
@@ -256,16 +256,16 @@ def end_on_request(
 
     A signal does not end this process, and raises no exception in the main thread, because the main
     thread may hold a lock. Another thread receives the signal and starts to end the run or
-    pipeline. The caller waits until the run or pipeline has ended. If the caller is not in the main thread, Python cannot
-    handle signals, and only changes of the flow run have an effect.
+    pipeline. The caller waits until the run or pipeline has ended. If the caller is not in the main
+    thread, Python cannot handle signals, and only changes of the flow run have an effect.
 
     Args:
         session: the run or pipeline that this process executes.
         flow_run_id: id of the flow run of the run or pipeline.
         may_be_left: True if, after a SIGTERM without a cancellation, the next worker continues the
-            run or pipeline. A worker sends SIGTERM when the flow run is cancelled, and also when the worker
-            itself is stopped. Only in the first case, the flow run's state on the server is
-            Cancelling or Cancelled.
+            run or pipeline. A worker sends SIGTERM when the flow run is cancelled, and also when
+            the worker itself is stopped. Only in the first case, the flow run's state on the server
+            is Cancelling or Cancelled.
     """
     wishes = ForwardedRequests(session, flow_run_id, may_be_left=may_be_left)
     is_over = threading.Event()
