@@ -407,9 +407,11 @@ class SupervisedAttempt:
         self.decided = asyncio.Event()
 
     def prepare(self) -> None:
-        """Start the guardian process that will own each component.
+        """Prepare every component, and start the tasks that watch the whole attempt.
 
-        If a guardian cannot be started, the attempt fails.
+        For each component that runs on this machine, a guardian process is started. It will later
+        start the component's program and end the program's processes. If a guardian process cannot
+        be started, the attempt fails.
         """
         try:
             self._context.begin()

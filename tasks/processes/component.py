@@ -521,7 +521,13 @@ class RunningComponent(ABC):
         return
 
     async def read_planned_end(self) -> PlannedEnd | None:
-        """Return the time at which a machine will end the component. None if none is planned."""
+        """Return when and why the component's machine will end the component, if this is known.
+
+        An example is a shutdown that an administrator has scheduled on the machine.
+
+        Returns:
+            The time and the reason, or None if no such end is known.
+        """
         return None
 
     def delay_kill(self, for_s: float) -> None:

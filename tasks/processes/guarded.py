@@ -84,8 +84,8 @@ class Command:
     #: signal. Set it for a program whose children may outlive it. If None, children that outlive
     #: the program are stopped at once.
     children_grace_s: float | None = None
-    #: Longest time in seconds for which a checkpoint that the program writes delays the stop signal
-    #: and SIGKILL. If None, it is `grace_s`.
+    #: Longest time in seconds that the program gets to finish a checkpoint. The stop signal and
+    #: SIGKILL are delayed while the program writes a checkpoint. If None, the time is `grace_s`.
     save_grace_s: float | None = None
 
     @property

@@ -53,7 +53,8 @@ async def growing_intervals() -> AsyncIterator[None]:
         yield
 
 
-#: Number of JSON objects without a step after which the key of the step is probably wrong.
+#: Number of JSON objects without the configured key of the training step, after which Muster
+#: reports that the key is probably wrong.
 _PROBABLY_WRONG_AFTER = 20
 #: Largest number of keys and files that a message lists.
 _LISTED_AT_MOST = 8
@@ -66,7 +67,7 @@ class HttpProgress:
         """
         Args:
             url: The URL.
-            key: Key of the step in the JSON object.
+            key: Key in the JSON object whose value is the training step.
             client: HTTP client for the requests.
         """
         self._url = url
@@ -476,7 +477,9 @@ class ProgressWatch:
     #: Time at which the current step begins to count as slow, in seconds on the clock of the
     #: asyncio loop.
     _slow_at_s: float = math.inf
-    #: Size of each log in bytes at each of the last steps, see `size_of_survived_log`.
+    #: Size of each log in bytes at each of the last `STEPS_OF_SURVIVAL` steps. If this number of
+    #: steps followed an error in a log, the error did not stop the training. See
+    #: `size_of_survived_log`.
     _lengths: deque[dict[Path, int]] = field(
         default_factory=lambda: deque(maxlen=STEPS_OF_SURVIVAL)
     )
@@ -529,8 +532,9 @@ class ProgressWatch:
         check_every_s = min(max((limit_s or 0) / _CHECKS_PER_LIMIT, _READ_EVERY_S), _CHECK_EVERY_S)
         loop = asyncio.get_running_loop()
         check_at = loop.time()
-        #: Time from which `finish_within_s` counts, in seconds on the clock of the asyncio loop. It
-        #: is set again while the training continues after its last step.
+        #: Time from which `finish_within_s` counts, in seconds on the clock of the asyncio loop.
+        #: None until the training has reported its last step. The time is set again if the trainer
+        #: is still at work afterwards, for example if it writes a checkpoint.
         finished_s: float | None = None
         finished_step: float | None = None
         while True:
@@ -584,9 +588,10 @@ class ProgressWatch:
         return f"no step, and {no_output}," if self.source is not None else f"{no_output},"
 
     def size_of_survived_log(self, log: Path) -> int:
-        """Return the number of bytes at the start of a log whose errors the training has survived.
+        """Return the size in bytes that a log had several training steps ago.
 
-        The training has survived an error if it has made several steps after the error.
+        Errors in these first bytes of the log did not stop the training, because the training has
+        made `STEPS_OF_SURVIVAL` steps since. The size is 0 if there were fewer steps.
 
         Args:
             log: Log file of a component.

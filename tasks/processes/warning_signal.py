@@ -79,7 +79,8 @@ def send_warning(
         if (pid, start) in skip:
             continue
         if not handles_signal(pid, signum):
-            # The kernel may reuse a pid during this loop, so remember the pids.
+            # Visit each pid only once. If the kernel reuses a pid during this loop, a new process
+            # with that pid could otherwise make the loop visit the same pids without end.
             fresh = [child for child in children(pid) if child not in seen]
             seen.update(fresh)
             pending += fresh
