@@ -46,15 +46,16 @@ _JOB_WITHIN_S = 120.0
 _EXIT_CODE = 7
 #: States in which a Ray job has ended.
 _FINAL_STATES = (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED)
-#: Keys of `SHAPES` whose processes stay in the process group of their Ray worker. Ray should end
-#: these processes.
+#: Kinds of child processes (keys of `SHAPES`) that stay in the process group of their Ray
+#: worker. Ray should end these processes together with the worker.
 _HELD_BY_GROUPS = tuple(SHAPES)[:2]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check on every node whether Ray ends the child processes of a killed actor.
 
-    The check tries each kind of child process in `SHAPES`, and prints the results.
+    The check tries several kinds of child processes, for example a daemon (see `SHAPES`). It prints
+    the results.
 
     Returns:
         0 if all processes ended that Ray is able to end. 1 if a process leaked that Ray is able to

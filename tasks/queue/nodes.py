@@ -130,11 +130,14 @@ class Capacity:
     _local_devices: tuple[Devices | None, float] = None, 0.0
 
     async def read_cluster(self, key: str, settings: Mapping[str, PoolSettings]) -> Cluster:
-        """Read the current nodes of a cluster. Drained nodes are included, but not marked.
+        """Read the current nodes of a cluster.
+
+        The result also contains nodes that are drained according to the settings. To mark these
+        nodes as drained, call `mark_drained` with the result.
 
         Args:
-            key: Address of the cluster's dashboard. Empty for the nodes that the settings of work
-                pools list for runs without a Ray cluster.
+            key: Address of the Ray cluster's dashboard. If it is an empty string, the nodes without
+                Ray are read. They are listed in the settings of the work pools.
             settings: Settings of the work pools, by pool name.
 
         Raises:

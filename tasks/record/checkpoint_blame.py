@@ -266,15 +266,15 @@ def match_given_up(
     signature: str,
     best_later_steps: Mapping[int, float],
 ) -> RejectedCheckpoint | None:
-    """Return the entry of `given_up` that says that an attempt could not load a checkpoint.
+    """Return the entry of `given_up` for a checkpoint that should not be loaded again, or None.
 
     Args:
         given_up: Checkpoints that attempts could not load.
         path: Path of the checkpoint.
         signature: Hash of the checkpoint's present files.
-        best_later_steps: For the number of each attempt, the highest step of all later attempts.
-            These steps are used if the entry in `given_up` has no signature. They show whether
-            a later attempt has saved the checkpoint again.
+        best_later_steps: For each attempt number, the highest training step that attempts with a
+            larger number have reached. Only used for an entry without a hash: if later attempts
+            have reached the step of the checkpoint, they have saved the checkpoint again.
 
     Returns:
         The entry. None if no attempt failed to load the checkpoint, or if the checkpoint was saved

@@ -64,7 +64,7 @@ class ResumePlan:
     rule: str = ""
     #: Newer checkpoints from which the attempt should not start, the newest first.
     refused: tuple[RefusedCheckpoint, ...] = ()
-    #: Remarks for the user about the choice.
+    #: Remarks for the user about the choice of the checkpoint.
     notes: tuple[str, ...] = ()
     step: int | None = None
     #: Hash of the checkpoint's files, or an empty string if `path` is None.

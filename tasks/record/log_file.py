@@ -119,7 +119,7 @@ class _OpenLog:
         """Return True if the content of this file is the beginning of the content of another log.
 
         Args:
-            other: The other log, of which at most the beginning was read.
+            other: The other log. At most its first bytes were read before this call.
         """
         source = other._copy or other.file
         offset = 0

@@ -278,12 +278,17 @@ class GitView:
         return {name: value for name, value in values if value not in ("unspecified", "unset")}
 
     def _filtered_line(self, commit: str, name: str, position: int) -> str:
-        """Return a line about a file with a git filter, or an empty string for an unchanged file.
+        """Return a line that says how a file with a git filter differs from a commit.
 
         Args:
             commit: Hash of the commit with which the file is compared.
             name: Path of the file in the work tree.
-            position: Number of files with a filter before this file.
+            position: Index of the file among the changed files with a git filter. Only the first
+                `_COMPARED_FILES` of these files are compared.
+
+        Returns:
+            The line, with a newline at its end. It says so if the file was not compared. An empty
+            string if the file is unchanged.
         """
         if position >= _COMPARED_FILES:
             return f"{name}: not compared, because a filter creates its content\n"

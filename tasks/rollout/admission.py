@@ -68,7 +68,8 @@ def compute_bounds(
         open_files: Limit of open files of this process.
         in_use: Number of files that are open already.
         may_be_let_in: True if the gateway has a token, so that other users may use the gateway.
-        servers: Number of servers in the fleet. Some open files are kept free for each server.
+        servers: Number of inference servers of the run. For each server, the gateway needs some of
+            its open files, so fewer files are available for client connections.
     """
     kept = min(_KEPT_FILES, open_files // 4) + min(_KEPT_FILES_EACH * servers, open_files // 4)
     # Each client connection needs two open files: its own, and one for the connection to a server.
@@ -89,8 +90,10 @@ class Admission:
 
     Args:
         may_be_let_in: True if the gateway has a token, so that other users may use the gateway.
-        servers: Number of servers in the fleet. Some open files are kept free for each server.
-        table: Asks the kernel which user has opened a connection. None for a new `SocketTable`.
+        servers: Number of inference servers of the run. For each server, the gateway needs some of
+            its open files, so fewer files are available for client connections.
+        table: Table with which the gateway asks the kernel which user has opened a connection. If
+            None, a new `SocketTable` is created.
     """
 
     def __init__(

@@ -108,7 +108,8 @@ class LocalHost:
 
         Args:
             slot: The planned server.
-            epoch: Number of this start of the server's lifecycle group.
+            epoch: Number that counts the starts of the server's group. The servers of a group are
+                always started and stopped together.
 
         Raises:
             StartFailed: The server could not be started, or it still runs from an earlier start.

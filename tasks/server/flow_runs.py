@@ -410,15 +410,17 @@ class Host:
 
 
 def decide_lost_state(run: FlowRun, host: Host, now: datetime) -> State[Any] | None:
-    """Return the new state of a flow run that has lost its process and is not in the registry.
+    """Return the new Prefect state of a flow run if its process is gone, otherwise None.
 
     Args:
         run: the flow run.
-        host: host whose lost flow runs are searched.
+        host: host that may have run the process.
         now: present time by the server's clock.
 
-    Returns: None if the flow run may have a process, may soon get a process, is in the registry, or
-        belongs to another host.
+    Returns: The new state, for example Crashed. None if the state should not change: the flow run
+        may have a process, may soon get a process, or belongs to another host. Also None if the
+        flow run is in the host's list of runs (`host.registered`), because `tasks.upkeep.lost_run`
+        handles these flow runs.
     """
     state = run.state
     if state is None or {str(run.id), run.name} & host.registered or host.has_process(run):

@@ -45,7 +45,8 @@ class CheckpointBlame(StrEnum):
 class KindProperties:
     """All facts about a kind of failure: one table of `failure_kinds.toml`."""
 
-    #: Events and log texts by which Muster recognises the kind, in Markdown for the documents.
+    #: Events and log texts by which Muster recognises this kind of failure, in Markdown for the
+    #: documents.
     cause: str
     #: Reaction of Muster, in Markdown. The text continues the sentence "Muster ...".
     reaction: str
@@ -62,12 +63,13 @@ class KindProperties:
     #: True if the attempt ends before its components have run. The delay before the next attempt
     #: then depends only on the number of consecutive failures of this kind.
     ends_before_components_run: bool = False
-    #: Largest number of attempts of a requeued run, including the first, if the spec sets no
-    #: number. None if there is no limit. A kind has a limit if each attempt occupies the GPUs of
-    #: the run for some time.
+    #: Largest number of attempts of a requeued run, including the first, if the run spec sets no
+    #: number. None if there is no limit. A kind of failure has a limit if each attempt that fails
+    #: in this way occupies the GPUs of the run for some time.
     attempts: int | None = None
-    #: Delay before the first retry in seconds, if the spec sets no delay. None if the kind has the
-    #: same default delay as other kinds. A short delay is right if the run need not wait for GPUs.
+    #: Seconds between an attempt with this kind of failure and the first retry, if the run spec
+    #: sets no delay. None if the common default delay applies, as for most kinds of failure. A
+    #: short delay is right if the run need not wait for GPUs.
     delay_s: float | None = None
     blames_node: NodeBlame = NodeBlame.NEVER
     blames_checkpoint: CheckpointBlame = CheckpointBlame.NEVER
@@ -176,14 +178,20 @@ def describe_requeues(kind: FailureKind) -> str:
 
 
 def list_requeued_kinds() -> str:
-    """Return the names of the requeued kinds with their numbers of requeues, for a sentence."""
+    """Return a list of the kinds of failure after which a run is requeued, for a sentence.
+
+    The text contains the name of each kind and its number of requeues.
+    """
     return ", ".join(
         f"{kind} {describe_requeues(kind)}" for kind in FailureKind if kind in REQUEUED
     )
 
 
 def list_default_attempts() -> str:
-    """Return the names of the requeued kinds with their numbers of attempts, for a sentence."""
+    """Return a list of the kinds of failure after which a run is requeued, for a sentence.
+
+    The text contains the name of each kind and its largest number of attempts.
+    """
     return ", ".join(
         f"{kind} ({kind.properties.attempts or 'no limit'})"
         for kind in FailureKind
@@ -192,7 +200,10 @@ def list_default_attempts() -> str:
 
 
 def list_default_delays() -> str:
-    """Return the kinds that have a default delay of their own, with the delay in seconds."""
+    """Return a list of the kinds of failure with a special delay before a retry, for a sentence.
+
+    The text contains the name of each kind and its default delay in seconds.
+    """
     return ", ".join(
         f"{kind} ({kind.properties.delay_s:g})" for kind in FailureKind if kind.properties.delay_s
     )

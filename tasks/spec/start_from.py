@@ -60,7 +60,10 @@ class StartFrom(Model):
 
 
 def find_start_faults(written: Mapping[str, Any]) -> Iterator[Fault]:
-    """Yield a fault if no program of a run would get the checkpoint of `start_from`.
+    """Yield a fault if a spec sets `start_from`, but passes the checkpoint to no program.
+
+    A program gets the path of the checkpoint only if the spec uses the placeholder
+    `${attempt.resume_from}`, for example in the command of the trainer.
 
     Args:
         written: The run spec as plain data, in which placeholders are not replaced yet.

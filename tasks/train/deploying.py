@@ -112,13 +112,14 @@ def load_pipeline_spec(path: str) -> dict[str, Any]:
 
 
 def _store_code(spec: S, add_code: Callable[[SyncPrefectClient | None, S, Path], S]) -> S:
-    """Store the project's code, and return the spec with the name of the stored code.
+    """Store a snapshot of the project's code, and return the spec with the snapshot's name.
 
-    The code is stored on this machine, and on the Prefect server if a server is configured.
+    The snapshot is stored on this machine, and on the Prefect server if a server is configured.
 
     Args:
         spec: A run spec or a pipeline spec. It is returned unchanged outside of a project.
-        add_code: Stores the code of a project, and returns the spec with the name of the code.
+        add_code: Function that stores a snapshot of a project's code, and returns the spec with the
+            snapshot's name.
     """
     api_url = PREFECT_API_URL.value()
     root = Path.cwd()
@@ -129,10 +130,11 @@ def _store_code(spec: S, add_code: Callable[[SyncPrefectClient | None, S, Path],
 
 
 def _add_run_code(client: SyncPrefectClient | None, spec: RunSpec, root: Path) -> RunSpec:
-    """Store the code of the project, and return the run spec with the name of the code.
+    """Store a snapshot of the project's code, and return the run spec with the snapshot's name.
 
-    The returned spec also names the Python environment that is activated in this shell, if the run
-    needs it.
+    The code store creates the name, and the run later loads the snapshot by this name. If the run
+    needs the Python environment that is activated in this shell, the returned spec also names the
+    environment.
     """
     code = store_submitted_code(client, spec.code, root)
     return add_active_environment(spec, root).model_copy(update={"code": code})

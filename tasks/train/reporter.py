@@ -134,8 +134,9 @@ class Reporter:
         self._reports.put(self._send_last_page)
         self._reports.put(None)
         if self._flow_run.run_count > 1:
-            # Send the artifacts before the final state. The run may also have waited on another
-            # host, and that host reads the run's record from an artifact when the run has ended.
+            # Send the artifacts before the final state. An earlier process of this run may have
+            # run on another host. When the run has ended, that host reads the final record of the
+            # run from an artifact.
             self.await_last_artifacts()
 
     def await_last_artifacts(self) -> None:

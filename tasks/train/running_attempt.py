@@ -62,13 +62,13 @@ class RunningAttempt:
     ) -> None:
         """
         Args:
-            plan_inputs: The content of the attempt's plan.
-            spec: The run spec of the attempt, and its ports.
-            emit: Publishes events of the attempt.
-            register: Entry of the run in this machine's registry.
-            note_ports: Writes the ports of the attempt into the run's record.
-            template: Process from which the guardian processes are forked. If None, a new process
-                is started.
+            plan_inputs: Values from which the plan of the attempt is computed.
+            spec: The run spec of the attempt, and the TCP ports that its programs use.
+            emit: Function that publishes events of the attempt.
+            register: Entry of the run in the list of all runs on this machine.
+            note_ports: Function that writes the TCP ports of the attempt to the run's record.
+            template: Running process that is forked for each program of the run, to watch and end
+                the program's processes. If None, a new process is started for this purpose.
         """
         self._plan_inputs = plan_inputs
         self._spec = spec

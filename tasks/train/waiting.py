@@ -224,9 +224,11 @@ def _make_labels(run: RunSession, decision: RetryDecision, delay_s: float) -> di
 
 
 def _min_absence_s() -> float:
-    """Return the least number of seconds until the next process of the run may start.
+    """Return the least number of seconds from now to the scheduled start of the next process.
 
-    A worker may start a flow run up to PREFECT_WORKER_PREFETCH_SECONDS before its scheduled time.
+    This process must exit at least `_MIN_ABSENCE_S` before a worker starts the next process. A
+    worker starts a flow run up to PREFECT_WORKER_PREFETCH_SECONDS before its scheduled time, so
+    these seconds are added.
     """
     return _MIN_ABSENCE_S + float(PREFECT_WORKER_PREFETCH_SECONDS.value())
 
