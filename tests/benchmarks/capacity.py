@@ -28,7 +28,7 @@ from tests.support.ray_cluster import RAY_ENV, ROOT, RayCluster
 _ANSWERS, _QUICK_ANSWERS = 200, 5
 #: Numbers of nodes of the Ray clusters on which the readings are measured.
 _SIZES, _QUICK_SIZES = (1, 4), (1,)
-#: Time limit on the process that measures one way, in seconds.
+#: Time limit on the process that measures one client, in seconds.
 _LIMIT_S = 120.0
 #: Time limit on one reading, in seconds.
 _WITHIN_S = 30.0
@@ -40,7 +40,7 @@ _NOTES = {
 
 
 def measure(*, quick: bool) -> Result:
-    """Measure all ways to read the resources, on Ray clusters of different sizes."""
+    """Measure how fast Muster and Ray's clients read the free resources of Ray clusters."""
     rows: dict[str, list[Row]] = {}
     with RayCluster.run(nodes=0) as cluster:
         for size in _QUICK_SIZES if quick else _SIZES:
@@ -71,7 +71,7 @@ def measure(*, quick: bool) -> Result:
 def _measure_way(
     cluster: RayCluster, way: str, *, quick: bool
 ) -> list[tuple[str, list[float], str]]:
-    """Measure one way to read the resources in a new process.
+    """Measure in a new process how fast one client (see `_WAYS`) reads a cluster's resources.
 
     Returns:
         The name, the values and the unit of each figure.
@@ -188,7 +188,14 @@ def _gcs_client(address: str, gcs_address: str, *measured: Any) -> dict[str, Any
 
 
 def _main(way: str, address: str, gcs_address: str, answers: str) -> None:
-    """Measure one way to read the resources, and print the figures as one line of JSON."""
+    """Measure how fast one client reads a Ray cluster's resources, and print the figures as JSON.
+
+    Args:
+        way: Name of the client, for example "GcsClient". See `_WAYS`.
+        address: Address of the cluster's dashboard.
+        gcs_address: Address of the cluster's GCS server.
+        answers: Number of further readings after the first.
+    """
     ways = dict(zip(_WAYS, (_muster, _driver, _state_api, _gcs_client), strict=True))
     figures = ways[way](address, gcs_address, int(answers), time.perf_counter(), _memory_mb())
     print(json.dumps(figures), flush=True)

@@ -38,8 +38,9 @@ from tests.benchmarks.report import Missing, NotHere, Result, Row, Sample, inter
 
 #: Name of the component that is killed.
 _VICTIM = "trainer"
-#: Polling periods, in seconds, of launchers that check the components rarely. All samples of a
-#: launcher are taken at the same time, because each takes as long as the period.
+#: Polling periods, in seconds, of launchers that check the components rarely, by launcher. "Hermes"
+#: is Hermes' RL training tool, and "the plan" is the first design of Muster. All samples of a
+#: launcher are taken at the same time, because each sample takes as long as the period.
 _PERIODS_S = {"Hermes": 30.0, "the plan": 60.0}
 #: Name of the feature with which each supervisor ends all components when one component dies.
 _MEANS = {"supervisord": "event listener", "circus": "hook"}

@@ -12,9 +12,10 @@ from tests.benchmarks.report import Row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class By:
-    """One load in a series of loads, for example 100 components.
+    """Load at which a benchmark measures figures, for example a run with 100 components.
 
-    The object makes the rows of figures that are measured at this load.
+    A benchmark measures the same figures at several loads. `row` returns a row of the results table
+    for one figure at this load.
     """
 
     #: Name of the counted things, for example "components" or "runs waiting".

@@ -26,9 +26,10 @@ from tests.support.ray_jobs import WITHIN_S, Jobs
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.slow]
 
-#: A Ray program that takes 3 GPUs of each node in a placement group.
+#: A Ray program that reserves 3 GPUs on each of two nodes in a placement group.
 #:
-#: An actor that takes a long time takes another GPU.
+#: The program also creates an actor that needs one more GPU and whose constructor sleeps for an
+#: hour.
 GANG = """
 import time, ray
 from ray.util.placement_group import placement_group

@@ -142,12 +142,12 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
         # flow runs of the flow `reconcile`, which has no worker: of this host, and of another host
         (flow_run(RUNNING, 60, labels={}, deployment_id=DEPLOYMENT), host(), "Crashed"),
         (flow_run(RUNNING, 60, labels={}, deployment_id=uuid4()), host(), None),
-        # a pipeline with a deployment continues in its next process
+        # a pipeline with a deployment: a worker can start another process that continues it
         (flow_run(RUNNING, 60, flow_id=PIPELINE, deployment_id=uuid4()), host(), "AwaitingRetry"),
         (flow_run(RUNNING, 29, flow_id=PIPELINE, deployment_id=uuid4()), host(), None),
         (flow_run(RUNNING, 60, flow_id=PIPELINE, deployment_id=uuid4()), ALIVE, None),
         (flow_run(CANCELLING, 60, flow_id=PIPELINE, deployment_id=uuid4()), host(), "Cancelled"),
-        # a pipeline that was started without a deployment gets no next process
+        # a pipeline that was started without a deployment: no worker starts another process for it
         (flow_run(RUNNING, 60, flow_id=PIPELINE, labels={}, tags=[GONE_TAG]), host(), "Crashed"),
         (
             flow_run(RUNNING, 60, flow_id=PIPELINE, deployment_id=uuid4(), tags=[GONE_TAG]),
@@ -174,7 +174,8 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
         (flow_run(PENDING, 60), host(is_lost=True), "Scheduled"),
         (flow_run(RUNNING, 60), host(is_lost=True, alive={str(FLOW_RUN): (7,)}), None),
         (flow_run(RUNNING, 60, labels=THERE), host(is_lost=True), None),
-        # the flow run's Ray jobs still run: the next process of its deployment adopts the jobs
+        # the flow run's Ray jobs still run: if the flow run has a deployment, a worker starts a new
+        # process for it, which continues with these jobs
         (flow_run(RUNNING, 60, deployment_id=uuid4(), parameters=ADOPTS), GONE, "AwaitingRetry"),
         (flow_run(RUNNING, 60, parameters=ADOPTS), GONE, "Crashed"),
     ],

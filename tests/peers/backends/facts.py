@@ -144,7 +144,11 @@ def _strip_program(argv: Sequence[str], backend: str) -> list[str] | None:
 
 
 def _build_parser(known: Facts) -> argparse.ArgumentParser:
-    """Return a parser that accepts the same arguments as the backend."""
+    """Return an argparse parser that accepts the same command-line arguments as a backend program.
+
+    Args:
+        known: The arguments that one version of the backend accepts.
+    """
     # If two arguments have a common spelling, the spelling belongs to the later argument, as in the
     # backends.
     parser = _Parser(
