@@ -217,7 +217,10 @@ class AttemptContext:
             self._shared_memory = SharedMemoryWatch(self.guards.own_pids, note)
 
     async def enter_job(self, component: ComponentPlan, **about: object) -> None:
-        """Write the registry entry of a Ray job. Await this before the job is submitted.
+        """Write an entry for a Ray job into this machine's registry of active runs.
+
+        Await this before the job is submitted. If this process is killed, `muster reconcile` finds
+        the job by this entry.
 
         Args:
             component: The component that the job runs.
@@ -254,7 +257,10 @@ class AttemptContext:
             log.release()
 
     def leave_job(self, component: str) -> None:
-        """Remove the registry entry of a Ray job. Call it after the complete end of the job."""
+        """Remove the entry of a Ray job that `enter_job` wrote.
+
+        Call this only when all processes of the job have ended.
+        """
         if self.register is not None:
             self.register.leave(component)
 

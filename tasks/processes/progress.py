@@ -118,7 +118,7 @@ class JsonlProgress:
         """
         Args:
             path: The file. It need not exist yet.
-            key: Key of the step in the JSON object of a line.
+            key: Key in the JSON object of each line whose value is the training step.
             before: Fingerprint of the file at the start of the attempt. Lines that the file already
                 had then are skipped. None if the attempt starts now: the fingerprint is then taken
                 now.
@@ -133,7 +133,7 @@ class JsonlProgress:
         self._step: float | None = None
         #: Number of JSON objects without a step, before the first object with a step.
         self._without_step = 0
-        #: Last JSON object without a step. None if there was none.
+        #: Last JSON object in which `key` had no numeric value. None if there was none.
         self._last_without_step: dict[str, Any] | None = None
         self._has_step = False
 

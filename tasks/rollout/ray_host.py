@@ -253,7 +253,8 @@ class RayHost:
 
         Args:
             slot: The planned server.
-            epoch: Number of this start of the server's lifecycle group.
+            epoch: Number that counts the starts of the server's group. The servers of a group are
+                always started and stopped together.
 
         Raises:
             StartFailed: The actor or the server's process could not be started.

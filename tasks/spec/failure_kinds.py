@@ -81,8 +81,9 @@ class KindProperties:
 class FailureKind(StrEnum):
     """Kind of the cause that made an attempt of a run fail. Each kind needs another reaction.
 
-    By default, the run fails. The user can list the kind under `retry` in the run spec; Muster then
-    starts another attempt. The table of the kind in `failure_kinds.toml` explains the kind.
+    By default, the run fails. The user can list a kind of failure under `retry` in the run spec;
+    Muster then starts another attempt. `failure_kinds.toml` has a table for each kind, which
+    explains the kind.
 
     `COLLECTIVE_TIMEOUT` and a SIGKILL without further evidence are symptoms. They count only if the
     logs show no other cause.
@@ -133,9 +134,10 @@ def _read_table() -> Mapping[FailureKind, KindProperties]:
     """Return the properties of all kinds of failure, from `failure_kinds.toml`.
 
     Raises:
-        KeyError: A kind has no table.
+        KeyError: A kind of failure has no table.
         TypeError: A table has an unknown key, or lacks a key.
-        ValueError: The name of a table is not a kind, or a value is not in the enum of its key.
+        ValueError: The name of a table is not a kind of failure, or a value of a table is not a
+            member of the enum that its key requires.
     """
     tables = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
     properties = {}

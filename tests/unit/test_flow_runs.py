@@ -115,8 +115,8 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
         # process
         (flow_run(RUNNING, 9000, labels={}), host(), None),
         (flow_run(PENDING, 9000, labels={}), host(), None),
-        # started without a worker, before the registry entry: the tag names the process of the flow
-        # run
+        # the flow run was started without a worker, and is not in the host's list of runs yet: a
+        # tag of the flow run names its process
         (flow_run(RUNNING, 60, labels={}, tags=[GONE_TAG]), host(), "Crashed"),
         (flow_run(PENDING, 60, labels={}, tags=[GONE_TAG]), host(), "Crashed"),
         (flow_run(RUNNING, 29, labels={}, tags=[GONE_TAG]), host(), None),
@@ -155,8 +155,8 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
             "Crashed",
         ),
         (flow_run(PENDING, 60, labels={}, work_pool_name="pipelines"), host(), "Scheduled"),
-        # the process registry has the flow run, by id or by name: this check does not change its
-        # state
+        # this host's list of runs contains the flow run, by id or by name: the state stays
+        # unchanged
         (flow_run(RUNNING, 60), host(registered=(str(FLOW_RUN),)), None),
         (flow_run(PENDING, 60), host(registered=("a-run",)), None),
         # a process whose environment is unreadable may belong to the flow run, so nothing changes

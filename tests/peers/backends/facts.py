@@ -118,7 +118,7 @@ def as_text(backend: str, version: str, source: str, options: Sequence[Option]) 
 
 
 def faults_in(argv: Sequence[str], known: Facts) -> Iterator[str]:
-    """Yield a line for each argument that the backend's command line does not accept."""
+    """Yield a line for each argument of a command that its inference server does not accept."""
     arguments = _strip_program(argv, known.backend)
     if arguments is None:
         yield f"{known.backend}: does not start a server: {' '.join(argv[:3])}"
@@ -133,7 +133,15 @@ def faults_in(argv: Sequence[str], known: Facts) -> Iterator[str]:
 
 
 def _strip_program(argv: Sequence[str], backend: str) -> list[str] | None:
-    """Return the arguments after the program of a command, or None if it starts no server."""
+    """Return the arguments of a command that starts an inference server, without the program.
+
+    Args:
+        argv: The command, which begins with the program, for example `vllm serve`.
+        backend: Name of the backend, for example `vllm`.
+
+    Returns:
+        The arguments, or None if the command does not start a server of the backend.
+    """
     words = list(argv)
     if words[:2] == ["python", "-c"]:
         words = words[3:]
