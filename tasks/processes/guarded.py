@@ -107,8 +107,8 @@ class Command:
         return (self.children_grace_s or 0.0) + self.longest_grace_s + KILL_WITHIN_S
 
 
-#: Coroutine function that writes an entry for a process into this machine's registry of active runs,
-#: before the process executes its program.
+#: Coroutine function that writes an entry for a process into this machine's registry of active
+#: runs, before the process executes its program.
 Register = Callable[["GuardedProcess"], Awaitable[None]]
 
 

@@ -136,8 +136,8 @@ class Capacity:
         nodes as drained, call `mark_drained` with the result.
 
         Args:
-            key: Address of the Ray cluster's dashboard. If it is an empty string, the nodes without
-                Ray are read. They are listed in the settings of the work pools.
+            key: Address of the Ray cluster's dashboard. If it is an empty string, the method reads
+                the nodes without Ray that the settings of the work pools list.
             settings: Settings of the work pools, by pool name.
 
         Raises:

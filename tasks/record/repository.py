@@ -287,8 +287,8 @@ class GitView:
                 `_COMPARED_FILES` of these files are compared.
 
         Returns:
-            The line, with a newline at its end. It says so if the file was not compared. An empty
-            string if the file is unchanged.
+            The line, with a newline at its end. If the file was not compared, the line says that.
+            If the file is unchanged, an empty string is returned.
         """
         if position >= _COMPARED_FILES:
             return f"{name}: not compared, because a filter creates its content\n"

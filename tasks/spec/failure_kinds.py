@@ -180,7 +180,7 @@ def describe_requeues(kind: FailureKind) -> str:
 
 
 def list_requeued_kinds() -> str:
-    """Return a list of the kinds of failure after which a run is requeued, for a sentence.
+    """Return text that lists the kinds of failure after which a run is requeued.
 
     The text contains the name of each kind and its number of requeues.
     """
@@ -190,7 +190,7 @@ def list_requeued_kinds() -> str:
 
 
 def list_default_attempts() -> str:
-    """Return a list of the kinds of failure after which a run is requeued, for a sentence.
+    """Return text that lists the kinds of failure after which a run is requeued.
 
     The text contains the name of each kind and its largest number of attempts.
     """
@@ -202,7 +202,7 @@ def list_default_attempts() -> str:
 
 
 def list_default_delays() -> str:
-    """Return a list of the kinds of failure with a special delay before a retry, for a sentence.
+    """Return text that lists the kinds of failure with a special delay before a retry.
 
     The text contains the name of each kind and its default delay in seconds.
     """

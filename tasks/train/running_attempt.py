@@ -65,7 +65,7 @@ class RunningAttempt:
             plan_inputs: Values from which the plan of the attempt is computed.
             spec: The run spec of the attempt, and the TCP ports that its programs use.
             emit: Function that publishes events of the attempt.
-            register: Entry of the run in the list of all runs on this machine.
+            register: Entry of the run in this machine's registry of active runs.
             note_ports: Function that writes the TCP ports of the attempt to the run's record.
             template: Running process that is forked for each program of the run, to watch and end
                 the program's processes. If None, a new process is started for this purpose.
