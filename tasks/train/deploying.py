@@ -132,9 +132,9 @@ def _store_code(spec: S, add_code: Callable[[SyncPrefectClient | None, S, Path],
 def _add_run_code(client: SyncPrefectClient | None, spec: RunSpec, root: Path) -> RunSpec:
     """Store a snapshot of the project's code, and return the run spec with the snapshot's name.
 
-    The code store creates the name, and the run later loads the snapshot by this name. If the run
-    needs the Python environment that is activated in this shell, the returned spec also names the
-    environment.
+    The code store creates the name, and the run later loads the snapshot by this name. A name that
+    the spec already contains is kept. If the run needs the Python environment that is activated in
+    this shell, the returned spec also names the environment.
     """
     code = store_submitted_code(client, spec.code, root)
     return add_active_environment(spec, root).model_copy(update={"code": code})
