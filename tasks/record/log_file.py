@@ -198,7 +198,11 @@ class HeldLog:
         Raises:
             OSError: The file cannot be opened or created.
         """
-        fd = os.open(self.path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            problem = f"the log {self.path} cannot be opened: {error.strerror}"
+            raise OSError(error.errno, problem) from error
         self.release()
         self._file = FileIO(fd)
 

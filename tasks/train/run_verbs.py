@@ -125,7 +125,9 @@ def ls(
     if not is_on_terminal():
         # Programs such as grep and cut read one line per run, so no cell is shortened or wrapped.
         for row in rows:
-            print("\t".join(row.cells))
+            *cells, step, metric, message = row.cells
+            # The columns that were added last come last, so that scripts find the other columns.
+            print("\t".join((*cells, message, step, metric)))
         return
     console = console_of(sys.stdout)
     for line in format_runs(rows, console.width):

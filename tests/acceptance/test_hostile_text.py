@@ -187,7 +187,7 @@ def test_pipe_gets_one_harmless_line_per_run(home: Path) -> None:
     )
 
     line, last_line = result.stdout.splitlines()
-    run_id, state, age, _host, message = line.split("\t")
+    run_id, state, age, _host, message, _step, _metric = line.split("\t")
     assert (run_id, state, age) == (RUN_ID, "failed", "3 h 12 min")
     assert message.startswith(f"UNKNOWN: {MARKUP}") and message.isprintable()
     assert last_line == "VERB ls 0"

@@ -248,8 +248,8 @@ def test_failure_kind_without_retries_ends_the_run(make_failed_run: MakeFailedRu
         ({"type": "CANCELLED"}, "cancelled"),
         ({"type": "FAILED", "message": "set by hand"}, "failed"),
         ({"type": "PENDING"}, "pending_resources"),  # The worker has started its next process.
-        # Another machine has completed the run, and its record is newer. So the record here stays.
-        ({"type": "COMPLETED"}, "pending_resources"),
+        # A person has set the state. No later attempt exists, so no attempt has completed the run.
+        ({"type": "COMPLETED"}, "cancelled"),
     ],
 )
 def test_record_of_a_run_that_ended_while_waiting_gets_the_final_state(
