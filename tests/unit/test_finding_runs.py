@@ -195,7 +195,7 @@ def test_list_without_a_terminal_has_one_complete_line_per_run(
     run_verb(LS, [])
 
     rows = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
-    assert [(row[0], row[1], row[6]) for row in rows] == [
+    assert [(row[0], row[1], row[4]) for row in rows] == [
         (run_id, STATES[run_id], f"it is {STATES[run_id]}") for run_id in (LIVE, FAILED, OLD)
     ]
 
@@ -235,7 +235,7 @@ def test_list_has_the_current_step_and_the_last_reward(
     run_verb(LS, ["--json"])
     [listed] = json.loads(capsys.readouterr().out)
 
-    assert row[4:6] == ["7/60", "reward 0.7"]
+    assert row[5:7] == ["7/60", "reward 0.7"]
     assert {key: listed[key] for key in ("step", "total", "metric", "value")} == {
         "step": 7.0,
         "total": 60.0,
