@@ -187,7 +187,7 @@ class AttemptContext:
         self.guards = Guards(
             self.plan.run_id,
             self.plan.number,
-            registry=self.register,
+            self.register,
             containment=self.plan.containment,
             template=template,
         )

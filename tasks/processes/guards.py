@@ -55,8 +55,8 @@ class Guards:
         self,
         run_id: str,
         attempt: int,
-        *,
         registry: ProcessRegistry | None,
+        *,
         containment: Containment | None = None,
         template: GuardianTemplate | None = None,
     ) -> None:
@@ -166,8 +166,8 @@ class Guards:
     def can_prepare_again(self) -> bool:
         """True if `prepare` may be called after `settle`.
 
-        If the components run in a PID namespace, the value is False, because the namespace accepts
-        no further guardian process after `settle`.
+        The value is False if the components run in a PID namespace. After `settle`, no further
+        guardian process can be started in this namespace.
         """
         return self._namespace is None
 

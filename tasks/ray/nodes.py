@@ -618,7 +618,7 @@ def _marker_variables(run_id: str, attempt: int | None, component: str | None) -
 def _unique_processes(answers: Mapping[str, Any], key: str) -> tuple[LeftoverProcess, ...]:
     """Return the processes that nodes have reported, without duplicates.
 
-    Ray nodes that run on the same machine report the same processes.
+    If several Ray nodes run on one machine, each of them reports all processes of the machine.
 
     Args:
         answers: Reports of the nodes, by the name of the node.

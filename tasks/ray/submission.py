@@ -46,7 +46,7 @@ class JobPlan:
     #: Amounts of Ray resources that the driver itself takes on its node, by the name of the
     #: resource.
     entrypoint_resources: Mapping[str, float] = field(default_factory=dict)
-    #: Ray labels that the driver's node must have: values by the name of the label.
+    #: Ray labels of the node on which the driver must run. Maps each label to its value.
     entrypoint_label_selector: Mapping[str, str] = field(default_factory=dict)
     #: Names of the nodes that Muster's queue has granted to the run. Empty if the queue has granted
     #: no nodes.

@@ -48,7 +48,8 @@ _SUPERVISOR = "_ray_internal_job_actor_"
 _MEMORY = ("memory", "object_store_memory")
 #: Ray resource that only the head node of a cluster has.
 _HEAD = "node:__internal_head__"
-#: Tolerance for the comparison of resource amounts, because Ray rounds the amounts to 0.0001.
+#: Two amounts of a resource count as equal if they differ by at most this number. Ray rounds the
+#: amounts to 0.0001.
 _SLACK = 1e-4
 
 

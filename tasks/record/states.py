@@ -98,8 +98,8 @@ class GroupState(Enum):
     INACTIVE = "inactive"
     #: Muster restarts the failed servers of the group now, or after a delay.
     RECOVERING = "recovering"
-    #: The servers of the group run, but their model weights are outdated. They serve requests again
-    #: after the trainer's next weight update.
+    #: The servers of the group run with outdated model weights, so they get no requests. When the
+    #: trainer has sent new weights, the servers get requests again.
     STALE = "stale"
     #: The group of servers was taken out of service. Only an operator's command restarts it.
     RETIRED = "retired"

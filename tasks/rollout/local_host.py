@@ -75,7 +75,7 @@ class LocalHost:
         self._env = env
         registry = EntryWriter(plan.register_at, disk) if plan.register_at is not None else None
         #: Object that starts and ends the servers' processes.
-        self._guards = Guards(plan.run_id, plan.attempt, registry=registry)
+        self._guards = Guards(plan.run_id, plan.attempt, registry)
         self.on_death: Callable[[Death], None] = lambda death: None
         #: The last start of each server, by the server's rank.
         self._servers: dict[int, _LocalServer] = {}

@@ -93,9 +93,9 @@ def looks_secret(name: str) -> bool:
     The words of the name decide. HF_TOKEN, db_password and GitHubToken look secret.
     TOKENIZERS_PARALLELISM, MAX_TOKENS, AUTHOR, MONKEY and SSH_KEY_FILE do not.
 
-    An ambiguous name counts as secret. It does little harm to hide the value of a harmless
-    variable, because the user still has the value in the spec file. A leaked key would be a
-    security incident.
+    If a name could mean a secret or something else, the variable counts as secret. If this is
+    wrong, Muster hides a harmless value, which the user can still read in the spec file. The
+    opposite mistake would show a secret to other people.
     """
     if name.upper() in _NEVER_SECRET:
         return False

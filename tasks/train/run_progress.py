@@ -73,7 +73,7 @@ def read_progress(runs: Sequence[Run]) -> dict[str, RunProgress]:
 
 
 def _read_local_progress(run: Run) -> RunProgress:
-    """Return the progress of a run from its files on this machine."""
+    """Return the last step and the last metric of a run, read from the run's files here."""
     number = list_attempts(run.place)[-1]
     place = run.place.attempt(number)
     spec = read_attempt_spec(run.place, number)

@@ -113,8 +113,8 @@ async def _check_nodes(
 def _report_unchecked(note: UncheckedNodesNote, why: str) -> RunReport:
     """Return a report that no node of the cluster could be checked.
 
-    If the note file is older than a day, also delete the file, so that its nodes are not checked
-    again.
+    The note file lists nodes that must still be checked. If the note file is older than a day, this
+    function also deletes it. Later checks then ignore these nodes.
 
     Args:
         note: The note file. It lists the unchecked nodes of one ended Ray job.

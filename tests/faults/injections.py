@@ -142,7 +142,7 @@ def _cgroup_v1(controller: str) -> Path | None:
     """Return the cgroup directory of this process in a hierarchy of cgroup version 1.
 
     Returns:
-        None if no hierarchy of version 1 has this controller.
+        The directory, or None if this machine manages the controller with cgroup version 2.
     """
     lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     paths = [path for _, names, path in lines if controller in names.split(",")]

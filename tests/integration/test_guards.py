@@ -36,7 +36,7 @@ class Home:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.registry = EntryWriter(directory, DiskThread("disk"))
-        self.guards = Guards(RUN_ID, 1, registry=self.registry)
+        self.guards = Guards(RUN_ID, 1, self.registry)
 
     def command(self, argv: tuple[str, ...] = FOREVER, grace_s: float = 0.3) -> Command:
         env = {"PATH": os.environ["PATH"], "MUSTER_RUN_ID": RUN_ID}

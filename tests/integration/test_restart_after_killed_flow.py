@@ -37,7 +37,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def killed_owner(muster_home: Path) -> Iterator[subprocess.Popen[str]]:
-    """Yield a running process that owns the run. The test kills this process."""
+    """Yield a process that is recorded as the flow process of the run. A test can kill it."""
     with subprocess.Popen(
         [sys.executable, "-c", OWNER],
         stdin=subprocess.PIPE,

@@ -232,7 +232,7 @@ class BreakableProxy:
         return f"http://127.0.0.1:{self._port}"
 
     async def start(self) -> None:
-        """Start the proxy, or start it again on the same port."""
+        """Start the proxy. After `stop`, the proxy starts again on the same port."""
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port)
         self._port = self._server.sockets[0].getsockname()[1]
 

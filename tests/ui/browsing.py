@@ -40,7 +40,7 @@ def chromium() -> str:
 
 @contextmanager
 def browser(*, width: int = 1400, height: int = 1000) -> Iterator[BrowserContext]:
-    """Yield a browser without stored settings, like the browser of a new user of the UI.
+    """Yield a browser that has no stored settings or cookies, as on the first visit of the UI.
 
     The browser keeps its cache between pages, because a page loads slowly the first time.
     """

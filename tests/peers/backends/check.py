@@ -25,8 +25,8 @@ from tasks.spec.rollout import Rollout
 from tests.peers import pip
 from tests.peers.backends import facts, reading
 
-#: Settings of example fleets by name. Each example stands for a kind of fleet whose servers Muster
-#: starts with other commands.
+#: Settings of example fleets, by the name of the example. The examples differ in backend and
+#: parallelism, so Muster starts the servers of each example with different commands.
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "SGLang": {"backend": "sglang", "tensor_parallel": 8, "expert_parallel": 8, "engines": 2},
     "SGLang replicas": {"backend": "sglang", "tensor_parallel": 2, "data_parallel": 4},
