@@ -106,6 +106,7 @@ def read_trainer_logs(home: Path, run: Run) -> list[str]:
     return [log.read_text().strip() for log in logs]
 
 
+@pytest.mark.thorough
 def test_each_attempt_on_another_host_has_the_code_of_the_submission(
     pool: GangPool, project: Path, tmp_path: Path
 ) -> None:

@@ -90,6 +90,7 @@ class Attempt:
         return self._run.host_env.log("train")
 
 
+@pytest.mark.thorough
 def test_run_with_a_killed_fleet_is_retried_with_a_new_fleet(host_env: HostEnvironment) -> None:
     run = host_env.start_run(build_spec(last_attempt=2))
     first = Attempt(run, 1)

@@ -295,6 +295,7 @@ async def test_pending_job_can_be_ended_and_obeys_its_start_deadline(jobs: Jobs)
         assert state is not None and state.is_final
 
 
+@pytest.mark.thorough
 async def test_second_process_attaches_without_a_gap_or_a_repetition_in_the_log(jobs: Jobs) -> None:
     program = (
         "import os, time\n"
@@ -358,6 +359,7 @@ async def test_missing_gpus_at_the_deadline_are_named(jobs: Jobs) -> None:
     assert leftovers == ()
 
 
+@pytest.mark.thorough
 async def test_all_gpus_are_free_after_the_end_even_if_actors_are_detached(
     jobs: Jobs, ray_cluster: RayCluster
 ) -> None:

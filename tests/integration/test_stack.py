@@ -591,6 +591,7 @@ def test_training_survives_the_death_of_server_and_worker(home: Home) -> None:
     assert len(json.loads((run_directory / "run.json").read_text())["attempts"]) == 1
 
 
+@pytest.mark.thorough
 def test_deployment_of_the_users_spec_can_be_started_and_cancelled(home: Home) -> None:
     result = home.muster(
         "deploy", "own.yaml", "--set", "progress.total=100000", "--cron", "0 3 * * *"

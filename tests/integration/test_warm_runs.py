@@ -130,9 +130,8 @@ def test_forked_flow_process_looks_like_a_started_flow_process(pool: GangPool) -
     assert next_run.wait_for_state("COMPLETED")
 
 
-@pytest.mark.parametrize(
-    "signum", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.thorough)]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
 def test_train_command_forwards_its_signals_to_the_forked_process(
     pool: GangPool, tmp_path: Path, signum: int
 ) -> None:

@@ -139,7 +139,6 @@ async def open_clients(harness: FleetHarness) -> AsyncIterator[Clients]:
 @pytest.mark.parametrize(
     ("misses", "timeout_s"),
     [
-        (3, 15.0),
         # timeout equal to the interval
         (1, 30.0),
         # timeout longer than the interval
@@ -147,7 +146,7 @@ async def open_clients(harness: FleetHarness) -> AsyncIterator[Clients]:
         (1, 100.0),
         *(
             pytest.param(misses, timeout_s, marks=pytest.mark.thorough)
-            for misses, timeout_s in [(1, 15.0), (2, 15.0), (2, 30.0), (3, 30.0), (3, 45.0)]
+            for misses, timeout_s in [(1, 15.0), (2, 15.0), (3, 15.0), (2, 30.0), (3, 30.0), (3, 45.0)]
         ),
     ],
 )
