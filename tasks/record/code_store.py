@@ -45,7 +45,7 @@ _IGNORED = (".git", ".venv", "venv", "node_modules", "wandb", ".env")
 #: compiled file of the project in place of the run's source file.
 _CACHES = re.compile(r"(^|/)(__pycache__|\.[\w-]+_cache)(/|$)|\.py[co]$")
 #: Modification time of each file that Muster writes into a run's code folder, in UTC epoch seconds.
-#: A file with this time was not changed since. The time is after 1980, because zip files cannot
+#: A file with another time was changed since. The time is after 1980, because zip files cannot
 #: store earlier times.
 _MADE_AT = 946684800
 #: Largest length in characters of the stored patch, which has the changes since the last commit.
@@ -550,10 +550,9 @@ def _path_in(folders: dict[str, str], name: str) -> str:
 
 
 def _write(path: str, data: bytes, mode: int) -> None:
+    """Write a project file, unless a file with the same content and mode is at the path already."""
     with suppress(FileNotFoundError):
-        at = os.lstat(path)
-        is_same = at.st_mtime == _MADE_AT and at.st_size == len(data)
-        if is_same and stat.S_ISREG(at.st_mode) and bool(at.st_mode & 0o100) == bool(mode & 0o100):
+        if _is_same_file(path, data, mode):
             return
         _make_way(path)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
@@ -561,6 +560,31 @@ def _write(path: str, data: bytes, mode: int) -> None:
         file.write(data)
         file.flush()
         os.utime(fd, (_MADE_AT, _MADE_AT))
+
+
+def _is_same_file(path: str, data: bytes, mode: int) -> bool:
+    """Return True if `_write` wrote the file at a path, with this content and this mode.
+
+    The content is compared, because all files that Muster writes have the same modification time.
+    A file of another tree can therefore have the same time, size and mode.
+
+    Raises:
+        FileNotFoundError: There is no file at the path.
+    """
+    status = os.lstat(path)
+    has_same_properties = (
+        stat.S_ISREG(status.st_mode)
+        and status.st_mtime == _MADE_AT
+        and status.st_size == len(data)
+        and bool(status.st_mode & 0o100) == bool(mode & 0o100)
+    )
+    if not has_same_properties:
+        return False
+    try:
+        with open(path, "rb") as file:
+            return file.read() == data
+    except PermissionError:
+        return False
 
 
 def _link(path: str, target: str) -> None:

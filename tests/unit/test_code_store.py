@@ -183,6 +183,33 @@ def test_links_out_of_the_project_keep_their_targets(project: Path, tmp_path: Pa
     assert within == ("-> train.py", "-> data", "-> ..odd")
 
 
+@pytest.mark.parametrize("is_touched", [False, True], ids=["same time", "later time"])
+def test_files_of_another_tree_with_the_same_size_are_replaced(
+    project: Path, tmp_path: Path, is_touched: bool
+) -> None:
+    """All checked-out files have the same modification time, so only the content shows a change."""
+    place = tmp_path / "out"
+    check_out(read_code(store_project(project)), place)
+    if is_touched:
+        os.utime(place / "train.py")
+    write(project, train_py="abc")
+
+    check_out(read_code(store_project(project)), place)
+
+    assert (place / "train.py").read_text() == "abc"
+
+
+def test_unchanged_files_are_not_written_again(project: Path, tmp_path: Path) -> None:
+    code = read_code(store_project(project))
+    place = tmp_path / "out"
+    check_out(code, place)
+    inode = (place / "train.py").stat().st_ino
+
+    check_out(code, place)
+
+    assert (place / "train.py").stat().st_ino == inode
+
+
 def test_next_attempt_gets_the_original_code_and_keeps_files_of_the_run(
     project: Path, tmp_path: Path
 ) -> None:
