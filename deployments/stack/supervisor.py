@@ -30,6 +30,7 @@ from tasks.processes.services import ServiceReport, Services
 from tasks.record.events import Event, EventLog
 from tasks.record.outcome import Failure
 from tasks.spec.errors import RunEnded
+from tasks.spec.formatting import join_commas
 
 #: Signals that stop the `muster up` stack.
 _STOP_SIGNALS = frozenset((signal.SIGTERM, signal.SIGINT))
@@ -111,8 +112,8 @@ class Supervisor:
             failure = services.failure
             message = failure.message if failure is not None else services.stopped_by
             self._save(state="stopping", message=message)
-            surviving_pids = services.teardown()
-        return self._record_end(failure, message, surviving_pids)
+            survivors = services.teardown()
+        return self._record_end(failure, message, survivors)
 
     def _start_parts(self, services: Services) -> bool:
         """Start all parts in order, each as soon as the part before is ready.
@@ -170,21 +171,23 @@ class Supervisor:
         self,
         failure: Failure | None,
         message: str,
-        surviving_pids: Mapping[str, tuple[int | str, ...]],
+        survivors: Mapping[str, tuple[int | str, ...]],
     ) -> int:
         """Write the final state of the `muster up` stack to `stack.json`, and report a failure.
 
         Args:
             failure: The failure that ended the stack, or None if the stack was stopped.
             message: Reason for the end of the stack.
-            surviving_pids: Pids of the processes that survived SIGKILL, by the name of the part.
+            survivors: Descriptions of the processes that could not be ended, by the name of the
+                part.
 
         Returns:
             0 if the stack was stopped and no process survived, otherwise 1.
         """
-        if surviving_pids:
-            message = f"{message}; these processes outlived SIGKILL: {dict(surviving_pids)}"
-        if failure is None and not surviving_pids:
+        if survivors:
+            listed = "; ".join(f"{name}: {join_commas(texts)}" for name, texts in survivors.items())
+            message = f"{message}; these processes could not be ended: {listed}"
+        if failure is None and not survivors:
             self._save(state="stopped", message=message)
             return 0
 

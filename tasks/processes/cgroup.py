@@ -78,6 +78,21 @@ def kill(path: str) -> None:
     _write(os.path.join(path, "cgroup.kill"), "1")
 
 
+def kill_all(path: str) -> bool:
+    """Send SIGKILL to all processes in a cgroup, if it contains any.
+
+    Returns:
+        False if the cgroup contains no process, or if the kernel refuses the request.
+    """
+    try:
+        if is_empty(path):
+            return False
+        kill(path)
+    except OSError:
+        return False
+    return True
+
+
 def is_empty(path: str) -> bool:
     """Return True if the kernel reports no process in the cgroup and the cgroups below it.
 

@@ -272,15 +272,15 @@ class AttemptContext:
         if self._shared_memory is not None:
             self._shared_memory.hurry()
 
-    async def close(self) -> dict[str, tuple[int, ...]]:
+    async def close(self) -> dict[str, tuple[str, ...]]:
         """End all processes of the attempt that still run, and close the shared resources.
 
         If one of the resources cannot be closed, the others are closed first, and then its error is
         raised.
 
         Returns:
-            `left[component]`: pids of the processes that could not be ended. Empty if all processes
-            have ended.
+            `left[component]`: descriptions of the processes that could not be ended. Empty if all
+            processes have ended.
         """
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self.ports.close)
@@ -552,12 +552,11 @@ class RunningComponent(ABC):
         """Request that the component is killed without a grace period. Returns at once."""
 
     @abstractmethod
-    async def end(self) -> tuple[int | str, ...]:
+    async def end(self) -> tuple[str, ...]:
         """Stop the component and wait until none of its processes remains.
 
         Returns:
-            Processes that survived SIGKILL: pids for this machine, texts that name the node for
-            other machines. Empty if no process remains.
+            Descriptions of the processes that could not be ended. Empty if no process remains.
         """
 
     async def detach(self) -> None:

@@ -27,6 +27,7 @@ from tasks.processes.tree import (
     all_pids,
     belongs_to_own_user,
     children,
+    descendants,
     is_zombie,
     kill_below_once,
     kill_once,
@@ -36,6 +37,8 @@ from tasks.processes.tree import (
     read_environment,
     read_mark,
     read_parent,
+    read_real_user,
+    refuses_signals,
     signal_if,
     start_ticks,
 )
@@ -101,11 +104,14 @@ def end_all(
     return killed - left, left
 
 
-def end_orphans() -> list[int]:
+def end_orphans(*, chases: bool = True) -> list[int]:
     """Send SIGKILL once to the descendants of guardian processes that have died.
 
     The calling process must be a subreaper, so that the kernel makes it the parent of these
     descendants. Processes that it has started itself, and their descendants, get no signal.
+
+    Args:
+        chases: See `tree.kill_once`.
 
     Returns:
         Pids of the adopted children that were found, including zombies, in ascending order.
@@ -126,7 +132,7 @@ def end_orphans() -> list[int]:
 
     with guardians_lock:
         if not reap():
-            kill_below_once(reap, is_orphan)
+            kill_below_once(reap, is_orphan, chases=chases)
     return sorted(orphan_pids)
 
 
@@ -150,12 +156,18 @@ def can_be_of_own_run(pid: int) -> bool:
     """Return True if a run of this user may have started the process.
 
     Any user can copy the mark of a run (see `tree.mark_own`), so the process must belong to this
-    user. There is one exception: a run of root may have processes of other users. These processes
-    have a log of the run open for writing, which they can only have inherited from the run.
+    user. There are two exceptions:
+
+    - A run of root may have processes of other users. These processes have a log of the run open
+      for writing, which they can only have inherited from the run.
+    - A run of an ordinary user may have processes of root, which `sudo` has started. The kernel
+      does not allow this user to signal them, so they are only reported.
     """
     if belongs_to_own_user(pid):
         return True
-    return os.getuid() == 0 and _writes_below(pid, muster_home())
+    if os.getuid() == 0:
+        return _writes_below(pid, muster_home())
+    return read_real_user(pid) == 0
 
 
 def _writes_below(pid: int, directory: Path) -> bool:
@@ -181,19 +193,39 @@ def end_carriers(wanted: Mapping[str, str]) -> dict[str, Any]:
 
     Returns:
         `{"machine": machine(), "killed": [...], "left": [...]}`: the ended processes, and the
-        processes that survived SIGKILL. Each is a dictionary with the pid, the start time in clock
-        ticks ("start") and the command line ("command").
+        processes that survived SIGKILL. The latter include descendants of the ended processes that
+        this user may not signal. Each is a dictionary with the pid, the start time in clock ticks
+        ("start") and the command line ("command").
     """
     spared = _self_and_ancestors()
     commands: dict[int, str] = {}
+    refusing: set[PidAndStart] = set()
+
+    def read_command(pid: int) -> str:
+        return " ".join(read_command_line(pid).split())[:_SHOWN_CHARACTERS]
+
+    def note_carrier(pid: int) -> None:
+        """Note a carrier, and its descendants that this user may not signal.
+
+        The descendants have to be noted before the end of the carrier, because they then get
+        another parent.
+        """
+        commands[pid] = read_command(pid)
+        for child in descendants(pid):
+            if child not in spared and refuses_signals(child):
+                refusing.add((child, start_ticks(child)))
+                user = read_real_user(child)
+                commands[child] = f"{read_command(child)} (of user {user}, EPERM on signals)"
 
     def is_carrier(pid: int) -> bool:
         if pid in spared or not was_started_with(pid, wanted):
             return False
-        commands.setdefault(pid, " ".join(read_command_line(pid).split())[:_SHOWN_CHARACTERS])
+        if pid not in commands:
+            note_carrier(pid)
         return True
 
     ended, left = end_all(lambda: _end_matching(is_carrier), _SWEPT_WITHIN_S)
+    left |= {process for process in refusing if not _is_gone(*process)}
 
     def describe(processes: set[PidAndStart]) -> list[dict[str, Any]]:
         return [

@@ -258,8 +258,8 @@ class GuardedProcess:
         self.mark = mark
         #: Directory of the command's cgroup v2; None if the command has no cgroup.
         self.cgroup: str | None = None
-        #: Pids that survived SIGKILL, from the guardian process's last report; empty if there are
-        #: none.
+        #: Pids that survived SIGKILL or may not be signalled by this user, from the guardian
+        #: process's last report; empty if there are none.
         self.stuck: tuple[int, ...] = ()
         #: Command lines of processes that lived on after the command had ended by itself, and that
         #: the guardian process ended. The value is valid when the future `empty` is done.
@@ -269,6 +269,8 @@ class GuardedProcess:
         self.was_killed = False
         self.exited: asyncio.Future[Exit] = loop.create_future()
         self.empty: asyncio.Future[None] = loop.create_future()
+        #: Resolves when processes are reported that could not be ended. They are in `stuck`.
+        self.has_survivors: asyncio.Future[None] = loop.create_future()
         self._is_in_namespace = is_in_namespace
         self._register: Register | None = None
         self._registering: asyncio.Task[None] | None = None
@@ -431,14 +433,19 @@ class GuardedProcess:
         Returns:
             Pids that cannot be ended; empty if the whole process tree and the guardian have ended.
         """
-        await asyncio.wait([self.empty], timeout=within_s)
+        await self._wait_for_report(within_s)
         # By now, a guardian process that works has reported either an empty tree or stuck
         # processes. If it has reported neither, SIGSTOP has stopped it. Kill the guardian, so that
         # this process adopts and ends its descendants.
         if not self.empty.done() and not self.stuck:
             self.abandon_guardian()
-            await asyncio.wait([self.empty], timeout=KILL_WITHIN_S)
+            await self._wait_for_report(KILL_WITHIN_S)
         return self.leftover_pids
+
+    async def _wait_for_report(self, within_s: float) -> None:
+        """Wait until the process tree is empty, or until survivors of SIGKILL are reported."""
+        reports = [self.empty, self.has_survivors]
+        await asyncio.wait(reports, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
 
     @property
     def leftover_pids(self) -> tuple[int, ...]:
@@ -501,12 +508,17 @@ class GuardedProcess:
             case "stuck":
                 # The pids in the report are valid in the guardian process's PID namespace, which
                 # may not be the namespace of this process. So list the processes again from here.
-                self.stuck = tuple(self.processes()) or tuple(message["pids"])
+                living = [pid for pid in self.processes() if not tree.is_zombie(pid)]
+                self._report_stuck(living or message["pids"])
             case "empty":
                 self.stuck = ()
                 self._owes_processes = False
                 self.stragglers = tuple(message["stragglers"])
                 self.was_killed = message["is_killed"]
+
+    def _report_stuck(self, pids: Sequence[int]) -> None:
+        self.stuck = tuple(pids)
+        _resolve(self.has_survivors, None)
 
     def _watch_leader(self, pidfd: int) -> None:
         """Watch the end of the command through its pidfd.
@@ -611,21 +623,20 @@ class GuardedProcess:
 
         This process is a subreaper, so the kernel has made these descendants its children.
         """
-        since = time.monotonic()
+        rounds = tree.KillRounds()
         clean_rounds = 0
         while clean_rounds < CLEAN_ROUNDS:
-            if self.cgroup is not None:
-                with contextlib.suppress(OSError):
-                    cgroup.kill(self.cgroup)
-            left = end_orphans()
+            is_cgroup_killed = self.cgroup is not None and cgroup.kill_all(self.cgroup)
+            left = end_orphans(chases=not is_cgroup_killed)
             if self._is_in_namespace:
                 # The first process of the PID namespace adopts the command's processes, so they are
                 # no children of this process. Find them by the number in `mark`.
                 left += [pid for pid, _ in end_marked(self.mark)]
+            rounds.note_round()
             clean_rounds = 0 if left else clean_rounds + 1
-            if time.monotonic() - since > 5.0:
-                self.stuck = tuple(left)
-            await asyncio.sleep(ROUND_S)
+            if left and rounds.are_stuck(left):
+                self._report_stuck(left)
+            await asyncio.sleep(rounds.pause_s if left else ROUND_S)
         self.stuck = ()
         if self.cgroup is not None:
             cgroup.remove(self.cgroup)

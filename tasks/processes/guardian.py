@@ -22,7 +22,8 @@ than SECONDS after the message. The guardian sends messages of the form `{"event
 - `refused`: the component was not started. The message contains the error.
 - `exited`: the first process of the component has ended. The message contains its exit code, or
   the negative number of the signal that killed it.
-- `stuck`: processes have survived SIGKILL. The message contains their pids.
+- `stuck`: processes have survived SIGKILL, or the kernel does not allow this user to signal them.
+  The message contains their pids.
 - `empty`: no process of the component's tree remains. The message contains the command lines of
   processes that the component left behind. The guardian then exits.
 
@@ -75,11 +76,6 @@ _MAX_FDS_PER_MESSAGE = 253
 _CLONE_NEWUSER = 0x10000000
 #: Flags of setns(2) for a PID namespace and a mount namespace: CLONE_NEWPID and CLONE_NEWNS.
 _NAMESPACE_FLAGS = 0x20000000 | 0x00020000
-#: Seconds after the first SIGKILL before processes that still exist are reported as stuck. Such a
-#: process is in uninterruptible sleep, for example on a broken disk.
-STUCK_AFTER_S = 5.0
-#: Seconds between two rounds that send SIGKILL to every remaining descendant.
-_KILL_ROUND_S = 0.02
 #: Seconds within which a helper process, such as Python's resource tracker, ends by itself after
 #: the end of the component's first process.
 _HELPER_ENDS_WITHIN_S = 1.0
@@ -122,8 +118,8 @@ class Guardian:
         #: Time at which the whole tree gets SIGKILL; None if the first process was not asked to
         #: stop.
         self._kill_at: float | None = None
-        #: Time of the first SIGKILL; None if none was sent.
-        self._killing_since: float | None = None
+        #: Rounds of SIGKILL for the whole tree; None if none was sent.
+        self._kill_rounds: tree.KillRounds | None = None
         self._reported_stuck = False
         #: Command lines of the stragglers by pid. A straggler is a descendant that still lived when
         #: the first process ended with exit code 0 and without a stop signal.
@@ -163,7 +159,7 @@ class Guardian:
         self._channel.send(
             "empty",
             stragglers=[command[:_COMMAND_LENGTH] for command in self._ended_stragglers],
-            is_killed=self._killing_since is not None,
+            is_killed=self._kill_rounds is not None,
         )
 
     def _await_permission(self, pid: int) -> bool:
@@ -201,12 +197,8 @@ class Guardian:
         # forked child of the supervisor has inherited the other end of the socket.
         poll.register(self._supervisor, select.POLLIN)
         while not self._reap():
-            if self._killing_since is not None:
-                tree.kill_below_once(self._reap)
-                lasts_s = time.monotonic() - self._killing_since
-                if lasts_s > STUCK_AFTER_S and not self._reported_stuck:
-                    self._reported_stuck = True
-                    self._channel.send("stuck", pids=tree.descendants(os.getpid()))
+            if self._kill_rounds is not None and self._kill_rounds.is_due():
+                self._kill_once(self._kill_rounds)
             for fd, _ in poll.poll(self._timeout_ms()):
                 if fd == self._wakeup_fd:
                     os.read(fd, 4096)
@@ -236,8 +228,8 @@ class Guardian:
                 self._begin_stop()
 
     def _timeout_ms(self) -> float | None:
-        if self._killing_since is not None:
-            return _KILL_ROUND_S * 1000
+        if self._kill_rounds is not None:
+            return self._kill_rounds.pause_s * 1000 + 1
         if self._kill_at is not None:
             return max(0.0, self._kill_at - time.monotonic()) * 1000 + 1
         if self._children_until is not None:
@@ -331,15 +323,27 @@ class Guardian:
 
     def _delay_kill(self, for_s: float) -> None:
         """Send SIGKILL no sooner than `for_s` seconds from now, if it was not sent yet."""
-        if self._kill_at is not None and self._killing_since is None:
+        if self._kill_at is not None and self._kill_rounds is None:
             self._kill_at = max(self._kill_at, time.monotonic() + for_s)
 
     def _begin_kill(self) -> None:
-        if self._killing_since is None:
-            self._kill_at = self._killing_since = time.monotonic()
-            if self._cgroup is not None:
-                with contextlib.suppress(OSError):
-                    cgroup.kill(self._cgroup)
+        if self._kill_rounds is None:
+            self._kill_at = time.monotonic()
+            self._kill_rounds = tree.KillRounds()
+
+    def _kill_once(self, rounds: tree.KillRounds) -> None:
+        """Send SIGKILL to every remaining descendant, and report the descendants that survive."""
+        # The kernel kills all processes of a cgroup at once, including new ones. Search for new
+        # processes only if the remaining processes are in no cgroup.
+        is_cgroup_killed = self._cgroup is not None and cgroup.kill_all(self._cgroup)
+        tree.kill_below_once(self._reap, chases=not is_cgroup_killed)
+        rounds.note_round()
+        if self._reported_stuck or rounds.lasts_s < tree.REFUSED_AFTER_S:
+            return
+        remaining = [pid for pid in tree.descendants(os.getpid()) if not tree.is_zombie(pid)]
+        if remaining and rounds.are_stuck(remaining):
+            self._reported_stuck = True
+            self._channel.send("stuck", pids=remaining)
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ from tasks.processes.containment import Containment, Level, PidNamespace
 from tasks.processes.guarded import KILL_WITHIN_S, Command, GuardedProcess, GuardianTemplate
 from tasks.processes.identity import ProcessId
 from tasks.processes.registry import ProcessEntry
+from tasks.processes.survivors import describe_survivors
 
 _log = logging.getLogger(__name__)
 
@@ -248,11 +249,11 @@ class Guards:
             self._current[name].dismiss()
             await self.end(self._current[name], _UNUSED_WITHIN_S)
 
-    async def close(self) -> dict[str, tuple[int, ...]]:
+    async def close(self) -> dict[str, tuple[str, ...]]:
         """End all processes that still run, without a grace period, and close the PID namespace.
 
         Returns:
-            `left[name]`: pids of the processes that could not be ended, by the name of the
+            `left[name]`: descriptions of the processes that could not be ended, by the name of the
             component. Empty if all processes have ended.
         """
         self._close_template()
@@ -276,7 +277,9 @@ class Guards:
             if isinstance(result, BaseException):
                 _log.error("the end of %s has failed", process.name, exc_info=result)
         left = {
-            process.name: pids for process in self._processes if (pids := process.leftover_pids)
+            process.name: await describe_survivors(pids)
+            for process in self._processes
+            if (pids := process.leftover_pids)
         }
         namespace = self._namespace
         self._namespace = None
@@ -284,7 +287,7 @@ class Guards:
             # The first process of the namespace ends last, so a process in the namespace remains.
             # Report the first process in place of that unknown process.
             names = [process.name for process in self._processes] or ["run"]
-            left[names[-1]] = (namespace.init_pid,)
+            left[names[-1]] = await describe_survivors([namespace.init_pid])
         return left
 
     async def _register(self, name: str, command: Command, process: GuardedProcess) -> None:

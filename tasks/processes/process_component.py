@@ -23,6 +23,7 @@ from tasks.processes.owned_tasks import cancel_tasks
 from tasks.processes.planned_end import PlannedEnd, read_scheduled_shutdown
 from tasks.processes.ports import Listener, has_listener, listeners
 from tasks.processes.probes import ComponentProbe, NotifyProbe
+from tasks.processes.survivors import describe_survivors
 from tasks.processes.torch_error_file import ErrorFile
 from tasks.processes.warning_signal import ProcessKey, send_warning
 from tasks.record.outcome import ComponentFailed, Exit, GiveUpReason
@@ -166,7 +167,7 @@ class ProcessComponent(RunningComponent):
         if (report := await self._diagnosis.examine()) is not None:
             self._emit("component.diagnosed", self.name, pid=self.pid, path=str(report))
 
-    async def end(self) -> tuple[int | str, ...]:
+    async def end(self) -> tuple[str, ...]:
         await self.tasks.cancel()
         if self._descendants is not None:
             self._descendants.note_end()
@@ -181,11 +182,13 @@ class ProcessComponent(RunningComponent):
             # process has ended.
             await self._launch_is_over.wait()
             await self._running.aclose()
-            left = self.process.leftover_pids
+            pids = self.process.leftover_pids
+            left = await describe_survivors(pids) if pids else ()
             await self._close_notify()
             self._report_stragglers()
-            if left:
-                self._emit("component.stuck", self.name, pid=self.pid, pids=left)
+            if pids:
+                message = "; ".join(left)
+                self._emit("component.stuck", self.name, pid=self.pid, pids=pids, message=message)
             else:
                 self._emit("component.stopped", self.name, pid=self.pid)
         if self._diagnosis is not None:

@@ -228,7 +228,7 @@ class _Service:
         """End all processes of the service.
 
         Returns:
-            Pids that cannot be ended, and descriptions of errors in Muster's own code.
+            Descriptions of processes that could not be ended, and of errors in Muster's own code.
         """
         if self.keeper is not None:
             self.keeper.cancel()
@@ -363,7 +363,7 @@ class _Service:
         if outlives and service_process.exited.done():
             return
         if left := await service_process.end():
-            _log.warning("%s: these processes survived SIGKILL: %s", self.plan.name, left)
+            _log.warning("%s: these processes could not be ended: %s", self.plan.name, left)
             return
         self.processes.remove(service_process)
 
@@ -469,7 +469,7 @@ class Services:
         """End the services in the reverse order of their start. May be called any number of times.
 
         Returns:
-            `left[service]`: pids of processes that survived SIGKILL, and descriptions of errors in
+            `left[service]`: descriptions of processes that could not be ended, and of errors in
             Muster's own code. Empty if all processes have ended.
         """
         if self._left is None:

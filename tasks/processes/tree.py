@@ -40,6 +40,21 @@ _CHILDREN = "/proc/thread-self/children"
 #: Seconds in which one round of `kill_once` finds and kills new processes. After that, the next
 #: round lists all processes again.
 _CHASE_S = 0.005
+#: Smallest pause between two rounds of SIGKILL, in seconds.
+_ROUND_PAUSE_AT_LEAST_S = 0.02
+#: Largest pause between two rounds of SIGKILL, in seconds.
+_ROUND_PAUSE_AT_MOST_S = 5.0
+#: Pause between two rounds of SIGKILL, as a share of the time since the first round.
+_ROUND_PAUSE_PART = 0.05
+#: Seconds after the first round of SIGKILL in which the next round may follow without a pause.
+_ROUNDS_AT_ONCE_S = 1.0
+#: Seconds after the first SIGKILL before the remaining processes are reported, if this user may
+#: signal none of them. They are not reported at once, because they may end by themselves when their
+#: parent has ended.
+REFUSED_AFTER_S = 1.0
+#: Seconds after the first SIGKILL before processes that still exist are reported as stuck. Such a
+#: process is in uninterruptible sleep, for example on a broken disk.
+STUCK_AFTER_S = 5.0
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -437,6 +452,72 @@ def signal_if(pid: int, signum: int, is_meant: Callable[[], bool]) -> bool:
     return True
 
 
+def refuses_signals(pid: int) -> bool:
+    """Return True if the kernel does not allow this process to signal the process `pid` (EPERM).
+
+    An ordinary user may not signal a process that `sudo` or another set-user-ID program has
+    started.
+    """
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except ProcessLookupError:
+        return False
+    return False
+
+
+class KillRounds:
+    """Decides when a process tree gets its next SIGKILL, and when its survivors are reported.
+
+    Create the object before the first round of `kill_below_once`.
+
+    The pauses grow with the time since the first round. Without this growth, a process that cannot
+    be killed would cost a fifth of a CPU core until it ends.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """
+        Args:
+            clock: Returns the time in CLOCK_MONOTONIC seconds.
+        """
+        self._clock = clock
+        self._began_at = clock()
+        self._next_at = self._began_at
+
+    @property
+    def lasts_s(self) -> float:
+        """Seconds since the first round."""
+        return self._clock() - self._began_at
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds until the next round is due at the latest."""
+        return max(0.0, self._next_at - self._clock())
+
+    def is_due(self) -> bool:
+        """Return True if the next round may begin, because it is due or the first is recent."""
+        return self.lasts_s <= _ROUNDS_AT_ONCE_S or self.pause_s == 0.0
+
+    def note_round(self) -> None:
+        """Begin the pause after a round."""
+        pause_s = max(_ROUND_PAUSE_AT_LEAST_S, _ROUND_PAUSE_PART * self.lasts_s)
+        self._next_at = self._clock() + min(pause_s, _ROUND_PAUSE_AT_MOST_S)
+
+    def are_stuck(self, pids: Iterable[int]) -> bool:
+        """Return True if it is time to report the remaining processes.
+
+        Processes that this user may not signal are reported early, because no further SIGKILL can
+        end them.
+
+        Args:
+            pids: The remaining processes.
+        """
+        if self.lasts_s < REFUSED_AFTER_S:
+            return False
+        return self.lasts_s >= STUCK_AFTER_S or all(refuses_signals(pid) for pid in pids)
+
+
 def signal_process(pid: int, signum: int, *, parent: int) -> bool:
     """Send a signal to the process `pid` if it still is a child of `parent`.
 
@@ -508,16 +589,21 @@ def reap_all() -> tuple[dict[int, int], bool]:
 
 
 def kill_below_once(
-    reap: Callable[[], bool], is_meant: Callable[[int], bool] = lambda child: True
+    reap: Callable[[], bool],
+    is_meant: Callable[[int], bool] = lambda child: True,
+    *,
+    chases: bool = True,
 ) -> None:
     """Send SIGKILL to all descendants of this process, in one round (see `kill_once`).
 
-    This process must be a subreaper. Repeat the call until no child remains.
+    This process must be a subreaper. Repeat the call until no child remains, with the pauses of
+    `KillRounds`. Processes that this user may not signal are skipped.
 
     Args:
         reap: Reads the exit status of children that have ended. Returns True if no child remains.
         is_meant: Returns True for each child of this process that must be killed. Only these
             children and their descendants are killed.
+        chases: See `kill_once`.
     """
     adopter = os.getpid()
     ours: set[int] = set()
@@ -528,9 +614,11 @@ def kill_below_once(
     def kill_newborn(pid: int) -> bool:
         parent = read_parent(pid)
         is_ours = parent in ours or (parent == adopter and is_meant(pid))
-        return is_ours and signal_process(pid, signal.SIGKILL, parent=parent)
+        with suppress(PermissionError):
+            return is_ours and signal_process(pid, signal.SIGKILL, parent=parent)
+        return False
 
-    kill_once(send_all, kill_newborn, reap, ours)
+    kill_once(send_all, kill_newborn, reap, ours, chases=chases)
 
 
 def kill_once(
@@ -538,6 +626,8 @@ def kill_once(
     kill_newborn: Callable[[int], bool],
     is_done: Callable[[], bool],
     found: set[int],
+    *,
+    chases: bool = True,
 ) -> None:
     """Send SIGKILL to a set of processes, in one round.
 
@@ -550,6 +640,8 @@ def kill_once(
         kill_newborn: Kills a new process if it belongs to the set. Returns True if it was killed.
         is_done: Returns True if no process of the set remains. The round then ends.
         found: Receives the pids of all processes that got a signal.
+        chases: False to skip the search for new processes. The search is not needed if the kernel
+            kills a whole cgroup, because no new process of a cgroup escapes that.
     """
     for _ in range(20):
         fresh = {*send_all(signal.SIGSTOP)} - found
@@ -557,6 +649,8 @@ def kill_once(
             break
         found |= fresh
     found.update(send_all(signal.SIGKILL))
+    if not chases:
+        return
     deadline = time.monotonic() + _CHASE_S
     last = last_pid()
     while not is_done() and time.monotonic() < deadline:

@@ -422,7 +422,7 @@ class RayJob(RunningComponent):
         self._take_down.is_hurried = True
         self.stop()
 
-    async def end(self) -> tuple[int | str, ...]:
+    async def end(self) -> tuple[str, ...]:
         """End the job, and wait until it has ended completely.
 
         After a complete end, Ray reports a final state of the job, and the log is copied. The job's

@@ -52,8 +52,6 @@ _HANDLED_SIGNALS = (
 _SIGINFO = struct.Struct("=IiiI112x")
 #: Number of the prctl option PR_SET_DUMPABLE. Source: prctl(2).
 _PR_SET_DUMPABLE = 4
-#: Seconds between two attempts to kill all processes of the command's process tree.
-_KILL_INTERVAL_S = 0.02
 #: If the command is younger than this number of seconds, Ray's stop signal may not have reached it.
 #: Ray first lists the processes of the tree and then sends the signal. Processes that start after
 #: the listing get no signal.
@@ -115,9 +113,11 @@ def end_like(status: int) -> None:
 
 def kill_rest() -> None:
     """Kill all descendants of this process, and return when this process has no child left."""
+    rounds = tree.KillRounds()
     while not tree.reap_all()[1]:
         tree.kill_below_once(lambda: tree.reap_all()[1])
-        time.sleep(_KILL_INTERVAL_S)
+        rounds.note_round()
+        time.sleep(rounds.pause_s)
 
 
 def run_front(options: argparse.Namespace, argv: list[str], env: dict[str, str]) -> None:
@@ -200,6 +200,8 @@ class Keeper:
         #: Time in CLOCK_MONOTONIC seconds at which the keeper begins to kill the process tree. None
         #: if the process tree is not being ended.
         self._kill_at: float | None = None
+        #: Rounds of SIGKILL for the process tree; None before the first round.
+        self._kill_rounds: tree.KillRounds | None = None
         #: True if the command was asked to stop.
         self._is_stopping = False
         self._command_pid = spawn(argv, env)
@@ -229,15 +231,24 @@ class Keeper:
                 if signum != signal.SIGCHLD:
                     self._stop(is_sent_by_ray=sender == self._ray_pid)
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
-                tree.kill_below_once(lambda: self._reap())
+                self._kill_once()
         assert self._status is not None
         end_like(self._status)
 
     def _timeout_ms(self) -> float | None:
         """Return the longest wait for the next event in milliseconds, or None for no limit."""
+        if self._kill_rounds is not None:
+            return self._kill_rounds.pause_s * 1000 + 1
         if self._kill_at is None:
             return None
-        return max(_KILL_INTERVAL_S, self._kill_at - time.monotonic()) * 1000 + 1
+        return max(0.0, self._kill_at - time.monotonic()) * 1000 + 1
+
+    def _kill_once(self) -> None:
+        """Send SIGKILL to the whole process tree, unless the pause after the last round lasts."""
+        self._kill_rounds = self._kill_rounds or tree.KillRounds()
+        if self._kill_rounds.is_due():
+            tree.kill_below_once(self._reap)
+            self._kill_rounds.note_round()
 
     def _reap(self) -> bool:
         """Reap children that have ended. Return True if the process tree is empty."""

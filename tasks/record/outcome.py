@@ -157,8 +157,8 @@ class Verdict:
     #: Time of the event that decided the result, in seconds of CLOCK_MONOTONIC. If several parts of
     #: Muster report a result for an attempt, the earliest result is used.
     at_monotonic_s: float = 0.0
-    #: Leftover processes that even SIGKILL did not end, by component. A process on this machine is
-    #: given by its pid, a process on another machine by a text.
+    #: Descriptions of the leftover processes that Muster could not end, by component. Records of
+    #: earlier versions have the pids instead.
     left: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
     #: Texts that describe the machines that could not be checked for leftover processes, by
     #: component.
@@ -181,8 +181,8 @@ class Verdict:
             left: The leftover processes of each component; see the field `left`.
         """
         problem = (
-            f"some processes survived SIGKILL ({_by_name(left)}). They probably wait for a device "
-            "or a file system, see /proc/PID/stack. Their GPUs are not free"
+            f"some processes could not be ended ({_by_name(left)}). Until they end, their GPUs, "
+            "ports and files are not free"
         )
         return self._with_incomplete_teardown(problem, left)
 

@@ -18,6 +18,7 @@ from tasks.processes.guards import Guards
 from tasks.processes.ports import PortsReserved, has_listener, listeners
 from tasks.processes.registry import EntryWriter
 from tasks.processes.shortage import OWN_SHORTAGES
+from tasks.processes.survivors import describe_survivors
 from tasks.record.causes import read_tail
 from tasks.record.disk import DiskThread
 from tasks.rollout.backends import Ask
@@ -232,7 +233,7 @@ class LocalHost:
         leftover_pids = process.leftover_pids
         if not leftover_pids:
             return ""
-        return f"rank {server.slot.rank}: pid {', '.join(map(str, leftover_pids))}"
+        return f"rank {server.slot.rank}: {'; '.join(await describe_survivors(leftover_pids))}"
 
     def _on_exit(self, server: _LocalServer) -> None:
         """Report the death of a server, unless the server was stopped or has been replaced."""

@@ -91,7 +91,8 @@ def lines_of(event: Event) -> Iterator[Text]:
         case "component.exited":
             yield line_of(f"{name}: ended, {format_ending(event.exit_code, event.signal)}")
         case "component.stuck":
-            yield line_of(f"{name}: could not be killed: {join_commas(event.pids)}", "bold red")
+            survivors = event.message or join_commas(event.pids)
+            yield line_of(f"{name}: could not be killed: {survivors}", "bold red")
         case "rollout.recovery.ended" if event.outcome != "abandoned":
             server = f"{name}: server {join_commas(event.ranks)}"
             if event.outcome == "recovered":

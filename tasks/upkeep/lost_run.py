@@ -25,6 +25,7 @@ from tasks.processes import registry
 from tasks.processes.ending import find_holders
 from tasks.processes.identity import host_name
 from tasks.processes.registry import JobEntry, LeftoverCleanup, LostRun, claim_lost_run, read_owner
+from tasks.processes.survivors import describe_survivor
 from tasks.ray.dashboard import add_listed_clusters
 from tasks.ray.end import JobEnd
 from tasks.ray.job import stop_submission
@@ -237,8 +238,11 @@ def _describe_cleanup(cleanup: LeftoverCleanup) -> str:
     """
     parts = []
     if cleanup.left:
-        survivors = "; ".join(f"{name}: {join_commas(pids)}" for name, pids in cleanup.left.items())
-        parts.append(f"processes outlived SIGKILL ({survivors})")
+        survivors = "; ".join(
+            f"{name}: {join_commas(map(describe_survivor, pids))}"
+            for name, pids in cleanup.left.items()
+        )
+        parts.append(f"processes could not be ended ({survivors})")
     if cleanup.waiting:
         guardians = "; ".join(f"{name}: {pid}" for name, pid in cleanup.waiting.items())
         parts.append(f"guardians still end their components ({guardians})")

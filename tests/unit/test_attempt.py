@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
@@ -50,6 +51,7 @@ class ScriptedProcess:
         self.was_killed = False
         self.exited: asyncio.Future[Exit] = loop.create_future()
         self.empty: asyncio.Future[None] = loop.create_future()
+        self.has_survivors: asyncio.Future[None] = loop.create_future()
 
     @classmethod
     def prepare(cls, name: str, **more: object) -> ScriptedProcess:
@@ -88,6 +90,7 @@ class ScriptedProcess:
             self.empty.set_result(None)
 
     end = GuardedProcess.end
+    _wait_for_report = GuardedProcess._wait_for_report
     leftover_pids = GuardedProcess.leftover_pids
 
     def abandon_guardian(self) -> None:
@@ -431,7 +434,8 @@ async def test_verdict_names_a_tree_that_cannot_be_ended(
     monkeypatch.setattr("tasks.processes.guarded.KILL_WITHIN_S", 0.05)
     attempt = await begin(trainer="complete")
     stuck = process("trainer")
-    stuck.stuck = (7, 8)
+    stuck.stuck = (os.getpid(),)
+    stuck.has_survivors.set_result(None)
     stuck.stop = lambda: None  # type: ignore[method-assign]
     attempt.components["trainer"].plan = dataclasses.replace(
         attempt.components["trainer"].plan,
@@ -442,7 +446,8 @@ async def test_verdict_names_a_tree_that_cannot_be_ended(
     verdict = await verdict_of(attempt)
 
     assert verdict.state is RunState.FAILED
-    assert verdict.left == {"trainer": (7, 8)}
+    [survivor] = verdict.left["trainer"]
+    assert str(survivor).startswith(f"pid {os.getpid()} (")
     assert ("component.stuck", "trainer") in events
 
 

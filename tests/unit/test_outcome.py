@@ -60,13 +60,16 @@ def test_failure_has_all_documented_keys() -> None:
 
 @pytest.mark.parametrize("state", [RunState.COMPLETED, RunState.CANCELLED])
 def test_verdict_with_leftovers_is_a_failure(state: RunState) -> None:
-    verdict = Verdict(state=state, message="step 60").with_leftovers({"trainer": (7, 8)})
+    left = {"trainer": ("pid 7 (train.py) survived SIGKILL", "pid 8 survived SIGKILL")}
+
+    verdict = Verdict(state=state, message="step 60").with_leftovers(left)
 
     assert verdict.state is RunState.FAILED
     assert verdict.failure is not None and verdict.failure.component == "trainer"
     assert verdict.failure.rule == "teardown-incomplete"
-    assert "step 60" in verdict.message and "trainer: 7, 8" in verdict.message
-    assert verdict.left == {"trainer": (7, 8)}
+    assert "step 60" in verdict.message
+    assert "trainer: pid 7 (train.py) survived SIGKILL, pid 8 survived" in verdict.message
+    assert verdict.left == left
 
 
 @pytest.mark.parametrize("state", [RunState.COMPLETED, RunState.CANCELLED])
@@ -87,9 +90,9 @@ def test_failure_message_names_unchecked_nodes() -> None:
 
 
 def test_failure_with_leftovers_keeps_its_cause() -> None:
-    verdict = Verdict.failed(FAILURE, 1.0).with_leftovers({"api": (7,)})
+    verdict = Verdict.failed(FAILURE, 1.0).with_leftovers({"api": ("pid 7",)})
 
     assert verdict.failure is not None
     assert (verdict.failure.kind, verdict.failure.component) == (FailureKind.CUDA_OOM, "trainer")
-    assert "trainer left" in verdict.message and "api: 7" in verdict.message
+    assert "trainer left" in verdict.message and "api: pid 7" in verdict.message
     assert verdict.at_monotonic_s == 1.0

@@ -98,3 +98,66 @@ def test_descendants_are_the_same_without_the_kernels_lists_of_children(
     monkeypatch.setattr(tree, "_CHILDREN", "/no/such/file")
 
     assert set(tree.descendants(pid)) == below
+
+
+class Clock:
+    """A clock that the test sets."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("lasts_s", "pause_s"), [(0.0, 0.02), (0.4, 0.02), (10.0, 0.5), (100.0, 5.0), (9000.0, 5.0)]
+)
+def test_pause_between_rounds_of_sigkill_grows_up_to_five_seconds(
+    lasts_s: float, pause_s: float
+) -> None:
+    clock = Clock()
+    rounds = tree.KillRounds(clock)
+    clock.now += lasts_s
+
+    rounds.note_round()
+
+    assert rounds.pause_s == pytest.approx(pause_s)
+    assert rounds.is_due() is (lasts_s < 1.0)
+    clock.now += pause_s
+    assert rounds.is_due()
+
+
+@pytest.mark.parametrize(
+    ("lasts_s", "refusing", "are_stuck"),
+    [
+        (0.5, {7, 8}, False),
+        (1.5, {7, 8}, True),
+        (1.5, {7}, False),
+        (1.5, set(), False),
+        (5.5, set(), True),
+    ],
+)
+def test_processes_that_may_not_be_signalled_are_reported_before_stuck_ones(
+    lasts_s: float, refusing: set[int], are_stuck: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    rounds = tree.KillRounds(clock)
+    clock.now += lasts_s
+    monkeypatch.setattr(tree, "refuses_signals", refusing.__contains__)
+
+    assert rounds.are_stuck([7, 8]) is are_stuck
+
+
+@pytest.mark.parametrize("chases", [True, False])
+def test_new_processes_are_searched_only_on_request(chases: bool) -> None:
+    searches: list[int] = []
+
+    tree.kill_once(
+        lambda signum: [],
+        lambda pid: searches.append(pid) is not None,
+        lambda: False,
+        set(),
+        chases=chases,
+    )
+
+    assert bool(searches) is chases

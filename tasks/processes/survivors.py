@@ -1,0 +1,76 @@
+"""Describe processes of this machine that Muster could not end, each with the kernel's reason."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pwd
+from collections.abc import Iterable
+from pathlib import Path
+
+from tasks.processes import tree
+from tasks.processes.hang_report import call_with_time_limit
+
+#: Time limit in seconds for the description of a process. The command line of a process cannot be
+#: read while the process holds a lock in the kernel, and the name of a user may come from a server.
+_DESCRIBED_WITHIN_S = 1.0
+#: Largest number of characters of a command line that a description shows.
+_SHOWN_CHARACTERS = 120
+
+
+async def describe_survivors(pids: Iterable[int]) -> tuple[str, ...]:
+    """Return a description of each process that could not be ended.
+
+    A description has the pid, the command, the user, the kernel's reason and a remedy.
+
+    Args:
+        pids: The processes. Zombies are left out, except if there are only zombies.
+    """
+    pids = list(pids)
+    living = [pid for pid in pids if not tree.is_zombie(pid)] or pids
+    return tuple(await asyncio.gather(*map(_describe_in_time, living)))
+
+
+async def _describe_in_time(pid: int) -> str:
+    bare = f"pid {pid}: its command line could not be read"
+    return await call_with_time_limit(_DESCRIBED_WITHIN_S, lambda: describe_survivor(pid), bare)
+
+
+def describe_survivor(pid: int) -> str:
+    """Return a description of a process that could not be ended. The call may block."""
+    command = tree.read_command_line(pid)[:_SHOWN_CHARACTERS]
+    process = f"pid {pid} ({command})" if command else f"pid {pid}"
+    if tree.refuses_signals(pid):
+        owner = _name_user(tree.read_real_user(pid))
+        return (
+            f"{process} runs as user {owner}, and the kernel does not allow user "
+            f"{_name_user(os.getuid())} to signal it (EPERM): end it with `sudo kill {pid}`, and "
+            "start the program without sudo or another set-user-ID program"
+        )
+    fields = tree.stat_fields(pid)
+    if fields and fields[0] == b"D":
+        place = _read_place_in_kernel(pid)
+        return (
+            f"{process} survived SIGKILL. It waits in the kernel{place}, probably for a device or "
+            f"a file system: see /proc/{pid}/stack"
+        )
+    return f"{process} survived SIGKILL"
+
+
+def _name_user(uid: int | None) -> str:
+    """Return the name of a user, or the user id if it has no name."""
+    if uid is None:
+        return "unknown"
+    with contextlib.suppress(KeyError):
+        return pwd.getpwuid(uid).pw_name
+    return str(uid)
+
+
+def _read_place_in_kernel(pid: int) -> str:
+    """Return ` in FUNCTION` with the kernel function in which a process waits, or nothing."""
+    with contextlib.suppress(OSError):
+        name = Path(f"/proc/{pid}/wchan").read_text(encoding="ascii", errors="replace").strip()
+        if name not in ("", "0"):
+            return f" in {name}"
+    return ""
