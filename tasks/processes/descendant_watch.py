@@ -22,7 +22,7 @@ from tasks.processes.child_watch import read_exit
 from tasks.processes.guarded import GuardedProcess
 from tasks.processes.hang_report import call_with_time_limit
 from tasks.processes.identity import ProcessId
-from tasks.processes.oom_killer import MemoryGroup
+from tasks.processes.oom_killer import LoggedKill, MemoryGroup
 from tasks.record.outcome import Exit
 from tasks.record.ranks import RankFailure
 
@@ -119,6 +119,8 @@ class DescendantWatch:
 
     async def watch(self) -> None:
         """Search for new descendants repeatedly, with growing pauses, until cancelled."""
+        # The component may have a cgroup of its own, and may reach its memory limit at once.
+        self._follow_groups(_read_memory_groups(str(self.process.pid), _read_mounts()))
         await asyncio.sleep(_FIRST_SEARCH_S)
         while not self._is_over:
             began = time.monotonic()
@@ -235,10 +237,6 @@ class DescendantWatch:
         chain = self._find_chain_with_kill(exit)
         if not logged and chain is None:
             return ""
-        if chain is None:
-            # The process may have moved into another cgroup after the last search.
-            chain = next(reversed(self._chains), ())
-
         victim = "a process of the component"
         largest = self._largest
         sizes = [(largest.memory_bytes, largest.command, largest.id.pid)] if largest else []
@@ -246,16 +244,43 @@ class DescendantWatch:
             kill = logged[-1]
             victim = f"{kill.name} (pid {kill.pid})"
             sizes += [(kill.memory_bytes, kill.name, kill.pid) for kill in logged]
-        groups = [self._last_groups[path] for path in chain if path in self._last_groups]
-        limiting = oom_killer.select_reached_limit(groups)
-        if logged and not logged[-1].is_for_cgroup:
-            limiting = None
-        clause = f"the kernel's OOM killer killed {victim}, because {_describe_limit(limiting)}"
+        if logged:
+            reason = self._describe_logged_limit(logged[-1], chain or ())
+        else:
+            reason = self._describe_reached_limit(chain or ()) or _describe_machine_limit()
+        clause = f"the kernel's OOM killer killed {victim}, because {reason}"
         if sizes:
             memory_bytes, command, pid = max(sizes)
             size = _format_memory(memory_bytes)
             clause += f", largest process {command[:_SHOWN_CHARACTERS]} (pid {pid}) with {size}"
         return clause
+
+    def _describe_logged_limit(self, kill: LoggedKill, chain: tuple[Path, ...]) -> str:
+        """Return a clause about the memory limit for which the kernel log reports a kill.
+
+        Args:
+            kill: The kill.
+            chain: The cgroups of the killed process, if they are known.
+        """
+        if kill.limiting_group is None:
+            return _describe_machine_limit()
+        if not kill.limiting_group:
+            # An old kernel does not name the cgroup.
+            return self._describe_reached_limit(chain) or "its cgroup reached its memory limit"
+        path = oom_killer.find_directory(kill.limiting_group, _read_mounts())
+        if path is None:
+            return f"cgroup {kill.limiting_group} reached its memory limit"
+        group = oom_killer.read_memory_group(path) or self._last_groups.get(path)
+        return _describe_limit(path, group)
+
+    def _describe_reached_limit(self, chain: tuple[Path, ...]) -> str:
+        """Return a clause about the lowest memory limit of these cgroups that was reached.
+
+        The clause is empty if no limit was reached.
+        """
+        groups = [self._last_groups[path] for path in chain if path in self._last_groups]
+        limiting = oom_killer.select_reached_limit(groups)
+        return _describe_limit(limiting.path, limiting) if limiting else ""
 
     def _find_chain_with_kill(self, exit: Exit) -> tuple[Path, ...] | None:
         """Return the cgroups of a process, if the OOM killer has killed in the innermost of them.
@@ -283,7 +308,9 @@ class DescendantWatch:
             )
         if oom_killer.read_kernel_log():
             return "The kernel log shows no kill of this process by the kernel's OOM killer."
-        if self._last_groups and not self._kill_times:
+        # A component that no search has found may have died in a cgroup that is unknown.
+        is_known = self.process.pid in self._pids
+        if is_known and self._last_groups and not self._kill_times:
             return "The kernel's OOM killer has killed no process in the cgroup of the component."
         return ""
 
@@ -350,13 +377,22 @@ def _read_memory_groups(pid: str, mountinfo: str) -> tuple[Path, ...]:
     return ()
 
 
-def _describe_limit(group: MemoryGroup | None) -> str:
+def _describe_machine_limit() -> str:
+    total_bytes = _PAGE_BYTES * os.sysconf("SC_PHYS_PAGES")
+    return f"this machine ran out of memory: it has {_format_memory(total_bytes)}"
+
+
+def _describe_limit(path: Path, group: MemoryGroup | None) -> str:
+    """Return a clause about a memory limit that was reached.
+
+    Args:
+        path: Directory of the cgroup.
+        group: State of the cgroup; None if it is unknown.
+    """
+    clause = f"cgroup {path} reached its memory limit"
     if group is None or group.limit_bytes is None:
-        total_bytes = _PAGE_BYTES * os.sysconf("SC_PHYS_PAGES")
-        return f"this machine ran out of memory: it has {_format_memory(total_bytes)}"
-    clause = (
-        f"cgroup {group.path} reached its memory limit: limit {_format_memory(group.limit_bytes)}"
-    )
+        return clause
+    clause += f": limit {_format_memory(group.limit_bytes)}"
     if group.peak_bytes is not None:
         clause += f", peak {_format_memory(group.peak_bytes)}"
     return clause

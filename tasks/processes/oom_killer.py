@@ -28,9 +28,12 @@ _REACHED_PART = 0.9
 #: Name of the first PID namespace of a machine. The kernel log uses the pids of this namespace.
 #: Source: include/linux/proc_ns.h, PROC_PID_INIT_INO.
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"
-#: Matches the entry of a kill in the kernel log. Source: mm/oom_kill.c, __oom_kill_process.
+#: Matches two kinds of entries in the kernel log: the entry before a kill, which names the cgroup
+#: with the memory limit, and the entry of the kill. Source: mm/oom_kill.c, dump_oom_victim and
+#: __oom_kill_process.
 _KILL_ENTRY = re.compile(
-    r"^\d+,\d+,(?P<at_us>\d+),[^;\n]*;(?P<scope>Memory cgroup out of memory|Out of memory[^:\n]*)"
+    r"^\d+,\d+,\d+,[^;\n]*;oom-kill:[^\n]*?(?:oom_memcg=(?P<group>[^\n]*?)|global_oom),task_memcg="
+    r"|^\d+,\d+,(?P<at_us>\d+),[^;\n]*;(?P<scope>Memory cgroup out of memory|Out of memory[^:\n]*)"
     r": Kill(?:ed)? process (?P<pid>\d+) \((?P<name>[^\n]*?)\)(?=,? (?:UID|total-vm))[^\n]*?"
     r"anon-rss:(?P<kib>\d+)kB",
     re.MULTILINE,
@@ -149,8 +152,9 @@ class LoggedKill:
     name: str
     #: Memory of the killed process in bytes, without files and shared memory.
     memory_bytes: int
-    #: True if the limit of a cgroup was reached; False if the machine had no free memory.
-    is_for_cgroup: bool
+    #: Path of the cgroup whose memory limit was reached, from the root of the hierarchy. Empty if
+    #: the kernel log does not name the cgroup. None if the machine had no free memory.
+    limiting_group: str | None
 
 
 def read_kernel_log() -> str:
@@ -189,16 +193,38 @@ def find_logged_kills(
         since_s: Start of the search, in seconds since boot. Earlier kills may be those of other
             processes that had the same pids.
     """
-    return [
-        LoggedKill(
-            pid=int(match["pid"]),
-            name=match["name"],
-            memory_bytes=int(match["kib"]) * 1024,
-            is_for_cgroup=match["scope"].startswith("Memory cgroup"),
+    kills: list[LoggedKill] = []
+    group = ""
+    for match in _KILL_ENTRY.finditer(kernel_log):
+        if match["pid"] is None:
+            group = match["group"] or ""
+            continue
+        if int(match["pid"]) not in pids or int(match["at_us"]) / 1e6 < since_s:
+            continue
+        is_for_cgroup = match["scope"].startswith("Memory cgroup")
+        kills.append(
+            LoggedKill(
+                pid=int(match["pid"]),
+                name=match["name"],
+                memory_bytes=int(match["kib"]) * 1024,
+                limiting_group=group if is_for_cgroup else None,
+            )
         )
-        for match in _KILL_ENTRY.finditer(kernel_log)
-        if int(match["pid"]) in pids and int(match["at_us"]) / 1e6 >= since_s
-    ]
+    return kills
+
+
+def find_directory(path: str, mountinfo: str) -> Path | None:
+    """Return the directory of a memory cgroup that the kernel log names.
+
+    Args:
+        path: Path of the cgroup from the root of the hierarchy.
+        mountinfo: Content of `/proc/PID/mountinfo` of the calling process.
+
+    Returns:
+        None if the cgroup is outside the mounted part of the hierarchy.
+    """
+    groups = find_memory_groups(f"1:memory:{path}\n0::{path}\n", mountinfo)
+    return groups[0] if groups else None
 
 
 def select_reached_limit(groups: Iterable[MemoryGroup]) -> MemoryGroup | None:

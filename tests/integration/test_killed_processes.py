@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.processes import oom_killer
+from tasks.processes import descendant_watch, oom_killer
 from tasks.spec.failure_kinds import FailureKind
 from tests.support.supervised_components import ComponentHarness, python, sh, wait_until
 
@@ -75,6 +75,36 @@ def test_component_that_exceeds_its_memory_limit_is_host_oom(
         verdict.failure.message
     )
     assert "largest process" in verdict.failure.message
+
+
+#: Python code that uses more memory than the limit before the supervisor has searched its cgroup.
+FAST_HOG = "data = [bytearray(8 << 20) for _ in range(40)]; import time; time.sleep(60)"
+
+
+@pytest.mark.parametrize("is_kernel_log_readable", [True, False])
+def test_kill_in_an_unknown_cgroup_is_neither_guessed_nor_denied(
+    harness: ComponentHarness,
+    limited_cgroup: Path,
+    is_kernel_log_readable: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not is_kernel_log_readable:
+        monkeypatch.setattr(oom_killer, "read_kernel_log", str)
+    elif not oom_killer.read_kernel_log():
+        pytest.skip("the kernel log cannot be read")
+    # The component enters the cgroup and dies before the first search for its processes.
+    monkeypatch.setattr(descendant_watch, "_FIRST_SEARCH_S", 60.0)
+    hog = f"exec {python('')[0]} -I -S -c '{FAST_HOG}'"
+
+    verdict = harness.run(harness.component("trainer", run_in(limited_cgroup, hog)))
+
+    assert verdict.failure is not None
+    assert "this machine ran out of memory" not in verdict.failure.message
+    assert "killed no process" not in verdict.failure.hint
+    if is_kernel_log_readable:
+        assert verdict.failure.kind is FailureKind.HOST_OOM
+        limit = f"cgroup {limited_cgroup} reached its memory limit: limit 64 MiB, peak 64 MiB"
+        assert limit in verdict.failure.message
 
 
 @pytest.mark.parametrize("exit_code", [1, 137])

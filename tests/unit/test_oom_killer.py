@@ -9,6 +9,7 @@ import pytest
 from tasks.processes.oom_killer import (
     MemoryGroup,
     count_kills_of_machine,
+    find_directory,
     find_logged_kills,
     find_memory_groups,
     read_memory_group,
@@ -103,10 +104,14 @@ def test_cgroup_without_memory_controller_has_no_state(tmp_path: Path) -> None:
 
 #: Entries of the kernel log of Linux 6.18.
 KERNEL_LOG = """\
+6,99,4999000,-;oom-kill:constraint=CONSTRAINT_NONE,nodemask=(null),cpuset=/,mems_allowed=0,\
+global_oom,task_memcg=/job,task=python3,pid=7,uid=0
 3,100,5000000,-;Out of memory: Killed process 7 (python3) total-vm:9kB, anon-rss:1024kB, \
 file-rss:6676kB, shmem-rss:0kB, UID:0 pgtables:188kB oom_score_adj:0
 6,101,8000000,-;EXT4-fs (loop0): mounted
-3,102,9000000,-;Memory cgroup out of memory: Killed process 8 (ray::Wor (x)) total-vm:221368kB, \
+6,102,8999000,-;oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),cpuset=/,mems_allowed=0,\
+oom_memcg=/job,task_memcg=/job/part,task=ray::Wor (x),pid=8,uid=0
+3,103,9000000,-;Memory cgroup out of memory: Killed process 8 (ray::Wor (x)) total-vm:221368kB, \
 anon-rss:65280kB, file-rss:6676kB, shmem-rss:0kB, UID:0 pgtables:188kB oom_score_adj:0
 """
 
@@ -114,14 +119,41 @@ anon-rss:65280kB, file-rss:6676kB, shmem-rss:0kB, UID:0 pgtables:188kB oom_score
 def test_kernel_log_names_the_killed_processes() -> None:
     [machine_wide, limited] = find_logged_kills(KERNEL_LOG, {7, 8, 9}, since_s=0.0)
 
-    assert (machine_wide.pid, machine_wide.is_for_cgroup) == (7, False)
-    assert (limited.pid, limited.name, limited.is_for_cgroup) == (8, "ray::Wor (x)", True)
+    assert (machine_wide.pid, machine_wide.limiting_group) == (7, None)
+    assert (limited.pid, limited.name, limited.limiting_group) == (8, "ray::Wor (x)", "/job")
     assert limited.memory_bytes == 65280 * 1024
 
 
 def test_kills_of_other_processes_and_earlier_kills_are_ignored() -> None:
     assert find_logged_kills(KERNEL_LOG, {9}, since_s=0.0) == []
     assert find_logged_kills(KERNEL_LOG, {7}, since_s=6.0) == []
+
+
+def test_kill_without_the_name_of_its_cgroup_has_an_empty_name() -> None:
+    without_names = "".join(
+        line for line in KERNEL_LOG.splitlines(keepends=True) if "oom_memcg" not in line
+    )
+
+    [limited] = find_logged_kills(without_names, {8}, since_s=0.0)
+
+    assert limited.limiting_group == ""
+
+
+@pytest.mark.parametrize(
+    ("path", "mountinfo", "directory"),
+    [
+        ("/job", HYBRID_V2 + V1, "/sys/fs/cgroup/memory/job"),
+        ("/job", V2, "/sys/fs/cgroup/job"),
+        ("/docker/ab/part", CONTAINER_V1, "/sys/fs/cgroup/memory/part"),
+        ("/other", CONTAINER_V1, None),
+    ],
+)
+def test_directory_of_a_cgroup_in_the_kernel_log_is_found(
+    path: str, mountinfo: str, directory: str | None
+) -> None:
+    found = find_directory(path, mountinfo)
+
+    assert found == (Path(directory) if directory is not None else None)
 
 
 def test_lowest_limit_that_was_reached_is_named() -> None:
