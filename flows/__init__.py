@@ -1,8 +1,19 @@
 """The Prefect flows. The import of this package prepares the environment for Prefect's import."""
 
+import sys
+
+from tasks.show.early_check import report_spec_faults
 from tasks.spec.service_links import drop_service_variables
+from tasks.train.spec_check import load_checked_spec
 
 # Kubernetes may set variables such as PREFECT_SERVER_API_PORT, which Prefect would read as settings
 # when it is imported. So these variables must be removed before the import.
 # `python -m flows.train` imports this package first, and then the flow's module with Prefect.
 drop_service_variables()
+
+# Report the faults of a spec before the import of Prefect, which takes about two seconds. While
+# Python looks for the module of the option -m, the name of the program is `-m`.
+if sys.argv[:1] == ["-m"] and "flows.train" in sys.orig_argv:
+    exit_code = report_spec_faults(load_checked_spec, sys.argv[1:])
+    if exit_code != 0:
+        raise SystemExit(exit_code)

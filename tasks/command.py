@@ -6,6 +6,7 @@ an unknown verb are therefore fast.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import sys
@@ -23,7 +24,8 @@ from pydantic import ValidationError
 
 from tasks.queue.forked_commands import run_in_fork
 from tasks.record.places import muster_home
-from tasks.show.arguments import DEFAULT, EXIT_INVALID, run
+from tasks.show.arguments import DEFAULT, EXIT_DONE, EXIT_INVALID, run
+from tasks.show.early_check import report_spec_faults
 from tasks.spec.formatting import suggest_name
 from tasks.spec.ownership import UntrustedPath, refuse_foreign_settings
 from tasks.spec.service_links import describe_invalid_setting, drop_service_variables
@@ -42,6 +44,10 @@ class Verb:
     example: str
     #: Name of the document in the folder `docs` that explains how to use the verb.
     guide: str
+    #: Functions that check the spec of the verb, as `module:function`. Faults of the spec are
+    #: reported before the verb's function is imported. The function with the fastest import is
+    #: first.
+    checks: tuple[str, ...] = ()
 
     @property
     def epilogue(self) -> str:
@@ -65,6 +71,7 @@ VERBS = {
             summary="run a spec here, until it ends",
             example="muster train muster.yaml --set progress.total=100",
             guide="your-training.md",
+            checks=("tasks.spec.loading:load_spec", "tasks.train.spec_check:load_checked_spec"),
         ),
         Verb(
             name="submit",
@@ -72,6 +79,7 @@ VERBS = {
             summary="queue a run of a spec",
             example="muster submit muster.yaml --watch",
             guide="queue-runs.md",
+            checks=("tasks.spec.loading:load_spec",),
         ),
         Verb(
             name="check",
@@ -79,6 +87,7 @@ VERBS = {
             summary="check a spec, and show where its run would fit",
             example="muster check muster.yaml",
             guide="your-training.md",
+            checks=("tasks.spec.loading:load_spec",),
         ),
         Verb(
             name="retry",
@@ -93,6 +102,7 @@ VERBS = {
             summary="let the UI or a schedule start a spec",
             example="muster deploy muster.yaml --cron '0 3 * * *'",
             guide="schedules.md",
+            checks=("tasks.spec.loading:load_spec",),
         ),
         Verb(
             name="pipeline",
@@ -100,6 +110,7 @@ VERBS = {
             summary="run several specs in sequence",
             example="muster pipeline deployments/pipelines/quickstart-sft-then-grpo.yaml",
             guide="pipelines.md",
+            checks=("tasks.spec.pipeline:load_pipeline",),
         ),
         Verb(
             name="ls",
@@ -344,7 +355,15 @@ def do(words: Sequence[str]) -> int:
     Args:
         words: The verb and its arguments.
     """
-    return run(_build_app(words[0] if words else ""), words or [_DEFAULT_VERB])
+    called = words[0] if words else ""
+    for verb in itertools.chain.from_iterable(VERBS.values()):
+        if verb.name != called:
+            continue
+        for check in verb.checks:
+            code = report_spec_faults(_import_function(check), words[1:])
+            if code != EXIT_DONE:
+                return code
+    return run(_build_app(called), words or [_DEFAULT_VERB])
 
 
 def find_server() -> None:

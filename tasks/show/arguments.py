@@ -130,13 +130,18 @@ def _run_guarded(app: App, arguments: Sequence[str] | None) -> int:
         return EXIT_DONE
     except (MusterError, OSError) as error:
         # An OSError is, for example, a full disk or a missing permission.
-        print(error, file=sys.stderr)
-        exit_code = error.exit_code if isinstance(error, MusterError) else EXIT_FAILED
-        if exit_code == EXIT_INVALID:
-            missing_action = "started" if isinstance(error, InvalidSpec) else "done"
-            print(f"Nothing was {missing_action}.", file=sys.stderr)
-        return exit_code
+        return print_error(error)
     return code if isinstance(code, int) else EXIT_DONE
+
+
+def print_error(error: MusterError | OSError) -> int:
+    """Print the message of an error on stderr, and return the exit code for the error."""
+    print(error, file=sys.stderr)
+    exit_code = error.exit_code if isinstance(error, MusterError) else EXIT_FAILED
+    if exit_code == EXIT_INVALID:
+        missing_action = "started" if isinstance(error, InvalidSpec) else "done"
+        print(f"Nothing was {missing_action}.", file=sys.stderr)
+    return exit_code
 
 
 def _format_usage_error(error: CycloptsError) -> Panel:

@@ -19,7 +19,7 @@ from tasks.spec.loading import is_project_root
 from tasks.spec.run import RunSpec
 from tasks.spec.secrets import find_code_secrets, mask_text
 from tasks.spec.values import select_literals
-from tasks.train.plan import component_search_path
+from tasks.train.interpreters import component_search_path
 from tasks.train.run_secrets import RunSecrets
 
 _log = logging.getLogger(__name__)

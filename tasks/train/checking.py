@@ -26,7 +26,7 @@ from tasks.show.arguments import EXIT_DONE, AsJson, Overrides, SpecFile
 from tasks.spec.loading import find_project_root, load_spec
 from tasks.spec.programs import add_active_environment, find_missing_programs
 from tasks.spec.run import Gang, RunSpec
-from tasks.train.plan import component_search_path
+from tasks.train.interpreters import component_search_path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,7 +43,7 @@ from tasks.spec.formatting import join_commas
 from tasks.spec.loading import load_spec, locate_spec
 from tasks.spec.programs import add_active_environment
 from tasks.spec.run import LIVE_CODE, RunSpec
-from tasks.train.plan import component_interpreter
+from tasks.train.interpreters import component_interpreter
 from tasks.train.reporter import await_last_artifacts
 from tasks.train.run_checkpoints import with_start
 from tasks.train.session import spec_file

@@ -63,7 +63,7 @@ from tasks.spec.loading import (
 from tasks.spec.pipeline import STAGE_DEPLOYMENT, load_pipeline
 from tasks.spec.programs import add_active_environment, find_missing_programs
 from tasks.spec.run import LIVE_CODE, RunSpec
-from tasks.train.plan import component_interpreter, component_search_path
+from tasks.train.interpreters import component_interpreter, component_search_path
 from tasks.train.run_checkpoints import with_start
 from tasks.train.run_watch import RunWatch
 

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tasks.spec.run import RunSpec
-from tasks.train.plan import component_env, component_search_path, inherit_env
+from tasks.train.interpreters import component_search_path
+from tasks.train.plan import component_env, inherit_env
 from tasks.train.trackers import needs_mlflow_parent
 
 #: Program that the Python interpreter of a component executes.

@@ -27,12 +27,12 @@ from tasks.record.run_json import AttemptRecord, ResumeRecord
 from tasks.rollout.component import FleetPlan, fleet_component
 from tasks.server.trusted_clients import UNPLUGGED_PREFECT
 from tasks.spec.component import ComponentStop
-from tasks.spec.programs import Interpreter, build_component_path, find_interpreter
 from tasks.spec.run import RunSpec
 from tasks.spec.run_rules import DEVICE_VARIABLES
 from tasks.spec.secrets import looks_secret
-from tasks.spec.values import Env, select_literals
+from tasks.spec.values import select_literals
 from tasks.spec.watch import WatchRule
+from tasks.train.interpreters import component_interpreter, component_search_path
 from tasks.train.trackers import tracker_env
 
 #: Environment variables that concern only this process. Components do not inherit them.
@@ -48,29 +48,6 @@ _PRIVATE_VARIABLES = (
 )
 #: Environment variables that every component gets, unless the spec sets them.
 _PYTHON_VARIABLES = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
-
-
-def component_interpreter(env: Env, root: Path | None = None) -> Interpreter:
-    """Return the Python interpreter of a component.
-
-    Args:
-        env: Environment variables of the component in the spec.
-        root: Root folder of the project. If None, use the folder of the submitted project, which an
-            environment variable names, or else the working directory.
-    """
-    root = root or Path(os.environ.get(PROJECT) or Path.cwd())
-    return find_interpreter(root, select_literals(env))
-
-
-def component_search_path(env: Env, root: Path | None = None) -> str:
-    """Return the PATH of a component: the folder of its `python`, then the PATH of this process.
-
-    Args:
-        env: Environment variables of the component in the spec.
-        root: See `component_interpreter`.
-    """
-    interpreter = component_interpreter(env, root)
-    return build_component_path(interpreter.path, os.environ.get("PATH", os.defpath))
 
 
 def find_containment(spec: RunSpec) -> Containment:

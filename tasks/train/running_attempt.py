@@ -19,7 +19,8 @@ from tasks.rollout.component import FleetTail
 from tasks.spec.run import RunSpec
 from tasks.train.attempt_spec import AttemptSpec
 from tasks.train.background_work import BackgroundWork
-from tasks.train.plan import PlanInputs, component_interpreter, find_containment
+from tasks.train.interpreters import component_interpreter
+from tasks.train.plan import PlanInputs, find_containment
 
 #: Rule in `record/cause_rules.toml` that recognises a missing Python package.
 _MISSING_PACKAGE_RULE = "module-not-found"

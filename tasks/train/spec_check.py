@@ -2,35 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tasks.processes.containment import Level
+from tasks.processes.containment import Level, probe
 from tasks.processes.identity import host_name
 from tasks.record.checkpoint_paths import check_access
 from tasks.record.checkpoint_store import StoreRefused, StoreUnreachable
 from tasks.rollout.component import fleet_faults
 from tasks.spec.errors import Fault, InvalidSpec
+from tasks.spec.loading import find_project_root, load_spec
 from tasks.spec.placeholders import find_placeholder_faults
-from tasks.spec.programs import find_missing_programs
-from tasks.spec.run import RunSpec
-from tasks.train.plan import component_search_path, find_containment
+from tasks.spec.programs import add_active_environment, find_missing_programs
+from tasks.spec.run import LIVE_CODE, RunSpec
+from tasks.train.interpreters import component_search_path
 
 
-def check_spec(spec: RunSpec, *, checks_stores: bool = True) -> None:
+def load_checked_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
+    """Return the run spec of a file, after a check of the programs and features that it names.
+
+    The access to object stores is not checked.
+
+    Args:
+        path: The file.
+        overrides: Changes of the form `a.b=c`. They are applied in order.
+
+    Raises:
+        InvalidSpec: The file or an override has faults, or this machine lacks a program or feature.
+    """
+    spec = load_spec(path, overrides)
+    root = find_project_root(path)
+    if spec.code in (None, LIVE_CODE):
+        check_spec(add_active_environment(spec, root), root=root, checks_stores=False)
+    return spec
+
+
+def check_spec(spec: RunSpec, *, root: Path | None = None, checks_stores: bool = True) -> None:
     """Raise an error if a run spec names a placeholder, program or feature that is not available.
 
     Args:
         spec: The spec of the run.
+        root: Root of the spec's project, which contains its files. If None, the files are in the
+            working directory.
         checks_stores: True to check the access to an object store of the checkpoints, too.
 
     Raises:
         InvalidSpec: The error lists all faults of the spec.
     """
+    path = component_search_path(spec.env, root)
     faults = [
         *find_placeholder_faults(spec.written()),
         *(fleet_faults(spec, spec.fleet) if spec.fleet is not None else ()),
-        *find_missing_programs(spec, root=Path.cwd(), path=component_search_path(spec.env)),
+        *find_missing_programs(spec, root=root or Path.cwd(), path=path),
         *_find_containment_faults(spec),
         *(_find_store_faults(spec) if checks_stores else ()),
     ]
@@ -61,7 +84,7 @@ def _find_containment_faults(spec: RunSpec) -> Iterator[Fault]:
     """
     if spec.containment != "namespace":
         return
-    reason = find_containment(spec).missing.get(Level.L4)
+    reason = probe(namespace=True).missing.get(Level.L4)
     if reason is not None:
         yield Fault(
             path="containment",
