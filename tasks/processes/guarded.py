@@ -508,8 +508,7 @@ class GuardedProcess:
             case "stuck":
                 # The pids in the report are valid in the guardian process's PID namespace, which
                 # may not be the namespace of this process. So list the processes again from here.
-                living = [pid for pid in self.processes() if not tree.is_zombie(pid)]
-                self._report_stuck(living or message["pids"])
+                self._report_stuck(tree.living_or_all(self.processes()) or message["pids"])
             case "empty":
                 self.stuck = ()
                 self._owes_processes = False

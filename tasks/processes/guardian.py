@@ -340,7 +340,7 @@ class Guardian:
         rounds.note_round()
         if self._reported_stuck or rounds.lasts_s < tree.REFUSED_AFTER_S:
             return
-        remaining = [pid for pid in tree.descendants(os.getpid()) if not tree.is_zombie(pid)]
+        remaining = tree.living_or_all(tree.descendants(os.getpid()))
         if remaining and rounds.are_stuck(remaining):
             self._reported_stuck = True
             self._channel.send("stuck", pids=remaining)

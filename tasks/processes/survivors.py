@@ -27,9 +27,8 @@ async def describe_survivors(pids: Iterable[int]) -> tuple[str, ...]:
     Args:
         pids: The processes. Zombies are left out, except if there are only zombies.
     """
-    pids = list(pids)
-    living = [pid for pid in pids if not tree.is_zombie(pid)] or pids
-    return tuple(await asyncio.gather(*map(_describe_in_time, living)))
+    remaining = tree.living_or_all(list(pids))
+    return tuple(await asyncio.gather(*map(_describe_in_time, remaining)))
 
 
 async def _describe_in_time(pid: int) -> str:
@@ -39,7 +38,7 @@ async def _describe_in_time(pid: int) -> str:
 
 def describe_survivor(pid: int) -> str:
     """Return a description of a process that could not be ended. The call may block."""
-    command = tree.read_command_line(pid)[:_SHOWN_CHARACTERS]
+    command = tree.read_command_line(pid)[:_SHOWN_CHARACTERS] or _read_proc(pid, "comm")
     process = f"pid {pid} ({command})" if command else f"pid {pid}"
     if tree.refuses_signals(pid):
         owner = _name_user(tree.read_real_user(pid))
@@ -48,6 +47,10 @@ def describe_survivor(pid: int) -> str:
             f"{_name_user(os.getuid())} to signal it (EPERM): end it with `sudo kill {pid}`, and "
             "start the program without sudo or another set-user-ID program"
         )
+    if tree.is_zombie(pid):
+        tracer = _read_tracer(pid)
+        why = f", because process {tracer} traces it: end process {tracer}" if tracer else ""
+        return f"{process} has ended, but its parent cannot read its exit status{why}"
     fields = tree.stat_fields(pid)
     if fields and fields[0] == b"D":
         place = _read_place_in_kernel(pid)
@@ -69,8 +72,18 @@ def _name_user(uid: int | None) -> str:
 
 def _read_place_in_kernel(pid: int) -> str:
     """Return ` in FUNCTION` with the kernel function in which a process waits, or nothing."""
+    function = _read_proc(pid, "wchan")
+    return f" in {function}" if function not in ("", "0") else ""
+
+
+def _read_tracer(pid: int) -> int:
+    """Return the pid of the debugger that traces a process; 0 if there is none."""
+    _, _, rest = _read_proc(pid, "status").partition("\nTracerPid:")
+    return int(rest.split()[0]) if rest else 0
+
+
+def _read_proc(pid: int, name: str) -> str:
+    """Return a file of /proc about a process; empty if it cannot be read."""
     with contextlib.suppress(OSError):
-        name = Path(f"/proc/{pid}/wchan").read_text(encoding="ascii", errors="replace").strip()
-        if name not in ("", "0"):
-            return f" in {name}"
+        return Path(f"/proc/{pid}/{name}").read_text(encoding="utf-8", errors="replace").strip()
     return ""

@@ -260,6 +260,14 @@ def is_zombie(pid: int) -> bool:
     return not fields or (fields[0] in (b"Z", b"X") and _thread_count(pid) <= 1)
 
 
+def living_or_all(pids: list[int]) -> list[int]:
+    """Return the processes that are no zombies; all of them if there are only zombies.
+
+    A zombie can block the end of a process tree, for example if a debugger traces it.
+    """
+    return [pid for pid in pids if not is_zombie(pid)] or pids
+
+
 def _thread_count(pid: int) -> int:
     """Return the number of threads of a process; 0 if it has ended or /proc hides it."""
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from enum import Enum
 from itertools import islice
 from random import Random
@@ -209,28 +210,29 @@ class Fleet:
     async def stop(self) -> str:
         """End all servers within the grace period and a fixed additional time.
 
-        The method may be called at any moment, for example during a start or a recovery.
+        The method may be called at any moment, for example during a start or a recovery. An error
+        in one step does not prevent the next steps, which end the servers.
 
         Returns:
-            Description of processes that could not be ended; empty if all processes have ended. If
-            the description is not empty, call `stop` again.
+            Description of processes that could not be ended, and of errors in Muster's own code;
+            empty if all processes have ended. If the description is not empty, call `stop` again.
         """
         self._phase = FleetPhase.STOPPING
         self.router.set((), why_none=_STOPPED)
-        await self.syncs.stop()
+        errors = [await _try_to_end("the weight sync", self.syncs.stop)]
         if self._up is not None and not self._up.done():
             self._up.set_result(None)
-        await self._recovery.stop()
+        errors.append(await _try_to_end("the recovery", self._recovery.stop))
         for task in self._starts.values():
             task.cancel()
         await ended(self._starts.values())
-        await self._health.stop()
+        errors.append(await _try_to_end("the health checks", self._health.stop))
         for group in self.registry.view.groups:
             self.registry.fail(group.ranks[0], group.epoch, _STOPPED)
         ranks = [rank for group in self.registry.view.groups for rank in group.ranks]
         remaining = await self._recovery.end(ranks)
         self._phase = FleetPhase.STOPPED
-        return remaining
+        return "; ".join(filter(None, [remaining, *errors]))
 
     async def check(self) -> dict[str, Any]:
         """Ask each running server once whether it works. A single bad answer fails its engine.
@@ -588,3 +590,13 @@ class Fleet:
         if not self.fatal.done():
             self._emit("rollout.failed", reason=reason)
             self.fatal.set_result(reason)
+
+
+async def _try_to_end(part: str, end: Callable[[], Awaitable[None]]) -> str:
+    """End a part of the fleet. Return a description of its error, or an empty string."""
+    try:
+        await end()
+    except Exception as error:
+        _log.exception("the end of %s has failed", part)
+        return f"the end of {part} has failed: {error!r}"
+    return ""

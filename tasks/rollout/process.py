@@ -302,11 +302,16 @@ async def _run_until_failure(fleet: Fleet, gateway: Gateway, emit: Emit) -> str:
     finally:
         # Stop the fleet and the gateway at the same time. While the servers end, the gateway still
         # answers the open requests, with an error that says why the fleet stops.
-        remaining, _ = await asyncio.gather(fleet.stop(), gateway.stop(_ANSWERS_WITHIN_S))
+        results = await asyncio.gather(
+            fleet.stop(), gateway.stop(_ANSWERS_WITHIN_S), return_exceptions=True
+        )
         load_reports.cancel()
         emit_load()
-        if remaining:
-            _log.warning("processes could not be ended: %s", remaining)
+        for result in results:
+            if isinstance(result, BaseException):
+                _log.error("the end of the fleet has failed", exc_info=result)
+            elif result:
+                _log.warning("processes could not be ended: %s", result)
 
 
 def _log_event(event: Event) -> None:

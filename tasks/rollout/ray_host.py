@@ -372,11 +372,13 @@ class RayHost:
 
     async def close(self) -> None:
         """End all actors and remove the placement group, which frees the GPUs."""
-        await self.stop(list(self._servers), grace_s=0.0)
-        for keeper in self._keepers.values():
-            with contextlib.suppress(RayError):
-                ray.kill(keeper)
-        await asyncio.to_thread(remove_placement_group, self._group)
+        try:
+            await self.stop(list(self._servers), grace_s=0.0)
+            for keeper in self._keepers.values():
+                with contextlib.suppress(RayError):
+                    ray.kill(keeper)
+        finally:
+            await asyncio.to_thread(remove_placement_group, self._group)
 
     def _make_actor(self, actor_class: type, node: int, *arguments: Any, gpus: int = 0) -> Any:
         """Create an actor on a node and return its Ray handle.

@@ -156,7 +156,7 @@ def _check_verdict_names_pid(fault_run: FaultRun) -> None:
     """
     _check_trainer_is_not_reported_as_stopped(fault_run)
     [survivor] = fault_run.observed_flow.verdict()["left"]["trainer"]
-    assert survivor.startswith(f"pid {fault_run.pid('trainer')} (")
+    assert survivor.startswith(f"pid {fault_run.pid('trainer')} ("), survivor
 
 
 def _unkillable(

@@ -451,6 +451,27 @@ async def test_verdict_names_a_tree_that_cannot_be_ended(
     assert ("component.stuck", "trainer") in events
 
 
+@pytest.mark.parametrize("failing", ["api", "rollout", "trainer"])
+async def test_component_whose_end_raises_an_error_does_not_keep_the_others_alive(
+    begin: MakeAttempt, failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = await begin(api="fail", rollout="fail", trainer="complete")
+
+    async def fail() -> tuple[str, ...]:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(attempt.components[failing], "end", fail)
+    attempt.interrupt("cancelled", RunState.CANCELLED)
+    verdict = await verdict_of(attempt)
+
+    assert "kill" in process(failing).requests
+    assert all(
+        process(name).empty.done() for name in ("api", "rollout", "trainer") if name != failing
+    )
+    assert verdict.state is RunState.FAILED
+    assert verdict.left[failing][-1] == "RuntimeError('a bug')"
+
+
 async def test_verdict_names_machines_that_were_not_checked(begin: MakeAttempt) -> None:
     attempt = await begin(trainer="complete")
     attempt.components["trainer"].unseen = ("node 10.0.0.5 could not be checked",)

@@ -358,3 +358,20 @@ async def test_running_fleet_cannot_be_started() -> None:
     harness = await start_fake_fleet(1)
     with pytest.raises(IllegalTransition, match="the fleet is running, so it cannot be started"):
         await harness.fleet.start()
+
+
+@pytest.mark.parametrize("part", ["syncs", "_recovery", "_health"])
+@in_virtual_time
+async def test_error_in_one_step_of_the_stop_does_not_keep_servers_alive(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = await start_fake_fleet(servers=2)
+
+    async def fail() -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(getattr(harness.fleet, part), "stop", fail)
+    remaining = await harness.fleet.stop()
+
+    assert "RuntimeError('a bug')" in remaining
+    assert not any(server.is_alive for server in harness.host.servers.values())
