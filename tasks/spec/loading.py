@@ -488,8 +488,8 @@ def resolve(spec: RunSpec, names: Mapping[str, str], root: Path) -> RunSpec:
 
     Args:
         spec: The spec as loaded. It has no unknown placeholder names.
-        names: Value of each placeholder name that the spec uses. `progress.total` and
-            `success.step` may be missing, because the spec has their values.
+        names: Value of each placeholder name that the spec uses. Numbers such as `progress.total`
+            may be missing, because the spec has their values.
         root: Absolute path of the project's root.
 
     Raises:
@@ -497,9 +497,7 @@ def resolve(spec: RunSpec, names: Mapping[str, str], root: Path) -> RunSpec:
         InvalidSpec: A value does not fit its place, such as a `tcp` address without a port.
     """
     written = spec.written()
-    values = {
-        f"{part}.{key}": str(number) for part, key, number in placeholders.find_step_counts(written)
-    }
+    values = {name: str(number) for name, number in placeholders.find_numbers(written).items()}
     values.update(names)
 
     filled: Any = placeholders.fill_in_run(written, values.__getitem__)

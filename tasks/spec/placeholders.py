@@ -91,6 +91,11 @@ _PLACES: dict[str, object] = {
 _CHECKPOINT_NAMES = ("run.id", "run.dir", "attempt.number", "attempt.dir")
 #: Placeholder names that every run spec may use.
 _RUN_NAMES = (*_CHECKPOINT_NAMES, "attempt.resume_from")
+_GANG_NODES = "gang.nodes"
+#: Placeholder names for numbers of the spec. Each name is the dotted path of the number.
+_NUMBER_NAMES = ("progress.total", "success.step", _GANG_NODES, "gang.gpus_per_node")
+#: Number of nodes of a gang whose spec does not set it, as in `tasks.spec.run.Gang`.
+_DEFAULT_NODES = 1
 #: Placeholder name for the address of the fleet's gateway.
 ROLLOUT_URL = "rollout.url"
 #: Placeholder name for the addresses of the fleet's engines, which are separated by commas.
@@ -219,11 +224,10 @@ def list_known_names(data: object) -> frozenset[str]:
     """Return all names that a run spec may use in its placeholders.
 
     These are fixed names such as `run.id`, `NAME.port` for each component NAME, and
-    `NAME.ports.OTHER` for each of its further ports. If the spec has the keys `progress.total` and
-    `success.step`, these are names, too. A command can then use the number of steps.
+    `NAME.ports.OTHER` for each of its further ports. Numbers of the spec such as `progress.total`
+    and `gang.nodes` are names, too, see `find_numbers`.
     """
-    names = set(_RUN_NAMES)
-    names.update(f"{section}.{key}" for section, key, _ in find_step_counts(data))
+    names = {*_RUN_NAMES, *find_numbers(data)}
     for component, keys in mapping_or_empty(mapping_or_empty(data).get("components")).items():
         names.add(f"{component}.port")
         if component == "rollout":
@@ -234,15 +238,22 @@ def list_known_names(data: object) -> frozenset[str]:
     return frozenset(names)
 
 
-def find_step_counts(data: object) -> Iterator[tuple[str, str, int]]:
-    """Yield section, key and value of the step counts `progress.total` and `success.step`.
+def find_numbers(data: object) -> dict[str, int]:
+    """Return the numbers of a run spec that its placeholders may use, by name.
 
-    A step count that the spec does not set is skipped.
+    The names are `progress.total`, `success.step`, `gang.nodes` and `gang.gpus_per_node`. A number
+    that the spec does not set is omitted. The only exception is `gang.nodes`, which is 1 by
+    default.
     """
-    for section, key in (("progress", "total"), ("success", "step")):
-        number = mapping_or_empty(mapping_or_empty(data).get(section)).get(key)
+    numbers = {}
+    for name in _NUMBER_NAMES:
+        section, _, key = name.partition(".")
+        keys = mapping_or_empty(mapping_or_empty(data).get(section))
+        default = _DEFAULT_NODES if name == _GANG_NODES and keys else None
+        number = keys.get(key, default)
         if isinstance(number, int) and not isinstance(number, bool):
-            yield section, key, number
+            numbers[name] = number
+    return numbers
 
 
 def fill_in_run(data: object, value_of: Callable[[str], str]) -> object:
@@ -357,6 +368,11 @@ def _make_unknown_name_fault(use: Use, known_names: Sequence[str]) -> Fault:
     if use.name is None:
         remedy = "add the `}`, or write `$${` for a literal `${`"
         return Fault(path=use.path, problem="a `${` has no closing `}`", remedy=remedy)
+    if use.name in _NUMBER_NAMES:
+        section, _, key = use.name.partition(".")
+        problem = f"`{use}` has no value, because the spec has no `{use.name}`"
+        remedy = f"write {section}: {{{key}: NUMBER}}, or leave out the placeholder"
+        return Fault(path=use.path, problem=problem, remedy=remedy)
     shell = f"for a variable of the shell, write `$${{{use.name}}}`"
     near = suggest_name(use, [f"${{{name}}}" for name in known_names])
     remedy = near or f"{shell}; known names: {', '.join(known_names) or 'none'}"

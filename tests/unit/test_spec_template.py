@@ -80,6 +80,40 @@ def test_step_counts_are_names_if_they_are_set() -> None:
     )
 
 
+def test_size_of_the_gang_replaces_its_placeholders() -> None:
+    command = ["torchrun", "--nproc-per-node=${gang.gpus_per_node}", "--nnodes", "${gang.nodes}"]
+    trainer = {"command": command, "launcher": "ray_job"}
+    spec = spec_of(trainer, gang={"nodes": 2, "gpus_per_node": 8}, ray={})
+
+    filled = resolve(spec, {}, ROOT).processes["trainer"]
+
+    assert find_placeholder_faults(spec.written()) == ()
+    assert filled.command == ("torchrun", "--nproc-per-node=8", "--nnodes", "2")
+
+
+def test_gang_without_a_number_of_nodes_has_one_node() -> None:
+    spec = spec_of({"env": {"NODES": "${gang.nodes}"}}, gang={"gpus_per_node": 8})
+
+    assert find_placeholder_faults(spec.written()) == ()
+    assert resolve(spec, {}, ROOT).processes["trainer"].env == {"NODES": "1"}
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("gang.gpus_per_node", "write gang: {gpus_per_node: NUMBER}, or leave out the placeholder"),
+        ("gang.nodes", "write gang: {nodes: NUMBER}, or leave out the placeholder"),
+        ("success.step", "write success: {step: NUMBER}, or leave out the placeholder"),
+    ],
+)
+def test_placeholder_of_a_number_that_the_spec_lacks_is_a_fault(name: str, remedy: str) -> None:
+    [fault] = faults_of(spec_of({"env": {"A": f"${{{name}}}"}}))
+
+    assert fault.path == "components.trainer.env.A"
+    assert fault.problem == f"`${{{name}}}` has no value, because the spec has no `{name}`"
+    assert fault.remedy == remedy
+
+
 FLEET = {"backend": "command", "command": ["serve", "--port", "${server.port}"]}
 
 
