@@ -230,8 +230,8 @@ def test_unknown_name_is_a_fault_in_each_place(
         # the spec does not set `progress.total`
         (
             "${progress.total}",
-            "unknown name `${progress.total}`",
-            "",
+            "`${progress.total}` has no value",
+            "write progress: {total: NUMBER}",
         ),
         ("${trainer.ports.metrics}", "unknown name", ""),  # the component has no such port
     ],
