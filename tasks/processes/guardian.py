@@ -450,6 +450,8 @@ def fork_guardians(requests: _socket.socket) -> list[int]:
 def _name_own(name: str) -> None:
     """Show a component's name in the command line and the environment of this process.
 
+    A forked process has the command line of its parent, so `ps` would show no component's name.
+
     The name is written over the placeholder TEMPLATE in the memory of this process. `ps` reads the
     command line and the environment from that memory.
 
