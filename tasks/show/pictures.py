@@ -432,8 +432,9 @@ def _end_of(view: RunView, attempt: AttemptRecord) -> float:
     return attempt.ended_at if attempt.ended_at is not None else max(view.at, attempt.started_at)
 
 
-#: Names of metrics that can be drawn as a curve. If a metrics file contains several of these
-#: metrics, the first in this list is drawn.
+_LOSSES = ("loss", "train/loss")
+#: Names of metrics that can be drawn as a curve, for most workloads. If a metrics file contains
+#: several of these metrics, the first in this list is drawn.
 NAMES = (
     "reward",
     "mean_reward",
@@ -443,25 +444,41 @@ NAMES = (
     "reward/mean",
     "rewards/mean",
     "train/reward",
-    "loss",
-    "train/loss",
+    *_LOSSES,
 )
+#: Names of metrics that are drawn for a workload, before those in `NAMES`. The reward of a reward
+#: model is no measure of its quality, so its loss is drawn.
+_FIRST_NAMES: Mapping[str, tuple[str, ...]] = {
+    "dpo": ("rewards/margins", "train/rewards/margins", *_LOSSES),
+    "rm": _LOSSES,
+    "pretrain": _LOSSES,
+}
+
+
+def list_curve_metrics(workload: object) -> tuple[str, ...]:
+    """Return the names of metrics that can be drawn for a workload, best first.
+
+    Args:
+        workload: Workload of the run. An unknown value counts as `other`.
+    """
+    return tuple(dict.fromkeys((*_FIRST_NAMES.get(str(workload), ()), *NAMES)))
 
 
 def collect_points(
-    place: RunPlace, attempts: Sequence[AttemptRecord]
+    place: RunPlace, attempts: Sequence[AttemptRecord], names: Sequence[str] = NAMES
 ) -> dict[str, dict[float, float]]:
-    """Return the finite values of the metrics in `NAMES` that attempts wrote, by metric and step.
+    """Return the finite values of some metrics that attempts wrote, by metric and step.
 
     If several attempts reached a step, the value is from the last of them.
 
     Args:
         place: Directory of the run.
         attempts: Attempts whose metrics are read.
+        names: Names of the metrics.
     """
     points: dict[str, dict[float, float]] = {}
     for row in read_rows(place, attempts):
-        for name in NAMES:
+        for name in names:
             metric = find_metric(row.metrics, [name])
             if metric is not None and math.isfinite(metric[1]):
                 points.setdefault(name, {})[row.step] = metric[1]

@@ -29,7 +29,13 @@ from tasks.record.run_json import AttemptRecord, RunJson
 from tasks.record.states import RunState
 from tasks.show.lines import end_block, format_failed_attempt, lines_of
 from tasks.show.output import line_of, one_line
-from tasks.show.pictures import NAMES, Figures, Point, collect_points, number_text
+from tasks.show.pictures import (
+    Figures,
+    Point,
+    collect_points,
+    list_curve_metrics,
+    number_text,
+)
 from tasks.show.run_view import ObservedRun, Pace, Row, Standing
 from tasks.show.screen import ForeignLines, Screen
 from tasks.spec.formatting import format_duration
@@ -155,8 +161,10 @@ class Terminal:
             return
         place = RunPlace(directory=self._seen.directory.parent)
         attempts = _read_attempts(place, self._seen.attempt)
-        points_by_name = collect_points(place, attempts)
-        name = next((name for name in NAMES if len(points_by_name.get(name, {})) > 1), None)
+        spec = read_attempt_spec(place, self._seen.attempt)
+        names = list_curve_metrics(spec.get("workload"))
+        points_by_name = collect_points(place, attempts, names)
+        name = next((name for name in names if len(points_by_name.get(name, {})) > 1), None)
         if name is None:
             return
 
@@ -167,7 +175,6 @@ class Terminal:
                 self._add(line_of(line.rstrip()))
         first = points[0][1]
         last = points[-1][1]
-        spec = read_attempt_spec(place, self._seen.attempt)
         path, step_key = find_metrics_file(spec, place.attempt(self._seen.attempt))
         figures = Figures(path, step_key, [name])
         while figures.read_new():

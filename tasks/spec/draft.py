@@ -34,7 +34,17 @@ _IGNORED = re.compile(
     r"(^|/)(\.|__pycache__|node_modules|site-packages|wandb/|outputs/"
     rf"|(?:setup|conftest|__init__|{Path(HOOK_NAME).stem})\.py$|muster\.yaml$)"
 )
-_WORKLOADS = ("grpo", "ppo", "sft")
+#: Pattern of the words, in lower case, with which a training's main file mentions its workload. The
+#: first workload that the file mentions is chosen. `endpoint` does not mention dpo.
+_WORKLOADS = {
+    "grpo": re.compile("grpo"),
+    "ppo": re.compile("ppo"),
+    "dpo": re.compile("(?<![a-z])dpo"),
+    "rm": re.compile("rewardtrainer|rewardconfig|trl reward"),
+    "sft": re.compile("sft"),
+}
+#: Name of the TRL command of a workload, if it differs from the workload.
+_TRL_METHODS = {"ppo": "grpo", "rm": "reward"}
 #: Matches a variable in the text for a run spec, such as COMMAND.
 _VARIABLE = re.compile(r"\b[A-Z]{4,}\b")
 #: Words that are likely in the name of a training's main file, the likeliest first. If several
@@ -329,7 +339,7 @@ class _SpecWriter:
         name = re.sub(r"[^a-z0-9]+", "-", self._directory.name.lower()).lstrip("-0123456789")
         lowered = f"{file} {self._script.content}".lower()
         default_workload = self._framework.get("workload", "sft")
-        mentioned = (workload for workload in _WORKLOADS if workload in lowered)
+        mentioned = (name for name, words in _WORKLOADS.items() if words.search(lowered))
         workload = next(mentioned, default_workload)
         root = find_project_root(self._directory / "muster.yaml")
         gpus = self._gpus or self._machine_gpus or _EXAMPLE_GPUS
@@ -344,7 +354,7 @@ class _SpecWriter:
             "STEM": file.stem,
             "NAME": name[:32].strip("-") or "training",
             "WORKLOAD": workload,
-            "METHOD": workload if workload != "ppo" else "grpo",
+            "METHOD": _TRL_METHODS.get(workload, workload),
             "HERE": _quote(str(self._directory.relative_to(root))),
             "GUIDE": self._guide,
             "COUNT": str(gpus),

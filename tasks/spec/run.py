@@ -44,6 +44,7 @@ from tasks.spec.values import (
     make_refusal,
 )
 from tasks.spec.watch import Watch, WatchRule, check_watch_rules
+from tasks.spec.workloads import Workload
 
 #: Default value of the key `on_exit_zero` by component name. For other components it is `fail`.
 _ON_EXIT_ZERO: dict[str, OnExitZero] = {"trainer": "complete", "environment": "complete"}
@@ -199,8 +200,9 @@ class RunSpec(Document):
         description="Name of the training. The id of the run begins with it.",
         examples=["quickstart"],
     )
-    workload: Literal["ppo", "grpo", "sft"] = Field(
-        description="Kind of training. It decides which alarm rules are on by default.",
+    workload: Workload = Field(
+        description="Kind of training. It decides which alarm rules are on by default, and which "
+        "metric the run's page draws. rm is a reward model, and other is any other training.",
         examples=["grpo"],
     )
     tags: tuple[Text, ...] = Field(

@@ -21,6 +21,7 @@ from pydantic import BeforeValidator, Field
 from tasks.spec.formatting import join_words
 from tasks.spec.placeholders import mapping_or_empty
 from tasks.spec.values import Count, Model, Refusal, Text, get_value, is_number, make_refusal
+from tasks.spec.workloads import Workload
 
 Then = Literal["tell", "stop"]
 Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
@@ -121,7 +122,7 @@ _CONDITIONS = ("finite", "above", "below", "constant", "loses", "spent")
 class Watch(Model):
     """Alarms for a training that runs but makes no useful progress."""
 
-    preset: Literal["ppo", "grpo", "sft", "none"] | None = Field(
+    preset: Literal[Workload, "none"] | None = Field(
         None,
         description="Name of a set of predefined rules. none: no predefined rules. If omitted, the "
         "rules for the `workload` of the run apply.",

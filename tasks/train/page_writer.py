@@ -21,7 +21,7 @@ from tasks.record.metrics_of_run import find_metrics_file
 from tasks.record.places import AttemptPlace
 from tasks.server.artifacts import Artifacts
 from tasks.show import page as pages
-from tasks.show.pictures import Figures, collect_points, show_timeline
+from tasks.show.pictures import Figures, collect_points, list_curve_metrics, show_timeline
 from tasks.show.run_view import ObservedRun, RunView, Shown
 from tasks.show.slow import TimeSpent
 from tasks.train.session import RunSession
@@ -251,5 +251,6 @@ class RunPage:
         path, step_key = find_metrics_file(self._run.resolved_spec.written(), attempt)
         attempts = self._run.record.content.attempts
         earlier_attempts = [record for record in attempts if record.number < attempt.number]
-        earlier = collect_points(self._run.place, earlier_attempts)
-        return Figures(path, step_key, take=self._time_spent.take, earlier=earlier)
+        names = list_curve_metrics(self._run.resolved_spec.workload)
+        earlier = collect_points(self._run.place, earlier_attempts, names)
+        return Figures(path, step_key, names, take=self._time_spent.take, earlier=earlier)

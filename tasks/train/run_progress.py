@@ -18,7 +18,7 @@ from tasks.record.metrics_of_run import find_metrics_file
 from tasks.server.flow_runs import ServerAway, connect_to_server
 from tasks.show.facts_of_run import format_step
 from tasks.show.page import SUMMARY, find_step
-from tasks.show.pictures import NAMES
+from tasks.show.pictures import list_curve_metrics
 from tasks.spec.placeholders import mapping_or_empty
 from tasks.spec.values import is_number
 from tasks.spec.watch import find_metric
@@ -85,7 +85,7 @@ def _read_local_progress(run: Run) -> RunProgress:
         step = record.attempt.step
 
     path, _ = find_metrics_file(spec, place)
-    metric, value = _find_last_metric(path)
+    metric, value = _find_last_metric(path, list_curve_metrics(spec.get("workload")))
     return RunProgress(
         step=step,
         total=float(total) if is_number(total) else None,
@@ -102,10 +102,15 @@ def _find_last_step(events: Path) -> float | None:
     return None
 
 
-def _find_last_metric(path: Path) -> tuple[str, float | None]:
-    """Return the name and the last finite value of the reward or loss in a metrics file."""
+def _find_last_metric(path: Path, names: Sequence[str]) -> tuple[str, float | None]:
+    """Return the name and the last finite value of a metric in a metrics file.
+
+    Args:
+        path: The metrics file.
+        names: Names of metrics, best first.
+    """
     rows = list(_read_last_objects(path))
-    for name in NAMES:
+    for name in names:
         for row in rows:
             metric = find_metric(row, [name])
             if metric is not None:

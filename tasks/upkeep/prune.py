@@ -53,6 +53,7 @@ from tasks.server.flow_runs import (
 )
 from tasks.show.arguments import EXIT_DONE, EXIT_FAILED
 from tasks.spec.formatting import format_count, join_commas
+from tasks.spec.workloads import WORKLOADS
 from tasks.upkeep.waiting_runs import list_waiting_runs
 
 _log = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ _OWN_FILES = re.compile(
     r"|attempt-\d+/(events\.jsonl|rollout\.jsonl|rollout-plan\.json|submission[^/]*\.json)"
 )
 #: Id of a run, as it appears in the records and specs of other runs.
-_RUN_ID = re.compile(r"[a-z][a-z0-9-]*-(?:ppo|grpo|sft)-\d{8}-\d{6}-[0-9a-f]{8}")
+_RUN_ID = re.compile(rf"[a-z][a-z0-9-]*-(?:{'|'.join(WORKLOADS)})-\d{{8}}-\d{{6}}-[0-9a-f]{{8}}")
 
 
 class Retention(BaseModel):

@@ -85,6 +85,24 @@ def project(tmp_path: Path, files: dict[str, str]) -> Path:
             ("bash", "run_ppo.sh", *OVERRIDES),
         ),
         (
+            {"align.py": "from trl import DPOConfig, DPOTrainer  # from an SFT checkpoint\n"},
+            "TRL",
+            "dpo",
+            ("accelerate", "launch", "align.py"),
+        ),
+        (
+            {"score.py": "from trl import RewardTrainer\n"},
+            "TRL",
+            "rm",
+            ("accelerate", "launch", "score.py"),
+        ),
+        (
+            {"train.py": "import lightning as L\nendpoint = 'http://example.org'\n"},
+            "Lightning",
+            "sft",
+            ("python", "train.py"),
+        ),
+        (
             {"sft.py": "from trl import SFTTrainer\n"},
             "TRL",
             "sft",

@@ -14,7 +14,14 @@ from tasks.record.places import RunPlace
 from tasks.record.run_json import RunJson
 from tasks.show import pictures
 from tasks.show.page import show_curve
-from tasks.show.pictures import Figures, draw_curve, draw_timeline, list_phases, show_timeline
+from tasks.show.pictures import (
+    Figures,
+    draw_curve,
+    draw_timeline,
+    list_curve_metrics,
+    list_phases,
+    show_timeline,
+)
 from tasks.show.run_view import ObservedRun, RunView
 from tasks.spec.formatting import markdown_image
 from tasks.spec.run import RunSpec
@@ -194,6 +201,27 @@ def test_reward_or_loss_is_found_under_the_names_of_common_trainers(
 
     assert figures.name == name
     assert figures.points == ([(1.0, 0.5)] if name else [])
+
+
+@pytest.mark.parametrize(
+    ("workload", "name"),
+    [
+        ("grpo", "mean_reward"),
+        ("sft", "mean_reward"),
+        ("dpo", "rewards/margins"),
+        ("rm", "loss"),
+        ("pretrain", "loss"),
+        ("other", "mean_reward"),
+    ],
+)
+def test_workload_decides_which_metric_is_drawn(tmp_path: Path, workload: str, name: str) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1, "loss": 2, "mean_reward": 3, "rewards/margins": 4}\n')
+
+    figures = Figures(path, "step", list_curve_metrics(workload))
+    figures.read_new()
+
+    assert figures.name == name
 
 
 def test_second_read_returns_only_complete_new_lines(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_an_invalid_pipeline_exits_2_with_every_fault(capsys: pytest.CaptureFixt
 
     assert code == 2
     output = capsys.readouterr().err
-    assert "stages.1.spec.workload: must be ppo, grpo or sft" in output
+    assert "stages.1.spec.workload: must be ppo, grpo, sft, dpo, rm, pretrain or other" in output
     assert "no stage 'sfd' (did you mean `sft`?)" in output
     assert output.endswith("Nothing was started.\n")
 

@@ -90,7 +90,10 @@ A = {"name": "a", "spec": spec()}
         # faults in the run spec of a stage
         (
             pipeline(A, {"name": "b", "spec": spec(workload="dance")}),
-            ["stages.1.spec.workload: must be ppo, grpo or sft, found the text 'dance'"],
+            [
+                "stages.1.spec.workload: must be ppo, grpo, sft, dpo, rm, pretrain or other, "
+                "found the text 'dance'"
+            ],
         ),
         (
             pipeline(A, {"name": "b", "spec": spec("${trainr.port}")}),

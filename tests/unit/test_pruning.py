@@ -20,6 +20,7 @@ from tasks.processes.registry import RunRegister
 from tasks.record.code_store import check_out, read_code, store_project
 from tasks.server.flow_runs import ServerAway
 from tasks.show.arguments import run as run_verb
+from tasks.spec.workloads import WORKLOADS
 from tasks.upkeep import prune as pruning
 from tasks.upkeep.prune import Retention, prune_host
 from tasks.upkeep.waiting_runs import note_waiting_run
@@ -84,6 +85,18 @@ def test_outputs_are_deleted_if_requested(muster_home: Path) -> None:
 
     assert files(run) == {"run.json", "attempt-01/spec.yaml"}
     assert not (run / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_checkpoint_from_which_an_open_run_started_is_kept(
+    muster_home: Path, workload: str
+) -> None:
+    source = make(muster_home, f"old-{workload}-20260101-000000-abcd91c2")
+    make(muster_home, NEW, state="running", resume_from=f"{source}/checkpoints/step-10")
+
+    prune_host(ALL)
+
+    assert (source / "checkpoints" / "step-10" / "weights.bin").exists()
 
 
 def test_link_is_deleted_but_not_its_target(muster_home: Path, tmp_path: Path) -> None:

@@ -297,7 +297,12 @@ def test_value_is_valid(path: str, value: object) -> None:
         ),
         ("name", 5, "must be text, found 5", ""),
         ("name", None, "must be text, found nothing", ""),
-        ("workload", "gpro", "must be ppo, grpo or sft, found the text 'gpro'", "`grpo`"),
+        (
+            "workload",
+            "gpro",
+            "must be ppo, grpo, sft, dpo, rm, pretrain or other, found the text 'gpro'",
+            "`grpo`",
+        ),
         ("tags", "demo", "must be a list, found the text 'demo'", "write [ITEM, ...]"),
         ("cwd", "", "must not be empty", ""),
         ("on_lost_flow", "keep", "must be stop or adopt", ""),

@@ -161,7 +161,10 @@ def test_watched_run_determines_the_exit_code(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--set", "workload=dance"], "workload: must be ppo, grpo or sft"),
+        (
+            ["--set", "workload=dance"],
+            "workload: must be ppo, grpo, sft, dpo, rm, pretrain or other",
+        ),
         (["--set", "nonsense"], "nonsense"),
     ],
 )

@@ -25,6 +25,7 @@ from tasks.record.run_json import AttemptRecord
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.run import RunSpec
 from tasks.spec.watch import Alarms, Watch
+from tasks.spec.workloads import WORKLOADS
 from tasks.train.plan import PlanInputs
 
 Lines = Iterable[dict[str, object]]
@@ -183,6 +184,29 @@ def test_loss_that_rises_back_to_its_start_raises_an_alarm() -> None:
     assert find_alarms(curve("loss", falls), workload="sft") == {}
 
 
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_every_workload_has_an_alarm_for_a_loss_that_is_nan(workload: str) -> None:
+    assert "loss_not_finite" in find_alarms(curve("loss", [1.0, math.nan]), workload=workload)
+
+
+@pytest.mark.parametrize(
+    ("workload", "found"),
+    [
+        ("dpo", ["loss_rising"]),
+        ("rm", ["loss_rising"]),
+        ("pretrain", ["loss_rising"]),
+        ("other", []),
+    ],
+)
+def test_rising_loss_is_an_alarm_if_the_workload_minimises_the_loss(
+    workload: str, found: list[str]
+) -> None:
+    falls = [2.5 * 0.95**n + 0.3 for n in range(60)]
+    lines = curve("train/loss", [*falls, *([4.0] * 12)])
+
+    assert [*find_alarms(lines, workload=workload)] == found
+
+
 def test_rules_forget_values_after_a_return_to_a_checkpoint() -> None:
     lines = [*curve("reward", [0.5] * 9), {"step": 5, "reward": 0.5}]
 
@@ -216,7 +240,7 @@ def test_own_rules_extend_the_preset() -> None:
         ({"rules": {"a": {"metric": ["x"], "above": 1, "below": 2}}}, "watch.rules.a"),
         ({"rules": {"a": {"above": 1}}}, "watch.rules.a"),
         ({"rules": {"a": {"metric": ["x"], "loses": 2}}}, "watch.rules.a.loses"),
-        ({"preset": "dpo"}, "watch.preset"),
+        ({"preset": "dance"}, "watch.preset"),
         ({"then": "panic"}, "watch.then"),
     ],
 )

@@ -1,0 +1,9 @@
+"""The spec key `workload`: the kinds of training that Muster knows."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+#: Kind of training. `rm` is a reward model, and `other` is any other kind.
+Workload = Literal["ppo", "grpo", "sft", "dpo", "rm", "pretrain", "other"]
+WORKLOADS: tuple[str, ...] = get_args(Workload)
