@@ -39,6 +39,7 @@ from deployments.stack.part_checks import (
 from deployments.stack.state import Stack, StackError, StackPlace
 from tasks.processes.own_modules import make_own_command
 from tasks.processes.ports import listeners
+from tasks.processes.registry import describe_unreadable_files
 from tasks.processes.signals import interrupt_on_signals
 from tasks.record.places import password_file
 from tasks.show.arguments import EXIT_DONE, EXIT_FAILED
@@ -147,6 +148,8 @@ def status(*, port: Port = None) -> int:
     Exit: 0 all parts answer, 1 a part does not answer, 2 wrong options.
     """
     place = _open_place()
+    for line in describe_unreadable_files():
+        _say(line)
     stack = place.load()
     if stack is None:
         _say(f"No stack of {place.directory.parent} is running; start a stack with `muster up`.")

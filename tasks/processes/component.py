@@ -246,10 +246,11 @@ class AttemptContext:
             OSError: The log cannot be opened or created.
         """
         log = self.logs[component]
-        if self.disk is None:
+        if self.register is None:
             log.hold()
         else:
-            await asyncio.wrap_future(self.disk.do(log.hold))
+            # This thread does not wait until the run's record is safe from a power failure.
+            await asyncio.wrap_future(self.register.entry_disk.do(log.hold))
 
     def release_logs(self) -> None:
         """Close the logs of all components. Call it when the logs have been read to their end."""

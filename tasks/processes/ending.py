@@ -236,6 +236,30 @@ def end_carriers(wanted: Mapping[str, str]) -> dict[str, Any]:
     return {"machine": machine(), "killed": describe(ended), "left": describe(left)}
 
 
+def find_carriers(wanted: Mapping[str, str]) -> list[int]:
+    """Return the living processes of this user that were started with certain variables.
+
+    The calling process and its ancestors are left out.
+
+    Args:
+        wanted: Names and values of the environment variables, at least one. A process must have
+            been started with all of them.
+
+    Returns:
+        The pids, in ascending order.
+
+    Raises:
+        OSError: The processes cannot be listed, for example because this process has too many open
+            files.
+    """
+    spared = _self_and_ancestors()
+    return [
+        pid
+        for pid in sorted(all_pids())
+        if pid not in spared and was_started_with(pid, wanted) and not is_zombie(pid)
+    ]
+
+
 def _end_matching(is_meant: Callable[[int], bool]) -> set[PidAndStart]:
     """Send SIGKILL once to every living process for whose pid `is_meant` returns True.
 

@@ -7,6 +7,10 @@ the owner has died, the run was killed, and `finish` ends its leftover processes
 
 The owner holds the lock on a file in the directory. The kernel releases the lock when the owner
 ends. Unlike a pid, the lock shows from every PID namespace whether the owner lives.
+
+A file that cannot be read does not count as missing. If the file of a component cannot be read, the
+processes of the component are found by their environment variables. If `owner.json` cannot be read,
+the owner is described by the lock and by other files of the run.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import logging
 import os
 import shutil
 import signal
+import struct
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -26,14 +31,28 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tasks.processes import cgroup, reserved_space, shared_memory, tree
-from tasks.processes.ending import KILLED_WITHIN_S, PidAndStart, end_all, end_marked
+from tasks.processes.ending import (
+    KILLED_WITHIN_S,
+    PidAndStart,
+    end_all,
+    end_carriers,
+    end_marked,
+    find_carriers,
+)
 from tasks.processes.identity import ProcessId, boot_id, host_name
-from tasks.record.disk import DiskThread, replace_file, write_json
-from tasks.record.places import is_at, keep_private, muster_home, read_own_file
-from tasks.record.run_json import RunJson
+from tasks.record.disk import DiskThread, replace_file, sync_directory, write_json
+from tasks.record.places import (
+    AttemptPlace,
+    RunPlace,
+    is_at,
+    keep_private,
+    muster_home,
+    read_own_file,
+)
+from tasks.record.run_json import RunJson, SubmissionJson
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +60,15 @@ _log = logging.getLogger(__name__)
 _OWNER = "owner.json"
 #: Name of the file whose lock the owner of a run, the process that supervises it, holds.
 _LOCK = "lock"
+#: Name of the file with the name of the owner's machine. It is needed if `owner.json` cannot be
+#: read.
+_HOST = "host"
+#: Name of the file with the description of an owner whose `owner.json` cannot be read.
+_REBUILT = "owner-rebuilt.json"
+#: Beginning of the name of a run's directory in the registry while the directory is removed.
+_REMOVED = ".removed."
+#: Layout of `struct flock` on 64-bit Linux: type, whence, start, length, pid. Source: fcntl(2).
+_FLOCK = "hhqqi"
 #: Seconds to wait until the last files of a run are on the disk. If the disk takes longer, the run
 #: stays registered, and a later `muster reconcile` completes its record.
 _WRITTEN_WITHIN_S = 5.0
@@ -52,6 +80,11 @@ _WRITTEN_INTO_ROOM_WITHIN_S = 2.0
 _CLAIM_WITHIN_S = 60.0
 #: Seconds between two attempts to lock the run's directory.
 _LOOK_EVERY_S = 0.1
+#: Grace period in seconds of a component whose registry entry cannot be read. A living guardian of
+#: the component knows the real grace period, and has this time to end the component.
+_UNKNOWN_GRACE_S = 600.0
+#: Seconds from the stop signal to SIGKILL for a Ray job whose registry entry cannot be read.
+_UNKNOWN_JOB_GRACE_S = 60.0
 
 
 class _Model(BaseModel):
@@ -86,6 +119,9 @@ class Owner(_Model):
     #: Time at which the supervising process was first found dead, in CLOCK_BOOTTIME seconds. None
     #: if it was never found dead.
     lost_at_boot_s: float | None = None
+    #: Reason why `owner.json` could not be read, with its path. Other files of the run, and the
+    #: lock, then describe the owner. Empty if `owner.json` could be read.
+    fault: str = Field(default="", exclude=True)
 
 
 class _Entry(_Model):
@@ -145,6 +181,23 @@ class JobEntry(_Entry):
     log: Path
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnreadableFile:
+    """A file of the registry that exists, but whose content is unknown."""
+
+    path: Path
+    #: Reason why the file cannot be read, for example `the file is empty`.
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path} cannot be read: {self.reason}"
+
+    @property
+    def component(self) -> str:
+        """Name of the component that the file describes, from the name of the file."""
+        return self.path.stem.partition("-")[2]
+
+
 class RunHeld(OSError):
     """Another living process of this machine supervises the run."""
 
@@ -159,7 +212,10 @@ def enter(directory: Path, entry: ProcessEntry | JobEntry) -> None:
     Raises:
         OSError: The entry was not written. The component must not be started.
     """
-    write_json(directory / entry.file_of(entry.component), entry.model_dump(mode="json"))
+    # A power failure ends all processes of this machine, but not a Ray job on another machine.
+    is_durable = isinstance(entry, JobEntry)
+    path = directory / entry.file_of(entry.component)
+    write_json(path, entry.model_dump(mode="json"), durable=is_durable)
 
 
 def leave(directory: Path, component: str) -> None:
@@ -178,16 +234,16 @@ def leave(directory: Path, component: str) -> None:
 
 
 class EntryWriter:
-    """Writes and removes the registry entries of one run, in the thread that writes its files."""
+    """Writes and removes the registry entries of one run, in a separate thread."""
 
-    def __init__(self, directory: Path, disk: DiskThread) -> None:
+    def __init__(self, directory: Path, entry_disk: DiskThread) -> None:
         """
         Args:
             directory: Directory of the run in the registry.
-            disk: Thread that writes the files of the run.
+            entry_disk: Thread that writes the entries.
         """
         self.directory = directory
-        self.disk = disk
+        self.entry_disk = entry_disk
 
     async def enter(self, entry: ProcessEntry | JobEntry) -> None:
         """Write the registry entry of a component. Await this before the component is started.
@@ -195,14 +251,14 @@ class EntryWriter:
         Raises:
             OSError: The entry was not written. The component must not be started.
         """
-        await asyncio.wrap_future(self.disk.do(partial(enter, self.directory, entry)))
+        await asyncio.wrap_future(self.entry_disk.do(partial(enter, self.directory, entry)))
 
     def leave(self, component: str) -> None:
         """Remove the registry entries of a component whose processes have all ended.
 
         Returns at once. Another thread removes the files.
         """
-        self.disk.do(partial(leave, self.directory, component))
+        self.entry_disk.do(partial(leave, self.directory, component))
 
 
 class RunRegister(EntryWriter):
@@ -225,8 +281,12 @@ class RunRegister(EntryWriter):
             FileExistsError: The run is registered with the id of another flow run.
             OSError: The registry cannot be written.
         """
-        disk = DiskThread(f"disk of {owner.run_id}")
-        super().__init__(_registry_directory() / owner.run_id, disk)
+        # The entries have a thread of their own. Otherwise the start of a component would wait
+        # until earlier changes of the run's record are safe from a power failure.
+        entry_disk = DiskThread(f"registry entries of {owner.run_id}")
+        super().__init__(_registry_directory() / owner.run_id, entry_disk)
+        #: Thread that writes the record and the events of the run.
+        self.disk = DiskThread(f"disk of {owner.run_id}")
         self.owner = owner
         self._lock_fd: int | None = None
         deadline = time.monotonic() + _CLAIM_WITHIN_S
@@ -234,22 +294,27 @@ class RunRegister(EntryWriter):
             self.directory.mkdir(parents=True, exist_ok=True)
             self._lock_fd = _try_lock(self.directory)
             if self._lock_fd is None:
-                other = _read_model(self.directory / _OWNER, Owner)
-                if other and other.flow_run_id != owner.flow_run_id:
+                other = _read_owner(self.directory)
+                if other and not other.fault and other.flow_run_id != owner.flow_run_id:
                     why = f"{self.directory} belongs to flow run {other.flow_run_id}"
                     raise FileExistsError(errno.EEXIST, f"{why}, not to {owner.flow_run_id}")
                 if (other and other.process.is_alive()) or time.monotonic() > deadline:
                     who = f"another process of this machine runs {owner.run_id}"
                     raise RunHeld(errno.EBUSY, who)
                 time.sleep(_LOOK_EVERY_S)
+        _locked_here[self.directory] = _Lock(pid=os.getpid(), register=self)
         try:
-            replace_file(self.directory / _OWNER, self._owner_text())
+            (self.directory / _REBUILT).unlink(missing_ok=True)
+            replace_file(self.directory / _HOST, f"{owner.host}\n", durable=True)
+            replace_file(self.directory / _OWNER, self._owner_text(), durable=True)
+            sync_directory(self.directory.parent)
             self._reserve_space()
         except OSError:
-            # Nothing of the run was started yet, so leave nothing for `muster reconcile`.
-            shutil.rmtree(self.directory, ignore_errors=True)
-            os.close(self._lock_fd)
-            self._lock_fd = None
+            # This process has started nothing of the run yet, so leave nothing for `muster
+            # reconcile`, except entries of an earlier owner.
+            if not _entry_files(self.directory):
+                _remove_run(self.directory)
+            self._unlock()
             raise
 
     def _reserve_space(self) -> None:
@@ -307,12 +372,12 @@ class RunRegister(EntryWriter):
         Args:
             record: The final record.
         """
-        if self.disk.flush(_WRITTEN_WITHIN_S):
+        if self._flush(_WRITTEN_WITHIN_S):
             return
         with suppress(OSError):  # includes TimeoutError
             make_room = partial(reserved_space.make_room, self.directory)
             self.disk.do(make_room).result(_WRITTEN_AFTER_ALL_WITHIN_S)
-        if not self.disk.flush(_WRITTEN_INTO_ROOM_WITHIN_S):
+        if not self._flush(_WRITTEN_INTO_ROOM_WITHIN_S):
             with suppress(OSError):  # includes TimeoutError
                 write = partial(reserved_space.write_final_record, self.directory, record)
                 self.disk.do(write).result(_WRITTEN_AFTER_ALL_WITHIN_S)
@@ -326,18 +391,28 @@ class RunRegister(EntryWriter):
         """
         if self._lock_fd is None:
             return
-        if not self.disk.flush(_WRITTEN_WITHIN_S):
+        if not self._flush(_WRITTEN_WITHIN_S):
             _log.warning(
                 "%s stays registered, because its record could not be written. "
                 "A later `muster reconcile` writes it.",
                 self.owner.run_id,
             )
-        elif not _read_entries(self.directory, ProcessEntry) and not _read_entries(
-            self.directory, JobEntry
-        ):
-            shutil.rmtree(self.directory, ignore_errors=True)
-        os.close(self._lock_fd)
-        self._lock_fd = None
+        elif not _entry_files(self.directory):
+            _remove_run(self.directory)
+        self._unlock()
+
+    def _flush(self, within_s: float) -> bool:
+        """Wait until both disk threads have done their work. Return False if the time is over."""
+        deadline = time.monotonic() + within_s
+        is_written = self.entry_disk.flush(within_s)
+        return self.disk.flush(max(0.0, deadline - time.monotonic())) and is_written
+
+    def _unlock(self) -> None:
+        """Release the lock on the run's directory."""
+        _locked_here.pop(self.directory, None)
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
 
     def _owner_text(self) -> str:
         return self.owner.model_dump_json(indent=2) + "\n"
@@ -353,10 +428,29 @@ class LostRun:
     def __init__(self, directory: Path, owner: Owner) -> None:
         self._directory = directory
         self.owner = owner
-        self.entries = _read_entries(directory, ProcessEntry)
-        self.jobs = _read_entries(directory, JobEntry)
+        #: Entries of the components that ran on this machine.
+        self.entries, unreadable_entries = _read_entries(directory, ProcessEntry)
+        #: Entry files of components whose content is unknown. The processes of these components
+        #: are found by their environment variables.
+        self.unreadable_entries = tuple(unreadable_entries)
+        jobs, unreadable_jobs = _read_entries(directory, JobEntry)
+        rebuilt_jobs = {file: _rebuild_jobs(owner, file) for file in unreadable_jobs}
+        #: Entries of the components that ran as Ray jobs. If the file of an entry cannot be read,
+        #: the entry comes from the submission files of the run.
+        self.jobs = [*jobs, *(job for found in rebuilt_jobs.values() for job in found or ())]
+        #: Entry files of Ray jobs whose content is unknown.
+        self.unreadable_jobs = tuple(unreadable_jobs)
+        #: Those of `unreadable_jobs` for which the submission files cannot be read, either. Their
+        #: Ray jobs may still run.
+        self.unknown_jobs = tuple(file for file, found in rebuilt_jobs.items() if found is None)
         #: Final state of the run from the reserved disk space; None if nothing was written there.
         self.end = reserved_space.read_final_record(directory)
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """Texts about the registry files of the run that could not be read."""
+        files = (*self.unreadable_entries, *self.unreadable_jobs)
+        return tuple(filter(None, (self.owner.fault, *map(str, files))))
 
     @property
     def is_of_this_boot(self) -> bool:
@@ -374,7 +468,9 @@ class LostRun:
         now = time.clock_gettime(time.CLOCK_BOOTTIME)
         if self.owner.lost_at_boot_s is None or self.owner.lost_at_boot_s > now:
             self.owner = self.owner.model_copy(update={"lost_at_boot_s": now})
-            write_json(self._directory / _OWNER, self.owner.model_dump(mode="json"))
+            # Keep an owner.json that could not be read, because a later process may be able to.
+            name = _REBUILT if self.owner.fault else _OWNER
+            write_json(self._directory / name, self.owner.model_dump(mode="json"), durable=True)
         return now - (self.owner.lost_at_boot_s or now)
 
     def forget_job(self, component: str) -> None:
@@ -387,8 +483,24 @@ class LostRun:
         self.jobs = [entry for entry in self.jobs if entry.component != component]
 
     def forget(self) -> None:
-        """Remove the run from the registry."""
-        shutil.rmtree(self._directory, ignore_errors=True)
+        """Remove the run from the registry.
+
+        The run stays registered if the entry of a component cannot be read, and a process with the
+        environment variables of the component still runs.
+
+        Raises:
+            OSError: The processes of this machine cannot be listed.
+        """
+        for file in self.unreadable_entries if self.is_of_this_boot else ():
+            if pids := find_carriers(_variables_of(self.owner.run_id, file)):
+                _log.warning(
+                    "%s stays registered: %s, and processes of its component run: %s",
+                    self.owner.run_id,
+                    file,
+                    ", ".join(map(str, pids)),
+                )
+                return
+        _remove_run(self._directory)
 
 
 @contextmanager
@@ -403,47 +515,110 @@ def claim_lost_run(run_id: str, *, host: str | None = None) -> Iterator[LostRun 
 
     Yields:
         The run. None if its owner lives, if another process has locked the run, if the run is not
-        registered, or if it belongs to another machine.
+        registered, or if it belongs to another machine or to an unknown machine.
+
+    Raises:
+        OSError: The registry cannot be read, for example because this process has too many open
+            files.
     """
     directory = _registry_directory() / run_id
-    owner = _read_model(directory / _OWNER, Owner)
-    if owner is None or owner.host != (host or host_name()) or owner.process.is_alive():
+    owner = _read_owner(directory)
+    if (
+        owner is None
+        or _is_locked_here(directory)
+        or owner.host != (host or host_name())
+        or owner.process.is_alive()
+    ):
         yield None
         return
     lock = _try_lock(directory)
+    if lock is None:
+        yield None
+        return
+    _locked_here[directory] = _Lock(pid=os.getpid(), register=None)
     try:
         # Read the owner again while the directory is locked. Another process may have removed the
         # run since the first read.
-        owner = _read_model(directory / _OWNER, Owner) if lock is not None else None
+        owner = _read_owner(directory)
         yield LostRun(directory, owner) if owner is not None else None
     finally:
-        if lock is not None:
-            os.close(lock)
+        _locked_here.pop(directory, None)
+        os.close(lock)
 
 
 def registered_runs() -> list[str]:
     """Return the ids of all runs in the registry, in alphabetical order.
 
     Runs whose supervising process has died are included.
+
+    Raises:
+        OSError: The registry cannot be read, for example because this process has too many open
+            files.
     """
     try:
-        return sorted(entry.name for entry in _registry_directory().iterdir() if entry.is_dir())
-    except OSError:
+        entries = list(_registry_directory().iterdir())
+    except FileNotFoundError:
         return []
+    return sorted(
+        entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir()
+    )
+
+
+def list_unreadable_files() -> list[UnreadableFile]:
+    """Return the files of all registered runs that exist, but cannot be read.
+
+    Raises:
+        OSError: The registry cannot be read.
+    """
+    files: list[UnreadableFile] = []
+    for run_id in registered_runs():
+        directory = _registry_directory() / run_id
+        owner = _read_model(directory / _OWNER, Owner)
+        files += [owner] if isinstance(owner, UnreadableFile) else []
+        files += _read_entries(directory, ProcessEntry)[1]
+        files += _read_entries(directory, JobEntry)[1]
+    return files
+
+
+def describe_unreadable_files() -> list[str]:
+    """Return a line for a person about each file of the registry that cannot be read."""
+    try:
+        files = list_unreadable_files()
+    except OSError as error:
+        return [f"The registry of this machine cannot be read: {error}"]
+    return [
+        f"{file}. Muster keeps the run in the registry until `muster reconcile` has ended the "
+        "processes of the run."
+        for file in files
+    ]
 
 
 def read_owner(run_id: str) -> Owner | None:
     """Return the registered owner of a run: the process that supervises it. It may have ended.
 
+    If `owner.json` cannot be read, the owner's field `fault` has the reason, and the other fields
+    come from the lock and from other files of the run.
+
     Returns:
-        None if the run is not registered or its `owner.json` cannot be read.
+        None if the run is not registered.
+
+    Raises:
+        OSError: The registry cannot be read, for example because this process has too many open
+            files.
     """
-    return _read_model(_registry_directory() / run_id / _OWNER, Owner)
+    return _read_owner(_registry_directory() / run_id)
 
 
 def find_run_ids() -> dict[str, str]:
-    """Return the run id of each registered run that has a flow run, by the id of the flow run."""
-    owners = filter(None, map(read_owner, registered_runs()))
+    """Return the run id of each registered run that has a flow run, by the id of the flow run.
+
+    The result is empty if the registry cannot be read.
+    """
+    try:
+        owners = [owner for owner in map(read_owner, registered_runs()) if owner is not None]
+    except OSError as error:
+        _log.warning("the runs of this machine are unknown: %s", error)
+        return {}
     return {owner.flow_run_id: owner.run_id for owner in owners if owner.flow_run_id}
 
 
@@ -485,24 +660,39 @@ def teardown_s(process: int | None = None) -> float:
             MUSTER_HOME is considered.
 
     Returns:
-        0 if no such run is registered.
+        0 if no such run is registered. If a part of the registry cannot be read, a time is returned
+        that is enough for most components.
     """
     longest_s = 0.0
-    for run_id in registered_runs():
-        owner = read_owner(run_id)
-        if owner is None or process not in (None, owner.process.pid):
-            continue
-        directory = _registry_directory() / run_id
-        entries = [*_read_entries(directory, ProcessEntry), *_read_entries(directory, JobEntry)]
-        # Do not add the grace periods of parts (`COMPONENT.PART`). A part ends together with its
-        # component.
-        graces = [
-            entry.grace_s + (entry.grace_s if entry.save_grace_s is None else entry.save_grace_s)
-            for entry in entries
-            if "." not in entry.component
-        ]
-        longest_s = max(longest_s, sum(graces))
+    try:
+        for run_id in registered_runs():
+            owner = read_owner(run_id)
+            if owner is not None and process in (None, owner.process.pid):
+                longest_s = max(longest_s, _teardown_of_run_s(_registry_directory() / run_id))
+    except OSError as error:
+        _log.warning("the grace periods of this machine's runs are unknown: %s", error)
+        longest_s = max(longest_s, _UNKNOWN_GRACE_S)
     return longest_s
+
+
+def _teardown_of_run_s(directory: Path) -> float:
+    """Return the longest time that the teardown of one run can take, in seconds.
+
+    Args:
+        directory: Directory of the run in the registry.
+    """
+    processes, unreadable_processes = _read_entries(directory, ProcessEntry)
+    jobs, unreadable_jobs = _read_entries(directory, JobEntry)
+    # Do not add the grace periods of parts (`COMPONENT.PART`). A part ends together with its
+    # component.
+    graces = [
+        entry.grace_s + (entry.grace_s if entry.save_grace_s is None else entry.save_grace_s)
+        for entry in (*processes, *jobs)
+        if "." not in entry.component
+    ]
+    unreadable_files = (*unreadable_processes, *unreadable_jobs)
+    graces += [_UNKNOWN_GRACE_S for file in unreadable_files if "." not in file.component]
+    return sum(graces)
 
 
 def _registry_directory() -> Path:
@@ -514,21 +704,243 @@ _M = TypeVar("_M", bound=_Model)
 _E = TypeVar("_E", bound=_Entry)
 
 
-def _read_entries(directory: Path, kind: type[_E]) -> list[_E]:
-    """Return all readable entries of a type from a run's registry directory."""
-    entries = [_read_model(path, kind) for path in sorted(directory.glob(kind.file_of("*")))]
-    return [entry for entry in entries if entry is not None]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Lock:
+    """Lock of this process on the registry directory of a run."""
+
+    #: Pid of the process that took the lock. A forked child does not have the lock.
+    pid: int
+    #: The run's register if this process owns the run. None if it has claimed a lost run.
+    register: RunRegister | None
 
 
-def _read_model(path: Path, model: type[_M]) -> _M | None:
-    """Return the content of a registry file; None if the file is missing or cannot be read."""
+#: Registry directories that this process has locked. The kernel releases a POSIX lock as soon as
+#: its process closes any descriptor of the lock file. So the process must not open it a second
+#: time.
+_locked_here: dict[Path, _Lock] = {}
+
+
+def _is_locked_here(directory: Path) -> bool:
+    """Return True if this process has locked a run's registry directory."""
+    lock = _locked_here.get(directory)
+    return lock is not None and lock.pid == os.getpid()
+
+
+def _read_owner(directory: Path) -> Owner | None:
+    """Return the owner of a run, from `owner.json` or else from other files; see `read_owner`.
+
+    Raises:
+        OSError: The lock or another file of the run cannot be read.
+    """
+    owner = _read_model(directory / _OWNER, Owner)
+    if isinstance(owner, UnreadableFile):
+        return _rebuild_owner(directory, str(owner))
+    if owner is None and _entry_files(directory):
+        return _rebuild_owner(directory, f"{directory / _OWNER} is missing")
+    return owner
+
+
+def _rebuild_owner(directory: Path, fault: str) -> Owner:
+    """Return the owner of a run whose `owner.json` cannot be read.
+
+    Args:
+        directory: Directory of the run in the registry.
+        fault: Reason why `owner.json` cannot be read, with its path.
+
+    Raises:
+        OSError: The lock of the run cannot be read.
+    """
+    if _is_locked_here(directory) and (register := _locked_here[directory].register) is not None:
+        return register.owner.model_copy(update={"fault": fault})
+    earlier = _read_model(directory / _REBUILT, Owner)
+    if isinstance(earlier, Owner) and _find_lock_holder(directory) is None:
+        return earlier.model_copy(update={"fault": fault})
+
+    place = RunPlace.of(directory.name)
+    record: RunJson | None = None
+    with suppress(OSError, ValueError):
+        record = RunJson.read(place.record)
+    holder = _find_lock_holder(directory)
+    if holder:
+        process = ProcessId.of(holder)
+    else:
+        process = ProcessId(pid=0, start_ticks=0, boot_id=_find_boot(directory))
+    return Owner(
+        run_id=directory.name,
+        host=_find_host(directory, record, process),
+        process=process,
+        flow_run_id=record.flow_run_id or None if record is not None else None,
+        directory=place.directory if place.directory.is_dir() else None,
+        fault=fault,
+    )
+
+
+def _find_boot(directory: Path) -> str:
+    """Return the boot in which the processes of a run were started, from the run's entries.
+
+    If no entry can be read, this boot is returned. The processes of the run are then searched,
+    although they may have ended with an earlier boot.
+    """
+    entries, _ = _read_entries(directory, ProcessEntry)
+    boots = {entry.guardian.boot_id for entry in entries}
+    return min(boots) if boots and boot_id() not in boots else boot_id()
+
+
+def _find_host(directory: Path, record: RunJson | None, process: ProcessId) -> str:
+    """Return the name of the machine of a run whose `owner.json` cannot be read.
+
+    Args:
+        directory: Directory of the run in the registry.
+        record: Record of the run, or None if it cannot be read.
+        process: Identity of the owner, as far as it is known.
+
+    Returns:
+        An empty string if the machine is unknown. Several machines may share a registry, so the run
+        may belong to another machine.
+    """
+    with suppress(OSError, UnicodeError):
+        if host := read_own_file(directory / _HOST).decode().strip():
+            return host
+    if record is not None and record.attempt is not None and record.attempt.host:
+        return record.attempt.host
+    return host_name() if process.boot_id == boot_id() else ""
+
+
+def _find_lock_holder(directory: Path) -> int | None:
+    """Return the pid of the process that has locked a run's registry directory.
+
+    Returns:
+        None if no process has the lock, or if this process has claimed the run. 0 if the pid is
+        unknown, because the process is in another PID namespace or belongs to another user.
+
+    Raises:
+        OSError: The lock file cannot be opened.
+    """
+    if _is_locked_here(directory):
+        return None
     try:
-        return model.model_validate_json(read_own_file(path))
+        fd = os.open(directory / _LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         return None
-    except (OSError, ValidationError, ValueError) as error:
-        _log.warning("%s cannot be read and is skipped: %s", path, error)
+    except PermissionError:
+        return 0
+    try:
+        request = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        answer = fcntl.fcntl(fd, fcntl.F_GETLK, request)
+    finally:
+        os.close(fd)
+    kind, _, _, _, pid = struct.unpack(_FLOCK, answer)
+    return None if kind == fcntl.F_UNLCK else max(0, pid)
+
+
+def _rebuild_jobs(owner: Owner, file: UnreadableFile) -> list[JobEntry] | None:
+    """Return the entries of a component's Ray jobs whose entry file cannot be read.
+
+    The run's submission files contain the jobs. A submission file is written before its job is
+    submitted.
+
+    Args:
+        owner: Owner of the run.
+        file: The unreadable entry file.
+
+    Returns:
+        None if the jobs are unknown, because a submission file of the run cannot be read.
+    """
+    if owner.directory is None:
         return None
+    jobs: list[JobEntry] = []
+    for folder in sorted(owner.directory.glob("attempt-*")):
+        for path in AttemptPlace(directory=folder, number=0).submissions():
+            try:
+                submission = SubmissionJson.read(path)
+            except (OSError, ValueError) as error:
+                _log.warning("%s cannot be read: %s", path, error)
+                return None
+            if submission.component == file.component and submission.ended_at is None:
+                attempt = AttemptPlace(directory=folder, number=submission.attempt)
+                jobs.append(
+                    JobEntry(
+                        run_id=owner.run_id,
+                        attempt=submission.attempt,
+                        component=submission.component,
+                        grace_s=_UNKNOWN_JOB_GRACE_S,
+                        submission_id=submission.submission_id,
+                        log=attempt.log(submission.component),
+                    )
+                )
+    return jobs
+
+
+def _entry_files(directory: Path) -> list[Path]:
+    """Return the paths of all component files of a run, readable or not."""
+    kinds = (ProcessEntry, JobEntry)
+    return [path for kind in kinds for path in sorted(directory.glob(kind.file_of("*")))]
+
+
+def _read_entries(directory: Path, kind: type[_E]) -> tuple[list[_E], list[UnreadableFile]]:
+    """Return all entries of a type from a run's registry directory.
+
+    Returns:
+        Two values: the entries, and the files whose content is unknown.
+    """
+    entries: list[_E] = []
+    unreadable: list[UnreadableFile] = []
+    for path in sorted(directory.glob(kind.file_of("*"))):
+        entry = _read_model(path, kind)
+        if isinstance(entry, UnreadableFile):
+            unreadable.append(entry)
+        elif entry is not None:
+            entries.append(entry)
+    return entries, unreadable
+
+
+def _read_model(path: Path, model: type[_M]) -> _M | UnreadableFile | None:
+    """Return the content of a registry file, or the reason why it cannot be read.
+
+    Returns:
+        None if the file is missing.
+    """
+    content = b""
+    try:
+        content = read_own_file(path)
+        return model.model_validate_json(content)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        reason = error.strerror or str(error)
+    except ValidationError as error:
+        reason = _describe_invalid_content(content, error)
+    file = UnreadableFile(path=path, reason=reason)
+    _log.warning("%s", file)
+    return file
+
+
+def _describe_invalid_content(content: bytes, error: ValidationError) -> str:
+    """Return the reason why the content of a registry file is not valid."""
+    if not content:
+        return "the file is empty"
+    if not content.strip(b"\0"):
+        return "the file contains only zero bytes"
+    first = error.errors(include_url=False, include_input=False)[0]
+    key = ".".join(map(str, first["loc"]))
+    return f"{key}: {first['msg']}" if key else first["msg"]
+
+
+def _remove_run(directory: Path) -> None:
+    """Remove a run's directory from the registry.
+
+    The directory is renamed first. Otherwise another process could read a part of it. The caller
+    must have the lock.
+    """
+    removed = directory.with_name(f"{_REMOVED}{directory.name}.{os.getpid()}")
+    try:
+        directory.rename(removed)
+    except OSError:
+        shutil.rmtree(directory, ignore_errors=True)
+        return
+    # Also remove directories that a killed process has renamed but not removed.
+    for path in directory.parent.glob(f"{_REMOVED}*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _try_lock(directory: Path) -> int | None:
@@ -578,6 +990,9 @@ class LeftoverCleanup:
     waiting: Mapping[str, int]
     #: Files, directories and cgroups that were removed.
     removed: tuple[Path, ...]
+    #: Entry files that could not be read. The processes of their components were found by their
+    #: environment variables.
+    unreadable: tuple[UnreadableFile, ...] = ()
 
     @property
     def is_clean(self) -> bool:
@@ -593,8 +1008,12 @@ def finish(lost: LostRun) -> LeftoverCleanup:
 
     A living guardian, the process that owns a component, ends the component itself within the grace
     period. The guardian is killed only if it needs longer. Only processes that `tree.mark_own`
-    has marked for the run, or that are in its cgroups, are killed. The function may be called any
-    number of times.
+    has marked for the run, or that are in its cgroups, are killed. If the entry of a component
+    cannot be read, its processes are found by the run's environment variables. The function may be
+    called any number of times.
+
+    Raises:
+        OSError: The processes of this machine cannot be listed.
     """
     killed: set[int] = set()
     left: dict[str, tuple[int, ...]] = {}
@@ -610,13 +1029,69 @@ def finish(lost: LostRun) -> LeftoverCleanup:
             left[entry.component] = tuple(sorted(pid for pid, _ in remaining))
         elif entry.cgroup and entry.cgroup.exists() and cgroup.remove(str(entry.cgroup)):
             removed.append(entry.cgroup)
+    for file in lost.unreadable_entries if lost.is_of_this_boot else ():
+        guardian_pids = _find_guardians(lost)
+        if guardian_pids and lost.seconds_lost() <= _UNKNOWN_GRACE_S:
+            waiting[file.component] = guardian_pids[0]
+            continue
+        killed_pids, remaining_pids = _end_unregistered(lost.owner.run_id, file)
+        killed |= killed_pids
+        if remaining_pids:
+            left[file.component] = tuple(sorted(remaining_pids))
     if not left and not waiting:
         segments = [path for path in lost.owner.leftovers if path.parent == shared_memory.DIRECTORY]
         removed += shared_memory.remove_unused(segments)
         removed += [path for path in lost.owner.leftovers if _remove_directory(path)]
     return LeftoverCleanup(
-        killed=tuple(sorted(killed)), left=left, waiting=waiting, removed=tuple(removed)
+        killed=tuple(sorted(killed)),
+        left=left,
+        waiting=waiting,
+        removed=tuple(removed),
+        unreadable=lost.unreadable_entries,
     )
+
+
+def _variables_of(run_id: str, file: UnreadableFile) -> dict[str, str]:
+    """Return the environment variables of all processes of a component.
+
+    Args:
+        run_id: The run.
+        file: Entry file of the component, or of one of its parts (`COMPONENT.PART`).
+    """
+    component = file.component.partition(".")[0]
+    return {"MUSTER_RUN_ID": run_id, "MUSTER_COMPONENT": component}
+
+
+def _find_guardians(lost: LostRun) -> list[int]:
+    """Return the pids of the run's living guardians that have no readable registry entry."""
+    registered = {entry.guardian.pid for entry in lost.entries}
+    variables = {"MUSTER_RUN_ID": lost.owner.run_id, "MUSTER_ROLE": "guardian"}
+    return [pid for pid in find_carriers(variables) if pid not in registered]
+
+
+def _end_unregistered(run_id: str, file: UnreadableFile) -> tuple[set[int], set[int]]:
+    """End all processes of a component whose registry entry cannot be read.
+
+    The processes are found by their environment variables. A process that has cleared its
+    environment is found by the mark of the other processes, see `tree.mark_own`.
+
+    Args:
+        run_id: The run.
+        file: The unreadable entry file.
+
+    Returns:
+        Two sets of pids: the ended processes, and the processes that survived SIGKILL.
+    """
+    variables = _variables_of(run_id, file)
+    marks = {tree.read_mark(pid) for pid in find_carriers(variables)}
+    carriers = end_carriers(variables)
+    killed_pids = {process["pid"] for process in carriers["killed"]}
+    remaining_pids = {process["pid"] for process in carriers["left"]}
+    for mark in marks - {None, 0, tree.read_mark(os.getpid())}:
+        ended, remaining = end_all(partial(end_marked, mark or 0), KILLED_WITHIN_S)
+        killed_pids |= {pid for pid, _ in ended}
+        remaining_pids |= {pid for pid, _ in remaining}
+    return killed_pids, remaining_pids
 
 
 def _kill_component_once(entry: ProcessEntry) -> set[PidAndStart]:

@@ -15,6 +15,7 @@ from prefect.client.orchestration import PrefectClient, get_client
 from prefect.exceptions import PrefectException
 from prefect.settings import PREFECT_API_URL
 
+from tasks.processes import registry
 from tasks.queue import settings
 from tasks.queue.ledger import TYPE
 from tasks.queue.reasons import one_line
@@ -93,6 +94,8 @@ def status(*, pool: Pool = _POOL, json: AsJson = False) -> int:
         else:
             # Without cropping, run ids that are wider than the terminal stay complete.
             console.print(QueueTables(view), crop=False)
+        for line in registry.describe_unreadable_files():
+            print(line, file=sys.stderr)
 
     return _run_with_client(show)
 

@@ -148,7 +148,7 @@ class SubmissionFile:
             # would then not end the job after a crash of this process.
             content = content.with_changes(submit_began_at=plan.may_be_submitted_since)
         plan.submission_file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(plan.submission_file, content.as_json())
+        write_json(plan.submission_file, content.as_json(), durable=True)
         return SubmissionFile(plan.submission_file, content, plan.mask)
 
     def note(self, **fields: object) -> None:
@@ -170,7 +170,7 @@ class SubmissionFile:
             self.disk.replace(self.path, lambda: json_text(content.as_json()))
             return
         try:
-            write_json(self.path, content.as_json())
+            write_json(self.path, content.as_json(), durable=True)
         except OSError as error:
             _log.warning("The submission file %s could not be written: %s", self.path, error)
 

@@ -103,7 +103,7 @@ class UncheckedNodesNote(BaseModel):
         path = _note_path(self.job.submission_id)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, self.model_dump(mode="json"))
+            write_json(path, self.model_dump(mode="json"), durable=True)
         except OSError as error:
             _log.warning("%s could not be written: %s", path, error)
 

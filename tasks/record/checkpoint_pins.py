@@ -43,7 +43,7 @@ def pin_checkpoint(path: CheckpointPath, parts: Sequence[CheckpointPath], home: 
     for parent in (pin.parent.parent, pin.parent):
         parent.mkdir(mode=0o700, exist_ok=True, parents=True)
     paths = sorted({identify_path(part) for part in (path, *parts)})
-    replace_file(pin, json_text({"paths": paths, "since": time.time()}))
+    replace_file(pin, json_text({"paths": paths, "since": time.time()}), durable=True)
 
     # To delete a checkpoint, a run hides the checkpoint first and then reads the pins. So a
     # checkpoint that exists after its pin was written is not deleted. The checkpoint may be absent

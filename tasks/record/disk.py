@@ -6,6 +6,7 @@ stays in memory and is written later.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -27,13 +28,9 @@ _RETRY_AFTER_S = 0.5
 _MAX_PENDING_BYTES = 1 << 26
 
 
-def write_json(path: Path, content: object) -> None:
-    """Replace the content of a file atomically by an object as JSON. Raises: OSError.
-
-    A reader sees either the old or the new content. The content is not forced to the disk (no
-    fsync), because that can take seconds on a busy disk.
-    """
-    replace_file(path, json_text(content))
+def write_json(path: Path, content: object, *, durable: bool = False) -> None:
+    """Replace the content of a file atomically by an object as JSON, see `replace_file`."""
+    replace_file(path, json_text(content), durable=durable)
 
 
 def json_text(content: object) -> str:
@@ -45,14 +42,60 @@ def json_text(content: object) -> str:
         return json.dumps(content, indent=2) + "\n"
 
 
-def replace_file(path: Path, content: str | bytes) -> None:
-    """Replace the content of a file atomically, without fsync. Raises: OSError."""
+def replace_file(path: Path, content: str | bytes, *, durable: bool = False) -> None:
+    """Replace the content of a file atomically: a reader sees the old or the new content.
+
+    Args:
+        path: The file.
+        content: The new content.
+        durable: True if the old or the new content must be readable after a power failure. The
+            content is then forced to the disk, which can take seconds on a busy disk. Without this,
+            some file systems keep an empty file after a power failure.
+
+    Raises:
+        OSError: The file was not replaced. If `durable` is set, the new content may be in place,
+            but not safe from a power failure.
+    """
     draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
-        draft.write_bytes(content.encode() if isinstance(content, str) else content)
+        with draft.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            if durable:
+                file.flush()
+                _sync(file.fileno())
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
+    if durable:
+        sync_directory(path.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Force the names of the files in a directory to the disk.
+
+    Without this, the names of new and replaced files can be lost in a power failure.
+
+    Raises:
+        OSError: The disk reports an error.
+    """
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _sync(fd)
+    finally:
+        os.close(fd)
+
+
+def _sync(fd: int) -> None:
+    """Force an open file or directory to the disk, if its file system can do that.
+
+    Raises:
+        OSError: The disk reports an error.
+    """
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
 
 
 class DiskThread:
@@ -80,6 +123,9 @@ class DiskThread:
 
     def replace(self, path: Path, make: Callable[[], str]) -> None:
         """Let the disk thread replace the content of a file. The call itself does not wait.
+
+        The content is forced to the disk, so that a power failure leaves the old or the new
+        content. See `replace_file`.
 
         Args:
             path: The file. An earlier replacement of this file that is still pending is dropped.
@@ -194,7 +240,7 @@ class DiskThread:
 
 
 def _replace(path: Path, make: Callable[[], str]) -> None:
-    replace_file(path, make())
+    replace_file(path, make(), durable=True)
 
 
 def _append(path: Path, lines: bytearray) -> None:

@@ -37,7 +37,7 @@ _ADVICE_AFTER_LOSS = (
 class FlowLoss:
     """Facts about a run whose flow process was killed, and the results of `muster reconcile`."""
 
-    #: Process id of the flow process that was killed.
+    #: Process id of the flow process that was killed. 0 if it is unknown.
     pid: int
     #: True if the flow run is cancelling or cancelled on the Prefect server.
     is_cancelled: bool = False
@@ -76,7 +76,8 @@ class FlowLoss:
             cleanup = f"{cleanup}; {self.jobs_left}. Muster checks again each minute"
         if self.unseen:
             cleanup = f"{cleanup}; leftovers may run on unchecked nodes ({self.unseen})"
-        return f"the flow process (pid {self.pid}) of this run was killed or lost; {cleanup}"
+        pid = f" (pid {self.pid})" if self.pid else ""
+        return f"the flow process{pid} of this run was killed or lost; {cleanup}"
 
     @property
     def failure(self) -> Failure:
@@ -123,7 +124,7 @@ def write_final_record(
         return None, False
     after = finalize_record(before, loss, clock())
     if after != before:
-        write_json(place.record, after.as_json())
+        write_json(place.record, after.as_json(), durable=True)
         _log_events(place, before, after, loss, clock)
     return after, after != before
 

@@ -655,7 +655,7 @@ class RunRecord:
             self._disk.replace(self._path, self._as_text)
             return
         try:
-            replace_file(self._path, self._as_text())
+            replace_file(self._path, self._as_text(), durable=True)
         except OSError as error:
             _log.warning("%s could not be written: %s", self._path, error)
 

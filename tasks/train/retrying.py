@@ -296,4 +296,5 @@ def _replace_flow_run_id(place: RunPlace, flow_run_id: UUID) -> None:
     if owner is not None and owner.process.is_alive():
         raise BadArgument(f"{place.run_id} was started again by process {owner.process.pid}")
     record = RunJson.read(place.record)
-    write_json(place.record, record.with_changes(flow_run_id=str(flow_run_id)).as_json())
+    content = record.with_changes(flow_run_id=str(flow_run_id)).as_json()
+    write_json(place.record, content, durable=True)

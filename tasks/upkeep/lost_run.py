@@ -15,11 +15,14 @@ import asyncio
 import errno
 import logging
 import time
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import yaml
 from prefect.client.schemas.objects import FlowRun, State
+from prefect.settings import PREFECT_API_URL
 
 from tasks.processes import registry
 from tasks.processes.ending import find_holders
@@ -31,7 +34,7 @@ from tasks.ray.end import JobEnd
 from tasks.ray.job import stop_submission
 from tasks.ray.submission import SubmissionFile
 from tasks.record.final_record import FlowLoss, write_final_record
-from tasks.record.places import AttemptPlace, RunPlace
+from tasks.record.places import AttemptPlace, RunPlace, read_own_file
 from tasks.record.run_json import RunJson
 from tasks.server.flow_runs import (
     FLOW_RUN_VARIABLE,
@@ -70,6 +73,24 @@ _CHECK_INTERVAL_S = 0.2
 CHANGED = "the state of its flow run has just changed on the Prefect server"
 
 
+def complete_owner(lost: LostRun) -> None:
+    """Add facts to the owner of a lost run whose `owner.json` cannot be read.
+
+    The facts are the Prefect server of this process, and the key `on_lost_flow` of the run's spec.
+    Without them, the flow run would not get its final state, and Ray jobs that may continue would
+    be ended.
+    """
+    owner = lost.owner
+    if not owner.fault or owner.directory is None or owner.flow_run_id is None:
+        return
+    adopts = False
+    with suppress(OSError, ValueError, yaml.YAMLError):
+        spec = yaml.safe_load(read_own_file(RunPlace(directory=owner.directory).spec))
+        adopts = isinstance(spec, dict) and spec.get("on_lost_flow") == "adopt"
+    facts = {"api_url": PREFECT_API_URL.value(), "adopts": adopts}
+    lost.owner = owner.model_copy(update=facts)
+
+
 def stop_jobs(lost: LostRun, loss: FlowLoss, *, unknown_after_s: float) -> FlowLoss:
     """End all Ray jobs of a run whose flow process was killed or lost.
 
@@ -88,6 +109,9 @@ def stop_jobs(lost: LostRun, loss: FlowLoss, *, unknown_after_s: float) -> FlowL
     unseen_nodes: list[str] = []
     if lost.jobs:
         add_listed_clusters(read_listed_clusters(lost.owner.api_url))
+    for file in lost.unknown_jobs:
+        # The run stays registered, because its job may still run.
+        leftovers.append(f"{file}, so that its Ray job is unknown")
     for entry in reversed(lost.jobs):
         ended = _stop_job(entry, unknown_after_s)
         leftovers += ended.left
@@ -265,7 +289,7 @@ def make_report(
     return RunReport(
         name=lost.owner.run_id,
         flow_run_id=lost.owner.flow_run_id,
-        found=f"its process (pid {loss.pid}) was gone",
+        found=_describe_loss(lost, loss),
         killed=loss.killed,
         jobs=loss.jobs,
         removed=loss.removed,
@@ -273,6 +297,15 @@ def make_report(
         server=server,
         open=" and ".join(filter(None, (open, loss.jobs_left, loss.unseen))),
     )
+
+
+def _describe_loss(lost: LostRun, loss: FlowLoss) -> str:
+    """Return a phrase about a lost run, with the files of the registry that cannot be read."""
+    process = f"its process (pid {loss.pid})" if loss.pid else "its process"
+    parts = [f"{process} was gone", *lost.faults]
+    if lost.unreadable_entries:
+        parts.append("processes were searched by MUSTER_RUN_ID in their environment")
+    return "; ".join(parts)
 
 
 def finish_run(lost: LostRun, loss: FlowLoss, *, goes_on_here: bool = False) -> RunReport:
@@ -403,6 +436,12 @@ def finish_predecessor(run_id: str, *, adopts: bool = False) -> None:
                 finish_run(lost, loss, goes_on_here=True)
                 return
         owner = read_owner(run_id)
+        if owner is not None and not owner.host:
+            raise OSError(
+                errno.EBUSY,
+                f"an earlier attempt of {run_id} may still run on an unknown machine, because "
+                f"{owner.fault}",
+            )
         if owner is None or owner.host != host_name() or owner.process.is_alive():
             return
         if time.monotonic() > deadline:

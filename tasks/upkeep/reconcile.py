@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any
@@ -29,7 +29,13 @@ from prefect.settings import PREFECT_API_URL
 
 from tasks.processes.ending import find_holders
 from tasks.processes.identity import host_name
-from tasks.processes.registry import LostRun, claim_lost_run, read_owner, registered_runs
+from tasks.processes.registry import (
+    LostRun,
+    claim_lost_run,
+    list_unreadable_files,
+    read_owner,
+    registered_runs,
+)
 from tasks.record.final_record import has_failed_by_loss
 from tasks.record.places import RunPlace
 from tasks.record.run_json import RunJson
@@ -55,6 +61,7 @@ from tasks.show.arguments import EXIT_DONE, EXIT_FAILED
 from tasks.spec.errors import BadArgument
 from tasks.upkeep.lost_run import (
     CHANGED,
+    complete_owner,
     end_processes,
     finish_run,
     keep_jobs,
@@ -96,9 +103,12 @@ def reconcile_host(lost: str | None = None) -> Report:
         Reports about all runs whose recorded state was wrong.
     """
     host = lost or host_name()
+    checked_nodes = tuple(check_nodes_again(host))
+    lost_runs = tuple(_finish_lost_runs(host))
     runs = (
-        *check_nodes_again(host),
-        *_finish_lost_runs(host),
+        *checked_nodes,
+        *lost_runs,
+        *_report_unreadable_files(reported={run.name for run in lost_runs}),
         *(end_orphans() if lost is None else ()),
         *close_ended_waiting_runs(),
         *_close_lost_flow_runs(host),
@@ -147,6 +157,28 @@ def _finish_lost_runs(host: str) -> Iterator[RunReport]:
             yield RunReport(name=run_id, found="its process was gone", open=repr(error))
 
 
+def _report_unreadable_files(reported: Collection[str]) -> Iterator[RunReport]:
+    """Yield a report for each run that stays registered and has a file that cannot be read.
+
+    Args:
+        reported: Ids of runs that other reports describe.
+    """
+    files_by_run: dict[str, list[str]] = {}
+    for file in list_unreadable_files():
+        if file.path.parent.name not in reported:
+            files_by_run.setdefault(file.path.parent.name, []).append(str(file))
+    for run_id, files in files_by_run.items():
+        owner = read_owner(run_id)
+        is_of_unknown_host = owner is not None and not owner.host
+        yield RunReport(
+            name=run_id,
+            found="; ".join(files),
+            open="its host is unknown. If the run has ended, remove its folder in the registry"
+            if is_of_unknown_host
+            else "",
+        )
+
+
 def _finish(lost: LostRun, deadline_s: float) -> RunReport | None:
     """End the leftover processes of a lost run, and write the run's final state into its record.
 
@@ -160,6 +192,7 @@ def _finish(lost: LostRun, deadline_s: float) -> RunReport | None:
     Returns:
         The report about the run. None if the run's Ray jobs keep running and nothing was changed.
     """
+    complete_owner(lost)
     loss, leftovers = end_processes(lost, deadline_s)
     if leftovers:
         return make_report(lost, loss, open=leftovers)
@@ -250,8 +283,9 @@ def _recorded_end(run: FlowRun) -> State[Any] | None:
 def _describe_host(client: SyncPrefectClient, name: str) -> Host:
     """Collect the facts about a host that decide whether its flow runs are lost."""
     registered: set[str] = set()
-    for owner in filter(None, map(read_owner, registered_runs())):
-        registered |= {key for key in (owner.run_id, owner.flow_run_id) if key}
+    for run_id in registered_runs():
+        owner = read_owner(run_id)
+        registered |= {run_id, owner.flow_run_id or run_id} if owner else {run_id}
     flow_filter = FlowFilter.model_validate({"name": {"any_": ["pipeline"]}})
     pipeline_flows = client.read_flows(flow_filter=flow_filter, limit=1)
     return Host(

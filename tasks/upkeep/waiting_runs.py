@@ -135,7 +135,7 @@ def note_waiting_run(run_id: str, flow_run_id: str, api_url: str) -> None:
     note = WaitingRunNote(run_id=run_id, flow_run_id=flow_run_id, api_url=api_url)
     path = _note_path(run_id)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, note.model_dump(mode="json"))
+    write_json(path, note.model_dump(mode="json"), durable=True)
 
 
 def forget_waiting_run(run_id: str) -> None:
@@ -233,7 +233,7 @@ def _close_record(
     # have the same number of attempts.
     is_newer = page_record is not None and len(page_record.attempts) >= len(local_record.attempts)
     if page_record is not None and page_record.state.is_final and is_newer:
-        write_json(place.record, page_record.as_json())
+        write_json(place.record, page_record.as_json(), durable=True)
         return None
     if local_record.state is not RunState.PENDING_RESOURCES:
         return None
