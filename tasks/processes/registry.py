@@ -305,7 +305,7 @@ class RunRegister(EntryWriter):
         _locked_here[self.directory] = _Lock(pid=os.getpid(), register=self)
         try:
             (self.directory / _REBUILT).unlink(missing_ok=True)
-            replace_file(self.directory / _HOST, f"{owner.host}\n", durable=True)
+            replace_file(self.directory / _HOST, f"{owner.host}\n")
             replace_file(self.directory / _OWNER, self._owner_text(), durable=True)
             sync_directory(self.directory.parent)
             self._reserve_space()
