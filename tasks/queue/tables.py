@@ -28,11 +28,10 @@ from tasks.queue.settings import NotThere
 from tasks.ray.usage import ClusterNode
 from tasks.server.artifacts import Artifacts
 from tasks.server.flow_runs import HELD, SILENT_AFTER_S, connect_to_server, find_worker
+from tasks.show.markdown import escape_cell, escape_markdown
 from tasks.show.output import line_of, one_line
 from tasks.show.run_view import Shown
 from tasks.spec.formatting import (
-    escape_cell,
-    escape_markdown,
     format_count,
     format_date_minute,
     format_datetime,

@@ -37,8 +37,8 @@ from prefect.settings import PREFECT_API_URL
 
 from tasks.record import code_store
 from tasks.server.events import override_client_settings
+from tasks.show.markdown import escape_markdown, markdown_image
 from tasks.show.run_view import Shown
-from tasks.spec.formatting import escape_markdown, markdown_image
 from tasks.spec.run import LIVE_CODE
 
 Log = logging.Logger | logging.LoggerAdapter[logging.Logger]

@@ -27,21 +27,19 @@ from tasks.show.failure import (
     list_card_lines,
     list_facts,
 )
-from tasks.show.pictures import Figures, draw_curve, number_text
-from tasks.show.run_view import RunView, ServerSeen, Shown, describe_component_state
-from tasks.show.slow import Measured, Slow
-from tasks.spec.component import FLEET
-from tasks.spec.formatting import (
+from tasks.show.markdown import (
     code_block,
     escape_cell,
     escape_markdown,
-    format_count,
-    format_datetime,
-    format_duration,
     inline_code,
     markdown_link,
     markdown_table,
 )
+from tasks.show.pictures import Figures, draw_curve, number_text
+from tasks.show.run_view import RunView, ServerSeen, Shown, describe_component_state
+from tasks.show.slow import Measured, Slow
+from tasks.spec.component import FLEET
+from tasks.spec.formatting import format_count, format_datetime, format_duration
 
 #: Names of the artifacts of a run.
 SUMMARY = "summary"

@@ -17,9 +17,10 @@ from tasks.record.metrics_file import MetricsFile
 from tasks.record.metrics_of_run import read_rows
 from tasks.record.places import RunPlace
 from tasks.record.run_json import AttemptRecord
+from tasks.show.markdown import escape_markdown
 from tasks.show.output import strip_controls
 from tasks.show.run_view import RunView, Shown, describe_component_state
-from tasks.spec.formatting import escape_markdown, format_count, format_duration, format_time
+from tasks.spec.formatting import format_count, format_duration, format_time
 from tasks.spec.probes import get_number
 from tasks.spec.watch import find_metric
 

@@ -34,8 +34,9 @@ from tasks.server.artifacts import create_report
 from tasks.server.flow_runs import read_listed_clusters
 from tasks.server.server import hide_prefect_logs, prefect_server
 from tasks.show.arguments import EXIT_DONE, EXIT_FAILED
+from tasks.show.markdown import escape_markdown, markdown_table
 from tasks.spec.errors import BadArgument
-from tasks.spec.formatting import escape_markdown, join_commas, markdown_table
+from tasks.spec.formatting import join_commas
 
 _GIB = 1 << 30
 #: Name of the machine that runs the preflight, in the list of checked nodes.

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tasks.record.events import PAYLOADS
-from tasks.spec.formatting import escape_markdown, join_commas
+from tasks.show.markdown import escape_markdown
+from tasks.spec.formatting import join_commas
 
 #: Text that precedes each field of `RunReport` in a printed report.
 _FIELD_TEXTS = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tasks.record.causes import RULES
 from tasks.record.states import LEGAL_TRANSITIONS, RunState
+from tasks.show.markdown import markdown_table
 from tasks.spec.failure_kinds import (
     REQUEUED,
     CheckpointBlame,
@@ -11,7 +12,6 @@ from tasks.spec.failure_kinds import (
     NodeBlame,
     describe_requeues,
 )
-from tasks.spec.formatting import markdown_table
 
 #: Sentence about the nodes that the next attempt avoids.
 _BLAMED_NODES = {

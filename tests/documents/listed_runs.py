@@ -6,7 +6,7 @@ import inspect
 import re
 from dataclasses import fields
 
-from tasks.spec.formatting import markdown_table
+from tasks.show.markdown import markdown_table
 from tasks.train.finding_runs import Run
 from tasks.train.run_progress import RunProgress
 

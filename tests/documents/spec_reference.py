@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from tasks.spec.formatting import markdown_table
+from tasks.show.markdown import markdown_table
 
 Schema = Mapping[str, Any]
 

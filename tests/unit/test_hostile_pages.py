@@ -26,10 +26,10 @@ from tasks.record.places import RunPlace
 from tasks.record.run_json import RunJson
 from tasks.server import artifacts as artifacts_module
 from tasks.show import page
+from tasks.show.markdown import escape_cell, escape_markdown
 from tasks.show.pictures import Figures, show_timeline
 from tasks.show.run_view import ObservedRun, RunView, Shown
 from tasks.show.slow import Measured, Slow
-from tasks.spec.formatting import escape_cell, escape_markdown
 from tasks.spec.run import RunSpec
 from tasks.upkeep.preflight import Finding, NodeResult, PreflightVerdict
 from tasks.upkeep.report import Report, RunReport

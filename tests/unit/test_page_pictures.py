@@ -13,6 +13,7 @@ import pytest
 from tasks.record.places import RunPlace
 from tasks.record.run_json import RunJson
 from tasks.show import pictures
+from tasks.show.markdown import markdown_image
 from tasks.show.page import show_curve
 from tasks.show.pictures import (
     Figures,
@@ -23,7 +24,6 @@ from tasks.show.pictures import (
     show_timeline,
 )
 from tasks.show.run_view import ObservedRun, RunView
-from tasks.spec.formatting import markdown_image
 from tasks.spec.run import RunSpec
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -14,6 +14,13 @@ from tasks.record.events import Event
 from tasks.record.places import RunPlace
 from tasks.record.run_json import RunJson
 from tasks.show.failure import format_failure, summarize_failure
+from tasks.show.markdown import (
+    code_block,
+    escape_markdown,
+    inline_code,
+    markdown_link,
+    markdown_table,
+)
 from tasks.show.page import (
     list_other_pages,
     show_attempts,
@@ -22,14 +29,7 @@ from tasks.show.page import (
     show_summary,
 )
 from tasks.show.run_view import ObservedRun, RunView
-from tasks.spec.formatting import (
-    code_block,
-    escape_markdown,
-    format_duration,
-    inline_code,
-    markdown_link,
-    markdown_table,
-)
+from tasks.spec.formatting import format_duration
 from tasks.spec.run import RunSpec
 
 COMPONENT: dict[str, Any] = {"command": ["sleep", "600"]}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.spec.formatting import escape_markdown
+from tasks.show.markdown import escape_markdown
 from tasks.upkeep.report import Report, RunReport
 
 LOST = RunReport(
