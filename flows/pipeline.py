@@ -1,4 +1,4 @@
-"""The flow `pipeline`: runs in sequence. Each run can use the results of earlier runs."""
+"""The flow `pipeline`: a graph of runs and steps, each of which can use earlier results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tasks.spec.pipeline import PipelineSpec
 
 @flow(name="pipeline", flow_run_name=pipeline_id_of_flow_run, persist_result=False)
 def pipeline(spec: PipelineSpec) -> State[None]:
-    """Run the stages one after the other. Each stage is a separate run, which waits in the queue.
+    """Run the stages in their order. Each stage is a separate run, which waits in the queue.
 
     A retry of the flow run continues the pipeline: complete stages are not repeated, runs in
     progress are watched again, and failed stages are repeated.
@@ -22,18 +22,17 @@ def pipeline(spec: PipelineSpec) -> State[None]:
         spec: The stages, and the results of earlier stages that each stage uses.
     """
     with open_pipeline(spec) as session:
-        while stage := session.next_stage():
-            run = session.begin(stage)
-            if run and not session.follow(run):
-                session.cancel(run)
+        while session.advance():
+            session.wait()
+        session.cancel_runs()
         return session.conclude()
 
 
 def command(spec: PipelineFile = None, /, *, set: Overrides = (), resume: str = "") -> int:
     """Run a pipeline to its end.
 
-    The stages run one after the other. Each stage is a separate run, which waits in the queue of
-    the Prefect server.
+    A stage begins when the stages that it needs have ended. Each stage is a separate run, which
+    waits in the queue of the Prefect server.
 
     Exit: 0 completed, 1 failed, 2 the spec is invalid (nothing was started), 3 a stage can never
     fit the cluster, 130 interrupted (after its stage's end).

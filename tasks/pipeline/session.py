@@ -7,12 +7,15 @@ at the same step.
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -25,28 +28,56 @@ from prefect.exceptions import Pause
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelled, Completed, Failed
 
+from tasks.pipeline.decision import (
+    Begin,
+    PipelineDecision,
+    StagePlan,
+    StageRun,
+    StageState,
+    completed_run,
+    decide,
+    find_last_request,
+)
+from tasks.pipeline.results import (
+    InvalidResult,
+    choose_best,
+    format_points,
+    keep_large_value,
+    read_last_metric,
+    read_result,
+    select_value,
+)
 from tasks.pipeline.stage_runs import (
     cancel_stage_run,
     create_stage_run,
     describe_stage_run,
+    find_cached_runs,
     format_link,
+    list_cached_runs,
     list_stage_runs,
+    make_cache_tag,
+    show_skipped_stage,
+    use_cached_run,
 )
 from tasks.pipeline.stage_specs import CannotBegin, read_specs_of_deployments
-from tasks.pipeline.steps import Begin, StageRun, completed_run, find_last_request, next_step
 from tasks.record.checkpoint_paths import CheckpointPath
 from tasks.record.checkpoints import find_stage_checkpoint
 from tasks.record.places import RunPlace
 from tasks.record.states import RunState
 from tasks.server import flow_process, flow_runs
+from tasks.server.artifacts import Artifacts
 from tasks.server.flow_runs import ServerAway, connect_to_server
 from tasks.server.interruption import end_on_request
 from tasks.server.server import read_secrets
+from tasks.show.run_view import Shown
+from tasks.spec.conditions import InvalidCondition, parse_condition
 from tasks.spec.errors import InvalidSpec
-from tasks.spec.loading import parse_spec
+from tasks.spec.formatting import join_commas
 from tasks.spec.pipeline import PipelineSpec, add_deployment_specs, parse_pipeline
-from tasks.spec.placeholders import RUN_DIR, RUN_ID, fill_in_stages
+from tasks.spec.placeholders import BEST, POINT, RESULT, RESULTS, RUN_DIR, RUN_ID, STAGE, STATE
+from tasks.spec.probes import get_number
 from tasks.spec.run import RunSpec
+from tasks.spec.secrets import drop_common_values, find_env_secrets, mask_text
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +89,8 @@ on_message: ContextVar[Callable[[str], None]] = ContextVar(
 
 #: Seconds between two requests for the state of a stage's run.
 _POLL_INTERVAL_S = 2.0
+#: Largest number of active runs that the state message of the pipeline's flow run describes.
+_MAX_SHOWN_RUNS = 5
 #: Seconds to wait for the end of a cancelled stage run, in addition to its grace periods.
 _CANCEL_TIMEOUT_S = 180.0
 #: Seconds to wait for the end of a stage run that is cancelled without grace periods.
@@ -90,11 +123,31 @@ class PipelineSession:
         self.failure = ""
         #: The failed or cancelled stage run that ended the pipeline, or None.
         self.final_run: StageRun | None = None
-        #: All stage runs that existed when the last step began, in any order.
+        #: All runs of the stages at the last reading of the progress, in any order.
         self._runs: list[StageRun] = []
-        #: The last progress message about the current stage, or an empty string.
+        #: State of each stage at the last decision, by name.
+        self._states: Mapping[str, StageState] = {}
+        #: Reason for skipping each skipped stage, by name.
+        self._skipped: Mapping[str, str] = {}
+        #: Result of each completed step, or the fault of the result, by the id of the flow run.
+        self._results: dict[str, Any] = {}
+        #: Figure of each completed point of a matrix, by the id of the flow run.
+        self._figures: dict[str, float | None] = {}
+        #: Earlier runs that replace runs of this pipeline, by the name of the unit.
+        self._reused: dict[str, StageRun] = {}
+        #: Last reported state of each run, by the id of the flow run.
+        self._reported: dict[str, StageRun] = {}
+        #: Names of the skipped stages that are shown on the page.
+        self._shown_skips: set[str] = set()
+        #: Last shown rows of each matrix, by the name of the stage.
+        self._tables: dict[str, list[dict[str, str]]] = {}
+        #: Artifact of each matrix, by the key of the artifact.
+        self._artifacts: dict[str, Artifacts] = {}
+        #: Secret values that are masked in results.
+        self._secrets: frozenset[str] = find_env_secrets(os.environ)
+        #: The last progress message about the active runs, or an empty string.
         self._last_message = ""
-        #: True if the run of the current stage must be cancelled without its grace periods.
+        #: True if the active runs must be cancelled without their grace periods.
         self._is_hurried = False
         #: Event that is set when the pipeline must end, or when the next flow process of the
         #: pipeline must continue it.
@@ -131,110 +184,108 @@ class PipelineSession:
             specs = self._ask(lambda client: read_specs_of_deployments(client, spec))
             self.spec = add_deployment_specs(spec, specs)
             for stage in self.spec.stages:
-                self._ask(partial(read_secrets, spec=RunSpec.model_validate(stage.spec)))
+                for unit in stage.units[:1]:
+                    run_spec = RunSpec.model_validate(self._plain_run_spec(unit))
+                    blocks = self._ask(partial(read_secrets, spec=run_spec))
+                    self._secrets |= run_spec.secrets | drop_common_values(blocks.values())
         except (InvalidSpec, CannotBegin) as error:
             self.failure = f"USER_ERROR: {error}"
 
-    def next_stage(self) -> Begin | StageRun | None:
-        """Return the next stage run to create or to wait for, or None if the pipeline ends."""
-        if self.failure or self.cancel_reason:
-            return None
-        self._runs, requested_at = self._ask(self._read_progress)
-        step = next_step(self.spec.stage_names, self._runs, requested_at)
-        if isinstance(step, StageRun) and step.ending is not None:
-            self.final_run = step
-            return None
-        return step
-
-    def begin(self, step: Begin | StageRun) -> StageRun | None:
-        """Return the stage run to wait for. If the step is a `Begin`, create the stage run.
+    def advance(self) -> bool:
+        """Create the runs that may begin now, and report the changes of all runs.
 
         Returns:
-            The stage run. None if it cannot be created. The reason is then stored in `failure`.
+            True if the pipeline must wait for a run. False if the pipeline ends.
 
         Raises:
             Pause: This process must exit, because the next flow process continues the pipeline.
         """
-        self._last_message = ""
-        if isinstance(step, StageRun):
-            self.say(f"stage {step.stage}: attached to run {step.name}, which is {step.state}")
-            return step
-        if self.hand_over_reason:
-            self._hand_over(f"stage {step.stage} is next")
+        if self.cancel_reason:
+            return False
+        decision = self._decide()
+        self._report(decision)
+        if decision.is_over or self.cancel_reason:
+            return False
+        # If a run is being cancelled, the pipeline will end, too. So wait for the end of the run,
+        # and do not hand over the pipeline. For example, `muster down` cancels all runs of this
+        # machine.
+        is_cancelling = any(
+            run.state in ("Cancelling", flow_runs.CANCELLING_NOW) for run in decision.active
+        )
+        if self.hand_over_reason and not is_cancelling:
+            self._hand_over(_describe_handover(decision))
+        for step in decision.begins:
+            if self.failure or self._ending.is_set():
+                break
+            self._begin(step)
+        return True
 
-        stage = self.spec.stage(step.stage)
-        try:
-            spec = parse_spec(fill_in_stages(stage.spec or {}, self._placeholder_value)).written()
-            tags = [*self.spec.tags, f"pipeline:{self.spec.name}"]
-            run = self._ask(
-                lambda client: create_stage_run(
-                    client, self.flow_run_id, stage, step.number, spec=spec, tags=tags
-                )
-            )
-        except (InvalidSpec, CannotBegin) as error:
-            self.failure = f"stage {stage.name}: USER_ERROR: {error}"
-            return None
+    def wait(self) -> None:
+        """Wait until the states of the runs should be read again, or until the pipeline ends."""
+        self._wait(_POLL_INTERVAL_S)
 
-        try_text = f", try {step.number}" if step.number > 1 else ""
-        self.say(f"stage {stage.name}{try_text}: queued ({format_link(run)})")
-        return run
+    def cancel_runs(self) -> None:
+        """Cancel all runs of a cancelled pipeline that have not ended, and wait for their ends.
 
-    def follow(self, run: StageRun) -> bool:
-        """Wait until a stage's run ends.
-
-        Returns:
-            True if the run has ended. False if the pipeline was interrupted while the run had not
-            ended.
-
-        Raises:
-            Pause: This process must exit, because the next flow process continues the pipeline.
+        Does nothing if the pipeline is not cancelled. The wait is limited to the longest grace
+        periods of a run plus three minutes. After a call of `hurry`, the runs are cancelled without
+        grace periods, and the wait is limited to 30 s. A phrase about the end of each run is added
+        to `cancel_reason`.
         """
-        while True:
-            run = self._refresh(run)
-            if run.ending is not None:
-                self.say(f"stage {run.stage}: {run.state}: {run.message}")
-                return True
-            if self.cancel_reason:
-                return False
-            # If the run of the stage is being cancelled, the pipeline will end, too. So wait for
-            # the end of the run, and do not hand over the pipeline. For example, `muster down`
-            # cancels all runs of this machine.
-            is_cancelling = run.state in ("Cancelling", flow_runs.CANCELLING_NOW)
-            if self.hand_over_reason and not is_cancelling:
-                self._hand_over(
-                    f"stage {run.stage} continues, and the pipeline's next process attaches to it"
-                )
-            self._wait(_POLL_INTERVAL_S)
-
-    def cancel(self, run: StageRun) -> None:
-        """Cancel a stage's run and wait until it has ended.
-
-        The wait is limited to the run's grace periods plus three minutes. After a call of `hurry`,
-        the run is cancelled without grace periods, and the wait is limited to 30 s. A phrase about
-        the end of the run is added to `cancel_reason`.
-        """
-        self.say(f"cancelling stage {run.stage}: {self.cancel_reason}")
+        if not self.cancel_reason:
+            return
         try:
-            self._ask(lambda client: cancel_stage_run(client, run))
-            spec = RunSpec.model_validate(self.spec.stage(run.stage).spec)
-            deadline = time.monotonic() + spec.teardown_s + _CANCEL_TIMEOUT_S
+            # Read the runs again: a run may have been created just before the cancellation.
+            self._runs, _ = self._ask(self._read_progress)
+        except ServerAway as error:
+            _log.warning("The runs of the pipeline could not be read again: %s", error)
+        runs = [run for run in self._runs if run.ending is None]
+        if runs:
+            self._cancel(runs)
+
+    def _cancel(self, runs: Sequence[StageRun]) -> None:
+        """Cancel runs and wait until they have ended. See `cancel_runs`."""
+        names = join_commas([run.stage for run in runs])
+        self.say(f"cancelling stage {names}: {self.cancel_reason}")
+        current = {run.flow_run_id: run for run in runs}
+        away: ServerAway | None = None
+        try:
+            for run in runs:
+                self._ask(partial(cancel_stage_run, run=run))
+            deadline = time.monotonic() + self._longest_teardown_s(runs) + _CANCEL_TIMEOUT_S
             was_hurried = False
             while time.monotonic() < deadline:
-                run = self._refresh(run)
-                if run.ending is not None:
+                for run in runs:
+                    if current[run.flow_run_id].ending is None:
+                        current[run.flow_run_id] = self._refresh(run)
+                open_runs = [run for run in current.values() if run.ending is None]
+                if not open_runs:
                     break
                 if self._is_hurried and not was_hurried:
                     was_hurried = True
-                    self._ask(partial(cancel_stage_run, run=run, is_now=True))
+                    for run in open_runs:
+                        self._ask(partial(cancel_stage_run, run=run, is_now=True))
                     deadline = min(deadline, time.monotonic() + _HURRIED_TIMEOUT_S)
                 time.sleep(_POLL_INTERVAL_S / 4)
-            state = run.state if run.ending is not None else f"still {run.state}"
-            self.cancel_reason += f"; stage {run.stage}: {state}"
         except ServerAway as error:
-            self.cancel_reason += (
-                f"; stage {run.stage}: state unknown, it may continue, because the Prefect server "
-                f"does not answer: {error}"
-            )
+            away = error
+        for run in current.values():
+            state = run.state if run.ending is not None else f"still {run.state}"
+            if away is not None and run.ending is None:
+                state = (
+                    "state unknown, it may continue, because the Prefect server does not answer: "
+                    f"{away}"
+                )
+            self.cancel_reason += f"; stage {run.stage}: {state}"
+
+    def _longest_teardown_s(self, runs: Iterable[StageRun]) -> float:
+        """Return the longest time in seconds that the grace periods of a run take."""
+        specs = [RunSpec.model_validate(self._plain_run_spec(run.stage)) for run in runs]
+        return max(spec.teardown_s for spec in specs)
+
+    def _plain_run_spec(self, unit: str) -> object:
+        """Return the run spec of a unit with a fixed text for each `${stage.NAME.KEY}`."""
+        return self.spec.fill_run_spec(unit, lambda _stage, _key: "stage")
 
     def conclude(self) -> State[Any]:
         """Return the final Prefect state of the pipeline."""
@@ -244,14 +295,188 @@ class PipelineSession:
             return Failed(message=self.failure)
         run = self.final_run
         if run is None:
-            names = ", ".join(self.spec.stage_names)
-            return Completed(message=f"all stages are complete: {names}")
+            return Completed(message=self._describe_completion())
         if run.ending is RunState.CANCELLED:
             return Cancelled(
                 message=f"stage {run.stage}: its run was cancelled ({format_link(run)})"
             )
         reason = run.message if run.state == "Failed" else f"{run.state}: {run.message}"
         return Failed(message=f"stage {run.stage}: {reason} ({format_link(run)})")
+
+    def _describe_completion(self) -> str:
+        """Return the message of a completed pipeline, with the stages that are not complete."""
+        others = {
+            name: state
+            for name, state in self._states.items()
+            if state in (StageState.SKIPPED, StageState.FAILED)
+        }
+        names = [name for name in self.spec.stage_names if name not in others]
+        if not others:
+            return f"all stages are complete: {', '.join(names)}"
+        parts = [f"complete: {', '.join(names) or 'none'}"]
+        for name, state in others.items():
+            reason = self._skipped.get(name, "failed, and the pipeline continued")
+            is_skipped = state is StageState.SKIPPED
+            parts.append(f"stage {name}: {'skipped, because ' if is_skipped else ''}{reason}")
+        return "; ".join(parts)
+
+    def _decide(self) -> PipelineDecision:
+        """Read the progress of the pipeline, and return the next actions.
+
+        If a stage cannot begin, the reason is stored in `failure`, and no further run begins.
+        """
+        runs, requested_at = self._ask(self._read_progress)
+        self._runs = [self._check_result(run) for run in runs]
+        needs = self.spec.needs
+        plans = [
+            StagePlan(
+                name=stage.name,
+                needs=needs[stage.name],
+                units=stage.units,
+                at_most=stage.at_most,
+                continues=stage.on_failure == "continue",
+            )
+            for stage in self.spec.stages
+        ]
+        decision: PipelineDecision | None = None
+        if not self.failure:
+            try:
+                decision = decide(plans, self._runs, requested_at, self._find_skip_reason)
+            except (CannotBegin, InvalidSpec) as error:
+                self.failure = str(error)
+        if decision is None:
+            decision = decide(plans, self._runs, requested_at, lambda *_: self.failure)
+            decision = replace(decision, begins=(), skipped={})
+        self._states = decision.states
+        self._skipped = decision.skipped
+        self.final_run = decision.ended_by
+        return decision
+
+    def _begin(self, step: Begin) -> None:
+        """Create a new run of a unit. If that is not possible, store the reason in `failure`."""
+        stage = self.spec.unit_stage(step.stage)
+        try:
+            spec = self.spec.fill_run_spec(step.stage, self._placeholder_value)
+            tags = [*self.spec.tags, f"pipeline:{self.spec.name}"]
+            if stage.cache is not None:
+                tag = make_cache_tag(spec, with_code=stage.cache == "inputs_and_code")
+                tags.append(tag)
+                if self._use_cache(step, tag):
+                    return
+            run = self._ask(
+                lambda client: create_stage_run(
+                    client, self.flow_run_id, stage, step.stage, step.number, spec=spec, tags=tags
+                )
+            )
+        except (InvalidSpec, CannotBegin, InvalidResult) as error:
+            self.failure = f"stage {step.stage}: USER_ERROR: {error}"
+            return
+        self._reported[run.flow_run_id] = run
+        self._runs.append(run)
+        try_text = f", try {step.number}" if step.number > 1 else ""
+        self.say(f"stage {step.stage}{try_text}: queued ({format_link(run)})")
+
+    def _use_cache(self, step: Begin, tag: str) -> bool:
+        """Use the result of an earlier run of a step, if there is one.
+
+        Args:
+            step: The run that the earlier run replaces.
+            tag: Tag of the runs with the same inputs.
+
+        Returns:
+            True if an earlier run with a usable result was found.
+        """
+        for flow_run in self._ask(lambda client: [*find_cached_runs(client, tag)]):
+            cached = describe_stage_run(step.stage, step.number, flow_run)
+            if self._check_result(cached).ending is not RunState.COMPLETED:
+                continue
+            self._ask(
+                partial(
+                    use_cached_run,
+                    pipeline=self.flow_run_id,
+                    unit=step.stage,
+                    number=step.number,
+                    flow_run=flow_run,
+                )
+            )
+            self._reused[step.stage] = replace(cached, state="Cached")
+            self.say(f"stage {step.stage}: cached, with the result of the run {flow_run.name}")
+            return True
+        return False
+
+    def _check_result(self, run: StageRun) -> StageRun:
+        """Return a run with the state Failed if it is a completed step without a usable result."""
+        if run.ending is not RunState.COMPLETED or not self._is_step(run.stage):
+            return run
+        if run.flow_run_id not in self._results:
+            stage = self.spec.unit_stage(run.stage)
+            try:
+                self._results[run.flow_run_id] = read_result(
+                    RunPlace.of(run.name),
+                    is_required=stage.call is not None,
+                    mask=partial(mask_text, secret_values=self._secrets),
+                )
+            except InvalidResult as error:
+                self._results[run.flow_run_id] = error
+        result = self._results[run.flow_run_id]
+        if isinstance(result, InvalidResult):
+            message = f"USER_ERROR: {result}"
+            return replace(run, state="Failed", message=message, ending=RunState.FAILED)
+        return run
+
+    def _is_step(self, unit: str) -> bool:
+        """Return True if a unit belongs to a step that the spec still contains."""
+        name = unit.partition(".")[0]
+        return name in self.spec.stage_names and self.spec.stage(name).is_step
+
+    def _find_skip_reason(self, name: str, states: Mapping[str, StageState]) -> str:
+        """Return the reason for skipping a stage, or an empty string.
+
+        Args:
+            name: Name of the stage.
+            states: State of each stage that the stage needs, and of further stages.
+
+        Raises:
+            CannotBegin: The condition of the stage has no value.
+        """
+        self._states = states
+        for other, key in self._list_used_values(name):
+            state = states[other]
+            has_value = state is StageState.COMPLETED or key == STATE
+            if self.spec.stage(other).matrix is not None and self._completed_points(other):
+                has_value = True
+            if not has_value:
+                verb = "was skipped" if state is StageState.SKIPPED else "failed"
+                return f"it uses a value of stage {other}, which {verb}"
+        text = self.spec.stage(name).when
+        if text is None:
+            return ""
+
+        def value_of(placeholder: str) -> object:
+            other, _, key = placeholder.removeprefix(STAGE).partition(".")
+            return self._stage_value(other, key)
+
+        try:
+            holds = parse_condition(text).evaluate(value_of)
+        except (InvalidCondition, InvalidResult) as error:
+            raise CannotBegin(f"stage {name}: USER_ERROR: when: {error}") from error
+        return "" if holds else f"its condition is false: {text}"
+
+    def _list_used_values(self, name: str) -> Iterator[tuple[str, str]]:
+        """Yield the name of the earlier stage and the key of each value that a stage uses."""
+        used: list[tuple[str, str]] = []
+
+        def collect(other: str, key: str) -> str:
+            used.append((other, key))
+            return "stage"
+
+        stage = self.spec.stage(name)
+        self.spec.fill_run_spec(stage.units[0], collect)
+        if stage.when is not None:
+            for placeholder in parse_condition(stage.when).names:
+                other, _, key = placeholder.removeprefix(STAGE).partition(".")
+                used.append((other, key))
+        yield from used
 
     def say(self, message: str) -> None:
         """Write a progress message to the flow run's log, and call `on_message` with it."""
@@ -274,19 +499,43 @@ class PipelineSession:
             client.update_flow_run(self.flow_run_id, tags=sorted(new_tags))
 
     def _refresh(self, run: StageRun) -> StageRun:
-        """Return a stage run with its current state. If the state has changed, report the state."""
+        """Return a run with its current state."""
         flow_run = self._ask(lambda client: client.read_flow_run(UUID(run.flow_run_id)))
-        current = describe_stage_run(run.stage, run.number, flow_run)
-        if current != run or not self._last_message:
-            self._report_stage(current)
-        return current
+        return describe_stage_run(run.stage, run.number, flow_run)
 
-    def _report_stage(self, run: StageRun) -> None:
-        """Set the state message of the pipeline's flow run to the state of a stage's run."""
-        position = self.spec.stage_names.index(run.stage) + 1
-        state_text = f"{run.state}: {run.message}" if run.message else run.state
-        message = f"stage {run.stage} ({position} of {len(self.spec.stages)}): {state_text}"
-        if message == self._last_message or run.ending is not None:
+    def _report(self, decision: PipelineDecision) -> None:
+        """Report the changes of the runs and stages since the last call.
+
+        The state message of the pipeline's flow run is set to the states of the active runs.
+        """
+        for run in self._runs:
+            before = self._reported.get(run.flow_run_id)
+            self._reported[run.flow_run_id] = run
+            if before is None and run.ending is None:
+                self.say(f"stage {run.stage}: attached to run {run.name}, which is {run.state}")
+            elif before is not None and before.ending is None and run.ending is not None:
+                self.say(f"stage {run.stage}: {run.state}: {run.message}")
+        for name, reason in decision.skipped.items():
+            if name not in self._shown_skips:
+                self._shown_skips.add(name)
+                self.say(f"stage {name}: skipped, because {reason}")
+                self._try(
+                    partial(
+                        show_skipped_stage,
+                        pipeline=self.flow_run_id,
+                        stage=name,
+                        reason=reason,
+                    )
+                )
+        self._show_points()
+        if not decision.active:
+            return
+        message = "; ".join(map(self._describe_active_run, decision.active[:_MAX_SHOWN_RUNS]))
+        if len(decision.active) > _MAX_SHOWN_RUNS:
+            message += f"; and {len(decision.active) - _MAX_SHOWN_RUNS} more runs"
+        if decision.ended_by is not None:
+            message += f"; stage {decision.ended_by.stage} failed, so no further stage begins"
+        if message == self._last_message:
             return
         on_message.get()(message)
         self._last_message = message
@@ -294,25 +543,151 @@ class PipelineSession:
             lambda _client: flow_runs.set_running_message(self.flow_run_id, message, self._ending)
         )
 
+    def _describe_active_run(self, run: StageRun) -> str:
+        """Return the stage, the position and the state of a run, for the pipeline's state."""
+        name = run.stage_name
+        state_text = f"{run.state}: {run.message}" if run.message else run.state
+        if name not in self.spec.stage_names:
+            return f"stage {run.stage}: {state_text}"
+        position = self.spec.stage_names.index(name) + 1
+        return f"stage {run.stage} ({position} of {len(self.spec.stages)}): {state_text}"
+
+    def _show_points(self) -> None:
+        """Update the table of each matrix on the pipeline's page, if its rows have changed."""
+        for stage in self.spec.stages:
+            if stage.matrix is None:
+                continue
+            runs = {run.stage: run for run in sorted(self._runs, key=lambda run: run.number)}
+            figures = self._read_figures(stage.name) if stage.best is not None else {}
+            best = choose_best(figures, stage.best.mode) if stage.best is not None else None
+            rows = [
+                (unit, point, runs[unit].state if unit in runs else "waits", figures.get(unit))
+                for unit, point in zip(stage.units, stage.points, strict=True)
+            ]
+            table = format_points(rows, best)
+            if (
+                not any(unit in runs for unit in stage.units)
+                or self._tables.get(stage.name) == table
+            ):
+                continue
+            self._tables[stage.name] = table
+            ended = sum(run.ending is not None for run in runs.values() if run.stage in stage.units)
+            headline = f"{stage.name}: {ended} of {len(rows)} points ended"
+            if best is not None and stage.best is not None:
+                headline += f", best {stage.best.by} {figures[best]:.6g} at point "
+                headline += best.partition(".")[2]
+            shown = Shown(headline=headline, data=json.dumps(table), type="table")
+            key = f"points-{stage.name}".replace("_", "-")
+            artifacts = self._artifacts.setdefault(key, Artifacts(self.flow_run_id, [key]))
+            self._try(partial(artifacts.show, key=key, shown=shown))
+
+    def _completed_points(self, name: str) -> dict[str, StageRun]:
+        """Return the completed run of each completed point of a matrix, by unit."""
+        runs = {unit: completed_run(unit, self._runs) for unit in self.spec.stage(name).units}
+        return {unit: run for unit, run in runs.items() if run is not None}
+
+    def _read_figures(self, name: str) -> dict[str, float | None]:
+        """Return the figure by which the best point is chosen, of each completed point, by unit."""
+        stage = self.spec.stage(name)
+        assert stage.best is not None
+        figures: dict[str, float | None] = {}
+        for unit, run in self._completed_points(name).items():
+            if run.flow_run_id not in self._figures:
+                self._figures[run.flow_run_id] = self._read_figure(run, stage.best.by)
+            figures[unit] = self._figures[run.flow_run_id]
+        return figures
+
+    def _read_figure(self, run: StageRun, key: str) -> float | None:
+        """Return a number of a completed run: from a step's result, or the last metric of a run."""
+        if self._is_step(run.stage):
+            return get_number(self._results[run.flow_run_id], key)
+        try:
+            return read_last_metric(RunPlace.of(run.name), key)
+        except (OSError, ValueError) as error:
+            _log.warning("The metrics of the run %s cannot be read: %s", run.name, error)
+            return None
+
     def _read_progress(self, client: SyncPrefectClient) -> tuple[list[StageRun], datetime]:
         """Return all stage runs so far, and the time at which a user last started the pipeline."""
         states = client.read_flow_run_states(self.flow_run_id)
         times = [(state.timestamp, state.is_final()) for state in states]
-        return list_stage_runs(client, self.flow_run_id), find_last_request(times)
+        runs = list_stage_runs(client, self.flow_run_id)
+        if any(stage.cache is not None for stage in self.spec.stages):
+            runs += list_cached_runs(client, self.flow_run_id)
+        known_units = {run.stage for run in runs}
+        runs += [run for unit, run in self._reused.items() if unit not in known_units]
+        return runs, find_last_request(times)
 
-    def _placeholder_value(self, stage: str, key: str) -> str:
+    def _placeholder_value(self, stage: str, key: str) -> object:
         """Return the value of a spec placeholder that refers to an earlier stage.
 
+        A large value is written to a file of the pipeline's directory. The result is then the path
+        of the file.
+
+        Raises:
+            CannotBegin, InvalidResult: The earlier stage has no such value.
+        """
+        try:
+            return keep_large_value(
+                self.flow_run_id, f"{stage}.{key}", self._stage_value(stage, key)
+            )
+        except OSError as error:
+            raise CannotBegin(
+                f"the value {stage}.{key} is too large for a run spec, and the file for it cannot "
+                f"be written: {error}"
+            ) from error
+
+    def _stage_value(self, stage: str, key: str) -> object:
+        """Return a value of an earlier stage, as JSON data.
+
         Args:
-            stage: Name of the earlier stage, which has completed.
+            stage: Name of the earlier stage.
             key: Part of the placeholder after the stage's name.
 
         Raises:
-            CannotBegin: The placeholder stands for a checkpoint, and no checkpoint was found on
-                this host, or the folder of the checkpoints cannot be read.
+            CannotBegin, InvalidResult: The earlier stage has no such value.
         """
-        run = completed_run(stage, self._runs)
-        assert run is not None, f"stage {stage} has not completed"
+        if key == STATE:
+            return self._states[stage].value
+        if key == RESULTS:
+            points = self.spec.stage(stage).points
+            units = self.spec.stage(stage).units
+            return [
+                {"point": points[units.index(unit)], "result": self._unit_value(run, RESULT)}
+                for unit, run in self._completed_points(stage).items()
+            ]
+        first, _, rest = key.partition(".")
+        if first != BEST or self.spec.stage(stage).matrix is None:
+            run = completed_run(stage, self._runs)
+            assert run is not None, f"stage {stage} has not completed"
+            return self._unit_value(run, key)
+
+        choice = self.spec.stage(stage).best
+        assert choice is not None, f"stage {stage} has no key best"
+        unit = choose_best(self._read_figures(stage), choice.mode)
+        if unit is None:
+            raise CannotBegin(f"no completed point of stage {stage} has the figure {choice.by!r}")
+        if rest.startswith(f"{POINT}."):
+            point = self.spec.stage(stage).points[self.spec.stage(stage).units.index(unit)]
+            return select_value(point, rest.removeprefix(f"{POINT}."))
+        return self._unit_value(self._completed_points(stage)[unit], rest)
+
+    def _unit_value(self, run: StageRun, key: str) -> object:
+        """Return a value of a completed run, as JSON data.
+
+        Args:
+            run: The completed run.
+            key: Part of the placeholder, such as `checkpoint` or `result.score`.
+
+        Raises:
+            CannotBegin: The key stands for a checkpoint, and no checkpoint was found on this host,
+                or the folder of the checkpoints cannot be read.
+            InvalidResult: The result has no such key.
+        """
+        stage = run.stage
+        if key == RESULT or key.startswith(f"{RESULT}."):
+            result = self._results[run.flow_run_id]
+            return select_value(result, key.removeprefix(RESULT).removeprefix("."))
         if key == RUN_ID:
             return run.name
         directory = RunPlace.of(run.name).directory
@@ -340,7 +715,7 @@ class PipelineSession:
             client.read_flow_run(UUID(run.flow_run_id)).parameters.get("spec")
         )
         return find_stage_checkpoint(
-            self.spec.stage(run.stage).checkpoint, spec, RunPlace.of(run.name)
+            self.spec.unit_stage(run.stage).checkpoint, spec, RunPlace.of(run.name)
         )
 
     def _ask(self, request: Callable[[SyncPrefectClient], T]) -> T:
@@ -410,6 +785,14 @@ class PipelineSession:
         except ServerAway as error:
             _log.warning("The state of the pipeline's flow run was not changed: %s", error)
         raise Pause(state=state)
+
+
+def _describe_handover(decision: PipelineDecision) -> str:
+    """Return a phrase about the stages that the pipeline's next process continues with."""
+    if decision.active:
+        names = join_commas([run.stage for run in decision.active])
+        return f"stage {names} continues, and the pipeline's next process attaches to it"
+    return f"stage {join_commas([step.stage for step in decision.begins])} is next"
 
 
 def pipeline_id_of_flow_run() -> str:

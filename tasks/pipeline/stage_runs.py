@@ -12,7 +12,11 @@ created a run, the next flow process therefore finds the same run and creates no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -20,12 +24,15 @@ from uuid import UUID
 import httpx
 from prefect import Task
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.objects import FlowRun, StateType
-from prefect.states import Failed, Pending, Scheduled
+from prefect.client.schemas.filters import FlowRunFilter
+from prefect.client.schemas.objects import FlowRun, StateType, TaskRun
+from prefect.client.schemas.sorting import FlowRunSort
+from prefect.exceptions import ObjectNotFound
+from prefect.states import Completed, Failed, Pending, Scheduled, State
 from prefect.utilities.urls import url_for
 
+from tasks.pipeline.decision import StageRun
 from tasks.pipeline.stage_specs import CannotBegin, require_deployment
-from tasks.pipeline.steps import StageRun
 from tasks.record.states import RunState
 from tasks.server import flow_runs
 from tasks.server.flow_runs import read_flow_runs, read_refusal
@@ -39,6 +46,13 @@ _ENDINGS = {
     StateType.FAILED: RunState.FAILED,
     StateType.CRASHED: RunState.FAILED,
 }
+
+#: Start of the tags that mark runs of steps with the same inputs.
+_CACHE_TAG = "cache:"
+#: Start of the tag of a task run that names the earlier flow run whose result is used.
+_REUSED_TAG = "muster-cached:"
+#: Number of task runs that are read with one request.
+_PAGE = 200
 
 
 def idempotency_key(pipeline: str, stage: str, number: int) -> str:
@@ -109,6 +123,7 @@ def create_stage_run(
     client: SyncPrefectClient,
     pipeline: UUID,
     stage: Stage,
+    unit: str,
     number: int,
     *,
     spec: Mapping[str, Any],
@@ -120,7 +135,8 @@ def create_stage_run(
         client: Client of the Prefect server.
         pipeline: Id of the pipeline's flow run.
         stage: The stage of the pipeline's spec.
-        number: Number of the run among the runs of the stage, from 1.
+        unit: Name of the stage, or `NAME.N` for the point N of its matrix.
+        number: Number of the run among the runs of the unit, from 1.
         spec: The run spec of the stage, in which all placeholders are replaced with their values.
         tags: Tags of the new flow run.
 
@@ -129,16 +145,7 @@ def create_stage_run(
     """
     deployment_name = stage.deployment or STAGE_DEPLOYMENT
     deployment = require_deployment(client, deployment_name)
-
-    task: Task[..., Any] = Task(fn=_placeholder_task, name=stage.name)
-    task.task_key = f"stage-{stage.name}"
-    task_run = client.create_task_run(
-        task,
-        flow_run_id=pipeline,
-        dynamic_key=str(number),
-        name=stage.name if number == 1 else f"{stage.name}, try {number}",
-        state=Pending(),
-    )
+    task_run = _create_task_run(client, pipeline, unit, number, Pending())
 
     # The run needs the present directory as working directory only if it uses Muster's own
     # deployment and no stored code. A user's deployment has its own working directory, and stored
@@ -154,7 +161,7 @@ def create_stage_run(
             state=Scheduled(),
             tags=tags,
             job_variables=job_variables,
-            idempotency_key=idempotency_key(str(pipeline), stage.name, number),
+            idempotency_key=idempotency_key(str(pipeline), unit, number),
             parent_task_run_id=task_run.id,
         )
     except httpx.HTTPStatusError as error:
@@ -165,7 +172,125 @@ def create_stage_run(
         )
         client.set_task_run_state(task_run.id, Failed(message=message), force=True)
         raise CannotBegin(message) from error
-    return describe_stage_run(stage.name, number, flow_run)
+    return describe_stage_run(unit, number, flow_run)
+
+
+def _create_task_run(
+    client: SyncPrefectClient,
+    pipeline: UUID,
+    unit: str,
+    number: int,
+    state: State[Any],
+    tags: Iterable[str] = (),
+) -> TaskRun:
+    """Create the task run that shows a run of a stage. If it already exists, only return it.
+
+    Args:
+        client: Client of the Prefect server.
+        pipeline: Id of the pipeline's flow run.
+        unit: Name of the stage, or `NAME.N` for the point N of its matrix.
+        number: Number of the run among the runs of the unit, from 1. 0 for a skipped stage.
+        state: First state of a new task run.
+        tags: Tags of the task run.
+    """
+    task: Task[..., Any] = Task(fn=_placeholder_task, name=unit)
+    task.task_key = f"stage-{unit}"
+    return client.create_task_run(
+        task,
+        flow_run_id=pipeline,
+        dynamic_key=str(number),
+        name=unit if number <= 1 else f"{unit}, try {number}",
+        extra_tags=tags,
+        state=state,
+    )
+
+
+def show_skipped_stage(client: SyncPrefectClient, pipeline: UUID, stage: str, reason: str) -> None:
+    """Show a skipped stage as a task run with the state `Skipped` in the pipeline's flow run.
+
+    Args:
+        client: Client of the Prefect server.
+        pipeline: Id of the pipeline's flow run.
+        stage: Name of the stage.
+        reason: Reason for skipping the stage.
+    """
+    _create_task_run(client, pipeline, stage, 0, Completed(name="Skipped", message=reason))
+
+
+def make_cache_tag(spec: Mapping[str, Any], *, with_code: bool) -> str:
+    """Return the tag that marks the runs of steps with the same inputs.
+
+    Args:
+        spec: The run spec of the step, in which the values of earlier stages are filled in.
+        with_code: True if the files of the project are an input, too.
+    """
+    inputs = {key: spec.get(key) for key in ("components", "env", "cwd")}
+    # The place of the step does not change its result.
+    inputs["components"] = {
+        name: {key: value for key, value in component.items() if key != "launcher"}
+        for name, component in spec["components"].items()
+    }
+    if with_code:
+        inputs["code"] = spec.get("code")
+    content = json.dumps(inputs, sort_keys=True)
+    return f"{_CACHE_TAG}{hashlib.sha256(content.encode()).hexdigest()[:32]}"
+
+
+def find_cached_runs(client: SyncPrefectClient, tag: str) -> Iterator[FlowRun]:
+    """Yield the completed flow runs of steps with a cache tag, newest first."""
+    which = {"tags": {"all_": [tag]}, "state": {"type": {"any_": [StateType.COMPLETED]}}}
+    yield from read_flow_runs(client, which, ["train"], FlowRunSort.END_TIME_DESC)
+
+
+def use_cached_run(
+    client: SyncPrefectClient, pipeline: UUID, unit: str, number: int, flow_run: FlowRun
+) -> StageRun:
+    """Record that an earlier run of a step replaces a new run, and return that earlier run.
+
+    Args:
+        client: Client of the Prefect server.
+        pipeline: Id of the pipeline's flow run.
+        unit: Name of the stage, or `NAME.N` for the point N of its matrix.
+        number: Number of the replaced run among the runs of the unit, from 1.
+        flow_run: The earlier, completed flow run.
+    """
+    state = Completed(name="Cached", message=f"the result is that of the run {flow_run.name}")
+    tags = [f"{_REUSED_TAG}{flow_run.id}"]
+    _create_task_run(client, pipeline, unit, number, state, tags)
+    return replace(describe_stage_run(unit, number, flow_run), state="Cached")
+
+
+def list_cached_runs(client: SyncPrefectClient, pipeline: UUID) -> list[StageRun]:
+    """Return the earlier runs that replace runs of a pipeline's steps, as `use_cached_run` records.
+
+    Args:
+        client: Client of the Prefect server.
+        pipeline: Id of the pipeline's flow run.
+    """
+    runs = []
+    for task_run in _read_task_runs(client, pipeline):
+        used = [tag for tag in task_run.tags if tag.startswith(_REUSED_TAG)]
+        if not used:
+            continue
+        try:
+            flow_run = client.read_flow_run(UUID(used[0].removeprefix(_REUSED_TAG)))
+        except ObjectNotFound:
+            # The earlier run was deleted, so its result is gone. The step runs again.
+            continue
+        unit = task_run.task_key.removeprefix("stage-")
+        run = describe_stage_run(unit, int(task_run.dynamic_key), flow_run)
+        runs.append(replace(run, state="Cached"))
+    return runs
+
+
+def _read_task_runs(client: SyncPrefectClient, pipeline: UUID) -> Iterator[TaskRun]:
+    """Yield the task runs of a pipeline's flow run. The server returns them page by page."""
+    flow_run_filter = FlowRunFilter.model_validate({"id": {"any_": [pipeline]}})
+    for offset in count(step=_PAGE):
+        page = client.read_task_runs(flow_run_filter=flow_run_filter, limit=_PAGE, offset=offset)
+        yield from page
+        if len(page) < _PAGE:
+            return
 
 
 def cancel_stage_run(client: SyncPrefectClient, run: StageRun, *, is_now: bool = False) -> None:

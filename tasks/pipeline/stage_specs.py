@@ -14,6 +14,7 @@ from tasks.server.artifacts import store_submitted_code
 from tasks.spec.errors import MusterError
 from tasks.spec.pipeline import PipelineSpec
 from tasks.spec.programs import find_active_environment
+from tasks.spec.step import is_step
 
 
 class CannotBegin(MusterError):
@@ -67,9 +68,10 @@ def read_specs_of_deployments(client: SyncPrefectClient, spec: PipelineSpec) -> 
 def add_code(client: SyncPrefectClient | None, pipeline: PipelineSpec, root: Path) -> PipelineSpec:
     """Return the pipeline with a code version in the run spec of each of its stages.
 
-    The project's code is stored, and the version of the stored code is written into each run spec
-    that has no key `code`. If a run spec has the key `code`, this code must be available. Each run
-    spec also names the Python environment that is activated in this shell, if the run needs it.
+    The project's code is stored, and the version of the stored code is written into each step and
+    each run spec that has no key `code`. If the key `code` is there, this code must be available.
+    Each step and run spec also names the Python environment that is activated in this shell, if the
+    run needs it.
 
     Args:
         client: Client of the Prefect server, or None if no server is configured.
@@ -81,7 +83,8 @@ def add_code(client: SyncPrefectClient | None, pipeline: PipelineSpec, root: Pat
     """
     written = pipeline.written()
     project_code: str | None = None
-    for spec in filter(None, (stage.get("spec") for stage in written["stages"])):
+    parts = [stage if is_step(stage) else stage.get("spec") for stage in written["stages"]]
+    for spec in filter(None, parts):
         if spec.get("code") is None:
             project_code = project_code or store_submitted_code(client, None, root)
             spec["code"] = project_code

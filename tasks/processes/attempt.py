@@ -1190,7 +1190,7 @@ class SupervisedAttempt:
         # the start of the attempt in that process.
         began_at = self._plan.began_at if self._plan.began_at is not None else time.time()
         end_at = began_at + limit_s
-        limit = f"gang.max_hours, {limit_s / 3600:g}"
+        limit = self._plan.time_limit_text or f"gang.max_hours, {limit_s / 3600:g}"
         self._watchers.start(
             self._time_to_save.announce_end(end_at, f"the attempt reaches its {limit}")
         )

@@ -113,6 +113,8 @@ class AttemptPlan:
     #: Time limit of the run in seconds. A run that takes longer fails with the kind TIME_LIMIT.
     #: None if there is no limit.
     time_limit_s: float | None = None
+    #: Key of the run spec that sets the time limit, with its value, for messages.
+    time_limit_text: str = ""
     #: Start of the attempt in UTC epoch seconds. None if the attempt starts now.
     began_at: float | None = None
     #: Numbers of the GPUs of this machine that the run may use, as the GPU driver counts them.

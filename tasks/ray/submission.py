@@ -48,6 +48,13 @@ class JobPlan:
     entrypoint_resources: Mapping[str, float] = field(default_factory=dict)
     #: Ray labels of the node on which the driver must run. Maps each label to its value.
     entrypoint_label_selector: Mapping[str, str] = field(default_factory=dict)
+    #: Number of CPUs that the driver itself takes on its node.
+    entrypoint_cpus: float | None = None
+    #: Number of GPUs that the driver itself takes on its node, out of the GPUs that the queue has
+    #: granted to the run.
+    entrypoint_gpus: int | None = None
+    #: Memory in bytes that Ray reserves for the driver on its node.
+    entrypoint_memory_bytes: int | None = None
     #: Names of the nodes that Muster's queue has granted to the run. Empty if the queue has granted
     #: no nodes.
     nodes: Collection[str] = ()

@@ -181,6 +181,9 @@ def submit(plan: JobPlan, nodes: Sequence[LiveNode]) -> None:
                 submission_id=plan.submission_id,
                 entrypoint=build_entrypoint(plan),
                 entrypoint_resources=dict(resources) or None,
+                entrypoint_num_cpus=plan.entrypoint_cpus,
+                entrypoint_num_gpus=plan.entrypoint_gpus,
+                entrypoint_memory=plan.entrypoint_memory_bytes,
                 entrypoint_label_selector=dict(labels) or None,
                 metadata={"muster_run_id": plan.run_id, "muster_component": plan.component},
                 runtime_env={

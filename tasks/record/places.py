@@ -33,6 +33,7 @@ _OWN = (
     "gate",
     "live",
     "parked",
+    "pipelines",
     "prefect",
     "runs",
     "stack",

@@ -1,4 +1,4 @@
-"""The spec of a pipeline, which is a sequence of runs, and the functions that load it.
+"""The spec of a pipeline, which is a graph of runs and steps, and the functions that load it.
 
 `PipelineSpec` is also the type of the parameter `spec` of the Prefect flow `pipeline`. The form in
 the Prefect UI shows its titles, descriptions and examples.
@@ -7,12 +7,14 @@ the Prefect UI shows its titles, descriptions and examples.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
+from tasks.spec.conditions import InvalidCondition, parse_condition
 from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.formatting import suggest_name
 from tasks.spec.loading import (
@@ -27,38 +29,127 @@ from tasks.spec.loading import (
     read_override,
     read_text,
 )
+from tasks.spec.matrix import Best, Matrix, check_matrix, list_points
 from tasks.spec.placeholders import (
+    BEST,
     CHECKPOINT,
+    POINT,
+    RESULT,
+    RESULTS,
+    RUN_DIR,
+    RUN_ID,
     STAGE,
-    STAGE_KEYS,
+    STATE,
+    Kind,
+    Use,
     check_stage_names,
+    check_stage_uses,
     fill_in_stages,
+    find_names,
     find_unknown_names,
+    join_path,
     mapping_or_empty,
 )
-from tasks.spec.run import RunSpec
+from tasks.spec.run import Ray, RunSpec
+from tasks.spec.stage_graph import find_graph_faults, list_ancestors, list_needs
+from tasks.spec.step import build_run_spec, find_call_faults, is_step, rename_path
 from tasks.spec.values import (
+    Count,
+    CountOrZero,
     Document,
     DottedKey,
+    Env,
     Model,
     PartName,
+    Positive,
     Refusal,
+    Seconds,
     SpecName,
     Text,
+    Word,
+    Words,
+    describe_value,
     make_refusal,
 )
 
 #: Name of the deployment that creates the run of a stage, if the stage names no other deployment.
 STAGE_DEPLOYMENT = "train/any"
+#: Keys of a stage that only a run may have, and keys that only a step may have.
+_RUN_KEYS = ("deployment", "spec", "set", "checkpoint")
+_STEP_KEYS = ("args", "env", "on", "resources", "retries", "timeout_s", "cache", "code")
+
+
+def _check_condition(text: str) -> str:
+    """Return the text of a condition. Raises: an error for the user if it is no condition."""
+    try:
+        parse_condition(text)
+    except InvalidCondition as error:
+        raise make_refusal(error.problem, error.remedy) from None
+    return text
+
+
+def _check_json(value: Any) -> Any:
+    """Return a value of a step's argument. Raises: an error for the user if it is no JSON data."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        problem = f"must be JSON data, found {describe_value(value)}"
+        raise make_refusal(
+            problem, "write a text in quotes, a number, a list or a mapping"
+        ) from None
+    return value
+
+
+class Resources(Model):
+    """Resources of a Ray node that a step takes while it runs."""
+
+    gpus: CountOrZero = Field(
+        0,
+        description="Number of GPUs. A step with GPUs waits in the queue like a run.",
+        examples=[1],
+    )
+    cpus: Positive | None = Field(
+        None, description="Number of CPUs. If omitted, a step on Ray takes 1 CPU.", examples=[4]
+    )
+    memory_gib: Positive | None = Field(
+        None, description="Memory in GiB that Ray reserves.", examples=[16]
+    )
+    labels: Mapping[Text, Word] = Field(
+        default_factory=dict,
+        description="Ray labels that the node must have, with their values. They are not for a "
+        "step with GPUs, whose node the queue chooses.",
+        examples=[{"ray.io/node-type": "worker"}],
+    )
 
 
 class Stage(Model):
-    """Stage of a pipeline, which is one run."""
+    """Stage of a pipeline, which is a run or a step.
+
+    A run is a training with a run spec. A step is a Python function or a command.
+    """
 
     name: PartName = Field(
         description="Name of the stage. Later stages use it in placeholders such as "
         "${stage.NAME.checkpoint}.",
         examples=["sft"],
+    )
+    needs: tuple[Text, ...] | None = Field(
+        None,
+        description="Names of the stages that must have ended before this stage begins. If "
+        "omitted, all stages before it in the file. []: the stage begins at once.",
+        examples=[["sft", "eval"]],
+    )
+    when: Annotated[Text, AfterValidator(_check_condition)] | None = Field(
+        None,
+        description="Condition of the stage. If it is false, the stage is skipped. It may use "
+        "literals, comparisons, and, or, not, in, arithmetic, and placeholders of earlier stages.",
+        examples=["${stage.eval.result.score} > 0.6"],
+    )
+    on_failure: Literal["stop", "continue"] = Field(
+        "stop",
+        description="Effect of a failure of this stage. stop: no further stage begins, and the "
+        "pipeline fails when the running stages have ended. continue: the pipeline continues, and "
+        "stages that use a value of this stage are skipped.",
     )
     deployment: Annotated[str, Field(strict=True, pattern=r"^train/[^/\s]+$")] | None = Field(
         None,
@@ -69,8 +160,9 @@ class Stage(Model):
     spec: Mapping[str, Any] | None = Field(
         None,
         description="Run spec of this stage. In a pipeline file, it may also be the name of a run "
-        "spec file. It may use ${stage.NAME.checkpoint}, ${stage.NAME.run_dir} and "
-        "${stage.NAME.run_id} of earlier stages, in all places for placeholders.",
+        "spec file. It may use ${stage.NAME.checkpoint}, ${stage.NAME.run_dir}, "
+        "${stage.NAME.run_id} and ${stage.NAME.result} of earlier stages, in all places for "
+        "placeholders.",
     )
     set: Mapping[DottedKey, Any] = Field(
         default_factory=dict,
@@ -84,19 +176,168 @@ class Stage(Model):
         "resume.",
         examples=["${run.dir}/hf/step-*"],
     )
+    call: Annotated[str, Field(strict=True, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")] | None = (
+        Field(
+            None,
+            description="Python function of a step, as MODULE:FUNCTION. The module belongs to the "
+            "project of the pipeline's file. The function may also be a Prefect task. It returns "
+            "JSON data, which is the result of the step.",
+            examples=["evals.score:benchmark"],
+        )
+    )
+    args: Mapping[Text, Annotated[Any, AfterValidator(_check_json)]] = Field(
+        default_factory=dict,
+        description="Arguments of the function, by name. A text may contain placeholders. If a "
+        "text is a single ${stage.NAME.result.KEY}, the argument keeps the type of the value.",
+        examples=[{"model": "${stage.sft.checkpoint}"}],
+    )
+    command: Words | None = Field(
+        None,
+        description="Program of a step and its arguments, with one list item for each argument. "
+        "The program may write a JSON result to the file that the variable MUSTER_RESULT names.",
+        examples=[["python", "merge.py", "${stage.sft.checkpoint}"]],
+    )
+    env: Env = Field(
+        default_factory=dict,
+        description="Environment variables of the step. To use the value of a Prefect Secret "
+        "block, write {secret: BLOCK} instead of a text.",
+        examples=[{"HF_HUB_OFFLINE": "1"}],
+    )
+    on: Literal["ray", "host"] = Field(
+        "ray",
+        description="Place of the step. ray: a node of the Ray cluster. host: the host of the "
+        "worker that starts the step, without Ray.",
+    )
+    resources: Resources = Field(
+        default_factory=Resources,
+        description="Resources that the step takes while it runs. On a host, only `gpus`.",
+    )
+    retries: CountOrZero = Field(
+        0, description="Number of times that a failed step is tried again.", examples=[2]
+    )
+    timeout_s: Seconds | None = Field(
+        None,
+        description="Time limit of each try of the step in seconds. A longer try is stopped and "
+        "fails. If omitted, there is no limit.",
+        examples=[3600],
+    )
+    cache: Literal["inputs", "inputs_and_code"] | None = Field(
+        None,
+        description="Use the result of an earlier step that completed, in any pipeline, instead "
+        "of running the step again. inputs: the step and its arguments are equal. inputs_and_code: "
+        "the files of the project are equal, too. If omitted, each pipeline runs the step.",
+        examples=["inputs"],
+    )
+    code: Annotated[str, Field(strict=True, pattern=r"^(live|[0-9a-f]{64})$")] | None = Field(
+        None,
+        description="Version of the project's files that a step uses. If omitted, Muster stores a "
+        "copy when the pipeline is started, and writes the name of the copy here.",
+        examples=["live"],
+    )
+    matrix: Matrix | None = Field(
+        None,
+        description="Values of the points of this stage, by key. Each point is a run or step of "
+        "its own. A key is a dotted path in the run spec, the name of an argument in `args`, or "
+        "env.NAME for a command. The values are a list, or {min, max, scale} with `sample`.",
+        examples=[{"env.LR": [0.00001, 0.00003], "env.SEED": [1, 2]}],
+    )
+    sample: Count | None = Field(
+        None,
+        description="Number of random points of the matrix. If omitted, the points are all "
+        "combinations of the values.",
+        examples=[16],
+    )
+    at_most: Count | None = Field(
+        None,
+        description="Largest number of points that run or wait in the queue at once. If omitted, "
+        "there is no limit.",
+        examples=[4],
+    )
+    best: Best | None = Field(
+        None,
+        description="Choice of the best point, for ${stage.NAME.best.checkpoint}.",
+        examples=[{"by": "reward", "mode": "max"}],
+    )
 
     @classmethod
     def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
-        if written.get("deployment") is None and written.get("spec") is None:
-            problem = "missing: a stage needs a run spec or a deployment"
+        is_written = {key: written.get(key) is not None for key in cls.model_fields}
+        kinds = [key for key in ("spec", "call", "command") if is_written[key]]
+        if is_written["deployment"] and not is_written["spec"]:
+            kinds.insert(0, "deployment")
+        if not kinds:
+            problem = "missing: a stage needs a run spec, a deployment, a function or a command"
             yield (
                 ("spec",),
-                make_refusal(problem, "write spec: FILE.yaml, or deployment: train/NAME"),
+                make_refusal(
+                    problem,
+                    "write spec: FILE.yaml, deployment: train/NAME, call: MODULE:FUNCTION, or "
+                    "command: [PROGRAM, ARGUMENT]",
+                ),
             )
+            return
+        if len(kinds) > 1:
+            problem = f"a stage has only one of these keys, found {' and '.join(kinds)}"
+            yield (kinds[1],), make_refusal(problem, "make it two stages, or leave out one key")
+            return
+
+        kind = "step" if kinds[0] in ("call", "command") else "run"
+        for key in _RUN_KEYS if kind == "step" else _STEP_KEYS:
+            # Prefect stores the parameters of a flow run with all default values of the spec, so a
+            # default value is no fault.
+            default = cls.model_fields[key].get_default(call_default_factory=True)
+            value = written.get(key)
+            is_blank = isinstance(value, Mapping) and not any(value.values())
+            if is_written[key] and value != default and not is_blank:
+                other = "a step" if kind == "run" else "a run"
+                yield (key,), make_refusal(f"is a key of {other}, found in a {kind}", "remove it")
+        if written.get("args") and kinds[0] == "command":
+            yield ("args",), make_refusal("needs `call`", "write the arguments in `command`")
+        yield from _check_resources(written)
+        yield from check_matrix(written)
+        matrix = mapping_or_empty(written.get("matrix"))
+        for key in matrix if kinds[0] == "command" else ():
+            if not str(key).startswith("env."):
+                problem = "the matrix of a command changes environment variables"
+                yield ("matrix", str(key)), make_refusal(problem, "write env.NAME: [VALUE, ...]")
+
+    @property
+    def is_step(self) -> bool:
+        """True if the stage is a step, and False if it is a run."""
+        return self.call is not None or self.command is not None
+
+    @property
+    def points(self) -> list[dict[str, Any]]:
+        """Values of each point of the matrix, by key. Empty if the stage has no matrix."""
+        return list_points(self.name, self.matrix, self.sample) if self.matrix is not None else []
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """Names of the runs of the stage: the stage's name, or `NAME.N` for each point from 1."""
+        if self.matrix is None:
+            return (self.name,)
+        return tuple(f"{self.name}.{number}" for number in range(1, len(self.points) + 1))
+
+
+def _check_resources(written: Mapping[str, Any]) -> Iterator[Refusal]:
+    """Yield the faults of a step's resources that concern several keys.
+
+    Args:
+        written: The stage as the user wrote it. Its values are not validated yet.
+    """
+    resources = mapping_or_empty(written.get("resources"))
+    if written.get("on") == "host":
+        for key in ("cpus", "memory_gib", "labels"):
+            if resources.get(key):
+                problem = "only Ray counts this resource, and the step is `on: host`"
+                yield ("resources", key), make_refusal(problem, "leave it out, or write on: ray")
+    elif resources.get("gpus") and resources.get("labels"):
+        problem = "the queue chooses the node of a step with GPUs, and labels choose another node"
+        yield ("resources", "labels"), make_refusal(problem, "leave it out")
 
 
 class PipelineSpec(Document):
-    """Sequence of runs. Each run starts when the previous run has completed."""
+    """Graph of runs and steps. Each stage starts when the stages that it needs have ended."""
 
     name: SpecName = Field(
         description="Name of the pipeline. The names of its flow runs begin with it.",
@@ -105,8 +346,15 @@ class PipelineSpec(Document):
     tags: tuple[Text, ...] = Field(
         (), description="Labels of the pipeline and of each of its runs.", examples=[["demo"]]
     )
+    ray: Ray | None = Field(
+        None,
+        description="Ray cluster of the steps. It may be omitted if the work pool lists exactly "
+        "one cluster. Only `address` counts.",
+        examples=[{"address": "http://127.0.0.1:8265"}],
+    )
     stages: tuple[Stage, ...] = Field(
-        description="Stages of the pipeline, in the order in which they run.",
+        description="Stages of the pipeline. A stage without `needs` waits for all stages before "
+        "it.",
         examples=[[{"name": "sft", "deployment": "train/verl-sft"}]],
     )
 
@@ -125,18 +373,136 @@ class PipelineSpec(Document):
 
     @property
     def stage_names(self) -> tuple[str, ...]:
-        """Names of the stages, in their order."""
+        """Names of the stages, in the order of the file."""
         return tuple(stage.name for stage in self.stages)
+
+    @property
+    def needs(self) -> dict[str, tuple[str, ...]]:
+        """Names of the stages that each stage waits for, by the name of the stage."""
+        return list_needs([stage.model_dump(exclude_none=True) for stage in self.stages])
 
     def stage(self, name: str) -> Stage:
         """Return the stage with this name. Raises: KeyError, if the pipeline has no such stage."""
         return {stage.name: stage for stage in self.stages}[name]
+
+    def unit_stage(self, unit: str) -> Stage:
+        """Return the stage to which a run belongs.
+
+        Args:
+            unit: Name of the stage, or `NAME.N` for the point N of its matrix.
+
+        Raises:
+            KeyError: The pipeline has no such stage.
+        """
+        return self.stage(unit.partition(".")[0])
+
+    def run_spec(self, unit: str) -> dict[str, Any]:
+        """Return the run spec of a stage or of a point of its matrix, as plain data.
+
+        The placeholders `${stage.NAME.KEY}` are not replaced. For a step, the run spec is built
+        from its keys.
+
+        Args:
+            unit: Name of the stage, or `NAME.N` for the point N of its matrix.
+
+        Raises:
+            KeyError: The pipeline has no such stage or point, or the stage has no run spec yet.
+        """
+        written = self._written_point(unit)
+        if is_step(written):
+            return build_run_spec(written, ray_address=self.ray.address if self.ray else None)
+        spec: dict[str, Any] = written["spec"]
+        return spec
+
+    def fill_run_spec(self, unit: str, value_of: Callable[[str, str], object]) -> dict[str, Any]:
+        """Return the run spec of a stage with the values of its placeholders `${stage.NAME.KEY}`.
+
+        Args:
+            unit: Name of the stage, or `NAME.N` for the point N of its matrix.
+            value_of: Function that receives the name of a stage and a key, and returns the value as
+                JSON data.
+        """
+        written = self._written_point(unit)
+        if written.get("args"):
+            written["args"] = _fill_args(written["args"], value_of)
+        if is_step(written):
+            address = self.ray.address if self.ray else None
+            spec = build_run_spec(written, ray_address=address)
+        else:
+            spec = written["spec"]
+        filled: Any = fill_in_stages(spec, lambda name, key: _to_text(value_of(name, key)))
+        return parse_spec(filled).written()
+
+    def _written_point(self, unit: str) -> dict[str, Any]:
+        """Return a stage as plain data, with the values of one point of its matrix."""
+        stage = self.unit_stage(unit)
+        written: dict[str, Any] = stage.model_dump(mode="json", exclude_unset=True)
+        number = unit.partition(".")[2]
+        if number:
+            _apply_point(written, stage.points[int(number) - 1])
+        return written
+
+
+def _apply_point(written: dict[str, Any], point: Mapping[str, Any]) -> None:
+    """Set the values of one point of a matrix in a stage.
+
+    Args:
+        written: The stage as plain data. It is changed.
+        point: Values of the point, by key of the matrix.
+
+    Raises:
+        InvalidSpec: A key leads to no value of the run spec.
+    """
+    for key, value in point.items():
+        if written.get("call") is not None:
+            written.setdefault("args", {})[key] = value
+        elif written.get("command") is not None:
+            written.setdefault("env", {})[key.removeprefix("env.")] = value
+        else:
+            apply_value(written["spec"], key, value)
+
+
+def _fill_args(node: Any, value_of: Callable[[str, str], object]) -> Any:
+    """Return arguments of a step with the values of their placeholders `${stage.NAME.KEY}`.
+
+    Args:
+        node: The arguments, or a part of them.
+        value_of: See `PipelineSpec.fill_run_spec`.
+    """
+    if isinstance(node, Mapping):
+        return {key: _fill_args(value, value_of) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [_fill_args(value, value_of) for value in node]
+    if not isinstance(node, str):
+        return node
+    names = [*find_names(node)]
+    if len(names) == 1 and node == f"${{{names[0]}}}" and str(names[0]).startswith(STAGE):
+        stage, _, key = str(names[0]).removeprefix(STAGE).partition(".")
+        return _escape_nested(value_of(stage, key))
+    as_spec: Any = fill_in_stages({"cwd": node}, lambda name, key: _to_text(value_of(name, key)))
+    return as_spec["cwd"]
+
+
+def _escape_nested(value: Any) -> Any:
+    """Return JSON data in which no text has a placeholder of the run: `${` becomes `$${`."""
+    if isinstance(value, Mapping):
+        return {_escape_nested(key): _escape_nested(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_escape_nested(item) for item in value]
+    return value.replace("${", "$${") if isinstance(value, str) else value
+
+
+def _to_text(value: object) -> str:
+    """Return a value for a text of a spec: a text unchanged, and other values as JSON."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def load_pipeline(
     path: Path, overrides: Sequence[str] = (), root: Path | None = None
 ) -> PipelineSpec:
     """Load a pipeline spec, and the run spec files that its stages name, from YAML files.
+
+    The functions of `call` steps are looked up in the project.
 
     Args:
         path: File of the pipeline spec.
@@ -149,24 +515,26 @@ def load_pipeline(
             overrides are reported only if all files can be read.
     """
     source = name_source(path)
+    root = root or find_project_root(path)
     faults: list[Fault] = []
     written = copy_as_dict(parse_yaml(read_text(path), source), source)
     for index, stage in _index_stages(written).items():
         if isinstance(name := stage.get("spec"), str):
-            candidates = [
-                folder / name
-                for folder in (root or find_project_root(path), locate_spec(path).parent)
-            ]
+            candidates = [folder / name for folder in (root, locate_spec(path).parent)]
             file = next(filter(Path.exists, candidates), candidates[0])
             with collect_faults(faults, f"stages.{index}.spec: {name}"):
                 stage["spec"] = copy_as_dict(parse_yaml(read_text(file), name), name)
     if faults:
         raise InvalidSpec(tuple(faults), source)
-    return parse_pipeline(written, overrides, source)
+    return parse_pipeline(written, overrides, source, root=root)
 
 
 def parse_pipeline(
-    data: object, overrides: Sequence[str] = (), source: str = "the pipeline"
+    data: object,
+    overrides: Sequence[str] = (),
+    source: str = "the pipeline",
+    *,
+    root: Path | None = None,
 ) -> PipelineSpec:
     """Validate plain data, such as the parameter of a flow, as a pipeline spec.
 
@@ -178,6 +546,8 @@ def parse_pipeline(
         data: The pipeline spec as plain data.
         overrides: Changes of the form `STAGE.a.b=c`. They are applied in order.
         source: Name of the input for error messages.
+        root: Root directory of the project in which the functions of `call` steps are looked up.
+            If None, the functions are not checked.
 
     Raises:
         InvalidSpec: With all faults of the data and of the overrides.
@@ -194,19 +564,30 @@ def parse_pipeline(
             _add_override([*stages.values()], override)
     with collect_faults(faults):
         PipelineSpec.model_validate(written)
+    faults += find_graph_faults(stages)
 
-    #: Placeholder names of the stages so far, such as `stage.sft.run_id`. The value is False if
-    #: such a placeholder will never have a value.
-    known_names: dict[str, bool] = {}
+    needs = list_needs([*stages.values()])
+    names_of_stages = {str(stage.get("name")): stage for stage in stages.values()}
     for index, stage in stages.items():
-        faults += find_unknown_names(stage.get("checkpoint"), f"stages.{index}.checkpoint")
-        has_spec = isinstance(stage.get("spec"), dict)
-        if has_spec:
-            _check_stage(stage, f"stages.{index}", known_names, faults)
-        may_have_checkpoint = not has_spec or _names_checkpoint(stage)
-        for key in STAGE_KEYS:
-            placeholder = f"{STAGE}{stage.get('name')}.{key}"
-            known_names[placeholder] = may_have_checkpoint or key != CHECKPOINT
+        path = f"stages.{index}"
+        faults += find_unknown_names(stage.get("checkpoint"), f"{path}.checkpoint")
+        #: Placeholder names of the earlier stages, such as `stage.sft.run_id`. The value is False
+        #: if such a placeholder will never have a value.
+        known_names: dict[str, bool] = {}
+        for ancestor in list_ancestors(str(stage.get("name")), needs):
+            known_names |= _list_placeholder_names(names_of_stages[ancestor])
+        stage_faults: list[Fault] = []
+        if is_step(stage):
+            _check_step(stage, path, known_names, stage_faults)
+            if root is not None:
+                stage_faults += find_call_faults(stage, path, root)
+        elif isinstance(stage.get("spec"), dict):
+            _check_stage(stage, path, known_names, stage_faults)
+        with collect_faults(stage_faults):
+            _check_condition_names(stage, path, known_names)
+        if not any(fault.path.startswith(f"{path}.matrix") for fault in faults):
+            _check_points(stage, path, stage_faults)
+        faults += _explain_needs(stage, stage_faults, names_of_stages)
     if faults:
         raise InvalidSpec(tuple(dict.fromkeys(faults)), source)
     return PipelineSpec.model_validate(written)
@@ -224,7 +605,7 @@ def add_deployment_specs(pipeline: PipelineSpec, specs: Mapping[str, object]) ->
     """
     written = pipeline.written()
     for stage in written["stages"]:
-        if stage.get("spec") is None:
+        if stage.get("spec") is None and not is_step(stage):
             stage["spec"] = specs.get(stage["name"])
     return parse_pipeline(written, source=f"pipeline {pipeline.name!r}")
 
@@ -241,7 +622,9 @@ def _index_stages(written: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
 
 
 def _add_override(stages: Sequence[dict[str, Any]], override: str) -> None:
-    """Add an override of the command line to the mapping `set` of its stage.
+    """Add an override of the command line to its stage.
+
+    For a run, the override changes the run spec. For a step, it changes a key of the step.
 
     Args:
         stages: The stages of the pipeline as plain data. One of them is changed.
@@ -259,7 +642,37 @@ def _add_override(stages: Sequence[dict[str, Any]], override: str) -> None:
         remedy = remedy or f"write STAGE.KEY=VALUE; known stages: {', '.join(names)}"
         raise InvalidSpec((Fault(path="", problem=f"--set {path}: {problem}", remedy=remedy),))
     stage = stages[names.index(name)]
-    stage["set"] = {**mapping_or_empty(stage.get("set")), key: value}
+    if is_step(stage):
+        apply_value(stage, key, value)
+    else:
+        stage["set"] = {**mapping_or_empty(stage.get("set")), key: value}
+
+
+def _list_placeholder_names(stage: Mapping[str, Any]) -> dict[str, bool]:
+    """Return the placeholder names that later stages may use for a stage.
+
+    Args:
+        stage: The stage as plain data.
+
+    Returns:
+        The names, such as `stage.sft.run_id`. A name that ends with a dot stands for all names that
+        begin with it. The value is False if such a placeholder will never have a value.
+    """
+    name = f"{STAGE}{stage.get('name')}"
+    if is_step(stage):
+        keys = {RUN_DIR: True, RUN_ID: True, RESULT: True, f"{RESULT}.": True}
+    else:
+        may_have_checkpoint = not isinstance(stage.get("spec"), dict) or _names_checkpoint(stage)
+        keys = {CHECKPOINT: may_have_checkpoint, RUN_DIR: True, RUN_ID: True}
+    if stage.get("matrix") is None:
+        return {f"{name}.{key}": has_value for key, has_value in {**keys, STATE: True}.items()}
+    names = {f"{name}.{STATE}": True}
+    if is_step(stage):
+        names[f"{name}.{RESULTS}"] = True
+    if stage.get("best") is not None:
+        best_keys = {f"{name}.{BEST}.{key}": has_value for key, has_value in keys.items()}
+        names |= {**best_keys, f"{name}.{BEST}.{POINT}.": True}
+    return names
 
 
 def _check_stage(
@@ -286,6 +699,141 @@ def _check_stage(
         # The values of `${stage...}` are not known yet. For the validation, any text will do.
         parse_spec(fill_in_stages(written, lambda _stage, _key: "stage"))
         stage["spec"] = RunSpec.model_validate(written).to_server_data()
+
+
+def _check_step(
+    stage: Mapping[str, Any], path: str, known_names: Mapping[str, bool], faults: list[Fault]
+) -> None:
+    """Check the placeholders of a step, and the run spec that executes the step.
+
+    Args:
+        stage: The step as plain data.
+        path: Dotted path of the stage in the pipeline spec, for the faults.
+        known_names: See `_check_stage`.
+        faults: List to which the faults are added.
+    """
+    args_uses = [*_find_arg_uses(stage.get("args"), "args")]
+    with collect_faults(faults, path):
+        check_stage_uses(args_uses, known_names)
+    filled_args = _fill_args(stage.get("args"), lambda _stage, _key: "stage")
+    try:
+        spec = build_run_spec({**stage, "args": filled_args})
+        check_stage_names(spec, known_names)
+        parse_spec(fill_in_stages(spec, lambda _stage, _key: "stage"))
+    except InvalidSpec as error:
+        for fault in error.faults:
+            place = f"{path}.{rename_path(fault.path)}"
+            faults.append(Fault(path=place, problem=fault.problem, remedy=fault.remedy))
+    except (TypeError, ValueError):
+        # The arguments are no JSON data. The validation of the stage reports that.
+        return
+
+
+def _find_arg_uses(node: Any, path: str) -> Iterator[Use]:
+    """Yield the placeholders in the arguments of a step, with the path of each text."""
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            yield from _find_arg_uses(value, join_path(path, key))
+    elif isinstance(node, list | tuple):
+        for index, value in enumerate(node):
+            yield from _find_arg_uses(value, join_path(path, index))
+    elif isinstance(node, str):
+        for name in find_names(node):
+            yield Use(path=path, name=name, kind=Kind.TEXT)
+
+
+def _check_condition_names(
+    stage: Mapping[str, Any], path: str, known_names: Mapping[str, bool]
+) -> None:
+    """Check that each placeholder in the condition of a stage will have a value.
+
+    Raises:
+        InvalidSpec: A placeholder has an unknown name.
+    """
+    condition = stage.get("when")
+    if not isinstance(condition, str):
+        return
+    try:
+        names = parse_condition(condition).names
+    except InvalidCondition:
+        # The validation of the stage reports an invalid condition.
+        return
+    place = f"{path}.when"
+    uses = [Use(path=place, name=name, kind=Kind.TEXT) for name in names]
+    faults = [
+        Fault(
+            path=place,
+            problem=f"unknown name `{use}`",
+            remedy="a condition may use placeholders of earlier stages: ${stage.NAME.KEY}",
+        )
+        for use in uses
+        if not (use.name or "").startswith(STAGE)
+    ]
+    with collect_faults(faults):
+        check_stage_uses(uses, known_names)
+    if faults:
+        raise InvalidSpec(tuple(faults))
+
+
+def _check_points(stage: Mapping[str, Any], path: str, faults: list[Fault]) -> None:
+    """Check the run specs of the points of a matrix.
+
+    Each value of the matrix is checked once, together with the first values of the other keys.
+
+    Args:
+        stage: The stage as plain data, whose own run spec is checked already.
+        path: Dotted path of the stage in the pipeline spec, for the faults.
+        faults: List to which the faults are added. A stage that has faults is not checked.
+    """
+    matrix = stage.get("matrix")
+    is_run = isinstance(stage.get("spec"), dict)
+    if faults or not isinstance(matrix, Mapping) or not (is_run or is_step(stage)):
+        return
+    lists = {
+        str(key): values if isinstance(values, list | tuple) else [mapping_or_empty(values)["min"]]
+        for key, values in matrix.items()
+        if isinstance(values, list | tuple) or "min" in mapping_or_empty(values)
+    }
+    first_point = {key: values[0] for key, values in lists.items() if values}
+    for key, values in lists.items():
+        for index, value in enumerate(values):
+            point_stage = copy.deepcopy(dict(stage))
+            point_faults: list[Fault] = []
+            with collect_faults(point_faults):
+                _apply_point(point_stage, {**first_point, key: value})
+                spec = point_stage.get("spec")
+                if is_step(point_stage):
+                    args = _fill_args(point_stage.get("args"), lambda _stage, _key: "stage")
+                    spec = build_run_spec({**point_stage, "args": args})
+                parse_spec(fill_in_stages(spec, lambda _stage, _key: "stage"))
+            if point_faults:
+                problem = "; ".join(map(str, point_faults))
+                faults.append(Fault(path=f"{path}.matrix.{key}.{index}", problem=problem))
+
+
+def _explain_needs(
+    stage: Mapping[str, Any],
+    faults: Sequence[Fault],
+    stages: Mapping[str, Mapping[str, Any]],
+) -> Iterator[Fault]:
+    """Yield the faults of a stage, with a better remedy for a stage that is missing in `needs`.
+
+    Args:
+        stage: The stage as plain data.
+        faults: The faults of the stage.
+        stages: All stages as plain data, by name.
+    """
+    for fault in faults:
+        names = [*find_names(fault.problem)] if fault.problem.startswith("unknown name `") else []
+        other = str(names[0]).removeprefix(STAGE).partition(".")[0] if names else ""
+        is_listed = stage.get("needs") is not None and other in stages
+        if is_listed and f"{STAGE}{other}" in fault.problem and other not in stage["needs"]:
+            remedy = f"add {other} to the needs of this stage"
+            if other == stage.get("name"):
+                remedy = "a stage cannot use a value of its own"
+            yield Fault(path=fault.path, problem=fault.problem, remedy=remedy)
+        else:
+            yield fault
 
 
 def _names_checkpoint(stage: Mapping[str, Any]) -> bool:

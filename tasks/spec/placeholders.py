@@ -113,7 +113,16 @@ CHECKPOINT = "checkpoint"
 RUN_DIR = "run_dir"
 #: Last part of `${stage.NAME.run_id}`: the id of an earlier stage's run.
 RUN_ID = "run_id"
-STAGE_KEYS = (CHECKPOINT, RUN_DIR, RUN_ID)
+#: Last part of `${stage.NAME.result}`: the JSON result of an earlier step.
+RESULT = "result"
+#: Last part of `${stage.NAME.state}`: the state of an earlier stage, such as `completed`.
+STATE = "state"
+#: Last part of `${stage.NAME.results}`: the JSON results of all points of an earlier matrix.
+RESULTS = "results"
+#: Part of `${stage.NAME.best.KEY}`: KEY of the best point of an earlier matrix.
+BEST = "best"
+#: Part of `${stage.NAME.best.point.KEY}`: value of the matrix key KEY at the best point.
+POINT = "point"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,13 +334,32 @@ def check_stage_names(written: object, known_names: Mapping[str, bool]) -> None:
 
     Args:
         written: The run spec of a stage.
-        known_names: Placeholder names of the earlier stages, such as `stage.sft.run_id`. The value
-            is False if such a placeholder will never have a value.
+        known_names: Placeholder names of the earlier stages, such as `stage.sft.run_id`. A name
+            that ends with a dot stands for all names that begin with it. The value is False if such
+            a placeholder will never have a value.
 
     Raises:
         InvalidSpec: A name is unknown or will have no value.
     """
-    uses = [use for use in find_uses(written) if (use.name or "").startswith(STAGE)]
+    check_stage_uses(find_uses(written), known_names)
+
+
+def check_stage_uses(uses: Iterable[Use], known_names: Mapping[str, bool]) -> None:
+    """Check that each placeholder `${stage.NAME.KEY}` among placeholders will have a value.
+
+    Args:
+        uses: The placeholders. Placeholders with other names are not checked.
+        known_names: See `check_stage_names`.
+
+    Raises:
+        InvalidSpec: A name is unknown or will have no value.
+    """
+    prefixes = tuple(name for name in known_names if name.endswith("."))
+    uses = [
+        use
+        for use in uses
+        if (use.name or "").startswith(STAGE) and not (use.name or "").startswith(prefixes)
+    ]
     problem = "`{}` will have no value, because no component of that stage has `checkpoints`"
     remedy = "write checkpoints: FOLDER in the component, or checkpoint: PATTERN in the stage"
     without_value = [
@@ -339,7 +367,8 @@ def check_stage_names(written: object, known_names: Mapping[str, bool]) -> None:
         for use in uses
         if not known_names.get(use.name or "", True)
     ]
-    unknown = _find_unknown_name_faults((use, [*known_names]) for use in uses)
+    names = [name for name in known_names if not name.endswith(".")]
+    unknown = _find_unknown_name_faults((use, names) for use in uses)
     if faults := (*unknown, *dict.fromkeys(without_value)):
         raise InvalidSpec(faults)
 

@@ -104,6 +104,25 @@ class Ray(Model):
         description="Ray labels, with their values, that the node of a job's driver must have.",
         examples=[{"ray.io/node-type": "worker"}],
     )
+    entrypoint_cpus: Positive | None = Field(
+        None,
+        description="Number of CPUs that a job's driver itself takes. If omitted, the driver takes "
+        "no CPU of Ray.",
+        examples=[4],
+    )
+    entrypoint_gpus: Count | None = Field(
+        None,
+        description="Number of GPUs that a job's driver itself takes, out of the GPUs of `gang`. "
+        "Write it if the job starts no Ray actors or tasks with GPUs. If omitted, the driver takes "
+        "no GPU.",
+        examples=[1],
+    )
+    entrypoint_memory_gib: Positive | None = Field(
+        None,
+        description="Memory in GiB that Ray reserves for a job's driver. If omitted, Ray reserves "
+        "no memory.",
+        examples=[16],
+    )
 
 
 class Progress(Model):
@@ -202,7 +221,8 @@ class RunSpec(Document):
     )
     workload: Workload = Field(
         description="Kind of training. It decides which alarm rules are on by default, and which "
-        "metric the run's page draws. rm is a reward model, and other is any other training.",
+        "metric the run's page draws. rm is a reward model, and other is any other training. "
+        "step is a step of a pipeline, which trains nothing and has no alarm rules.",
         examples=["grpo"],
     )
     tags: tuple[Text, ...] = Field(
@@ -294,6 +314,13 @@ class RunSpec(Document):
         "repeat do not count. Time in which a checkpoint grows does not count. If omitted, there "
         "is no limit.",
         examples=[1800],
+    )
+    timeout_s: Seconds | None = Field(
+        None,
+        description="Time limit of each attempt in seconds. A longer attempt is stopped and fails "
+        "as TIME_LIMIT. It is for runs without `gang`; other runs use `gang.max_hours`. A run with "
+        "both has the shorter limit.",
+        examples=[3600],
     )
     finish_within_s: Seconds = Field(
         300,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -40,6 +40,7 @@ def check_ray_use(
         problem = f"missing: {uses_of_ray[0]}, so the run needs a Ray cluster"
         yield ("ray",), make_refusal(problem, 'write ray: {address: "http://127.0.0.1:8265"}')
 
+    yield from _check_entrypoint_gpus(written, jobs)
     for name in jobs:
         if mapping_or_empty(components[name].get("live")).get("processes") is not None:
             problem = "a Ray job runs on another machine, where Muster cannot watch its processes"
@@ -54,6 +55,35 @@ def check_ray_use(
         problem = f"{other} is a process of this machine and ends with the run's flow process"
         remedy = "write stop, or write launcher: ray_job for every component"
         yield ("on_lost_flow",), make_refusal(problem, remedy)
+
+
+def _check_entrypoint_gpus(written: Mapping[str, Any], jobs: Sequence[str]) -> Iterator[Refusal]:
+    """Yield a fault if a Ray job's driver would take GPUs that the queue does not grant to the run.
+
+    Args:
+        written: The run spec as the user wrote it. Its values are not validated yet.
+        jobs: Names of the components that are Ray jobs.
+    """
+    ray = mapping_or_empty(written.get("ray"))
+    gpus = ray.get("entrypoint_gpus")
+    if type(gpus) is not int:
+        return
+    place = ("ray", "entrypoint_gpus")
+    gang = mapping_or_empty(written.get("gang"))
+    per_node = gang.get("gpus_per_node")
+    if not gang:
+        problem = f"the driver takes {gpus} GPUs, but the run has no `gang`"
+        yield place, make_refusal(problem, f"write gang: {{gpus_per_node: {gpus}}}")
+    elif type(per_node) is int and gpus > per_node:
+        problem = f"the driver takes {gpus} GPUs, but gang.gpus_per_node is {per_node}"
+        yield place, make_refusal(problem, f"write at most {per_node}")
+    if len(jobs) > 1:
+        problem = f"the run has {len(jobs)} Ray jobs, and each driver would take the GPUs"
+        yield place, make_refusal(problem, "leave it out, or write one Ray job")
+    for key in ("entrypoint_resources", "entrypoint_label_selector"):
+        if ray.get(key):
+            problem = f"the queue chooses the node of the GPUs, and `{key}` chooses another node"
+            yield place, make_refusal(problem, "leave out one of the two keys")
 
 
 def check_device_use(

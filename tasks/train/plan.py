@@ -102,7 +102,10 @@ class PlanInputs:
     def time_limit_s(self) -> float | None:
         """Time limit of the attempt in seconds, or None if there is no limit."""
         gang = self.spec.gang
-        return gang.max_hours * 3600 if gang is not None and gang.max_hours else None
+        limits = [self.spec.timeout_s]
+        if gang is not None and gang.max_hours:
+            limits.append(gang.max_hours * 3600)
+        return min((limit for limit in limits if limit is not None), default=None)
 
     @property
     def deadline(self) -> float | None:
@@ -128,6 +131,7 @@ class PlanInputs:
             finish_within_s=spec.finish_within_s,
             stall_after_s=spec.stall_after_s,
             time_limit_s=self.time_limit_s,
+            time_limit_text=self._describe_time_limit(),
             devices=self.grant.devices if self.grant else (),
             gpu_use=gpu_use,
             containment=self.containment,
@@ -135,6 +139,11 @@ class PlanInputs:
             mask=self.mask,
             metrics=self.metrics or FileFingerprint(),
         )
+
+    def _describe_time_limit(self) -> str:
+        """Return the key that sets the time limit with its value, or "" for `gang.max_hours`."""
+        limit_s = self.spec.timeout_s
+        return f"timeout_s, {limit_s:g}" if limit_s and limit_s == self.time_limit_s else ""
 
     def _select_alarms(self) -> dict[str, WatchRule]:
         """Return the alarm rules that apply to the attempt, by name.
@@ -215,7 +224,9 @@ class PlanInputs:
         is_only_job = launchers.count("ray_job") == 1
         # The job's number of GPUs is known only if the job uses all GPUs of the run. The number is
         # unknown if another job or inference servers also use GPUs of the run.
-        takes_all_gpus = is_only_job and self.spec.fleet is None
+        # If the driver itself takes GPUs, the job is pending until it has them, and its actors take
+        # none.
+        takes_all_gpus = is_only_job and self.spec.fleet is None and not ray.entrypoint_gpus
         gpus = gang.nodes * gang.gpus_per_node if gang and takes_all_gpus else 0
         # Symbolic links of a checked-out project lead to data outside of the code. Do not upload
         # this data.
@@ -229,6 +240,9 @@ class PlanInputs:
             command=command,
             entrypoint_resources=ray.entrypoint_resources or {},
             entrypoint_label_selector=ray.entrypoint_label_selector or {},
+            entrypoint_cpus=ray.entrypoint_cpus,
+            entrypoint_gpus=ray.entrypoint_gpus,
+            entrypoint_memory_bytes=round((ray.entrypoint_memory_gib or 0) * (1 << 30)) or None,
             nodes=self.grant.nodes if self.grant is not None else (),
             gpus=gpus,
             start_within_s=ray.start_within_s,

@@ -47,7 +47,7 @@ def test_invalid_parameter_fails_with_the_faults_of_the_spec(
     state = train(spec, return_state=True)
 
     assert state.is_failed()
-    assert "workload: must be ppo, grpo, sft, dpo, rm, pretrain or other" in state.message
+    assert "workload: must be ppo, grpo, sft, dpo, rm, pretrain, other or step" in state.message
     assert "components.trainer.comand: unknown key (did you mean `command`?" in state.message
     assert not (muster_home / "runs").exists()
 

@@ -228,6 +228,15 @@ def _set_up_pipelines(host_env: HostEnvironment) -> None:
         "pull_steps": [set_directory_step],
     }
     send_request("POST", f"{host_env.api}/deployments/", deployment)
+    # The deployment that creates the runs of steps, as in prefect.yaml.
+    step_deployment = {
+        "name": "any",
+        "flow_id": host_env.post("/flows/", name="train")["id"],
+        "work_pool_name": "gang",
+        "entrypoint": "flows.train.train",
+        "pull_steps": [],
+    }
+    send_request("POST", f"{host_env.api}/deployments/", step_deployment)
 
 
 @pytest.fixture
@@ -443,3 +452,134 @@ def test_pipeline_continues_after_its_process_was_killed(
     assert state_type == "SCHEDULED" and "its next process resumes at the present stage" in message
     pipelines.until_state(flow_run_id, "COMPLETED")
     assert len(pipelines.runs(flow_run_id, "first")) == 1
+
+
+#: Functions of the steps of a test. Each function appends a line to the file of its argument
+#: `trace`, so the file shows how often each step ran.
+STEP_FUNCTIONS = """
+import os
+import time
+
+
+def note(trace, name):
+    with open(trace, "a") as file:
+        file.write(name + "\\n")
+
+
+def prepare(trace):
+    note(trace, "prepare")
+    return {"path": "/data/x", "rows": [1, 2, 3], "token": os.environ["API_TOKEN"]}
+
+
+def score(trace, name, rows, go):
+    note(trace, f"score {name} {sum(rows)}")
+    while not os.path.exists(go):
+        time.sleep(0.05)
+    return {"score": {"a": 0.4, "b": 0.9}[name]}
+
+
+async def choose(trace, first, second):
+    note(trace, f"choose {first} {second}")
+    return max(first, second)
+"""
+
+
+def write_step_pipeline(pipelines: Pipelines, folder: Path, trace: Path) -> Path:
+    """Write a project with a pipeline of steps, and return the path of the pipeline's file."""
+    folder.mkdir()
+    (folder / "pyproject.toml").write_text("")
+    (folder / "steps.py").write_text(STEP_FUNCTIONS)
+    common = {"on": "host"}
+    score = {
+        "call": "steps:score",
+        "needs": ["prepare"],
+        "args": {
+            "trace": str(trace),
+            "rows": "${stage.prepare.result.rows}",
+            "go": str(pipelines.go),
+        },
+        **common,
+    }
+    command = (
+        f"echo export ${{stage.prepare.result.path}} >>{trace}; "
+        "echo '{\"done\": true}' >$MUSTER_RESULT"
+    )
+    stages = [
+        {
+            "name": "prepare",
+            "call": "steps:prepare",
+            "args": {"trace": str(trace)},
+            "env": {"API_TOKEN": "s3cret-value"},
+            **common,
+        },
+        {"name": "score_a", **score, "args": {**score["args"], "name": "a"}},
+        {"name": "score_b", **score, "args": {**score["args"], "name": "b"}},
+        {
+            "name": "choose",
+            "needs": ["score_a", "score_b"],
+            "call": "steps:choose",
+            "args": {
+                "trace": str(trace),
+                "first": "${stage.score_a.result.score}",
+                "second": "${stage.score_b.result.score}",
+            },
+            **common,
+        },
+        {
+            "name": "again",
+            "when": "${stage.choose.result} < 0.6",
+            "command": ["sh", "-c", f"echo again >>{trace}"],
+            **common,
+        },
+        {
+            "name": "export",
+            "when": "${stage.choose.result} >= 0.6 and ${stage.again.state} == 'skipped'",
+            "command": ["sh", "-c", command],
+            **common,
+        },
+    ]
+    path = folder / "pipeline.yaml"
+    path.write_text(yaml.safe_dump({"name": "steps", "stages": stages}, sort_keys=False))
+    return path
+
+
+def test_each_step_runs_once_although_the_pipeline_is_killed(
+    pipelines: Pipelines, tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace"
+    path = write_step_pipeline(pipelines, tmp_path / "project", trace)
+    process, flow_run_id = pipelines.start(path)
+    until(
+        lambda: trace.exists() and trace.read_text().count("score") == 2,
+        f"both steps run at the same time:\n{pipelines.host_env.log('pipeline')}",
+    )
+
+    process.kill()
+    process.wait()
+    resumed_process = pipelines.host_env.start(
+        "-m", "flows.pipeline", "--resume", flow_run_id, log="pipeline"
+    )
+    until(
+        lambda: pipelines.host_env.log("pipeline").count("attached to run") == 2,
+        "the resumed pipeline has found both steps",
+    )
+    pipelines.let_go()
+
+    assert resumed_process.wait(WITHIN_S) == 0, pipelines.host_env.log("pipeline")
+    assert sorted(trace.read_text().splitlines()) == [
+        "choose 0.4 0.9",
+        "export /data/x",
+        "prepare",
+        "score a 6",
+        "score b 6",
+    ]
+    message = pipelines.state(flow_run_id)[1]
+    assert "stage again: skipped, because its condition is false" in message
+    pipeline_filter = {"flow_runs": {"id": {"any_": [flow_run_id]}}}
+    tasks = pipelines.host_env.post("/task_runs/filter", **pipeline_filter)
+    states = {task["name"]: task["state"]["name"] for task in tasks}
+    completed = dict.fromkeys(("prepare", "score_a", "score_b", "choose", "export"), "Completed")
+    assert states == {**completed, "again": "Skipped"}
+    [prepare] = pipelines.runs(flow_run_id, "prepare")
+    results = [*(pipelines.host_env.home / "runs" / prepare["name"]).glob("*/result.json")]
+    assert [result.read_text().count("s3cret") for result in results] == [0]

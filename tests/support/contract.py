@@ -59,15 +59,27 @@ def current_contract() -> dict[str, Any]:
 def broken_promises(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """Return a line for each incompatible change since the interface was saved.
 
-    A change is incompatible if a saved key no longer exists or has another value.
+    A change is incompatible if a saved key no longer exists or has another value. A choice that has
+    new values in addition is compatible.
     """
     broken = []
     for key, value in saved.items():
         if key not in current:
             broken.append(f"{key} is gone")
-        elif current[key] != value:
+        elif current[key] != value and not _is_wider_choice(value, current[key]):
             broken.append(f"{key} was {value!r} and is {current[key]!r}")
     return broken
+
+
+def _is_wider_choice(saved: Any, current: Any) -> bool:
+    """Return True if a key accepts all saved values of a choice, and further values."""
+    if not isinstance(saved, dict) or not isinstance(current, dict):
+        return False
+    values = saved.get("enum")
+    wider = current.get("enum")
+    if values is None or wider is None or not set(values) < set(wider):
+        return False
+    return {**saved, "enum": wider} == current
 
 
 def _schema_keys(model: type[BaseModel]) -> Iterator[tuple[str, Any]]:

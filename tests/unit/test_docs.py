@@ -188,7 +188,7 @@ SPECS: Mapping[str, Mapping[str, Any]] = {
     "components.NAME.ready": {"components": {"trainer": {"ready": {}}}},
     "components.NAME.live": {"components": {"trainer": {"live": {}}}},
     "components.NAME.stop": {"components": {"trainer": {"checkpoints": "checkpoints"}}},
-    "ray": {"ray": {"address": "http://10.0.0.1:8265"}},
+    "ray": {"ray": {"address": "http://10.0.0.1:8265"}, "gang": {"gpus_per_node": 8}},
     "gang": {"gang": {"gpus_per_node": 8}},
     "watch": {"progress": {"jsonl": "metrics.jsonl", "step": "step"}},
     "watch.rules.NAME": {"progress": {"jsonl": "metrics.jsonl", "step": "step"}},

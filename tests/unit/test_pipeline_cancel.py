@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -11,8 +12,8 @@ import pytest
 from prefect.client.schemas.objects import FlowRun, State, StateType
 
 from tasks.pipeline import session as session_module
+from tasks.pipeline.decision import StageRun
 from tasks.pipeline.session import PipelineSession
-from tasks.pipeline.steps import StageRun
 from tasks.server.flow_runs import CANCELLING_NOW
 from tasks.spec.pipeline import parse_pipeline
 
@@ -83,7 +84,8 @@ def cancel_stage(
             session.hurry()
         else:
             session.interrupt(request)
-    session.cancel(run)
+    monkeypatch.setattr(session, "_read_progress", lambda _client: ([run], datetime.now(UTC)))
+    session.cancel_runs()
     return server.state_names
 
 

@@ -12,8 +12,8 @@ from prefect.client.schemas.objects import State, StateType
 from prefect.states import Cancelled, Completed, Crashed, Failed
 
 from flows.pipeline import command
+from tasks.pipeline.decision import StageRun
 from tasks.pipeline.session import PipelineSession
-from tasks.pipeline.steps import StageRun
 from tasks.record.states import RunState
 from tasks.server.flow_process import get_exit_code
 from tasks.show.arguments import run
@@ -39,7 +39,9 @@ def test_an_invalid_pipeline_exits_2_with_every_fault(capsys: pytest.CaptureFixt
 
     assert code == 2
     output = capsys.readouterr().err
-    assert "stages.1.spec.workload: must be ppo, grpo, sft, dpo, rm, pretrain or other" in output
+    assert (
+        "stages.1.spec.workload: must be ppo, grpo, sft, dpo, rm, pretrain, other or step" in output
+    )
     assert "no stage 'sfd' (did you mean `sft`?)" in output
     assert output.endswith("Nothing was started.\n")
 

@@ -52,7 +52,7 @@ A = {"name": "a", "spec": spec()}
             {"stages": [A], "colour": "red"},
             [
                 "name: missing (write for example name: sft-then-grpo)",
-                "colour: unknown key (known keys: name, tags, stages)",
+                "colour: unknown key (known keys: name, tags, ray, stages)",
             ],
         ),
         (
@@ -65,15 +65,18 @@ A = {"name": "a", "spec": spec()}
         (
             pipeline({"name": "a"}),
             [
-                "stages.0.spec: missing: a stage needs a run spec or a deployment (write spec: "
-                "FILE.yaml, or deployment: train/NAME)"
+                "stages.0.spec: missing: a stage needs a run spec, a deployment, a function or a "
+                "command (write spec: FILE.yaml, deployment: train/NAME, call: MODULE:FUNCTION, or "
+                "command: [PROGRAM, ARGUMENT])"
             ],
         ),
         (
             pipeline({**A, "checkpiont": "x"}),
             [
                 "stages.0.checkpiont: unknown key (did you mean `checkpoint`? known keys: name, "
-                "deployment, spec, set, checkpoint)"
+                "needs, when, on_failure, deployment, spec, set, checkpoint, call, args, command, "
+                "env, on, resources, retries, timeout_s, cache, code, matrix, sample, at_most, "
+                "best)"
             ],
         ),
         (
@@ -91,7 +94,7 @@ A = {"name": "a", "spec": spec()}
         (
             pipeline(A, {"name": "b", "spec": spec(workload="dance")}),
             [
-                "stages.1.spec.workload: must be ppo, grpo, sft, dpo, rm, pretrain or other, "
+                "stages.1.spec.workload: must be ppo, grpo, sft, dpo, rm, pretrain, other or step, "
                 "found the text 'dance'"
             ],
         ),

@@ -1,179 +1,361 @@
-"""The next step of a pipeline, derived from the runs that its stages have had."""
+"""Steps of pipelines: their faults, their run specs, their matrix and their results."""
 
 from __future__ import annotations
 
 import json
-from datetime import UTC, datetime, timedelta
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
+from uuid import uuid4
 
 import pytest
 import yaml
 
-from tasks.pipeline.stage_runs import idempotency_key, parse_key
-from tasks.pipeline.steps import Begin, StageRun, completed_run, find_last_request, next_step
-from tasks.record.checkpoints import find_stage_checkpoint
+from tasks.pipeline.results import (
+    MAX_RESULT_BYTES,
+    InvalidResult,
+    choose_best,
+    keep_large_value,
+    read_result,
+    select_value,
+)
+from tasks.pipeline.stage_runs import make_cache_tag
 from tasks.record.places import RunPlace
-from tasks.record.states import RunState
+from tasks.spec.errors import InvalidSpec
+from tasks.spec.pipeline import PipelineSpec, load_pipeline, parse_pipeline
 from tasks.spec.run import RunSpec
 
-START = datetime(2026, 1, 1, tzinfo=UTC)
-STAGES = ("a", "b")
+MODULE = """
+from functools import partial
+def score(model, limit=3): return {"score": limit}
+async def later(x): return x
+def anything(**options): return options
+def strict(a, *, b): return [a, b]
+def not_json(): return {1, 2}
+"""
 
 
-def at(second: float) -> datetime:
-    return START + timedelta(seconds=second)
+def pipeline(*stages: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"name": "steps", "stages": list(stages), **more}
 
 
-def run(
-    stage: str, number: int, ending: RunState | None, ended_at: float | None = None
-) -> StageRun:
-    return StageRun(
-        stage=stage,
-        number=number,
-        flow_run_id=f"{stage}{number}",
-        name=f"{stage}-run-{number}",
-        state=(ending or RunState.FAILED).value.title() if ending else "Running",
-        message="",
-        ending=ending,
-        ended_at=at(ended_at) if ended_at is not None else None,
-    )
+def call(function: str = "steps:score", **more: Any) -> dict[str, Any]:
+    return {"name": "a", "call": function, "args": {"model": "m"}, "on": "host", **more}
 
 
-DONE, FAILED, CANCELLED = RunState.COMPLETED, RunState.FAILED, RunState.CANCELLED
-A_DONE = run("a", 1, DONE, 10)
-A_OPEN = run("a", 1, None)
-A_FAILED = run("a", 1, FAILED, 10)
-B_FAILED = run("b", 1, FAILED, 20)
-B_CANCELLED = run("b", 1, CANCELLED, 20)
+def command(*words: str, **more: Any) -> dict[str, Any]:
+    return {"name": "b", "command": ["true", *words], "on": "host", **more}
+
+
+def run_stage(**more: Any) -> dict[str, Any]:
+    trainer = {"command": ["true"], "checkpoints": "${run.dir}/c"}
+    spec = {"name": "r", "workload": "sft", "components": {"trainer": trainer}}
+    return {"name": "r", "spec": spec, **more}
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """Return the root of a project with the module `steps`."""
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "steps.py").write_text(MODULE)
+    return tmp_path
+
+
+def faults_of(data: object, root: Path | None = None) -> list[str]:
+    with pytest.raises(InvalidSpec) as caught:
+        parse_pipeline(data, root=root)
+    return [str(fault) for fault in caught.value.faults]
 
 
 @pytest.mark.parametrize(
-    ("runs", "requested_at", "step"),
+    ("stage", "fault"),
     [
-        ([], 0, Begin(stage="a", number=1)),
-        # the run of stage a is waiting or running
-        ([A_OPEN], 0, A_OPEN),
-        # the run of stage a is waiting or running, and a user has started the pipeline again
-        ([A_OPEN], 99, A_OPEN),
-        # a complete stage is never repeated
-        ([A_DONE], 0, Begin(stage="b", number=1)),
-        ([A_DONE], 99, Begin(stage="b", number=1)),
-        ([A_DONE, run("b", 1, DONE, 20)], 0, None),
-        # a stage that fails after the last start of the pipeline ends the pipeline
-        ([A_FAILED], 0, A_FAILED),
-        ([A_DONE, B_FAILED], 19.9, B_FAILED),
-        ([A_DONE, B_FAILED], 20, B_FAILED),
-        ([A_DONE, B_CANCELLED], 0, B_CANCELLED),
-        # a stage that failed before the last start of the pipeline is run again
-        ([A_DONE, B_FAILED], 20.1, Begin(stage="b", number=2)),
-        ([A_DONE, B_CANCELLED], 21, Begin(stage="b", number=2)),
-        ([A_DONE, B_FAILED, run("b", 2, FAILED, 30)], 31, Begin(stage="b", number=3)),
+        (call("steps"), "stages.0.call: must be text that matches the pattern"),
+        (call("nowhere:score"), "stages.0.call: the project has no module 'nowhere'"),
+        (call("steps:scor"), "has no function 'scor' (did you mean `score`?)"),
+        (call(args={}), "stages.0.args.model: missing: score requires this argument"),
+        (call(args={"model": 1, "x": 2}), "stages.0.args.x: score has no argument 'x'"),
+        (call("steps:strict", args={"a": 1}), "stages.0.args.b: missing"),
+        (call(command=["true"]), "stages.0.command: a stage has only one of these keys"),
+        (call(set={"a": 1}), "stages.0.set: is a key of a run, found in a step"),
+        (run_stage(retries=2), "stages.0.retries: is a key of a step, found in a run"),
+        (command(args={"a": 1}), "stages.0.args: needs `call`"),
+        (call(resources={"cpus": 4}), "stages.0.resources.cpus: only Ray counts this resource"),
         (
-            [A_DONE, B_FAILED, run("b", 2, FAILED, 30)],
-            21,
-            run("b", 2, FAILED, 30),
+            call(on="ray", resources={"gpus": 1, "labels": {"a": "b"}}),
+            "stages.0.resources.labels: the queue chooses the node of a step with GPUs",
         ),
-        # a user has retried the flow run of the first try of stage b, so the first try counts
-        ([A_DONE, run("b", 1, None), run("b", 2, FAILED, 30)], 99, run("b", 1, None)),
-        ([A_DONE, run("b", 1, DONE, 40), run("b", 2, FAILED, 30)], 99, None),
-        # the order of the runs does not matter
-        ([run("b", 2, None), B_FAILED, A_DONE], 21, run("b", 2, None)),
-        # the run of a stage that is no longer in the pipeline is ignored
-        ([run("z", 1, FAILED, 5), A_DONE], 0, Begin(stage="b", number=1)),
+        (call(timeout_s=-1), "stages.0.timeout_s: must be more than 0"),
+        (call(cache="always"), "stages.0.cache: must be inputs or inputs_and_code"),
+        (call(when="score > 1"), "stages.0.when: the name 'score' is not allowed"),
+        (call(when="${run.id} == 1"), "stages.0.when: unknown name `${run.id}`"),
+        (call(when="${stage.z.result} == 1"), "stages.0.when: unknown name `${stage.z.result}`"),
+        (call(args={"model": "${stage.z.result}"}), "stages.0.args.model: unknown name"),
+        (command("${stage.z.run_id}"), "stages.0.command.1: unknown name"),
+        (command("${step.portt}"), "stages.0.command.1: unknown name `${step.portt}`"),
+        (command(env={"A": "${run.idd}"}), "stages.0.env.A: unknown name `${run.idd}`"),
+        (call(sample=3), "stages.0.sample: needs `matrix`"),
+        (call(matrix={}), "stages.0.matrix: must not be empty"),
+        (call(matrix={"limit": 3}), "stages.0.matrix.limit: must be a list of values"),
+        (call(matrix={"limit": [3, 3]}), "stages.0.matrix.limit: contains 3 twice"),
+        (call(matrix={"limt": [3]}), "stages.0.args.limt: score has no argument 'limt'"),
+        (
+            call(matrix={"limit": {"min": 3, "max": 1}}, sample=2),
+            "stages.0.matrix.limit.max: must be more than `min`",
+        ),
+        (call(matrix={"limit": {"min": 1, "max": 3}}), "stages.0.sample: missing"),
+        (call(matrix={"limit": [1, 2]}, sample=3), "stages.0.sample: the matrix has only 2"),
+        (call(matrix={"limit": [*range(1001)]}), "stages.0.matrix: has 1001 points"),
+        (command(matrix={"A": [1]}), "stages.0.matrix.A: the matrix of a command changes env"),
+        (run_stage(matrix={"workload": ["sft", "x"]}), "stages.0.matrix.workload.1: workload:"),
     ],
 )
-def test_next_step_follows_from_the_runs(
-    runs: list[StageRun], requested_at: float, step: Begin | StageRun | None
+def test_fault_of_a_step_is_reported_by_its_path(
+    stage: dict[str, Any], fault: str, project: Path
 ) -> None:
-    assert next_step(STAGES, runs, at(requested_at)) == step
+    faults = faults_of(pipeline(stage), project)
+
+    assert any(fault in found for found in faults), faults
+
+
+def test_all_faults_are_reported_together(project: Path) -> None:
+    stages = [
+        call(needs=["b"], when="x"),
+        command(needs=["a"]),
+        {**call("steps:gone"), "name": "c", "needs": ["zz"]},
+    ]
+
+    faults = faults_of(pipeline(*stages), project)
+
+    text = "\n".join(faults)
+    assert "stages.0.when: the name 'x' is not allowed" in text
+    assert "stages.0.needs: a cycle: a needs b needs a" in text
+    assert "stages.2.needs.0: there is no stage 'zz' (known stages: a, b, c)" in text
+    assert "stages.2.call:" in text
+    assert len(faults) == 4
+
+
+def test_used_stage_must_be_among_the_needs() -> None:
+    stages = [
+        call(),
+        command("${stage.a.result}", needs=[]),
+        {**command("${stage.b.run_id}"), "name": "c"},
+    ]
+
+    faults = faults_of(pipeline(*stages))
+
+    assert faults == [
+        "stages.1.command.1: unknown name `${stage.a.result}` (add a to the needs of this stage)"
+    ]
+
+
+def test_stage_without_needs_waits_for_all_stages_before_it() -> None:
+    loaded = parse_pipeline(pipeline(call(), command(needs=[]), {**command(), "name": "c"}))
+
+    assert loaded.needs == {"a": (), "b": (), "c": ("a", "b")}
+
+
+def test_pipeline_with_steps_survives_a_round_trip(project: Path) -> None:
+    stages = [
+        call(matrix={"limit": {"min": 1, "max": 9, "scale": "integer"}}, sample=2, at_most=1),
+        command("${stage.a.results}", resources={"gpus": 2}, retries=1, on="ray"),
+    ]
+    (project / "pipeline.yaml").write_text(yaml.safe_dump(pipeline(*stages)))
+
+    loaded = load_pipeline(project / "pipeline.yaml")
+
+    assert parse_pipeline(json.loads(json.dumps(loaded.written()))) == loaded
+    # The Prefect server stores the parameters with all default values of the spec.
+    stored = PipelineSpec.model_validate(loaded.model_dump(mode="json"))
+    assert parse_pipeline(stored).stage_names == ("a", "b")
+
+
+def test_step_on_ray_takes_its_resources_through_the_queue() -> None:
+    resources = {"gpus": 2, "cpus": 3, "memory_gib": 0.5}
+    stage = command(on="ray", resources=resources, retries=2, timeout_s=60)
+    address = {"address": "http://127.0.0.1:8265"}
+
+    spec = RunSpec.model_validate(parse_pipeline(pipeline(stage, ray=address)).run_spec("b"))
+
+    assert spec.gang is not None and spec.ray is not None
+    assert (spec.gang.gpus_per_node, spec.gang.cpus_per_gpu) == (2, 2)
+    assert spec.ray.address == address["address"]
+    taken = (spec.ray.entrypoint_gpus, spec.ray.entrypoint_cpus, spec.ray.entrypoint_memory_gib)
+    assert taken == (2, 3, 0.5)
+    assert spec.processes["step"].launcher == "ray_job"
+    assert spec.timeout_s == 60
+    assert {policy.attempts for policy in spec.retry.values()} == {3}
+
+
+def test_step_on_a_host_needs_no_ray() -> None:
+    loaded = parse_pipeline(pipeline(command(resources={"gpus": 1})))
+
+    spec = RunSpec.model_validate(loaded.run_spec("b"))
+
+    assert spec.ray is None
+    assert spec.gang is not None and spec.gang.gpus_per_node == 1
+    assert spec.processes["step"].launcher == "process"
+
+
+def test_values_of_earlier_stages_keep_their_type_in_arguments() -> None:
+    args = {"model": "${stage.b.result.list}", "limit": "at ${stage.b.result.list} ${run.dir}"}
+    loaded = parse_pipeline(pipeline(command(), call(args=args)))
+
+    spec = loaded.fill_run_spec("a", lambda _stage, _key: [1, "${x}"])
+
+    env = spec["components"]["step"]["env"]
+    assert json.loads(env["MUSTER_STEP_ARGS"]) == {
+        "model": [1, "$${x}"],
+        "limit": 'at [1, "$${x}"] ${run.dir}',
+    }
+
+
+def test_points_of_a_matrix_change_the_run_spec() -> None:
+    run = run_stage(matrix={"env.LR": ["1e-5", "3e-5"], "env.SEED": [1, 2]})
+    step = call("steps:score", matrix={"limit": [7]})
+    loaded = parse_pipeline(pipeline(run, step))
+
+    envs = [loaded.run_spec(unit)["env"] for unit in loaded.stage("r").units]
+    [unit] = loaded.stage("a").units
+
+    assert loaded.stage("r").units == ("r.1", "r.2", "r.3", "r.4")
+    assert envs[0] == {"LR": "1e-5", "SEED": 1}
+    assert envs[3] == {"LR": "3e-5", "SEED": 2}
+    args = loaded.run_spec(unit)["components"]["step"]["env"]["MUSTER_STEP_ARGS"]
+    assert json.loads(args) == {"model": "m", "limit": 7}
+
+
+def test_sample_is_the_same_in_every_process() -> None:
+    matrix = {"limit": {"min": 1e-6, "max": 1e-4, "scale": "log"}, "model": ["x", "y"]}
+    data = pipeline(call(matrix=matrix, sample=16, args={}))
+
+    points = parse_pipeline(data).stage("a").points
+
+    assert points == parse_pipeline(data).stage("a").points
+    assert len(points) == 16 and all(1e-6 <= point["limit"] <= 1e-4 for point in points)
+
+
+def run_program(project: Path, function: str, args: dict[str, Any]) -> tuple[int, str, Any]:
+    """Run the program of a `call` step; return its exit code, its output and its result."""
+    loaded = parse_pipeline(pipeline(call(function, args=args)))
+    component = loaded.run_spec("a")["components"]["step"]
+    result = project / "result.json"
+    env = {**os.environ, **component["env"], "MUSTER_RESULT": str(result)}
+    program = [sys.executable, *component["command"][1:]]
+    done = subprocess.run(program, env=env, cwd=project, capture_output=True, text=True, timeout=60)
+    value = json.loads(result.read_text()) if result.exists() else None
+    return done.returncode, done.stderr, value
 
 
 @pytest.mark.parametrize(
-    ("states", "requested_at"),
+    ("function", "args", "result"),
     [
-        # scheduled, pending, running
-        ([(0, False), (1, False), (2, False)], 0),
-        # failed and retried
-        ([(0, False), (2, False), (9, True), (20, False), (21, False)], 20),
-        # failed and retried twice
-        ([(0, False), (9, True), (20, False), (29, True), (40, False), (41, False)], 40),
-        # `muster reconcile` has scheduled the lost pipeline again, which is no new start by a user
-        ([(0, False), (2, False), (30, False), (31, False)], 0),
-        # the order of the states does not matter
-        ([(20, False), (0, False), (9, True)], 20),
-        # the last state is final
-        ([(0, False), (9, True)], 9),
+        ("steps:score", {"model": "m"}, {"score": 3}),
+        ("steps:later", {"x": [1, None]}, [1, None]),
+        ("steps:anything", {"a b": "c"}, {"a b": "c"}),
     ],
 )
-def test_last_request_is_the_first_state_after_the_last_final_state(
-    states: list[tuple[float, bool]], requested_at: float
+def test_program_of_a_step_writes_the_result_of_its_function(
+    project: Path, function: str, args: dict[str, Any], result: object
 ) -> None:
-    assert find_last_request([(at(when), is_final) for when, is_final in states]) == at(
-        requested_at
-    )
+    assert run_program(project, function, args) == (0, "", result)
 
 
-@pytest.mark.parametrize("stage", ["a", "a-2", "sft_1"])
-def test_key_contains_stage_and_number(stage: str) -> None:
-    key = idempotency_key("the-pipeline", stage, 12)
+def test_result_that_is_no_json_fails_the_step(project: Path) -> None:
+    code, output, result = run_program(project, "steps:not_json", {})
 
-    assert parse_key("the-pipeline", key) == (stage, 12)
+    assert (code, result) == (1, None)
+    assert "steps:not_json must return JSON data, but returned <class 'set'>" in output
+
+
+def write_result(tmp_path: Path, text: str | None, attempt: int = 2) -> RunPlace:
+    """Create the directory of a run, whose last attempt has written a result."""
+    place = RunPlace(directory=tmp_path / "run")
+    for number in range(1, attempt + 1):
+        folder = place.attempt(number).directory
+        folder.mkdir(parents=True)
+        (folder / "result.json").write_text('"of an earlier attempt"')
+    path = place.attempt(attempt).directory / "result.json"
+    path.unlink()
+    if text is not None:
+        path.write_text(text)
+        path.chmod(0o600)
+    return place
+
+
+def read(place: RunPlace, *, is_required: bool = True) -> Any:
+    def mask(text: str) -> str:
+        return text.replace("s3cret", "***")
+
+    return read_result(place, is_required=is_required, mask=mask)
+
+
+def test_result_of_the_last_attempt_is_read_with_masked_secrets(tmp_path: Path) -> None:
+    place = write_result(tmp_path, '{"a": ["key s3cret", 1]}')
+
+    result = read(place)
+
+    assert result == {"a": ["key ***", 1]}
+    assert "s3cret" not in (place.attempt(2).directory / "result.json").read_text()
 
 
 @pytest.mark.parametrize(
-    "key", ["", "the-pipeline", "the-pipeline-a", "other-a-1", "the-pipeline-1"]
-)
-def test_other_keys_are_not_parsed(key: str) -> None:
-    assert parse_key("the-pipeline", key) is None
-
-
-def test_last_completed_run_is_used_by_later_stages() -> None:
-    runs = [run("a", 2, DONE, 20), run("a", 1, DONE, 10), run("a", 3, FAILED, 30), A_OPEN]
-
-    found = completed_run("a", runs)
-
-    assert found is not None and found.number == 2
-    assert completed_run("b", runs) is None
-
-
-@pytest.mark.parametrize(
-    ("checkpoint", "found"),
+    ("text", "problem"),
     [
-        # by default, the newest checkpoint from which the run could be resumed
-        (None, "trainer/step-9"),
-        # the stage names its checkpoint with a path, or with a file name pattern
-        ("${run.dir}/hf", "hf/model-3"),
-        ("${attempt.dir}/export-*", "attempt-02/export-1"),
-        ("${run.dir}/${run.id}.bin", "one.bin"),
-        ("${run.dir}/nothing", None),
+        (None, "there is no result"),
+        ("{", "is not JSON"),
+        ("NaN", "is not JSON: NaN is no JSON number"),
+        ("[" * 100_000, "is not JSON"),
+        ('"' + "x" * MAX_RESULT_BYTES + '"', "bytes, but at most"),
     ],
 )
-def test_checkpoint_is_found_as_configured(
-    tmp_path: Path, checkpoint: str | None, found: str | None
+def test_result_that_cannot_be_used_is_reported(
+    tmp_path: Path, text: str | None, problem: str
 ) -> None:
-    place = RunPlace(directory=tmp_path / "one")
-    files = "trainer/step-1 trainer/step-9 hf/model-3 attempt-02/export-1 one.bin"
-    for name in files.split():
-        path = place.directory / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("weights")
-    attempts = [{"number": 1, "state": "failed"}, {"number": 2, "state": "completed"}]
-    place.record.write_text(json.dumps({"state": "completed", "attempts": attempts}))
-    trainer = {"command": ["true"], "checkpoints": "${run.dir}/trainer"}
-    spec = {"name": "one", "workload": "sft", "components": {"trainer": trainer}}
-    text = yaml.safe_dump(spec).replace("${run.dir}", str(place.directory))
-    place.attempt(2).spec.write_text(text)
+    place = write_result(tmp_path, text)
 
-    path = find_stage_checkpoint(checkpoint, RunSpec.model_validate(spec), place)
-
-    assert path == (place.directory / found if found else None)
+    with pytest.raises(InvalidResult, match=problem):
+        read(place)
 
 
-def test_run_without_files_has_no_checkpoint(tmp_path: Path) -> None:
-    trainer = {"command": ["true"], "checkpoints": "${run.dir}/x"}
-    spec = {"name": "one", "workload": "sft", "components": {"trainer": trainer}}
+def test_command_may_write_no_result(tmp_path: Path) -> None:
+    assert read(write_result(tmp_path, None), is_required=False) is None
 
-    assert (
-        find_stage_checkpoint(None, RunSpec.model_validate(spec), RunPlace(directory=tmp_path))
-        is None
-    )
+
+def test_missing_key_of_a_result_is_reported_with_the_known_keys() -> None:
+    assert select_value({"a": {"b": [5]}}, "a.b.0") == 5
+    with pytest.raises(InvalidResult, match="has no key 'x'; it has a, b"):
+        select_value({"a": 1, "b": 2}, "x")
+
+
+def test_large_value_is_kept_in_a_file_of_the_pipeline(muster_home: Path) -> None:
+    flow_run_id = uuid4()
+    value = list(range(20_000))
+
+    path = keep_large_value(flow_run_id, "a.result", value)
+
+    assert keep_large_value(flow_run_id, "a.result", [1]) == [1]
+    assert Path(path).is_relative_to(muster_home / "pipelines" / str(flow_run_id))
+    assert json.loads(Path(path).read_text()) == value
+
+
+def test_best_point_is_the_first_with_the_best_figure() -> None:
+    figures = {"g.1": None, "g.2": 0.5, "g.3": 0.9, "g.4": 0.9}
+
+    assert choose_best(figures, "max") == "g.3"
+    assert choose_best(figures, "min") == "g.2"
+    assert choose_best({"g.1": None}, "max") is None
+
+
+def test_cache_tag_depends_on_inputs_but_not_on_the_place_of_a_step() -> None:
+    def tag(args: dict[str, Any], code: str, *, with_code: bool = False, on: str = "host") -> str:
+        loaded = parse_pipeline(pipeline(call(args=args, on=on)))
+        return make_cache_tag({**loaded.run_spec("a"), "code": code}, with_code=with_code)
+
+    first = tag({"model": 1}, "x")
+
+    assert first == tag({"model": 1}, "y", on="ray")
+    assert first != tag({"model": 2}, "x")
+    assert tag({"model": 1}, "x", with_code=True) != tag({"model": 1}, "y", with_code=True)

@@ -300,7 +300,7 @@ def test_value_is_valid(path: str, value: object) -> None:
         (
             "workload",
             "gpro",
-            "must be ppo, grpo, sft, dpo, rm, pretrain or other, found the text 'gpro'",
+            "must be ppo, grpo, sft, dpo, rm, pretrain, other or step, found the text 'gpro'",
             "`grpo`",
         ),
         ("tags", "demo", "must be a list, found the text 'demo'", "write [ITEM, ...]"),

@@ -163,7 +163,7 @@ def test_watched_run_determines_the_exit_code(
     [
         (
             ["--set", "workload=dance"],
-            "workload: must be ppo, grpo, sft, dpo, rm, pretrain or other",
+            "workload: must be ppo, grpo, sft, dpo, rm, pretrain, other or step",
         ),
         (["--set", "nonsense"], "nonsense"),
     ],

@@ -1,0 +1,268 @@
+"""Decide which runs of a pipeline begin next, from the runs that its stages have had.
+
+The decision depends only on the function arguments. So every process of the pipeline makes the same
+decision for the same runs.
+
+A stage has one run, or one run for each point of its matrix. These are the *units* of the stage. If
+a user starts a failed pipeline again, a unit can have several runs, which are its *tries*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from enum import Enum
+
+from tasks.record.states import RunState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageRun:
+    """One run of a pipeline's stage, as the Prefect server describes it."""
+
+    #: Name of the unit: the name of the stage, or `NAME.N` for the point N of its matrix.
+    stage: str
+    #: Number of the run among the runs of the unit, from 1.
+    number: int
+    #: Prefect id of the run's flow run.
+    flow_run_id: str
+    #: Name of the flow run. After the run has begun, the name is the run id.
+    name: str
+    #: Name of the flow run's state, such as "Running".
+    state: str
+    #: Message of the flow run's state, or an empty string.
+    message: str
+    #: Final state of the run. A run whose process was lost is FAILED. None if the run has not
+    #: ended.
+    ending: RunState | None
+    #: Time with time zone at which the run ended. None if the run has not ended.
+    ended_at: datetime | None
+
+    @property
+    def stage_name(self) -> str:
+        """Name of the stage, without the number of the point."""
+        return self.stage.partition(".")[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begin:
+    """Request to create a new run of a unit."""
+
+    #: Name of the unit.
+    stage: str
+    #: Number of the new run among the runs of the unit, from 1.
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlan:
+    """The facts about a stage that a decision needs."""
+
+    name: str
+    #: Names of the stages that must have ended before this stage begins.
+    needs: tuple[str, ...]
+    #: Names of the units of the stage.
+    units: tuple[str, ...]
+    #: Largest number of active runs of the stage, or None if there is no limit.
+    at_most: int | None = None
+    #: True if the pipeline continues after a failure of this stage.
+    continues: bool = False
+
+
+class StageState(Enum):
+    """State of a stage in the present process of the pipeline."""
+
+    #: A stage that this stage needs has not ended, or the pipeline stops before this stage.
+    WAITING = "waiting"
+    #: The stage has begun and has not ended.
+    ACTIVE = "active"
+    #: All units of the stage are complete.
+    COMPLETED = "completed"
+    #: All units have ended, and one of them has failed or was cancelled.
+    FAILED = "failed"
+    #: The condition of the stage is false, or the stage uses a value that does not exist.
+    SKIPPED = "skipped"
+
+
+#: States in which a stage has ended.
+ENDED = (StageState.COMPLETED, StageState.FAILED, StageState.SKIPPED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineDecision:
+    """Next actions of a pipeline, and the state of each of its stages."""
+
+    #: Runs to create, in the order of the stages.
+    begins: tuple[Begin, ...]
+    #: Runs that have not ended, in the order of the stages.
+    active: tuple[StageRun, ...]
+    #: State of each stage, by name, before the runs of `begins` are created.
+    states: Mapping[str, StageState]
+    #: Reason for skipping each skipped stage, by name.
+    skipped: Mapping[str, str]
+    #: Failed or cancelled run after which no further run begins, or None.
+    ended_by: StageRun | None
+
+    @property
+    def is_over(self) -> bool:
+        """True if no run is active and no run must be created."""
+        return not self.begins and not self.active
+
+
+def decide(
+    stages: Sequence[StagePlan],
+    runs: Sequence[StageRun],
+    requested_at: datetime,
+    find_skip_reason: Callable[[str, Mapping[str, StageState]], str] = lambda _name, _states: "",
+) -> PipelineDecision:
+    """Return the next actions of a pipeline.
+
+    A unit never has two active runs. If the last run of a unit failed or was cancelled, there are
+    two cases. If a user has started the pipeline again after the end of that run, the unit is run
+    again. Otherwise, the failure is final: the pipeline creates no further run, unless the stage
+    says that the pipeline continues.
+
+    Args:
+        stages: All stages, in the order of the file.
+        runs: All runs that the stages have had, in any order.
+        requested_at: Time with time zone at which a user last started or retried the pipeline. See
+            `find_last_request`.
+        find_skip_reason: Function that is called for a stage without runs, when all stages that it
+            needs have ended. It receives the name of the stage and the states of all stages before
+            it, and returns the reason for skipping the stage, or an empty string.
+    """
+    tries_of_unit: dict[str, list[StageRun]] = {}
+    for run in sorted(runs, key=lambda run: run.number):
+        tries_of_unit.setdefault(run.stage, []).append(run)
+
+    states: dict[str, StageState] = {}
+    skipped: dict[str, str] = {}
+    failures: list[StageRun] = []
+    active: list[StageRun] = []
+    begins: list[Begin] = []
+    for plan in sort_by_needs(stages):
+        tries = [tries_of_unit.get(unit, []) for unit in plan.units]
+        may_begin = all(states[need] in ENDED for need in plan.needs)
+        if not any(tries):
+            reason = find_skip_reason(plan.name, states) if may_begin else ""
+            if not may_begin or reason:
+                states[plan.name] = StageState.SKIPPED if reason else StageState.WAITING
+                skipped |= {plan.name: reason} if reason else {}
+                continue
+
+        stage_active = [run for unit in tries if (run := _find_active(unit)) is not None]
+        stage_failures = [
+            run for unit in tries if (run := _find_failure(unit, requested_at)) is not None
+        ]
+        missing = [
+            Begin(stage=unit, number=_next_number(unit_tries))
+            for unit, unit_tries in zip(plan.units, tries, strict=True)
+            if _must_begin(unit_tries, requested_at)
+        ]
+        active += stage_active
+        if stage_failures and not plan.continues:
+            failures += stage_failures
+        elif may_begin:
+            free = len(missing) if plan.at_most is None else plan.at_most - len(stage_active)
+            begins += missing[: max(0, free)]
+
+        if stage_active or (missing and not (stage_failures and not plan.continues)):
+            states[plan.name] = StageState.ACTIVE
+        else:
+            states[plan.name] = StageState.FAILED if stage_failures else StageState.COMPLETED
+
+    first_failure = min(failures, key=_end_order, default=None)
+    return PipelineDecision(
+        begins=tuple(begins) if first_failure is None else (),
+        active=tuple(active),
+        states={plan.name: states[plan.name] for plan in stages},
+        skipped=skipped,
+        ended_by=first_failure,
+    )
+
+
+def sort_by_needs(stages: Sequence[StagePlan]) -> list[StagePlan]:
+    """Return the stages in an order in which each stage comes after the stages that it needs.
+
+    Stages that do not need each other keep the order of the file.
+
+    Raises:
+        ValueError: The needs contain a cycle or an unknown stage.
+    """
+    ordered: list[StagePlan] = []
+    waiting = [*stages]
+    while waiting:
+        names = {plan.name for plan in ordered}
+        ready = next((plan for plan in waiting if names.issuperset(plan.needs)), None)
+        if ready is None:
+            raise ValueError(f"no order for the stages {[plan.name for plan in waiting]}")
+        ordered.append(ready)
+        waiting.remove(ready)
+    return ordered
+
+
+def _end_order(run: StageRun) -> tuple[bool, float]:
+    """Return the sort key of a run: runs that ended earlier come first."""
+    return run.ended_at is None, run.ended_at.timestamp() if run.ended_at is not None else 0.0
+
+
+def _next_number(tries: Sequence[StageRun]) -> int:
+    """Return the number of the next run of a unit."""
+    return tries[-1].number + 1 if tries else 1
+
+
+def _find_active(tries: Sequence[StageRun]) -> StageRun | None:
+    """Return the last run of a unit that has not ended, or None."""
+    return next((run for run in reversed(tries) if run.ending is None), None)
+
+
+def _find_failure(tries: Sequence[StageRun], requested_at: datetime) -> StageRun | None:
+    """Return the run that made a unit fail.
+
+    Returns:
+        The last run of the unit. None if the unit has an active or completed run, if the unit has
+        no run, or if a user has started the pipeline again after the end of the last run.
+    """
+    if not tries or any(run.ending in (None, RunState.COMPLETED) for run in tries):
+        return None
+    last_try = tries[-1]
+    is_outdated = last_try.ended_at is not None and last_try.ended_at < requested_at
+    return None if is_outdated else last_try
+
+
+def _must_begin(tries: Sequence[StageRun], requested_at: datetime) -> bool:
+    """Return True if a new run of a unit must be created."""
+    if any(run.ending in (None, RunState.COMPLETED) for run in tries):
+        return False
+    return _find_failure(tries, requested_at) is None
+
+
+def completed_run(stage: str, runs: Iterable[StageRun]) -> StageRun | None:
+    """Return the last completed run of a unit. Later stages use the results of this run.
+
+    Returns:
+        The run, or None if no run of the unit has completed.
+    """
+    completed = [run for run in runs if run.stage == stage and run.ending is RunState.COMPLETED]
+    return max(completed, key=lambda run: run.number, default=None)
+
+
+def find_last_request(states: Sequence[tuple[datetime, bool]]) -> datetime:
+    """Return the time at which a user last started or retried a flow run.
+
+    The result is the time of the first state after the last final state. If the flow run never had
+    a final state, the result is the time of its first state. If a process was lost and Muster
+    starts a new process, the result does not change, because Muster then sets no final state.
+
+    Args:
+        states: One pair for each state that the flow run has had, in any order. A pair is the time
+            of the state (with time zone), and True if the state is final. At least one pair is
+            required.
+    """
+    ordered = sorted(states)
+    final_indexes = [index for index, (_, is_final) in enumerate(ordered) if is_final]
+    if not final_indexes:
+        return ordered[0][0]
+    next_index = min(final_indexes[-1] + 1, len(ordered) - 1)
+    return ordered[next_index][0]

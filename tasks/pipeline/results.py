@@ -1,0 +1,180 @@
+"""Read the JSON results of steps, and keep large values in files of the pipeline's directory."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+from uuid import UUID
+
+from tasks.record.disk import write_json
+from tasks.record.metrics_of_run import read_rows
+from tasks.record.places import RunPlace, muster_home, read_own_file
+from tasks.record.run_json import RunJson
+from tasks.spec.errors import MusterError
+from tasks.spec.probes import get_number
+from tasks.spec.secrets import mask_nested
+from tasks.spec.step import RESULT_FILE
+from tasks.spec.values import describe_value, get_value
+
+#: Largest size of a step's result, in bytes.
+MAX_RESULT_BYTES = 16 << 20
+#: Largest size of a value that is inserted into a run spec, in bytes of JSON. The run spec is
+#: stored on the Prefect server, and Linux limits the size of arguments and environment variables.
+MAX_INLINE_BYTES = 32 << 10
+#: Marks a missing key of a result.
+_MISSING = object()
+
+
+class InvalidResult(MusterError):
+    """A step has completed, but its result is missing or cannot be used.
+
+    The step must be corrected and run again.
+    """
+
+
+def locate_result(place: RunPlace) -> Path | None:
+    """Return the path of a step's result, which is in the directory of the last attempt.
+
+    Returns:
+        The path, which may not exist. None if the run has no directory on this host.
+    """
+    attempts = sorted(place.directory.glob("attempt-*"), key=lambda path: int(path.name[8:]))
+    return attempts[-1] / RESULT_FILE if attempts else None
+
+
+def read_result(place: RunPlace, *, is_required: bool, mask: Callable[[str], str]) -> Any:
+    """Return the result of a completed step as JSON data, with its secrets masked.
+
+    If the file contains secrets, it is replaced by a file in which they are masked.
+
+    Args:
+        place: Directory of the step's run.
+        is_required: True if the step must have written a result. A missing result is None
+            otherwise.
+        mask: Function that returns a text with its secrets masked.
+
+    Raises:
+        InvalidResult: The result is missing, too large, not JSON, or cannot be read.
+    """
+    path = locate_result(place)
+    if path is None:
+        raise InvalidResult(
+            f"the directory {place.directory} has no attempt. Make sure that this host and the "
+            "host of the step share MUSTER_HOME"
+        )
+    try:
+        size = path.stat().st_size
+        if size > MAX_RESULT_BYTES:
+            raise InvalidResult(
+                f"the result {path} has {size} bytes, but at most {MAX_RESULT_BYTES} are allowed. "
+                "Write the data to a file, and return the path of the file"
+            )
+        content = read_own_file(path)
+    except FileNotFoundError:
+        if not is_required:
+            return None
+        raise InvalidResult(
+            f"there is no result {path}. Make sure that this host and the node of the step share "
+            "MUSTER_HOME"
+        ) from None
+    except OSError as error:
+        raise InvalidResult(f"the result {path} cannot be read: {error}") from error
+    try:
+        result = json.loads(content, parse_constant=_reject_constant)
+    except (ValueError, RecursionError) as error:
+        raise InvalidResult(f"the result {path} is not JSON: {error}") from error
+    masked = mask_nested(result, mask)
+    if masked != result:
+        try:
+            write_json(path, masked)
+        except OSError as error:
+            raise InvalidResult(
+                f"the result {path} contains a secret, and cannot be replaced: {error}"
+            ) from error
+    return masked
+
+
+def _reject_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def select_value(result: Any, key: str) -> Any:
+    """Return the value at a dotted key of a result, or the whole result for an empty key.
+
+    Raises:
+        InvalidResult: The result has no such key.
+    """
+    value = get_value(result, key, _MISSING) if key else result
+    if value is not _MISSING:
+        return value
+    keys = ", ".join(map(str, result)) if isinstance(result, Mapping) else describe_value(result)
+    raise InvalidResult(f"the result has no key {key!r}; it has {keys or 'no keys'}")
+
+
+def keep_large_value(flow_run_id: UUID, name: str, value: Any) -> Any:
+    """Return a value, or the path of a new file with the value if the value is large.
+
+    Args:
+        flow_run_id: Id of the pipeline's flow run. Its directory receives the file.
+        name: Name of the value, such as `prepare.result.rows`, for the name of the file.
+        value: JSON data.
+
+    Raises:
+        OSError: The file could not be written.
+    """
+    if len(json.dumps(value)) <= MAX_INLINE_BYTES:
+        return value
+    file_name = re.sub(r"[^\w.-]", "_", name)[:150]
+    path = muster_home() / "pipelines" / str(flow_run_id) / f"{file_name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, value)
+    return str(path)
+
+
+def read_last_metric(place: RunPlace, key: str) -> float | None:
+    """Return the last value of a metric of a run, or None if the run has not written it.
+
+    Raises:
+        OSError, ValueError: The record or the metrics of the run cannot be read.
+    """
+    attempts = RunJson.read(place.record).attempts
+    numbers = [get_number(row.metrics, key) for row in read_rows(place, attempts)]
+    return next((number for number in reversed(numbers) if number is not None), None)
+
+
+def choose_best(figures: Mapping[str, float | None], mode: str) -> str | None:
+    """Return the name of the unit with the best figure, or None if no unit has a figure.
+
+    If several units have the best figure, the first of them is returned.
+
+    Args:
+        figures: Figure of each completed unit, in the order of the units.
+        mode: `max` if a larger figure is better, or `min`.
+    """
+    known = {unit: figure for unit, figure in figures.items() if figure is not None}
+    choose = max if mode == "max" else min
+    return choose(known, key=known.__getitem__, default=None)
+
+
+def format_points(
+    rows: Sequence[tuple[str, Mapping[str, Any], str, float | None]], best: str | None
+) -> list[dict[str, str]]:
+    """Return the rows of a table with the points of a matrix.
+
+    Args:
+        rows: Name of the unit, values of the point, state of its run, and figure of each point.
+        best: Name of the unit with the best figure, or None.
+    """
+    return [
+        {
+            "point": unit.partition(".")[2],
+            **{key: str(value) for key, value in point.items()},
+            "state": state,
+            "figure": "" if figure is None else f"{figure:.6g}",
+            "best": "best" if unit == best else "",
+        }
+        for unit, point, state, figure in rows
+    ]

@@ -1,0 +1,159 @@
+"""The points of a stage's matrix: each combination of values becomes a run or step of its own."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidatorFunctionWrapHandler, WrapValidator
+
+from tasks.spec.values import (
+    Count,
+    DottedKey,
+    Model,
+    Refusal,
+    Text,
+    describe_value,
+    is_number,
+    make_refusal,
+)
+
+#: Largest number of points of one matrix.
+MAX_POINTS = 1000
+
+
+class Range(Model):
+    """Range of numbers from which `sample` draws the values of a matrix."""
+
+    min: float = Field(strict=True, description="Smallest value.", examples=[0.000001])
+    max: float = Field(strict=True, description="Largest value.", examples=[0.0001])
+    scale: Literal["linear", "log", "integer"] = Field(
+        "linear",
+        description="linear: all values are equally likely. log: all orders of magnitude are "
+        "equally likely. integer: all whole numbers are equally likely.",
+    )
+
+    @classmethod
+    def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
+        low = written.get("min")
+        high = written.get("max")
+        if not is_number(low) or not is_number(high):
+            return
+        if low >= high:
+            problem = f"must be more than `min`, found {high:g} after {low:g}"
+            yield ("max",), make_refusal(problem, "write a larger number")
+        if written.get("scale") == "log" and low <= 0:
+            yield ("min",), make_refusal(f"a log scale needs a positive number, found {low:g}")
+
+    def draw(self, generator: random.Random) -> float:
+        """Return a random value of the range, rounded to five significant digits."""
+        if self.scale == "integer":
+            return generator.randint(math.ceil(self.min), math.floor(self.max))
+        if self.scale == "log":
+            value = math.exp(generator.uniform(math.log(self.min), math.log(self.max)))
+        else:
+            value = generator.uniform(self.min, self.max)
+        return float(f"{value:.5g}")
+
+
+def _values_or_range(value: object, _handler: ValidatorFunctionWrapHandler) -> Any:
+    # Choose one type here. For a union type, pydantic would report the faults of both types.
+    if isinstance(value, Range):
+        return value
+    if isinstance(value, Mapping):
+        return Range.model_validate(value)
+    if not isinstance(value, list | tuple):
+        remedy = "write [VALUE, ...], or {min: A, max: B} together with sample"
+        raise make_refusal(f"must be a list of values, found {describe_value(value)}", remedy)
+    if not value:
+        raise make_refusal("must not be empty", "write at least one value")
+    texts = [json.dumps(item, sort_keys=True, default=str) for item in value]
+    if len(set(texts)) < len(texts):
+        twice = next(text for text in texts if texts.count(text) > 1)
+        raise make_refusal(f"contains {twice} twice", "write each value once")
+    return tuple(value)
+
+
+#: Values of a matrix by key.
+Matrix = Mapping[
+    DottedKey,
+    Annotated[tuple[Any, ...] | Range, WrapValidator(_values_or_range)],
+]
+
+
+class Best(Model):
+    """Figure by which the best point of a matrix is chosen."""
+
+    by: Text = Field(
+        description="Key of the figure: a metric of a run, or a number in the result of a step.",
+        examples=["reward"],
+    )
+    mode: Literal["max", "min"] = Field(
+        "max", description="max: a larger figure is better. min: a smaller figure is better."
+    )
+
+
+def check_matrix(written: Mapping[str, Any]) -> Iterator[Refusal]:
+    """Yield the faults that concern several keys of a stage with a matrix.
+
+    Args:
+        written: The stage as the user wrote it. Its values are not validated yet.
+    """
+    matrix = written.get("matrix")
+    if matrix is None:
+        for key in ("sample", "at_most", "best"):
+            if written.get(key) is not None:
+                problem = "needs `matrix`: a stage without it has a single run"
+                yield (key,), make_refusal(problem, "write matrix: {KEY: [VALUE, ...]}")
+        return
+    if not isinstance(matrix, Mapping):
+        return
+    if not matrix:
+        yield ("matrix",), make_refusal("must not be empty", "write {KEY: [VALUE, ...]}")
+    sample = written.get("sample")
+    ranges = [key for key, values in matrix.items() if isinstance(values, Mapping | Range)]
+    if ranges and sample is None:
+        problem = f"missing: {ranges[0]} is a range, so the number of points is unknown"
+        yield ("sample",), make_refusal(problem, "write for example sample: 16")
+    lists = [values for values in matrix.values() if isinstance(values, list | tuple)]
+    count = math.prod(map(len, lists))
+    if type(sample) is int:
+        if not ranges and sample > count:
+            problem = f"the matrix has only {count} points, found sample: {sample}"
+            yield ("sample",), make_refusal(problem, f"write at most {count}, or leave it out")
+        count = sample
+    if count > MAX_POINTS:
+        problem = f"has {count} points, but at most {MAX_POINTS} are possible"
+        yield ("matrix",), make_refusal(problem, "write fewer values, or sample: N")
+
+
+def list_points(
+    name: str, matrix: Mapping[str, Sequence[Any] | Range], sample: Count | None
+) -> list[dict[str, Any]]:
+    """Return the values of each point of a matrix, by key.
+
+    The result depends only on the arguments, so every process of a pipeline gets the same points.
+
+    Args:
+        name: Name of the stage. It determines the random points of a sample.
+        matrix: The values of each key.
+        sample: Number of random points. If None, the result has all combinations, and the last key
+            changes fastest.
+    """
+    if sample is None:
+        lists = [values for values in matrix.values() if not isinstance(values, Range)]
+        return [dict(zip(matrix, point, strict=True)) for point in itertools.product(*lists)]
+    generator = random.Random(f"{name}:{','.join(matrix)}")
+    if not any(isinstance(values, Range) for values in matrix.values()):
+        return generator.sample(list_points(name, matrix, None), sample)
+    return [
+        {
+            key: values.draw(generator) if isinstance(values, Range) else generator.choice(values)
+            for key, values in matrix.items()
+        }
+        for _ in range(sample)
+    ]

@@ -1,0 +1,326 @@
+"""A pipeline of steps from its first run to its final state, on a fake Prefect server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import UUID, uuid4
+
+import pytest
+from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.exceptions import Pause
+
+from tasks.pipeline import session as session_module
+from tasks.pipeline.decision import StageRun
+from tasks.pipeline.session import PipelineSession
+from tasks.record.places import RunPlace
+from tasks.record.states import RunState
+from tasks.spec.pipeline import Stage, parse_pipeline
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+@dataclass
+class FakeRuns:
+    """The runs of a pipeline on a fake Prefect server, which survive a process of the pipeline."""
+
+    runs: list[StageRun] = field(default_factory=list)
+    #: Run spec of each created run, by unit.
+    specs: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    #: Tags of each created run, by unit.
+    tags: dict[str, list[str]] = field(default_factory=dict)
+    #: Units whose results were taken from an earlier run.
+    cached: list[StageRun] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    artifacts: dict[str, Any] = field(default_factory=dict)
+    #: Completed flow runs by cache tag.
+    cache: dict[str, FlowRun] = field(default_factory=dict)
+
+    def create(
+        self,
+        _client: object,
+        _pipeline: UUID,
+        _stage: Stage,
+        unit: str,
+        number: int,
+        *,
+        spec: Mapping[str, Any],
+        tags: list[str],
+    ) -> StageRun:
+        run = StageRun(
+            stage=unit,
+            number=number,
+            flow_run_id=str(uuid4()),
+            name=f"{unit}-run-{number}",
+            state="Running",
+            message="",
+            ending=None,
+            ended_at=None,
+        )
+        self.runs.append(run)
+        self.specs[unit] = spec
+        self.tags[unit] = tags
+        return run
+
+    def end(self, unit: str, result: object = None, ending: RunState = RunState.COMPLETED) -> None:
+        """End the active run of a unit, after it has written its result."""
+        [index] = [i for i, run in enumerate(self.runs) if run.stage == unit and not run.ending]
+        run = self.runs[index]
+        attempt = RunPlace.of(run.name).attempt(1).directory
+        attempt.mkdir(parents=True)
+        (attempt / "result.json").write_text(json.dumps(result))
+        state = ending.value.title()
+        ended_at = START + timedelta(seconds=len(self.runs))
+        self.runs[index] = replace(
+            run, state=state, message="UNKNOWN: x", ending=ending, ended_at=ended_at
+        )
+
+    @property
+    def active(self) -> list[str]:
+        return [run.stage for run in self.runs if run.ending is None]
+
+
+class FakeClient:
+    def read_flow_run_states(self, _flow_run_id: UUID) -> list[State[Any]]:
+        return [State(type=StateType.RUNNING, timestamp=START)]
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch, muster_home: object) -> FakeRuns:
+    """Replace the Prefect server of pipelines by a fake."""
+    fake = FakeRuns()
+
+    @contextmanager
+    def connect(_api_url: str) -> Iterator[FakeClient]:
+        yield FakeClient()
+
+    def use_cached(_client: object, flow_run: FlowRun, unit: str, **_: Any) -> None:
+        run = next(run for run in fake.runs if run.flow_run_id == str(flow_run.id))
+        fake.cached.append(replace(run, stage=unit, number=1, state="Cached"))
+
+    def find_cached(_client: object, tag: str) -> list[FlowRun]:
+        return [fake.cache[tag]] if tag in fake.cache else []
+
+    def show_skipped(_client: object, stage: str, reason: str, **_: Any) -> None:
+        fake.skipped[stage] = reason
+
+    def show(_self: object, _client: object, key: str, shown: Any) -> None:
+        fake.artifacts[key] = shown
+
+    replaced = {
+        "connect_to_server": connect,
+        "create_stage_run": fake.create,
+        "list_stage_runs": lambda *_: list(fake.runs),
+        "list_cached_runs": lambda *_: list(fake.cached),
+        "find_cached_runs": find_cached,
+        "use_cached_run": use_cached,
+        "show_skipped_stage": show_skipped,
+    }
+    for name, value in replaced.items():
+        monkeypatch.setattr(session_module, name, value)
+    monkeypatch.setattr(session_module.Artifacts, "show", show)
+    monkeypatch.setattr(PipelineSession, "say", lambda *_: None)
+    monkeypatch.setattr(session_module.flow_runs, "set_running_message", lambda *_: None)
+    return fake
+
+
+def step(name: str, **more: Any) -> dict[str, Any]:
+    return {"name": name, "call": "steps:run", "on": "host", **more}
+
+
+def start(*stages: dict[str, Any]) -> PipelineSession:
+    """Return the session of a new process of a pipeline."""
+    spec = parse_pipeline({"name": "steps", "stages": list(stages)})
+    return PipelineSession(spec, flow_run_id=uuid4(), api_url="http://127.0.0.1:9/api")
+
+
+def arguments(server: FakeRuns, unit: str) -> Any:
+    env = server.specs[unit]["components"]["step"]["env"]
+    return json.loads(env["MUSTER_STEP_ARGS"])
+
+
+def test_results_are_handed_over_and_stages_run_in_parallel(server: FakeRuns) -> None:
+    use = {"needs": ["a"], "args": {"n": "${stage.a.result.n}"}}
+    stages = [step("a"), step("b", **use), step("c", **use), step("d", args={"s": "x"})]
+    session = start(*stages)
+
+    assert session.advance()
+    first = server.active
+    server.end("a", {"n": 3})
+    assert session.advance()
+    second = server.active
+    server.end("b")
+    assert session.advance()
+    third = server.active
+    server.end("c")
+    assert session.advance()
+    server.end("d")
+
+    assert not session.advance()
+    assert (first, second, third) == (["a"], ["b", "c"], ["c"])
+    assert arguments(server, "b") == {"n": 3}
+    assert session.conclude().message == "all stages are complete: a, b, c, d"
+
+
+def test_new_process_continues_with_the_active_runs(server: FakeRuns) -> None:
+    stages = [step("a"), step("b", needs=[]), step("c")]
+    start(*stages).advance()
+
+    session = start(*stages)
+    session.advance()
+
+    assert server.active == ["a", "b"]
+    server.end("a")
+    server.end("b")
+    session.advance()
+    assert server.active == ["c"]
+
+
+def test_false_condition_skips_a_stage_and_those_that_use_it(server: FakeRuns) -> None:
+    stages = [
+        step("eval"),
+        step("train", when="${stage.eval.result.score} > 0.6"),
+        step("export", args={"path": "${stage.train.result}"}),
+        step("report"),
+    ]
+    session = start(*stages)
+    session.advance()
+    server.end("eval", {"score": 0.5})
+
+    session.advance()
+
+    assert server.active == ["report"]
+    assert server.skipped == {
+        "train": "its condition is false: ${stage.eval.result.score} > 0.6",
+        "export": "it uses a value of stage train, which was skipped",
+    }
+    server.end("report")
+    assert not session.advance()
+    state = session.conclude()
+    assert state.type is StateType.COMPLETED
+    assert state.message is not None
+    assert state.message.startswith("complete: eval, report; stage train: skipped, because its ")
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ({"score": "high"}, "when: the text 'high' cannot be compared with 0.6"),
+        ({"sc": 1}, "when: the result has no key 'score'; it has sc"),
+    ],
+)
+def test_condition_without_a_value_fails_the_pipeline(
+    server: FakeRuns, result: object, message: str
+) -> None:
+    session = start(step("eval"), step("train", when="${stage.eval.result.score} > 0.6"))
+    session.advance()
+    server.end("eval", result)
+
+    assert not session.advance()
+    assert session.conclude().message == f"stage train: USER_ERROR: {message}"
+
+
+def test_step_without_a_usable_result_fails_and_is_repeated_on_request(server: FakeRuns) -> None:
+    session = start(step("a"), step("b"))
+    session.advance()
+    server.end("a")
+    [run] = server.runs
+    (RunPlace.of(run.name).attempt(1).directory / "result.json").write_text("{")
+
+    assert not session.advance()
+    message = session.conclude().message
+    assert message is not None and "stage a: USER_ERROR: the result" in message
+    server.runs[0] = replace(run, ended_at=START - timedelta(seconds=1), ending=RunState.COMPLETED)
+    start(step("a"), step("b")).advance()
+    assert [(run.stage, run.number) for run in server.runs] == [("a", 1), ("a", 2)]
+
+
+def test_equal_step_of_an_earlier_pipeline_is_not_repeated(server: FakeRuns) -> None:
+    first = start(step("a", cache="inputs", args={"n": 1}))
+    first.advance()
+    server.end("a", {"n": 5})
+    [run] = server.runs
+    [tag] = [tag for tag in server.tags["a"] if tag.startswith("cache:")]
+    state = State(type=StateType.COMPLETED)
+    server.cache[tag] = FlowRun(
+        id=UUID(run.flow_run_id), flow_id=uuid4(), name=run.name, state=state
+    )
+    server.runs[0] = replace(run, stage="of-another-pipeline", ending=RunState.COMPLETED)
+
+    stages = [
+        step("again", cache="inputs", args={"n": 1}),
+        step("other", needs=[], cache="inputs", args={"n": 2}),
+        step("use", needs=["again"], args={"n": "${stage.again.result.n}"}),
+    ]
+    session = start(*stages)
+    session.advance()
+    session.advance()
+
+    assert [run.stage for run in server.cached] == ["again"]
+    assert server.active == ["other", "use"]
+    assert arguments(server, "use") == {"n": 5}
+
+
+def test_best_point_of_a_matrix_is_handed_over_and_shown(server: FakeRuns) -> None:
+    grid = step(
+        "grid", matrix={"lr": [1, 2, 3]}, at_most=2, best={"by": "score"}, on_failure="continue"
+    )
+    args = {
+        "lr": "${stage.grid.best.point.lr}",
+        "run": "${stage.grid.best.run_id}",
+        "all": "${stage.grid.results}",
+    }
+    session = start(grid, step("use", args=args))
+    session.advance()
+    assert server.active == ["grid.1", "grid.2"]
+    server.end("grid.1", {"score": 0.2})
+    server.end("grid.2", {"score": 0.9})
+    session.advance()
+    assert server.active == ["grid.3"]
+    server.end("grid.3", ending=RunState.FAILED)
+
+    session.advance()
+
+    assert arguments(server, "use") == {
+        "lr": 2,
+        "run": "grid.2-run-1",
+        "all": [
+            {"point": {"lr": 1}, "result": {"score": 0.2}},
+            {"point": {"lr": 2}, "result": {"score": 0.9}},
+        ],
+    }
+    shown = server.artifacts["points-grid"]
+    assert shown.headline == "grid: 3 of 3 points ended, best score 0.9 at point 2"
+    rows = json.loads(shown.data)
+    assert rows[1] == {
+        "point": "2",
+        "lr": "2",
+        "state": "Completed",
+        "figure": "0.9",
+        "best": "best",
+    }
+    assert rows[2]["state"] == "Failed"
+
+
+def test_process_hands_over_a_pipeline_with_active_runs(
+    server: FakeRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages: list[str | None] = []
+    monkeypatch.setattr(
+        session_module.flow_process,
+        "hand_over_flow_run",
+        lambda _client, _id, state: messages.append(state.message),
+    )
+    session = start(step("a"), step("b", needs=[]), step("c"))
+    session.advance()
+    session.let_go("its worker stops")
+
+    with pytest.raises(Pause):
+        session.advance()
+
+    assert messages and "stage a, b continues" in str(messages[0])
+    assert server.active == ["a", "b"]
