@@ -35,7 +35,9 @@ def train(spec: RunSpec) -> State[None]:
     """Run one training: start its components in order, watch them, and leave nothing behind.
 
     Args:
-        spec: The components of the run, and the condition for its success.
+        spec: The components of the run, and the condition for its success. The form shows the keys
+            that people change most. All other keys keep their values. To see or change them, choose
+            `Use JSON input` in the menu of this field.
     """
     try:
         with open_run(spec) as run:

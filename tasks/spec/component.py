@@ -91,6 +91,8 @@ class ComponentStop(Stop):
 class Component(Model):
     """A program of the run, with all processes that the program starts."""
 
+    keys_outside_form = ("launcher", "cwd", "ports", "ready", "live", "on_exit_zero", "stop")
+
     launcher: Launcher = Field(
         "process",
         description="Kind of the component. process: a process of this machine. ray_job: a job "

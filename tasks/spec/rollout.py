@@ -507,6 +507,26 @@ class FleetWeights(Model):
 class Rollout(Model):
     """Fleet of inference servers behind one gateway, whose address is `${rollout.url}`."""
 
+    keys_outside_form = (
+        "expert_parallel",
+        "data_parallel",
+        "dp_attention",
+        "cwd",
+        "stop",
+        "start_within_s",
+        "host",
+        "require_token",
+        "concurrency",
+        "queue_size",
+        "queue_timeout_s",
+        "session_by_user",
+        "paths",
+        "health",
+        "recovery",
+        "weights",
+        "placement",
+    )
+
     backend: Backend | None = Field(
         None,
         description="Program that serves the model: SGLang, LMDeploy, vLLM, or your own `command`.",

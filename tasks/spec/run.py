@@ -53,6 +53,8 @@ _ON_EXIT_ZERO: dict[str, OnExitZero] = {"trainer": "complete", "environment": "c
 class Gang(Model):
     """GPUs that the run needs. Muster starts the run only when all of them are free."""
 
+    keys_outside_form = ("cpus_per_gpu",)
+
     nodes: Count = Field(
         1,
         description="Number of nodes. More than 1 is possible only for a run on Ray.",
@@ -127,6 +129,8 @@ class Ray(Model):
 
 class Progress(Model):
     """Source from which Muster reads the current step of the run."""
+
+    keys_outside_form = ("every_s",)
 
     http: Url | None = Field(
         None,
@@ -215,6 +219,20 @@ class RunSpec(Document):
     The names of placeholders are not checked here, but in `loading.parse_spec`.
     """
 
+    keys_outside_form = (
+        "cwd",
+        "code",
+        "start_from",
+        "run_id",
+        "ray",
+        "on_lost_flow",
+        "containment",
+        "start_order",
+        "finish_within_s",
+        "watch",
+        "tracker",
+    )
+
     name: SpecName = Field(
         description="Name of the training. The id of the run begins with it.",
         examples=["quickstart"],
@@ -291,8 +309,8 @@ class RunSpec(Document):
     )
     components: Components = Field(
         description="Programs of the run, and its fleet of inference servers. They start in this "
-        "order unless `start_order` says otherwise, and stop in reverse order. The form has fields "
-        "for api, rollout, trainer and environment. To add another component in the form, choose "
+        "order unless `start_order` says otherwise, and stop in reverse order. The form in the "
+        "UI shows the usual components and keys. To see or change all of them in the form, choose "
         "`Use JSON input` in the menu of this field.",
         examples=[{"trainer": {"command": ["python", "train.py"]}}],
         json_schema_extra={"position": LAST},

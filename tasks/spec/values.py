@@ -9,6 +9,8 @@ The JSON schema is adapted to the form in the Prefect UI:
   In the adapted schema, such a field is an empty box. The form sends nothing if it stays empty.
 - The form orders fields by `position`, because a Prefect server on PostgreSQL does not keep the
   order of keys.
+- The form shows the keys in `properties`. Rarely used keys are in `patternProperties`. The form
+  does not show these keys, but keeps their values, and the Prefect server checks the values.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping
 from datetime import date
 from decimal import Decimal, InvalidOperation
-from typing import Annotated, Any, Self, TypeGuard, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeGuard, TypeVar
 
 import yaml
 from pydantic import (
@@ -49,6 +51,24 @@ LEFT_OUT = "Left out"
 #: Value of `position` in the JSON schema for a field that the form shows last, because the field
 #: takes much space.
 LAST = 1000
+#: Key of a mapping's JSON schema: names of all keys of the mapping, in the order of the model.
+_ALL_KEYS = "x-keys"
+
+
+def list_key_schemas(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the JSON schema of each key of a mapping, including the keys outside the form.
+
+    All schemas are adapted to the form.
+
+    Args:
+        schema: JSON schema of a mapping of a spec.
+    """
+    outside_form = {
+        pattern.removeprefix("^").removesuffix("$"): _adapt_field(key_schema)
+        for pattern, key_schema in schema.get("patternProperties", {}).items()
+    }
+    key_schemas = {**schema["properties"], **outside_form}
+    return {key: key_schemas[key] for key in schema.get(_ALL_KEYS, key_schemas)}
 
 
 def adapt_form_properties(properties: dict[str, Any]) -> dict[str, Any]:
@@ -99,6 +119,9 @@ class Model(BaseModel):
     nothing after it) counts as omitted.
     """
 
+    #: Rarely used keys that the form in the Prefect UI does not show.
+    keys_outside_form: ClassVar[tuple[str, ...]] = ()
+
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
@@ -122,7 +145,15 @@ class Model(BaseModel):
     ) -> JsonSchemaValue:
         json_schema = handler(schema)
         model = handler.resolve_ref_schema(json_schema)
-        model["properties"] = adapt_form_properties(model["properties"])
+        key_schemas = model["properties"]
+        model["properties"] = adapt_form_properties(
+            {key: key_schemas[key] for key in key_schemas if key not in cls.keys_outside_form}
+        )
+        if cls.keys_outside_form:
+            model["patternProperties"] = {
+                f"^{key}$": key_schemas[key] for key in cls.keys_outside_form
+            }
+            model[_ALL_KEYS] = list(key_schemas)
         return json_schema
 
     @model_validator(mode="wrap")
@@ -463,7 +494,7 @@ def _to_fault(error: ErrorDetails) -> Fault:
         problem = "must not be empty"
     elif kind in _EXPECTED:
         expectation, remedy = _EXPECTED[kind]
-        if kind in _NUMBER_TYPES and isinstance(value, str):
+        if kind in _NUMBER_TYPES:
             remedy = _suggest_number(value, is_whole=kind == "int_type")
         problem = f"must be {expectation.format(**context)}, found {describe_value(value)}"
 
@@ -472,14 +503,20 @@ def _to_fault(error: ErrorDetails) -> Fault:
     return Fault(path=".".join(map(str, place)), problem=problem, remedy=remedy)
 
 
-def _suggest_number(text: str, *, is_whole: bool) -> str:
-    """Return the remedy for a text that should be a number: a number that YAML can read.
+def _suggest_number(value: object, *, is_whole: bool) -> str:
+    """Return the remedy for a value that should be a number: a number that YAML can read.
 
     Args:
-        text: The text, such as `1.0e3`, `1_000` or `0x10`.
+        value: The value in the spec. It may be a text, such as `1.0e3`, `1_000` or `0x10`, or a
+            number with a fraction where a whole number is required.
         is_whole: True if the number must be a whole number.
     """
     example = "10" if is_whole else "1.5"
+    if isinstance(value, float) and value.is_integer() and abs(value) < 10**_MAX_DECIMAL_DIGITS:
+        return f"write {value:.0f}"
+    if not isinstance(value, str):
+        return f"write a {'whole ' if is_whole else ''}number, for example {example}"
+    text = value
     try:
         number = Decimal(int(text, 0) if text[:2].lower() in ("0x", "0o", "0b") else text)
     except (ValueError, InvalidOperation):
@@ -502,8 +539,8 @@ _EXPECTED: dict[str, tuple[str, str]] = {
     "string_type": ("text", ""),
     "invalid_key": ("text", "write it in quotes"),
     "string_pattern_mismatch": ("text that matches the pattern {pattern}", ""),
-    "int_type": ("a whole number", "write it without quotes"),
-    "float_type": ("a number", "write it without quotes"),
+    "int_type": ("a whole number", ""),
+    "float_type": ("a number", ""),
     "finite_number": ("a finite number", ""),
     "bool_type": ("true or false", ""),
     "tuple_type": ("a list", "write [ITEM, ...]"),

@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel
 
 from tasks.show.markdown import markdown_table
+from tasks.spec.values import list_key_schemas
 
 Schema = Mapping[str, Any]
 
@@ -61,7 +62,7 @@ def build_reference(model: type[BaseModel]) -> str:
 def examples(model: type[BaseModel]) -> Iterator[Example]:
     """Yield every example value that the reference of a spec shows."""
     for part in parts(model):
-        for key, schema in part.schema["properties"].items():
+        for key, schema in list_key_schemas(part.schema).items():
             for value in schema.get("examples", ())[:1]:
                 yield Example(part=part.path, key=key, value=value)
 
@@ -77,7 +78,7 @@ def parts(model: type[BaseModel]) -> tuple[Part, ...]:
     paths_of_model: dict[str, list[str]] = {}
 
     def visit(path: str, schema: Schema) -> None:
-        for key, value_schema in schema["properties"].items():
+        for key, value_schema in list_key_schemas(schema).items():
             for suffix, name in _models_in(value_schema, root):
                 value_path = f"{path}.{key}{suffix}" if path else f"{key}{suffix}"
                 paths = paths_of_model.setdefault(name, [])
@@ -157,7 +158,7 @@ class _Section:
                 _describe_default(schema, key in required),
                 _describe_meaning(schema),
             )
-            for key, schema in part.schema["properties"].items()
+            for key, schema in list_key_schemas(part.schema).items()
         ]
         return "\n".join([*lines, markdown_table(("key", "value", "default", "meaning"), rows)])
 

@@ -25,6 +25,7 @@ from tasks.server import flow_process
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.pipeline import PipelineSpec
 from tasks.spec.run import RunSpec
+from tasks.spec.values import list_key_schemas
 
 ROOT = Path(__file__).resolve().parents[2]
 SAVED = ROOT / "tests" / "data" / "contract.json"
@@ -99,7 +100,8 @@ def _schema_keys(model: type[BaseModel]) -> Iterator[tuple[str, Any]]:
         for choice in ("anyOf", "oneOf", "allOf"):
             for option in node.get(choice, ()):
                 yield from walk(option, path, seen)
-        for key, value in node.get("properties", {}).items():
+        key_schemas = list_key_schemas(node) if "properties" in node else {}
+        for key, value in key_schemas.items():
             own = f"{path}.{key}".lstrip(".")
             simple = {name: value[name] for name in ("type", "enum", "default") if name in value}
             yield own, simple

@@ -49,10 +49,20 @@ def test_form_has_labels_descriptions_and_default_values(stack: UiStack, ui: Ui)
     assert "Field (Optional)" not in form_text
     expect(ui.field("name")).to_have_value("quickstart")
     expect(ui.field("total (Optional)")).to_have_value("60")
-    expect(ui.field("grace_s (Optional)")).to_have_value("10")
     # The form shows an optional key as an empty text field, not as a choice between a text and
     # None.
     expect(ui.field("checkpoints (Optional)")).to_have_value("")
+
+
+def test_form_has_no_fields_for_rarely_used_keys(stack: UiStack, ui: Ui) -> None:
+    form = ui.open_form(read_deployment(stack, "quickstart")["id"])
+
+    form_text = form.inner_text()
+    for key in ("containment", "on_lost_flow", "launcher", "grace_s", "every_s"):
+        assert f"{key} (Optional)" not in form_text
+    # height in pixels; the fields of all keys would need about 14000
+    box = form.bounding_box()
+    assert box is not None and box["height"] < 7000
 
 
 @pytest.mark.parametrize("name", ["quickstart", "quickstart-fleet", "quickstart-ray"])
@@ -75,13 +85,20 @@ def test_unchanged_form_submits_the_spec_of_the_deployment(
 
 
 def test_changed_value_in_the_form_reaches_the_run(stack: UiStack, ui: Ui) -> None:
+    deployment = read_deployment(stack, "quickstart")
     before = stack.newest_run("train/quickstart")
 
-    ui.open_form(read_deployment(stack, "quickstart")["id"])
+    ui.open_form(deployment["id"])
     ui.field("total (Optional)").fill("7")
     ui.page.get_by_label("step", exact=True).nth(1).fill("7")
+    ui.page.get_by_label("checkpoints (Optional)").nth(1).fill("${run.dir}/from-form")
     run = submit_form(stack, ui, "quickstart", before)
 
+    trainer = run["parameters"]["spec"]["components"]["trainer"]
+    trainer_of_deployment = deployment["parameters"]["spec"]["components"]["trainer"]
+    # `ready` and the other keys without a field keep the values of the deployment
+    assert trainer_of_deployment["ready"]
+    assert trainer == {**trainer_of_deployment, "checkpoints": "${run.dir}/from-form"}
     ended = stack.until_state(run["id"], "Completed", "Failed", "Crashed")
     assert ended["state"]["message"] == "step 7 of 7"
 

@@ -28,6 +28,7 @@ from tasks.spec.loading import parse_spec
 from tasks.spec.pipeline import PipelineSpec, load_pipeline
 from tasks.spec.rollout import Rollout
 from tasks.spec.run import RunSpec
+from tasks.spec.values import list_key_schemas
 from tests.documents import listed_runs, spec_reference
 from tests.documents.__main__ import documents as made_documents
 from tests.support.command_checks import muster_verbs
@@ -249,7 +250,7 @@ def test_every_key_has_a_description(model: type[RunSpec | PipelineSpec]) -> Non
     undescribed = [
         f"{part.path}.{key}"
         for part in spec_reference.parts(model)
-        for key, schema in part.schema["properties"].items()
+        for key, schema in list_key_schemas(part.schema).items()
         if not schema.get("description")
     ]
 
