@@ -105,6 +105,20 @@ VERBS = {
             checks=("tasks.spec.loading:load_spec",),
         ),
         Verb(
+            name="deployments",
+            function="tasks.train.deployed:deployments",
+            summary="list deployments with their schedules",
+            example="muster deployments",
+            guide="schedules.md",
+        ),
+        Verb(
+            name="undeploy",
+            function="tasks.train.deployed:undeploy",
+            summary="remove a deployment with its schedules",
+            example="muster undeploy NAME",
+            guide="schedules.md",
+        ),
+        Verb(
             name="pipeline",
             function="flows.pipeline:command",
             summary="run several specs in sequence",

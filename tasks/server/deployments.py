@@ -11,12 +11,15 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
+from itertools import count
 from typing import Any, Literal
 from zoneinfo import ZoneInfo
 
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import DeploymentScheduleCreate, DeploymentUpdate
+from prefect.client.schemas.filters import FlowFilter
 from prefect.client.schemas.objects import (
     ConcurrencyLimitStrategy,
     ConcurrencyOptions,
@@ -29,11 +32,14 @@ from prefect.client.schemas.schedules import (
     IntervalSchedule,
     RRuleSchedule,
 )
+from prefect.client.schemas.sorting import DeploymentSort
 from prefect.exceptions import ObjectNotFound
 from prefect.server.schemas import schedules as server_schedules
 
 from tasks.spec.formatting import format_count, format_duration
 
+#: Number of deployments that one request returns at most. The server allows no more.
+_PAGE = 200
 #: Slug of the schedule that `muster deploy --cron` makes. Schedules that a person makes in the
 #: Prefect UI have no slug.
 CRON_SLUG = "cron"
@@ -46,6 +52,31 @@ WORKING_DIR = "working_dir"
 #: Pattern of the deployment descriptions that Muster writes, for example
 #: "/home/a/spec.yaml, of the project /home/a."
 _WRITTEN_DESCRIPTION = re.compile(r"/.*, of the project /.*\.", re.DOTALL)
+
+
+def list_deployments(
+    client: SyncPrefectClient, flows: Sequence[str]
+) -> list[tuple[str, DeploymentResponse]]:
+    """Return the name `FLOW/NAME` and the deployment, for all deployments of some flows.
+
+    Args:
+        client: Client of the Prefect server.
+        flows: Names of the flows. The result has the same order, and then the order of the names.
+    """
+    named = []
+    for flow in flows:
+        flow_filter = FlowFilter.model_validate({"name": {"any_": [flow]}})
+        for offset in count(step=_PAGE):
+            page = client.read_deployments(
+                flow_filter=flow_filter,
+                sort=DeploymentSort.NAME_ASC,
+                limit=_PAGE,
+                offset=offset,
+            )
+            named += [(f"{flow}/{deployment.name}", deployment) for deployment in page]
+            if len(page) < _PAGE:
+                break
+    return named
 
 
 def find_deployment(client: SyncPrefectClient, name: str) -> DeploymentResponse | None:
@@ -90,7 +121,7 @@ def renew_deployment(
         "tags": merge_tags(tags, existing.tags, previous_spec),
         "job_variables": _merge_job_variables(existing, working_dir),
     }
-    if not existing.description or _WRITTEN_DESCRIPTION.fullmatch(existing.description):
+    if not existing.description or is_description_of_muster(existing.description):
         changes["description"] = description
     client.update_deployment(existing.id, DeploymentUpdate(**changes))
 
@@ -206,12 +237,17 @@ def remove_cron(client: SyncPrefectClient, existing: DeploymentResponse) -> None
             client.delete_deployment_schedule(existing.id, schedule.id)
 
 
+def is_description_of_muster(description: str | None) -> bool:
+    """Return True if `muster deploy` wrote the description of a deployment."""
+    return _WRITTEN_DESCRIPTION.fullmatch(description or "") is not None
+
+
 def describe_schedules(deployment: DeploymentResponse, now: datetime) -> Iterator[str]:
     """Yield one line for each schedule of a deployment, with the time of the next start."""
     if not deployment.schedules:
         yield "none: runs start only by hand"
     for schedule in deployment.schedules:
-        rule = _describe_rule(schedule.schedule)
+        rule = describe_rule(schedule.schedule)
         parameters = ", with its own parameters" if schedule.parameters else ""
         yield f"{rule}{parameters}; {_describe_start(deployment, schedule, now)}"
 
@@ -221,7 +257,22 @@ def _read_zone(schedule: SCHEDULE_TYPES) -> str:
     return getattr(schedule, "timezone", None) or "UTC"
 
 
-def _describe_rule(schedule: SCHEDULE_TYPES) -> str:
+def find_start_of_deployment(deployment: DeploymentResponse, now: datetime) -> datetime | None:
+    """Return the next start of a deployment by its schedules, or None if there is none.
+
+    A paused schedule, and a schedule whose dates the server cannot compute, starts no run.
+    """
+    if deployment.paused:
+        return None
+    starts = []
+    for schedule in deployment.schedules:
+        if schedule.active:
+            with suppress(ValueError):
+                starts.append(find_next_start(schedule.schedule, now))
+    return min((start for start in starts if start is not None), default=None)
+
+
+def describe_rule(schedule: SCHEDULE_TYPES) -> str:
     """Return a description of a schedule's rule, such as `cron "0 3 * * *" in UTC`."""
     zone = f" in {_read_zone(schedule)}"
     match schedule:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
+import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -14,11 +18,13 @@ from prefect.client.schemas.actions import DeploymentScheduleCreate
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.runner import Runner
 from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import Running, Scheduled
 
 from deployments.stack.deploying import deploy_project
 from deployments.stack.env import PROJECT_FILE, ROOT
 from deployments.upkeep import SERVED, deployment_options
 from tasks.command import do
+from tasks.server.deployments import find_deployment
 from tasks.spec.pipeline import STAGE_DEPLOYMENT
 from tests.support.prefect_api import send_request
 
@@ -95,6 +101,75 @@ def test_renewed_deployment_keeps_what_a_person_changed_in_the_ui(
     assert remaining_schedules == {
         schedule["id"]: schedule for schedule in before["schedules"] if schedule["slug"] is None
     }
+
+
+def test_deployments_lists_spec_schedule_and_next_start(
+    client: SyncPrefectClient, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"listed-{uuid4().hex[:6]}"
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(yaml.safe_dump(SPEC))
+    assert do(["deploy", str(spec), "--name", name, "--cron", "0 3 * * *"]) == 0
+    capsys.readouterr()
+
+    code = do(["deployments", "--json"])
+
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    row = rows[f"train/{name}"]
+    assert code == 0
+    assert STAGE_DEPLOYMENT in rows
+    assert row["spec"] == SPEC["name"]
+    assert row["schedules"] == ['cron "0 3 * * *" in UTC']
+    assert datetime.fromtimestamp(row["next_start"], UTC).hour == 3
+    assert row["next_start"] > time.time()
+    assert row["paused"] is False
+    assert do(["undeploy", name]) == 0
+
+
+def test_undeploy_cancels_waiting_runs_and_keeps_running_runs(
+    client: SyncPrefectClient, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"removed-{uuid4().hex[:6]}"
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(yaml.safe_dump(SPEC))
+    assert do(["deploy", str(spec), "--name", name, "--cron", "0 3 * * *"]) == 0
+    deployment = client.read_deployment_by_name(f"train/{name}")
+    states = {"waiting": Scheduled(), "running": Running()}
+    runs = {
+        state_name: client.create_flow_run_from_deployment(deployment.id, state=state)
+        for state_name, state in states.items()
+    }
+    capsys.readouterr()
+
+    code = do(["undeploy", f"train/{name}"])
+
+    output = capsys.readouterr().out
+    ends = {state_name: client.read_flow_run(run.id).state for state_name, run in runs.items()}
+    assert code == 0
+    assert find_deployment(client, f"train/{name}") is None
+    assert ends["waiting"] is not None and ends["waiting"].is_cancelled()
+    assert f"its deployment train/{name} was removed" in (ends["waiting"].message or "")
+    assert ends["running"] is not None and ends["running"].is_running()
+    assert re.search(r"-sft-\S+ was waiting, and is cancelled", output)
+    assert re.search(r"-sft-\S+ is running, and continues", output)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nightl", "there is no deployment nightl. The server has train/any"),
+        ("ani", "did you mean `any`? The server has train/any"),
+        ("any", "train/any cannot be removed, because `muster submit`"),
+    ],
+)
+def test_undeploy_refuses_unknown_and_required_deployments(
+    client: SyncPrefectClient, name: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = do(["undeploy", name])
+
+    assert code == 2
+    assert message in capsys.readouterr().err
+    assert find_deployment(client, STAGE_DEPLOYMENT) is not None
 
 
 def test_overlap_sets_the_concurrency_limit_on_the_server(

@@ -1,0 +1,242 @@
+"""List and remove deployments: the commands `muster deployments` and `muster undeploy`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from json import dumps
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.schemas.responses import DeploymentResponse
+from prefect.states import Cancelled
+
+from tasks.processes.identity import host_name
+from tasks.queue.ledger import parse_request
+from tasks.server.deployments import (
+    describe_rule,
+    find_start_of_deployment,
+    is_description_of_muster,
+    list_deployments,
+)
+from tasks.server.flow_runs import cancel, propose_state, read_flow_runs
+from tasks.show.arguments import AsJson
+from tasks.show.output import is_on_terminal, one_line
+from tasks.spec.errors import BadArgument
+from tasks.spec.formatting import join_commas, suggest_name
+from tasks.spec.pipeline import STAGE_DEPLOYMENT
+from tasks.train.deploying import TRAIN_FLOW, connect_to_configured_server
+
+#: Names of the flows whose deployments a user creates, in the order of the list.
+_FLOWS = (TRAIN_FLOW, "pipeline")
+_HEAD = ("deployment", "spec", "schedule", "next start", "pool/queue")
+#: Prefect state types of flow runs that have no process yet. Prefect deletes or crashes such a flow
+#: run if its deployment is removed.
+_WAITING_TYPES = ("SCHEDULED", "PENDING")
+#: Prefect state types of flow runs that have a process.
+_RUNNING_TYPES = ("RUNNING", "CANCELLING")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployed:
+    """One deployment, as `muster deployments --json` shows it."""
+
+    #: Name of the deployment with its flow, such as `train/nightly`.
+    name: str
+    #: The key `name` of the spec. Empty if the deployment contains no spec.
+    spec: str
+    #: Description of the deployment. `muster deploy` writes the path of the spec into it.
+    description: str
+    #: Rules of the schedules, such as `cron "0 3 * * *" in UTC`. Empty if runs start only by hand.
+    schedules: tuple[str, ...]
+    #: Time of the next start in UTC epoch seconds. None if no schedule will start a run.
+    next_start: float | None
+    #: True if the deployment is paused, or if it has schedules and all of them are paused.
+    paused: bool
+    #: Name of the work pool. Empty if a process serves the deployment without a work pool.
+    pool: str
+    #: Name of the queue of the work pool. Empty if there is no work pool.
+    queue: str
+
+    @staticmethod
+    def of_deployment(name: str, deployment: DeploymentResponse, now: datetime) -> Deployed:
+        """Convert a deployment of the Prefect server.
+
+        Args:
+            name: Name of the deployment with its flow.
+            deployment: The deployment.
+            now: The present time.
+        """
+        spec = deployment.parameters.get("spec")
+        start = find_start_of_deployment(deployment, now)
+        schedules = deployment.schedules
+        return Deployed(
+            name=name,
+            spec=str(spec.get("name", "")) if isinstance(spec, Mapping) else "",
+            description=deployment.description or "",
+            schedules=tuple(describe_rule(schedule.schedule) for schedule in schedules),
+            next_start=start.timestamp() if start is not None else None,
+            paused=deployment.paused
+            or (bool(schedules) and not any(schedule.active for schedule in schedules)),
+            pool=deployment.work_pool_name or "",
+            queue=deployment.work_queue_name or "",
+        )
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The texts about this deployment, in the order of the columns of the list."""
+        if self.paused:
+            start = "paused"
+        elif self.next_start is None:
+            start = "by hand" if not self.schedules else "none"
+        else:
+            start = f"{datetime.fromtimestamp(self.next_start, UTC):%Y-%m-%d %H:%M} UTC"
+        place = "/".join(filter(None, (self.pool, self.queue)))
+        texts = (self.name, self.spec, "; ".join(self.schedules), start, place)
+        return tuple(map(one_line, texts))
+
+
+def deployments(*, json: AsJson = False) -> None:
+    """List the deployments of the Prefect server: their specs, schedules and queues.
+
+    Exit: 0 listed, also if there are no deployments; 1 no server answers.
+
+    Args:
+        json: Print a list of objects as JSON.
+    """
+    now = datetime.now(UTC)
+    with connect_to_configured_server() as client:
+        rows = [
+            Deployed.of_deployment(name, deployment, now)
+            for name, deployment in list_deployments(client, _FLOWS)
+        ]
+    if json:
+        print(dumps([asdict(row) for row in rows], indent=2))
+    elif not rows:
+        print("There are no deployments: muster deploy SPEC creates one.", file=sys.stderr)
+    elif is_on_terminal():
+        for line in _format_table(rows):
+            print(line)
+    else:
+        for row in rows:
+            print("\t".join(row.cells))
+
+
+def _format_table(rows: list[Deployed]) -> Iterator[str]:
+    """Yield the lines of the list of deployments for a terminal, with a line of headings."""
+    cells = [_HEAD, *(row.cells for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for line in cells:
+        padded = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        yield "  ".join(padded).rstrip()
+
+
+def undeploy(
+    name: Annotated[str, Parameter(help="Name of the deployment, such as `train/nightly`.")], /
+) -> None:
+    """Remove a deployment with its schedules.
+
+    Runs of the deployment that wait are cancelled. Running runs continue, but get no further
+    attempt, because the queue starts an attempt only with the deployment.
+
+    Exit: 0 removed; 1 no server answers; 2 there is no such deployment, and nothing was done.
+    """
+    with connect_to_configured_server() as client:
+        named = dict(list_deployments(client, _FLOWS))
+        full_name = _find_name(name, [*named])
+        if full_name == STAGE_DEPLOYMENT:
+            raise BadArgument(
+                f"{full_name} cannot be removed, because `muster submit` and pipelines start runs "
+                "with it"
+            )
+        deployment = named[full_name]
+        # First remove the schedules, so that no schedule adds a run after the runs were read.
+        for schedule in deployment.schedules:
+            client.delete_deployment_schedule(deployment.id, schedule.id)
+        runs = [*_read_runs(client, deployment)]
+        message = f"cancelled by muster on {host_name()}: its deployment {full_name} was removed"
+        waiting_runs = [run for run in runs if _get_type(run) in _WAITING_TYPES]
+        for run in waiting_runs:
+            _cancel_waiting_run(client, run, message)
+        client.delete_deployment(deployment.id)
+
+    print(f"The deployment {full_name} was removed.")
+    for run in waiting_runs:
+        print(f"  {one_line(parse_request(run).name)} was waiting, and is cancelled")
+    for run in runs:
+        if run not in waiting_runs:
+            run_id = one_line(parse_request(run).name)
+            print(f"  {run_id} is running, and continues without further attempts")
+            print(f"    end  muster cancel {run_id}")
+    if not is_description_of_muster(deployment.description):
+        print("If prefect.yaml lists this deployment, the next `muster up` creates it again.")
+
+
+def _cancel_waiting_run(client: SyncPrefectClient, run: FlowRun, message: str) -> None:
+    """Cancel a run that has no process yet, with a message that names the reason.
+
+    Args:
+        client: Client of the Prefect server.
+        run: The run as it was read from the server.
+        message: Message of the run's state.
+    """
+    state = run.state
+    # For a run without a process, the server replaces Cancelling by Cancelled without a message. So
+    # set Cancelled here, unless the run has changed its state in the meantime.
+    if state is not None and state.is_scheduled():
+        cancelled: State[Any] = Cancelled(message=message)
+        if propose_state(client, str(run.id), state, cancelled):
+            return
+    cancel(client, run.id, message)
+
+
+def _find_name(name: str, full_names: list[str]) -> str:
+    """Return the full name of a deployment, such as `train/nightly`.
+
+    Args:
+        name: The name with or without its flow.
+        full_names: Names of all deployments.
+
+    Raises:
+        BadArgument: No deployment has the name, or deployments of two flows have it.
+    """
+    matches = [full_name for full_name in full_names if name in (full_name, _get_end(full_name))]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise BadArgument(f"{name} is ambiguous: write {join_commas(matches)}")
+    suggestion = suggest_name(name, [*full_names, *map(_get_end, full_names)])
+    known = f"The server has {join_commas(full_names) or 'no deployments'}."
+    raise BadArgument(f"there is no deployment {name}. {suggestion} {known}".replace("  ", " "))
+
+
+def _get_end(full_name: str) -> str:
+    return full_name.partition("/")[2]
+
+
+def _get_type(run: FlowRun) -> str:
+    return run.state.type.value if run.state is not None else _WAITING_TYPES[0]
+
+
+def _read_runs(client: SyncPrefectClient, deployment: DeploymentResponse) -> Iterator[FlowRun]:
+    """Yield the runs of a deployment that wait or run, without starts that a schedule plans."""
+    criteria: dict[str, Any] = {
+        "deployment_id": {"any_": [str(deployment.id)]},
+        "state": {"type": {"any_": [*_WAITING_TYPES, *_RUNNING_TYPES]}},
+    }
+    now = datetime.now(UTC)
+    for run in read_flow_runs(client, criteria):
+        expected_start = run.expected_start_time
+        is_planned = (
+            run.auto_scheduled
+            and _get_type(run) == _WAITING_TYPES[0]
+            and run.run_count == 0
+            and expected_start is not None
+            and expected_start > now
+        )
+        if not is_planned:
+            yield run
