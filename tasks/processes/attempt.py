@@ -887,7 +887,9 @@ class SupervisedAttempt:
 
     def _fail_by_exit(self, component: RunningComponent, exit: Exit) -> None:
         ended = str(exit) if exit.signal is not None else f"ended with {exit}"
-        before = "" if component.is_ready else " before it was ready"
+        ready = component.plan.ready
+        is_preparation = ready is not None and ready.exit is not None
+        before = "" if component.is_ready or is_preparation else " before it was ready"
         early = " while it should have stayed" if exit.is_zero else ""
         message = f"{component} {ended}{before or early} after {component.seconds_alive():.1f} s"
         if self._progress.is_finished:

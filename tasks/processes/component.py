@@ -410,7 +410,10 @@ class RunningComponent(ABC):
             ComponentFailed: The probe did not succeed in time, or a process that is not part of
                 this run listens on a port of the component.
         """
-        if (ready := self.plan.ready) is not None:
+        ready = self.plan.ready
+        if ready is not None and ready.exit is not None:
+            await self._until_exit(ready.limit_s)
+        elif ready is not None:
             probe = self._probe(ready)
             assert probe is not None
 
@@ -418,7 +421,7 @@ class RunningComponent(ABC):
                 self._emit("probe.failed", self.name, reason=reason)
 
             try:
-                async with asyncio.timeout(ready.within_s):
+                async with asyncio.timeout(ready.limit_s):
                     await wait_for_success(probe, every_s=ready.every_s, on_no=on_no)
             except TimeoutError:
                 # Check once more. The component may have become ready while this process had no CPU
@@ -437,14 +440,39 @@ class RunningComponent(ABC):
             await forever()
         self.mark_ready()
 
+    async def _until_exit(self, limit_s: float | None) -> None:
+        """Wait until a preparation step has ended, with any exit code.
+
+        Args:
+            limit_s: Time limit in seconds. None if there is no limit.
+
+        Raises:
+            ComponentFailed: The step did not end in time.
+        """
+        await asyncio.wait([self.exited], timeout=limit_s)
+        if not self.exited.done():
+            message = f"has not ended after {self.seconds_alive():.0f} s (ready.within_s)"
+            kind = FailureKind.NOT_READY
+            raise ComponentFailed(GiveUpReason(kind=kind, rule="not-ready", message=message))
+
+    async def until_empty(self) -> None:
+        """Wait until no process of a component that has ended remains on this machine."""
+        return
+
     async def was_ready_before_end(self) -> bool:
         """Return True if a component that has ended was ready before its end.
 
         A log, a file or a message to NOTIFY_SOCKET can still prove this after the end. Without a
-        readiness probe, the result is True.
+        readiness probe, the result is True. A preparation step, with `ready: {exit: 0}`, is ready
+        when all its processes have ended.
+
+        Call this only after exit code 0.
         """
         ready = self.plan.ready
         if ready is None:
+            return True
+        if ready.exit is not None:
+            await self.until_empty()
             return True
         if not (ready.log or ready.file or ready.notify):
             return False

@@ -92,6 +92,8 @@ class Command:
     #: Longest time in seconds that the program gets to finish a checkpoint. The stop signal and
     #: SIGKILL are delayed while the program writes a checkpoint. If None, the time is `grace_s`.
     save_grace_s: float | None = None
+    #: Umask of the program. If None, the program inherits the umask of this process.
+    umask: int | None = None
 
     @property
     def saves_within_s(self) -> float:
@@ -367,7 +369,11 @@ class GuardedProcess:
         if self._spawned.done():
             await self._spawned
         order = {field.name: getattr(command, field.name) for field in fields(command)}
-        order |= {"env": dict(command.env), "cwd": str(command.cwd), "log": str(command.log)}
+        # A program may take its working directory from the variable PWD instead of the kernel. The
+        # inherited value is the working directory of this process.
+        env = {**command.env, "PWD": str(command.cwd)}
+        env.pop("OLDPWD", None)
+        order |= {"env": env, "cwd": str(command.cwd), "log": str(command.log)}
         order |= {"stop_signal": int(command.stop_signal), "cgroup": cgroup}
         order["files"] = tree.FILES_AT_START
         self._register = register

@@ -514,6 +514,7 @@ class Order(types.SimpleNamespace):
     - `grace_s`: seconds from the stop signal to SIGKILL.
     - `cgroup`: cgroup v2 directory for the component, or None.
     - `files`: soft limit of open files of the component.
+    - `umask`: umask of the component, or None to inherit the umask of this process.
     - `children_grace_s`: seconds that the component's children have to end before its first process
       gets the stop signal, or None. See `guarded.Command`.
     """
@@ -534,6 +535,9 @@ class Order(types.SimpleNamespace):
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.chdir(self.cwd)
+        # The umask is set after the log was created, which only its user may read.
+        if self.umask is not None:
+            os.umask(self.umask)
 
 
 def encode_message(message: dict) -> bytes:  # type: ignore[type-arg]

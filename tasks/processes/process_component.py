@@ -135,6 +135,9 @@ class ProcessComponent(RunningComponent):
         self.exited.add_done_callback(lambda exited: descendants.note_end())
         self._emit("component.spawned", self.name, pid=self.pid, argv=list(command.argv))
 
+    async def until_empty(self) -> None:
+        await asyncio.wait([self.process.empty])
+
     def explain_death(self, exit: Exit) -> DeathEvidence:
         evidence = self._descendants.explain(exit) if self._descendants else DeathEvidence()
         return replace(evidence, traceback=self._error_file.read_traceback())

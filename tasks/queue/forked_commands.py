@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.processes.signals import ignore_exactly, ignore_until_exit, ignored_signals
-from tasks.record.places import muster_home
+from tasks.record.places import muster_home, note_callers_umask
 from tasks.spec.ownership import get_peer, require_own_peer
 
 #: File name of the fork server's socket in the MUSTER_HOME directory.
@@ -71,6 +71,8 @@ def run_in_fork(words: Sequence[str]) -> int | None:
         fork server.
     """
     ignored = ignored_signals()
+    # The forked process has the umask of the fork server, so pass on the umask of this process.
+    note_callers_umask()
     with socket.socket(socket.AF_UNIX) as fork_server:
         fork_server.settimeout(_ANSWERS_WITHIN_S)
         order = {

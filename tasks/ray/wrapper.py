@@ -299,7 +299,7 @@ def spawn(argv: list[str], env: dict[str, str]) -> int:
     as a shell does.
     """
     try:
-        return tree.spawn(argv, env)
+        return tree.spawn(argv, {**env, "PWD": os.getcwd()})
     except OSError as error:
         error_number = error.errno or 0
     text = f"muster: cannot execute {argv[0]!r}: {os.strerror(error_number)}"

@@ -585,16 +585,34 @@ def _read_dissimilar_lines(f: BinaryIO, begin: int, end: int) -> bytes:
     return b"".join(kept) + incomplete_line
 
 
+#: Matches a line that shows one state of a progress bar, as tqdm writes it. The group is the text
+#: before the percentage, which names the bar. Example: `Epoch 1:  45%|###   | 9/20 [00:03<00:04]`
+_PROGRESS_BAR = re.compile(r"([^%]{0,120}?)\d{1,3}(?:\.\d+)?%.{0,200}\d+/\d+ *\[")
+
+
 def last_lines(text: str, count: int = 20, line_length: int = 400) -> str:
     """Return the last lines of a text that are not blank.
+
+    Of a progress bar, only the last of several successive states is returned.
 
     Args:
         text: The text.
         count: Largest number of lines.
         line_length: Each line is cut after this many characters.
     """
-    lines = [line.rstrip()[:line_length] for line in text.splitlines() if line.strip()]
-    return "\n".join(lines[-count:])
+    lines: list[str] = []
+    name_of_later_bar: str | None = None
+    for line in reversed(text.splitlines()):
+        if not line.strip():
+            continue
+        bar = _PROGRESS_BAR.match(line)
+        name_of_bar = bar[1].strip() if bar is not None else None
+        if name_of_bar is None or name_of_bar != name_of_later_bar:
+            lines.append(line.rstrip()[:line_length])
+        name_of_later_bar = name_of_bar
+        if len(lines) == count:
+            break
+    return "\n".join(reversed(lines))
 
 
 #: Matches the last message of a process of an inference fleet that exits because of an error of its

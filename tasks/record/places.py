@@ -50,6 +50,9 @@ _WRITE_BITS = 0o022
 #: Environment variable with the name or id of the user who owns Muster's home directory. Another
 #: user sets it to read files in this home.
 _OWNER_VARIABLE = "MUSTER_HOME_OWNER"
+#: Environment variable in which `note_callers_umask` stores the umask of the caller, as an octal
+#: number.
+CALLERS_UMASK = "MUSTER_CALLERS_UMASK"
 #: Advice to the user if another user could change files in Muster's home directory.
 _REMEDY = (
     "The home, the folders above it and Muster's files in it must belong to you or to root, and "
@@ -117,6 +120,8 @@ def _home_fault(home: Path, owners: frozenset[int]) -> str:
     """
     if fault := find_path_fault(home, owners):
         return fault
+    if home.exists() and not home.is_dir():
+        return f"{home} is not a directory. Set MUSTER_HOME to a directory, or remove the file."
     entries = (home / name for name in _ENTRIES)
     faults = (
         find_path_fault(entry, owners, from_root=False) for entry in entries if is_present(entry)
@@ -178,6 +183,7 @@ def keep_private() -> None:
             write.
     """
     mask = _umask()
+    note_callers_umask()
     os.umask(mask)
     home = muster_home()
     # The mode of Muster's home directory is changed first. Other users then cannot reach its files
@@ -188,6 +194,32 @@ def keep_private() -> None:
         if _restrict(home / name, hidden) or was_open:
             for path in _below(home / name):
                 _restrict(path, hidden, only=True)
+
+
+def note_callers_umask() -> None:
+    """Store the umask of this process as that of the caller, unless a parent process stored one.
+
+    Call it before the umask of this process is changed. Child processes inherit the stored umask.
+    """
+    if CALLERS_UMASK not in os.environ:
+        mask = os.umask(0o077)
+        os.umask(mask)
+        os.environ[CALLERS_UMASK] = f"{mask:03o}"
+
+
+def callers_umask() -> int | None:
+    """Return the umask of the user's shell or service, from which Muster was started.
+
+    Programs of the user get this umask for their own files.
+
+    Returns:
+        None if the umask is unknown, because `keep_private` was not called.
+    """
+    text = os.environ.get(CALLERS_UMASK, "")
+    try:
+        return int(text, 8) & 0o777
+    except ValueError:
+        return None
 
 
 def _umask() -> int:

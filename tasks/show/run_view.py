@@ -323,7 +323,10 @@ class ObservedRun:
                 # now. Texts about the Ray job or the engines remain valid.
                 stays_valid = note.startswith("job ") or (name == FLEET and "engines" in note)
                 new_note = note if stays_valid else row.status
-                self._change(name, stage=Standing.READY, note=new_note)
+                # A preparation step is ready when it has ended, and stays ended.
+                has_ended = row.stage is Standing.ENDED
+                stage = Standing.ENDED if has_ended else Standing.READY
+                self._change(name, stage=stage, note=note if has_ended else new_note)
             case "component.status":
                 is_ready = row.stage is Standing.READY
                 self._change(name, status=event.message, note=event.message if is_ready else note)

@@ -143,7 +143,8 @@ class Component(Model):
         None,
         description="Meaning of exit code 0 of this component. complete: the run is complete. "
         "drain: the component has finished, and the run continues. fail: the run has failed. If "
-        "omitted, `complete` for trainer and environment, and `fail` for other components.",
+        "omitted, `drain` for a component with `ready: {exit: 0}`, `complete` for trainer and "
+        "environment, and `fail` for other components.",
     )
     stop: ComponentStop = Field(
         default_factory=ComponentStop,
@@ -177,6 +178,14 @@ class Component(Model):
             problem = "needs `checkpoints`: without them, Muster cannot see a save"
             remedy = "write checkpoints: FOLDER, or leave out save_grace_s"
             yield ("stop", "save_grace_s"), make_refusal(problem, remedy)
+        is_preparation = mapping_or_empty(written.get("ready")).get("exit") is not None
+        on_exit_zero = written.get("on_exit_zero")
+        if is_preparation and on_exit_zero in ("complete", "fail"):
+            problem = (
+                f"must be drain for a component with ready: {{exit: 0}}, found {on_exit_zero!r}: "
+                "the next component starts after its exit code 0"
+            )
+            yield ("on_exit_zero",), make_refusal(problem, "leave it out")
         checkpoints = written.get("checkpoints")
         if isinstance(checkpoints, str) and (url_fault := find_url_fault(checkpoints)):
             yield ("checkpoints",), make_refusal(url_fault.problem, url_fault.remedy)

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -28,9 +28,12 @@ from tasks.spec.values import (
 )
 
 #: Spec keys that say what a probe checks. A probe has exactly one of these keys. Only a liveness
-#: probe with the key `processes` may have none of them.
+#: probe with the key `processes` may have none of them. A readiness probe may have the key `exit`
+#: instead.
 QUESTIONS = ("http", "tcp", "log", "file", "notify", "alive_s")
 
+#: Default value of the key `within_s`, in seconds, for components that are ready while they run.
+_READY_WITHIN_S = 120.0
 #: Result of a search for a value in JSON if the value is missing. It differs from every JSON value.
 _MISSING = object()
 
@@ -138,6 +141,9 @@ Address = Annotated[Text, BeforeValidator(_check_address)]
 class Probe(Model):
     """Check of a component, which succeeds or fails."""
 
+    #: Keys of this kind of probe that say what the probe checks.
+    questions: ClassVar[tuple[str, ...]] = QUESTIONS
+
     http: Url | None = Field(
         None,
         description="URL to request with GET. The probe succeeds if the status is 2xx and the "
@@ -183,13 +189,13 @@ class Probe(Model):
 
     @classmethod
     def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
-        questions = [question for question in QUESTIONS if written.get(question) is not None]
+        questions = [key for key in cls.questions if written.get(key) is not None]
         if len(questions) > 1:
             problem = f"must have exactly 1 question, found {join_words(questions)}"
             yield (), make_refusal(problem, "keep one of them")
         elif not questions and written.get("processes") is None:
             problem = "must have a question"
-            yield (), make_refusal(problem, f"write one of {', '.join(QUESTIONS)}")
+            yield (), make_refusal(problem, f"write one of {', '.join(cls.questions)}")
         if written.get("json") is not None and written.get("http") is None:
             problem = "needs `http`: the conditions apply to the answer of that address"
             yield ("json",), make_refusal(problem, "write http: ADDRESS in the same probe")
@@ -209,15 +215,31 @@ class Probe(Model):
 class ReadyProbe(Probe):
     """Probe that decides when a component may receive work and the next component starts."""
 
+    questions: ClassVar[tuple[str, ...]] = (*QUESTIONS, "exit")
+
+    exit: Literal[0] | None = Field(
+        None,
+        description="The probe succeeds when the component has ended with exit code 0. Use it for "
+        "a preparation step, such as a download, that must be over before the next component "
+        "starts. Each attempt executes the step again.",
+    )
     every_s: Seconds = Field(
         0.1,
         description="Seconds between the first checks. The pause then grows up to 1 s.",
     )
-    within_s: Seconds = Field(
-        120,
+    within_s: Seconds | None = Field(
+        None,
         description="Longest time in seconds until the component is ready. After it, the run "
-        "fails as NOT_READY.",
+        "fails as NOT_READY. If omitted, it is 120. With `exit`, there is then no limit.",
+        examples=[120],
     )
+
+    @property
+    def limit_s(self) -> float | None:
+        """Longest time in seconds until the component is ready, or None if there is no limit."""
+        if self.within_s is None and self.exit is None:
+            return _READY_WITHIN_S
+        return self.within_s
 
 
 class LiveProbe(Probe):

@@ -205,8 +205,12 @@ def find_missing_programs(spec: RunSpec, *, root: Path, path: str) -> tuple[Faul
         path_in_spec = select_literals({**spec.env, **component.env}).get("PATH")
         effective_path = path if path_in_spec is None else _resolve_literal(path_in_spec)
         command = _get_local_command(component)
-        if command and cwd is not None and effective_path is not None:
+        if not command or effective_path is None:
+            continue
+        if cwd is not None:
             faults += _find_command_faults(f"{place}.command", command, cwd, effective_path)
+        else:
+            faults += _find_program_faults(f"{place}.command", command[0], effective_path)
     return tuple(faults)
 
 
@@ -265,6 +269,27 @@ def _find_directory_faults(path: str, cwd: str | None, root: Path) -> Iterator[F
     )
     remedy = _suggest_name(directory) or f"a relative path starts at the project's root, {root}"
     yield Fault(path=path, problem=f"{problem}: {cwd}", remedy=remedy)
+
+
+def _find_program_faults(place: str, program: str | None, path: str) -> Iterator[Fault]:
+    """Yield a fault if a program does not exist, whatever the working directory is.
+
+    Call this for a component whose working directory does not exist or is not known yet. Nothing is
+    yielded if the working directory decides whether the program exists.
+
+    Args:
+        place: Dotted path of the command in the spec.
+        program: The program, or None if its name has placeholders.
+        path: PATH of the command.
+    """
+    if not program:
+        return
+    entries = path.split(os.pathsep)
+    is_relative_path = "/" in program and not os.path.isabs(program)
+    depends_on_path = "/" not in program
+    if is_relative_path or (depends_on_path and not all(map(os.path.isabs, entries))):
+        return
+    yield from _find_command_faults(place, [program], Path("/"), path)
 
 
 def _find_command_faults(

@@ -522,11 +522,15 @@ class RunSpec(Document):
     def on_exit_zero(self, name: str) -> OnExitZero:
         """Return what Muster does if a component ends with exit code 0.
 
-        If the user omitted the key `on_exit_zero`, the result depends on the component's name.
+        If the user omitted the key `on_exit_zero`, the result depends on the component's name. The
+        exit of a preparation step, with `ready: {exit: 0}`, never ends the run.
         """
         component = self.components[name]
-        written = component.on_exit_zero if isinstance(component, Component) else None
-        return written or _ON_EXIT_ZERO.get(name, "fail")
+        if not isinstance(component, Component):
+            return _ON_EXIT_ZERO.get(name, "fail")
+        if component.ready is not None and component.ready.exit is not None:
+            return "drain"
+        return component.on_exit_zero or _ON_EXIT_ZERO.get(name, "fail")
 
     def find_retry_policy(self, kind: FailureKind) -> Retry | None:
         """Return the retry policy for a kind of failure, or None if Muster does not retry it."""

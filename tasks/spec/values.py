@@ -408,6 +408,26 @@ def select_literals(env: Env) -> dict[str, str]:
     return {name: value for name, value in env.items() if isinstance(value, str)}
 
 
+def _convert_signal_number(value: object) -> object:
+    """Return the name of a signal for its number, such as SIGUSR1 for 10.
+
+    Any other value is returned unchanged.
+
+    Raises:
+        PydanticCustomError: No signal has the number.
+    """
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    if isinstance(value, str):
+        is_number = value.isascii() and value.isdecimal()
+    if not is_number:
+        return value
+    try:
+        return signal.Signals(int(str(value))).name
+    except ValueError:
+        problem = f"must be the name or number of a signal, found {describe_value(value)}"
+        raise make_refusal(problem, "write for example SIGINT") from None
+
+
 def _check_signal(name: str) -> str:
     names = signal.Signals.__members__
     if name not in names:
@@ -418,8 +438,8 @@ def _check_signal(name: str) -> str:
     return name
 
 
-#: Name of a signal, such as `SIGTERM`.
-SignalName = Annotated[Text, AfterValidator(_check_signal)]
+#: Name of a signal, such as `SIGTERM`. The number of a signal is converted to its name.
+SignalName = Annotated[Text, BeforeValidator(_convert_signal_number), AfterValidator(_check_signal)]
 
 
 class Stop(Model):

@@ -22,7 +22,7 @@ from tasks.ray.submission import JobPlan, submission_file, submission_id
 from tasks.record.checkpoints import CheckpointGrowth, find_newest_step, is_writing_checkpoint
 from tasks.record.code_store import PROJECT, find_absolute_links, list_import_folders
 from tasks.record.metrics_file import FileFingerprint
-from tasks.record.places import AttemptPlace
+from tasks.record.places import CALLERS_UMASK, AttemptPlace, callers_umask
 from tasks.record.run_json import AttemptRecord, ResumeRecord
 from tasks.rollout.component import FleetPlan, fleet_component
 from tasks.server.trusted_clients import UNPLUGGED_PREFECT
@@ -42,6 +42,7 @@ _PRIVATE_VARIABLES = (
     "LISTEN_PID",
     "LISTEN_FDNAMES",
     "MUSTER_ROLE",
+    CALLERS_UMASK,
     "PYTHONSAFEPATH",
     "MUSTER_DEADLINE",
     CLUSTERS_VARIABLE,
@@ -188,6 +189,7 @@ class PlanInputs:
             stop_signal=signals.Signals[component.stop.signal],
             grace_s=component.stop.grace_s,
             save_grace_s=component.stop.save_grace_s,
+            umask=callers_umask(),
         )
         is_saving = None
         has_grown = None

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -201,6 +202,76 @@ def test_component_that_exits_at_once_was_ready_if_its_log_shows_it(
     )
 
     assert verdict.state is RunState.COMPLETED
+
+
+def test_next_component_starts_after_all_processes_of_a_preparation_step(
+    harness: ComponentHarness,
+) -> None:
+    # The child of the step ignores SIGTERM and writes its last file after the step has exited.
+    child = "(trap '' TERM; sleep 0.3; touch prepared) &"
+    verdict = harness.run(
+        harness.component(
+            "prepare",
+            sh(f"touch begun; {child} exit 0"),
+            ready=ReadyProbe(exit=0),
+            on_exit_zero="drain",
+            grace_s=DEADLINE_S,
+        ),
+        harness.component("trainer", sh("ls > seen"), on_exit_zero="complete"),
+    )
+
+    assert verdict.state is RunState.COMPLETED
+    assert {"begun", "prepared"} <= {*(harness.directory / "seen").read_text().split()}
+    assert harness.list_events("component.drained", "prepare")
+
+
+def test_failed_preparation_step_is_the_cause_of_the_failure(harness: ComponentHarness) -> None:
+    verdict = harness.run(
+        harness.component(
+            "prepare",
+            sh("echo 'OSError: [Errno 28] No space left on device'; exit 3"),
+            ready=ReadyProbe(exit=0),
+            on_exit_zero="drain",
+        ),
+        harness.component("trainer", sh("touch started")),
+    )
+
+    assert verdict.failure is not None
+    assert (verdict.failure.component, verdict.failure.exit_code) == ("prepare", 3)
+    assert verdict.failure.kind is FailureKind.STORAGE
+    assert "before it was ready" not in verdict.failure.message
+    assert not (harness.directory / "started").exists()
+
+
+def test_preparation_step_that_does_not_end_in_time_fails(harness: ComponentHarness) -> None:
+    verdict = harness.run(
+        harness.component("prepare", FOREVER, ready=ReadyProbe(exit=0, within_s=0.2)),
+        harness.component("trainer", sh("touch started")),
+    )
+
+    assert verdict.failure is not None
+    assert verdict.failure.kind is FailureKind.NOT_READY
+    assert "has not ended after" in verdict.failure.message
+    assert not (harness.directory / "started").exists()
+
+
+def test_component_knows_its_working_directory_and_writes_with_its_own_umask(
+    harness: ComponentHarness,
+) -> None:
+    part = harness.component(
+        "trainer", sh('echo "$PWD" > place; touch file'), on_exit_zero="complete"
+    )
+    env = {**part.command.env, "PWD": "/elsewhere"}
+    previous_umask = os.umask(0o077)
+    try:
+        verdict = harness.run(replace(part, command=replace(part.command, env=env, umask=0o022)))
+    finally:
+        os.umask(previous_umask)
+
+    assert verdict.state is RunState.COMPLETED
+    assert (harness.directory / "place").read_text().strip() == str(harness.directory)
+    assert (harness.directory / "file").stat().st_mode & 0o777 == 0o644
+    assert part.command.log.stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize(

@@ -643,3 +643,15 @@ def test_long_log_is_read_in_linear_time(unit: str, tmp_path: Path) -> None:
     log.write_text(unit * (500_000 // len(unit)) + traces(1))
 
     read_since_step(log)
+
+
+def test_tail_of_a_log_shows_only_the_last_state_of_a_progress_bar() -> None:
+    states = [
+        f"Epoch 1:  {step}%|{'#' * step}   | {step}/20 [00:01<00:02, 3.1it/s]" for step in range(9)
+    ]
+    other_bar = "Loading shards: 100% Completed | 4/4 [00:02<00:00]"
+    text = "start\n" + "\r".join(states) + f"\n{other_bar}\nRuntimeError: boom\n"
+
+    tail = last_lines(text)
+
+    assert tail.splitlines() == ["start", states[-1], other_bar, "RuntimeError: boom"]

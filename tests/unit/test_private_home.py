@@ -14,6 +14,8 @@ import pytest
 
 from tasks.record.disk import write_json
 from tasks.record.places import (
+    CALLERS_UMASK,
+    callers_umask,
     keep_private,
     make_server_password,
     password_file,
@@ -166,6 +168,19 @@ def test_targets_of_links_in_a_home_keep_their_modes(home: Path) -> None:
     keep_private()
 
     assert modes(shared) == {".": "755", "rows": "644"}
+
+
+def test_umask_of_the_caller_is_known_after_it_was_changed(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(CALLERS_UMASK, raising=False)
+    assert callers_umask() is None
+    os.umask(0o027)
+
+    keep_private()
+    keep_private()
+
+    assert callers_umask() == 0o027
 
 
 def test_password_is_created_once_and_readable_only_by_its_user(home: Path) -> None:

@@ -240,6 +240,22 @@ def test_path_variable_of_a_component_is_used(root: Path) -> None:
     assert len(faults_of(root, {"command": ["python"], "env": {"PATH": "/nowhere"}})) == 1
 
 
+@pytest.mark.parametrize("cwd", ["missing", "${run.dir}"])
+def test_program_is_checked_although_the_working_directory_is_unknown(root: Path, cwd: str) -> None:
+    faults = faults_of(root, {"command": ["no-such-program"], "cwd": cwd})
+
+    assert "components.x.command.0" in [fault.path for fault in faults]
+
+
+@pytest.mark.parametrize("program", ["./run.sh", "run-api", "${run.dir}/program"])
+def test_relative_program_is_not_checked_without_a_working_directory(
+    root: Path, program: str
+) -> None:
+    faults = faults_of(root, {"command": [program], "cwd": "missing"})
+
+    assert [fault.path for fault in faults] == ["components.x.cwd"]
+
+
 def test_commands_of_ray_jobs_are_not_checked(root: Path) -> None:
     component = {"launcher": "ray_job", "command": ["none", "none.py"]}
 

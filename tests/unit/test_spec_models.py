@@ -78,10 +78,59 @@ def test_teardown_time_includes_the_time_for_a_save() -> None:
     assert RunSpec.model_validate(warned).teardown_s == 905
 
 
+@pytest.mark.parametrize("written", [10, "10", "SIGUSR1"])
+def test_stop_signal_may_be_a_name_or_a_number(written: object) -> None:
+    stop = {"signal": written, "warn": 12}
+
+    spec = RunSpec.model_validate(spec_with("trainer.stop", stop))
+
+    assert spec.processes["trainer"].stop.signal == "SIGUSR1"
+    assert spec.processes["trainer"].stop.warn == "SIGUSR2"
+
+
+@pytest.mark.parametrize("written", [0, 99, -9])
+def test_number_of_no_signal_is_rejected(written: int) -> None:
+    with pytest.raises(InvalidSpec, match=rf"name or number of a signal, found {written}"):
+        RunSpec.model_validate(spec_with("trainer.stop", {"signal": written}))
+
+
+def test_preparation_step_is_ready_when_it_has_exited_with_zero() -> None:
+    data = spec_with("trainer.ready", {"exit": 0})
+
+    spec = RunSpec.model_validate(data)
+
+    assert spec.on_exit_zero("trainer") == "drain"
+    assert spec.processes["trainer"].ready == ReadyProbe(exit=0)
+    assert ReadyProbe(exit=0).limit_s is None
+    assert ReadyProbe(exit=0, within_s=5).limit_s == 5
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "fault"),
+    [
+        ("ready", {"exit": 1}, "ready.exit"),
+        ("ready", {"exit": 0, "alive_s": 1}, "must have exactly 1 question"),
+        ("live", {"exit": 0}, "live.exit"),
+    ],
+)
+def test_exit_is_only_a_question_of_readiness(key: str, value: object, fault: str) -> None:
+    with pytest.raises(InvalidSpec, match=fault):
+        RunSpec.model_validate(spec_with(f"trainer.{key}", value))
+
+
+@pytest.mark.parametrize("on_exit_zero", ["complete", "fail"])
+def test_preparation_step_cannot_end_the_run_with_exit_code_zero(on_exit_zero: str) -> None:
+    data = spec_with("trainer.ready", {"exit": 0})
+    data["components"]["trainer"]["on_exit_zero"] = on_exit_zero
+
+    with pytest.raises(InvalidSpec, match=r"on_exit_zero: .*next component"):
+        RunSpec.model_validate(data)
+
+
 def test_probe_has_the_default_intervals() -> None:
     ready, live = ReadyProbe(http=HTTP), LiveProbe(http=HTTP)
 
-    assert (ready.every_s, ready.within_s) == (0.1, 120)
+    assert (ready.every_s, ready.limit_s) == (0.1, 120)
     assert (live.every_s, live.timeout_s, live.misses) == (10, 5, 3)
 
 
@@ -336,7 +385,12 @@ def test_value_is_valid(path: str, value: object) -> None:
             "did you mean `SIGTERM`?",
         ),
         ("trainer.stop.signal", "sigint", "must be the name of a signal", "did you mean `SIGINT`?"),
-        ("trainer.stop.signal", 15, "must be text, found 15", ""),
+        (
+            "trainer.stop.signal",
+            99,
+            "must be the name or number of a signal, found 99",
+            "write for example SIGINT",
+        ),
         ("trainer.stop.grace_s", -1, "must be at least 0, found -1", ""),
         ("trainer.stop.grace_s", math.nan, "must be a finite number, found nan", ""),
         ("trainer.stop.warn", "USR1", "must be the name of a signal", "did you mean `SIGUSR1`?"),

@@ -69,6 +69,12 @@ def refusal() -> str:
     return str(error_info.value)
 
 
+def test_home_that_is_a_file_is_rejected(shared: Path) -> None:
+    (shared / "home").write_text("")
+
+    assert f"{shared}/home is not a directory" in refusal()
+
+
 @needs_another_user
 def test_home_of_another_user_is_rejected(shared: Path) -> None:
     attack("mkdir", "-m", "755", shared / "home")
