@@ -36,6 +36,7 @@ from tasks.ray.nodes import make_nodes_ready
 from tasks.record.places import keep_private
 from tasks.server.deployments import find_deployment
 from tasks.server.flow_runs import make_context_thread, read_listed_clusters
+from tasks.spec.own_settings import InvalidVariable, require_valid_settings
 from tasks.spec.ownership import UntrustedPath
 from tasks.upkeep.reconcile import publish, reconcile_every_minute, reconcile_host
 
@@ -77,8 +78,9 @@ SERVED = (
 def main(arguments: Sequence[str] | None = None) -> int:
     _parser().parse_args(arguments)
     try:
+        require_valid_settings(lambda warning: print(warning, file=sys.stderr))
         keep_private()
-    except UntrustedPath as error:
+    except (InvalidVariable, UntrustedPath) as error:
         print(error, file=sys.stderr)
         return error.exit_code
     # Prefect's runner writes files into the temporary directory of the module `tempfile`.

@@ -20,6 +20,7 @@ from tasks.processes.own_modules import make_own_command
 from tasks.record.places import keep_private
 from tasks.server.flow_runs import ServerAway, ServerRefuses, connect_to_server
 from tasks.server.trusted_clients import GUARDED_PREFECT
+from tasks.spec.own_settings import InvalidVariable, require_valid_settings
 from tasks.spec.ownership import UntrustedPath
 from tasks.upkeep.reconcile import publish, reconcile_host
 
@@ -29,8 +30,9 @@ def main() -> None:
         print(__doc__, flush=True)
     else:
         try:
+            require_valid_settings(lambda warning: print(warning, file=sys.stderr))
             keep_private()
-        except UntrustedPath as error:
+        except (InvalidVariable, UntrustedPath) as error:
             print(error, file=sys.stderr)
             raise SystemExit(error.exit_code) from None
         _refuse_wrong_password()

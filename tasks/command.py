@@ -27,6 +27,7 @@ from tasks.record.places import muster_home
 from tasks.show.arguments import DEFAULT, EXIT_DONE, EXIT_INVALID, run
 from tasks.show.early_check import report_spec_faults
 from tasks.spec.formatting import suggest_name
+from tasks.spec.own_settings import InvalidVariable
 from tasks.spec.ownership import UntrustedPath, refuse_foreign_settings
 from tasks.spec.service_links import describe_invalid_setting, drop_service_variables
 
@@ -335,7 +336,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # before the import. A working directory that was removed has no settings to check.
         with suppress(FileNotFoundError):
             refuse_foreign_settings(Path.cwd())
-    except UntrustedPath as error:
+    except (InvalidVariable, UntrustedPath) as error:
         print(f"{error}\nNothing was done.", file=sys.stderr)
         return EXIT_INVALID
     find_server()

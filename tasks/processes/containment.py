@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tasks.processes import cgroup, tree
+from tasks.spec.own_settings import MAX_CONTAINMENT
 
 #: Options of unshare(1) for a PID namespace and a mount namespace with its own /proc.
 _UNSHARE = ("--pid", "--fork", "--mount-proc", "--propagation", "slave")
@@ -95,20 +96,30 @@ def probe(*, namespace: bool = False) -> Containment:
 
     Args:
         namespace: True if the run requests level L4, a PID namespace. Otherwise L4 is not tried.
+
+    Raises:
+        InvalidVariable: `MUSTER_MAX_CONTAINMENT` is not a level.
     """
-    missing: dict[Level, str] = {}
+    limit = Level(MAX_CONTAINMENT.read())
+    levels = [level for level in Level if namespace or level is not Level.L4]
+    missing = {
+        level: f"{MAX_CONTAINMENT.name} is {limit.value}"
+        for level in levels
+        if level.value > limit.value
+    }
+    if limit is Level.L1:
+        return Containment(level=Level.L1, missing=MappingProxyType(missing))
     try:
         tree.become_subreaper()
     except OSError:
         missing[Level.L2] = "the kernel does not let this process become a subreaper"
         return Containment(level=Level.L1, missing=missing)
-    allowed = os.environ.get("MUSTER_MAX_CONTAINMENT", "").strip()
     level = Level.L2
     parent = None
-    for higher in (Level.L3, Level.L4) if namespace else (Level.L3,):
+    for higher in levels:
+        if higher.value <= Level.L2.value or higher in missing:
+            continue
         try:
-            if allowed in Level.__members__ and allowed < higher.value:
-                raise OSError(f"MUSTER_MAX_CONTAINMENT is {allowed}")
             if higher is Level.L3:
                 parent = _require_usable(cgroup.own_cgroup())
             else:

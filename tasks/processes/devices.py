@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hmac
 import os
-import re
 import socket
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,11 +16,12 @@ from tasks.processes.identity import host_name
 from tasks.processes.machine import DRIVER, read_gpus
 from tasks.processes.ports import port_key
 from tasks.spec.errors import MusterError
+from tasks.spec.own_settings import GPUS, parse_device_numbers
 from tasks.spec.run_rules import DEVICE_VARIABLES
 
 #: Environment variable with the numbers of the GPUs that Muster may grant, for example `0,1,4-7`.
 #: On a machine without GPUs, Muster treats each number as if it were a GPU.
-MUSTER_GPUS = "MUSTER_GPUS"
+MUSTER_GPUS = GPUS.name
 #: Prefix of the names of the Unix sockets that represent leases. A lease on a device is a socket
 #: with the name of the device in the kernel's abstract namespace. Unlike a lock file, such a socket
 #: vanishes with its process, and no other user can replace it.
@@ -148,13 +148,10 @@ def parse_devices(text: str, name: str) -> tuple[int, ...]:
     Raises:
         BadDevices: The list is malformed.
     """
-    indices: list[int] = []
-    for part in filter(None, (word.strip() for word in text.split(","))):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise BadDevices(f"{name}={text}: {part!r} is not a device. Write {name}=0,1,4-7")
-        indices += range(int(match[1]), int(match[2] or match[1]) + 1)
-    return tuple(dict.fromkeys(indices))
+    try:
+        return parse_device_numbers(text)
+    except ValueError as error:
+        raise BadDevices(f"{name}={text}: {error}") from None
 
 
 def format_devices(indices: Iterable[int]) -> str:

@@ -10,6 +10,7 @@ from functools import cache
 from pydantic import BaseModel, ConfigDict
 
 from tasks.processes import tree
+from tasks.spec.own_settings import HOST
 
 
 def host_name() -> str:
@@ -18,7 +19,7 @@ def host_name() -> str:
     Muster's records contain this name, to show which machine they belong to. Set MUSTER_HOST in a
     container, because its host name differs from that of its machine.
     """
-    return os.environ.get("MUSTER_HOST") or socket.gethostname()
+    return HOST.read() or socket.gethostname()
 
 
 #: Function that returns an id of this boot of the machine and this PID namespace. A pid is only

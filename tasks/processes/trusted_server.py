@@ -22,10 +22,11 @@ import httpcore
 import httpx
 
 from tasks.processes.ports import ListeningSocket, listening_sockets
+from tasks.spec import own_settings
 
 #: Environment variable with further users whose servers are trusted. It contains user names or
 #: uids, separated by commas.
-SERVER_USERS = "MUSTER_SERVER_USERS"
+SERVER_USERS = own_settings.SERVER_USERS.name
 
 _Address = IPv4Address | IPv6Address
 
@@ -44,11 +45,10 @@ def trusted_users() -> frozenset[int]:
     skipped.
     """
     users = {0, os.geteuid()}
-    for name in os.environ.get(SERVER_USERS, "").split(","):
-        word = name.strip()
+    for word in own_settings.SERVER_USERS.read():
         if word.isdecimal():
             users.add(int(word))
-        elif word:
+        else:
             with suppress(KeyError):
                 users.add(pwd.getpwnam(word).pw_uid)
     return frozenset(users)

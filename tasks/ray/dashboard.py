@@ -30,6 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from tasks.processes.trusted_server import check_listeners, require_trusted_listener
 from tasks.spec.errors import MusterError
+from tasks.spec.own_settings import RAY_CLUSTERS
 from tasks.spec.placeholders import substitute
 from tasks.spec.probes import Url
 
@@ -81,7 +82,7 @@ def count_accelerators(resources: Mapping[str, float] | None) -> float:
 _ENV_PREFIX = "env."
 #: Environment variable with a JSON list of `ListedCluster` objects. A Muster process sets the
 #: variable in its own environment, and its Muster child processes inherit the variable.
-CLUSTERS_VARIABLE = "MUSTER_RAY_CLUSTERS"
+CLUSTERS_VARIABLE = RAY_CLUSTERS.name
 
 
 class ListedCluster(BaseModel):
@@ -220,7 +221,7 @@ def add_listed_clusters(clusters: Iterable[object]) -> None:
 
 def _listed_clusters() -> dict[str, ListedCluster]:
     """Return the clusters in the environment variable MUSTER_RAY_CLUSTERS, by their address."""
-    return _parse_clusters(json.loads(os.environ.get(CLUSTERS_VARIABLE) or "[]"))
+    return _parse_clusters(RAY_CLUSTERS.read())
 
 
 def _parse_clusters(clusters: Iterable[object]) -> dict[str, ListedCluster]:

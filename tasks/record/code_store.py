@@ -33,12 +33,11 @@ from tasks.record.places import muster_home, read_own_file
 from tasks.record.repository import GitFailed, find_repository, git_view
 from tasks.spec.errors import Fault, InvalidSpec, MusterError
 from tasks.spec.formatting import join_commas
+from tasks.spec.own_settings import CODE_MIB, IMAGE
 
 #: Environment variable of a run's processes. Its value is the project folder from which the code of
 #: the run was copied.
 PROJECT = "MUSTER_PROJECT"
-#: Default limit on the total size of a project's files, in MiB. MUSTER_CODE_MIB overrides it.
-_LIMIT_MIB = 50.0
 #: Names to ignore in a project without a git repository, in addition to its .gitignore.
 _IGNORED = (".git", ".venv", "venv", "node_modules", "wandb", ".env")
 #: Matches the caches of Python and of other tools. They are not copied, because Python could load a
@@ -89,6 +88,7 @@ def store_project(root: Path) -> str:
 
     Raises:
         InvalidSpec: git could not list the files of the project, or the project is too large.
+        InvalidVariable: MUSTER_CODE_MIB is not a number above 0.
         OSError: A file could not be read or written.
     """
     root = root.absolute()
@@ -97,13 +97,7 @@ def store_project(root: Path) -> str:
         # A file may have been deleted after git listed it.
         with suppress(FileNotFoundError):
             sizes[name] = (root / name).lstat().st_size
-    asked = os.environ.get("MUSTER_CODE_MIB") or str(_LIMIT_MIB)
-    try:
-        limit = int(float(asked) * 2**20)
-    except (ValueError, OverflowError):
-        raise _unfit(
-            f"MUSTER_CODE_MIB={asked} is not a number", "write MUSTER_CODE_MIB=50"
-        ) from None
+    limit = int(CODE_MIB.read() * 2**20)
     if sum(sizes.values()) > limit:
         largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:5]
         listed = join_commas(f"{name} {sizes[name] / 2**20:.1f} MiB" for name in largest)
@@ -358,7 +352,7 @@ def describe_versions(code: Code | None, root: Path, python: Path) -> dict[str, 
         python: Path of the Python interpreter that runs the run's programs.
     """
     source = asdict(code) if code else {"tree": None, "project": str(root), **_changes(root)}
-    images = ("MUSTER_IMAGE", "APPTAINER_CONTAINER", "SINGULARITY_CONTAINER")
+    images = (IMAGE.name, "APPTAINER_CONTAINER", "SINGULARITY_CONTAINER")
     packages = sorted(
         file.name.removesuffix(".dist-info").split("-", 1)
         for file in python.parent.parent.glob("lib/python*/site-packages/*.dist-info")

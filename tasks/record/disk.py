@@ -58,10 +58,9 @@ def replace_file(path: Path, content: str | bytes, *, durable: bool = False) -> 
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
-        with draft.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            if durable:
-                file.flush()
+        draft.write_bytes(content.encode() if isinstance(content, str) else content)
+        if durable:
+            with draft.open("rb") as file:
                 _sync(file.fileno())
         draft.replace(path)
     finally:

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from uuid import UUID
 
+from tasks.spec.own_settings import HOME, HOME_OWNER, UMASK
 from tasks.spec.ownership import (
     UntrustedPath,
     find_ownership_fault,
@@ -49,7 +50,7 @@ _ENTRIES = (*_OWN, "agents.key", "password", "ray-token", "zygote")
 _WRITE_BITS = 0o022
 #: Environment variable with the name or id of the user who owns Muster's home directory. Another
 #: user sets it to read files in this home.
-_OWNER_VARIABLE = "MUSTER_HOME_OWNER"
+_OWNER_VARIABLE = HOME_OWNER.name
 #: Environment variable in which `note_callers_umask` stores the umask of the caller, as an octal
 #: number.
 CALLERS_UMASK = "MUSTER_CALLERS_UMASK"
@@ -72,7 +73,7 @@ def muster_home() -> Path:
             directory, the folders above it, and Muster's files in it must belong to a trusted user.
             No other user may write to them.
     """
-    home = Path(os.environ.get("MUSTER_HOME") or "~/.muster").expanduser().absolute()
+    home = Path(HOME.read()).expanduser().absolute()
     owners = home_owners()
     checked_home = (home, os.geteuid(), owners)
     if checked_home in _trusted_homes:
@@ -98,7 +99,7 @@ def home_owners() -> frozenset[int]:
     Raises:
         UntrustedPath: The user in MUSTER_HOME_OWNER does not exist.
     """
-    owner = os.environ.get(_OWNER_VARIABLE)
+    owner = HOME_OWNER.read()
     if not owner:
         return trusted_users()
     try:
@@ -179,6 +180,7 @@ def keep_private() -> None:
     folders are corrected. Files of other users, and files in other folders, are not changed.
 
     Raises:
+        InvalidVariable: MUSTER_UMASK is not an octal number.
         UntrustedPath: Muster's home directory is not trusted, or MUSTER_UMASK would let other users
             write.
     """
@@ -223,22 +225,17 @@ def callers_umask() -> int | None:
 
 
 def _umask() -> int:
-    """Return the umask in the environment variable MUSTER_UMASK, or 077 if it is not valid.
+    """Return the umask in the environment variable MUSTER_UMASK, by default 077.
 
     Raises:
+        InvalidVariable: MUSTER_UMASK is not an octal number.
         UntrustedPath: MUSTER_UMASK would let other users write.
     """
-    asked = os.environ.get("MUSTER_UMASK") or "077"
-    try:
-        mask = int(asked, 8)
-    except ValueError:
-        _log.warning(
-            "MUSTER_UMASK=%s is not an octal number such as 027. Muster uses 077 instead.", asked
-        )
-        return 0o077
+    mask = UMASK.read()
     if mask & _WRITE_BITS != _WRITE_BITS:
         raise UntrustedPath(
-            f"MUSTER_UMASK={asked} would let other users write to the files of runs. "
+            f"MUSTER_UMASK={os.environ[UMASK.name]} would let other users write to the files of "
+            "runs. "
             "Set it to 077 (only you can read), 027 (the group can read) or 022 (all can read)."
         )
     # The mask must not remove the rights of this user, who could not read new files otherwise.

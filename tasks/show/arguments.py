@@ -17,6 +17,7 @@ from tasks.show.output import console_of, guard_output
 from tasks.spec.errors import InvalidSpec, MusterError
 from tasks.spec.formatting import suggest_name
 from tasks.spec.loading import STANDARD_INPUT
+from tasks.spec.own_settings import require_valid_settings
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -106,6 +107,7 @@ def _run_guarded(app: App, arguments: Sequence[str] | None) -> int:
     """
     words = sys.argv[1:] if arguments is None else arguments
     try:
+        require_valid_settings(lambda warning: print(warning, file=sys.stderr))
         keep_private()
         code = app(
             # Cyclopts reads the word `-` as an unknown option, so pass the path of standard input.

@@ -12,6 +12,7 @@ from tasks.record.checkpoint_store import StoreRefused, StoreUnreachable
 from tasks.rollout.component import fleet_faults
 from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.loading import find_project_root, load_spec
+from tasks.spec.own_settings import find_setting_problems
 from tasks.spec.placeholders import find_placeholder_faults
 from tasks.spec.programs import add_active_environment, find_missing_programs
 from tasks.spec.run import LIVE_CODE, RunSpec
@@ -40,6 +41,8 @@ def load_checked_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
 def check_spec(spec: RunSpec, *, root: Path | None = None, checks_stores: bool = True) -> None:
     """Raise an error if a run spec names a placeholder, program or feature that is not available.
 
+    Environment variables of Muster with values that are not valid are faults, too.
+
     Args:
         spec: The spec of the run.
         root: Root of the spec's project, which contains its files. If None, the files are in the
@@ -49,12 +52,13 @@ def check_spec(spec: RunSpec, *, root: Path | None = None, checks_stores: bool =
     Raises:
         InvalidSpec: The error lists all faults of the spec.
     """
+    setting_faults = [Fault(path="", problem=problem) for problem in find_setting_problems()]
     path = component_search_path(spec.env, root)
     faults = [
         *find_placeholder_faults(spec.written()),
         *(fleet_faults(spec, spec.fleet) if spec.fleet is not None else ()),
         *find_missing_programs(spec, root=root or Path.cwd(), path=path),
-        *_find_containment_faults(spec),
+        *(setting_faults or _find_containment_faults(spec)),
         *(_find_store_faults(spec) if checks_stores else ()),
     ]
     if faults:

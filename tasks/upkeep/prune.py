@@ -54,6 +54,7 @@ from tasks.server.flow_runs import (
 from tasks.show.arguments import EXIT_DONE, EXIT_FAILED
 from tasks.spec.formatting import format_count, join_commas
 from tasks.spec.workloads import WORKLOADS
+from tasks.spec.own_settings import PRUNE_DAYS, PRUNE_OUTPUTS
 from tasks.upkeep.waiting_runs import list_waiting_runs
 
 _log = logging.getLogger(__name__)
@@ -105,12 +106,9 @@ class Retention(BaseModel):
         `MUSTER_PRUNE_OUTPUTS`. A missing or empty variable leaves the field at its default.
 
         Raises:
-            ValidationError: A variable has an invalid value. The error names the field.
+            InvalidVariable: A variable has an invalid value.
         """
-        values = {
-            field: environment.get(f"MUSTER_PRUNE_{field.upper()}") for field in ("days", "outputs")
-        }
-        return Retention.model_validate({field: value for field, value in values.items() if value})
+        return Retention(days=PRUNE_DAYS.read(environment), outputs=PRUNE_OUTPUTS.read(environment))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -435,9 +433,9 @@ def prune(
     *,
     yes: bool = False,
     days: Annotated[
-        float, Parameter(env_var="MUSTER_PRUNE_DAYS", validator=Number(gte=0))
+        float, Parameter(env_var=PRUNE_DAYS.name, validator=Number(gte=0))
     ] = Retention().days,
-    outputs: Annotated[bool, Parameter(env_var="MUSTER_PRUNE_OUTPUTS")] = Retention().outputs,
+    outputs: Annotated[bool, Parameter(env_var=PRUNE_OUTPUTS.name)] = Retention().outputs,
 ) -> int:
     """List old files of ended runs in MUSTER_HOME, and delete them with --yes.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tasks.spec.pipeline import PipelineSpec
 from tasks.spec.run import RunSpec
-from tests.documents import failures, listed_runs, spec_reference
+from tests.documents import failures, listed_runs, own_settings, spec_reference
 from tests.documents.blocks import fill_blocks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,6 +23,8 @@ MAKERS: Mapping[str, Callable[[], str]] = {
     "failure-sections": failures.sections,
     "cause-rules": failures.list_rules,
     "listed-runs": listed_runs.list_keys,
+    "settings": own_settings.list_settings,
+    "component-variables": own_settings.list_component_variables,
 }
 #: Exit code if all documents agree with the code, or were written again.
 EXIT_OK = 0
@@ -60,7 +62,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tests.documents",
         description="Write the parts of docs/*.md that are made from the code: the references of "
-        "the specs, the run states, the failure kinds with their rules, and the JSON of runs.",
+        "the specs, the run states, the failure kinds with their rules, the JSON of runs, and the "
+        "environment variables.",
         epilog="Exit: 0 all documents are current, or were written; 1 with --check, a document is "
         "not current.",
     )

@@ -21,6 +21,7 @@ from tasks.record.places import (
     password_file,
     server_password,
 )
+from tasks.spec.own_settings import InvalidVariable
 
 NOBODY = 65534
 
@@ -134,15 +135,11 @@ def test_private_home_is_opened_to_the_group_by_a_group_umask(
     assert (home_modes["prefect"], home_modes["stack"]) == ("700", "700")
 
 
-def test_invalid_umask_leaves_the_home_private(
-    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_invalid_umask_is_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MUSTER_UMASK", "group")
 
-    keep_private()
-
-    assert modes(home)["."] == "700"
-    assert "MUSTER_UMASK=group" in caplog.text
+    with pytest.raises(InvalidVariable, match="MUSTER_UMASK=group"):
+        keep_private()
 
 
 def test_only_muster_s_folders_become_private_in_the_user_s_home(
