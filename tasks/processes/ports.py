@@ -21,7 +21,6 @@ from tasks.processes.sockets import (
     list_sockets,
     listening_inodes,
     listening_sockets,
-    user_of_connection,
 )
 
 __all__ = (
@@ -33,7 +32,6 @@ __all__ = (
     "listeners",
     "listening_inodes",
     "listening_sockets",
-    "user_of_connection",
 )
 
 #: Range from which ports are reserved. It avoids 10002 to 19999, which the workers of a Ray node

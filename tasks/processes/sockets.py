@@ -1,4 +1,4 @@
-"""Find the sockets that listen on a TCP port, and the user of a TCP connection.
+"""Find the sockets that listen on a TCP port, and the sockets of a TCP connection.
 
 Both are read from the kernel's table of TCP sockets over netlink (sock_diag). If the system does
 not allow netlink, the table is read from `/proc/net/tcp`. If both fail, OSError is raised.
@@ -50,6 +50,16 @@ _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _TABLES = {socket.AF_INET: "/proc/net/tcp", socket.AF_INET6: "/proc/net/tcp6"}
 #: Prefix with which `/proc/net/tcp6` shows the IPv4 address of an IPv6 socket.
 _MAPPED = "0000000000000000FFFF0000"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectedSocket:
+    """One end of a TCP connection."""
+
+    #: Uid of the user of the socket. The value is wrong if no process has the socket open.
+    uid: int
+    #: True if a process has the socket open.
+    is_open: bool
 
 
 class SocketTable:
@@ -105,23 +115,22 @@ class SocketTable:
         except OSError as refused:
             return _listeners_by_proc(port, host, refused)
 
-    def user_of_connection(self, client: tuple[str, int], server: tuple[str, int]) -> int | None:
-        """Return the uid of the user whose process opened a connection within this machine.
+    def find_connection(
+        self, local: tuple[str, int], remote: tuple[str, int]
+    ) -> ConnectedSocket | None:
+        """Return the socket of one end of a connection within this machine; None if it is gone.
 
         Args:
-            client: Address and port of the client's end.
-            server: Address and port of the server's end.
-
-        Returns:
-            None if no process has the client's end of the connection open.
+            local: Address and port of this end.
+            remote: Address and port of the other end.
 
         Raises:
             OSError: The kernel's table of TCP sockets cannot be read.
         """
         try:
-            return self._user_by_netlink(client, server)
+            return self._connection_by_netlink(local, remote)
         except OSError as refused:
-            return _user_by_proc(client, server, refused)
+            return _connection_by_proc(local, remote, refused)
 
     def _listeners_by_netlink(self, port: int, host: str | None) -> dict[str, int]:
         users: dict[str, int] = {}
@@ -150,10 +159,12 @@ class SocketTable:
                     users[str(inode)] = uid
         return users
 
-    def _user_by_netlink(self, client: tuple[str, int], server: tuple[str, int]) -> int | None:
-        family = socket.AF_INET6 if ":" in client[0] else socket.AF_INET
-        hosts = [socket.inet_pton(family, host).ljust(16, b"\0") for host, _ in (client, server)]
-        ports = [struct.pack("!H", port) for _, port in (client, server)]
+    def _connection_by_netlink(
+        self, local: tuple[str, int], remote: tuple[str, int]
+    ) -> ConnectedSocket | None:
+        family = socket.AF_INET6 if ":" in local[0] else socket.AF_INET
+        hosts = [socket.inet_pton(family, host).ljust(16, b"\0") for host, _ in (local, remote)]
+        ports = [struct.pack("!H", port) for _, port in (local, remote)]
         question = struct.pack(
             _QUESTION, family, socket.IPPROTO_TCP, 0, _ALL_STATES, *ports, *hosts, 0, _NO_COOKIE
         )
@@ -162,11 +173,11 @@ class SocketTable:
         except FileNotFoundError:
             return None
         _, state, *_, uid, inode = struct.unpack_from(_ANSWER, answer)
-        # If the connection does not exist, the kernel may answer with a socket that listens on the
-        # client's port.
-        is_connection = state != _STATE_LISTEN
-        # Inode 0 means that no process has the socket open. The user in the answer is then wrong.
-        return int(uid) if inode and is_connection else None
+        if state == _STATE_LISTEN:
+            # If the connection does not exist, the kernel may answer with a socket that listens on
+            # the local port.
+            return None
+        return ConnectedSocket(uid=uid, is_open=inode != 0)
 
     def _ask(self, question: bytes, flags: int) -> list[bytes]:
         """Send a sock_diag request to the kernel, and return the bodies of its answers.
@@ -267,13 +278,15 @@ def _listeners_by_proc(port: int, host: str | None, refused: OSError) -> dict[st
         raise error from refused
 
 
-def _user_by_proc(client: tuple[str, int], server: tuple[str, int], refused: OSError) -> int | None:
+def _connection_by_proc(
+    local: tuple[str, int], remote: tuple[str, int], refused: OSError
+) -> ConnectedSocket | None:
     try:
         for family in _FAMILIES:
-            ends = [_format_end(family, *end) for end in (client, server)]
+            ends = [_format_end(family, *end) for end in (local, remote)]
             for row in _read_table(family):
                 if row[1:3] == ends:
-                    return int(row[7]) if row[9] != "0" else None
+                    return ConnectedSocket(uid=int(row[7]), is_open=row[9] != "0")
     except OSError as error:
         raise error from refused
     return None
@@ -341,15 +354,6 @@ def listening_inodes(port: int) -> dict[str, int]:
     """
     with SocketTable() as table:
         return table.listeners(port)
-
-
-def user_of_connection(client: tuple[str, int], server: tuple[str, int]) -> int | None:
-    """Return the uid of the user whose process opened a connection within this machine.
-
-    See `SocketTable.user_of_connection`.
-    """
-    with SocketTable() as table:
-        return table.user_of_connection(client, server)
 
 
 def list_sockets(pid: int, proc: str = "/proc") -> dict[int, str]:

@@ -151,6 +151,15 @@ class Event:
         return json.dumps({**head, **self.fields}, default=str)
 
 
+def read_events(path: Path) -> Iterator[Event]:
+    """Yield the events in an event log, or nothing if the file does not exist."""
+    with suppress(OSError), path.open("rb") as f:
+        for line in f:
+            # The last line may be incomplete.
+            with suppress(ValueError):
+                yield Event.from_line(line)
+
+
 Listener = Callable[[Event], None]
 #: Function with the signature of `EventLog.emit`.
 Emit = Callable[..., None]

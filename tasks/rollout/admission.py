@@ -188,7 +188,7 @@ class Admission:
             return
         connection.client = _network_of(peer[0])
         try:
-            user = self._table.user_of_connection(peer[:2], own[:2])
+            user = user_of_connection(self._table, peer[:2], own[:2])
         except OSError as error:
             connection.unknown_because = str(error)
             return
@@ -212,6 +212,26 @@ class Admission:
             _log.warning("%d client connections were closed: %s", self._closed, why)
             self._closed = 0
             self._logged_s = now_s
+
+
+def user_of_connection(
+    table: SocketTable, client: tuple[str, int], server: tuple[str, int]
+) -> int | None:
+    """Return the uid of the user whose process opened a connection within this machine.
+
+    Args:
+        table: The kernel's table of TCP sockets.
+        client: Address and port of the client's end.
+        server: Address and port of the server's end.
+
+    Returns:
+        None if no process has the client's end of the connection open.
+
+    Raises:
+        OSError: The kernel's table of TCP sockets cannot be read.
+    """
+    client_end = table.find_connection(client, server)
+    return client_end.uid if client_end is not None and client_end.is_open else None
 
 
 def _network_of(host: str) -> str:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 
 from tasks.processes.identity import host_name
-from tasks.record.causes import read_events
+from tasks.record.events import read_events
 from tasks.record.places import AttemptPlace
 from tasks.show.facts_of_run import read_spec_of_run
 from tasks.show.page import show_components, show_summary

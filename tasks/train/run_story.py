@@ -7,7 +7,7 @@ from contextlib import suppress
 from itertools import chain, islice
 from typing import Any
 
-from tasks.record.causes import read_events
+from tasks.record.events import read_events
 from tasks.show.lines import summarize_run
 from tasks.show.slow import Slow, TimeSpent
 from tasks.spec.errors import BadArgument

@@ -12,10 +12,10 @@ from tasks.processes.guarded import GuardianTemplate
 from tasks.processes.guards import tag_of
 from tasks.processes.registry import RunRegister
 from tasks.processes.supervisor import Supervisor
-from tasks.record.causes import recognize_fleet_loss
 from tasks.record.events import Emit
 from tasks.record.outcome import Verdict
 from tasks.rollout.component import FleetTail
+from tasks.rollout.fleet_loss import recognize_fleet_loss
 from tasks.spec.run import RunSpec
 from tasks.train.attempt_spec import AttemptSpec
 from tasks.train.background_work import BackgroundWork

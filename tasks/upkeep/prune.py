@@ -53,8 +53,8 @@ from tasks.server.flow_runs import (
 )
 from tasks.show.arguments import EXIT_DONE, EXIT_FAILED
 from tasks.spec.formatting import format_count, join_commas
-from tasks.spec.workloads import WORKLOADS
 from tasks.spec.own_settings import PRUNE_DAYS, PRUNE_OUTPUTS
+from tasks.spec.workloads import WORKLOADS
 from tasks.upkeep.waiting_runs import list_waiting_runs
 
 _log = logging.getLogger(__name__)

@@ -117,7 +117,7 @@ async def test_another_user_is_refused_if_the_kernel_cannot_be_asked(
 
     async with gateway_setup(1) as setup:
         table = setup.gateway._admission._table
-        monkeypatch.setattr(table, "user_of_connection", fail_to_ask_kernel)
+        monkeypatch.setattr(table, "find_connection", fail_to_ask_kernel)
         async with start_attacker(setup, REQUESTER) as attacker:
             assert await read_line(attacker) == "connected"
             statuses = [await read_line(attacker, "POST /muster/rollout/sync")]

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from tasks.processes.attempt import make_failure
-from tasks.record.causes import describe_fleet_activity, recognize_fleet_loss
 from tasks.record.events import Event
 from tasks.record.outcome import Exit, Failure, Verdict
 from tasks.record.places import AttemptPlace
 from tasks.record.states import RunState
 from tasks.rollout.backends import Ask
+from tasks.rollout.fleet_loss import describe_fleet_activity, recognize_fleet_loss
 from tasks.rollout.sync import InFlight
 from tasks.spec.failure_kinds import FailureKind
 from tests.support.fleet_clock import in_virtual_time

@@ -9,6 +9,8 @@ from contextlib import closing
 import pytest
 
 from tasks.processes import ports
+from tasks.processes.sockets import SocketTable
+from tasks.rollout.admission import user_of_connection
 
 FAMILIES = {"IPv4": (socket.AF_INET, "127.0.0.1"), "IPv6": (socket.AF_INET6, "::1")}
 
@@ -21,7 +23,9 @@ def test_users_of_listeners_and_connections_are_known(family: str) -> None:
         inode = os.fstat(server.fileno()).st_ino
         with socket.create_connection((address, port)) as client:
             ends = client.getsockname()[:2], (address, port)
-            found, user = ports.listening_inodes(port), ports.user_of_connection(*ends)
+            found = ports.listening_inodes(port)
+            with SocketTable() as table:
+                user = user_of_connection(table, *ends)
 
     assert found == {str(inode): os.getuid()}
     assert user == os.getuid()
@@ -33,7 +37,9 @@ def test_port_without_a_listener_has_no_sockets() -> None:
         port = bound.getsockname()[1]
 
         assert ports.listening_inodes(port) == {}
-        assert ports.user_of_connection(("127.0.0.1", port), ("127.0.0.1", port)) is None
+        with SocketTable() as table:
+            ends = ("127.0.0.1", port), ("127.0.0.1", port)
+            assert user_of_connection(table, *ends) is None
 
 
 def test_reserved_ports_are_outside_the_range_of_ray_workers() -> None:

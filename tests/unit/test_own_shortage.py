@@ -14,6 +14,7 @@ from tasks.processes.shortage import NotChecked
 from tasks.processes.sockets import SocketTable, listening_inodes
 from tasks.record.log_file import HeldLog
 from tasks.record.states import GroupState
+from tasks.rollout.admission import user_of_connection
 from tasks.rollout.backends import Ask
 from tasks.rollout.probing import HttpProber, NoReply, Reply
 from tasks.rollout.sync import InFlight
@@ -84,7 +85,7 @@ def test_open_socket_table_finds_listeners_without_free_files() -> None:
         port = server.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as client, full_table_of_files():
             listeners = table.listeners(port)
-            user = table.user_of_connection(client.getsockname(), ("127.0.0.1", port))
+            user = user_of_connection(table, client.getsockname(), ("127.0.0.1", port))
     table.close()
 
     assert len(listeners) == 1
@@ -96,7 +97,7 @@ def test_listener_on_the_port_of_a_client_does_not_give_the_user() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
 
-        assert table.user_of_connection(("127.0.0.1", port), ("127.0.0.1", 9)) is None
+        assert user_of_connection(table, ("127.0.0.1", port), ("127.0.0.1", 9)) is None
     table.close()
 
 

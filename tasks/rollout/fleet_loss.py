@@ -1,0 +1,88 @@
+"""Recognise the loss of a fleet process, and describe the last activity of its fleet."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+
+from tasks.record.causes import read_tail
+from tasks.record.events import Event, read_events
+from tasks.record.outcome import Verdict
+from tasks.record.places import AttemptPlace
+from tasks.record.states import SERVING_STATES, GroupState
+from tasks.spec.component import FLEET
+from tasks.spec.failure_kinds import FailureKind
+from tasks.spec.formatting import join_commas
+
+#: Matches the last message of a process of an inference fleet that exits because of an error of its
+#: own. Source: tasks/rollout/process.py, _print_last_line.
+_OWN_REASON = re.compile(r"^FleetError: ", re.MULTILINE)
+#: Last words of the field `reason` in events about engines and weight updates, if these end because
+#: the whole inference fleet is being stopped. Source: tasks/rollout/{fleet,sync}.py.
+_STOPPED = "the fleet is stopped"
+
+
+def recognize_fleet_loss(verdict: Verdict, place: AttemptPlace, engines: int) -> Verdict:
+    """Return the result of an attempt, with the failure kind FLEET_LOST if the fleet process died.
+
+    The result is returned unchanged in three cases: another component failed first, the fleet
+    process itself reported a reason, or the host ran out of memory.
+
+    Args:
+        verdict: Result of an attempt whose processes have all ended.
+        place: Paths of the attempt's files.
+        engines: Number of engines of the inference fleet.
+    """
+    failure = verdict.failure
+    if failure is None or failure.component != FLEET or failure.kind is FailureKind.HOST_OOM:
+        return verdict
+    # The exit code of the fleet process is unknown if its parent process, the guardian, died at the
+    # same time. The rule `exit` then shows that the fleet process ended.
+    has_ended = failure.has_ended or failure.rule == "exit"
+    if not has_ended or _OWN_REASON.search(read_tail(place.log(FLEET))):
+        return verdict
+
+    activity = describe_fleet_activity(read_events(place.fleet_events), engines)
+    lost = failure.with_changes(
+        kind=FailureKind.FLEET_LOST,
+        rule="fleet-lost",
+        message=f"{failure.message}; at its end {activity}",
+    )
+    return replace(verdict, message=str(lost), failure=lost)
+
+
+def describe_fleet_activity(events: Iterable[Event], engines: int) -> str:
+    """Return a part of a sentence that describes the last activity of an inference fleet.
+
+    Example: `2 of 3 engines served, recovering: 2, weights were being synced`.
+
+    Args:
+        events: Events of the fleet, oldest first.
+        engines: Number of engines of the fleet.
+    """
+    states = dict.fromkeys(range(engines), GroupState.STARTING)
+    is_syncing = False
+    for event in events:
+        if (event.cause or event.message).endswith(_STOPPED):
+            # The fleet is being stopped. Later events do not show why it failed.
+            break
+        match event.name:
+            case "rollout.group.state":
+                states[event.group] = event.after
+            case "rollout.sync.begun":
+                is_syncing = True
+            case "rollout.sync.ended":
+                is_syncing = False
+
+    serving = sum(state in SERVING_STATES for state in states.values())
+    parts = [f"{serving} of {engines} engines served"]
+    for state in GroupState:
+        engines_in_state = [
+            engine for engine, engine_state in states.items() if engine_state is state
+        ]
+        if engines_in_state and state not in SERVING_STATES:
+            parts.append(f"{state.value}: {join_commas(engines_in_state)}")
+    if is_syncing:
+        parts.append("weights were being synced")
+    return ", ".join(parts)
