@@ -9,6 +9,7 @@ from tasks.pipeline.command import run_pipeline
 from tasks.pipeline.session import open_pipeline, pipeline_id_of_flow_run
 from tasks.show.arguments import Overrides, PipelineFile, run_alone
 from tasks.spec.pipeline import PipelineSpec
+from tasks.train.pipeline_check import find_unfit_stages
 
 
 @flow(name="pipeline", flow_run_name=pipeline_id_of_flow_run, persist_result=False)
@@ -21,7 +22,7 @@ def pipeline(spec: PipelineSpec) -> State[None]:
     Args:
         spec: The stages, and the results of earlier stages that each stage uses.
     """
-    with open_pipeline(spec) as session:
+    with open_pipeline(spec, find_unfit_stages) as session:
         while session.advance():
             session.wait()
         session.cancel_runs()

@@ -49,6 +49,8 @@ class Verb:
     #: reported before the verb's function is imported. The function with the fastest import is
     #: first.
     checks: tuple[str, ...] = ()
+    #: Former names of the verb. They work, but the help does not list them.
+    former_names: tuple[str, ...] = ()
 
     @property
     def epilogue(self) -> str:
@@ -122,7 +124,7 @@ VERBS = {
         Verb(
             name="pipeline",
             function="flows.pipeline:command",
-            summary="run several specs in sequence",
+            summary="run a pipeline of runs and steps",
             example="muster pipeline deployments/pipelines/quickstart-sft-then-grpo.yaml",
             guide="pipelines.md",
             checks=("tasks.spec.pipeline:load_pipeline",),
@@ -200,11 +202,12 @@ VERBS = {
             guide="serve-rollouts.md",
         ),
         Verb(
-            name="sweep",
+            name="cleanup",
             function="tasks.ray.nodes:sweep_run",
             summary="end leftovers of a run on a Ray cluster",
-            example="muster sweep --address http://10.0.0.1:8265 --run-id RUN",
+            example="muster cleanup --address http://10.0.0.1:8265 --run-id RUN",
             guide="ray.md",
+            former_names=("sweep",),
         ),
         Verb(
             name="preflight",
@@ -254,6 +257,10 @@ VERBS = {
 }
 #: Names of all verbs (subcommands of `muster`), in the order of the help.
 NAMES = tuple(verb.name for verbs in VERBS.values() for verb in verbs)
+#: Present name of each verb by its former name.
+FORMER_NAMES = {
+    former: verb.name for verbs in VERBS.values() for verb in verbs for former in verb.former_names
+}
 #: Verb that runs if `muster` is called without arguments. The help does not list this verb.
 _DEFAULT_VERB = "overview"
 
@@ -317,6 +324,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         invalid.
     """
     words = [*(sys.argv[1:] if arguments is None else arguments)]
+    if words:
+        words[0] = FORMER_NAMES.get(words[0], words[0])
     if words and not words[0].startswith("-") and words[0] not in NAMES:
         suggestion = suggest_name(words[0], NAMES) or f"choose from {', '.join(NAMES)}"
         print(f"muster has no verb {words[0]!r}: {suggestion}", file=sys.stderr)

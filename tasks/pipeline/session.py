@@ -68,10 +68,10 @@ from tasks.server import flow_process, flow_runs
 from tasks.server.artifacts import Artifacts
 from tasks.server.flow_runs import ServerAway, connect_to_server
 from tasks.server.interruption import end_on_request
-from tasks.server.server import read_secrets
+from tasks.server.server import NoServer, read_secrets
 from tasks.show.run_view import Shown
 from tasks.spec.conditions import InvalidCondition, parse_condition
-from tasks.spec.errors import InvalidSpec
+from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.formatting import join_commas
 from tasks.spec.pipeline import PipelineSpec, add_deployment_specs, parse_pipeline
 from tasks.spec.placeholders import BEST, POINT, RESULT, RESULTS, RUN_DIR, RUN_ID, STAGE, STATE
@@ -102,6 +102,8 @@ _SERVER_TIMEOUT_S = 30.0
 _DUE_AFTER_S = 5.0
 
 T = TypeVar("T")
+#: Function that returns a fault for each stage that needs resources that no node has.
+FindUnfitStages = Callable[[PipelineSpec], Sequence[Fault]]
 
 
 class PipelineSession:
@@ -173,10 +175,14 @@ class PipelineSession:
         self.hand_over_reason = self.hand_over_reason or why
         self._ending.set()
 
-    def prepare(self) -> None:
-        """Check spec, deployment and secrets of every stage before the first stage begins.
+    def prepare(self, find_unfit_stages: FindUnfitStages = lambda _spec: ()) -> None:
+        """Check spec, deployment, secrets and resources of every stage before the first begins.
 
         If a stage cannot begin, the reason is stored in `failure`.
+
+        Args:
+            find_unfit_stages: Function that returns a fault for each stage that needs resources
+                that no node has. It is called only if no stage has begun.
         """
         self._try(self._update_tags)
         try:
@@ -188,8 +194,16 @@ class PipelineSession:
                     run_spec = RunSpec.model_validate(self._plain_run_spec(unit))
                     blocks = self._ask(partial(read_secrets, spec=run_spec))
                     self._secrets |= run_spec.secrets | drop_common_values(blocks.values())
+            runs, _ = self._ask(self._read_progress)
+            unfit = () if runs else find_unfit_stages(self.spec)
         except (InvalidSpec, CannotBegin) as error:
             self.failure = f"USER_ERROR: {error}"
+            return
+        except (ServerAway, NoServer) as error:
+            _log.warning("The nodes of the queue are unknown: %s", error)
+            return
+        if unfit:
+            self.failure = f"INFEASIBLE: {'; '.join(map(str, unfit))}"
 
     def advance(self) -> bool:
         """Create the runs that may begin now, and report the changes of all runs.
@@ -806,15 +820,21 @@ def pipeline_id_of_flow_run() -> str:
 
 
 @contextmanager
-def open_pipeline(spec: PipelineSpec) -> Iterator[PipelineSession]:
+def open_pipeline(
+    spec: PipelineSpec, find_unfit_stages: FindUnfitStages
+) -> Iterator[PipelineSession]:
     """Open the pipeline of the active flow run, as a context manager.
 
     While the context is open, a signal or a cancellation ends the pipeline and the run of the
     current stage. There is one exception: if a worker sends SIGTERM without a cancellation, the
     pipeline is handed over to a process of the next worker.
+
+    Args:
+        spec: Spec of the pipeline.
+        find_unfit_stages: See `PipelineSession.prepare`.
     """
     flow_run_id = flow_process.get_current_flow_run().id
     session = PipelineSession(spec, flow_run_id=flow_run_id, api_url=PREFECT_API_URL.value() or "")
     with end_on_request(session, flow_run_id, may_be_left=True):
-        session.prepare()
+        session.prepare(find_unfit_stages)
         yield session

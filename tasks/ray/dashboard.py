@@ -248,6 +248,8 @@ class LiveNode:
     is_head: bool
     #: All resources of the node, used or free, as amounts by the name of the Ray resource.
     resources_total: Mapping[str, float]
+    #: Ray's labels of the node, by name.
+    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -369,6 +371,7 @@ class Dashboard:
                 name=entry["node_name"],
                 is_head=entry["is_head_node"],
                 resources_total=entry["resources_total"],
+                labels=entry.get("labels") or {},
             )
             for entry in await self._state("nodes", state="ALIVE")
         ]

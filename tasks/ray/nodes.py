@@ -1,7 +1,7 @@
 """Send orders to the nodes of a Ray cluster, from a process outside the cluster.
 
 An *order* is a request to a node to kill the leftover processes of a run, to examine processes that
-hang, or to report facts about itself. The command `muster sweep --address URL --run-id ID` orders
+hang, or to report facts about itself. The command `muster cleanup --address URL --run-id ID` orders
 all nodes to kill the leftover processes of one run.
 
 Each node has an *agent* of Muster (`tasks.ray.node_agent`), which carries out orders within

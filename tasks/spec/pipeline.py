@@ -18,6 +18,7 @@ from tasks.spec.conditions import InvalidCondition, parse_condition
 from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.formatting import suggest_name
 from tasks.spec.loading import (
+    STANDARD_INPUT,
     apply_value,
     collect_faults,
     copy_as_dict,
@@ -495,6 +496,20 @@ def _escape_nested(value: Any) -> Any:
 def _to_text(value: object) -> str:
     """Return a value for a text of a spec: a text unchanged, and other values as JSON."""
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def is_pipeline_file(path: Path) -> bool:
+    """Return True if a YAML file is the spec of a pipeline, and not the spec of a run.
+
+    Standard input is not read, and counts as the spec of a run.
+    """
+    if path == STANDARD_INPUT:
+        return False
+    try:
+        written = parse_yaml(read_text(path), name_source(path))
+    except InvalidSpec:
+        return False
+    return isinstance(written, Mapping) and "stages" in written and "components" not in written
 
 
 def load_pipeline(

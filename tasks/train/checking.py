@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from json import dumps
+from pathlib import Path
 
 from prefect.settings import PREFECT_API_URL
 
@@ -24,9 +25,11 @@ from tasks.server.flow_runs import connect_to_server
 from tasks.server.server import hide_prefect_logs, read_secrets
 from tasks.show.arguments import EXIT_DONE, AsJson, Overrides, SpecFile
 from tasks.spec.loading import find_project_root, load_spec
+from tasks.spec.pipeline import is_pipeline_file, load_pipeline
 from tasks.spec.programs import add_active_environment, find_missing_programs
 from tasks.spec.run import Gang, RunSpec
 from tasks.train.interpreters import component_search_path
+from tasks.train.pipeline_check import check_pipeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +47,18 @@ class Fit:
 def check(spec: SpecFile, /, *, set: Overrides = (), json: AsJson = False) -> int:
     """Check a run spec, and show on which cluster its run would fit. Nothing is started.
 
+    SPEC may also be the spec of a pipeline. Then all stages are checked, and their resources are
+    compared with the nodes of the queue.
+
     Exit: 0 the spec is valid, and the run fits or its cluster is unknown; 2 the spec is invalid; 3
-    the run fits on no cluster.
+    the run or a stage fits on no cluster.
 
     Args:
-        json: Print the missing programs and the clusters as JSON.
+        json: Print the missing programs and the clusters as JSON. For a pipeline, print the stages
+            that fit on no cluster.
     """
+    if is_pipeline_file(spec):
+        return _check_pipeline(spec, set, json=json)
     root = find_project_root(spec)
     run_spec = add_active_environment(load_spec(spec, set), root)
     path = component_search_path(run_spec.env, root)
@@ -73,6 +82,24 @@ def check(spec: SpecFile, /, *, set: Overrides = (), json: AsJson = False) -> in
     # Without a server, the nodes of the queue are unknown, so the run may fit on these nodes.
     is_too_large = bool(api_url and fits) and all(fit.fits is False for fit in fits)
     return EXIT_INFEASIBLE if is_too_large else EXIT_DONE
+
+
+def _check_pipeline(path: Path, overrides: Sequence[str], *, json: bool) -> int:
+    """Check a pipeline file, print the result, and return the exit code."""
+    hide_prefect_logs()
+    pipeline = load_pipeline(path, overrides)
+    faults = check_pipeline(pipeline)
+    if json:
+        print(dumps({"stages": pipeline.stage_names, "unfit": [asdict(fault) for fault in faults]}))
+    else:
+        print(f"The spec of the pipeline {pipeline.name} is valid.")
+        for fault in faults:
+            print(f"  {fault}")
+        if not PREFECT_API_URL.value():
+            print(
+                "The clusters of the queue are unknown: no Prefect server is set.", file=sys.stderr
+            )
+    return EXIT_INFEASIBLE if faults else EXIT_DONE
 
 
 def _print_result(spec: RunSpec, missing: Sequence[str], fits: Sequence[Fit]) -> None:

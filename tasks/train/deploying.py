@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from json import dumps
@@ -66,6 +66,7 @@ from tasks.spec.run import LIVE_CODE, RunSpec
 from tasks.train.interpreters import component_interpreter, component_search_path
 from tasks.train.run_checkpoints import with_start
 from tasks.train.run_watch import RunWatch
+from tasks.train.submit_matrix import MatrixOptions, make_matrix_pipeline, queue_matrix
 
 S = TypeVar("S")
 
@@ -157,6 +158,8 @@ def submit(
     set: Overrides = (),
     start: FromRun = None,
     queue: str | None = None,
+    matrix: MatrixOptions = (),
+    at_most: int | None = None,
     watch: bool = False,
     json: AsJson = False,
 ) -> int:
@@ -167,6 +170,7 @@ def submit(
 
     Args:
         queue: The queue of the work pool: urgent, default or idle.
+        at_most: With --matrix, the largest number of points that run or wait at once.
         watch: Show the run until it has ended, as `muster train` does. For a run on another host,
             show its states and steps. Ctrl-C ends only the display.
         json: Print run_id, flow_run_id and page as JSON. --watch then prints only the states of the
@@ -176,9 +180,58 @@ def submit(
     if start is not None:
         run_spec = with_start(run_spec, start)
     root = find_project_root(spec)
+    if matrix:
+        return _submit_matrix(run_spec, root, matrix, at_most, queue=queue, watch=watch, json=json)
+    if at_most is not None:
+        raise BadArgument("--at-most limits the points of a matrix: add --matrix KEY=VALUE,VALUE")
     with connect_to_configured_server() as client:
         flow_run = queue_run(client, run_spec, root, queue=queue)
         return follow_run(client, flow_run, run_spec, watch=watch, json=json)
+
+
+def _submit_matrix(
+    spec: RunSpec,
+    root: Path,
+    matrix: Sequence[str],
+    at_most: int | None,
+    *,
+    queue: str | None,
+    watch: bool,
+    json: bool,
+) -> int:
+    """Submit a pipeline that runs a spec once for each point of a matrix; return the exit code.
+
+    Args:
+        spec: The run spec.
+        root: Root folder of the spec's project.
+        matrix: Values of the options `--matrix`.
+        at_most: Largest number of points that run or wait in the queue at once, or None.
+        queue: Value of the option `--queue`, which a matrix does not support.
+        watch: True to print the states of the pipeline until it has ended.
+        json: True to print the ids and the page of the pipeline as JSON.
+    """
+    if queue is not None:
+        raise BadArgument("--queue cannot be used with --matrix: the points use the queue default")
+    if at_most is not None and at_most < 1:
+        raise BadArgument(f"--at-most must be at least 1, found {at_most}")
+    pipeline = make_matrix_pipeline(spec, matrix, at_most)
+    count = len(pipeline.stages[0].points)
+    with connect_to_configured_server() as client:
+        flow_run = queue_matrix(client, spec, pipeline, root)
+        page = url_for("flow-run", obj_id=flow_run.id)
+        if json:
+            content = {"flow_run_id": str(flow_run.id), "page": page, "points": count}
+            print(dumps(content, indent=2), flush=True)
+        else:
+            print(f"{pipeline.name} is queued with {count} points\n  page    {page}")
+            print(f"  end     prefect flow-run cancel {flow_run.id}")
+        if not watch:
+            return EXIT_DONE
+        try:
+            return get_exit_code(wait_until_ended(client, flow_run.id, _print_state))
+        except KeyboardInterrupt:
+            print("The pipeline continues.", file=sys.stderr)
+            return EXIT_INTERRUPTED
 
 
 def follow_run(

@@ -123,7 +123,7 @@ def _report_unchecked(note: UncheckedNodesNote, why: str) -> RunReport:
     if time.time() - note.since < _GIVES_UP_AFTER_S:
         return _report(note, (), f"no node of the cluster could be checked ({why})")
     note.forget()
-    command = f"muster sweep --address {note.job.address} --run-id {note.job.run_id}"
+    command = f"muster cleanup --address {note.job.address} --run-id {note.job.run_id}"
     result = (
         f"no node of the cluster could be checked for a day ({why}), so Muster stops checking; "
         f"to check by hand, run `{command}`"

@@ -298,7 +298,7 @@ def _check_leftovers(node: NodeResult, survey: Survey, limits: Limits) -> _Fault
         yield (
             f"run {run_id} has ended, but its pid {join_commas(sorted(pids))} still runs",
             "run `muster reconcile` on the host that started the run, or "
-            f"`muster sweep --address URL --run-id {run_id}`",
+            f"`muster cleanup --address URL --run-id {run_id}`",
         )
 
 

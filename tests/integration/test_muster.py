@@ -149,6 +149,7 @@ VERBS = [
     (("queue",), 1, "muster up"),
     (("pipeline", "no.yaml"), 2, "No such file or directory"),
     (("preflight", "--address", "127.0.0.1:1"), 2, "is not a URL"),
+    (("cleanup", "--address", "http://127.0.0.1:1", "--run-id", "x"), 1, "127.0.0.1:1"),
     (("sweep", "--address", "http://127.0.0.1:1", "--run-id", "x"), 1, "127.0.0.1:1"),
     (("status",), 1, "muster up"),
     (("down",), 0, "No stack"),

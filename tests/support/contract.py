@@ -140,13 +140,14 @@ def _file_names() -> list[str]:
 def _verbs() -> Iterator[tuple[str, list[str]]]:
     for verbs in VERBS.values():
         for verb in verbs:
-            name = verb.name
             module, _, attribute = verb.function.partition(":")
             function = getattr(importlib.import_module(module), attribute)
             if inspect.isfunction(function):
-                yield name, sorted(inspect.signature(function).parameters)
+                parameters = sorted(inspect.signature(function).parameters)
             else:
-                yield name, sorted(f"{word}" for word in function if not word.startswith("-"))
+                parameters = sorted(f"{word}" for word in function if not word.startswith("-"))
+            for name in (verb.name, *verb.former_names):
+                yield name, parameters
 
 
 def main() -> None:

@@ -174,3 +174,16 @@ def test_every_program_is_listed_here() -> None:
     listed = {command.split()[0] for command in COMMANDS} | INTERNAL
 
     assert not programs - listed - {"deployments.worker", "tasks.command"}
+
+
+def test_former_name_of_a_verb_works_and_is_not_listed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MUSTER_HOME", str(tmp_path))
+
+    code = main(["sweep", "--help"])
+    help_of_verb = capsys.readouterr().out
+    main(["--help"])
+
+    assert code == 0 and "muster cleanup" in help_of_verb
+    assert "sweep" not in capsys.readouterr().out

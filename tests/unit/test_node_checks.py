@@ -304,7 +304,7 @@ def test_cluster_is_given_up_after_a_day_with_the_manual_command(
 
     [run] = reconcile.reconcile_host().runs
 
-    assert f"run `muster sweep --address {ADDRESS} --run-id r`" in run.nodes[0]
+    assert f"run `muster cleanup --address {ADDRESS} --run-id r`" in run.nodes[0]
     assert (run.open, read_noted_nodes()) == ("", {})
 
 

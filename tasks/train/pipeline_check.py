@@ -1,0 +1,187 @@
+"""Check before a pipeline starts that the nodes of the queue have the resources of each stage."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from prefect.settings import PREFECT_API_URL
+
+from tasks.pipeline.stage_specs import read_specs_of_deployments
+from tasks.queue.command import connected
+from tasks.queue.grants import SchedulerProcess
+from tasks.queue.ledger import LedgerReader
+from tasks.queue.nodes import Capacity, explain_infeasible
+from tasks.queue.packing import Demand
+from tasks.queue.scheduling_pass import QueueReader
+from tasks.ray.dashboard import Dashboard, Denied, LiveNode, NoAnswer
+from tasks.ray.usage import Cluster
+from tasks.server.flow_runs import connect_to_server
+from tasks.server.server import read_secrets
+from tasks.spec.errors import Fault
+from tasks.spec.formatting import format_count, join_commas
+from tasks.spec.pipeline import PipelineSpec, Stage, add_deployment_specs
+from tasks.spec.run import RunSpec
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownCluster:
+    """A cluster of the queue, as far as its nodes are known."""
+
+    #: The nodes as the queue counts them. None if the cluster does not answer.
+    cluster: Cluster | None
+    #: The nodes as the Ray dashboard lists them. None if unknown, or if the cluster has no Ray.
+    ray_nodes: Sequence[LiveNode] | None = None
+    #: True if the autoscaler of the cluster may add nodes, so that missing resources may appear.
+    may_grow: bool = False
+
+
+def check_pipeline(pipeline: PipelineSpec) -> tuple[Fault, ...]:
+    """Check a pipeline with the Prefect server, if one is configured.
+
+    The run specs of deployments and the Prefect Secret blocks are checked, too.
+
+    Returns:
+        A fault for each stage that needs resources that no node has.
+
+    Raises:
+        InvalidSpec: A stage is invalid.
+        CannotBegin: A deployment does not exist.
+    """
+    api_url = PREFECT_API_URL.value()
+    if not api_url:
+        return ()
+    with connect_to_server(api_url) as client:
+        specs = read_specs_of_deployments(client, pipeline)
+        pipeline = add_deployment_specs(pipeline, specs)
+        for stage in pipeline.stages:
+            read_secrets(client, _parse_first_unit(pipeline, stage))
+    return find_unfit_stages(pipeline)
+
+
+def find_unfit_stages(pipeline: PipelineSpec) -> tuple[Fault, ...]:
+    """Return a fault for each stage that needs resources that no node of the queue has.
+
+    Args:
+        pipeline: A valid pipeline, in which each stage has a run spec or is a step.
+
+    Raises:
+        NoServer: The Prefect server does not answer.
+    """
+    needs_nodes = any(
+        spec.gang is not None or spec.ray is not None
+        for spec in (_parse_first_unit(pipeline, stage) for stage in pipeline.stages)
+    )
+    if not needs_nodes or not PREFECT_API_URL.value():
+        return ()
+    return tuple(compare_stages(pipeline, asyncio.run(_read_clusters())))
+
+
+async def _read_clusters() -> dict[str, KnownCluster]:
+    """Return the clusters of the queue by address. Nodes without Ray have an empty address."""
+    async with connected() as client:
+        reader = QueueReader(client, Capacity(), SchedulerProcess.current(), LedgerReader(client))
+        scheduling_pass = await reader.run_pass()
+    known: dict[str, KnownCluster] = {}
+    for address in scheduling_pass.cluster_errors:
+        known[address] = KnownCluster(cluster=None)
+    for address, cluster in scheduling_pass.clusters.items():
+        rules = scheduling_pass.rules.get(address)
+        nodes: Sequence[LiveNode] | None = None
+        if address:
+            async with aclosing(Dashboard(address)) as dashboard:
+                try:
+                    nodes = await dashboard.nodes()
+                except (NoAnswer, Denied):
+                    # The nodes are unknown, so no stage is refused because of them.
+                    nodes = None
+        known[address] = KnownCluster(
+            cluster=cluster,
+            ray_nodes=nodes,
+            may_grow=bool(rules is not None and rules.max_nodes(address)),
+        )
+    return known
+
+
+def _parse_first_unit(pipeline: PipelineSpec, stage: Stage) -> RunSpec:
+    """Return the run spec of a stage, or of the first point of its matrix."""
+    spec = pipeline.fill_run_spec(stage.units[0], lambda _stage, _key: "stage")
+    return RunSpec.model_validate(spec)
+
+
+def compare_stages(pipeline: PipelineSpec, clusters: Mapping[str, KnownCluster]) -> Iterator[Fault]:
+    """Yield a fault for each stage that needs resources that no node of its cluster has.
+
+    Args:
+        pipeline: The pipeline, in which each stage has a run spec or is a step.
+        clusters: The clusters of the queue by address. Nodes without Ray have an empty address.
+    """
+    addresses = [address for address in clusters if address]
+    for index, stage in enumerate(pipeline.stages):
+        spec = _parse_first_unit(pipeline, stage)
+        path = f"stages.{index}"
+        address = ""
+        if spec.ray is not None:
+            address = (spec.ray.address or "").rstrip("/")
+            if not address and len(addresses) != 1:
+                listed = join_commas(addresses) or "none"
+                yield Fault(
+                    path=f"{path}.on" if stage.is_step else f"{path}.spec.ray.address",
+                    problem=f"the address of the Ray cluster is missing, and the queue lists "
+                    f"{format_count(len(addresses), 'cluster')}: {listed}",
+                    remedy="write ray: {address: ADDRESS} in the pipeline, or on: host in the step"
+                    if stage.is_step
+                    else "write ray: {address: ADDRESS}",
+                )
+                continue
+            address = address or addresses[0]
+        known = clusters.get(address)
+        if known is None or known.may_grow:
+            continue
+        gang_path = f"{path}.resources.gpus" if stage.is_step else f"{path}.spec.gang"
+        if spec.gang is not None and known.cluster is not None:
+            demand = Demand(
+                **spec.gang.model_dump(include={"nodes", "gpus_per_node", "cpus_per_gpu"})
+            )
+            if reason := explain_infeasible(demand, known.cluster):
+                yield Fault(path=gang_path, problem=reason)
+                continue
+        if spec.ray is not None and known.ray_nodes is not None:
+            yield from _compare_nodes(spec, stage, path, known.ray_nodes)
+
+
+def _compare_nodes(
+    spec: RunSpec, stage: Stage, path: str, nodes: Sequence[LiveNode]
+) -> Iterator[Fault]:
+    """Yield a fault if no node has the CPUs, the memory and the labels that a step needs.
+
+    Args:
+        spec: Run spec of the step.
+        stage: The stage.
+        path: Dotted path of the stage in the pipeline.
+        nodes: The living nodes of the Ray cluster.
+    """
+    if not stage.is_step:
+        return
+    assert spec.ray is not None
+    cpus = spec.ray.entrypoint_cpus or 0
+    memory_gib = spec.ray.entrypoint_memory_gib or 0
+    most_cpus = max((node.resources_total.get("CPU", 0) for node in nodes), default=0)
+    most_gib = max((node.resources_total.get("memory", 0) for node in nodes), default=0) / _GIB
+    if cpus > most_cpus:
+        problem = f"the step needs {cpus:g} CPUs, but no node has more than {most_cpus:g}"
+        yield Fault(path=f"{path}.resources.cpus", problem=problem, remedy="ask for less")
+    if memory_gib > most_gib:
+        problem = f"the step needs {memory_gib:g} GiB, but no node has more than {most_gib:.1f} GiB"
+        yield Fault(path=f"{path}.resources.memory_gib", problem=problem, remedy="ask for less")
+    for label, value in stage.resources.labels.items():
+        # An expression such as `!head` or `in(a,b)` selects by other rules than equality.
+        values = {node.labels.get(label) for node in nodes}
+        if value not in values and not value.startswith(("!", "in(")):
+            listed = join_commas(sorted(filter(None, values))) or "no node has the label"
+            problem = f"no node has the label {label}: {value}; found: {listed}"
+            yield Fault(path=f"{path}.resources.labels.{label}", problem=problem)

@@ -1,0 +1,153 @@
+"""Submit a run spec with a matrix: `muster submit SPEC --matrix lr=1e-5,3e-5 --matrix seed=1..4`.
+
+The result is a pipeline with a single stage, which has a run for each point of the matrix.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import FlowRun
+from prefect.states import Scheduled
+
+from tasks.pipeline.stage_specs import add_code, require_deployment
+from tasks.server.server import read_secrets
+from tasks.spec.errors import BadArgument
+from tasks.spec.formatting import suggest_name
+from tasks.spec.loading import parse_yaml
+from tasks.spec.matrix import MAX_POINTS
+from tasks.spec.pipeline import PipelineSpec, parse_pipeline
+from tasks.spec.run import LIVE_CODE, RunSpec
+
+#: Deployment that runs a submitted pipeline.
+PIPELINE_DEPLOYMENT = "pipeline/any-pipeline"
+#: Name of the only stage of a pipeline for a matrix.
+_STAGE = "points"
+#: Matches a range of whole numbers, such as `1..4`.
+_RANGE = re.compile(r"(-?\d{1,9})\.\.(-?\d{1,9})")
+
+MatrixOptions = Annotated[
+    tuple[str, ...],
+    Parameter(
+        name="--matrix",
+        show_default=False,
+        help="Run the spec once for each value: `KEY=VALUE,VALUE` or `KEY=1..4`. KEY is a path in "
+        "the spec, or the name of a variable in its `env` in small letters. May be repeated: then "
+        "each combination is a run.",
+    ),
+]
+
+
+def make_matrix_pipeline(
+    spec: RunSpec, options: Sequence[str], at_most: int | None = None
+) -> PipelineSpec:
+    """Return the pipeline that runs a spec once for each point of a matrix.
+
+    Args:
+        spec: The run spec.
+        options: Values of the options `--matrix`.
+        at_most: Largest number of points that run or wait in the queue at once, or None.
+
+    Raises:
+        BadArgument: An option is malformed or names an unknown variable.
+        InvalidSpec: A point of the matrix is no valid run spec.
+    """
+    matrix: dict[str, list[Any]] = {}
+    for option in options:
+        key, equals, text = option.partition("=")
+        if not equals or not key or not text:
+            raise BadArgument(f"--matrix {option}: write KEY=VALUE,VALUE or KEY=1..4")
+        path = _find_path(spec, key)
+        if path in matrix:
+            raise BadArgument(f"--matrix {key} is there twice: write all values in one option")
+        matrix[path] = _read_values(key, text)
+    stage: dict[str, Any] = {
+        "name": _STAGE,
+        "spec": spec.to_server_data(),
+        "matrix": matrix,
+        # A failed point must not keep the other points from running.
+        "on_failure": "continue",
+    }
+    if at_most is not None:
+        stage["at_most"] = at_most
+    tags = [*spec.tags]
+    return parse_pipeline({"name": spec.name, "tags": tags, "stages": [stage]}, source="--matrix")
+
+
+def _find_path(spec: RunSpec, key: str) -> str:
+    """Return the path in the run spec that a key of `--matrix` names.
+
+    Raises:
+        BadArgument: The spec has no such key and no such variable.
+    """
+    if "." in key or key in RunSpec.model_fields:
+        return key
+    paths = {name: f"env.{name}" for name in spec.env}
+    for component_name, component in spec.components.items():
+        for name in component.env:
+            paths[name] = f"components.{component_name}.env.{name}"
+    for name, path in paths.items():
+        if name.lower() == key.lower():
+            return path
+    names = [name.lower() for name in paths]
+    known = f"the variables of the spec are: {', '.join(names) or 'none'}"
+    remedy = suggest_name(key, names) or f"write a path in the spec, such as env.NAME; {known}"
+    raise BadArgument(f"--matrix {key}: the spec has no variable of this name ({remedy})")
+
+
+def _read_values(key: str, text: str) -> list[Any]:
+    """Return the values of an option `--matrix`.
+
+    Args:
+        key: The key of the option, for messages.
+        text: The values, separated by commas. Each is YAML, or a range such as `1..4`.
+
+    Raises:
+        BadArgument: A range is empty, or too large.
+    """
+    values: list[Any] = []
+    for part in text.split(","):
+        if (match := _RANGE.fullmatch(part)) is None:
+            values.append(parse_yaml(part, f"--matrix {key}"))
+            continue
+        first = int(match[1])
+        last = int(match[2])
+        if not first <= last < first + MAX_POINTS:
+            raise BadArgument(
+                f"--matrix {key}: the range {part} must have between 1 and {MAX_POINTS} numbers"
+            )
+        values += range(first, last + 1)
+    return values
+
+
+def queue_matrix(
+    client: SyncPrefectClient, spec: RunSpec, pipeline: PipelineSpec, root: Path
+) -> FlowRun:
+    """Create the flow run of a pipeline for a matrix, and return it.
+
+    Args:
+        client: Client of the Prefect server.
+        spec: The run spec, whose Secret blocks are checked.
+        pipeline: The pipeline that `make_matrix_pipeline` returned.
+        root: Root folder of the spec's project.
+
+    Raises:
+        CannotBegin: The server has no deployment for pipelines.
+        InvalidSpec: A Prefect Secret block of the spec is missing.
+    """
+    deployment = require_deployment(client, PIPELINE_DEPLOYMENT)
+    read_secrets(client, spec)
+    pipeline = add_code(client, pipeline, root)
+    code = pipeline.run_spec(f"{_STAGE}.1").get("code")
+    return client.create_flow_run_from_deployment(
+        deployment.id,
+        parameters={"spec": pipeline.written()},
+        state=Scheduled(),
+        tags=pipeline.tags,
+        job_variables={"working_dir": str(root)} if code == LIVE_CODE else {},
+    )
