@@ -1,4 +1,4 @@
-"""Submit and inspect runs from Python: `from tasks.client import submit`.
+"""Submit and inspect runs from Python. The wheel offers these functions as the package `muster`.
 
 The functions use the same Prefect server as the command `muster`. They also raise the same errors,
 which are all subclasses of `MusterError`.

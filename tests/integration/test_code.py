@@ -208,8 +208,9 @@ def test_ray_job_has_the_submitted_code_and_starts_on_a_node_of_its_gang(
 #: A program that calls each function of Muster's Python client and prints the results as JSON.
 CLIENT = """
 import json, sys
-from tasks.client import find, submit
-from tasks.spec.errors import BadArgument
+from muster import BadArgument, find, submit
+import tasks
+assert tasks.OWNER == "project"
 run = submit(sys.argv[1], overrides=["tags=[mine]"], queue="urgent")
 results = {"id": run.run_id, "state": run.wait(within_s=200), "tags": run.seen.tags}
 results |= {"rows": run.metrics(), "logs": run.logs(), "first": run.logs("trainer", attempt=1)}
@@ -250,9 +251,15 @@ def test_python_client_and_json_output_do_what_the_documents_say(
     sleeper = {**SPEC, "components": {"trainer": {"command": ["sleep", "7000"]}}}
     pool.start_worker()
 
+    (project / "tasks.py").write_text("OWNER = 'project'\n")
+    package = tmp_path / "site-packages" / "muster"
+    package.mkdir(parents=True)
+    shutil.copy(ROOT / "deployments" / "muster_package.py", package / "__init__.py")
+    environment = {**pool.host_env.env, "PYTHONPATH": str(package.parent)}
+
     command = (sys.executable, "-c", CLIENT, str(spec), json.dumps(sleeper))
     done = subprocess.run(
-        command, cwd=ROOT, env=pool.host_env.env, capture_output=True, text=True, timeout=280
+        command, cwd=project, env=environment, capture_output=True, text=True, timeout=280
     )
 
     assert done.returncode == 0, done.stdout + done.stderr

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.wheel import ROOT, run
+from tests.support.wheel import ROOT, install_in_venv, run
 
 PACKAGES = ("deployments", "flows", "tasks")
 #: A program that imports each module named on its standard input, and prints the file of each.
@@ -56,12 +56,24 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     return target
 
+#: A program of a project. It uses the Python client beside the project's own package `tasks`.
+NOTEBOOK = """
+import muster, tasks
+try:
+    muster.submit("muster.yaml")
+except muster.InvalidSpec as error:
+    print(tasks.OWNER, error)
+"""
+
 
 def test_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
 
     tops = {name.partition("/")[0] for name in names}
-    assert {top for top in tops if not top.endswith((".dist-info", ".data"))} == set(PACKAGES)
+    assert {top for top in tops if not top.endswith((".dist-info", ".data"))} == {
+        *PACKAGES,
+        "muster",
+    }
     assert list_sources(ROOT) <= names
     assert "deployments/prefect.yaml" in names
 
@@ -95,3 +107,23 @@ def test_every_module_imports_outside_the_checkout(installed: Path, tmp_path: Pa
     }
     assert elsewhere == {}
     assert "flows.train" in files
+
+
+@pytest.mark.thorough
+def test_project_with_its_own_packages_imports_the_client(wheel: Path, tmp_path: Path) -> None:
+    python = install_in_venv(wheel, tmp_path / "venv").with_name("python")
+    project = tmp_path / "project"
+    for package in PACKAGES:
+        (project / package).mkdir(parents=True)
+        (project / package / "__init__.py").write_text("OWNER = 'project'\n")
+    (project / "muster.yaml").write_text("name: trial\nworkload: sft\n")
+    (project / "notebook.py").write_text(NOTEBOOK)
+
+    output = run(
+        str(python),
+        "notebook.py",
+        cwd=project,
+        env=os.environ | {"MUSTER_HOME": str(tmp_path / "home")},
+    )
+
+    assert output.startswith("project muster.yaml has 1 fault:\n  - components: missing")
