@@ -64,7 +64,11 @@ def _find_folder() -> Path:
 
 
 def _pop_modules() -> dict[str, ModuleType]:
-    """Remove all modules with the names of Muster's packages from `sys.modules`, and return them."""
+    """Remove the modules below the names of Muster's packages from `sys.modules`.
+
+    Returns:
+        The removed modules by name.
+    """
     names = [name for name in sys.modules if name.partition(".")[0] in _PACKAGES]
     return {name: sys.modules.pop(name) for name in names}
 
