@@ -56,6 +56,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     return target
 
+
 #: A program of a project. It uses the Python client beside the project's own package `tasks`.
 NOTEBOOK = """
 import muster, tasks

@@ -133,6 +133,24 @@ def project(tmp_path: Path, files: dict[str, str]) -> Path:
             ("accelerate", "launch", "fit.py"),
         ),
         (
+            {"fit.py": "import accelerate\naccelerate.Accelerator()\n"},
+            "accelerate",
+            "sft",
+            ("accelerate", "launch", "fit.py"),
+        ),
+        (
+            {"fit.py": "from accelerate.utils import set_seed\n"},
+            "accelerate",
+            "sft",
+            ("accelerate", "launch", "fit.py"),
+        ),
+        (
+            {"fit.sh": "accelerate launch --config_file zero3.yaml fit.py\n"},
+            "accelerate",
+            "sft",
+            ("bash", "fit.sh"),
+        ),
+        (
             {"grpo.yaml": TRL_YAML},
             "TRL",
             "grpo",
