@@ -4,7 +4,9 @@
 | --- | --- |
 | GET /health | status 200 and the training step of the weights |
 | POST /generate | tokens with their log-probabilities, in the format of vLLM's example server |
+| GET /v1/models | the model, in the format of OpenAI |
 | POST /v1/completions | text, in the format of OpenAI |
+| POST /v1/chat/completions | a message, in the format of OpenAI |
 | POST /update_weights_from_disk | loads new weights from a file, if `takes_weights` is set |
 """
 
@@ -15,7 +17,7 @@ import socketserver
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
@@ -117,11 +119,13 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/health":
             self._respond(200, {"status": "ok", "step": self.server.sampler.step})
+        elif self.path == "/v1/models":
+            self._respond(200, list_models())
         else:
             self._respond(404, {"error": f"no such path: {self.path}"})
 
     def do_POST(self) -> None:
-        handle = {"/generate": generate, "/v1/completions": complete}.get(self.path)
+        handle = _GENERATORS.get(self.path)
         try:
             if handle is not None:
                 self._respond(200, handle(self.server.sampler, self._read_json()))
@@ -227,6 +231,52 @@ def complete(sampler: Sampler, body: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def chat(sampler: Sampler, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the response to POST /v1/chat/completions.
+
+    The policy has no chat template, so the prompt is the text of the last message.
+
+    Args:
+        sampler: Samples the answers.
+        body: JSON body of the request: `{messages: [{role, content}], n, max_tokens, ...}`.
+
+    Raises:
+        BadRequest: A value of the request is not valid.
+    """
+    max_tokens = body.get("max_completion_tokens", body.get("max_tokens", 16))
+    prompt = _parse_last_message(body.get("messages"))
+    response = complete(sampler, {**body, "prompt": prompt, "max_tokens": max_tokens})
+    choices = [
+        {
+            "index": choice["index"],
+            "message": {"role": "assistant", "content": choice["text"]},
+            "finish_reason": choice["finish_reason"],
+            "logprobs": None,
+        }
+        for choice in response["choices"]
+    ]
+    return {
+        **response,
+        "id": f"chat{response['id']}",
+        "object": "chat.completion",
+        "choices": choices,
+    }
+
+
+def list_models() -> dict[str, Any]:
+    """Return the response to GET /v1/models."""
+    model = {"id": MODEL_NAME, "object": "model", "created": 0, "owned_by": "quickstart"}
+    return {"object": "list", "data": [model]}
+
+
+#: Functions that answer a prompt, by the path of the request.
+_GENERATORS: Mapping[str, Callable[[Sampler, Mapping[str, Any]], dict[str, Any]]] = {
+    "/generate": generate,
+    "/v1/completions": complete,
+    "/v1/chat/completions": chat,
+}
+
+
 def load_weights(sampler: Sampler, body: Mapping[str, Any]) -> dict[str, Any]:
     """Load new weights, and return the response to POST /update_weights_from_disk.
 
@@ -255,6 +305,8 @@ def _sample(sampler: Sampler, body: Mapping[str, Any]) -> list[Completion]:
     Raises:
         BadRequest: A value of the request is not valid.
     """
+    if body.get("stream"):
+        raise BadRequest("stream: this server sends only whole answers; leave out `stream`")
     return sampler.sample(
         _parse_prompt(body.get("prompt")),
         count=_parse_integer(body, "n", default=1, most=MAX_COMPLETIONS),
@@ -274,6 +326,18 @@ def _parse_prompt(prompt: object) -> list[int]:
     ):
         raise BadRequest(f"prompt: a text or tokens from 0 to {len(VOCABULARY) - 1}: {prompt!r}")
     return prompt
+
+
+def _parse_last_message(messages: object) -> str:
+    """Return the text of the last message of a chat. Raise BadRequest if there is no text."""
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    content = last.get("content") if isinstance(last, dict) else None
+    if isinstance(content, list):
+        parts = [part.get("text") for part in content if isinstance(part, dict)]
+        content = "".join(part for part in parts if isinstance(part, str))
+    if not isinstance(content, str):
+        raise BadRequest(f"messages: a list of mappings with role and content, not {messages!r}")
+    return content
 
 
 def _parse_integer(body: Mapping[str, Any], key: str, *, default: int, most: int) -> int:

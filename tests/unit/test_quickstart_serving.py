@@ -85,6 +85,45 @@ def test_generate_responds_in_the_format_of_vllm(server: InferenceServer) -> Non
         assert all(next(iter(position[0].values())) < 0 for position in positions)
 
 
+def test_model_is_listed_in_the_format_of_openai(server: InferenceServer) -> None:
+    status, answer = send(server, "/v1/models")
+
+    assert (status, answer["object"]) == (200, "list")
+    assert [model["id"] for model in answer["data"]] == ["copy-four-digits"]
+
+
+@pytest.mark.parametrize("content", ["7.0.4.2.=", [{"type": "text", "text": "7.0.4.2.="}]])
+def test_chat_is_answered_in_the_format_of_openai(server: InferenceServer, content: object) -> None:
+    token = VOCABULARY.index("7")
+    server.sampler.load(make_constant_policy(token), step=5)
+    messages = [{"role": "system", "content": "Copy."}, {"role": "user", "content": content}]
+
+    body = {"model": "any", "messages": messages, "n": 2, "max_completion_tokens": 3}
+    status, answer = send(server, "/v1/chat/completions", body)
+
+    assert (status, answer["object"]) == (200, "chat.completion")
+    [first, second] = answer["choices"]
+    assert first["message"] == {"role": "assistant", "content": "7.7.7"} == second["message"]
+    assert (first["finish_reason"], second["index"]) == ("length", 1)
+
+
+@pytest.mark.parametrize("messages", [None, [], ["text"], [{"role": "user"}]])
+def test_chat_without_a_text_is_refused(server: InferenceServer, messages: object) -> None:
+    status, answer = send(server, "/v1/chat/completions", {"messages": messages})
+
+    assert status == 400
+    assert answer["error"].startswith("messages: ")
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
+def test_stream_is_refused(server: InferenceServer, path: str) -> None:
+    body = {"prompt": "7", "messages": [{"role": "user", "content": "7"}], "stream": True}
+
+    status, answer = send(server, path, body)
+
+    assert (status, answer["error"][:7]) == (400, "stream:")
+
+
 @pytest.mark.parametrize(
     ("body", "complaint"),
     [
