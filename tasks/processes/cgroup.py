@@ -66,7 +66,7 @@ def put(path: str, pid: int) -> None:
     Raises:
         OSError: The process cannot be moved.
     """
-    _write(os.path.join(path, "cgroup.procs"), str(pid))
+    write(os.path.join(path, "cgroup.procs"), str(pid))
 
 
 def kill(path: str) -> None:
@@ -75,7 +75,7 @@ def kill(path: str) -> None:
     Raises:
         OSError: The kernel refuses the request, or the cgroup does not exist.
     """
-    _write(os.path.join(path, "cgroup.kill"), "1")
+    write(os.path.join(path, "cgroup.kill"), "1")
 
 
 def kill_all(path: str) -> bool:
@@ -132,7 +132,12 @@ def remove(path: str) -> bool:
     return not os.path.exists(path)
 
 
-def _write(path: str, text: str) -> None:
+def write(path: str, text: str) -> None:
+    """Write a text into a file of a cgroup.
+
+    Raises:
+        OSError: The kernel refuses the text, or the file does not exist.
+    """
     # Use os.write, because `Path.write_text` truncates the file before it writes, and reports the
     # kernel's refusal only when it closes the file.
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)

@@ -271,7 +271,7 @@ class DescendantWatch:
         if path is None:
             return f"cgroup {kill.limiting_group} reached its memory limit"
         group = oom_killer.read_memory_group(path) or self._last_groups.get(path)
-        return _describe_limit(path, group)
+        return self._describe_limit(path, group)
 
     def _describe_reached_limit(self, chain: tuple[Path, ...]) -> str:
         """Return a clause about the lowest memory limit of these cgroups that was reached.
@@ -280,7 +280,24 @@ class DescendantWatch:
         """
         groups = [self._last_groups[path] for path in chain if path in self._last_groups]
         limiting = oom_killer.select_reached_limit(groups)
-        return _describe_limit(limiting.path, limiting) if limiting else ""
+        return self._describe_limit(limiting.path, limiting) if limiting else ""
+
+    def _describe_limit(self, path: Path, group: MemoryGroup | None) -> str:
+        """Return a clause about a memory limit that was reached.
+
+        Args:
+            path: Directory of the cgroup.
+            group: State of the cgroup; None if it is unknown.
+        """
+        clause = f"cgroup {path} reached its memory limit"
+        if str(path) == self.process.memory_cgroup:
+            clause = f"{self.process.name} reached its limit `memory_gib`, and {clause}"
+        if group is None or group.limit_bytes is None:
+            return clause
+        clause += f": limit {_format_memory(group.limit_bytes)}"
+        if group.peak_bytes is not None:
+            clause += f", peak {_format_memory(group.peak_bytes)}"
+        return clause
 
     def _find_chain_with_kill(self, exit: Exit) -> tuple[Path, ...] | None:
         """Return the cgroups of a process, if the OOM killer has killed in the innermost of them.
@@ -380,22 +397,6 @@ def _read_memory_groups(pid: str, mountinfo: str) -> tuple[Path, ...]:
 def _describe_machine_limit() -> str:
     total_bytes = _PAGE_BYTES * os.sysconf("SC_PHYS_PAGES")
     return f"this machine ran out of memory: it has {_format_memory(total_bytes)}"
-
-
-def _describe_limit(path: Path, group: MemoryGroup | None) -> str:
-    """Return a clause about a memory limit that was reached.
-
-    Args:
-        path: Directory of the cgroup.
-        group: State of the cgroup; None if it is unknown.
-    """
-    clause = f"cgroup {path} reached its memory limit"
-    if group is None or group.limit_bytes is None:
-        return clause
-    clause += f": limit {_format_memory(group.limit_bytes)}"
-    if group.peak_bytes is not None:
-        clause += f", peak {_format_memory(group.peak_bytes)}"
-    return clause
 
 
 def _format_memory(count_bytes: int) -> str:

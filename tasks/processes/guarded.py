@@ -94,6 +94,8 @@ class Command:
     save_grace_s: float | None = None
     #: Umask of the program. If None, the program inherits the umask of this process.
     umask: int | None = None
+    #: Largest memory of the program and all its descendants together, in bytes. None for no limit.
+    memory_limit_bytes: int | None = None
 
     @property
     def saves_within_s(self) -> float:
@@ -265,6 +267,8 @@ class GuardedProcess:
         self.mark = mark
         #: Directory of the command's cgroup v2; None if the command has no cgroup.
         self.cgroup: str | None = None
+        #: Directory of the cgroup with the command's memory limit; None if there is no limit.
+        self.memory_cgroup: str | None = None
         #: Pids that survived SIGKILL or may not be signalled by this user, from the guardian
         #: process's last report; empty if there are none.
         self.stuck: tuple[int, ...] = ()
@@ -346,7 +350,12 @@ class GuardedProcess:
         return cls(name, guardian, channel, mark, namespace is not None, ended_processes)
 
     async def launch(
-        self, command: Command, *, cgroup: str | None = None, register: Register | None = None
+        self,
+        command: Command,
+        *,
+        cgroup: str | None = None,
+        memory_cgroup: str | None = None,
+        register: Register | None = None,
     ) -> int:
         """Start the command. If this call is cancelled, call `stop` or `kill` to end the command.
 
@@ -354,6 +363,9 @@ class GuardedProcess:
             command: The command.
             cgroup: Cgroup directory for the command. If the kernel refuses to put the command
                 there, the command starts without a cgroup.
+            memory_cgroup: Cgroup directory with the memory limit of the command. `register` must
+                put the command there. The guardian process removes the directory if this process
+                ends before it.
             register: Coroutine function that is called with this object and awaited before the
                 command is executed. If it raises OSError, `launch` raises the error and the command
                 is not executed.
@@ -375,6 +387,7 @@ class GuardedProcess:
         env.pop("OLDPWD", None)
         order |= {"env": env, "cwd": str(command.cwd), "log": str(command.log)}
         order |= {"stop_signal": int(command.stop_signal), "cgroup": cgroup}
+        order["memory_cgroup"] = memory_cgroup
         order["files"] = tree.FILES_AT_START
         self._register = register
         self._children_grace_s = command.children_grace_s
@@ -382,6 +395,7 @@ class GuardedProcess:
             kept_marks.add(self.mark)
             self.empty.add_done_callback(lambda _: kept_marks.discard(self.mark))
         self.cgroup = cgroup
+        self.memory_cgroup = memory_cgroup
         self._owes_processes = True
         # Block until the whole message is sent, so that no other message gets into the middle of
         # it. The guardian process reads the message at once, unless SIGSTOP has stopped the

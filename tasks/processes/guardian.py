@@ -154,13 +154,24 @@ class Guardian:
         self._channel.send("spawned")
         self._handle_messages(self._early_messages)
         self._watch()
-        if self._cgroup is not None:
-            cgroup.remove(self._cgroup)
+        self._remove_cgroups()
         self._channel.send(
             "empty",
             stragglers=[command[:_COMMAND_LENGTH] for command in self._ended_stragglers],
             is_killed=self._kill_rounds is not None,
         )
+
+    def _remove_cgroups(self) -> None:
+        """Remove the cgroups of the component, whose processes have all ended.
+
+        The supervisor removes a memory cgroup itself, after it has read the counters of the cgroup.
+        """
+        memory_cgroup = self._order.memory_cgroup
+        paths = {self._cgroup, memory_cgroup} - {None}
+        if not tree.is_ready(self._supervisor, select.POLLIN, 0):
+            paths -= {memory_cgroup}
+        for path in paths:
+            cgroup.remove(path)
 
     def _await_permission(self, pid: int) -> bool:
         """Wait until the supervisor permits the component's new process to execute its program.
@@ -513,6 +524,8 @@ class Order(types.SimpleNamespace):
     - `stop_signal`: number of the stop signal.
     - `grace_s`: seconds from the stop signal to SIGKILL.
     - `cgroup`: cgroup v2 directory for the component, or None.
+    - `memory_cgroup`: cgroup directory with the component's memory limit, or None. The supervisor
+      puts the component there.
     - `files`: soft limit of open files of the component.
     - `umask`: umask of the component, or None to inherit the umask of this process.
     - `children_grace_s`: seconds that the component's children have to end before its first process

@@ -19,6 +19,7 @@ from tasks.processes import cgroup, tree
 from tasks.processes.containment import Containment, Level, PidNamespace
 from tasks.processes.guarded import KILL_WITHIN_S, Command, GuardedProcess, GuardianTemplate
 from tasks.processes.identity import ProcessId
+from tasks.processes.memory_cgroup import find_memory_parent
 from tasks.processes.registry import ProcessEntry
 from tasks.processes.survivors import describe_survivors
 
@@ -88,6 +89,8 @@ class Guards:
         self._ended_processes: list[GuardedProcess] = []
         #: Directory of the existing cgroup of each process, by the name of the process.
         self._cgroups: dict[str, str] = {}
+        #: Directory of the cgroup that limits the memory of a process, by the name of the process.
+        self._memory_cgroups: dict[str, str] = {}
         #: Tasks that wait for the end of a process, by the process. They continue if the code that
         #: waits for them is cancelled.
         self._endings: dict[GuardedProcess, asyncio.Task[tuple[int, ...]]] = {}
@@ -200,8 +203,9 @@ class Guards:
             command: The command.
 
         Raises:
-            OSError: The command could not be started, or the registry could not be written. No
-                process remains. `TimeoutError`: the guardian process does not answer.
+            OSError: The command could not be started, its memory could not be limited, or the
+                registry could not be written. No process remains. `TimeoutError`: the guardian
+                process does not answer.
         """
         name = _name_of(component, part)
         if name not in self._prepared:
@@ -211,7 +215,18 @@ class Guards:
         process.empty.add_done_callback(lambda _: self._release(name, process))
         register = partial(self._register, name, command)
         try:
-            await process.launch(command, cgroup=self._make_cgroup(name), register=register)
+            memory_cgroup = self._make_memory_cgroup(name, command)
+        except OSError:
+            process.dismiss()
+            await self.end(process, _UNUSED_WITHIN_S)
+            raise
+        try:
+            await process.launch(
+                command,
+                cgroup=self._cgroups.get(name) or self._make_cgroup(name),
+                memory_cgroup=memory_cgroup,
+                register=register,
+            )
         except OSError:
             process.kill()
             await self.end(process, KILL_WITHIN_S)
@@ -291,11 +306,16 @@ class Guards:
         return left
 
     async def _register(self, name: str, command: Command, process: GuardedProcess) -> None:
-        """Write a process to the run's registry, before its program is executed.
+        """Limit the memory of a process, and write the process to the run's registry.
+
+        This function is called before the program of the process is executed.
 
         Raises:
-            OSError: The entry could not be written.
+            OSError: The memory could not be limited, or the entry could not be written.
         """
+        memory_cgroup = self._memory_cgroups.get(name)
+        if memory_cgroup is not None:
+            cgroup.put(memory_cgroup, process.pid or 0)
         if self._registry is not None:
             entry = ProcessEntry.model_validate(
                 {
@@ -319,6 +339,9 @@ class Guards:
         """
         if self._current.get(name) is not process:
             return
+        memory_cgroup = self._memory_cgroups.pop(name, None)
+        if memory_cgroup is not None:
+            cgroup.remove(memory_cgroup)
         path = self._cgroups.pop(name, None)
         if path is not None and not cgroup.remove(path):
             # The cgroup could not be removed. Keep the registry entry, so that a later `reconcile`
@@ -326,6 +349,28 @@ class Guards:
             return
         if self._registry is not None:
             self._registry.leave(name)
+
+    def _make_memory_cgroup(self, name: str, command: Command) -> str | None:
+        """Create the cgroup that limits the memory of a process, and return its directory.
+
+        Returns:
+            None if the memory of the process is not limited.
+
+        Raises:
+            OSError: The cgroup cannot be created.
+        """
+        if command.memory_limit_bytes is None:
+            return None
+        parent = find_memory_parent()
+        path = parent.create(self._make_cgroup_name(name), command.memory_limit_bytes)
+        self._memory_cgroups[name] = path
+        if parent.is_version_2:
+            # In version 2, a process is in one cgroup only.
+            self._cgroups[name] = path
+        return path
+
+    def _make_cgroup_name(self, name: str) -> str:
+        return f"{self._run_id}-a{self._attempt:02d}-{name}"
 
     def _make_cgroup(self, name: str) -> str | None:
         """Create a cgroup for a process, and return its directory.
@@ -338,8 +383,7 @@ class Guards:
             return None
         # If the cgroup cannot be created, the process starts without a cgroup.
         with contextlib.suppress(OSError):
-            directory_name = f"{self._run_id}-a{self._attempt:02d}-{name}"
-            self._cgroups[name] = cgroup.create(parent, directory_name)
+            self._cgroups[name] = cgroup.create(parent, self._make_cgroup_name(name))
         return self._cgroups.get(name)
 
     def _close_template(self) -> None:

@@ -23,6 +23,7 @@ from tasks.spec.values import (
     Env,
     Model,
     PartName,
+    Positive,
     Refusal,
     Seconds,
     SecondsOrZero,
@@ -38,6 +39,8 @@ from tasks.spec.values import (
 
 #: Name of the component that is a fleet of inference servers.
 FLEET = "rollout"
+
+_GIB = 1 << 30
 
 OnExitZero = Literal["complete", "drain", "fail"]
 Launcher = Literal["process", "ray_job"]
@@ -121,6 +124,14 @@ class Component(Model):
         "reserved, it sees all GPUs of the run.",
         examples=[4],
     )
+    memory_gib: Positive | None = Field(
+        None,
+        description="Largest main memory of this component and all its processes together, in "
+        "GiB. If they need more, the kernel kills one of them, and the run fails as HOST_OOM. Only "
+        "for `launcher: process`. If this machine cannot limit the memory, the run fails before it "
+        "starts. If omitted, there is no limit.",
+        examples=[64],
+    )
     ports: tuple[PartName, ...] = Field(
         (),
         description="Names of further ports to reserve, in addition to ${NAME.port}. The port "
@@ -166,12 +177,20 @@ class Component(Model):
         examples=[3],
     )
 
+    @property
+    def memory_bytes(self) -> int | None:
+        """Memory limit of the component in bytes, or None for no limit."""
+        return int(self.memory_gib * _GIB) if self.memory_gib is not None else None
+
     @classmethod
     def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
         if written.get("keep") is not None and written.get("checkpoints") is None:
             problem = "needs `checkpoints`: without them, there is nothing to keep"
             remedy = "write checkpoints: FOLDER, or leave out keep"
             yield ("keep",), make_refusal(problem, remedy)
+        if written.get("memory_gib") is not None and written.get("launcher") == "ray_job":
+            problem = "works only with launcher: process, because Ray starts a job on another node"
+            yield ("memory_gib",), make_refusal(problem, "leave out memory_gib")
         stop = mapping_or_empty(written.get("stop"))
         shows_saves = written.get("checkpoints") is not None or stop.get("warn") is not None
         if stop.get("save_grace_s") is not None and not shows_saves:

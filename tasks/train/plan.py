@@ -190,6 +190,7 @@ class PlanInputs:
             grace_s=component.stop.grace_s,
             save_grace_s=component.stop.save_grace_s,
             umask=callers_umask(),
+            memory_limit_bytes=component.memory_bytes,
         )
         is_saving = None
         has_grown = None

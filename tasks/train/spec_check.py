@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tasks.processes.containment import Level, probe
 from tasks.processes.identity import host_name
+from tasks.processes.memory_cgroup import find_memory_parent
 from tasks.record.checkpoint_paths import check_access
 from tasks.record.checkpoint_store import StoreRefused, StoreUnreachable
 from tasks.rollout.component import fleet_faults
@@ -59,6 +60,7 @@ def check_spec(spec: RunSpec, *, root: Path | None = None, checks_stores: bool =
         *(fleet_faults(spec, spec.fleet) if spec.fleet is not None else ()),
         *find_missing_programs(spec, root=root or Path.cwd(), path=path),
         *(setting_faults or _find_containment_faults(spec)),
+        *_find_memory_faults(spec),
         *(_find_store_faults(spec) if checks_stores else ()),
     ]
     if faults:
@@ -95,3 +97,19 @@ def _find_containment_faults(spec: RunSpec) -> Iterator[Fault]:
             problem=f"{host_name()} offers no PID namespace: {reason}",
             remedy="write auto, or use a host with PID namespaces",
         )
+
+
+def _find_memory_faults(spec: RunSpec) -> Iterator[Fault]:
+    """Yield a fault for each memory limit of a component, if this machine can limit no memory."""
+    for name, component in spec.processes.items():
+        if component.memory_gib is None:
+            continue
+        try:
+            find_memory_parent()
+        except OSError as error:
+            yield Fault(
+                path=f"components.{name}.memory_gib",
+                problem=f"{host_name()} cannot limit the memory of a component: {error}",
+                remedy="leave out memory_gib, or run Muster as root or in a cgroup that systemd "
+                "delegates (Delegate=yes)",
+            )

@@ -149,6 +149,7 @@ class ComponentHarness:
         log: Path | None = None,
         stop_signal: int = signal.SIGTERM,
         grace_s: float = GRACE_S,
+        memory_limit_bytes: int | None = None,
     ) -> ComponentPlan:
         """Return the plan of a component. The arguments are fields of the plan and its command."""
         return ComponentPlan(
@@ -160,6 +161,7 @@ class ComponentHarness:
                 log=log or self.log_path(name),
                 stop_signal=stop_signal,
                 grace_s=grace_s,
+                memory_limit_bytes=memory_limit_bytes,
             ),
             ready=ready,
             live=live,
