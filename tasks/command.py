@@ -348,6 +348,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (InvalidVariable, UntrustedPath) as error:
         print(f"{error}\nNothing was done.", file=sys.stderr)
         return EXIT_INVALID
+    warn_about_missing_init()
     find_server()
     if words[:1] == ["train"] and (code := run_in_fork(words)) is not None:
         return code
@@ -362,6 +363,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = describe_invalid_setting(error.errors(include_url=False))
         print(f"{message}\nNothing was done.", file=sys.stderr)
         return EXIT_INVALID
+
+
+def warn_about_missing_init() -> None:
+    """Print a warning if this process is process 1 of a PID namespace, such as a container.
+
+    The kernel makes process 1 the parent of each process whose own parent has ended. Muster does
+    not reap these processes, so they stay as zombies and use up the limit of processes.
+    """
+    if os.getpid() == 1:
+        print(
+            "warning: muster is process 1 of this container, which has no init. Processes that end "
+            "stay as zombies. Start the container with an init: `docker run --init`, `init: true` "
+            "in a compose file, or `tini` as the entrypoint.",
+            file=sys.stderr,
+        )
 
 
 def _is_no_invalid_setting(record: logging.LogRecord) -> bool:

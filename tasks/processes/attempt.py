@@ -24,6 +24,12 @@ from tasks.processes.descendant_watch import DeathEvidence
 from tasks.processes.full_disks import measure_at_exit, name_full_disk
 from tasks.processes.guarded import GuardianTemplate
 from tasks.processes.hang_report import call_with_time_limit
+from tasks.processes.host_limits import (
+    HostLimit,
+    describe_shortage,
+    measure_process_limits,
+    name_reached_limit,
+)
 from tasks.processes.identity import host_name
 from tasks.processes.machine import read_gpus
 from tasks.processes.owned_tasks import OwnedTasks, cancel_tasks
@@ -421,6 +427,8 @@ class SupervisedAttempt:
             self._context.settle()
         except OSError as error:
             message = f"no process can be started: {error.strerror or error}"
+            if shortage := describe_shortage(error):
+                message = f"{message}; {shortage}"
             kind = find_kind_of_start_error(error.errno)
             self.fail(Failure(kind=kind, message=message, rule="spawn"))
             return
@@ -603,6 +611,8 @@ class SupervisedAttempt:
         """
         _log.error("supervision of %s failed", self._plan.run_id, exc_info=error)
         message = f"Muster's own supervision failed: {error!r}"
+        if shortage := describe_shortage(error):
+            message = f"{message}; {shortage}"
         self.fail(Failure(kind=FailureKind.UNKNOWN, message=message, rule="internal-error"))
 
     def fail(self, failure: Failure) -> None:
@@ -654,6 +664,8 @@ class SupervisedAttempt:
             command = component.plan.command
             reason = describe_start_error(error, command.argv, command.env, command.cwd)
             message = f"{component.name} can't be started: {reason}"
+            if shortage := describe_shortage(error):
+                message = f"{message}; {shortage}"
             kind = find_kind_of_start_error(error.errno)
             self._fail(component, message, "spawn", kind=kind)
         else:
@@ -912,6 +924,11 @@ class SupervisedAttempt:
         at = exit.at_monotonic_s if exit is not None else time.monotonic()
         since = self._progress.size_of_survived_log(component.log.path)
         file_systems = measure_at_exit(component.log.path) if exit is not None else ()
+        limits: asyncio.Future[tuple[HostLimit, ...]] | None = None
+        if exit is not None:
+            # Measure now, because the teardown ends the processes that have used up the limit.
+            loop = asyncio.get_running_loop()
+            limits = loop.run_in_executor(None, measure_process_limits)
         until: int | None = None
         if kind is FailureKind.STALLED and self.earliest.is_open_at(at):
             component.is_hung = True
@@ -934,6 +951,8 @@ class SupervisedAttempt:
                 evidence=component.explain_death(exit) if exit is not None else _NO_EVIDENCE,
             )
             failure = name_full_disk(failure, file_systems)
+            has_limits = limits is not None and limits.done() and limits.exception() is None
+            failure = name_reached_limit(failure, limits.result() if has_limits else ())
             return Verdict.failed(failure, at)
 
         self._decide(

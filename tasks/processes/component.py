@@ -216,7 +216,10 @@ class AttemptContext:
         self.guards.settle()
         if self.register is not None:
             note = self.register.note_leftovers
-            self._shared_memory = SharedMemoryWatch(self.guards.own_pids, note)
+            try:
+                self._shared_memory = SharedMemoryWatch(self.guards.own_pids, note)
+            except RuntimeError as error:  # for example: can't start new thread
+                _log.warning("shared memory of run %s is not watched: %s", self.plan.run_id, error)
 
     async def enter_job(self, component: ComponentPlan, **about: object) -> None:
         """Write an entry for a Ray job into this machine's registry of active runs.

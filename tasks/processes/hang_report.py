@@ -182,7 +182,11 @@ def gather_evidence(pids: Sequence[int], within_s: float) -> HangEvidence:
             evidence["gpus"] = _describe_gpus(read_gpus())
 
     thread = threading.Thread(target=gather, daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError as error:
+        evidence["text"] = f"The processes could not be examined: {error}"
+        return evidence
     thread.join(within_s)
     return evidence.copy()
 
@@ -644,7 +648,8 @@ class Diagnosis:
 async def call_with_time_limit(limit_s: float, work: Callable[[], T], otherwise: T) -> T:
     """Call a function in a daemon thread, and wait for its result at most `limit_s` seconds.
 
-    Use it for functions that may block forever. After the time limit, the thread is abandoned.
+    Use it for functions that may block forever. After the time limit, the thread is abandoned. If
+    no thread can be started, one of the loop's own threads calls the function.
 
     Returns:
         The result of the function; `otherwise` if the function fails or takes too long.
@@ -661,7 +666,10 @@ async def call_with_time_limit(limit_s: float, work: Callable[[], T], otherwise:
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(done.set)
 
-    threading.Thread(target=run, name="diagnosis", daemon=True).start()
+    try:
+        threading.Thread(target=run, name="diagnosis", daemon=True).start()
+    except RuntimeError:
+        loop.run_in_executor(None, run)
     with suppress(TimeoutError):
         async with asyncio.timeout(limit_s):
             await done.wait()

@@ -8,11 +8,19 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from tasks.processes.steady_threads import SteadyThreads
+
+#: Number of threads in which a loop executes functions that may block.
+_THREADS = 4
+
 T = TypeVar("T")
 
 
 class LoopThread:
-    """Runs an asyncio loop in a daemon thread until `close`. Safe to use from any other thread."""
+    """Runs an asyncio loop in a daemon thread until `close`. Safe to use from any other thread.
+
+    `asyncio.to_thread` in this loop starts no thread, because its threads are started at once.
+    """
 
     def __init__(self, name: str, on_error: Callable[[BaseException], None]) -> None:
         """
@@ -22,6 +30,8 @@ class LoopThread:
         """
         self._on_error = on_error
         self._loop = asyncio.new_event_loop()
+        self._threads = SteadyThreads(_THREADS, f"{name} worker")
+        self._loop.set_default_executor(self._threads)
         self._loop.set_exception_handler(self._handle_error)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -47,6 +57,7 @@ class LoopThread:
         """Stop the loop, and wait until its thread has ended."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        self._threads.shutdown(wait=False)
         self._loop.close()
 
     def _run(self) -> None:

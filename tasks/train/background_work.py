@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from tasks.processes.host_limits import describe_shortage
 from tasks.processes.identity import host_name
 from tasks.record import code_store
 from tasks.record.checkpoints import find_superfluous_checkpoints, remove_checkpoint
@@ -41,10 +42,18 @@ class BackgroundWork:
         self._threads: list[threading.Thread] = []
 
     def start(self, function: Callable[..., None], *arguments: object) -> None:
-        """Call a function with these arguments in a new thread."""
+        """Call a function with these arguments in a new thread.
+
+        If no thread can be started, the function is not called. The run continues without it.
+        """
         thread = threading.Thread(target=function, args=arguments, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            name = getattr(function, "__name__", "work")
+            _log.warning("%s is omitted: %s (%s)", name, error, describe_shortage(error))
+            return
         self._threads.append(thread)
-        thread.start()
 
     def end(self) -> None:
         """Report the end of the attempt to the threads, and wait a limited time for their end."""
