@@ -21,7 +21,7 @@ from typing import Any
 
 from tasks.processes.component import PORT_TAKEN, AttemptContext, AttemptPlan, RunningComponent
 from tasks.processes.descendant_watch import DeathEvidence
-from tasks.processes.full_disks import measure_at_exit, name_full_disk
+from tasks.processes.full_disks import describe_file_system, measure_at_exit, name_full_disk
 from tasks.processes.guarded import GuardianTemplate
 from tasks.processes.hang_report import call_with_time_limit
 from tasks.processes.host_limits import (
@@ -48,6 +48,7 @@ from tasks.processes.start_errors import describe_start_error
 from tasks.processes.time_to_save import TimeToSave
 from tasks.record.causes import Cause, Role, find_cause, last_lines
 from tasks.record.events import Emit
+from tasks.record.log_bound import LogBound
 from tasks.record.outcome import ComponentFailed, Exit, Failure, GiveUpReason, Verdict, signal_name
 from tasks.record.ranks import (
     RankFailure,
@@ -76,6 +77,8 @@ _SIGTERM_HEARD = re.compile(
 _LAST_LINES = 40
 #: Largest number of times that components of one attempt are started again on another port.
 _MOVES_AT_MOST = 5
+#: Seconds between two checks whether a log has exceeded its bound.
+_LOG_EVERY_S = 1.0
 #: Smallest number of seconds between two checks of the processes that listen on the run's ports.
 _PORTS_EVERY_S = 1.0
 #: Smallest pause between two checks of the run's ports, as a multiple of the duration of a check.
@@ -435,6 +438,13 @@ class SupervisedAttempt:
         self._watchers.start(self._follow_progress())
         self._watchers.start(self._publish_gpu_use())
         self._watchers.start(self._follow_ports())
+        bounds = {
+            plan.name: LogBound(limit_bytes=plan.log_max_bytes)
+            for plan in self._plan.components
+            if plan.log_max_bytes is not None
+        }
+        for name, bound in bounds.items():
+            self._watchers.start(self._keep_log_bounded(name, bound))
         if any(component.warning is not None for component in self._plan.components):
             self._watchers.start(self._time_to_save.follow_planned_ends())
         if self._plan.time_limit_s is not None:
@@ -560,6 +570,29 @@ class SupervisedAttempt:
             await self._check_ports()
             took_s = time.monotonic() - began_s
             await asyncio.sleep(max(_PORTS_EVERY_S, took_s * _PORTS_PAUSE))
+
+    async def _keep_log_bounded(self, name: str, bound: LogBound) -> None:
+        """Release the disk space of the middle of a component's log when the log grows too large.
+
+        If the file system cannot do this, report it once. The log then has no bound.
+        """
+        while True:
+            await asyncio.sleep(_LOG_EVERY_S)
+            log = self._context.logs[name]
+            if log.size() <= bound.limit_bytes:
+                continue
+            try:
+                await asyncio.to_thread(bound.apply, log.source)
+            except OSError as error:
+                place = f"the file system of {log.path}"
+                with contextlib.suppress(OSError):
+                    place = describe_file_system(log.path.parent)
+                message = (
+                    f"the log of {name} exceeds log_max_bytes: {place} cannot release a part of a "
+                    f"file ({error.strerror}), so the log has no bound"
+                )
+                self._emit("run.warning", message=message)
+                return
 
     async def _check_ports(self) -> None:
         """Check once whether a process of another user listens on a port of a running component.

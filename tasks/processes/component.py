@@ -73,6 +73,8 @@ class ComponentPlan:
     find_checkpoint: Callable[[], tuple[int | None, float] | None] | None = None
     #: Signal that warns the component before Muster ends the attempt. None for no warning.
     warning: StopWarning | None = None
+    #: Largest size of the component's log on the disk, in bytes. None if the log has no bound.
+    log_max_bytes: int | None = None
     #: Creates the `RunningComponent` that runs the component on a Ray cluster. None if the
     #: component runs as a process of this machine.
     make_component: Callable[[ComponentPlan, AttemptContext], RunningComponent] | None = None

@@ -21,6 +21,7 @@ import httpx
 
 from tasks.processes import tree
 from tasks.processes.shortage import NotChecked, has_no_files_left, is_own_shortage
+from tasks.record.log_bound import ZEROS, find_data, is_same_before_hole
 from tasks.record.log_file import HeldLog
 from tasks.spec.probes import find_unmet_conditions
 
@@ -225,6 +226,11 @@ class LogProbe(ComponentProbe):
                 self._offset = 0
                 self._partial = b""
                 self._last_bytes = b""
+            data_at = find_data(f.fileno(), self._offset)
+            if data_at > self._offset:
+                # The log has a hole here, because `log_max_bytes` bounds its size.
+                self._offset = data_at
+                self._last_bytes = b""
             f.seek(self._offset)
             while data := f.read(_CHUNK_BYTES):
                 self._offset += len(data)
@@ -240,11 +246,12 @@ class LogProbe(ComponentProbe):
         if f.seek(0, os.SEEK_END) < self._offset:
             return True
         f.seek(self._offset - len(self._last_bytes))
-        return f.read(len(self._last_bytes)) != self._last_bytes
+        return not is_same_before_hole(self._last_bytes, f.read(len(self._last_bytes)))
 
     def _matches(self, data: bytes) -> bool:
         # The last line may be incomplete. Search it for the pattern now, and again when more of the
         # line was read.
+        data = ZEROS.sub(b"\n", data) if b"\0" in data else data
         lines = (self._partial + data).split(b"\n")
         self._partial = lines[-1][-_CHUNK_BYTES:]
         return any(self._pattern.search(line.decode("utf-8", "replace")) for line in lines)

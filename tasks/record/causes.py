@@ -24,6 +24,7 @@ from typing import Annotated, BinaryIO
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from tasks.record.log_bound import ZEROS
 from tasks.spec.failure_kinds import FailureKind
 
 
@@ -451,7 +452,7 @@ def read_tail(log: Path, limit_bytes: int = LOOKBACK_BYTES) -> str:
         with log.open("rb") as f:
             f.seek(0, 2)
             f.seek(max(0, f.tell() - limit_bytes))
-            return f.read().decode("utf-8", errors="replace")
+            return _decode(f.read())
     except OSError:
         return ""
 
@@ -495,9 +496,14 @@ def read_since_step(log: Path, *, since: int = 0, until: int | None = None) -> s
                 )
                 if begin or has_only_consequences:
                     middle = _read_dissimilar_lines(f, max(begin, limit), tail_start)
-            return (middle + tail).decode("utf-8", errors="replace")
+            return _decode(middle + tail)
     except OSError:
         return ""
+
+
+def _decode(data: bytes) -> str:
+    """Return the text of a part of a log, without the zeros of a hole (see `log_bound`)."""
+    return ZEROS.sub(b"\n", data).decode("utf-8", errors="replace")
 
 
 #: Matches a word such as `step`, which may be followed by a step number, and the rest of the line.

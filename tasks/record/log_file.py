@@ -8,6 +8,8 @@ from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 
+from tasks.record.log_bound import ZEROS, find_data, is_same_before_hole
+
 #: Number of bytes before the read position that are remembered. If the log file has other bytes
 #: there at the next read, it was truncated.
 _TAIL_BYTES = 64
@@ -132,7 +134,8 @@ class _OpenLog:
     def _append(self, content: bytes) -> bool:
         self._position += len(content)
         self._tail = (self._tail + content)[-_TAIL_BYTES:]
-        self.pending += content
+        # Omit the zeros of a hole, see `log_bound`.
+        self.pending += ZEROS.sub(b"", content) if b"\0" in content else content
         return bool(content)
 
     def _find_copy(self) -> FileIO | None:
@@ -157,6 +160,11 @@ class _OpenLog:
         The bytes before this position are compared with those that were read last. Return None if
         they differ, because the file is then not the file that was read.
         """
+        data_at = find_data(file.fileno(), self._position)
+        if data_at > self._position:
+            # The log has a hole here, because `log_max_bytes` bounds its size.
+            self._position = data_at
+            self._tail = b""
         start = self._position - len(self._tail)
         length = len(self._tail) + _BLOCK_BYTES
         data = os.pread(file.fileno(), length, start)
@@ -164,7 +172,7 @@ class _OpenLog:
         # Read the first bytes again. If they differ, the file was truncated during the first read.
         compared_bytes = len(self._tail) + _TAIL_BYTES
         is_stable = os.pread(file.fileno(), compared_bytes, start).startswith(data[:compared_bytes])
-        if not is_stable or not data.startswith(self._tail):
+        if not is_stable or not is_same_before_hole(self._tail, data[: len(self._tail)]):
             return None
         return data[len(self._tail) :]
 

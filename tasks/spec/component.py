@@ -41,7 +41,8 @@ from tasks.spec.values import (
 FLEET = "rollout"
 
 _GIB = 1 << 30
-
+#: Size of a bounded log in bytes. A smaller log would have too few lines to find a cause.
+LogBytes = Annotated[Count, Field(ge=65_536)]
 OnExitZero = Literal["complete", "drain", "fail"]
 Launcher = Literal["process", "ray_job"]
 
@@ -167,6 +168,13 @@ class Component(Model):
         "be a URL with s3://, gs:// or file://. The next attempt gets the path or URL of the last "
         "complete checkpoint as ${attempt.resume_from}. Only one component may have this key.",
         examples=["${run.dir}/checkpoints", "s3://bucket/${run.id}/checkpoints"],
+    )
+    log_max_bytes: LogBytes | None = Field(
+        None,
+        description="Largest size of the component's log on the disk, in bytes. Of a larger log, "
+        "Muster keeps the first quarter and the newest lines, with a line in between that says how "
+        "many bytes were left out. If omitted, the log has no bound.",
+        examples=[1_000_000_000],
     )
     keep: Count | None = Field(
         None,

@@ -212,6 +212,7 @@ class PlanInputs:
             has_grown=has_grown,
             find_checkpoint=find_checkpoint,
             warning=_plan_warning(component.stop),
+            log_max_bytes=component.log_max_bytes,
             make_component=make_component,
         )
 

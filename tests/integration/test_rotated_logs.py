@@ -1,14 +1,16 @@
-"""Tests of logs that are moved, removed or truncated while a component writes to them."""
+"""Tests of logs that are moved, removed, truncated or cut while a component writes to them."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+from dataclasses import replace
 
 import pytest
 
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import ReadyProbe
-from tests.support.supervised_components import ComponentHarness, python
+from tests.support.supervised_components import ComponentHarness, python, wait_until
 
 #: What happens to the log file, as Python code that the component executes.
 ROTATIONS = {
@@ -75,3 +77,48 @@ def _target(fd: str) -> str:
         return os.readlink(f"/proc/self/fd/{fd}")
     except OSError:
         return ""
+
+
+def test_log_of_a_running_component_is_kept_below_its_bound(harness: ComponentHarness) -> None:
+    program = (
+        "import os, time\n"
+        "for number in range(100_000): print(f'line {number:08d}', 'x' * 40)\n"
+        "print('all written', flush=True)\n"
+        "while not os.path.exists('fail'): time.sleep(0.02)\n"
+        "raise ValueError('the cause after the cut')\n"
+    )
+    trainer = replace(
+        harness.component(
+            "trainer", python(program), ready=ReadyProbe(log="all written", within_s=30)
+        ),
+        log_max_bytes=1 << 20,
+    )
+    log = harness.log_path("trainer")
+
+    supervisor = harness.start_all(trainer)
+    wait_until(lambda: log.stat().st_blocks * 512 < 1.1 * (1 << 20), "a log below its bound")
+    (harness.directory / "fail").touch()
+    verdict = harness.wait_for_verdict(supervisor)
+
+    assert verdict.failure is not None
+    assert "ValueError: the cause after the cut" in verdict.message
+    assert log.read_bytes().startswith(b"line 00000000 ")
+    assert b"bytes of this log were left out" in log.read_bytes()
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a file system")
+def test_file_system_that_cannot_bound_a_log_is_reported(harness: ComponentHarness) -> None:
+    place = harness.directory / "ramfs"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "ramfs", "none", place], check=True)
+    try:
+        program = "print('x' * 100_000, flush=True); __import__('time').sleep(600)"
+        trainer = harness.component("trainer", python(program), log=place / "trainer.log")
+        supervisor = harness.start_all(replace(trainer, log_max_bytes=1 << 16))
+        warning = harness.wait_for_event("run.warning")
+        harness.end(supervisor)
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+    assert f"the ramfs file system {place} cannot release a part of a file" in str(warning)

@@ -1,0 +1,125 @@
+"""Keep a log below a size while a program writes to it.
+
+Programs write directly into their log file, at its end. So no part of the file can be moved without
+the program's cooperation. Linux can release the disk space of a part of a file, which leaves a hole
+and changes no offset. The hole reads as zero bytes, and `cat` prints nothing visible for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+#: Smallest allowed value of the key `log_max_bytes`.
+SMALLEST_BOUND_BYTES = 1 << 16
+#: Share of the bound that the beginning of the log keeps.
+_HEAD_SHARE = 4
+#: Share of the bound that the newest lines keep after each cut. The log then grows up to the bound.
+_TAIL_SHARE = 2
+#: Number of bytes that are searched for the end of a line, at the place of a cut.
+_LINE_BYTES = 1 << 16
+#: Flags of fallocate(2): FALLOC_FL_PUNCH_HOLE and FALLOC_FL_KEEP_SIZE.
+_PUNCH_HOLE = 0x02 | 0x01
+#: Line at the beginning of the hole. The number has a fixed width, so that it can be rewritten.
+_MARKER = "[muster: {:15d} bytes of this log were left out here, see log_max_bytes]\n"
+_MARKER_PATTERN = re.compile(rb"\[muster: +(\d+) bytes of this log were left out here, [^\n]*\n")
+#: A hole in a log, as it is read.
+ZEROS = re.compile(rb"\0{16,}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogBound:
+    """Largest size of a log on the disk."""
+
+    limit_bytes: int
+
+    def apply(self, log: Path) -> int:
+        """Release the disk space of the middle of a log if the log is larger than the bound.
+
+        The first quarter of the bound and the newest lines stay. A line between them says how many
+        bytes were left out.
+
+        Args:
+            log: The log file.
+
+        Returns:
+            Number of bytes that were left out in all; 0 if the whole log is present.
+
+        Raises:
+            OSError: The log cannot be opened, or the file system cannot release a part of a file.
+        """
+        fd = os.open(log, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return self._apply(fd)
+        finally:
+            os.close(fd)
+
+    def _apply(self, fd: int) -> int:
+        size = os.fstat(fd).st_size
+        if size <= self.limit_bytes:
+            return 0
+        head_end, hole_end = self._find_hole(fd)
+        if head_end + size - hole_end <= self.limit_bytes:
+            return hole_end - head_end
+        tail_start = size - self.limit_bytes // _TAIL_SHARE
+        newline = os.pread(fd, _LINE_BYTES, tail_start).find(b"\n")
+        new_hole_end = tail_start + newline + 1
+        left_out = new_hole_end - head_end
+        marker = _MARKER.format(left_out).encode()
+        _punch_hole(fd, head_end + len(marker), left_out - len(marker))
+        os.pwrite(fd, marker, head_end)
+        return left_out
+
+    def _find_hole(self, fd: int) -> tuple[int, int]:
+        """Return the offsets of the beginning and end of the hole that an earlier cut has made.
+
+        Without an earlier cut, both are the offset at which the hole will begin.
+        """
+        head = os.pread(fd, self.limit_bytes // _HEAD_SHARE + len(_MARKER) + _LINE_BYTES, 0)
+        if marker := _MARKER_PATTERN.search(head):
+            return marker.start(), marker.start() + int(marker[1])
+        quarter = self.limit_bytes // _HEAD_SHARE
+        newline = head.rfind(b"\n", 0, quarter)
+        head_end = newline + 1 if newline >= 0 else quarter
+        return head_end, head_end
+
+
+def _punch_hole(fd: int, offset: int, length: int) -> None:
+    """Release the disk space of a part of a file.
+
+    Raises:
+        OSError: The file system does not support it.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    result = libc.fallocate(fd, _PUNCH_HOLE, ctypes.c_int64(offset), ctypes.c_int64(length))
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def find_data(fd: int, position: int) -> int:
+    """Return the first position, from a given one, that is not in a hole of a file.
+
+    Returns the given position if no data follows it, or if the file system cannot find holes. May
+    change the file offset of the descriptor.
+    """
+    try:
+        return os.lseek(fd, position, os.SEEK_DATA)
+    except OSError:
+        return position
+
+
+def is_same_before_hole(read_before: bytes, now: bytes) -> bool:
+    """Return True if bytes of a log are those that were read before, except for a hole.
+
+    Args:
+        read_before: The bytes that were read before.
+        now: The bytes that the file has at the same place now.
+    """
+    if now == read_before:
+        return True
+    rest = now.lstrip(b"\0")
+    return len(now) == len(read_before) and rest != now and read_before.endswith(rest)
