@@ -15,13 +15,26 @@ import re
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from statistics import fmean
 from typing import Any
 
-from tasks.processes.component import PORT_TAKEN, AttemptContext, AttemptPlan, RunningComponent
+from tasks.processes.component import (
+    PORT_TAKEN,
+    AttemptContext,
+    AttemptPlan,
+    ComponentPlan,
+    RunningComponent,
+)
 from tasks.processes.descendant_watch import DeathEvidence
-from tasks.processes.full_disks import describe_file_system, measure_at_exit, name_full_disk
+from tasks.processes.full_disks import (
+    FileSystem,
+    describe_file_system,
+    measure_at_exit,
+    name_full_disk,
+)
 from tasks.processes.guarded import GuardianTemplate
 from tasks.processes.hang_report import call_with_time_limit
 from tasks.processes.host_limits import (
@@ -33,6 +46,7 @@ from tasks.processes.host_limits import (
 from tasks.processes.identity import host_name
 from tasks.processes.machine import read_gpus
 from tasks.processes.owned_tasks import OwnedTasks, cancel_tasks
+from tasks.processes.place_reader import PlaceReader, PlaceTimeout
 from tasks.processes.ports import PortsReserved, listening_sockets
 from tasks.processes.process_component import ProcessComponent
 from tasks.processes.progress import (
@@ -57,6 +71,7 @@ from tasks.record.ranks import (
     select_traceback_of_rank,
 )
 from tasks.record.states import RunState
+from tasks.spec.checkpoint_urls import is_url
 from tasks.spec.errors import RunEnded
 from tasks.spec.failure_kinds import FailureKind, find_kind_of_start_error
 from tasks.spec.watch import Alarms
@@ -65,8 +80,25 @@ _log = logging.getLogger(__name__)
 
 #: Time limit in seconds of the search for the last checkpoint of a trainer that was killed.
 _FIND_CHECKPOINT_WITHIN_S = 30.0
-#: Time limit in seconds for the search in a log for the reason why a component could not start.
+#: Time limit in seconds for reading the end of a log, to find the reason for a component's end.
 _READ_LOG_WITHIN_S = 10.0
+#: Time limit in seconds of the measurement of the free space after the end of a component.
+_MEASURE_WITHIN_S = 2.0
+#: Time limit in seconds for the determination of the attempt's result.
+_RESULT_WITHIN_S = 60.0
+#: Time limit in seconds for the explanation of a program that could not be started.
+_EXPLAIN_START_WITHIN_S = 5.0
+#: Seconds between two checks for files and folders that do not answer.
+_PLACES_EVERY_S = 1.0
+#: Seconds between two checks whether the file system of the logs answers.
+_CHECK_LOGS_EVERY_S = 5.0
+#: A file or folder that has not answered for this number of seconds is reported.
+_REPORT_PLACE_AFTER_S = 5.0
+#: Smallest number of seconds between two checks whether a component is writing a checkpoint. The
+#: checks show whether the folder of the checkpoints answers.
+_CHECK_CHECKPOINTS_EVERY_S = 5.0
+#: Smallest pause between two of these checks, as a multiple of the duration of a check.
+_CHECK_CHECKPOINTS_PAUSE = 50.0
 #: Pattern of a log line in which a trainer reports that it has received SIGTERM.
 _SIGTERM_HEARD = re.compile(
     r"(?:receiv|caught|catch|got |handl|by )\w*[^\n]{0,30}?(?:SIGTERM|signal 15)"
@@ -293,7 +325,7 @@ class Decision:
     reason: str
     #: Returns the verdict, which contains the final state, a message and the failure. Called after
     #: the end of all components, when their logs are complete.
-    make_verdict: Callable[[], Verdict]
+    make_verdict: Callable[[], Awaitable[Verdict]]
     #: Name of the component that failed first; None if no component failed.
     component: str | None = None
     #: True if Muster ends components that have not failed, for example at the time limit.
@@ -311,11 +343,15 @@ class Decision:
             at_monotonic_s: Time of the event in CLOCK_MONOTONIC seconds. None if it happens now.
             warns: See the field `warns`.
         """
+
+        async def make_verdict() -> Verdict:
+            return verdict
+
         return Decision(
             at_monotonic_s=time.monotonic() if at_monotonic_s is None else at_monotonic_s,
             state=verdict.state,
             reason=verdict.message,
-            make_verdict=lambda: verdict,
+            make_verdict=make_verdict,
             warns=warns,
         )
 
@@ -407,11 +443,26 @@ class SupervisedAttempt:
             self._context.logs.values(),
             resumed_step=plan.resume.step if plan.resume else None,
         )
-        self._progress = ProgressWatch(plan, self._step_source(), silence, emit, self._is_quiet)
+        self._progress = ProgressWatch(
+            plan,
+            self._step_source(),
+            silence,
+            emit,
+            self._is_quiet,
+            self._context.readers,
+            self._context.log_reader,
+        )
+        #: Places that were reported because they do not answer, and the reader of each place.
+        self._reported: dict[str, PlaceReader] = {}
+        #: Size in bytes that the log of a hung component had before the component was examined, by
+        #: the name of the component.
+        self._sizes_before_examination: dict[str, int] = {}
         #: Decision by the earliest event that can end the attempt.
         self.earliest = EarliestDecision()
         self._teardown: asyncio.Task[Verdict] | None = None
-        self._time_to_save = TimeToSave(components=lambda: tuple(self._launched), emit=emit)
+        self._time_to_save = TimeToSave(
+            components=lambda: tuple(self._launched), emit=emit, readers=self._context.readers
+        )
         #: asyncio event that is set when the end of the run is decided.
         self.decided = asyncio.Event()
 
@@ -445,6 +496,11 @@ class SupervisedAttempt:
         }
         for name, bound in bounds.items():
             self._watchers.start(self._keep_log_bounded(name, bound))
+        self._watchers.start(self._follow_places())
+        for component_plan in self._plan.components:
+            # A store has its own time limits, and each request to it costs money.
+            if component_plan.is_saving is not None and not is_url(component_plan.checkpoints):
+                self._watchers.start(self._follow_checkpoints(component_plan))
         if any(component.warning is not None for component in self._plan.components):
             self._watchers.start(self._time_to_save.follow_planned_ends())
         if self._plan.time_limit_s is not None:
@@ -560,8 +616,51 @@ class SupervisedAttempt:
     def _step_source(self) -> StepSource | None:
         plan = self._plan
         return make_step_reader(
-            plan.progress, plan.cwd, plan.metrics, self._context.client, self._check_alarms
+            plan.progress,
+            plan.cwd,
+            plan.metrics,
+            self._context.client,
+            self._check_alarms,
+            self._context.readers,
         )
+
+    async def _follow_places(self) -> None:
+        """Report repeatedly which files and folders do not answer, and which answer again."""
+        check_logs_at_s = 0.0
+        while True:
+            if time.monotonic() >= check_logs_at_s:
+                check_logs_at_s = time.monotonic() + _CHECK_LOGS_EVERY_S
+                self._context.log_reader.poll(self._context.read_first_bytes_of_logs)
+            self._report_places()
+            await asyncio.sleep(_PLACES_EVERY_S)
+
+    def _report_places(self) -> None:
+        """Publish an event for each place that has begun or ceased not to answer."""
+        unanswered = {
+            reader.place: reader
+            for reader in self._context.readers.list_unanswered(_REPORT_PLACE_AFTER_S)
+        }
+        for place, reader in unanswered.items():
+            if place not in self._reported:
+                since = time.time() - reader.unanswered_s
+                self._emit("place.unanswered", place=place, since=since, message=str(reader))
+        for place in self._reported.keys() - unanswered.keys():
+            self._emit("place.answered", place=place, message=f"{place} answers again")
+        self._reported = unanswered
+
+    async def _follow_checkpoints(self, plan: ComponentPlan) -> None:
+        """Check repeatedly that the folder of a component's checkpoints answers.
+
+        The end of the attempt then need not wait for a folder that does not answer.
+        """
+        assert plan.is_saving is not None
+        reader = self._context.readers.of(plan.checkpoints)
+        while True:
+            began_s = time.monotonic()
+            with contextlib.suppress(PlaceTimeout, OSError):
+                await reader.ask(plan.is_saving)
+            took_s = time.monotonic() - began_s
+            await asyncio.sleep(max(_CHECK_CHECKPOINTS_EVERY_S, took_s * _CHECK_CHECKPOINTS_PAUSE))
 
     async def _follow_ports(self) -> None:
         """Check repeatedly whether a process of another user listens on a port of the run."""
@@ -615,7 +714,7 @@ class SupervisedAttempt:
                 and not component.lost_port.is_set()
             ):
                 try:
-                    component.refuse_foreign_ports(others)
+                    await component.refuse_foreign_ports(others)
                 except ComponentFailed as error:
                     self._give_up(component, error.reason)
 
@@ -694,8 +793,7 @@ class SupervisedAttempt:
         except ComponentFailed as error:
             self._give_up(component, error.reason)
         except OSError as error:  # includes TimeoutError
-            command = component.plan.command
-            reason = describe_start_error(error, command.argv, command.env, command.cwd)
+            reason = await self._explain_start_error(component, error)
             message = f"{component.name} can't be started: {reason}"
             if shortage := describe_shortage(error):
                 message = f"{message}; {shortage}"
@@ -705,6 +803,18 @@ class SupervisedAttempt:
             component.exited.add_done_callback(
                 lambda exited: self._on_exit(component, exited.result())
             )
+
+    async def _explain_start_error(self, component: RunningComponent, error: OSError) -> str:
+        """Return the reason why a component could not be started, in one line for people."""
+        command = component.plan.command
+        if isinstance(error, PlaceTimeout):
+            return str(error)
+        # The files of the program may be on a file system that does not answer.
+        return await call_with_time_limit(
+            _EXPLAIN_START_WITHIN_S,
+            lambda: describe_start_error(error, command.argv, command.env, command.cwd),
+            error.strerror or str(error),
+        )
 
     async def _await_ready(self, component: RunningComponent) -> None:
         if component.lost_port.is_set():
@@ -747,9 +857,11 @@ class SupervisedAttempt:
         If another process has taken the port of the component, the component is started again on
         another port. Otherwise the attempt fails.
         """
-        line = await call_with_time_limit(
-            _READ_LOG_WITHIN_S, lambda: self._port_conflict_of(component), ""
-        )
+        line = ""
+        with contextlib.suppress(PlaceTimeout):
+            line = await self._context.log_reader.ask(
+                partial(self._port_conflict_of, component), _READ_LOG_WITHIN_S
+            )
         if line:
             message = f"{component.name} could not listen on its port: {line}"
             kind = FailureKind.PORT_CONFLICT
@@ -828,8 +940,11 @@ class SupervisedAttempt:
         if required is not None and step is not None and step >= required:
             is_finished = True
         is_short = last is not None and not is_finished
-        problem = self._progress.explain_missing_step()
-        words = "\n".join(component.read_log_end().splitlines()[-_LAST_LINES:]) if is_short else ""
+        problem = await self._progress.explain_missing_step()
+        words = ""
+        if is_short:
+            text, _ = await self._read_log_end(component)
+            words = "\n".join(text.splitlines()[-_LAST_LINES:])
         if sigterm_line := _SIGTERM_HEARD.search(words):
             message = (
                 f"{component} was asked to end from outside ({sigterm_line[0]}) "
@@ -846,6 +961,8 @@ class SupervisedAttempt:
             if problem:
                 message += f"; {problem}"
             kind = FailureKind.RUNTIME_ERROR
+            if self._progress.source is not None and self._progress.source.unanswered:
+                kind = FailureKind.STORAGE
             self._fail(component, message, "success-not-reached", kind=kind, exit=exit)
             return
         message = str(self._progress) or f"{component.name} is done"
@@ -907,14 +1024,13 @@ class SupervisedAttempt:
         is_known = True
         find_checkpoint = component.plan.find_checkpoint
         if find_checkpoint is not None:
-            # The result is put into a list. `[None]` means that there is no checkpoint. An empty
-            # list means that the checkpoints could not be read.
-            results: list[tuple[int | None, float] | None] = []
-            results = await call_with_time_limit(
-                _FIND_CHECKPOINT_WITHIN_S, lambda: [find_checkpoint()], results
-            )
-            is_known = bool(results)
-            newest = next(iter(results), None)
+            reader = self._context.readers.of(component.plan.checkpoints)
+            try:
+                newest = await reader.ask(find_checkpoint, _FIND_CHECKPOINT_WITHIN_S)
+            except Exception as error:
+                # The folder of the checkpoints cannot be read, or it does not answer.
+                _log.warning("the last checkpoint of %s is unknown: %s", component.name, error)
+                is_known = False
         last = self._plan.last_step or 0
         reached_at = self._progress.reached_at or math.inf
         is_saved = newest is not None and ((newest[0] or 0) >= last or newest[1] >= reached_at)
@@ -956,36 +1072,44 @@ class SupervisedAttempt:
     ) -> None:
         at = exit.at_monotonic_s if exit is not None else time.monotonic()
         since = self._progress.size_of_survived_log(component.log.path)
-        file_systems = measure_at_exit(component.log.path) if exit is not None else ()
         limits: asyncio.Future[tuple[HostLimit, ...]] | None = None
+        measured: Future[tuple[FileSystem, ...]] | None = None
         if exit is not None:
             # Measure now, because the teardown ends the processes that have used up the limit.
             loop = asyncio.get_running_loop()
             limits = loop.run_in_executor(None, measure_process_limits)
-        until: int | None = None
+            if not self._disk_reader.is_overdue:
+                measured = self._disk_reader.submit(partial(measure_at_exit, component.log.path))
         if kind is FailureKind.STALLED and self.earliest.is_open_at(at):
             component.is_hung = True
-            # Read the log only up to its present size. The examination of the component will write
-            # call stacks into the log.
-            until = max(0, component.log.size())
 
-        def make_verdict() -> Verdict:
-            text = component.read_log_end(since, until)
+        async def make_verdict() -> Verdict:
+            until = self._sizes_before_examination.get(component.name)
+            text, problem = await self._read_log_end(component, since, until)
+            evidence = await self._read_evidence(component, exit)
+            file_systems: tuple[FileSystem, ...] = ()
+            if measured is not None:
+                with contextlib.suppress(PlaceTimeout):
+                    file_systems = await self._disk_reader.until_done(measured, _MEASURE_WITHIN_S)
             full_message = message
             if component.hangs_in:
                 full_message = f"{message}; it hangs in {component.hangs_in}"
-            failure = make_failure(
+            if problem and problem not in message:
+                full_message = f"{full_message}; {problem}"
+            # Use a thread, because the search in a long log can take two seconds.
+            failure = await asyncio.to_thread(
+                make_failure,
                 component.name,
                 text,
                 message=full_message,
                 rule=rule,
                 kind=kind,
                 exit=exit,
-                evidence=component.explain_death(exit) if exit is not None else _NO_EVIDENCE,
+                evidence=evidence,
             )
             failure = name_full_disk(failure, file_systems)
-            has_limits = limits is not None and limits.done() and limits.exception() is None
-            failure = name_reached_limit(failure, limits.result() if has_limits else ())
+            if limits is not None and limits.done() and limits.exception() is None:
+                failure = name_reached_limit(failure, limits.result())
             return Verdict.failed(failure, at)
 
         self._decide(
@@ -998,6 +1122,44 @@ class SupervisedAttempt:
             )
         )
 
+    @property
+    def _disk_reader(self) -> PlaceReader:
+        """Reader that measures the free space of the logs' file system."""
+        return self._context.readers.of("the file system of the logs")
+
+    async def _read_log_end(
+        self, component: RunningComponent, since: int = 0, until: int | None = None
+    ) -> tuple[str, str]:
+        """Return the end of a component's log.
+
+        Args:
+            component: The component.
+            since: See `RunningComponent.read_log_end`.
+            until: See `RunningComponent.read_log_end`.
+
+        Returns:
+            The text, and a sentence that says that the log does not answer. One of them is empty.
+        """
+        reader = self._context.log_reader
+        try:
+            # A short read shows soon whether the log answers. The search in a long log may take
+            # longer.
+            await reader.ask(partial(self._context.read_first_byte, component.log))
+            read = partial(component.read_log_end, since, until)
+            return await reader.ask(read, _READ_LOG_WITHIN_S), ""
+        except PlaceTimeout as error:
+            return "", str(error)
+
+    async def _read_evidence(self, component: RunningComponent, exit: Exit | None) -> DeathEvidence:
+        """Return the facts about the deaths of a component's processes, as far as known."""
+        if exit is None:
+            return _NO_EVIDENCE
+        try:
+            reader = self._context.log_reader
+            return await reader.ask(partial(component.explain_death, exit), _READ_LOG_WITHIN_S)
+        except PlaceTimeout:
+            return _NO_EVIDENCE
+
     def _decide(self, decision: Decision) -> None:
         if not self.earliest.decide(decision) or self._teardown is not None:
             return
@@ -1006,7 +1168,7 @@ class SupervisedAttempt:
             self.decided.set()
             return
         last = self._launched[-1] if self._launched else None
-        is_free = last is not None and last.exit is None and last.plan.is_saving is None
+        is_free = last is not None and last.exit is None and not self._may_be_saving(last)
         is_warned = decision.warns and any(m.plan.warning is not None for m in self._launched)
         if last is not None and is_free and not is_warned and not self._hung_components():
             # The teardown stops the last component first. Send this component its stop signal now,
@@ -1015,6 +1177,15 @@ class SupervisedAttempt:
         self._teardown = asyncio.create_task(self._take_down(decision))
         self.decided.set()
 
+    def _may_be_saving(self, component: RunningComponent) -> bool:
+        """Return True if it must be checked whether a component is writing a checkpoint.
+
+        Nothing can be checked in a folder that does not answer.
+        """
+        is_saving = component.plan.is_saving
+        reader = self._context.readers.of(component.plan.checkpoints)
+        return is_saving is not None and not reader.is_overdue
+
     async def _take_down(self, decision: Decision) -> Verdict:
         self._context.hurry()
         self._emit("teardown.begun", reason=decision.reason, cause=decision.component)
@@ -1022,6 +1193,11 @@ class SupervisedAttempt:
         # Examine components that hang before any component is stopped. A component may hang because
         # it waits for another component. After the end of that other component, the call stacks of
         # the waiting component would no longer show this.
+        for component in self._hung_components().values():
+            # The examination writes call stacks into the log. They are no cause of the hang.
+            with contextlib.suppress(PlaceTimeout):
+                size = await self._context.log_reader.ask(component.log.size)
+                self._sizes_before_examination[component.name] = max(0, size)
         await self._for_each(
             self._hung_components().values(), lambda component: component.examine()
         )
@@ -1057,6 +1233,8 @@ class SupervisedAttempt:
         failed_ends = {name: (error,) for name, error in errors.items()}
         self._emit("teardown.ended", left={**left, **failed_ends} or None)
         verdict = await self._make_verdict(self.earliest.decision or decision)
+        self._report_places()
+        self._context.readers.close()
         self._context.release_logs()
         if left:
             verdict = verdict.with_leftovers(left)
@@ -1111,12 +1289,12 @@ class SupervisedAttempt:
     async def _make_verdict(self, decision: Decision) -> Verdict:
         """Return the verdict of a decision: the final state of the attempt and its reason.
 
-        If an error in Muster's own code prevents the verdict, the returned verdict is a failure
-        with that error.
+        If an error in Muster's own code prevents the verdict, or the verdict takes too long, the
+        returned verdict is a failure with that error.
         """
         try:
-            # Use a thread, because the search in a long log can take two seconds.
-            return await asyncio.to_thread(decision.make_verdict)
+            async with asyncio.timeout(_RESULT_WITHIN_S):
+                return await decision.make_verdict()
         except Exception as error:
             _log.exception("the result of %s could not be determined", self._plan.run_id)
             message = f"{decision.reason}; Muster could not find the cause: {error!r}"
@@ -1131,7 +1309,8 @@ class SupervisedAttempt:
             await self._context.close()
         except Exception:
             _log.exception("the resources of %s could not be closed", self._plan.run_id)
-        verdict = decision.make_verdict()
+        verdict = await self._make_verdict(decision)
+        self._context.readers.close()
         self._context.release_logs()
         return verdict
 
@@ -1163,7 +1342,7 @@ class SupervisedAttempt:
         component.is_hung = True
         within_s = self._plan.finish_within_s
 
-        def make_verdict() -> Verdict:
+        async def make_verdict() -> Verdict:
             place = f" (it hangs in {component.hangs_in})" if component.hangs_in else ""
             message = (
                 f"{why}; {component.name} did not end within {within_s:g} s and was stopped{place}"

@@ -12,8 +12,9 @@ import contextlib
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Never
 
@@ -25,6 +26,7 @@ from tasks.processes.descendant_watch import DeathEvidence
 from tasks.processes.guarded import Command, GuardianTemplate
 from tasks.processes.guards import Guards
 from tasks.processes.owned_tasks import OwnedTasks
+from tasks.processes.place_reader import PlaceReader, PlaceReaders
 from tasks.processes.planned_end import PlannedEnd
 from tasks.processes.ports import PortsReserved
 from tasks.processes.probes import ComponentProbe, make_client, wait_for_success
@@ -62,6 +64,8 @@ class ComponentPlan:
     #: True if the component starts a server on each of its other ports and watches these servers
     #: itself. Muster then checks only the port `NAME.port`.
     manages_ports: bool = False
+    #: Folder or URL of the checkpoints that the component writes. Empty if it is unknown.
+    checkpoints: str = ""
     #: Returns True while the component writes a checkpoint. The call may block. None if it is
     #: unknown whether the component writes checkpoints.
     is_saving: Callable[[], bool] | None = None
@@ -151,6 +155,8 @@ class AttemptPlan:
 #: Time limit in seconds for the last check of a probe, after the end of a component or at the
 #: readiness deadline.
 _LAST_ASK_S = 1.0
+#: Time limit in seconds of the check of a file before the start of a component.
+_FILE_WITHIN_S = 5.0
 #: Rule name of the failure in which a process outside the run listens on a port of the run.
 PORT_TAKEN = "port-taken"
 
@@ -185,6 +191,10 @@ class AttemptContext:
     #: Logs of the components, by the name of the component. A log is held from the start of its
     #: component until `release_logs`.
     logs: Mapping[str, HeldLog] = field(init=False)
+    #: Readers of the files and folders of the attempt, which may not answer.
+    readers: PlaceReaders = field(default_factory=PlaceReaders)
+    #: Reader of the logs of all components. The logs are in one directory.
+    log_reader: PlaceReader = field(init=False)
     _shared_memory: SharedMemoryWatch | None = None
 
     def __post_init__(self, template: GuardianTemplate | None) -> None:
@@ -196,6 +206,7 @@ class AttemptContext:
             template=template,
         )
         self.logs = {part.name: HeldLog(part.command.log) for part in self.plan.components}
+        self.log_reader = self.readers.of(f"the logs of {self.plan.run_id}")
 
     @property
     def disk(self) -> DiskThread | None:
@@ -258,6 +269,17 @@ class AttemptContext:
         else:
             # This thread does not wait until the run's record is safe from a power failure.
             await asyncio.wrap_future(self.register.entry_disk.do(log.hold))
+
+    def read_first_bytes_of_logs(self) -> None:
+        """Open each log, to notice if its file system does not answer. The call may block."""
+        for log in self.logs.values():
+            self.read_first_byte(log)
+
+    def read_first_byte(self, log: HeldLog) -> None:
+        """Open a log, to notice if its file system does not answer. The call may block."""
+        self.log_reader.place = str(log.path)
+        with contextlib.suppress(OSError), log.source.open("rb") as file:
+            file.read(1)
 
     def release_logs(self) -> None:
         """Close the logs of all components. Call it when the logs have been read to their end."""
@@ -369,12 +391,19 @@ class RunningComponent(ABC):
             self.became_ready.set()
             self._emit("component.ready", self.name, pid=self.pid, after_s=self.seconds_alive())
 
-    def _note_start(self) -> None:
-        """Record the start time, and the identity of each file that a probe will check."""
+    async def _note_start(self) -> None:
+        """Record the start time, and the identity of each file that a probe will check.
+
+        Raises:
+            PlaceTimeout: The file system of such a file does not answer.
+        """
         for spec in (self.plan.ready, self.plan.live):
             if spec is not None and spec.file is not None:
                 path = self.plan.command.cwd / spec.file
-                self._files[path] = probes.identity_of(path)
+                reader = self._context.readers.of(path)
+                self._files[path] = await reader.ask(
+                    partial(probes.identity_of, path), _FILE_WITHIN_S
+                )
         self._launched_monotonic_s = time.monotonic()
 
     def explain_death(self, exit: Exit) -> DeathEvidence:
@@ -437,8 +466,8 @@ class RunningComponent(ABC):
                     kind = FailureKind.NOT_READY
                     loss = GiveUpReason(kind=kind, rule="not-ready", message=message)
                     raise ComponentFailed(loss) from None
-            self._refuse_foreign(probe.local_port)
-        self.refuse_foreign_ports()
+            await self._refuse_foreign([probe.local_port])
+        await self.refuse_foreign_ports()
         if self.exited.done():
             # The component has already ended. Wait for the cancellation and do not report it as
             # ready: the caller decides whether the component was ready before its end.
@@ -534,11 +563,14 @@ class RunningComponent(ABC):
     def read_log_end(self, since: int = 0, until: int | None = None) -> str:
         """Return the end of the component's log, to find the reason for its end.
 
+        The call may block. Call it in the thread of `AttemptContext.log_reader`.
+
         Args:
             since: Size that the log had at one of the last training steps, in bytes; 0 if unknown.
             until: Number of bytes of the log to read. If None, the whole log is read.
         """
         since = max(since, self._log_since)
+        self._context.log_reader.place = str(self.log.path)
         return read_since_step(self.log.source, since=since, until=until)
 
     async def examine(self) -> None:
@@ -613,15 +645,16 @@ class RunningComponent(ABC):
         if spec.address is not None:
             return probes.TcpProbe(*spec.address)
         if spec.log is not None:
-            return probes.LogProbe(self.log, spec.log, self._log_since)
+            reader = self._context.log_reader
+            return probes.LogProbe(self.log, spec.log, self._log_since, reader)
         if spec.file is not None:
             path = self.plan.command.cwd / spec.file
-            return probes.FileProbe(path, self._files.get(path))
+            return probes.FileProbe(path, self._files.get(path), self._context.readers.of(path))
         if spec.alive_s is not None:
             return probes.AliveProbe(spec.alive_s, self._launched_monotonic_s)
         return None
 
-    def refuse_foreign_ports(self, suspected: Iterable[int] | None = None) -> None:
+    async def refuse_foreign_ports(self, suspected: Iterable[int] | None = None) -> None:
         """Raise an error if a process outside this run listens on a port of this component.
 
         Args:
@@ -632,10 +665,11 @@ class RunningComponent(ABC):
         """
         return
 
-    def _refuse_foreign(self, port: int | None) -> None:
-        """Raise an error if a process outside this run listens on a port.
+    async def _refuse_foreign(self, ports: Sequence[int | None]) -> None:
+        """Raise an error if a process outside this run listens on one of the ports.
 
-        Do nothing if `port` is None.
+        Args:
+            ports: The ports. None in the list stands for no port.
 
         Raises:
             ComponentFailed: A process that is not part of this run listens on the port.

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from tasks.processes import tree
+from tasks.processes.place_reader import PlaceReader, PlaceTimeout
 from tasks.processes.shortage import NotChecked, has_no_files_left, is_own_shortage
 from tasks.record.log_bound import ZEROS, find_data, is_same_before_hole
 from tasks.record.log_file import HeldLog
@@ -74,6 +75,8 @@ class ComponentProbe(ABC):
         """
         try:
             reason = await self.why_not(timeout_s)
+        except PlaceTimeout as error:
+            reason = str(error)
         except TimeoutError:
             reason = f"no answer within {timeout_s:g} s"
         except OSError as error:
@@ -201,17 +204,25 @@ class TcpProbe(ComponentProbe):
 class LogProbe(ComponentProbe):
     """Succeeds if a line of the component's log matches a pattern.
 
-    If log rotation truncates the log, the new content is read from its beginning.
+    If log rotation truncates the log, the new content is read from its beginning. After the first
+    success, the probe always succeeds.
     """
 
-    def __init__(self, log: HeldLog, pattern: str, since: int = 0) -> None:
+    def __init__(
+        self, log: HeldLog, pattern: str, since: int = 0, reader: PlaceReader | None = None
+    ) -> None:
         """
         Args:
             log: The log.
             pattern: Regular expression.
             since: Number of bytes at the start of the log that an earlier process has written. They
                 are skipped.
+            reader: Reader of the log. None to create a reader.
         """
+        self._reader = reader or PlaceReader(log.path)
+        #: Size of the log in bytes at the last glance.
+        self._size = -1
+        self._has_matched = False
         self.question = f"/{pattern}/ in {log.path.name}"
         self._log = log
         self._pattern = re.compile(pattern)
@@ -221,6 +232,16 @@ class LogProbe(ComponentProbe):
         self._last_bytes = b""
 
     async def why_not(self, timeout_s: float) -> str:
+        async with asyncio.timeout(timeout_s):
+            while await self._reader.ask(self._search_part, timeout_s):
+                pass
+        return "" if self._has_matched else "no such line yet"
+
+    def _search_part(self) -> bool:
+        """Search the next part of the log, in the reader's thread. Return True if there is more."""
+        self._reader.place = str(self._log.path)
+        if self._has_matched:
+            return False
         with self._log.source.open("rb") as f:
             if self._was_truncated(f):
                 self._offset = 0
@@ -232,14 +253,11 @@ class LogProbe(ComponentProbe):
                 self._offset = data_at
                 self._last_bytes = b""
             f.seek(self._offset)
-            while data := f.read(_CHUNK_BYTES):
-                self._offset += len(data)
-                self._last_bytes = (self._last_bytes + data)[-_COMPARED_BYTES:]
-                if self._matches(data):
-                    return ""
-                # Let other asyncio tasks run, even if the log grows fast.
-                await asyncio.sleep(0)
-        return "no such line yet"
+            data = f.read(_CHUNK_BYTES)
+        self._offset += len(data)
+        self._last_bytes = (self._last_bytes + data)[-_COMPARED_BYTES:]
+        self._has_matched = self._matches(data)
+        return len(data) == _CHUNK_BYTES and not self._has_matched
 
     def _was_truncated(self, f: BinaryIO) -> bool:
         """Return True if the log no longer has the bytes that were read last."""
@@ -257,7 +275,12 @@ class LogProbe(ComponentProbe):
         return any(self._pattern.search(line.decode("utf-8", "replace")) for line in lines)
 
     def glance(self) -> object:
-        return self._log.size()
+        self._reader.poll(self._measure)
+        return self._size
+
+    def _measure(self) -> None:
+        self._reader.place = str(self._log.path)
+        self._size = self._log.size()
 
 
 class FileProbe(ComponentProbe):
@@ -267,22 +290,30 @@ class FileProbe(ComponentProbe):
     compared with the time of the start, because a network file system may have another clock.
     """
 
-    def __init__(self, path: Path, before: object) -> None:
+    def __init__(self, path: Path, before: object, reader: PlaceReader | None = None) -> None:
         """
         Args:
             path: The file.
             before: Result of `identity_of` before the component's start.
+            reader: Reader of the file. None to create a reader.
         """
         self.question = f"file {path}"
         self._path = path
         self._before = before
+        self._reader = reader or PlaceReader(path)
+        #: Result of `identity_of` at the last glance.
+        self._seen: object = None
 
     async def why_not(self, timeout_s: float) -> str:
-        is_old = _identity(self._path.stat()) == self._before
-        return "is older than the component" if is_old else ""
+        identity = await self._reader.ask(lambda: _identity(self._path.stat()), timeout_s)
+        return "is older than the component" if identity == self._before else ""
 
     def glance(self) -> object:
-        return identity_of(self._path)
+        self._reader.poll(self._look)
+        return self._seen
+
+    def _look(self) -> None:
+        self._seen = identity_of(self._path)
 
 
 def identity_of(path: Path) -> object:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 
 from tasks.processes.child_watch import ProcessWatch
 from tasks.processes.component import (
@@ -20,6 +21,7 @@ from tasks.processes.component import (
 from tasks.processes.descendant_watch import DeathEvidence, DescendantWatch
 from tasks.processes.hang_report import Diagnosis, call_with_time_limit
 from tasks.processes.owned_tasks import cancel_tasks
+from tasks.processes.place_reader import PlaceTimeout
 from tasks.processes.planned_end import PlannedEnd, read_scheduled_shutdown
 from tasks.processes.ports import Listener, has_listener, listeners
 from tasks.processes.probes import ComponentProbe, NotifyProbe
@@ -37,6 +39,10 @@ _MAX_STRAGGLERS_NAMED = 5
 _LEAVES_WITHIN_S = 1.0
 #: Time limit in seconds for sending the warning signal to the processes of a component.
 _WARN_WITHIN_S = 5.0
+#: Time limit in seconds for opening the log of a component.
+_HOLD_LOG_WITHIN_S = 30.0
+#: Time limit in seconds of the search for the processes that listen on a port.
+_LISTENERS_WITHIN_S = 10.0
 #: Pause between two published status messages of a component, as a share of the time since its
 #: start.
 _STATUS_PART = 0.01
@@ -65,6 +71,10 @@ class ProcessComponent(RunningComponent):
         self._notify: NotifyProbe | None = None
         self._publishing: asyncio.Task[None] | None = None
         self._diagnosis: Diagnosis | None = None
+        #: True after it was checked that no other process listens on the component's ports.
+        self._may_listen = False
+        #: Task that opens the log, during and after `launch`.
+        self._holding_log: asyncio.Task[int] | None = None
         self._descendants: DescendantWatch | None = None
         self._error_file = ErrorFile(plan.command)
         #: Processes of the component that got the warning signal.
@@ -118,14 +128,24 @@ class ProcessComponent(RunningComponent):
             command = replace(command, env=env)
         command = self._error_file.prepare(command)
         self._context.ports.release(self.name)
-        for spec in (self.plan.ready, self.plan.live):
-            if spec is not None and (probe := self._probe(spec)) is not None:
-                self._refuse_foreign(probe.local_port)
-        self.refuse_foreign_ports()
+        # From now on, `end` waits for the end of this method.
         self.is_launched = True
-        self._note_start()
-        await self._context.hold_log(self.name)
-        self._log_since = self.log.size()
+        try:
+            await self._refuse_foreign(
+                [
+                    probe.local_port
+                    for spec in (self.plan.ready, self.plan.live)
+                    if spec is not None and (probe := self._probe(spec)) is not None
+                ]
+            )
+            await self.refuse_foreign_ports()
+            await self._note_start()
+        except BaseException:
+            self.is_launched = False
+            raise
+        self._may_listen = True
+        self._holding_log = asyncio.create_task(self._hold_log())
+        self._log_since = await self._finish_holding_log()
         descendants = DescendantWatch(self.process)
         self._descendants = descendants
         running = self._context.guards.running(self.name, "", command)
@@ -137,6 +157,27 @@ class ProcessComponent(RunningComponent):
 
     async def until_empty(self) -> None:
         await asyncio.wait([self.process.empty])
+
+    async def _hold_log(self) -> int:
+        """Open the log, and return its size in bytes before the launch."""
+        await self._context.hold_log(self.name)
+        return await self._context.log_reader.ask(self.log.size, _HOLD_LOG_WITHIN_S)
+
+    async def _finish_holding_log(self) -> int:
+        """Wait until the log is open. `end` ends this wait.
+
+        Raises:
+            OSError: The log cannot be opened, or its file system does not answer.
+        """
+        holding = self._holding_log
+        assert holding is not None
+        _, pending = await asyncio.wait({holding}, timeout=_HOLD_LOG_WITHIN_S)
+        if pending or holding.cancelled():
+            holding.cancel()
+            raise PlaceTimeout(
+                f"the log {self.log.path} cannot be opened: its disk does not answer"
+            )
+        return holding.result()
 
     def explain_death(self, exit: Exit) -> DeathEvidence:
         evidence = self._descendants.explain(exit) if self._descendants else DeathEvidence()
@@ -178,6 +219,8 @@ class ProcessComponent(RunningComponent):
             await self._close_notify()
             await self._context.guards.dismiss(self.name)
             return ()
+        if self._holding_log is not None:
+            self._holding_log.cancel()
         async with self._diagnosis.collecting_output() if self._diagnosis else nullcontext():
             self.process.stop()
             await self._context.guards.end(self.process, self.plan.command.ends_within_s)
@@ -241,11 +284,31 @@ class ProcessComponent(RunningComponent):
             return self._notify
         return super()._probe(spec)
 
-    def _refuse_foreign(self, port: int | None) -> None:
-        if port is None:
-            return
-        # A listener may also be a process of another component of this run, which is allowed.
-        ours = self._context.guards.own_pids()
+    async def _refuse_foreign(self, ports: Sequence[int | None]) -> None:
+        # The kernel answers no question about the command line of a process that is wedged.
+        reader = self._context.readers.of("/proc")
+        for port in dict.fromkeys(ports):
+            if port is None:
+                continue
+            try:
+                # A listener may also be a process of another component, which is allowed.
+                check = partial(self._check_listeners, port, self._context.guards.own_pids())
+                try:
+                    await reader.ask(check, _LISTENERS_WITHIN_S)
+                except ComponentFailed:
+                    # The listener may be a process that the run has started during the check.
+                    check = partial(self._check_listeners, port, self._context.guards.own_pids())
+                    await reader.ask(check, _LISTENERS_WITHIN_S)
+            except PlaceTimeout as error:
+                raise _unknown_listener(port, error) from error
+
+    def _check_listeners(self, port: int, ours: set[int]) -> None:
+        """Raise ComponentFailed if a process outside this run listens on a port. May block.
+
+        Args:
+            port: The port.
+            ours: Pids of the processes of the run.
+        """
         for listener in self._listeners(port, ours):
             if listener.pid not in ours and self._is_foreign(listener):
                 holder = "a process of another user"
@@ -258,12 +321,15 @@ class ProcessComponent(RunningComponent):
                 kind = FailureKind.PORT_CONFLICT
                 raise ComponentFailed(GiveUpReason(kind=kind, rule=PORT_TAKEN, message=message))
 
-    def refuse_foreign_ports(self, suspected: Iterable[int] | None = None) -> None:
+    async def refuse_foreign_ports(self, suspected: Iterable[int] | None = None) -> None:
         wanted = None if suspected is None else set(suspected)
-        for name, port in self._context.ports.of(self.name).items():
-            is_own = not self.plan.manages_ports or name == f"{self.name}.port"
-            if is_own and (wanted is None or port in wanted):
-                self._refuse_foreign(port)
+        ports = [
+            port
+            for name, port in self._context.ports.of(self.name).items()
+            if (not self.plan.manages_ports or name == f"{self.name}.port")
+            and (wanted is None or port in wanted)
+        ]
+        await self._refuse_foreign(ports)
 
     def _listeners(self, port: int, likely: set[int]) -> list[Listener]:
         """Return the processes that listen on a port.
@@ -278,11 +344,7 @@ class ProcessComponent(RunningComponent):
         try:
             return listeners(port, likely) if has_listener(port) else []
         except OSError as error:
-            message = f"the process that listens on port {port} cannot be determined: {error}"
-            kind = FailureKind.UNKNOWN
-            raise ComponentFailed(
-                GiveUpReason(kind=kind, rule="port-unknown", message=message)
-            ) from error
+            raise _unknown_listener(port, error) from error
 
     def _is_foreign(self, listener: Listener) -> bool:
         """Return True if a listener outside the component's process tree is not part of this run.
@@ -300,7 +362,7 @@ class ProcessComponent(RunningComponent):
         Args:
             listener: A process outside the component's process tree.
         """
-        if not self.is_launched:
+        if not self._may_listen:
             return True
         if listener.uid not in (0, os.getuid()):
             return not listener.is_roots_container
@@ -308,3 +370,10 @@ class ProcessComponent(RunningComponent):
             return False
         carries_name = listener.run_id == self.plan.command.env.get("MUSTER_RUN_ID")
         return not (carries_name or listener.is_containers)
+
+
+def _unknown_listener(port: int, error: OSError) -> ComponentFailed:
+    """Return the error for a port whose listening process cannot be determined."""
+    message = f"the process that listens on port {port} cannot be determined: {error}"
+    kind = FailureKind.UNKNOWN
+    return ComponentFailed(GiveUpReason(kind=kind, rule="port-unknown", message=message))

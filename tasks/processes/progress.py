@@ -8,8 +8,10 @@ import re
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
@@ -17,7 +19,7 @@ from typing import Any, Protocol
 import httpx
 
 from tasks.processes.component import AttemptPlan
-from tasks.processes.hang_report import call_with_time_limit
+from tasks.processes.place_reader import PlaceReader, PlaceReaders, PlaceTimeout
 from tasks.record.causes import STEPS_OF_SURVIVAL
 from tasks.record.events import Emit
 from tasks.record.log_file import HeldLog
@@ -56,6 +58,9 @@ async def growing_intervals() -> AsyncIterator[None]:
 #: Number of JSON objects without the configured key of the training step, after which Muster
 #: reports that the key is probably wrong.
 _PROBABLY_WRONG_AFTER = 20
+#: Time limit in seconds for one read of the metrics file. After this time, the file counts as one
+#: that does not answer.
+_READ_WITHIN_S = 1.0
 #: Largest number of keys and files that a message lists.
 _LISTED_AT_MOST = 8
 
@@ -77,6 +82,11 @@ class HttpProgress:
         #: Description of the last HTTP answer that contained no step.
         self._problem = ""
 
+    @property
+    def unanswered(self) -> str:
+        """See `StepSource`. A server that does not answer fails the request after five seconds."""
+        return ""
+
     async def step(self) -> float | None:
         """Return the step, or None if the request fails or the answer contains no step."""
         try:
@@ -95,7 +105,7 @@ class HttpProgress:
             self._has_step = True
         return step
 
-    def explain_missing_step(self, *, is_over: bool) -> str:
+    async def explain_missing_step(self, *, is_over: bool) -> str:
         """Return why no step is known, see `StepSource`."""
         # A server may omit the step until the training has begun. So report a missing step only
         # after the end of the training.
@@ -105,7 +115,8 @@ class HttpProgress:
 class JsonlProgress:
     """Reads the step from a JSON lines file, such as `progress.jsonl`.
 
-    The last line that contains a step counts.
+    The last line that contains a step counts. The file is read in another thread, because its file
+    system may not answer. Without an answer, the last known step counts.
     """
 
     def __init__(
@@ -114,6 +125,7 @@ class JsonlProgress:
         key: str,
         before: FileFingerprint | None = None,
         take: Callable[[float, dict[str, Any]], None] = lambda step, figures: None,
+        reader: PlaceReader | None = None,
     ) -> None:
         """
         Args:
@@ -123,12 +135,17 @@ class JsonlProgress:
                 had then are skipped. None if the attempt starts now: the fingerprint is then taken
                 now.
             take: Called with the step and the JSON object of each line that contains a step.
+            reader: Reader of the file. None to create a reader.
         """
+        self._path = path
         self._take = take
-        self._file = MetricsFile(path, since=before or FileFingerprint.of(path))
-        #: Value of `MetricsFile.restarts` at the last read. It grows when the file is rewritten
-        #: from its beginning.
-        self._seen_restarts = 0
+        self._reader = reader or PlaceReader(path)
+        self._before = before
+        #: The open file; None until the fingerprint is known. Only the reader's thread uses it.
+        self._file: MetricsFile | None = None
+        #: New lines that the reader's thread has read, oldest first. True in front of the lines
+        #: means that the file was rewritten from its beginning.
+        self._added: deque[tuple[bool, list[dict[str, Any]]]] = deque()
         self._key = key
         self._step: float | None = None
         #: Number of JSON objects without a step, before the first object with a step.
@@ -136,13 +153,45 @@ class JsonlProgress:
         #: Last JSON object in which `key` had no numeric value. None if there was none.
         self._last_without_step: dict[str, Any] | None = None
         self._has_step = False
+        with suppress(PlaceTimeout):
+            self._reader.ask_blocking(self._open, _READ_WITHIN_S)
+
+    @property
+    def unanswered(self) -> str:
+        """See `StepSource`."""
+        return str(self._reader) if self._reader.is_overdue else ""
 
     async def step(self) -> float | None:
         """Return the step of the last line that contains a step; None if there is none."""
-        while True:
-            added = self._file.read_new()
-            if self._seen_restarts != self._file.restarts:
-                self._seen_restarts = self._file.restarts
+        has_more = True
+        while has_more:
+            try:
+                has_more = await self._reader.ask(self._read_new, _READ_WITHIN_S)
+            except PlaceTimeout:
+                has_more = False
+            self._take_added()
+        return self._step
+
+    def _open(self) -> MetricsFile:
+        """Return the open file, in the reader's thread."""
+        if self._file is None:
+            since = self._before or FileFingerprint.of(self._path)
+            self._file = MetricsFile(self._path, since=since)
+        return self._file
+
+    def _read_new(self) -> bool:
+        """Read a part of the new lines, in the reader's thread. Return True if there are more."""
+        file = self._open()
+        restarts = file.restarts
+        added = file.read_new()
+        self._added.append((file.restarts != restarts, added))
+        return file.has_more
+
+    def _take_added(self) -> None:
+        """Find the last step in the lines that the reader's thread has read."""
+        while self._added:
+            was_rewritten, added = self._added.popleft()
+            if was_rewritten:
                 self._step = None
             for figures in added:
                 if (step := get_number(figures, self._key)) is not None:
@@ -152,20 +201,21 @@ class JsonlProgress:
                 else:
                     self._without_step += 1
                     self._last_without_step = figures
-            if not self._file.has_more:
-                return self._step
-            # Let other asyncio tasks run, even if the file grows fast.
-            await asyncio.sleep(0)
 
-    def explain_missing_step(self, *, is_over: bool) -> str:
+    async def explain_missing_step(self, *, is_over: bool) -> str:
         """Return why no step is known, see `StepSource`."""
         if self._has_step:
             return ""
         if self._last_without_step is not None:
             is_likely = is_over or self._without_step >= _PROBABLY_WRONG_AFTER
-            lack = _describe_lack(str(self._file.path), self._last_without_step, self._key)
+            lack = _describe_lack(str(self._path), self._last_without_step, self._key)
             return lack if is_likely else ""
-        return _describe_file(self._file.path) if is_over else ""
+        if not is_over:
+            return ""
+        try:
+            return await self._reader.ask(partial(_describe_file, self._path), _READ_WITHIN_S)
+        except PlaceTimeout as error:
+            return str(error)
 
 
 def _describe_lack(source: str, content: object, key: str) -> str:
@@ -223,10 +273,17 @@ def _list_some(names: Sequence[str]) -> str:
 class StepSource(Protocol):
     """Source of the step that the trainer has reached."""
 
+    @property
+    def unanswered(self) -> str:
+        """A text that names the file and says for how long it has not answered.
+
+        The text is empty if the file answers.
+        """
+
     async def step(self) -> float | None:
         """Return the step; None if it is unknown now. Raise no errors."""
 
-    def explain_missing_step(self, *, is_over: bool) -> str:
+    async def explain_missing_step(self, *, is_over: bool) -> str:
         """Return a sentence that says why no step was ever known.
 
         Args:
@@ -244,6 +301,7 @@ def make_step_reader(
     metrics: FileFingerprint | None,
     client: httpx.AsyncClient,
     take: Callable[[float, dict[str, Any]], None],
+    readers: PlaceReaders,
 ) -> StepSource | None:
     """Return the source of the step of a run.
 
@@ -253,6 +311,7 @@ def make_step_reader(
         metrics: Fingerprint of the metrics file at the start of the attempt, see `JsonlProgress`.
         client: HTTP client for `progress.http`.
         take: Called with the step and the JSON object of each line that contains a step.
+        readers: The readers of the attempt.
 
     Returns:
         None if the run spec has no setting `progress`.
@@ -261,7 +320,8 @@ def make_step_reader(
         return None
     if progress.http is not None:
         return HttpProgress(progress.http, progress.step, client)
-    return JsonlProgress(directory / (progress.jsonl or ""), progress.step, metrics, take)
+    path = directory / (progress.jsonl or "")
+    return JsonlProgress(path, progress.step, metrics, take, readers.of(path))
 
 
 #: Pattern of ids and numbers. Log lines that differ only in ids and numbers count as equal.
@@ -384,22 +444,24 @@ class Silence:
         self._since = self._clock()
 
     def measure_logs(self) -> dict[Path, int]:
-        """Return the size of each log in bytes, by its path; -1 for a log that does not exist."""
+        """Return the size of each log in bytes, by its path; -1 for a log that does not exist.
+
+        The call may block.
+        """
         return {log.path: log.size() for log in self._logs}
 
     def has_output(self) -> bool:
-        """Return True if a log has new lines since the last call.
-
-        A call of `seconds_without_progress` counts as a call of this method, too.
-        """
+        """Return True if a log has new lines since the last call. The call may block."""
         # Use a list and not a generator, so that every log is read.
         return any([output.has_grown() for output in self._outputs])
 
-    def seconds_without_progress(self, step: float | None) -> float:
+    def seconds_without_progress(self, step: float | None, has_output: bool | None = None) -> float:
         """Check for progress, and return the seconds since the last progress.
 
         Args:
             step: Step that the trainer has reached; None if it is unknown now.
+            has_output: Result of the method `has_output`. None to call this method if no step is
+                known.
         """
         # An unknown step does not count as progress. Neither does the first known step if it is the
         # step of the loaded checkpoint.
@@ -408,7 +470,9 @@ class Silence:
             moved = False
         if moved:
             self._step = step
-        if moved or (not self.is_by_step and self.has_output()):
+        if has_output is None and not moved and not self.is_by_step:
+            has_output = self.has_output()
+        if moved or (not self.is_by_step and has_output):
             self._since = self._clock()
         return self._clock() - self._since
 
@@ -458,6 +522,10 @@ class ProgressWatch:
     emit: Emit
     #: Returns True while no progress is expected, for example before a component was started.
     is_quiet: Callable[[], bool]
+    #: The readers of the attempt.
+    readers: PlaceReaders = field(default_factory=PlaceReaders)
+    #: Reader of the logs of all components.
+    log_reader: PlaceReader = field(default_factory=lambda: PlaceReader("the logs"))
     #: Last known step; None if no step is known.
     step: float | None = None
     #: Highest step that is known; None if no step is known.
@@ -540,7 +608,7 @@ class ProgressWatch:
         while True:
             await self._read()
             if self.is_finished:
-                if finished_s is None or self.step != finished_step or self._is_at_work():
+                if finished_s is None or self.step != finished_step or await self._is_at_work():
                     finished_s = loop.time()
                     finished_step = self.step
                 within_s = self.plan.finish_within_s
@@ -552,40 +620,61 @@ class ProgressWatch:
                 check_at = loop.time() + check_every_s
                 if self.is_quiet():
                     self.silence.restart()
-                silent_s = self.silence.seconds_without_progress(self.step)
+                has_output = not self.silence.is_by_step and await self._has_output()
+                silent_s = self.silence.seconds_without_progress(self.step, has_output)
                 if silent_s > limit_s:
                     if not await self.has_checkpoint_grown():
-                        return (
-                            ProgressEnd.STALLED,
-                            f"{self._describe_silence()} for {silent_s:.0f} s",
-                        )
+                        return ProgressEnd.STALLED, self._describe_silence(silent_s)
                     self.silence.restart()
             every_s = (progress and progress.every_s) or _READ_EVERY_S
             await asyncio.sleep(check_every_s if self.source is None else every_s)
 
-    def _is_at_work(self) -> bool:
+    async def _has_output(self) -> bool:
+        """Return True if a log has new lines since the last call, and the logs can be read."""
+        try:
+            return await self.log_reader.ask(self.silence.has_output)
+        except PlaceTimeout:
+            return False
+
+    async def _is_at_work(self) -> bool:
         """Return True if the training may continue although its last step was reported.
 
         The training may continue if a server reports the step and a log has new lines. A server may
         count a batch before the trainer has trained on that batch.
         """
         is_server = self.plan.progress is not None and self.plan.progress.http is not None
-        return is_server and self.silence.has_output()
+        return is_server and await self._has_output()
 
     async def has_checkpoint_grown(self) -> bool:
         """Return True if a checkpoint of a component has grown since the last call."""
         for component in self.plan.components:
-            if component.has_grown is not None and await call_with_time_limit(
-                _GROWTH_WITHIN_S, component.has_grown, False
-            ):
-                return True
+            if component.has_grown is None:
+                continue
+            with suppress(PlaceTimeout):
+                reader = self.readers.of(component.checkpoints)
+                if await reader.ask(component.has_grown, _GROWTH_WITHIN_S):
+                    return True
         return False
 
-    def _describe_silence(self) -> str:
-        if self.silence.is_by_step:
-            return f"no new step since {self}"
-        no_output = "no output of any component except repeated lines"
-        return f"no step, and {no_output}," if self.source is not None else f"{no_output},"
+    def _describe_silence(self, silent_s: float) -> str:
+        """Return the reason for a stall, with the places that do not answer.
+
+        Args:
+            silent_s: Seconds since the last progress.
+        """
+        text = f"no new step since {self}"
+        if not self.silence.is_by_step:
+            no_output = "no output of any component except repeated lines"
+            text = f"no step, and {no_output}," if self.source is not None else f"{no_output},"
+        text += f" for {silent_s:.0f} s"
+        unanswered = [self.source.unanswered] if self.source is not None else []
+        if not self.silence.is_by_step and self.log_reader.is_overdue:
+            unanswered.append(str(self.log_reader))
+        return "; ".join([text, *filter(None, unanswered)])
+
+    def _measure_logs(self, sizes: dict[Path, int]) -> None:
+        """Store the size of each log in `sizes`. Called in the thread of the log reader."""
+        sizes.update(self.silence.measure_logs())
 
     def size_of_survived_log(self, log: Path) -> int:
         """Return the size in bytes that a log had several training steps ago.
@@ -638,15 +727,23 @@ class ProgressWatch:
             return ""
         return compare_first_step(self.plan.resume, first_line, step)
 
-    def explain_missing_step(self) -> str:
-        """Return why no step is known at the end of the attempt, or "" if a step is known."""
-        if self.step is not None or self.source is None:
-            return ""
-        return self.source.explain_missing_step(is_over=True)
+    async def explain_missing_step(self) -> str:
+        """Return why no step is known at the end of the attempt, or why the last one is not.
 
-    def _warn_of_missing_step(self) -> None:
+        Returns:
+            An empty string if the last step is known.
+        """
+        if self.source is None:
+            return ""
+        if self.step is not None:
+            return self.source.unanswered
+        return await self.source.explain_missing_step(is_over=True)
+
+    async def _warn_of_missing_step(self) -> None:
         """Publish a warning if the source of the step probably never contains a step."""
-        problem = self.source.explain_missing_step(is_over=False) if self.source else ""
+        if self.source is None:
+            return
+        problem = await self.source.explain_missing_step(is_over=False)
         if problem:
             self._has_warned = True
             self.emit("run.warning", message=f"no step is known yet: {problem}")
@@ -655,13 +752,15 @@ class ProgressWatch:
         """Read the step once, and publish an event for a new step or a slow step."""
         step = await self.source.step() if self.source is not None else None
         if step is None and not self._has_warned:
-            self._warn_of_missing_step()
+            await self._warn_of_missing_step()
         now = asyncio.get_running_loop().time()
         if step is not None and step != self.step:
             if self.step is not None:
                 self._took_s.append(now - self._stepped_s)
                 if step > self.step:
-                    self._lengths.append(self.silence.measure_logs())
+                    self._lengths.append({})
+                    if not self.log_reader.is_overdue:
+                        self.log_reader.submit(partial(self._measure_logs, self._lengths[-1]))
             is_first = self.step is None
             first_line = step if self._first_line is None else self._first_line
             self.step = step

@@ -19,13 +19,15 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from tasks.processes.component import RunningComponent
-from tasks.processes.hang_report import call_with_time_limit
+from tasks.processes.place_reader import PlaceReaders, PlaceTimeout
 from tasks.record.events import Emit
 from tasks.record.outcome import signal_name
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 #: Time limit in seconds for one check whether a component is writing a checkpoint.
 _CHECK_WITHIN_S = 2.0
@@ -69,6 +71,8 @@ class TimeToSave:
     #: Returns the current time in CLOCK_MONOTONIC seconds.
     monotonic: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    #: Readers of the files and folders of the attempt.
+    readers: PlaceReaders = field(default_factory=PlaceReaders)
     #: True if the components must be ended without any further wait.
     is_hurried: bool = False
     #: The components that got their warning signal, by name.
@@ -210,9 +214,7 @@ class TimeToSave:
     async def _is_saving(self, component: RunningComponent) -> bool:
         """Return True if a component is writing a checkpoint."""
         is_saving = component.plan.is_saving
-        return is_saving is not None and await call_with_time_limit(
-            _CHECK_WITHIN_S, is_saving, False
-        )
+        return is_saving is not None and await self._ask(component, is_saving, False)
 
     async def _has_time_to_react(self, component: RunningComponent) -> bool:
         """Return True if a component got its warning a short time ago and has not saved since.
@@ -235,4 +237,22 @@ class TimeToSave:
         find_checkpoint = component.plan.find_checkpoint
         if find_checkpoint is None:
             return None
-        return await call_with_time_limit(_CHECK_WITHIN_S, find_checkpoint, None)
+        unknown: object = None
+        return await self._ask(component, find_checkpoint, unknown)
+
+    async def _ask(self, component: RunningComponent, read: Callable[[], T], unknown: T) -> T:
+        """Read the checkpoints of a component within a time limit.
+
+        Args:
+            component: The component.
+            read: Function that reads the checkpoints.
+            unknown: Result if the checkpoints cannot be read, or their folder does not answer.
+        """
+        reader = self.readers.of(component.plan.checkpoints)
+        try:
+            return await reader.ask(read, _CHECK_WITHIN_S)
+        except PlaceTimeout:
+            return unknown
+        except Exception:
+            _log.exception("the checkpoints of %s cannot be read", component.name)
+            return unknown

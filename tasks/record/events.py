@@ -95,7 +95,8 @@ class Event:
     path = _Field("", str)
     pid = _Field[int | None](None)
     pids = _Field[tuple[int | str, ...]]((), tuple)
-    #: Node on which a Ray job runs: `node 10.0.0.7`.
+    #: Node on which a Ray job runs, such as `node 10.0.0.7`; or path of a file or folder that does
+    #: not answer.
     place = _Field("", str)
     #: Kind of a probe: `live` for a liveness probe.
     probe = _Field("", str)
@@ -112,6 +113,8 @@ class Event:
     run_id = _Field("", str)
     #: Name of a signal, such as `SIGTERM`.
     signal = _Field[str | None](None)
+    #: Time since which a file or folder does not answer, in UTC epoch seconds.
+    since = _Field(0.0, float)
     #: State of the run.
     state = _Field("", str)
     #: Status of a Ray job as Ray reports it, such as `RUNNING`.

@@ -45,6 +45,8 @@ _SAVED = (
     "component.exited",
     "run.alarm",
     "run.warning",
+    "place.unanswered",
+    "place.answered",
 )
 #: Names of the fields that are copied from an event of a Ray job into the record of the job.
 _JOB_FIELDS = ("submission_id", "address", "status", "nodes", "gpus", "unseen")
@@ -141,6 +143,7 @@ class AttemptRecord(Recorded):
         "provenance",
         "resume",
         "warnings",
+        "unanswered",
         "saved_checkpoint",
         "fruitless_attempts",
     )
@@ -167,6 +170,9 @@ class AttemptRecord(Recorded):
     resume: ResumeRecord | None = None
     #: Warnings for the user, for example that the trainer did not load the checkpoint.
     warnings: tuple[str, ...] = ()
+    #: Files and folders that do not answer, for example on a network file system whose server is
+    #: down. The values are the times since which they do not answer.
+    unanswered: Mapping[str, float] = {}
     #: Fingerprint of the metrics file at the start of the attempt.
     metrics: FileFingerprint | None = None
     alarms: tuple[AlarmRecord, ...] = ()
@@ -242,6 +248,11 @@ class AttemptRecord(Recorded):
             )
         if event.name == "run.warning":
             return self.with_changes(warnings=(*self.warnings, event.message))
+        if event.name == "place.unanswered":
+            return self.with_changes(unanswered={**self.unanswered, event.place: event.since})
+        if event.name == "place.answered":
+            others = {place: at for place, at in self.unanswered.items() if place != event.place}
+            return self.with_changes(unanswered=others)
         if (name := event.component) is None:
             return self
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from tasks.record.checkpoints import find_resume_checkpoint
 from tasks.record.places import RunPlace
-from tasks.record.run_json import RunJson
+from tasks.record.run_json import AttemptRecord, RunJson
 from tasks.show.failure import Fact
 from tasks.show.resume import describe_parent, describe_resume
 from tasks.spec.errors import InvalidSpec
@@ -67,6 +67,8 @@ def facts_of_run(
             yield Fact("alarm", alarm.message)
         for warning in attempt.warnings:
             yield Fact("warning", warning)
+        for sentence in describe_unanswered(attempt, now):
+            yield Fact("no answer", sentence)
         step = attempt.step if step is None else step
     total = spec.progress.total if spec is not None and spec.progress is not None else None
     if step is not None:
@@ -78,6 +80,21 @@ def facts_of_run(
     if text := " ".join(time_use):
         yield Fact("time", text)
     yield Fact("record", str(place.record), is_code=True)
+
+
+def describe_unanswered(attempt: AttemptRecord, now: float) -> Iterator[str]:
+    """Yield a sentence about each file or folder that does not answer.
+
+    Example: `/data/metrics.jsonl has not answered for 40 s`.
+
+    Args:
+        attempt: The last attempt of the run.
+        now: Current time in UTC epoch seconds.
+    """
+    end = "" if attempt.ended_at is None else ", until the end of the attempt"
+    for place, since in attempt.unanswered.items():
+        duration = format_duration(max(0.0, (attempt.ended_at or now) - since))
+        yield f"{place} has not answered for {duration}{end}"
 
 
 def describe_duration(record: RunJson, now: float | None = None) -> str:

@@ -51,6 +51,8 @@ _TEXTS: Mapping[str, tuple[str, str]] = {
     "rollout.server.died": ("{0.component}: server {0.rank} died: {0.why}", "yellow"),
     "rollout.warning": ("{0.component}: {0.message}", "yellow"),
     "rollout.failed": ("{0.component}: {0.reason}", "bold red"),
+    "place.unanswered": ("{0.message}", "yellow"),
+    "place.answered": ("{0.message}", "green"),
     "run.slow": ("{0.message}", "yellow"),
     "run.alarm": ("alarm: {0.message}", "bold yellow"),
     "run.warning": ("warning: {0.message}", "bold yellow"),

@@ -263,6 +263,10 @@ class ObservedRun:
             case "run.slow":
                 self._is_slow = True
                 self.doing = event.message
+            case "place.unanswered":
+                self.doing = f"{event.place} does not answer"
+            case "place.answered":
+                self.doing = event.message
             case "run.alarm":
                 self.doing = f"alarm: {event.message}"
             case "attempt.ready":

@@ -6,6 +6,7 @@ import logging
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from tasks.train.run_secrets import RunSecrets
 
 _log = logging.getLogger(__name__)
 
-#: Longest wait in seconds for the end of each thread when the attempt has ended. A slower thread is
+#: Longest wait in seconds for the end of all threads when the attempt has ended. A slower thread is
 #: abandoned. The record then lacks the attempt's code and software versions, or superfluous
 #: checkpoints remain until the next attempt.
 _END_TIMEOUT_S = 2.0
@@ -58,8 +59,9 @@ class BackgroundWork:
     def end(self) -> None:
         """Report the end of the attempt to the threads, and wait a limited time for their end."""
         self.is_over.set()
+        deadline_s = time.monotonic() + _END_TIMEOUT_S
         for thread in self._threads:
-            thread.join(_END_TIMEOUT_S)
+            thread.join(max(0.0, deadline_s - time.monotonic()))
 
 
 def record_provenance(

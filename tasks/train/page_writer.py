@@ -10,12 +10,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import partial
 
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun
 
 from tasks.processes.identity import host_name
+from tasks.processes.place_reader import PlaceReader, PlaceTimeout
 from tasks.record.events import Event
 from tasks.record.metrics_of_run import find_metrics_file
 from tasks.record.places import AttemptPlace
@@ -50,6 +52,8 @@ _TIMED_INTERVAL_S = 30.0
 #: Ratio of two minimum intervals: the interval between updates without an event, and the interval
 #: between updates after events.
 _TIMED_INTERVAL_FACTOR = 10
+#: Longest wait in seconds for the metrics file.
+_READ_METRICS_WITHIN_S = 5.0
 #: Seconds without an update after the server did not accept an artifact.
 _PAUSE_S = 5.0
 #: Longest wait that `due_in_s` returns, in seconds.
@@ -66,6 +70,7 @@ _CHANGED_BY_EVENT: Mapping[str, tuple[str, ...]] = {
     "job.": (pages.SUMMARY, pages.COMPONENTS, pages.RECORD),
     "rollout.group.": (pages.COMPONENTS,),
     "rollout.server.": (pages.COMPONENTS,),
+    "place.": (pages.SUMMARY, pages.RECORD),
     "run.alarm": (pages.SUMMARY, pages.RECORD),
     "run.warning": (pages.SUMMARY, pages.RECORD),
     "rollout.load": (pages.TIME,),
@@ -108,6 +113,7 @@ class RunPage:
         self._seen = ObservedRun(run.resolved_spec)
         #: Metrics of the current attempt. None until an attempt has begun.
         self._figures: Figures | None = None
+        self._metrics_reader = PlaceReader("the metrics")
         self._time_spent = TimeSpent()
 
     def observe(self, event: Event) -> bool:
@@ -230,10 +236,12 @@ class RunPage:
         """Return a snapshot of the run, from which the content of all artifacts is made."""
         run = self._run
         record = run.record.content
-        if self._figures is None and run.attempt is not None:
-            self._figures = self._open_metrics(run.attempt)
-        if self._figures is not None:
-            self._figures.read_new()
+        if run.attempt is not None:
+            # Without an answer of the metrics file, the page shows the last known metrics.
+            with suppress(PlaceTimeout):
+                self._metrics_reader.ask_blocking(
+                    partial(self._read_metrics, run.attempt), _READ_METRICS_WITHIN_S
+                )
         with self._lock:
             return RunView(
                 at=time.time(),
@@ -245,6 +253,13 @@ class RunPage:
                 seen=self._seen.snapshot(),
                 slow=self._time_spent.slow,
             )
+
+    def _read_metrics(self, attempt: AttemptPlace) -> None:
+        """Read the new metrics of an attempt, in the thread of the reader."""
+        figures = self._figures or self._open_metrics(attempt)
+        figures.read_new()
+        if attempt is self._run.attempt:
+            self._figures = figures
 
     def _open_metrics(self, attempt: AttemptPlace) -> Figures:
         """Return a reader of the attempt's metrics file, with the values of earlier attempts."""

@@ -26,6 +26,7 @@ from tasks.record.places import CALLERS_UMASK, AttemptPlace, callers_umask
 from tasks.record.run_json import AttemptRecord, ResumeRecord
 from tasks.rollout.component import FleetPlan, fleet_component
 from tasks.server.trusted_clients import UNPLUGGED_PREFECT
+from tasks.spec.checkpoint_urls import is_url
 from tasks.spec.component import ComponentStop
 from tasks.spec.run import RunSpec
 from tasks.spec.run_rules import DEVICE_VARIABLES
@@ -75,7 +76,8 @@ class PlanInputs:
     #: The nodes and GPUs that the queue granted to the run. None if the run needs no GPUs.
     grant: GpuGrant | None = None
     #: Fingerprint of the metrics file at the start of the attempt. None if the fingerprint is
-    #: unknown. In that case, the whole file counts as written by the attempt.
+    #: unknown. If an earlier process of the run began the attempt, the whole file then counts as
+    #: written by the attempt. Otherwise the supervisor takes the fingerprint.
     metrics: FileFingerprint | None = None
     #: True if the attempt starts from a checkpoint.
     resumes: bool = False
@@ -138,7 +140,7 @@ class PlanInputs:
             containment=self.containment,
             began_at=self.began_at,
             mask=self.mask,
-            metrics=self.metrics or FileFingerprint(),
+            metrics=self.metrics or (FileFingerprint() if self.adopted is not None else None),
         )
 
     def _describe_time_limit(self) -> str:
@@ -208,6 +210,7 @@ class PlanInputs:
             ready=component.ready,
             live=component.live,
             on_exit_zero=spec.on_exit_zero(name),
+            checkpoints=_locate_checkpoints(folder or "", command.cwd),
             is_saving=is_saving,
             has_grown=has_grown,
             find_checkpoint=find_checkpoint,
@@ -255,6 +258,11 @@ class PlanInputs:
             may_be_submitted_since=self.adopted.started_at if self.adopted is not None else None,
             mask=self.mask,
         )
+
+
+def _locate_checkpoints(written: str, root: Path) -> str:
+    """Return the absolute path or the URL of a folder of checkpoints; empty if there is none."""
+    return written if not written or is_url(written) else str(root / written)
 
 
 def _plan_warning(stop: ComponentStop) -> StopWarning | None:

@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+from tasks.processes.place_reader import PlaceReader, PlaceTimeout
 from tasks.record.checkpoints import read_attempt_spec
-from tasks.record.metrics_of_run import merge_rows, read_rows
+from tasks.record.metrics_of_run import find_metrics_file, merge_rows, read_rows
 from tasks.record.run_json import AttemptRecord
 from tasks.record.states import RunState
 from tasks.spec.errors import BadArgument
 from tasks.spec.placeholders import mapping_or_empty
 from tasks.train.finding_runs import Run, read_local_record
 from tasks.train.run_records import explain_missing_files, list_attempts
+
+#: Longest time in seconds until a file system must answer.
+_ANSWERS_WITHIN_S = 5.0
+
+
+def require_answer(path: Path) -> None:
+    """Raise BadArgument if the file system of a file does not answer within five seconds."""
+
+    def read_first_byte() -> None:
+        with suppress(OSError), path.open("rb") as file:
+            file.read(1)
+
+    try:
+        PlaceReader(path).ask_blocking(read_first_byte, _ANSWERS_WITHIN_S)
+    except PlaceTimeout as error:
+        raise BadArgument(str(error)) from error
 
 
 def read_metrics(run: Run) -> list[dict[str, Any]]:
@@ -21,7 +40,8 @@ def read_metrics(run: Run) -> list[dict[str, Any]]:
     that wrote the row. If several attempts reached a step, the row is from the last of them.
 
     Raises:
-        BadArgument: The files of the run are on another host, or the run writes no metrics file.
+        BadArgument: The files of the run are on another host, the run writes no metrics file, or
+            the file system of the metrics does not answer.
     """
     numbers = list_attempts(run.place)
     if not numbers:
@@ -39,4 +59,6 @@ def read_metrics(run: Run) -> list[dict[str, Any]]:
             raise BadArgument(f"{run.run_id} has no metrics file: set progress.jsonl in its spec")
         unrecorded = AttemptRecord(number=number, state=RunState.RUNNING)
         attempts.append(recorded.get(number, unrecorded))
+        path, _ = find_metrics_file(spec, run.place.attempt(number))
+        require_answer(path)
     return merge_rows(read_rows(run.place, attempts))

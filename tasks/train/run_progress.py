@@ -7,12 +7,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from prefect.client.schemas.filters import ArtifactFilter
 from prefect.settings import PREFECT_API_URL
 
+from tasks.processes.place_reader import PlaceReader, PlaceTimeout
 from tasks.record.checkpoints import read_attempt_spec
 from tasks.record.metrics_of_run import find_metrics_file
 from tasks.server.flow_runs import ServerAway, connect_to_server
@@ -85,7 +87,12 @@ def _read_local_progress(run: Run) -> RunProgress:
         step = record.attempt.step
 
     path, _ = find_metrics_file(spec, place)
-    metric, value = _find_last_metric(path, list_curve_metrics(spec.get("workload")))
+    metric, value = "", None
+    curve_metrics = list_curve_metrics(spec.get("workload"))
+    with suppress(PlaceTimeout):
+        metric, value = PlaceReader(path).ask_blocking(
+            partial(_find_last_metric, path, curve_metrics)
+        )
     return RunProgress(
         step=step,
         total=float(total) if is_number(total) else None,

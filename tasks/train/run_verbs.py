@@ -22,6 +22,7 @@ from rich.markdown import Markdown
 
 from tasks.queue.command import why as explain_waiting
 from tasks.show.arguments import EXIT_DONE, AsJson, Pool, RunName
+from tasks.show.facts_of_run import describe_unanswered
 from tasks.show.failure import format_failure
 from tasks.show.lines import end_block
 from tasks.show.listing import ListedRun
@@ -253,6 +254,9 @@ def why(run: RunName = "latest", /, *, pool: Pool = "gang", json: AsJson = False
             print(found_run)
     if attempt is not None and failure is not None:
         print(format_failure(found_run.place, attempt, failure))
+    if attempt is not None and found_run.state not in WAITING_STATES:
+        for sentence in describe_unanswered(attempt, time.time()):
+            print(sentence)
     # If the files are on another host, print the artifact that this host has written.
     for text in time_use.sentences() if time_use else read_artifacts(found_run, TIME):
         print(text)

@@ -6,7 +6,8 @@ import atexit
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from uuid import UUID
 from tasks.processes.devices import DeviceLease
 from tasks.processes.guarded import GuardianTemplate
 from tasks.processes.identity import host_name
+from tasks.processes.place_reader import PlaceReader, PlaceTimeout
 from tasks.processes.ports import PortsReserved
 from tasks.processes.registry import RunRegister
 from tasks.processes.shared_memory import remove_unused
@@ -67,6 +69,14 @@ T = TypeVar("T")
 #: Pauses, in seconds, before the folder of checkpoints is read again after an error. The pauses are
 #: short, because the run already holds its GPUs.
 _READ_CHECKPOINTS_PAUSES_S = (2.0, 8.0)
+#: Time limit, in seconds, of one of these reads.
+_READ_CHECKPOINTS_WITHIN_S = 120.0
+#: Time limit, in seconds, of the search for a checkpoint that an ended attempt has saved.
+_FIND_SAVED_WITHIN_S = 5.0
+#: Time limit, in seconds, of the reads of checkpoints after a request to end the run.
+_ANSWERS_AT_END_WITHIN_S = 2.0
+#: Time limit, in seconds, of one read of the checkpoints before the run gets its GPUs.
+_STORE_WITHIN_S = 60.0
 #: Longest pause, in seconds, between two requests to a store of checkpoints that does not answer.
 #: The run has no GPUs yet during these requests.
 _ASK_STORE_EVERY_S = 60.0
@@ -179,6 +189,9 @@ class RunSession:
         #: The nodes and GPUs that the queue granted for the attempt. None if there is no grant.
         self.grant: GpuGrant | None = None
         self._device_lease: DeviceLease | None = None
+        folders = {one.checkpoints for one in spec.processes.values() if one.checkpoints}
+        #: Reader of the folders of checkpoints, which may be on a file system that does not answer.
+        self._checkpoint_reader = PlaceReader(", ".join(sorted(folders)) or "the checkpoints")
 
         #: Paths of the current or last attempt. None before the first attempt.
         self.attempt: AttemptPlace | None = None
@@ -351,16 +364,34 @@ class RunSession:
         """
         for pause_s in (*_READ_CHECKPOINTS_PAUSES_S, None):
             try:
-                return read()
-            except OSError as error:
+                return self._ask_checkpoints(read, _READ_CHECKPOINTS_WITHIN_S)
+            except OSError as error:  # includes PlaceTimeout
                 if pause_s is None or not self.wait(pause_s):
                     raise CheckpointsUnreadable(error) from error
         raise AssertionError
 
-    def await_checkpoint_store(self) -> None:
-        """Wait until the store of the run's checkpoints answers.
+    def _ask_checkpoints(self, read: Callable[[], T], within_s: float) -> T:
+        """Call a function that reads checkpoints, in the thread of their reader.
 
-        Return at once if the checkpoints are in folders of this machine.
+        If the run must end, the wait is shorter.
+
+        Args:
+            read: The function.
+            within_s: Time limit in seconds.
+
+        Raises:
+            PlaceTimeout: The file system of the checkpoints does not answer.
+            OSError: The checkpoints cannot be read.
+        """
+        began_s = time.monotonic()
+
+        def must_stop() -> bool:
+            return time.monotonic() - began_s > _ANSWERS_AT_END_WITHIN_S and not self.wait(0)
+
+        return self._checkpoint_reader.ask_blocking(read, within_s, must_stop)
+
+    def await_checkpoint_store(self) -> None:
+        """Wait until the store or the folder of the run's checkpoints answers.
 
         Call this before the run gets its GPUs, so that no GPU is idle during the wait. A store that
         does not answer never counts as a folder without checkpoints.
@@ -370,7 +401,7 @@ class RunSession:
                 run must end.
         """
         urls = [one.checkpoints for one in self.spec.processes.values() if one.checkpoints]
-        if not any(map(is_url, urls)):
+        if not urls:
             return
         if self.adopts_jobs and self.record.content.adoptable(self.place) is not None:
             # The jobs of the last attempt still run, so no attempt starts from a checkpoint.
@@ -380,13 +411,12 @@ class RunSession:
         pause_s = _READ_CHECKPOINTS_PAUSES_S[0]
         while True:
             try:
-                if self.record.attempts:
-                    self._plan_resume()
-                else:
-                    for url in urls:
-                        check_access(url.replace("${run.id}", self.run_id))
+                self._ask_checkpoints(partial(self._check_checkpoints, urls), _STORE_WITHIN_S)
                 return
-            except OSError as error:
+            except OSError as error:  # includes PlaceTimeout
+                if not any(map(is_url, urls)) and not isinstance(error, PlaceTimeout):
+                    # The folder answers. The attempt reads it again, and reports the error.
+                    return
                 is_refusal = isinstance(error, StoreRefused)
                 limit_s = _REFUSAL_TIMEOUT_S if is_refusal else _STORE_TIMEOUT_S
                 is_late = time.monotonic() - began_s > limit_s
@@ -396,6 +426,21 @@ class RunSession:
                 if is_late or not self.wait(pause_s):
                     raise CheckpointsUnreadable(error) from error
                 pause_s = min(pause_s * 2, _ASK_STORE_EVERY_S)
+
+    def _check_checkpoints(self, urls: Sequence[str]) -> None:
+        """Read the checkpoints of the run. The call may block.
+
+        Args:
+            urls: URLs and folders of the checkpoints.
+
+        Raises:
+            OSError: The checkpoints cannot be read.
+        """
+        if self.record.attempts or not any(map(is_url, urls)):
+            self._plan_resume()
+        else:
+            for url in urls:
+                check_access(url.replace("${run.id}", self.run_id))
 
     def record_waiting(self, message: str) -> None:
         """Record that the run waits for GPUs, and emit an event with the reason."""
@@ -442,8 +487,11 @@ class RunSession:
             resume_from=resume_from or None,
             resume=resume.as_json() if resume is not None else None,
         )
-        for warning in describe_rivals(self.spec, self.place, place.number):
-            self.emit("run.warning", message=warning)
+        with suppress(PlaceTimeout):
+            for warning in self._checkpoint_reader.ask_blocking(
+                lambda: [*describe_rivals(self.spec, self.place, place.number)]
+            ):
+                self.emit("run.warning", message=warning)
         containment = running.containment
         self.emit("containment", text=str(containment), **containment.as_json())
         if any(component.keep for component in self.spec.processes.values()):
@@ -497,7 +545,10 @@ class RunSession:
         containment = find_containment(spec)
         metrics = adopted.metrics if adopted is not None else None
         if adopted is None and spec.progress is not None and spec.progress.jsonl is not None:
-            metrics = FileFingerprint.of(Path(spec.cwd) / spec.progress.jsonl)
+            # If the file does not answer, the supervisor takes the fingerprint later.
+            file = Path(spec.cwd) / spec.progress.jsonl
+            with suppress(PlaceTimeout):
+                metrics = PlaceReader(file).ask_blocking(partial(FileFingerprint.of, file))
 
         mlflow_parents: dict[str, str] = {}
         if adopted is None:
@@ -620,9 +671,14 @@ class RunSession:
             return
         ended = attempt.ended(verdict.state, time.time(), verdict.failure)
         earlier = content.attempts[:-1]
-        saved = has_saved_checkpoint(
-            self.spec, self.place, [*earlier, ended], content.foreign_checkpoints
-        )
+        saved = None
+        with suppress(PlaceTimeout):
+            saved = self._checkpoint_reader.ask_blocking(
+                lambda: has_saved_checkpoint(
+                    self.spec, self.place, [*earlier, ended], content.foreign_checkpoints
+                ),
+                _FIND_SAVED_WITHIN_S,
+            )
         attempts = [*earlier, ended.with_changes(saved_checkpoint=saved)]
         if warning := describe_fruitless_attempts(self.spec, attempts):
             self.emit("run.warning", message=warning)

@@ -14,5 +14,9 @@ class StepFunction:
     async def step(self) -> float | None:
         return await self._read_step()
 
-    def explain_missing_step(self, *, is_over: bool) -> str:
+    @property
+    def unanswered(self) -> str:
+        return ""
+
+    async def explain_missing_step(self, *, is_over: bool) -> str:
         return ""

@@ -18,11 +18,15 @@ from tasks.record.states import RunState
 
 def decision(at: float, state: RunState = RunState.FAILED) -> Decision:
     """Return a decision about an attempt that was made at the time `at`, in seconds."""
+
+    async def make_verdict() -> Verdict:
+        return Verdict(state=state, message="")
+
     return Decision(
         at_monotonic_s=at,
         state=state,
         reason=f"{state.value} at {at:g}",
-        make_verdict=lambda: Verdict(state=state, message=""),
+        make_verdict=make_verdict,
     )
 
 

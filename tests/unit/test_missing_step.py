@@ -24,7 +24,7 @@ def explain(path: Path, *, is_over: bool = True, key: str = "global_step") -> st
     if lines is not None:
         path.write_text(lines)
     asyncio.run(source.step())
-    return source.explain_missing_step(is_over=is_over)
+    return asyncio.run(source.explain_missing_step(is_over=is_over))
 
 
 def write_lines(path: Path, *lines: Any) -> None:
@@ -121,8 +121,8 @@ def test_explanation_names_the_answer_of_a_server(answer: httpx.Response, explan
             step = await source.step()
             return (
                 step,
-                source.explain_missing_step(is_over=False),
-                source.explain_missing_step(is_over=True),
+                await source.explain_missing_step(is_over=False),
+                await source.explain_missing_step(is_over=True),
             )
 
     step, during_the_run, at_the_end = asyncio.run(read())

@@ -36,7 +36,7 @@ def is_foreign(*, user: int) -> bool:
         stdout=subprocess.PIPE,
     )
     command = SimpleNamespace(env={"MUSTER_RUN_ID": RUN_ID})
-    component = SimpleNamespace(is_launched=True, plan=SimpleNamespace(command=command))
+    component = SimpleNamespace(_may_listen=True, plan=SimpleNamespace(command=command))
     try:
         assert process.stdout is not None
         [listener] = listeners(int(process.stdout.readline()))

@@ -14,6 +14,7 @@ from tasks.processes.component import AttemptPlan
 from tasks.processes.progress import ProgressWatch, Silence, StepSource
 from tasks.record.log_file import HeldLog
 from tests.support.fleet_clock import Stuck, VirtualLoop, run
+from tests.support.inline_reader import InlineReader
 from tests.support.step_function import StepFunction
 
 HOUR_S = 3600.0
@@ -26,9 +27,9 @@ class CountedSilence(Silence):
         super().__init__(map(HeldLog, logs), clock=lambda: asyncio.get_running_loop().time())
         self.check_count = 0
 
-    def seconds_without_progress(self, step: float | None) -> float:
+    def seconds_without_progress(self, step: float | None, has_output: bool | None = None) -> float:
         self.check_count += 1
-        return super().seconds_without_progress(step)
+        return super().seconds_without_progress(step, has_output)
 
 
 def make_plan(limit_s: float | None) -> AttemptPlan:
@@ -53,6 +54,7 @@ def watch_until_stalled(
             silence,
             lambda *_, **fields: None,
             is_quiet=lambda: False,
+            log_reader=InlineReader(log),
         ).until_over()
         return stall, silence.check_count, asyncio.get_running_loop().time() - began
 
@@ -122,7 +124,12 @@ def slow_messages(*steps_s: float) -> list[str]:
                 messages.append(f"{clock() - began:.0f} s: {fields['message']}")
 
         watch = ProgressWatch(
-            make_plan(1000.0), StepFunction(step), CountedSilence(), emit, is_quiet=lambda: False
+            make_plan(1000.0),
+            StepFunction(step),
+            CountedSilence(),
+            emit,
+            is_quiet=lambda: False,
+            log_reader=InlineReader("the logs"),
         )
         await watch.until_over()
         return messages

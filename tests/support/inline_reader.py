@@ -1,0 +1,17 @@
+"""A reader of files for unit tests in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from tasks.processes.place_reader import PlaceReader
+
+T = TypeVar("T")
+
+
+class InlineReader(PlaceReader):
+    """Reads a place in the caller's thread. An event loop with a virtual clock awaits no thread."""
+
+    async def ask(self, work: Callable[[], T], within_s: float = 0.0) -> T:
+        return work()
