@@ -23,7 +23,7 @@ from tasks.processes import hang_report
 from tasks.processes.component import AttemptContext, ComponentPlan, RunningComponent
 from tasks.processes.planned_end import PlannedEnd
 from tasks.ray import control_store
-from tasks.ray.dashboard import Dashboard, Denied, JobState, PlaceTimeout
+from tasks.ray.dashboard import Dashboard, Denied, JobState, NoAnswer
 from tasks.ray.end import (
     JobEnd,
     TakeDown,
@@ -69,7 +69,7 @@ class LogCopy:
         while True:
             # Ignore errors and try again: the cluster may answer later, and a full disk may get
             # free space. If the end of the log is never copied, `complete` reports that.
-            with contextlib.suppress(PlaceTimeout, Denied, OSError):
+            with contextlib.suppress(NoAnswer, Denied, OSError):
                 await self._copy(node_id, follow=True)
             await asyncio.sleep(_COPY_RETRY_S)
 
@@ -87,7 +87,7 @@ class LogCopy:
             try:
                 await self._copy(node_id, follow=False)
                 return ""
-            except (PlaceTimeout, Denied, OSError) as error:
+            except (NoAnswer, Denied, OSError) as error:
                 problem = str(error)
             await asyncio.sleep(_COPY_RETRY_S)
         return f"the end of {self._path.name} may be missing: {problem}"
@@ -101,7 +101,7 @@ class LogCopy:
                 the log.
 
         Raises:
-            PlaceTimeout, Denied: The cluster did not send the log.
+            NoAnswer, Denied: The cluster did not send the log.
             OSError: The local file could not be written.
         """
         async with self._is_writing:
@@ -363,7 +363,7 @@ class RayJob(RunningComponent):
                 skip=self._warned,
                 within_s=_WARN_TIMEOUT_S,
             )
-        except (PlaceTimeout, Denied, OSError, ValueError) as error:
+        except (NoAnswer, Denied, OSError, ValueError) as error:
             _log.warning("The processes of %s cannot be warned: %s", self, error)
             return []
         for result in warned.values():
@@ -394,7 +394,7 @@ class RayJob(RunningComponent):
                 return None
             drivers = await control_store.list_drivers(gcs_address, self._job.submission_id)
             actors, groups = await list_actors_and_groups(self._dashboard, drivers)
-        except (PlaceTimeout, Denied) as error:
+        except (NoAnswer, Denied) as error:
             _log.debug("The drained nodes of %s are unknown: %s", self._job.address, error)
             return None
         nodes = {self._state.driver_node_id, *(actor.node_id for actor in actors)}
@@ -512,7 +512,7 @@ class RayJob(RunningComponent):
             asked_s = time.monotonic()
             try:
                 state = await self._dashboard.job(self._job.submission_id)
-            except (PlaceTimeout, Denied) as error:
+            except (NoAnswer, Denied) as error:
                 self._note_contact(str(error))
             except Exception as error:
                 # The loop must continue after every error, such as a reply in an unexpected format.
@@ -584,7 +584,7 @@ class RayJob(RunningComponent):
         """
         lost_node = ""
         if state.driver_exit_code is None and state.driver_node_id:
-            with contextlib.suppress(PlaceTimeout, Denied):
+            with contextlib.suppress(NoAnswer, Denied):
                 nodes = await self._dashboard.nodes()
                 if state.driver_node_id not in {node.node_id for node in nodes}:
                     lost_node = self._driver_place()
@@ -668,7 +668,7 @@ class RayJob(RunningComponent):
                 self._file.note(gpus_taken_at=time.time())
             if self._has_gpus or ran_for_s <= self._job.start_within_s:
                 return None
-        except (PlaceTimeout, Denied):
+        except (NoAnswer, Denied):
             return None
         return GiveUpReason(
             kind=FailureKind.START_TIMEOUT,
