@@ -392,18 +392,16 @@ class RunningComponent(ABC):
             self._emit("component.ready", self.name, pid=self.pid, after_s=self.seconds_alive())
 
     async def _note_start(self) -> None:
-        """Record the start time, and the identity of each file that a probe will check.
+        """Record the start time, and the identity of the file that the readiness probe checks.
 
         Raises:
-            PlaceTimeout: The file system of such a file does not answer.
+            PlaceTimeout: The file system of this file does not answer.
         """
-        for spec in (self.plan.ready, self.plan.live):
-            if spec is not None and spec.file is not None:
-                path = self.plan.command.cwd / spec.file
-                reader = self._context.readers.of(path)
-                self._files[path] = await reader.ask(
-                    partial(probes.identity_of, path), _FILE_WITHIN_S
-                )
+        ready = self.plan.ready
+        if ready is not None and ready.file is not None:
+            path = self.plan.command.cwd / ready.file
+            reader = self._context.readers.of(path)
+            self._files[path] = await reader.ask(partial(probes.identity_of, path), _FILE_WITHIN_S)
         self._launched_monotonic_s = time.monotonic()
 
     def explain_death(self, exit: Exit) -> DeathEvidence:
@@ -649,6 +647,8 @@ class RunningComponent(ABC):
             return probes.LogProbe(self.log, spec.log, self._log_since, reader)
         if spec.file is not None:
             path = self.plan.command.cwd / spec.file
+            if isinstance(spec, LiveProbe):
+                return probes.FileChangeProbe(path, self._context.readers.of(path))
             return probes.FileProbe(path, self._files.get(path), self._context.readers.of(path))
         if spec.alive_s is not None:
             return probes.AliveProbe(spec.alive_s, self._launched_monotonic_s)

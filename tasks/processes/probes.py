@@ -316,6 +316,35 @@ class FileProbe(ComponentProbe):
         self._seen = identity_of(self._path)
 
 
+class FileChangeProbe(ComponentProbe):
+    """Succeeds if a file was changed or replaced since the last check. A liveness probe.
+
+    The identity of the file is compared with the identity at the last check. The time of the file
+    is not compared with the present time, because a network file system may have another clock.
+    """
+
+    def __init__(self, path: Path, reader: PlaceReader) -> None:
+        """
+        Args:
+            path: The file.
+            reader: Reader of the file.
+        """
+        self.question = f"file {path}"
+        self._path = path
+        self._reader = reader
+        #: Identity of the file at the last check; None before the first check.
+        self._seen: object = None
+
+    async def why_not(self, timeout_s: float) -> str:
+        identity = await self._reader.ask(lambda: _identity(self._path.stat()), timeout_s)
+        has_changed = identity != self._seen
+        self._seen = identity
+        return "" if has_changed else "has not changed since the last check"
+
+    def glance(self) -> object:
+        return self._seen
+
+
 def identity_of(path: Path) -> object:
     """Return a value that changes if a file is replaced or written; None if it does not exist."""
     try:
@@ -363,6 +392,8 @@ class NotifyProbe(ComponentProbe):
         #: asyncio event that is set when `status` changes. The reader of `status` clears the event.
         self.has_news = asyncio.Event()
         self._is_ready = False
+        #: Number of WATCHDOG=1 messages that the component has sent.
+        self.watchdog_count = 0
         asyncio.get_running_loop().add_reader(self._socket, self.glance)
 
     async def why_not(self, timeout_s: float) -> str:
@@ -389,6 +420,8 @@ class NotifyProbe(ComponentProbe):
             key, _, value = line.partition("=")
             if key == "READY" and value == "1":
                 self._is_ready = True
+            elif key == "WATCHDOG" and value == "1":
+                self.watchdog_count += 1
             elif key == "STATUS" and (status := value.strip()[:_STATUS_LENGTH]) != self.status:
                 self.status = status
                 self.has_news.set()
@@ -414,6 +447,35 @@ class NotifyProbe(ComponentProbe):
                     )
                 return self._checked_senders[pid]
         return False
+
+
+class WatchdogProbe(ComponentProbe):
+    """Succeeds if the component has sent WATCHDOG=1 since the last check. A liveness probe.
+
+    Source: sd_notify(3), sd_watchdog_enabled(3).
+    """
+
+    question = "WATCHDOG=1 on NOTIFY_SOCKET"
+
+    def __init__(self, notify: NotifyProbe) -> None:
+        """
+        Args:
+            notify: Probe that receives the messages of the component.
+        """
+        self._notify = notify
+        #: Number of WATCHDOG messages at the last check.
+        self._seen = 0
+
+    async def why_not(self, timeout_s: float) -> str:
+        self._notify.glance()
+        count = self._notify.watchdog_count
+        has_new = count != self._seen
+        self._seen = count
+        return "" if has_new else "no message since the last check"
+
+    def glance(self) -> object:
+        self._notify.glance()
+        return self._notify.watchdog_count
 
 
 class AliveProbe(ComponentProbe):

@@ -24,7 +24,7 @@ from tasks.processes.owned_tasks import cancel_tasks
 from tasks.processes.place_reader import PlaceTimeout
 from tasks.processes.planned_end import PlannedEnd, read_scheduled_shutdown
 from tasks.processes.ports import Listener, has_listener, listeners
-from tasks.processes.probes import ComponentProbe, NotifyProbe
+from tasks.processes.probes import ComponentProbe, NotifyProbe, WatchdogProbe
 from tasks.processes.survivors import describe_survivors
 from tasks.processes.torch_error_file import ErrorFile
 from tasks.processes.warning_signal import ProcessKey, send_warning
@@ -125,6 +125,8 @@ class ProcessComponent(RunningComponent):
             self._notify = NotifyProbe(lambda pid: pid in self.process.processes())
             self._publishing = asyncio.create_task(self._publish_statuses(self._notify))
             env = {**command.env, "NOTIFY_SOCKET": self._notify.address}
+            if self.plan.live is not None and self.plan.live.notify:
+                env["WATCHDOG_USEC"] = str(round(self.plan.live.every_s * 1e6))
             command = replace(command, env=env)
         command = self._error_file.prepare(command)
         self._context.ports.release(self.name)
@@ -281,7 +283,7 @@ class ProcessComponent(RunningComponent):
 
     def _probe(self, spec: ReadyProbe | LiveProbe) -> ComponentProbe | None:
         if spec.notify and self._notify is not None:
-            return self._notify
+            return WatchdogProbe(self._notify) if isinstance(spec, LiveProbe) else self._notify
         return super()._probe(spec)
 
     async def _refuse_foreign(self, ports: Sequence[int | None]) -> None:

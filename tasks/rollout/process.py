@@ -52,7 +52,7 @@ EXIT_FAILED = 1
 EXIT_NOT_STARTED = 2
 
 #: Environment variables of this process that the servers must not inherit.
-_OWN_VARIABLES = (PLAN_ENV, "NOTIFY_SOCKET")
+_OWN_VARIABLES = (PLAN_ENV, "NOTIFY_SOCKET", "WATCHDOG_USEC")
 #: Seconds to wait at the end until the last events are written to the disk.
 _WRITTEN_WITHIN_S = 2.0
 #: Seconds in which the gateway may still answer open requests after the servers have ended.

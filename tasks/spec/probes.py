@@ -242,6 +242,20 @@ class ReadyProbe(Probe):
         return self.within_s
 
 
+#: Keys that a liveness probe must not have: problem and remedy.
+_NOT_LIVENESS = {
+    "log": (
+        "cannot show that a component still works: an old line stays in the log",
+        "use http, tcp, file or notify, or stall_after_s to end a run without new output",
+    ),
+    "alive_s": (
+        "cannot show that a component still works: after this time, it always succeeds",
+        "remove it, because Muster always notices the end of a component, or use http, tcp, file "
+        "or notify",
+    ),
+}
+
+
 class LiveProbe(Probe):
     """Probe that decides whether a running component still works.
 
@@ -249,6 +263,29 @@ class LiveProbe(Probe):
     component's child processes.
     """
 
+    file: Text | None = Field(
+        None,
+        description="Path of a file that the component writes again and again. The probe succeeds "
+        "if the file was changed or replaced since the last check. A relative path starts at the "
+        "component's `cwd`.",
+        examples=["${attempt.dir}/alive"],
+    )
+    notify: Literal[True] | None = Field(
+        None,
+        description="The probe succeeds if the component has sent WATCHDOG=1 to its NOTIFY_SOCKET "
+        "(sd_notify) since the last check. The variable WATCHDOG_USEC of the component contains "
+        "`every_s` in microseconds.",
+    )
+    log: Pattern | None = Field(
+        None,
+        description="Only for `ready`. A line in the log does not show that the component still "
+        "works. Use `stall_after_s` to end a run without new output.",
+    )
+    alive_s: Seconds | None = Field(
+        None,
+        description="Only for `ready`. Muster always notices the end of a component, without a "
+        "probe.",
+    )
     every_s: Seconds = Field(10, description="Seconds between two checks.")
     timeout_s: Seconds = Field(
         5, description="Longest time in seconds for an answer. A slower answer is a failed check."
@@ -263,3 +300,10 @@ class LiveProbe(Probe):
         "ends, even with exit code 0, the run ends. This key may be used alone.",
         examples=["sglang::scheduler"],
     )
+
+    @classmethod
+    def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
+        yield from super().rules(written)
+        for key, (problem, remedy) in _NOT_LIVENESS.items():
+            if written.get(key) is not None:
+                yield (key,), make_refusal(problem, remedy)

@@ -39,6 +39,7 @@ from tasks.train.trackers import tracker_env
 #: Environment variables that concern only this process. Components do not inherit them.
 _PRIVATE_VARIABLES = (
     "NOTIFY_SOCKET",
+    "WATCHDOG_USEC",
     "LISTEN_FDS",
     "LISTEN_PID",
     "LISTEN_FDNAMES",
