@@ -30,7 +30,7 @@ from tasks.processes.place_reader import PlaceReader, PlaceReaders
 from tasks.processes.planned_end import PlannedEnd
 from tasks.processes.ports import PortsReserved
 from tasks.processes.probes import ComponentProbe, make_client, wait_for_success
-from tasks.processes.shared_memory import SharedMemoryWatch
+from tasks.processes.shared_memory_scan import SharedMemoryScan
 from tasks.processes.shortage import NotChecked
 from tasks.processes.warning_signal import StopWarning
 from tasks.record.causes import read_since_step
@@ -195,7 +195,7 @@ class AttemptContext:
     readers: PlaceReaders = field(default_factory=PlaceReaders)
     #: Reader of the logs of all components. The logs are in one directory.
     log_reader: PlaceReader = field(init=False)
-    _shared_memory: SharedMemoryWatch | None = None
+    _shared_memory: SharedMemoryScan | None = None
 
     def __post_init__(self, template: GuardianTemplate | None) -> None:
         self.guards = Guards(
@@ -222,7 +222,7 @@ class AttemptContext:
         self.guards.begin(sum(part.make_component is None for part in self.plan.components))
 
     def settle(self) -> None:
-        """End the preparation, and begin to watch the shared memory segments of the run.
+        """End the preparation, and begin to scan for the shared memory segments of the run.
 
         Call this method after the `RunningComponent` of each component was created.
         """
@@ -230,7 +230,7 @@ class AttemptContext:
         if self.register is not None:
             note = self.register.note_leftovers
             try:
-                self._shared_memory = SharedMemoryWatch(self.guards.own_pids, note)
+                self._shared_memory = SharedMemoryScan(self.guards.own_pids, note)
             except RuntimeError as error:  # for example: can't start new thread
                 _log.warning("shared memory of run %s is not watched: %s", self.plan.run_id, error)
 
@@ -295,9 +295,9 @@ class AttemptContext:
             self.register.leave(component)
 
     def hurry(self) -> None:
-        """Request a check of /dev/shm at once. Call it before processes of the attempt are ended.
+        """Request a scan of /dev/shm at once. Call it before processes of the attempt are ended.
 
-        The check finds shared memory that these processes have made.
+        The scan finds shared memory that these processes have made.
         """
         if self._shared_memory is not None:
             self._shared_memory.hurry()

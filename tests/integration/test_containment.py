@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 
-from tasks.processes import cgroup, shared_memory, tree
+from tasks.processes import cgroup, shared_memory_scan, tree
 from tasks.processes.containment import Containment, Level, probe
 from tasks.processes.registry import RunRegister, claim_lost_run
 from tasks.processes.shared_memory import remove_unused
@@ -245,7 +245,7 @@ def test_shared_memory_is_registered_before_processes_are_stopped(
     harness: ComponentHarness, register: RunRegister, segment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The supervisor searches for shared memory at intervals, and before it stops processes."""
-    monkeypatch.setattr(shared_memory, "_CPU_SHARE", 1e-6)
+    monkeypatch.setattr(shared_memory_scan, "_CPU_SHARE", 1e-6)
     second = segment.with_name(f"{segment.name}-2")
     harness.start_all(
         harness.component(

@@ -24,7 +24,7 @@ from tasks.processes.registry import (
     registered_runs,
     teardown_s,
 )
-from tasks.processes.shared_memory import SharedMemoryWatch
+from tasks.processes.shared_memory_scan import SharedMemoryScan
 from tasks.record.outcome import Failure, Verdict
 from tasks.record.run_json import RunJson, RunRecord
 from tasks.record.states import RunState
@@ -233,7 +233,7 @@ def test_part_of_a_removed_run_cannot_be_entered(home: Path) -> None:
 
 def test_segment_is_registered_until_it_is_removed(home: Path, tmp_path: Path) -> None:
     register = RunRegister.opened("a-run", leftovers=(home / "muster-x",))
-    watch = SharedMemoryWatch(lambda: {os.getpid()}, register.note_leftovers, directory=tmp_path)
+    scan = SharedMemoryScan(lambda: {os.getpid()}, register.note_leftovers, directory=tmp_path)
     mine, removed, others = (tmp_path / name for name in ("mine", "removed", "others"))
 
     def registered() -> list[Path]:
@@ -246,7 +246,7 @@ def test_segment_is_registered_until_it_is_removed(home: Path, tmp_path: Path) -
         wait_until(lambda: {mine, removed} <= set(registered()), "both are noted")
         removed.unlink()
         wait_until(lambda: removed not in registered(), "it is forgotten")
-    watch.close()
+    scan.close()
 
     assert registered() == [home / "muster-x", mine]
     register.close()
@@ -254,11 +254,11 @@ def test_segment_is_registered_until_it_is_removed(home: Path, tmp_path: Path) -
 
 def test_segment_made_just_before_close_is_registered(home: Path, tmp_path: Path) -> None:
     register = RunRegister.opened("a-run")
-    watch = SharedMemoryWatch(lambda: {os.getpid()}, register.note_leftovers, directory=tmp_path)
+    scan = SharedMemoryScan(lambda: {os.getpid()}, register.note_leftovers, directory=tmp_path)
     segment = tmp_path / "segment"
 
     with segment.open("w"):
-        watch.close()
+        scan.close()
 
     assert register.owner.leftovers == (segment,)
     register.close()

@@ -1,74 +1,96 @@
-"""The watch on shared memory: its cost, and which files a process uses."""
+"""The scan for shared memory: its cost, and which files a process uses."""
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tasks.processes import shared_memory
-from tasks.processes.shared_memory import SharedMemoryWatch, find_used_files
-from tests.support.supervised_components import DEADLINE_S
+from tasks.processes.shared_memory import find_used_files
+from tasks.processes.shared_memory_scan import SharedMemoryScan, choose_pause_s
+from tests.support.supervised_components import wait_until
 
 
-class Crowd:
-    """Simulation of ten seconds in which other processes create 20 files per second in /dev/shm.
+class Notes:
+    """The segments that a scan has reported."""
 
-    Muster checks which process uses a file. Each of these checks takes 50 ms of CPU time.
-    """
+    def __init__(self) -> None:
+        self.made: set[Path] = set()
+        self.removed: list[Path] = []
 
-    def __init__(self, directory: Path) -> None:
-        self.now = 0.0
-        self.cpu_s = 0.0
-        self.checks = 0
-        self.files = iter([(at / 20, directory / f"others-{at}") for at in range(200)])
-        self.next = next(self.files, None)
-
-    def own_pids(self) -> set[int]:
-        self.checks += 1
-        self.cpu_s += 0.05
-        return {os.getpid()}
-
-    def wait(self, fds: Sequence[int], within_s: float | None) -> bool:
-        if within_s is not None:
-            self.now += within_s
-        elif self.next is not None:
-            self.now = max(self.now, self.next[0])
-        while self.next is not None and self.next[0] <= self.now:
-            self.next[1].touch()
-            self.next = next(self.files, None)
-        if self.next is None:
-            os.eventfd_write(fds[-1], shared_memory._CHECK_LAST)
-        return within_s is None or self.next is None
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def thread_time(self) -> float:
-        return self.cpu_s
+    def __call__(self, made: set[Path], removed: set[Path]) -> None:
+        self.made = (self.made - removed) | made
+        self.removed += sorted(removed)
 
 
-def test_shared_memory_watch_uses_a_limited_share_of_a_core(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def notes() -> Notes:
+    return Notes()
+
+
+@pytest.fixture
+def scan(tmp_path: Path, notes: Notes) -> Iterator[SharedMemoryScan]:
+    """A scan of a directory for the files of this process. The file `earlier` exists before."""
+    (tmp_path / "earlier").touch()
+    scan = SharedMemoryScan(lambda: {os.getpid()}, notes, directory=tmp_path)
+    yield scan
+    scan.close()
+
+
+def test_file_of_the_run_is_reported_without_a_request(
+    scan: SharedMemoryScan, notes: Notes, tmp_path: Path
 ) -> None:
-    crowd = Crowd(tmp_path)
-    noted: set[Path] = set()
-    monkeypatch.setattr(shared_memory, "_wait", crowd.wait)
-    monkeypatch.setattr(shared_memory, "time", crowd)
+    with (tmp_path / "earlier").open("w"), (tmp_path / "own").open("w"):
+        wait_until(lambda: bool(notes.made), "the file is reported")
 
-    watch = SharedMemoryWatch(
-        crowd.own_pids, lambda made, gone: noted.update(made), directory=tmp_path
-    )
-    watch._thread.join(DEADLINE_S)
-    watch.close()
+    assert notes.made == {tmp_path / "own"}
 
-    assert len(list(tmp_path.iterdir())) == 200 and not noted
-    assert crowd.checks >= 2
-    # Two checks, the first and the last, are not subject to the limit of 2 % of a core.
-    assert crowd.cpu_s <= 0.02 * crowd.now + 2 * 0.05
+
+def test_files_that_no_process_of_the_run_uses_are_not_reported(
+    scan: SharedMemoryScan, notes: Notes, tmp_path: Path
+) -> None:
+    (tmp_path / "others").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "others")
+    (tmp_path / "folder").mkdir()
+
+    scan.close()
+
+    assert notes.made == set()
+
+
+def test_file_made_just_before_the_end_is_reported(
+    scan: SharedMemoryScan, notes: Notes, tmp_path: Path
+) -> None:
+    with (tmp_path / "last").open("w"):
+        scan.close()
+
+    assert notes.made == {tmp_path / "last"}
+
+
+def test_file_that_another_process_made_again_is_not_kept_as_a_file_of_the_run(
+    scan: SharedMemoryScan, notes: Notes, tmp_path: Path
+) -> None:
+    """The end of the run must not remove the file of another process with the same name."""
+    segment = tmp_path / "segment"
+    with segment.open("w"):
+        scan.hurry()
+        wait_until(lambda: bool(notes.made), "the file is reported")
+    other = tmp_path.parent / f"{tmp_path.name}-other"
+    other.touch()
+    other.replace(segment)
+
+    scan.close()
+
+    assert notes.made == set()
+    assert notes.removed == [segment]
+
+
+@pytest.mark.parametrize(("cpu_s", "pause_s"), [(0.0, 0.1), (0.001, 0.1), (0.05, 2.5)])
+def test_scans_use_at_most_two_percent_of_a_core(cpu_s: float, pause_s: float) -> None:
+    assert choose_pause_s(cpu_s) == pytest.approx(pause_s)
 
 
 def test_closed_segment_is_held_while_it_is_mapped(tmp_path: Path) -> None:

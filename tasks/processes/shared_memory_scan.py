@@ -1,0 +1,182 @@
+"""Find the shared memory segments in /dev/shm that the processes of a run make, by regular scans.
+
+A segment can outlive the processes that made it. After their end, nothing shows which run the
+segment belongs to. So each scan looks for new files, and assigns a new file to the run if a process
+of the run has the file open or mapped.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tasks.processes.shared_memory import DIRECTORY, find_used_files
+
+_log = logging.getLogger(__name__)
+
+#: Longest time in seconds between two scans.
+_SCAN_EVERY_S = 1.0
+#: Seconds between two checks whether the directory has changed. A change causes a scan at once, so
+#: that the files of a process that ends soon are found. A check reads only the time of the last
+#: change, so it is much cheaper than a scan.
+_CHECK_EVERY_S = 0.1
+#: Seconds in which each scan checks a new file again, until a process of the run has it open or
+#: mapped. A process may close a segment and map it a moment later.
+_MAPPED_WITHIN_S = 0.25
+#: Largest share of one CPU core that the scans use. If there are many files, the scans become less
+#: frequent.
+_CPU_SHARE = 0.02
+#: Seconds that `close` waits for the last scan, which may hang on a broken disk.
+_LAST_SCAN_WITHIN_S = 5.0
+
+#: Name and inode number of a file. A file that was made again has the same name, but another inode.
+_File = tuple[str, int]
+
+
+def choose_pause_s(cpu_s: float) -> float:
+    """Return the pause in seconds after a scan that took this CPU time in seconds."""
+    return max(_CHECK_EVERY_S, cpu_s / _CPU_SHARE)
+
+
+class SharedMemoryScan:
+    """Reports the shared memory segments that the processes of a run make, until `close`.
+
+    A thread scans the directory. If the directory cannot be read, nothing is reported.
+    """
+
+    def __init__(
+        self,
+        own_pids: Callable[[], set[int]],
+        note: Callable[[set[Path], set[Path]], None],
+        directory: Path = DIRECTORY,
+    ) -> None:
+        """
+        Args:
+            own_pids: Returns the pids of the run's processes. Called in the scanning thread, at
+                most once for each scan.
+            note: Called in the scanning thread with the segments that the run has made, and with
+                segments of the run that were removed.
+            directory: Directory to scan. Its present files do not belong to the run.
+        """
+        self._own_pids = own_pids
+        self._note = note
+        self._directory = directory
+        #: Files that the last scan has found.
+        self._known: set[_File] = set()
+        #: Files that the processes of the run have made, and that exist.
+        self._made: set[_File] = set()
+        #: Time at which each new file was found, in CLOCK_MONOTONIC seconds. A file is removed from
+        #: this dictionary when a process of the run uses it, or after `_MAPPED_WITHIN_S`.
+        self._found_at: dict[_File, float] = {}
+        #: Time of the last change of the directory before the last scan, in nanoseconds.
+        self._changed_at_ns = 0
+        self._is_closing = False
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="shared-memory", daemon=True)
+        try:
+            self._known = self._list_files()
+        except OSError as error:
+            _log.warning("shared memory of the run is not found: %s", error)
+            return
+        self._thread.start()
+
+    def hurry(self) -> None:
+        """Request a scan at once. Returns at once.
+
+        Call this before processes of the run are stopped. After their end, the files that they had
+        open are unknown.
+        """
+        self._wake.set()
+
+    def close(self) -> None:
+        """Scan a last time, and stop the thread. Blocks for at most 5 seconds."""
+        self._is_closing = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(_LAST_SCAN_WITHIN_S)
+        if self._thread.is_alive():
+            limit_s = _LAST_SCAN_WITHIN_S
+            _log.warning("no last scan of %s: it took over %g s", self._directory, limit_s)
+
+    def _run(self) -> None:
+        """Scan every second, after each change of the directory, and at each `hurry`."""
+        pause_s = _CHECK_EVERY_S
+        scanned_at = time.monotonic()
+        is_closing = False
+        while not is_closing:
+            is_requested = self._wake.wait(pause_s)
+            self._wake.clear()
+            is_closing = self._is_closing
+            is_due = time.monotonic() - scanned_at >= _SCAN_EVERY_S
+            pause_s = _CHECK_EVERY_S
+            if is_requested or is_due or self._found_at or self._has_changed():
+                began_s = time.thread_time()
+                try:
+                    self._scan(time.monotonic())
+                except OSError as error:  # for example, if this process has too many open files
+                    _log.warning("shared memory of the run was not found: %s", error)
+                scanned_at = time.monotonic()
+                pause_s = choose_pause_s(time.thread_time() - began_s)
+
+    def _has_changed(self) -> bool:
+        """Return True if a file was made or removed in the directory since the last scan."""
+        try:
+            return os.stat(self._directory).st_mtime_ns != self._changed_at_ns
+        except OSError:
+            return False
+
+    def _list_files(self) -> set[_File]:
+        """Return all files of the directory. Raises: OSError."""
+        self._changed_at_ns = os.stat(self._directory).st_mtime_ns
+        with os.scandir(self._directory) as entries:
+            return {(entry.name, entry.inode()) for entry in entries}
+
+    def _scan(self, now: float) -> None:
+        """Find new files that processes of this run have made, and report them.
+
+        Args:
+            now: The current time in CLOCK_MONOTONIC seconds.
+
+        Raises:
+            OSError: The directory or the files of the run's processes cannot be read.
+        """
+        files = self._list_files()
+        for file in files - self._known:
+            if self._is_own_segment(file):
+                self._found_at[file] = now
+        self._known = files
+        self._found_at = {file: at for file, at in self._found_at.items() if file in files}
+
+        removed = self._made - files
+        self._made -= removed
+        made: set[_File] = set()
+        try:
+            if self._found_at:
+                by_path = {self._directory / file[0]: file for file in self._found_at}
+                used_paths = find_used_files(self._own_pids(), set(by_path))
+                made = {by_path[path] for path in used_paths}
+        finally:
+            self._made |= made
+            self._found_at = {
+                file: at
+                for file, at in self._found_at.items()
+                if file not in made and now - at < _MAPPED_WITHIN_S
+            }
+            if made or removed:
+                self._note(
+                    {self._directory / name for name, _ in made},
+                    {self._directory / name for name, _ in removed},
+                )
+
+    def _is_own_segment(self, file: _File) -> bool:
+        """Return True if a file of the directory is a regular file of this user."""
+        try:
+            status = os.lstat(os.path.join(self._directory, file[0]))
+        except OSError:
+            return False
+        return stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid()
