@@ -1375,7 +1375,9 @@ class SupervisedAttempt:
             use = dict[str, float]()
             gpu_state: dict[str, Any] = {}
             if has_driver:
-                gpu_state = await call_with_time_limit(_DRIVER_WITHIN_S, read_gpus, gpu_state)
+                gpu_state = await call_with_time_limit(
+                    _DRIVER_WITHIN_S, read_gpus, gpu_state, "the query of the GPU driver"
+                )
             has_driver = bool(gpu_state.get("gpus"))
             if (own := self._mean_gpu_use(gpu_state)) is not None:
                 use[host_name()] = own

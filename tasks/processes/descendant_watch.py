@@ -125,7 +125,9 @@ class DescendantWatch:
         while not self._is_over:
             began = time.monotonic()
             no_process: list[_Process] = []
-            processes = await call_with_time_limit(_SEARCH_WITHIN_S, self._search, no_process)
+            processes = await call_with_time_limit(
+                _SEARCH_WITHIN_S, self._search, no_process, "the search for new processes"
+            )
             took_s = time.monotonic() - began
             if not self._is_over:
                 for process in processes:

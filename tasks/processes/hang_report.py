@@ -502,6 +502,8 @@ def _is_python(pid: int) -> bool:
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+#: Noun phrase that names the work of this module in the log.
+_EXAMINATION = "the examination of a component that hangs"
 #: Time limit in seconds for gathering facts about the processes. The teardown of the run waits for
 #: this work, and for the work with the next three limits.
 _EXAMINED_WITHIN_S = 15.0
@@ -551,7 +553,9 @@ class Diagnosis:
         Returns:
             The path of the report; None if it could not be written.
         """
-        await call_with_time_limit(_EXAMINED_WITHIN_S + _REPORTED_WITHIN_S, self._examine, None)
+        await call_with_time_limit(
+            _EXAMINED_WITHIN_S + _REPORTED_WITHIN_S, self._examine, None, _EXAMINATION
+        )
         return self._path if self._is_written else None
 
     @property
@@ -566,14 +570,14 @@ class Diagnosis:
         Processes that catch SIGABRT write their call stacks into the log. At the end, the new part
         of the log is added to the report.
         """
-        await call_with_time_limit(_ABORTED_WITHIN_S, self._abort_early, None)
+        await call_with_time_limit(_ABORTED_WITHIN_S, self._abort_early, None, _EXAMINATION)
         late = asyncio.create_task(self._abort_late())
         try:
             yield
         finally:
             late.cancel()
         if self._is_written:
-            await call_with_time_limit(_COPIED_WITHIN_S, self._copy_log, None)
+            await call_with_time_limit(_COPIED_WITHIN_S, self._copy_log, None, _EXAMINATION)
 
     def _examine(self) -> None:
         pids = self.process.processes()
@@ -620,7 +624,7 @@ class Diagnosis:
         def abort() -> None:
             abort_python(map(ProcessId.of, reversed(self.process.processes())), before_kill_s)
 
-        await call_with_time_limit(before_kill_s, abort, None)
+        await call_with_time_limit(before_kill_s, abort, None, _EXAMINATION)
 
     def _copy_log(self) -> None:
         """Add the output since the start of the examination to the report."""
@@ -645,11 +649,22 @@ class Diagnosis:
         self._is_written = True
 
 
-async def call_with_time_limit(limit_s: float, work: Callable[[], T], otherwise: T) -> T:
+async def call_with_time_limit(
+    limit_s: float,
+    work: Callable[[], T],
+    otherwise: T,
+    purpose: str = "a check in the background",
+) -> T:
     """Call a function in a daemon thread, and wait for its result at most `limit_s` seconds.
 
     Use it for functions that may block forever. After the time limit, the thread is abandoned. If
     no thread can be started, one of the loop's own threads calls the function.
+
+    Args:
+        limit_s: Time limit in seconds.
+        work: The function.
+        otherwise: Result if the function fails or takes too long.
+        purpose: Noun phrase that names the work in the log if the function fails.
 
     Returns:
         The result of the function; `otherwise` if the function fails or takes too long.
@@ -660,7 +675,7 @@ async def call_with_time_limit(limit_s: float, work: Callable[[], T], otherwise:
 
     def run() -> None:
         nonlocal result
-        with _log_errors():
+        with _log_errors(purpose):
             result = work()
         # The loop may be closed by now, if the function has taken too long.
         with suppress(RuntimeError):
@@ -677,12 +692,16 @@ async def call_with_time_limit(limit_s: float, work: Callable[[], T], otherwise:
 
 
 @contextmanager
-def _log_errors() -> Iterator[None]:
-    """Write errors of the context to Muster's log instead of raising them."""
+def _log_errors(purpose: str = _EXAMINATION) -> Iterator[None]:
+    """Write errors of the context to Muster's log instead of raising them.
+
+    Args:
+        purpose: Noun phrase that names the work of the context.
+    """
     try:
         yield
     except Exception:
-        _log.exception("the examination of a component that hangs has failed")
+        _log.exception("%s has failed", purpose)
 
 
 def _read_group(pid: int) -> int:

@@ -362,7 +362,7 @@ class RunRegister(EntryWriter):
             self.owner = self.owner.model_copy(update={"leftovers": leftovers})
             self.disk.replace(self.directory / _OWNER, self._owner_text)
 
-    def settle(self, record: RunJson) -> None:
+    def settle(self, record: RunJson) -> str:
         """Wait until the final record of the run is on disk.
 
         If the disk does not accept the record in time, free the disk space that is reserved for the
@@ -371,16 +371,22 @@ class RunRegister(EntryWriter):
 
         Args:
             record: The final record.
+
+        Returns:
+            An empty string if all files of the run are on the disk. Otherwise a text with the files
+            that could not be written, and the reasons.
         """
         if self._flush(_WRITTEN_WITHIN_S):
-            return
+            return ""
         with suppress(OSError):  # includes TimeoutError
             make_room = partial(reserved_space.make_room, self.directory)
             self.disk.do(make_room).result(_WRITTEN_AFTER_ALL_WITHIN_S)
-        if not self._flush(_WRITTEN_INTO_ROOM_WITHIN_S):
-            with suppress(OSError):  # includes TimeoutError
-                write = partial(reserved_space.write_final_record, self.directory, record)
-                self.disk.do(write).result(_WRITTEN_AFTER_ALL_WITHIN_S)
+        if self._flush(_WRITTEN_INTO_ROOM_WITHIN_S):
+            return ""
+        with suppress(OSError):  # includes TimeoutError
+            write = partial(reserved_space.write_final_record, self.directory, record)
+            self.disk.do(write).result(_WRITTEN_AFTER_ALL_WITHIN_S)
+        return self.disk.describe_unwritten_files() or "the disk does not respond"
 
     def close(self) -> None:
         """Remove the run from the registry, and release the lock on its directory.

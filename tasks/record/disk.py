@@ -117,8 +117,8 @@ class DiskThread:
         self._lines: dict[Path, bytearray] = {}
         #: Functions that the disk thread must call.
         self._calls: list[Callable[[], None]] = []
-        #: Files whose last write failed. A warning about them was already logged.
-        self._failing_files: set[Path] = set()
+        #: Files whose last write failed, with the reason. A warning about them was already logged.
+        self._failing_files: dict[Path, str] = {}
 
     def replace(self, path: Path, make: Callable[[], str]) -> None:
         """Let the disk thread replace the content of a file. The call itself does not wait.
@@ -173,6 +173,19 @@ class DiskThread:
         with self._changed:
             return self._changed.wait_for(lambda: not self._has_work(), within_s)
 
+    def describe_unwritten_files(self) -> str:
+        """Return a text with each file that could not be written, and the reason.
+
+        The text is empty if no write has failed. A file whose disk does not respond is named
+        without a reason.
+        """
+        with self._changed:
+            reasons = dict.fromkeys(
+                (*self._replacements, *self._lines), "the disk does not respond"
+            )
+            reasons |= self._failing_files
+        return "; ".join(f"{path}: {reason}" for path, reason in sorted(reasons.items()))
+
     def _has_work(self) -> bool:
         return bool(self._replacements or self._lines or self._calls or self._is_busy)
 
@@ -225,8 +238,10 @@ class DiskThread:
         try:
             write()
         except OSError as error:
-            if path not in self._failing_files:
-                self._failing_files.add(path)
+            is_known = path in self._failing_files
+            with self._changed:
+                self._failing_files[path] = error.strerror or str(error)
+            if not is_known:
                 _log.warning(
                     "%s could not be written. Muster retries until it succeeds: %s", path, error
                 )
@@ -234,7 +249,8 @@ class DiskThread:
         except Exception:
             _log.exception("%s could not be written, and is not retried", path)
             return True
-        self._failing_files.discard(path)
+        with self._changed:
+            self._failing_files.pop(path, None)
         return True
 
 

@@ -148,6 +148,21 @@ def summarize_failure(message: str, place: RunPlace, attempt: AttemptRecord | No
     return f"{message}; log: {log}; {describe_next_step(attempt)}"
 
 
+def add_unwritten_files(message: str, unwritten_files: str) -> str:
+    """Return the message of an ended run, with the files that could not be written.
+
+    Args:
+        message: Message of the run.
+        unwritten_files: Text with the files and the reasons, or an empty string.
+    """
+    if not unwritten_files:
+        return message
+    return (
+        f"{message}; files of the run could not be written ({unwritten_files}); make room, then "
+        "call `muster reconcile`"
+    )
+
+
 def find_remedy(message: str) -> str:
     """Return the advice to the user for a run that failed before its first attempt.
 

@@ -149,6 +149,10 @@ _STYLES = {"completed": "bold green", "failed": "bold red", "crashed": "bold red
 _LABEL_COLUMNS = 19
 
 
+#: Final states of a run. A run whose flow run has crashed may still go on.
+_FINAL_STATES = ("completed", "failed", "cancelled")
+
+
 def end_block(
     state: str, message: str, record_path: Path | None = None, page: str = ""
 ) -> Iterator[Text]:
@@ -186,6 +190,9 @@ def end_block(
             spec = read_spec_of_run(record, place)
             for fact in facts_of_run(record, place, spec, now=now):
                 yield _format_field(fact.label, fact.text)
+            if not record.state.is_final and state in _FINAL_STATES:
+                yield _format_field("incomplete", f"{record_path} does not have the end of the run")
+                yield _format_field("what to do", "free disk space, then call `muster reconcile`")
         else:
             yield _format_field("record", str(record_path))
     if failure is None and state == "failed" and (remedy := find_remedy(message)):

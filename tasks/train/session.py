@@ -139,6 +139,8 @@ class RunSession:
         self.flow_run_id = flow_run_id
         #: Paths of the run's files.
         self.place = RunPlace.of(run_id)
+        #: Text with the files of the run that could not be written until its end, and the reasons.
+        self.unwritten_files = ""
         # Check first that the run's directory belongs to this flow run. The next steps change files
         # in the directory and end processes of the run.
         RunJson.read_for_flow_run(self.place.record, str(flow_run_id))
@@ -746,7 +748,7 @@ class RunSession:
             self.record.move(verdict.state, verdict.message)
         # Wait until `run.json` is on the disk, because programs read the file as soon as they
         # notice the end of the run.
-        self._register.settle(self.record.content)
+        self.unwritten_files = self._register.settle(self.record.content)
         return verdict
 
     def mask(self, text: str) -> str:

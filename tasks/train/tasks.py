@@ -43,7 +43,7 @@ from tasks.server.flow_runs import (
 )
 from tasks.server.interruption import end_on_request
 from tasks.server.server import find_lasting_api_url, read_configured_secrets
-from tasks.show.failure import summarize_failure
+from tasks.show.failure import add_unwritten_files, summarize_failure
 from tasks.show.terminal import outlive_readers
 from tasks.spec.errors import InvalidSpec, MusterError, RunEnded
 from tasks.spec.failure_kinds import FailureKind
@@ -390,6 +390,7 @@ def conclude(run: RunSession) -> State[Any]:
     verdict = run.close()
     make_state = STATE_OF.get(verdict.state)
     if make_state is not None:
-        return make_state(message=verdict.message)
+        return make_state(message=add_unwritten_files(verdict.message, run.unwritten_files))
     last_attempt = run.record.content.attempt
-    return Failed(message=run.mask(summarize_failure(verdict.message, run.place, last_attempt)))
+    summary = run.mask(summarize_failure(verdict.message, run.place, last_attempt))
+    return Failed(message=add_unwritten_files(summary, run.unwritten_files))

@@ -206,3 +206,23 @@ def test_completed_run_names_its_step_and_its_last_checkpoint(tmp_path: Path) ->
 
     assert "  progress           step 20 of 20" in shown
     assert f"  last checkpoint    {checkpoints / 'checkpoint-20'}" in shown
+
+
+@pytest.mark.parametrize("state", ["completed", "failed", "cancelled"])
+def test_record_without_the_end_of_the_run_is_named(tmp_path: Path, state: str) -> None:
+    path = written(tmp_path, attempt(1, state="running"))
+    content = {**json.loads(path.read_text()), "state": "running", "ended_at": None}
+    path.write_text(json.dumps(content))
+
+    lines = block(state=state, message="60/60 steps", record_path=path)
+
+    text = "\n".join(lines)
+    assert f"{path} does not have the end of the run" in text
+    assert "muster reconcile" in text
+    assert "not ended" not in text
+
+
+def test_complete_record_is_not_called_incomplete(run_record: Path) -> None:
+    lines = block(state="failed", message=MESSAGE, record_path=run_record)
+
+    assert not any("incomplete" in line for line in lines)

@@ -277,9 +277,10 @@ def test_run_with_an_unwritten_record_stays_with_its_final_state(
     record.end_attempt(Verdict.failed(failure, 0.0))
     record.move(RunState.FAILED, str(failure))
 
-    register.settle(record.content)
+    unwritten_files = register.settle(record.content)
     register.close()
 
+    assert unwritten_files == f"{home}/gone/run.json: No such file or directory"
     lost = LostRun(register.directory, register.owner)
     assert lost.end is not None and lost.end.attempt is not None
     assert (lost.end.state, lost.end.message) == (RunState.FAILED, "CUDA_OOM: m")
@@ -291,9 +292,10 @@ def test_run_with_a_written_record_is_removed(home: Path) -> None:
     record = RunRecord(home / "run.json", run_id="a-run", flow_run_id="f", disk=register.disk)
     record.move(RunState.CANCELLED)
 
-    register.settle(record.content)
+    unwritten_files = register.settle(record.content)
     register.close()
 
+    assert unwritten_files == ""
     assert RunJson.read(home / "run.json").state is RunState.CANCELLED
     assert not register.directory.exists()
 
