@@ -151,10 +151,8 @@ def decide(
                 skipped |= {plan.name: reason} if reason else {}
                 continue
 
-        stage_active = [run for unit in tries if (run := _find_active(unit)) is not None]
-        stage_failures = [
-            run for unit in tries if (run := _find_failure(unit, requested_at)) is not None
-        ]
+        stage_active = [*filter(None, map(_find_active, tries))]
+        stage_failures = [*filter(None, (_find_failure(unit, requested_at) for unit in tries))]
         missing = [
             Begin(stage=unit, number=_next_number(unit_tries))
             for unit, unit_tries in zip(plan.units, tries, strict=True)

@@ -25,10 +25,10 @@ import httpx
 from prefect import Task
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import FlowRunFilter
-from prefect.client.schemas.objects import FlowRun, StateType, TaskRun
+from prefect.client.schemas.objects import FlowRun, State, StateType, TaskRun
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ObjectNotFound
-from prefect.states import Completed, Failed, Pending, Scheduled, State
+from prefect.states import Completed, Failed, Pending, Scheduled
 from prefect.utilities.urls import url_for
 
 from tasks.pipeline.decision import StageRun
@@ -254,7 +254,9 @@ def use_cached_run(
         number: Number of the replaced run among the runs of the unit, from 1.
         flow_run: The earlier, completed flow run.
     """
-    state = Completed(name="Cached", message=f"the result is that of the run {flow_run.name}")
+    state: State[Any] = Completed(
+        name="Cached", message=f"the result is that of the run {flow_run.name}"
+    )
     tags = [f"{_REUSED_TAG}{flow_run.id}"]
     _create_task_run(client, pipeline, unit, number, state, tags)
     return replace(describe_stage_run(unit, number, flow_run), state="Cached")

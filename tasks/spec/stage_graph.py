@@ -22,10 +22,11 @@ def list_needs(stages: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]
     needs: dict[str, tuple[str, ...]] = {}
     for stage in stages:
         written = stage.get("needs")
-        is_list = isinstance(written, list | tuple)
         name = str(stage.get("name"))
         earlier = [other for other in names if other != name]
-        wanted = [need for need in written if isinstance(need, str)] if is_list else earlier
+        wanted = earlier
+        if isinstance(written, list | tuple):
+            wanted = [need for need in written if isinstance(need, str)]
         needs[name] = tuple(dict.fromkeys(wanted))
         names.append(name)
     return needs

@@ -19,10 +19,11 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from tasks.processes.identity import host_name
 from tasks.server import flow_runs
 from tasks.upkeep.reconcile import reconcile_host
-from tests.support.gang_pool import GangPool, host, list_leftovers
+from tests.support.gang_pool import GangPool, gang_pool, host, list_leftovers
 from tests.support.host_environment import FINAL, ROOT, HostEnvironment, Run, Server
 from tests.support.host_environment import wait_for as until_within
 from tests.support.prefect_api import send_request
+from tests.support.ray_cluster import RayCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.thorough]
 
@@ -583,3 +584,130 @@ def test_each_step_runs_once_although_the_pipeline_is_killed(
     [prepare] = pipelines.runs(flow_run_id, "prepare")
     results = [*(pipelines.host_env.home / "runs" / prepare["name"]).glob("*/result.json")]
     assert [result.read_text().count("s3cret") for result in results] == [0]
+
+
+#: Functions of the steps of a pipeline on Ray. They append lines to the file of the argument
+#: `trace`, so the file shows when each step ran and with which GPUs.
+RAY_FUNCTIONS = """
+import os
+import subprocess
+import time
+
+
+def prepare(trace):
+    with open(trace, "a") as file:
+        file.write(f"prepare {os.path.basename(os.getcwd()) != 'project'}\\n")
+    return {"part": "x"}
+
+
+def use_gpus(trace, part, number):
+    devices = os.environ["CUDA_VISIBLE_DEVICES"]
+    with open(trace, "a") as file:
+        file.write(f"begin {number} {part} {len(devices.split(','))} {time.time()}\\n")
+    time.sleep(2)
+    with open(trace, "a") as file:
+        file.write(f"end {number} {part} {len(devices.split(','))} {time.time()}\\n")
+    return number
+
+
+def hang(trace):
+    subprocess.Popen(["setsid", "sleep", "4711.5"])
+    with open(trace, "a") as file:
+        file.write("hangs\\n")
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def ray_pipelines(ray_cluster: RayCluster, tmp_path: Path) -> Iterator[Pipelines]:
+    """Yield pipelines on a pool that lists a Ray cluster with two nodes with 8 GPUs each."""
+    cluster = {"address": ray_cluster.address}
+    with gang_pool(tmp_path / "pool", nodes={}, clusters=[cluster]) as pool:
+        _set_up_pipelines(pool.host_env)
+        pool.start_worker()
+        yield Pipelines(pool=pool, go=tmp_path / "go")
+
+
+def write_ray_pipeline(folder: Path, *stages: Mapping[str, Any]) -> Path:
+    """Write a project with a pipeline of steps on Ray, and return the path of its file."""
+    folder.mkdir()
+    (folder / "pyproject.toml").write_text("")
+    (folder / "steps.py").write_text(RAY_FUNCTIONS)
+    path = folder / "pipeline.yaml"
+    path.write_text(yaml.safe_dump({"name": "steps", "stages": list(stages)}, sort_keys=False))
+    return path
+
+
+def test_steps_on_ray_take_their_gpus_from_the_queue(
+    ray_pipelines: Pipelines, tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace"
+    prepare = {"name": "prepare", "call": "steps:prepare", "args": {"trace": str(trace)}}
+    args = {"trace": str(trace), "part": "${stage.prepare.result.part}"}
+    grid = {
+        "name": "grid",
+        "call": "steps:use_gpus",
+        "args": args,
+        "resources": {"gpus": 8},
+        "matrix": {"number": [1, 2, 3]},
+    }
+    check = {
+        "name": "check",
+        "when": "${stage.grid.results} != []",
+        "command": ["sh", "-c", f"echo checked >>{trace}"],
+        "resources": {"cpus": 0.5},
+    }
+    path = write_ray_pipeline(tmp_path / "project", prepare, grid, check)
+
+    code = ray_pipelines.run_to_end(path)
+
+    assert code == 0, ray_pipelines.host_env.log("pipeline")
+    lines = [line.split() for line in trace.read_text().splitlines()]
+    assert lines[0] == ["prepare", "True"] and lines[-1] == ["checked"]
+    moments = sorted((float(line[4]), line[0], int(line[3])) for line in lines[1:-1])
+    assert sorted(line[1] for line in lines if line[0] == "begin") == ["1", "2", "3"]
+    in_use = 0
+    for _, event, gpus in moments:
+        in_use += gpus if event == "begin" else -gpus
+        assert in_use <= 16
+
+
+def test_step_that_fits_no_node_is_refused_before_any_step_starts(
+    ray_pipelines: Pipelines, tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace"
+    prepare = {"name": "prepare", "call": "steps:prepare", "args": {"trace": str(trace)}}
+    large = {"name": "large", "command": ["true"], "resources": {"gpus": 9}}
+    wide = {"name": "wide", "command": ["true"], "resources": {"cpus": 999}}
+    path = write_ray_pipeline(tmp_path / "project", prepare, large, wide)
+
+    code = ray_pipelines.run_to_end(path)
+
+    [flow_run, *_] = ray_pipelines.list_pipelines()
+    message = ray_pipelines.state(flow_run["id"])[1]
+    assert (code, trace.exists()) == (3, False), message
+    assert "stages.1.resources.gpus: " in message and "stages.2.resources.cpus: " in message
+
+
+def find_sleepers() -> list[str]:
+    """Return the processes that `hang` has started."""
+    lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    return [line.decode() for line in lines if b"4711.5" in line]
+
+
+def test_cancel_of_a_step_on_ray_leaves_no_process(
+    ray_pipelines: Pipelines, tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace"
+    hang = {"name": "hang", "call": "steps:hang", "args": {"trace": str(trace)}}
+    path = write_ray_pipeline(tmp_path / "project", hang, {"name": "b", "command": ["true"]})
+    process, flow_run_id = ray_pipelines.start(path)
+    until(trace.exists, f"the step runs:\n{ray_pipelines.host_env.log('pipeline')}")
+
+    process.send_signal(signal.SIGINT)
+
+    assert process.wait(WITHIN_S) == 130, ray_pipelines.host_env.log("pipeline")
+    until(lambda: not find_sleepers(), "no process of the step remains")
+    assert ray_pipelines.runs(flow_run_id, "b") == []
+    [run] = ray_pipelines.runs(flow_run_id, "hang")
+    assert run["state_type"] == "CANCELLED"
