@@ -202,9 +202,13 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--steps", type=_positive, required=True, help="Number of the last step")
     add("--out", type=Path, required=True, help="folder for metrics.jsonl and checkpoints/")
-    add("--seed", type=int, default=0, help="Seed of the initial weights and of the examples")
+    seed = os.environ.get("SEED", "0")
+    help_text = "Seed of the initial weights and of the examples. Default: $SEED, or 0"
+    add("--seed", type=int, default=seed, help=help_text)
     add("--batch-size", type=_positive, default=32, help="Number of examples per batch")
-    add("--learning-rate", type=_rate, default=DEFAULT_LEARNING_RATE)
+    rate = os.environ.get("LR", str(DEFAULT_LEARNING_RATE))
+    help_text = f"Default: $LR, or {DEFAULT_LEARNING_RATE}"
+    add("--learning-rate", type=_rate, default=rate, help=help_text)
     add(
         "--checkpoint-every", type=_positive, default=10, help="Number of steps between checkpoints"
     )

@@ -12,7 +12,10 @@ from uuid import uuid4
 
 import pytest
 import yaml
+from prefect.utilities.callables import parameter_schema
+from prefect.utilities.schema_tools import validate
 
+from flows.pipeline import pipeline as pipeline_flow
 from tasks.pipeline.results import (
     MAX_RESULT_BYTES,
     InvalidResult,
@@ -27,6 +30,7 @@ from tasks.spec.errors import InvalidSpec
 from tasks.spec.pipeline import PipelineSpec, load_pipeline, parse_pipeline
 from tasks.spec.run import RunSpec
 
+ROOT = Path(__file__).parents[2]
 MODULE = """
 from functools import partial
 def score(model, limit=3): return {"score": limit}
@@ -235,6 +239,47 @@ def test_sample_is_the_same_in_every_process() -> None:
 
     assert points == parse_pipeline(data).stage("a").points
     assert len(points) == 16 and all(1e-6 <= point["limit"] <= 1e-4 for point in points)
+
+
+def test_prefect_server_accepts_every_kind_of_stage() -> None:
+    schema = parameter_schema(pipeline_flow).model_dump_for_openapi()
+    resources = {"gpus": 1, "cpus": 2}
+    ranges = {"env.LR": ["1", 2], "env.S": {"min": 1.0, "max": 2.0}}
+    stages = [
+        call(resources={"gpus": 1}, env={"T": {"secret": "s"}}, cache="inputs", needs=[]),
+        command(on="ray", resources=resources, retries=1, timeout_s=3, when="true"),
+        run_stage(matrix=ranges, sample=3, at_most=1, best={"by": "x"}, on_failure="continue"),
+    ]
+
+    written = parse_pipeline(pipeline(*stages)).written()
+
+    validate({"spec": written}, schema, raise_on_error=True)
+
+
+def test_example_with_steps_is_valid() -> None:
+    loaded = load_pipeline(ROOT / "deployments/pipelines/quickstart-evaluate.yaml")
+
+    assert loaded.needs["grpo"] == ("greedy", "sampled")
+
+
+def test_quickstart_evaluation_writes_its_result(tmp_path: Path) -> None:
+    quickstart = ROOT / "deployments/quickstart"
+    trained = subprocess.run(
+        [sys.executable, quickstart / "sft.py", "--steps", "1", "--out", tmp_path],
+        env={**os.environ, "LR": "0.01", "SEED": "3"},
+        timeout=60,
+    )
+    result = tmp_path / "result.json"
+
+    evaluated = subprocess.run(
+        [sys.executable, quickstart / "evaluate.py", "--checkpoint", tmp_path],
+        env={**os.environ, "MUSTER_RESULT": str(result)},
+        timeout=60,
+    )
+
+    assert (trained.returncode, evaluated.returncode) == (0, 0)
+    content = json.loads(result.read_text())
+    assert content["step"] == 1 and 0 <= content["reward"] <= 1
 
 
 def run_program(project: Path, function: str, args: dict[str, Any]) -> tuple[int, str, Any]:
