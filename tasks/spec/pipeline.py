@@ -52,6 +52,7 @@ from tasks.spec.placeholders import (
     mapping_or_empty,
 )
 from tasks.spec.run import Ray, RunSpec
+from tasks.spec.secrets import looks_secret
 from tasks.spec.stage_graph import find_graph_faults, list_ancestors, list_needs
 from tasks.spec.step import build_run_spec, find_call_faults, is_step, rename_path
 from tasks.spec.values import (
@@ -65,6 +66,7 @@ from tasks.spec.values import (
     Positive,
     Refusal,
     Seconds,
+    SecretBlock,
     SpecName,
     Text,
     Word,
@@ -295,6 +297,8 @@ class Stage(Model):
         if written.get("args") and kinds[0] == "command":
             yield ("args",), make_refusal("needs `call`", "write the arguments in `command`")
         yield from _check_resources(written)
+        if kind == "step" and written.get("on") != "host":
+            yield from _check_secrets(written)
         yield from check_matrix(written)
         matrix = mapping_or_empty(written.get("matrix"))
         for key in matrix if kinds[0] == "command" else ():
@@ -335,6 +339,22 @@ def _check_resources(written: Mapping[str, Any]) -> Iterator[Refusal]:
     elif resources.get("gpus") and resources.get("labels"):
         problem = "the queue chooses the node of a step with GPUs, and labels choose another node"
         yield ("resources", "labels"), make_refusal(problem, "leave it out")
+
+
+def _check_secrets(written: Mapping[str, Any]) -> Iterator[Refusal]:
+    """Yield a fault for each secret in the environment of a step on Ray.
+
+    Ray shows the variables of a job to every user of its dashboard.
+
+    Args:
+        written: The stage as the user wrote it. Its values are not validated yet.
+    """
+    for name, value in mapping_or_empty(written.get("env")).items():
+        is_block = isinstance(value, Mapping | SecretBlock)
+        if is_block or (value and looks_secret(str(name))):
+            problem = "Ray shows the variables of a step to every user of its dashboard"
+            remedy = "write on: host, or store the secret in a file on the nodes"
+            yield ("env", str(name)), make_refusal(problem, remedy)
 
 
 class PipelineSpec(Document):
