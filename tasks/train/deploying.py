@@ -387,8 +387,8 @@ def deploy(
     Args:
         name: Name of the deployment. Default: the name of the spec.
         cron: Start a run at these times, for example "0 3 * * *". Default: no change.
-        timezone: IANA name of the cron line's time zone. Default: no change, or UTC for a new
-            cron line.
+        timezone: IANA name of the time zone of `--cron`, for example Europe/Berlin. It requires
+            `--cron`. Default: no change, or UTC for a new cron line.
         no_cron: Remove the cron line.
         overlap: Treatment of a run that is due while the last run of the deployment has not ended.
             skip: the new run is cancelled. queue: the new run waits. allow: both run at the same
