@@ -263,6 +263,23 @@ def test_documented_messages_have_the_right_kind(text: str, kind: str) -> None:
     assert cause is not None and cause.rule.kind.value == kind
 
 
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        # PyTorch for AMD GPUs, and JAX
+        ("RuntimeError: No HIP GPUs are available", "no-gpu-visible"),
+        (
+            "RuntimeError: Unable to initialize backend 'cuda': No visible GPU devices",
+            "no-gpu-visible",
+        ),
+        ("RuntimeError: Error 803: system has unsupported display driver", "no-cuda-driver"),
+        ("RuntimeError: Found no NVIDIA driver on your system.", "no-cuda-driver"),
+    ],
+)
+def test_missing_gpu_or_driver_has_its_own_rule(text: str, rule: str) -> None:
+    assert rule_of(text) == rule
+
+
 @pytest.mark.parametrize("path", FAILURES, ids=lambda path: path.stem)
 def test_cause_of_a_public_log_is_found(path: Path) -> None:
     expected, log = header_and_log(path)
