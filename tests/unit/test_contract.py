@@ -24,6 +24,15 @@ def test_every_name_is_saved() -> None:
     assert not new, f"save these with `python -m tests.support.contract`: {new}"
 
 
+def test_further_allowed_values_are_no_broken_promise() -> None:
+    saved = {"workload": {"type": "string", "enum": ["ppo", "sft"]}}
+    more = {"workload": {"type": "string", "enum": ["dpo", "ppo", "sft"]}}
+    fewer = {"workload": {"type": "string", "enum": ["ppo"]}}
+
+    assert broken_promises(saved, more) == []
+    assert len(broken_promises(saved, fewer)) == 1
+
+
 def test_removed_and_changed_names_are_reported() -> None:
     saved = {"exit code: EXIT_FAILED": 1, "verb: ls": True, "verb: show": True}
     current = {"exit code: EXIT_FAILED": 4, "verb: ls": True, "verb: new": True}
