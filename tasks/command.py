@@ -202,6 +202,13 @@ VERBS = {
             guide="serve-rollouts.md",
         ),
         Verb(
+            name="secret",
+            function="tasks.train.secret_command:app",
+            summary="store a secret on the Prefect server",
+            example="muster secret set hf-token",
+            guide="security.md",
+        ),
+        Verb(
             name="cleanup",
             function="tasks.ray.nodes:sweep_run",
             summary="end leftovers of a run on a Ray cluster",

@@ -185,7 +185,7 @@ def read_secrets(client: SyncPrefectClient, spec: RunSpec) -> dict[str, str]:
             case _:
                 problems[name] = f"the Prefect Secret block {name!r} holds no text"
     if problems:
-        remedy = "create the block in the UI (Blocks, Secret), or write another name"
+        remedy = "create the block with `muster secret set NAME`, or write another name"
         raise _make_block_error(spec, problems, remedy)
     return values
 

@@ -42,7 +42,10 @@ COMMANDS = (
     "tests.faults.llm",
 )
 #: Subcommands of `muster queue`. The help of `muster queue` gives their exit codes.
-SUBCOMMANDS = ("queue drain", "queue undrain", "queue set", "queue unset")
+SUBCOMMANDS = (
+    *("queue drain", "queue undrain", "queue set", "queue unset"),
+    *("secret set", "secret ls"),
+)
 #: Programs that only other programs of the project start.
 INTERNAL = {
     "flows",
