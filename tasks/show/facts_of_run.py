@@ -14,6 +14,7 @@ from tasks.record.checkpoints import find_resume_checkpoint
 from tasks.record.places import RunPlace
 from tasks.record.run_json import AttemptRecord, RunJson
 from tasks.show.failure import Fact
+from tasks.show.offline_tracker import make_sync_command
 from tasks.show.resume import describe_parent, describe_resume
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.formatting import format_count, format_datetime, format_duration, join_words
@@ -77,6 +78,8 @@ def facts_of_run(
         checkpoint = find_last_checkpoint(record, place, spec)
         if checkpoint:
             yield Fact("last checkpoint", checkpoint, is_code=True)
+    if spec is not None and (command := make_sync_command(record.run_id, spec)):
+        yield Fact("upload to W&B", command, is_code=True)
     if text := " ".join(time_use):
         yield Fact("time", text)
     yield Fact("record", str(place.record), is_code=True)
