@@ -247,6 +247,13 @@ VERBS = {
             guide="first-run.md",
         ),
         Verb(
+            name="docs",
+            function="tasks.show.docs_command:docs",
+            summary="list the documents, or print one of them",
+            example="muster docs run-spec",
+            guide="commands.md",
+        ),
+        Verb(
             name="reconcile",
             function="tasks.upkeep.reconcile:reconcile",
             summary="clean up after runs that were killed here",

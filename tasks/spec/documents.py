@@ -12,6 +12,13 @@ _FOLDERS = (
 )
 
 
+def list_documents() -> list[Path]:
+    """Return the paths of the installed documents, sorted by name."""
+    folder = next((folder for folder in _FOLDERS if folder.is_dir()), None)
+    documents = folder.glob("*.md") if folder is not None else ()
+    return sorted(documents, key=lambda path: path.stem)
+
+
 def find_document(name: str) -> str:
     """Return the path of a document, such as `run-spec.md`, or its name if it is not installed."""
     paths = (folder / name for folder in _FOLDERS)
