@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,3 +57,39 @@ def test_log_with_another_cause_is_preferred_to_a_full_disk(
 
     assert failure is not None
     assert failure.kind is FailureKind.USER_ERROR
+
+
+#: Mounts a small /dev/shm in a mount namespace of its own, runs a component that fills it, and
+#: prints the kind and message of the failure.
+FILL_SHARED_MEMORY = """
+import subprocess, sys
+from pathlib import Path
+from tests.support.supervised_components import ComponentHarness
+subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", "/dev/shm"], check=True)
+program = '''
+import mmap, os
+fd = os.open("/dev/shm/segment", os.O_RDWR | os.O_CREAT)
+os.ftruncate(fd, 8 << 20)
+memory = mmap.mmap(fd, 8 << 20)
+for at in range(0, 8 << 20, 4096): memory[at] = 1
+'''
+harness = ComponentHarness(Path(sys.argv[1]))
+failure = harness.run(harness.component("trainer", (sys.executable, "-c", program))).failure
+print(failure.kind.value, failure.message)
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="this machine has no unshare")
+def test_full_shared_memory_is_named_after_sigbus(tmp_path: Path) -> None:
+    result = subprocess.run(
+        ["unshare", "--mount", sys.executable, "-c", FILL_SHARED_MEMORY, tmp_path],
+        cwd=Path(__file__).resolve().parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+    assert result.stdout.startswith("HOST_OOM"), result.stdout + result.stderr
+    assert "/dev/shm has 0 of 1048576 bytes free" in result.stdout
