@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -28,7 +29,7 @@ from deployments.stack.env import (
     RUN_ID,
     client_env,
 )
-from deployments.stack.launch import launch, read_last_lines, stop
+from deployments.stack.launch import launch, read_last_lines, restart_ray, stop
 from deployments.stack.nodes import Fleet
 from deployments.stack.part_checks import (
     are_all_answering,
@@ -36,11 +37,13 @@ from deployments.stack.part_checks import (
     describe_listed_nodes,
     wait_until_answering,
 )
+from deployments.stack.ray_session import BrokenSession, check_session
 from deployments.stack.state import Stack, StackError, StackPlace
 from tasks.processes.own_modules import make_own_command
 from tasks.processes.ports import listeners
 from tasks.processes.registry import describe_unreadable_files
 from tasks.processes.signals import interrupt_on_signals
+from tasks.ray.dashboard import Denied, NoAnswer
 from tasks.record.places import password_file
 from tasks.show.arguments import EXIT_DONE, EXIT_FAILED
 from tasks.spec.formatting import format_count
@@ -88,7 +91,7 @@ def up(
 
     The stack has a Prefect server with its UI, a Ray head, a work pool, a worker and the
     deployments. All parts listen only on 127.0.0.1. If the stack is up already, the deployments are
-    applied again.
+    applied again. If files of the Ray session are missing, the Ray cluster is restarted.
 
     Exit: 0 done, 1 failed, 2 wrong options, 130 interrupted.
 
@@ -215,6 +218,7 @@ def _apply_deployments_again(
     _refuse_other_port(stack, port)
     _refuse_other_fleet(stack, fleet)
     _say(f"The stack is up already (pid {stack.supervisor.pid}): applying the deployments again.")
+    _repair_ray(place, stack)
     wait_until_answering(stack)
     log = place.log("deployments")
     with log.open("ab") as output:
@@ -240,6 +244,23 @@ def _apply_deployments_again(
             ) from None
     _say(_summarize(place, stack))
     return EXIT_DONE
+
+
+def _repair_ray(place: StackPlace, stack: Stack) -> None:
+    """Restart the Ray cluster if files of its session are missing.
+
+    Raises:
+        StackError: The Ray cluster does not answer after the restart.
+    """
+    try:
+        # A cluster that does not answer may just be starting: the next checks wait for it.
+        with suppress(NoAnswer, Denied):
+            check_session(stack)
+    except BrokenSession as error:
+        _say(
+            f"The Ray session is broken: {error}. Restarting the Ray cluster, which ends its jobs."
+        )
+        restart_ray(place, stack)
 
 
 def _summarize(place: StackPlace, stack: Stack) -> str:

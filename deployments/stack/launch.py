@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -13,10 +14,22 @@ from pathlib import Path
 from deployments.stack.env import ROOT
 from deployments.stack.nodes import Fleet
 from deployments.stack.part_checks import wait_until_answering
-from deployments.stack.state import STOP_WITHIN_S, Stack, StackError, StackPlace
+from deployments.stack.state import (
+    RAY,
+    STOP_WITHIN_S,
+    Stack,
+    StackError,
+    StackPlace,
+    signal_process_of,
+)
 from tasks.processes.own_modules import make_own_command
 from tasks.processes.registry import teardown_s
 from tasks.record.causes import last_lines, read_tail
+
+#: Longest time, in seconds, that the Ray head may take to end after SIGINT. Then it gets SIGKILL.
+_RAY_STOP_WITHIN_S = 20.0
+#: Longest time, in seconds, until a restarted Ray cluster with all of its nodes answers.
+_RAY_RESTART_WITHIN_S = 240.0
 
 
 def launch(
@@ -132,6 +145,41 @@ def stop(stack: Stack) -> None:
     if not stack.supervisor.is_gone_within(within_s):
         stack.supervisor.send(signal.SIGKILL)
         stack.supervisor.is_gone_within(STOP_WITHIN_S)
+
+
+def restart_ray(place: StackPlace, stack: Stack) -> None:
+    """End the Ray head, and wait until the supervisor has started the Ray cluster again.
+
+    The nodes of the cluster are restarted, too. All Ray jobs of the cluster end.
+
+    Args:
+        place: Directory of the `muster up` stack.
+        stack: The running stack.
+
+    Raises:
+        StackError: The Ray cluster did not end, or does not answer after the restart.
+    """
+    head = stack.part(RAY)
+    if head is not None and head.pid is not None:
+        for signum in (signal.SIGINT, signal.SIGKILL):
+            signal_process_of(stack.stack_id, head.pid, signum)
+            if _has_died_within(place, head.deaths + 1, _RAY_STOP_WITHIN_S):
+                break
+        else:
+            raise StackError(f"the Ray head (pid {head.pid}) did not end: see {place.log(RAY)}")
+    wait_until_answering(stack, _RAY_RESTART_WITHIN_S)
+
+
+def _has_died_within(place: StackPlace, deaths: int, limit_s: float) -> bool:
+    """Return True if the Ray head has died this number of times before the time limit is over."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        stack = place.load()
+        head = stack.part(RAY) if stack is not None else None
+        if head is not None and head.deaths >= deaths:
+            return True
+        time.sleep(0.1)
+    return False
 
 
 def read_last_lines(log: Path) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 from deployments.stack.env import AUTH, POOL, auth_string
+from deployments.stack.ray_session import find_session_problem
 from deployments.stack.state import Stack, StackError
 from tasks.processes.identity import host_name
 from tasks.processes.trusted_server import check_listeners
@@ -19,8 +20,8 @@ from tasks.spec.formatting import format_count
 
 #: Longest time, in seconds, that one HTTP request to a part of the `muster up` stack may take.
 _REQUEST_WITHIN_S = 10.0
-#: Longest time, in seconds, that `wait_until_answering` waits for all parts of the `muster up`
-#: stack.
+#: Default for the longest time, in seconds, that `wait_until_answering` waits for all parts of the
+#: `muster up` stack.
 _ALL_WITHIN_S = 60.0
 #: Time, in seconds, between two rounds of checks of `wait_until_answering`.
 _CHECK_EVERY_S = 0.2
@@ -50,6 +51,7 @@ def check_parts(stack: Stack) -> list[PartCheck]:
         return [
             _check_url(client, "Prefect UI", stack.ui_url, f"{stack.api_url}/health"),
             _check_url(client, "Ray dashboard", stack.ray_dashboard, stack.ray_health),
+            _check_ray_session(stack),
             *(_check_url(client, node.name, node.description, node.health) for node in stack.nodes),
             _check_pool(client, stack),
             _check_worker(client, stack),
@@ -69,21 +71,25 @@ def are_all_answering(checks: Sequence[PartCheck]) -> bool:
     return not any(check.problem for check in checks)
 
 
-def wait_until_answering(stack: Stack) -> None:
+def wait_until_answering(stack: Stack, limit_s: float = _ALL_WITHIN_S) -> None:
     """Repeat the checks of all parts of the `muster up` stack until every part answers.
+
+    Args:
+        stack: The running stack.
+        limit_s: Longest time to wait, in seconds.
 
     Raises:
         StackError: Some parts did not answer in time, or a server rejected the password. The
             message names these parts.
     """
-    deadline = time.monotonic() + _ALL_WITHIN_S
+    deadline = time.monotonic() + limit_s
     while not are_all_answering(checks := check_parts(stack)):
         is_refused = any(_REFUSED in check.problem for check in checks)
         if is_refused or time.monotonic() > deadline:
             problems = "; ".join(
                 f"{check.part} {check.problem}" for check in checks if check.problem
             )
-            waited = "" if is_refused else f" after {_ALL_WITHIN_S:.0f} s"
+            waited = "" if is_refused else f" after {limit_s:.0f} s"
             raise StackError(f"not all of the stack answers{waited}: {problems}")
         time.sleep(_CHECK_EVERY_S)
 
@@ -95,6 +101,15 @@ def _check_url(client: httpx.Client, part: str, description: str, url: str) -> P
     except _NoAnswer as error:
         return PartCheck(part=part, description=description, problem=str(error))
     return PartCheck(part=part, description=description)
+
+
+def _check_ray_session(stack: Stack) -> PartCheck:
+    """Check the control store, the directories and the sockets of Ray, and return the result."""
+    return PartCheck(
+        part="Ray session",
+        description=str(stack.ray_temp),
+        problem=find_session_problem(stack),
+    )
 
 
 def _check_pool(client: httpx.Client, stack: Stack) -> PartCheck:

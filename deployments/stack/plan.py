@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import tempfile
 import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from deployments.stack.env import (
@@ -30,7 +28,8 @@ from deployments.stack.env import (
     renew_password,
 )
 from deployments.stack.nodes import NODE_RESOURCE, Fleet
-from deployments.stack.state import RAY_TEMP_PREFIX, RAYLET_HEALTH, Stack, StackNode, StackPlace
+from deployments.stack.ray_directory import create_ray_directory, make_temp_dir_option
+from deployments.stack.state import RAY, RAYLET_HEALTH, Stack, StackNode, StackPlace
 from tasks.processes.component import AttemptPlan, ComponentPlan
 from tasks.processes.guarded import Command
 from tasks.processes.identity import ProcessId, host_name
@@ -51,8 +50,6 @@ RUNS_WITHIN_S = 3600.0
 SERVER = "prefect-server"
 #: Name of the `muster up` stack's program that sets up the Prefect server and then ends.
 DEPLOYMENTS = "deployments"
-#: Name of the `muster up` stack's Ray head.
-RAY = "ray-head"
 #: Name of the `muster up` stack's program that cleans up after runs whose process was killed.
 UPKEEP = "upkeep"
 #: Name of the `muster up` stack's worker for the work pool of pipelines.
@@ -118,8 +115,8 @@ def build_blueprint(
 ) -> Blueprint:
     """Return everything that this process needs to start and supervise a new `muster up` stack.
 
-    Also reserve the ports of the stack, create a temporary directory for Ray, and write a new
-    Prefect password into this MUSTER_HOME.
+    Also reserve the ports of the stack, create a directory for Ray, and write a new Prefect
+    password into this MUSTER_HOME.
 
     Args:
         place: Directory of the stack.
@@ -154,9 +151,7 @@ def build_blueprint(
         ray_dashboard=f"http://{HOST}:{dashboard_port}",
         ray_auth={key: value for key, value in build_ray_auth().items() if key != RAY_TOKEN},
         ray_address=f"{HOST}:{ports.numbers[f'{RAY}.gcs']}",
-        # The path must be short, because Ray creates sockets in this directory, and the path of a
-        # socket has at most 107 characters.
-        ray_temp=Path(tempfile.mkdtemp(prefix=RAY_TEMP_PREFIX, dir="/tmp")),
+        ray_temp=create_ray_directory(place.directory.parent),
         fleet=str(fleet or ""),
         nodes=tuple(
             StackNode(
@@ -257,7 +252,7 @@ def _plan_ray_head(
             "--max-worker-port=0",
             f"--dashboard-host={HOST}",
             f"--dashboard-port={dashboard_port}",
-            f"--temp-dir={stack.ray_temp}/r",
+            make_temp_dir_option(stack.ray_temp),
             "--disable-usage-stats",
             "--log-style=record",
             "--log-color=false",
@@ -296,7 +291,7 @@ def _plan_ray_node(place: StackPlace, stack: Stack, node: StackNode) -> Componen
             f"--object-store-memory={_NODE_OBJECT_STORE_BYTES}",
             # The log monitor of the Ray head reads the logs of all nodes of this machine.
             "--include-log-monitor=false",
-            f"--temp-dir={stack.ray_temp}/r",
+            make_temp_dir_option(stack.ray_temp),
             "--disable-usage-stats",
             "--log-style=record",
             "--log-color=false",

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from deployments.stack.env import AUTH, LOOPBACK, RAY_MODE, STACK_VARIABLE
+from deployments.stack.ray_directory import delete_ray_directory
 from tasks.processes import tree
 from tasks.processes.ending import can_be_of_own_run
 from tasks.processes.full_disks import describe_file_system
@@ -28,8 +29,8 @@ from tasks.record.places import is_at, muster_home, read_own_file, server_passwo
 from tasks.spec.errors import MusterError
 from tasks.spec.ownership import UntrustedPath
 
-#: Start of the name of the temporary directory that holds Ray's sockets and logs.
-RAY_TEMP_PREFIX = "muster-ray-"
+#: Name of the `muster up` stack's Ray head.
+RAY = "ray-head"
 #: URL path of the health check on the dashboard agent of a Ray node. The response is a success if
 #: the Ray cluster counts the node as alive.
 RAYLET_HEALTH = "/api/local_raylet_healthz"
@@ -127,9 +128,8 @@ class Stack(_Model):
     ray_auth: Mapping[str, str] = {}
     #: Address of the Ray cluster for `ray.init`, in the form HOST:PORT.
     ray_address: str
-    #: Temporary directory that contains Ray's own directory of sockets and logs. Ray lets all users
-    #: read Ray's own directory, so only this user may enter the temporary directory. The temporary
-    #: directory is deleted when the `muster up` stack stops.
+    #: Directory with Ray's sockets and logs, see `deployments.stack.ray_directory`. It is deleted
+    #: when the `muster up` stack stops.
     ray_temp: Path
     #: Value of the option `--gpus`, for example `2x8`, or an empty string if it was not set.
     fleet: str = ""
@@ -247,8 +247,7 @@ class StackPlace:
         surviving_pids = _kill_processes_of(stack.stack_id)
         if surviving_pids:
             raise StackError(f"these processes of the stack outlived SIGKILL: {surviving_pids}")
-        if stack.ray_temp.name.startswith(RAY_TEMP_PREFIX):
-            shutil.rmtree(stack.ray_temp, ignore_errors=True)
+        delete_ray_directory(stack.ray_temp, self.directory.parent)
         self._state_file.unlink()
 
     def locked(self, on_wait: Callable[[], None], limit_s: float) -> AbstractContextManager[int]:
@@ -383,6 +382,15 @@ def processes_of(stack_id: str) -> list[int]:
     return [pid for pid in tree.all_pids() if _belongs_to_stack(pid, stack_id)]
 
 
+def signal_process_of(stack_id: str, pid: int, signum: int) -> bool:
+    """Send a signal to a process that the `muster up` stack has started.
+
+    Returns:
+        True if the signal was sent, False if no process of the stack has this pid.
+    """
+    return tree.signal_if(pid, signum, partial(_belongs_to_stack, pid, stack_id))
+
+
 def _kill_processes_of(stack_id: str) -> list[int]:
     """Send SIGKILL to all processes of a stack until they are gone, for at most 10 seconds.
 
@@ -392,7 +400,7 @@ def _kill_processes_of(stack_id: str) -> list[int]:
     deadline = time.monotonic() + 10.0
     while (pids := processes_of(stack_id)) and time.monotonic() < deadline:
         for pid in pids:
-            tree.signal_if(pid, signal.SIGKILL, partial(_belongs_to_stack, pid, stack_id))
+            signal_process_of(stack_id, pid, signal.SIGKILL)
         time.sleep(_POLL_EVERY_S)
     return pids
 

@@ -25,7 +25,10 @@ from typing import Any
 
 from deployments.stack.nodes import Fleet
 from deployments.stack.plan import Blueprint, build_blueprint
-from deployments.stack.state import StackPart, StackPlace
+from deployments.stack.ray_directory import LockedRayDirectory
+from deployments.stack.state import RAY, StackPart, StackPlace
+from tasks.processes.component import AttemptContext, ComponentPlan
+from tasks.processes.process_component import ProcessComponent
 from tasks.processes.services import ServiceReport, Services
 from tasks.record.events import Event, EventLog
 from tasks.record.outcome import Failure
@@ -84,6 +87,7 @@ class Supervisor:
         self._blueprint = blueprint
         self._stack = blueprint.stack
         self._report = report
+        self._ray_directory = LockedRayDirectory(blueprint.stack.ray_temp)
         #: Lock that a thread holds while it changes `stack.json` and `_stack`.
         self._lock = threading.Lock()
 
@@ -101,6 +105,7 @@ class Supervisor:
             events.emit,
             needs=self._blueprint.needs,
             on_change=self._record_part,
+            make_process=self._make_process,
         ) as services:
             threading.Thread(target=self._stop_on_signal, args=(services,), daemon=True).start()
             if self._start_parts(services):
@@ -130,6 +135,16 @@ class Supervisor:
             except RunEnded:
                 return False
         return self._save(state="up")
+
+    def _make_process(self, plan: ComponentPlan, context: AttemptContext) -> ProcessComponent:
+        """Return the object for one process of a part, and prepare the directory of the Ray head.
+
+        Raises:
+            OSError: The directory for Ray cannot be created or locked.
+        """
+        if plan.name == RAY:
+            self._ray_directory.restore()
+        return ProcessComponent(plan, context)
 
     def _stop_on_signal(self, services: Services) -> None:
         """Wait for a stop signal, and then stop all programs of the `muster up` stack.
