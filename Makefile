@@ -29,7 +29,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export RAY_USAGE_STATS_ENABLED := 0
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help install train llm llm-faults test thorough faults attacks soak stack-kills ray-kills gang-storm fleet-chaos gpu-check mutants up down prune bench verl-check backends-check house docs site ui-test screenshots constraints
+.PHONY: help install train llm llm-faults test thorough faults attacks soak stack-kills by-hand ray-kills gang-storm fleet-chaos gpu-check mutants up down prune bench verl-check backends-check house docs site ui-test screenshots constraints
 
 # What drives a browser; the browser itself is the system's (apt-get install chromium).
 define with-browser
@@ -141,6 +141,9 @@ soak: install  ## many runs, killed at random [ARGS='--runs 200 --seed 1']
 
 stack-kills: install  ## each part of a stack killed at random under trainings [MUSTER_SEED=1 MUSTER_KILLS=5]
 	@exec $(PY) -m pytest -s tests/faults/test_stack_parts.py $(ARGS)
+
+by-hand: install  ## each change that a person can make to runs [MUSTER_SEED=1 MUSTER_DATABASE=postgresql]
+	@exec $(PY) -m pytest tests/faults/test_by_hand_matrix.py $(ARGS)
 
 ray-kills: install  ## flow processes of Ray jobs, killed at random [ARGS='--runs 20 --seed 1']
 	@exec $(PY) -m tests.faults.ray_kills $(ARGS)

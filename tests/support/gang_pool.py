@@ -93,10 +93,18 @@ class GangPool:
         for queue, rank in sorted(self.ranks.items(), key=lambda item: item[1]):
             if queue != "default":
                 self.host_env.post(f"/work_pools/{self.name}/queues", name=queue, priority=rank)
+        self.create_deployment(self.name)
+
+    def create_deployment(self, name: str) -> None:
+        """Create a deployment of the flow `train`, or attach an existing one to the work pool.
+
+        Args:
+            name: Name of the deployment.
+        """
         flow = self.host_env.post("/flows/", name="train")["id"]
         here = {"prefect.deployments.steps.set_working_directory": {"directory": str(ROOT)}}
         deployment = {
-            "name": self.name,
+            "name": name,
             "flow_id": flow,
             "work_pool_name": self.name,
             "entrypoint": "flows/train.py:train",
@@ -187,6 +195,7 @@ class GangPool:
         tags: Sequence[str] = (),
         key: str | None = None,
         env: Mapping[str, str] | None = None,
+        deployment: str = "",
     ) -> Run:
         """Submit a run to the work pool, and return it.
 
@@ -196,10 +205,12 @@ class GangPool:
             tags: Tags of the flow run.
             key: Idempotency key: submissions with the same key create only one run.
             env: Environment variables of the run's process, in addition to those of the worker.
+            deployment: Name of the deployment. If empty, the deployment that `set_up` creates.
         """
-        deployment = self.host_env.get(f"/deployments/name/train/{self.name}")["id"]
+        name = deployment or self.name
+        deployment_id = self.host_env.get(f"/deployments/name/train/{name}")["id"]
         flow_run = self.host_env.post(
-            f"/deployments/{deployment}/create_flow_run",
+            f"/deployments/{deployment_id}/create_flow_run",
             parameters={"spec": dict(spec)},
             work_queue_name=queue,
             tags=list(tags),
