@@ -14,7 +14,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import BinaryIO
 from urllib.parse import urlsplit
 
 import httpx
@@ -22,8 +21,9 @@ import httpx
 from tasks.processes import tree
 from tasks.processes.place_reader import PlaceReader, PlaceTimeout
 from tasks.processes.shortage import NotChecked, has_no_files_left, is_own_shortage
-from tasks.record.log_bound import ZEROS, find_data, is_same_before_hole
+from tasks.record.log_bound import ZEROS
 from tasks.record.log_file import HeldLog
+from tasks.record.tail import BLOCK_BYTES, Tail
 from tasks.spec.probes import find_unmet_conditions
 
 #: Layout of `struct ucred`: pid, uid, gid. Source: unix(7).
@@ -39,10 +39,6 @@ _SHARE_OF_WAIT = 0.1
 _EVERY_S_AT_MOST = 1.0
 #: Time limit in seconds of one readiness check.
 _ANSWERS_WITHIN_S = 5.0
-#: Number of bytes of a log that are read at once.
-_CHUNK_BYTES = 1 << 20
-#: Number of bytes before the read position of a log that are compared at the next read.
-_COMPARED_BYTES = 64
 #: Largest number of messages of NOTIFY_SOCKET that are read at once. Without this limit, a
 #: component that sends messages without a pause would block all other tasks.
 _MESSAGES_AT_ONCE = 1024
@@ -226,10 +222,8 @@ class LogProbe(ComponentProbe):
         self.question = f"/{pattern}/ in {log.path.name}"
         self._log = log
         self._pattern = re.compile(pattern)
-        self._offset = since
+        self._tail = Tail(since)
         self._partial = b""
-        #: Last bytes before `_offset`. If the log has other bytes there, it was truncated.
-        self._last_bytes = b""
 
     async def why_not(self, timeout_s: float) -> str:
         async with asyncio.timeout(timeout_s):
@@ -243,35 +237,22 @@ class LogProbe(ComponentProbe):
         if self._has_matched:
             return False
         with self._log.source.open("rb") as f:
-            if self._was_truncated(f):
-                self._offset = 0
+            data = self._tail.read(f.fileno())
+            if data is None:
+                # The log was truncated. Read it from its beginning.
                 self._partial = b""
-                self._last_bytes = b""
-            data_at = find_data(f.fileno(), self._offset)
-            if data_at > self._offset:
-                # The log has a hole here, because `log_max_bytes` bounds its size.
-                self._offset = data_at
-                self._last_bytes = b""
-            f.seek(self._offset)
-            data = f.read(_CHUNK_BYTES)
-        self._offset += len(data)
-        self._last_bytes = (self._last_bytes + data)[-_COMPARED_BYTES:]
+                self._tail.restart()
+                data = self._tail.read(f.fileno()) or b""
+        self._tail.advance(data)
         self._has_matched = self._matches(data)
-        return len(data) == _CHUNK_BYTES and not self._has_matched
-
-    def _was_truncated(self, f: BinaryIO) -> bool:
-        """Return True if the log no longer has the bytes that were read last."""
-        if f.seek(0, os.SEEK_END) < self._offset:
-            return True
-        f.seek(self._offset - len(self._last_bytes))
-        return not is_same_before_hole(self._last_bytes, f.read(len(self._last_bytes)))
+        return len(data) == BLOCK_BYTES and not self._has_matched
 
     def _matches(self, data: bytes) -> bool:
         # The last line may be incomplete. Search it for the pattern now, and again when more of the
         # line was read.
         data = ZEROS.sub(b"\n", data) if b"\0" in data else data
         lines = (self._partial + data).split(b"\n")
-        self._partial = lines[-1][-_CHUNK_BYTES:]
+        self._partial = lines[-1][-BLOCK_BYTES:]
         return any(self._pattern.search(line.decode("utf-8", "replace")) for line in lines)
 
     def glance(self) -> object:

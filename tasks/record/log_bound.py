@@ -98,28 +98,3 @@ def _punch_hole(fd: int, offset: int, length: int) -> None:
     if result != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-
-
-def find_data(fd: int, position: int) -> int:
-    """Return the first position, from a given one, that is not in a hole of a file.
-
-    Returns the given position if no data follows it, or if the file system cannot find holes. May
-    change the file offset of the descriptor.
-    """
-    try:
-        return os.lseek(fd, position, os.SEEK_DATA)
-    except OSError:
-        return position
-
-
-def is_same_before_hole(read_before: bytes, now: bytes) -> bool:
-    """Return True if bytes of a log are those that were read before, except for a hole.
-
-    Args:
-        read_before: The bytes that were read before.
-        now: The bytes that the file has at the same place now.
-    """
-    if now == read_before:
-        return True
-    rest = now.lstrip(b"\0")
-    return len(now) == len(read_before) and rest != now and read_before.endswith(rest)

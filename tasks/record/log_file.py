@@ -8,13 +8,12 @@ from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 
-from tasks.record.log_bound import ZEROS, find_data, is_same_before_hole
+from tasks.record import tail
+from tasks.record.log_bound import ZEROS
+from tasks.record.tail import Tail
 
-#: Number of bytes before the read position that are remembered. If the log file has other bytes
-#: there at the next read, it was truncated.
-_TAIL_BYTES = 64
-#: Largest number of bytes that one read returns. A log may be larger than the memory.
-_BLOCK_BYTES = 1 << 20
+#: Number of bytes before a read position that are read again, to recognise the file later.
+_COMPARED_BYTES = 64
 #: A line with more bytes is returned in several parts.
 _LONGEST_LINE_BYTES = 8 << 20
 
@@ -31,10 +30,7 @@ class _OpenLog:
         stat = os.fstat(self.file.fileno())
         #: Device number and inode number, which identify the file even after it is renamed.
         self.file_id = (stat.st_dev, stat.st_ino)
-        self._position = 0
-        #: Last bytes before the read position. If the file has other bytes there, it was truncated,
-        #: and a program has written new content.
-        self._tail = b""
+        self._tail = Tail()
         #: Copy of the log that contains the unread end of the old content, after log rotation has
         #: truncated the file. None if the file itself is read.
         self._copy: FileIO | None = None
@@ -48,20 +44,19 @@ class _OpenLog:
         from the copy.
         """
         if self._copy is None:
-            content = self._read_from_position(self.file)
+            content = self._tail.read(self.file.fileno())
             if content is not None:
                 return self._append(content)
             self._copy = self._find_copy()
         if self._copy is not None:
-            if self._append(self._read_from_position(self._copy) or b""):
+            if self._append(self._tail.read(self._copy.fileno()) or b""):
                 return True
             self._copy.close()
             self._copy = None
         # The content before the truncation was read, or is lost. Read the new content of the file
         # from its beginning.
-        self._position = 0
-        self._tail = b""
-        return self._append(self._read_from_position(self.file) or b"")
+        self._tail.restart()
+        return self._append(self._tail.read(self.file.fileno()) or b"")
 
     def read_blocks(self, *, is_last: bool) -> Iterator[bytes]:
         """Yield the complete lines that were added to the file since the last call, in blocks.
@@ -101,7 +96,7 @@ class _OpenLog:
         newlines_left = count
         while start > 0:
             end = start
-            start = max(0, end - _BLOCK_BYTES)
+            start = max(0, end - tail.BLOCK_BYTES)
             block = os.pread(self.file.fileno(), end - start, start)
             at = len(block)
             if end == size:
@@ -110,10 +105,8 @@ class _OpenLog:
             while newlines_left > 0 and (at := block.rfind(b"\n", 0, at)) >= 0:
                 newlines_left -= 1
             if newlines_left == 0:
-                self._position = start + at + 1 if count else size
-                tail_start = max(0, self._position - _TAIL_BYTES)
-                tail_length = self._position - tail_start
-                self._tail = os.pread(self.file.fileno(), tail_length, tail_start)
+                position = start + at + 1 if count else size
+                self._tail.restart(position, self._read_before(position))
                 return True
         return False
 
@@ -125,15 +118,14 @@ class _OpenLog:
         """
         source = other._copy or other.file
         offset = 0
-        while block := os.pread(self.file.fileno(), _BLOCK_BYTES, offset):
+        while block := os.pread(self.file.fileno(), tail.BLOCK_BYTES, offset):
             if os.pread(source.fileno(), len(block), offset) != block:
                 return False
             offset += len(block)
         return True
 
     def _append(self, content: bytes) -> bool:
-        self._position += len(content)
-        self._tail = (self._tail + content)[-_TAIL_BYTES:]
+        self._tail.advance(content)
         # Omit the zeros of a hole, see `log_bound`.
         self.pending += ZEROS.sub(b"", content) if b"\0" in content else content
         return bool(content)
@@ -149,32 +141,15 @@ class _OpenLog:
         for path in _rotated_files(self._path):
             with suppress(OSError):
                 copy = FileIO(path)
-                if self._read_from_position(copy) is not None:
+                if self._tail.read(copy.fileno()) is not None:
                     return copy
                 copy.close()
         return None
 
-    def _read_from_position(self, file: FileIO) -> bytes | None:
-        """Return the next bytes of a file after the position up to which the log was read.
-
-        The bytes before this position are compared with those that were read last. Return None if
-        they differ, because the file is then not the file that was read.
-        """
-        data_at = find_data(file.fileno(), self._position)
-        if data_at > self._position:
-            # The log has a hole here, because `log_max_bytes` bounds its size.
-            self._position = data_at
-            self._tail = b""
-        start = self._position - len(self._tail)
-        length = len(self._tail) + _BLOCK_BYTES
-        data = os.pread(file.fileno(), length, start)
-
-        # Read the first bytes again. If they differ, the file was truncated during the first read.
-        compared_bytes = len(self._tail) + _TAIL_BYTES
-        is_stable = os.pread(file.fileno(), compared_bytes, start).startswith(data[:compared_bytes])
-        if not is_stable or not is_same_before_hole(self._tail, data[: len(self._tail)]):
-            return None
-        return data[len(self._tail) :]
+    def _read_before(self, position: int) -> bytes:
+        """Return the last bytes before a position of the file."""
+        start = max(0, position - _COMPARED_BYTES)
+        return os.pread(self.file.fileno(), position - start, start)
 
 
 class HeldLog:

@@ -32,8 +32,6 @@ from tasks.spec.values import (
 #: instead.
 QUESTIONS = ("http", "tcp", "log", "file", "notify", "alive_s")
 
-#: Default value of the key `within_s`, in seconds, for components that are ready while they run.
-_READY_WITHIN_S = 120.0
 #: Result of a search for a value in JSON if the value is missing. It differs from every JSON value.
 _MISSING = object()
 
@@ -227,18 +225,17 @@ class ReadyProbe(Probe):
         0.1,
         description="Seconds between the first checks. The pause then grows up to 1 s.",
     )
-    within_s: Seconds | None = Field(
-        None,
+    within_s: Seconds = Field(
+        120.0,
         description="Longest time in seconds until the component is ready. After it, the run "
-        "fails as NOT_READY. If omitted, it is 120. With `exit`, there is then no limit.",
-        examples=[120],
+        "fails as NOT_READY. With `exit`, there is no limit if the key is omitted.",
     )
 
     @property
     def limit_s(self) -> float | None:
         """Longest time in seconds until the component is ready, or None if there is no limit."""
-        if self.within_s is None and self.exit is None:
-            return _READY_WITHIN_S
+        if self.exit is not None and "within_s" not in self.model_fields_set:
+            return None
         return self.within_s
 
 

@@ -32,6 +32,7 @@ NAMES = (
     "overhead",
     "watching",
     "many",
+    "hung_files",
     "starting",
     "nodes",
     "jobs",

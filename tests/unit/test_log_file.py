@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.record import log_file
+from tasks.record import tail
 from tasks.record.log_file import LogFile
 
 #: Operations on a log: the name of a method of `RotatedLog` or "read", and its arguments.
@@ -215,7 +216,7 @@ def test_each_line_is_returned_once(
     lines: list[str],
     block_bytes: int,
 ) -> None:
-    monkeypatch.setattr(log_file, "_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(tail, "BLOCK_BYTES", block_bytes)
 
     assert read(tmp_path, script) == lines
 
@@ -291,7 +292,7 @@ def test_invalid_utf8_is_replaced(tmp_path: Path) -> None:
 def test_all_lines_but_the_last_are_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, end: str, block_bytes: int
 ) -> None:
-    monkeypatch.setattr(log_file, "_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(tail, "BLOCK_BYTES", block_bytes)
     path = tmp_path / "trainer.log"
     path.write_text(f"a\nbb\n\nlast{end}")
     log = LogFile(path)
@@ -333,3 +334,31 @@ def test_memory_for_reading_does_not_depend_on_the_size_of_the_log(tmp_path: Pat
     read_bytes, used_kib = map(int, output.split())
     assert read_bytes == 200 * len(block)
     assert used_kib < 100_000
+
+
+@pytest.mark.parametrize("is_read_before", [False, True])
+def test_hole_at_the_read_position_of_a_log_is_skipped(
+    tmp_path: Path, is_read_before: bool
+) -> None:
+    path = tmp_path / "trainer.log"
+    log = LogFile(path)
+    path.write_bytes(b"first\n")
+    lines = [*log.read_new()] if is_read_before else []
+    with path.open("ab") as f:
+        f.write(b"x" * (1 << 20) + b"\nlast\n")
+
+    _punch_hole(path, 0, 1 << 20)
+    lines += log.read_new()
+
+    # The first line has as many bytes as the part of the long line that is behind the hole.
+    assert lines == ["first"] * is_read_before + ["x" * len("first\n"), "last"]
+
+
+def _punch_hole(path: Path, start: int, length: int) -> None:
+    """Remove bytes from the middle of a file with fallocate(2). The size stays the same."""
+    keep_size_and_punch_hole = 0x01 | 0x02
+    libc = ctypes.CDLL(None, use_errno=True)
+    with path.open("r+b") as f:
+        arguments = (ctypes.c_long(start), ctypes.c_long(length))
+        if libc.fallocate(f.fileno(), keep_size_and_punch_hole, *arguments) != 0:
+            pytest.skip(f"no holes in files of this file system: {os.strerror(ctypes.get_errno())}")

@@ -1,0 +1,104 @@
+"""Read the bytes that are added to a file, and notice if the content before them was replaced."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+#: Number of bytes before the read position that are remembered. If the file has other bytes there
+#: at the next read, it was truncated or rewritten.
+_REMEMBERED_BYTES = 64
+#: Largest number of bytes that one read returns. A file may be larger than the memory.
+BLOCK_BYTES = 1 << 20
+#: A block that begins with so many zero bytes may begin in a hole of the file.
+_SMALLEST_HOLE_BYTES = 4096
+
+
+class Tail:
+    """Position up to which a file was read, with the last bytes before that position.
+
+    A file may be truncated and written again, for example by log rotation. The last bytes then
+    differ. A file may also have holes, if a program has removed bytes from the middle of the file
+    with fallocate(2). Holes are skipped.
+    """
+
+    def __init__(self, position: int = 0) -> None:
+        """
+        Args:
+            position: Number of bytes at the beginning of the file that are not read.
+        """
+        self.position = position
+        #: Last bytes before the position. Empty if nothing was read yet.
+        self._last_bytes = b""
+
+    def read(self, fd: int) -> bytes | None:
+        """Return the next bytes of a file. Call `advance` next. A hole at the position is skipped.
+
+        Args:
+            fd: File descriptor of the file.
+
+        Returns:
+            An empty text at the end of the file. None if the bytes before the position differ from
+            the bytes that were read last, because the file is then not the file that was read.
+        """
+        if self.position > os.fstat(fd).st_size:
+            return None
+        start = self.position - len(self._last_bytes)
+        length = len(self._last_bytes) + BLOCK_BYTES
+        data = os.pread(fd, length, start)
+
+        # Read the first bytes again. If they differ, the file was truncated during the first read.
+        compared_bytes = len(self._last_bytes) + _REMEMBERED_BYTES
+        is_stable = os.pread(fd, compared_bytes, start).startswith(data[:compared_bytes])
+        before = data[: len(self._last_bytes)]
+        if not is_stable or not _is_same_except_hole(self._last_bytes, before):
+            return None
+        data = data[len(self._last_bytes) :]
+        if not data or any(data[:_SMALLEST_HOLE_BYTES]):
+            return data
+        next_data = _find_data(fd, self.position)
+        if next_data == self.position:
+            return data
+        self.restart(next_data)
+        return os.pread(fd, BLOCK_BYTES, next_data)
+
+    def advance(self, data: bytes) -> None:
+        """Move the position behind the bytes that `read` has returned."""
+        self.position += len(data)
+        self._last_bytes = (self._last_bytes + data)[-_REMEMBERED_BYTES:]
+
+    def restart(self, position: int = 0, last_bytes: bytes = b"") -> None:
+        """Move the position to another place.
+
+        Args:
+            position: Number of bytes at the beginning of the file that are not read.
+            last_bytes: Last bytes before the position, or an empty text if they are unknown.
+        """
+        self.position = position
+        self._last_bytes = last_bytes[-_REMEMBERED_BYTES:]
+
+
+def _find_data(fd: int, position: int) -> int:
+    """Return the first position from `position` on that is not in a hole of a file.
+
+    Returns:
+        The size of the file if the hole reaches to the end. `position` if it is not in a hole, or
+        if the file system does not report holes.
+    """
+    try:
+        return os.lseek(fd, position, os.SEEK_DATA)
+    except OSError as error:
+        return os.fstat(fd).st_size if error.errno == errno.ENXIO else position
+
+
+def _is_same_except_hole(read_before: bytes, now: bytes) -> bool:
+    """Return True if bytes of a log are those that were read before, except for a hole.
+
+    Args:
+        read_before: The bytes that were read before.
+        now: The bytes that the file has at the same place now.
+    """
+    if now == read_before:
+        return True
+    rest = now.lstrip(b"\0")
+    return len(now) == len(read_before) and rest != now and read_before.endswith(rest)

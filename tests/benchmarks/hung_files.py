@@ -1,0 +1,146 @@
+"""Benchmark of deaths, cancels and teardowns while a file of the run does not answer.
+
+The file is on a FUSE file system whose server is stopped, which blocks like a network file system
+whose server is down. The first rows are the same attempts without such a file.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from tasks.processes.component import AttemptPlan, ComponentPlan
+from tasks.processes.guarded import Command
+from tasks.processes.ports import PortsReserved
+from tasks.processes.supervisor import Supervisor
+from tasks.record.checkpoints import CheckpointGrowth, find_newest_step, is_writing_checkpoint
+from tasks.record.events import EventLog
+from tasks.spec.probes import ReadyProbe
+from tasks.spec.run import Progress
+from tests.benchmarks.harness import NAMES, folder, part, recorded_ns, wait_until
+from tests.benchmarks.report import NotHere, Result, Row, Sample, interleaved
+from tests.support.hung_files import hanging_folder, has_fuse
+
+#: Files and folders that hang, by the text of their rows. An empty text: nothing hangs.
+_PLACES = {
+    "": "no file hangs",
+    "metrics": "hung metrics file",
+    "log": "hung log",
+    "checkpoints": "hung checkpoint folder",
+}
+#: Times that one attempt gives, by the text of their rows.
+_TIMES = {
+    "crash": "death of a component to SIGTERM of the others",
+    "cancel": "cancel to SIGTERM",
+    "teardown": "cancel to the end of the teardown",
+}
+
+
+def measure(*, quick: bool) -> Result:
+    """Measure the times of attempts with and without a file that does not answer."""
+    if not has_fuse():
+        raise NotHere("a FUSE file system can be mounted only by root, with /dev/fuse")
+    rounds = 1 if quick else 5
+    ways: dict[str, Sample] = {
+        f"{name}, {title}": partial(_measure, name, place)
+        for name in _TIMES
+        for place, title in _PLACES.items()
+    }
+    taken = interleaved(ways, rounds)
+    rows = [
+        Row(way=f"Muster: {text}, {title}", values=taken[f"{name}, {title}"], group=name)
+        for name, text in _TIMES.items()
+        for title in _PLACES.values()
+    ]
+    return Result(
+        name="hung_files",
+        question="Time of a reaction, a cancel and a teardown while a file of the run is on a file "
+        "system that does not answer. Muster has noticed before that the file does not answer",
+        rows=rows,
+    )
+
+
+def _measure(name: str, hanging: str) -> float:
+    """Run one attempt, and return one of its times in milliseconds.
+
+    Args:
+        name: Key in `_TIMES`.
+        hanging: Key in `_PLACES`.
+    """
+    with ExitStack() as stack:
+        place = stack.enter_context(folder())
+        data = stack.enter_context(hanging_folder(place / "data"))
+        events = place / "events.jsonl"
+        supervisor = _supervisor_of(place, data.path, hanging, EventLog(events))
+        # Let the file system answer before the attempt ends, even after an error.
+        stack.enter_context(supervisor)
+        stack.callback(data.answer)
+        for component in NAMES:
+            supervisor.start(component)
+        if hanging:
+            data.hang()
+            wait_until(
+                lambda: "place.unanswered" in events.read_text(), "the report of the hung file"
+            )
+        pid = int(supervisor.describe("trainer").partition("pid ")[2].rstrip(")"))
+        began_ns = time.monotonic_ns()
+        if name == "crash":
+            os.kill(pid, signal.SIGKILL)
+            supervisor.wait_decided()
+        else:
+            supervisor.interrupt("the benchmark cancels the run")
+        if name == "teardown":
+            supervisor.teardown()
+            return (time.monotonic_ns() - began_ns) / 1e6
+        wait_until(partial(recorded_ns, place, "environment", "sigterm"), "the first SIGTERM")
+        stopped_ns = recorded_ns(place, "environment", "sigterm")
+        assert stopped_ns is not None
+        return (stopped_ns - began_ns) / 1e6
+
+
+def _supervisor_of(place: Path, data: Path, hanging: str, events: EventLog) -> Supervisor:
+    """Return the supervisor of an attempt whose metrics, log or checkpoints are in a folder.
+
+    Args:
+        place: Folder of the attempt.
+        data: Folder that can hang.
+        hanging: Key in `_PLACES`: the file that is in `data`.
+        events: Receives the events of the attempt.
+    """
+    checkpoints = str((data if hanging == "checkpoints" else place) / "checkpoints")
+    Path(checkpoints).mkdir()
+    env = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT_")}
+    components = []
+    for name in NAMES:
+        log = (data if hanging == "log" else place) / f"{name}.log"
+        command = Command(argv=part("wait", name, place), env=env, cwd=place, log=log, grace_s=5.0)
+        component = ComponentPlan(
+            name=name,
+            command=command,
+            ready=ReadyProbe(file=f"{name}.ready"),
+            live=None,
+            on_exit_zero="fail",
+        )
+        if name == "trainer":
+            component = replace(
+                component,
+                checkpoints=checkpoints,
+                is_saving=partial(is_writing_checkpoint, checkpoints, place),
+                has_grown=CheckpointGrowth(checkpoints, place).has_grown,
+                find_checkpoint=partial(find_newest_step, checkpoints, place, {}),
+            )
+        components.append(component)
+    metrics = (data if hanging == "metrics" else place) / "metrics.jsonl"
+    plan = AttemptPlan(
+        run_id="benchmark",
+        number=1,
+        cwd=place,
+        components=tuple(components),
+        progress=Progress(jsonl=str(metrics), step="step"),
+    )
+    return Supervisor(plan, PortsReserved([]), events.emit)
