@@ -9,10 +9,12 @@ import hashlib
 import json
 import os
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from tasks.record.outcome import Recorded
+from tasks.record.tail import Tail
 
 #: Largest number of bytes that one call of `MetricsFile.read_new` reads.
 _CHUNK_BYTES = 1 << 22
@@ -62,7 +64,7 @@ class MetricsFile:
     """Reads the JSON lines that a training appends to its metrics file.
 
     If the training replaces, truncates or rewrites the file, reading starts again at the beginning
-    of the new content.
+    of the new content. If the file was moved or removed, its last lines are read before that.
     """
 
     def __init__(self, path: Path, *, since: FileFingerprint | None = None) -> None:
@@ -83,6 +85,9 @@ class MetricsFile:
         self._was_opened = False
         #: Last line that was read, if it had no newline yet.
         self._incomplete_line = b""
+        #: The file that was read last. It stays open, so that it can be read to its end after it
+        #: was moved or removed. None before the first read.
+        self._last_file: FileIO | None = None
 
     def read_new(self) -> list[dict[str, Any]]:
         """Return the JSON objects that were appended to the metrics file since the last call.
@@ -94,16 +99,14 @@ class MetricsFile:
             The objects in file order; an empty list if the file does not exist or has not grown.
         """
         try:
-            with self.path.open("rb") as file:
-                self._restart_if_replaced(file)
-                file.seek(self._consumed.length)
-                data = file.read(_CHUNK_BYTES)
-                self._consumed = FileFingerprint.at(file, self._consumed.length + len(data))
+            data = self._read_moved_file()
+            self.has_more = bool(data)
+            if not data:
+                data = self._read_file()
+                self.has_more = len(data) == _CHUNK_BYTES
         except OSError:
             self.has_more = False
             return []
-
-        self.has_more = len(data) == _CHUNK_BYTES
         if not data:
             # Nothing was added. An earlier call has already returned the incomplete last line.
             return []
@@ -111,6 +114,43 @@ class MetricsFile:
         *lines, self._incomplete_line = (self._incomplete_line + data).split(b"\n")
         objects = [_parse_object(line) for line in (*lines, self._incomplete_line)]
         return [parsed for parsed in objects if parsed]
+
+    def _read_moved_file(self) -> bytes:
+        """Return the next bytes of the last file, if another file or no file is at the path now.
+
+        Returns:
+            An empty text if the last file is still at the path, or was read to its end.
+        """
+        if self._last_file is None:
+            return b""
+        present = None
+        with suppress(FileNotFoundError):
+            present = self.path.stat()
+        last = os.fstat(self._last_file.fileno())
+        if present is not None and os.path.samestat(present, last):
+            return b""
+        tail = Tail(self._consumed.length)
+        data = tail.read(self._last_file.fileno()) or b""
+        tail.advance(data)
+        self._consumed = FileFingerprint.at(self._last_file, tail.position)
+        return data
+
+    def _read_file(self) -> bytes:
+        """Return the next bytes of the file at the path. Raises: OSError."""
+        file = self.path.open("rb", buffering=0)
+        self.close()
+        self._last_file = file
+        self._restart_if_replaced(file)
+        file.seek(self._consumed.length)
+        data = file.read(_CHUNK_BYTES) or b""
+        self._consumed = FileFingerprint.at(file, self._consumed.length + len(data))
+        return data
+
+    def close(self) -> None:
+        """Close the file. A later read opens it again."""
+        if self._last_file is not None:
+            self._last_file.close()
+            self._last_file = None
 
     def _restart_if_replaced(self, file: BinaryIO) -> None:
         """Go back to the beginning if the content that was already read has changed."""

@@ -65,6 +65,7 @@ def read_rows(place: RunPlace, attempts: Sequence[AttemptRecord]) -> Iterator[Me
                 step = get_number(line, step_key)
                 if step is not None:
                     yield MetricsRow(attempt=attempt.number, step=step, metrics=line)
+        file.close()
 
 
 def merge_rows(rows: Iterator[MetricsRow]) -> list[dict[str, Any]]:

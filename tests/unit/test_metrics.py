@@ -141,3 +141,18 @@ def test_numbers_keep_their_type(path: Path) -> None:
     [figures] = MetricsFile(path).read_new()
 
     assert [json.dumps(get_number(figures, key)) for key in ("step", "reward")] == ["60", "0.5"]
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_last_lines_of_a_rotated_metrics_file_are_read(path: Path, is_removed: bool) -> None:
+    path.write_text('{"step": 1}\n')
+    file = MetricsFile(path)
+    steps_before = steps(file)
+    with path.open("a") as f:
+        f.write('{"step": 2}\n')
+
+    path.unlink() if is_removed else path.rename(path.with_suffix(".1"))
+    path.write_text('{"step": 3}\n')
+    steps_after = [*steps(file), *steps(file)]
+
+    assert (steps_before, steps_after, file.restarts) == ([1], [2, 3], 1)
