@@ -27,13 +27,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
-import psutil
-
 from tasks.processes.ending import was_started_with
 from tasks.processes.guarded import Command, GuardedProcess
 from tasks.processes.identity import ProcessId, host_name
 from tasks.processes.machine import read_gpus
 from tasks.processes.ports import list_sockets, listening_inodes
+from tasks.processes.sockets import describe_connections
 from tasks.processes.tree import all_pids, is_zombie, machine, read_environment
 from tasks.record.log_file import HeldLog
 from tasks.spec.formatting import format_datetime, join_commas
@@ -88,12 +87,8 @@ def _describe_process(at: Path, pid: int, status: dict[str, str]) -> Iterator[st
         waits_in = _read_text(thread / "wchan") or "?"
         yield f"    {thread.name} {head.partition('(')[2]} {rest[:1] or '?'} {waits_in}"
     yield "  connections:"
-    # On a Ray node, psutil is the copy that comes with Ray. An old copy has no `net_connections`.
-    with suppress(psutil.Error, AttributeError):
-        for connection in psutil.Process(pid).net_connections("tcp"):
-            addresses = [end for end in (connection.laddr, connection.raddr) if end]
-            ends = " -> ".join(f"{end.ip}:{end.port}" for end in addresses)
-            yield f"    fd {connection.fd} {ends} {connection.status}"
+    with suppress(OSError):
+        yield from (f"    {line}" for line in describe_connections(pid, str(at.parent)))
 
 
 def _read_text(path: Path, otherwise: str = "") -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tasks.processes.hang_report import handles_signal, kernel_view, read_status
+from tasks.processes.sockets import describe_connections
 
 #: Process id that no process has: it is above the kernel's maximum.
 PID = 1 << 22
@@ -89,6 +90,21 @@ def test_own_process_is_described_by_the_real_kernel() -> None:
     assert at in text
     assert f"pid {os.getpid()}, child of {os.getppid()}: " in text
     assert "R (running)" in text
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_connection_is_shown_with_both_ends(address: str) -> None:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        server = socket.create_server((address, 0), family=family)
+    except OSError:
+        pytest.skip(f"this machine has no address {address}")
+    with server, socket.create_connection(server.getsockname()[:2]) as client:
+        lines = describe_connections(os.getpid())
+        own_port, server_port = client.getsockname()[1], server.getsockname()[1]
+        line = f"fd {client.fileno()} {address}:{own_port} -> {address}:{server_port} ESTABLISHED"
+
+    assert line in lines
 
 
 @pytest.mark.parametrize(
