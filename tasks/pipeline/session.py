@@ -160,14 +160,14 @@ class PipelineSession:
     def interrupt(self, why: str) -> None:
         """Request that the pipeline ends as cancelled, and return at once.
 
-        The run of the current stage is cancelled with its grace periods. A second call changes
-        nothing, because one cancellation may arrive both as a signal and from the Prefect server.
+        All active runs are cancelled with their grace periods. A second call changes nothing,
+        because one cancellation may arrive both as a signal and from the Prefect server.
         """
         self.cancel_reason = self.cancel_reason or why
         self._ending.set()
 
     def hurry(self) -> None:
-        """Request that the run of a cancelled stage skips its grace periods, and return at once."""
+        """Request that cancelled runs skip their grace periods, and return at once."""
         self._is_hurried = True
 
     def let_go(self, why: str) -> None:
@@ -825,8 +825,8 @@ def open_pipeline(
 ) -> Iterator[PipelineSession]:
     """Open the pipeline of the active flow run, as a context manager.
 
-    While the context is open, a signal or a cancellation ends the pipeline and the run of the
-    current stage. There is one exception: if a worker sends SIGTERM without a cancellation, the
+    While the context is open, a signal or a cancellation ends the pipeline and all active runs.
+    There is one exception: if a worker sends SIGTERM without a cancellation, the
     pipeline is handed over to a process of the next worker.
 
     Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -584,6 +585,81 @@ def test_each_step_runs_once_although_the_pipeline_is_killed(
     [prepare] = pipelines.runs(flow_run_id, "prepare")
     results = [*(pipelines.host_env.home / "runs" / prepare["name"]).glob("*/result.json")]
     assert [result.read_text().count("s3cret") for result in results] == [0]
+
+
+def test_each_point_of_a_matrix_runs_once_although_the_pipeline_is_killed(
+    pipelines: Pipelines, tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace"
+    program = (
+        f"echo $N >>{trace}; "
+        f"while [ $N -gt 2 ] && [ ! -e {pipelines.go} ]; do sleep 0.1; done; "
+        'echo "{\\"score\\": $N}" >$MUSTER_RESULT'
+    )
+    grid = {
+        "name": "grid",
+        "on": "host",
+        "command": ["sh", "-c", program],
+        "matrix": {"env.N": [1, 2, 3, 4, 5]},
+        "at_most": 2,
+        "best": {"by": "score"},
+    }
+    best = {
+        "name": "best",
+        "on": "host",
+        "command": ["sh", "-c", f"echo best ${{stage.grid.best.point.env.N}} >>{trace}"],
+    }
+    path = pipelines.write_spec(grid, best)
+    process, flow_run_id = pipelines.start(path)
+    until(lambda: trace.exists() and len(trace.read_text().split()) == 4, "points 3 and 4 run")
+
+    process.kill()
+    process.wait()
+    resumed_process = pipelines.host_env.start(
+        "-m", "flows.pipeline", "--resume", flow_run_id, log="pipeline"
+    )
+    pipelines.let_go()
+
+    assert resumed_process.wait(WITHIN_S) == 0, pipelines.host_env.log("pipeline")
+    assert sorted(trace.read_text().splitlines()) == ["1", "2", "3", "4", "5", "best 5"]
+    artifact_filter = {"flow_run_id": {"any_": [flow_run_id]}, "key": {"any_": ["points-grid"]}}
+    [table] = pipelines.host_env.post("/artifacts/filter", artifacts=artifact_filter)
+    rows = json.loads(table["data"])
+    assert [(row["env.N"], row["state"], row["best"]) for row in rows] == [
+        *((str(number), "Completed", "") for number in range(1, 5)),
+        ("5", "Completed", "best"),
+    ]
+
+
+def test_equal_step_of_an_earlier_pipeline_is_reused(pipelines: Pipelines, tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    step = {
+        "name": "count",
+        "on": "host",
+        "cache": "inputs",
+        "command": ["sh", "-c", f"echo ran >>{trace}; echo 7 >$MUSTER_RESULT"],
+    }
+    use = {
+        "name": "use",
+        "on": "host",
+        "command": ["sh", "-c", f"echo ${{stage.count.result}} >>{trace}"],
+    }
+    path = pipelines.write_spec(step, use)
+
+    codes = [pipelines.run_to_end(path), pipelines.run_to_end(path)]
+
+    assert codes == [0, 0], pipelines.host_env.log("pipeline")
+    assert trace.read_text().split() == ["ran", "7", "7"]
+
+
+def test_example_with_steps_completes(pipelines: Pipelines) -> None:
+    code = pipelines.run_to_end(ROOT / "deployments/pipelines/quickstart-evaluate.yaml")
+
+    assert code == 0, pipelines.host_env.log("pipeline")
+    [flow_run, *_] = pipelines.list_pipelines()
+    export = pipelines.runs(flow_run["id"], "export")
+    directories = [pipelines.host_env.home / "runs" / run["name"] for run in export]
+    assert [(directory / "policy.npz").exists() for directory in directories] == [True]
 
 
 #: Functions of the steps of a pipeline on Ray. They append lines to the file of the argument
