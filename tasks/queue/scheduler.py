@@ -37,6 +37,7 @@ from tasks.queue.scheduling_pass import QueueReader
 from tasks.ray.dashboard import Denied, NoAnswer
 from tasks.record.places import muster_home
 from tasks.server.events import SendRunEvent
+from tasks.server.flow_runs import TYPED_NAME_LABEL
 
 _log = logging.getLogger(__name__)
 
@@ -291,7 +292,7 @@ class Scheduler:
         )
         held_lease.check()
         await self._client.update_flow_run_labels(
-            entry.id, grants.no_grant_labels() | grant.label()
+            entry.id, grants.no_grant_labels() | grant.label() | _label_typed_name(entry)
         )
         # If the write took too long, another scheduler may have granted the same GPUs. In that case
         # the run must not start, and the next scheduling pass finds the double grant.
@@ -366,10 +367,15 @@ class Scheduler:
     async def _rename(self, entry: QueueEntry, name: str) -> None:
         """Set the name of a flow run on the server, if the flow run has another name there.
 
+        A label keeps the other name, so that `muster show` finds the run by the name that somebody
+        typed into *Custom run*.
+
         Call this method before the state of the flow run is set. Prefect's automations react to the
         state, and their messages show the name.
         """
         if entry.flow_run.name != name:
+            if label := _label_typed_name(entry):
+                await self._client.update_flow_run_labels(entry.id, label)
             await self._client.update_flow_run(entry.id, name=name)
 
     def _announce_run(self, entry: QueueEntry, name: str, **fields: Any) -> None:
@@ -490,3 +496,14 @@ class Scheduler:
         if new_state is not None and entry.state.name != PENDING_RESOURCES:
             self._announce_run(entry, "muster.run.waiting", message=message.text)
         return new_state is not None
+
+
+def _label_typed_name(entry: QueueEntry) -> dict[str, str]:
+    """Return the label that keeps the name of a flow run before it is named after its run id.
+
+    Empty if the flow run has its final name already, or if a schedule has made its name.
+    """
+    flow_run = entry.flow_run
+    if flow_run.auto_scheduled or flow_run.name == entry.request.name:
+        return {}
+    return {TYPED_NAME_LABEL: flow_run.name}

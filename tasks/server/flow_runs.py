@@ -77,6 +77,8 @@ HELD = (StateType.PENDING, StateType.RUNNING, StateType.CANCELLING)
 #: runs every 10 s.
 SILENT_AFTER_S = 120.0
 
+#: Label with the name that a flow run had before it was named after its run id.
+TYPED_NAME_LABEL = "muster.typed-name"
 #: Keys of the labels with the name and type of a flow run's worker. Source:
 #: prefect/workers/base.py, _give_worker_labels_to_flow_run.
 _WORKER_LABEL, TYPE_LABEL = "prefect.worker.name", "prefect.worker.type"

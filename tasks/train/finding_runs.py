@@ -20,7 +20,13 @@ from tasks.processes.identity import host_name
 from tasks.queue.ledger import parse_request
 from tasks.record.places import RunPlace, muster_home
 from tasks.record.run_json import RunJson
-from tasks.server.flow_runs import ServerAway, connect_to_server, find_host, read_flow_runs
+from tasks.server.flow_runs import (
+    TYPED_NAME_LABEL,
+    ServerAway,
+    connect_to_server,
+    find_host,
+    read_flow_runs,
+)
 from tasks.server.server import hide_prefect_logs
 from tasks.spec.errors import BadArgument
 from tasks.spec.formatting import join_commas
@@ -255,11 +261,26 @@ def parse_since(text: str, now: float) -> float:
     return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
 
 
+def _find_typed_name(name: str) -> set[str]:
+    """Return the ids of the flow runs to which somebody gave a name, for example in *Custom run*.
+
+    The scheduler names a flow run after its run id, and keeps the other name in a label.
+    """
+    with suppress(ServerAway):
+        return {
+            str(flow_run.id)
+            for flow_run in _read_flow_runs(_SEARCHED_RUNS)
+            if name in (flow_run.name, flow_run.labels.get(TYPED_NAME_LABEL))
+        }
+    return set()
+
+
 def find_run(name: str) -> Run:
     """Find a run by its name, and return it.
 
     Args:
-        name: Id of the run or of its flow run, a unique beginning of either id, or `latest`.
+        name: Id of the run or of its flow run, a unique beginning of either id, `latest`, or the
+            name that somebody gave to the flow run in the Prefect UI.
 
     Raises:
         BadArgument: No run has the name, or the name is the beginning of several ids.
@@ -274,6 +295,9 @@ def find_run(name: str) -> Run:
         candidates = [
             run for run in runs if run.run_id.startswith(name) or run.flow_run_id.startswith(name)
         ]
+    if not candidates:
+        typed_ids = _find_typed_name(name)
+        candidates = [run for run in runs if run.flow_run_id in typed_ids]
     if len(candidates) == 1:
         return candidates[0]
     if not candidates:

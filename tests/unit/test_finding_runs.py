@@ -30,9 +30,10 @@ from tasks.record.code_store import read_code, store_project
 from tasks.record.events import Event
 from tasks.record.places import RunPlace
 from tasks.record.run_json import RunJson
+from tasks.server.flow_runs import TYPED_NAME_LABEL
 from tasks.show.arguments import run as run_verb
 from tasks.spec.errors import BadArgument, MusterError
-from tasks.train import run_cancellation
+from tasks.train import finding_runs, run_cancellation
 from tasks.train.finding_runs import Run, find_run, list_runs
 from tasks.train.run_verbs import cancel, explain, ls, show, why
 from tests.support.web import serving
@@ -590,3 +591,19 @@ def test_run_that_has_ended_is_not_cancelled_while_its_process_exits(
         run_cancellation.cancel_run(replace(run, state="completed"))
 
     assert process.poll() is None
+
+
+def test_run_is_found_by_the_name_that_somebody_typed(
+    records: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flow_run = FlowRun(
+        id=UUID(FLOW_RUNS[FAILED]),
+        flow_id=uuid4(),
+        name=FAILED,
+        labels={TYPED_NAME_LABEL: "my first try"},
+    )
+    monkeypatch.setattr(finding_runs, "_read_flow_runs", lambda at_most: iter([flow_run]))
+
+    assert find_run("my first try").run_id == FAILED
+    with pytest.raises(BadArgument, match="there is no run my second try"):
+        find_run("my second try")

@@ -28,6 +28,7 @@ from tasks.queue.worker import GangWorker
 from tasks.ray.dashboard import Credentials
 from tasks.ray.usage import Cluster, ClusterNode
 from tasks.record.outcome import Failure
+from tasks.server.flow_runs import TYPED_NAME_LABEL
 from tasks.spec.failure_kinds import FailureKind
 from tests.support.scripted_prefect import FreeLease, ScriptedPrefect
 
@@ -810,3 +811,15 @@ def test_run_that_was_set_back_gets_no_second_process(
     started = run_passes(server)
 
     assert [entry.id for entry in started] == ([run] if starts else [])
+
+
+@pytest.mark.parametrize("is_scheduled", [False, True])
+def test_name_that_somebody_typed_stays_in_a_label(
+    server: ScriptedPrefect, is_scheduled: bool
+) -> None:
+    run = server.submit(spec(), auto_scheduled=is_scheduled)
+
+    run_passes(server)
+
+    typed_name = server.run(run).labels.get(TYPED_NAME_LABEL)
+    assert typed_name == (None if is_scheduled else "idealistic-harrier")
