@@ -1108,8 +1108,10 @@ class SupervisedAttempt:
                 evidence=evidence,
             )
             failure = name_full_disk(failure, file_systems)
+            limits_at_exit: tuple[HostLimit, ...] = ()
             if limits is not None and limits.done() and limits.exception() is None:
-                failure = name_reached_limit(failure, limits.result())
+                limits_at_exit = limits.result()
+            failure = name_reached_limit(failure, limits_at_exit)
             return Verdict.failed(failure, at)
 
         self._decide(
