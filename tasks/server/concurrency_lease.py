@@ -7,6 +7,10 @@ gives the slot of an expired lease to another run.
 Prefect's engine ends a run whose lease cannot be renewed. After a restart of the server, this would
 end every run with a lease, although the server still counts these runs. A training must not end
 for this reason, so `keep_runs_without_lease` replaces this part of the engine.
+
+If the limit of the deployment is removed while a run has a lease, the server cannot release the
+lease, and refuses each state in which the run is over. `set_state_and_release_lease` sets such a
+state.
 """
 
 from __future__ import annotations
@@ -18,11 +22,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from http import HTTPStatus
+from typing import Any
 from uuid import UUID
 
 import httpx
 from prefect import flow_engine
 from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.objects import State
+from prefect.client.schemas.responses import OrchestrationResult
 from prefect.exceptions import PrefectException
 
 _log = logging.getLogger(__name__)
@@ -113,3 +120,36 @@ def renew_lease(
         except (httpx.HTTPError, PrefectException):
             pause_s = retry_every_s
         is_over.wait(pause_s)
+
+
+def set_state_and_release_lease(
+    client: SyncPrefectClient, flow_run_id: UUID, state: State[Any]
+) -> OrchestrationResult[Any]:
+    """Set a state in which a flow run has no process, even if its lease cannot be released.
+
+    If a person removes the concurrency limit of a deployment, the server keeps the leases of its
+    runs. For each state that ends or requeues such a run, the server then answers with status 500.
+    In this case, release the lease by its id, and set the state again.
+
+    Args:
+        client: client of the Prefect server.
+        flow_run_id: id of the flow run.
+        state: new state.
+
+    Raises:
+        httpx.HTTPError: The server did not answer, or refused the state for another reason.
+
+    Source: prefect/server/orchestration/core_policy.py, _release_concurrency_lease.
+    """
+    try:
+        return client.set_flow_run_state(flow_run_id, state)
+    except httpx.HTTPStatusError as error:
+        if error.response.status_code != HTTPStatus.INTERNAL_SERVER_ERROR:
+            raise
+        present_state = client.read_flow_run(flow_run_id).state
+        details = present_state.state_details if present_state is not None else None
+        lease_id = details.deployment_concurrency_lease_id if details is not None else None
+        if lease_id is None:
+            raise
+        client.release_concurrency_slots_with_lease(lease_id)
+        return client.set_flow_run_state(flow_run_id, state)

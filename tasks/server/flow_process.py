@@ -30,6 +30,7 @@ from pydantic import BaseModel
 
 from tasks.record.code_store import PROJECT
 from tasks.record.places import make_run_id, muster_home
+from tasks.server.concurrency_lease import set_state_and_release_lease
 from tasks.server.flow_runs import FLOW_RUN_VARIABLE, clear_process
 from tasks.spec.loading import find_project_root
 from tasks.spec.ownership import refuse_foreign_settings
@@ -173,4 +174,5 @@ def hand_over_flow_run(client: SyncPrefectClient, flow_run_id: UUID, state: Stat
     Otherwise, a cancellation of the flow run would wait endlessly for the present process.
     """
     clear_process(client, str(flow_run_id))
-    return client.set_flow_run_state(flow_run_id, state).status == SetStateStatus.ACCEPT
+    answer = set_state_and_release_lease(client, flow_run_id, state)
+    return answer.status == SetStateStatus.ACCEPT

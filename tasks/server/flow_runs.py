@@ -36,6 +36,7 @@ from tasks.processes.identity import ProcessId, boot_id, host_name
 from tasks.record.final_record import has_failed_by_loss
 from tasks.record.run_json import RunJson
 from tasks.record.states import RunState
+from tasks.server.concurrency_lease import set_state_and_release_lease
 from tasks.server.events import override_client_settings
 from tasks.server.proxies import Proxy, UnusableProxy, find_proxy
 from tasks.spec.errors import MusterError
@@ -550,7 +551,7 @@ def propose_state(
     now = read_state(client, flow_run_id)
     if now is None or now.id != before.id:
         return False
-    answer = client.set_flow_run_state(UUID(flow_run_id), after)
+    answer = set_state_and_release_lease(client, UUID(flow_run_id), after)
     return answer.status == SetStateStatus.ACCEPT
 
 

@@ -7,14 +7,17 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Self, cast
+from types import SimpleNamespace
+from typing import Any, Self, cast
 from uuid import UUID, uuid4
 
 import httpx
 import pytest
 from prefect import flow_engine
 from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import State
 from prefect.concurrency import _leases
+from prefect.states import Completed, Running
 
 from tasks.server import concurrency_lease
 from tasks.server.concurrency_lease import (
@@ -22,6 +25,7 @@ from tasks.server.concurrency_lease import (
     keep_runs_without_lease,
     renew_in_thread,
     renew_lease,
+    set_state_and_release_lease,
 )
 
 LEASE = uuid4()
@@ -134,3 +138,60 @@ def test_engine_of_prefect_uses_the_replacement(monkeypatch: pytest.MonkeyPatch)
     assert engine_globals[name] is keep_lease
     expected = inspect.signature(_leases.maintain_concurrency_lease).parameters
     assert [*inspect.signature(concurrency_lease.keep_lease).parameters] == [*expected]
+
+
+@dataclass
+class ServerWithLease:
+    """A Prefect server that refuses each state while it cannot release the lease of a run."""
+
+    #: Id of the lease in the state of the flow run, or None if the run has no lease.
+    lease_id: UUID | None
+    #: Status of the answer to a state while the lease is not released.
+    status: HTTPStatus = HTTPStatus.INTERNAL_SERVER_ERROR
+    is_released: bool = False
+    states: list[str] = field(default_factory=list)
+
+    def set_flow_run_state(self, flow_run_id: UUID, state: State[Any]) -> str:
+        if not self.is_released:
+            raise answer(self.status)
+        self.states.append(state.type.value)
+        return "accepted"
+
+    def read_flow_run(self, flow_run_id: UUID) -> SimpleNamespace:
+        state: State[Any] = Running()
+        state.state_details.deployment_concurrency_lease_id = self.lease_id
+        return SimpleNamespace(state=state)
+
+    def release_concurrency_slots_with_lease(self, lease_id: UUID) -> None:
+        assert lease_id == self.lease_id
+        self.is_released = True
+
+
+def set_completed(server: ServerWithLease) -> object:
+    state: State[Any] = Completed()
+    return set_state_and_release_lease(cast(SyncPrefectClient, server), uuid4(), state)
+
+
+def test_run_whose_limit_was_removed_ends_after_its_lease_is_released() -> None:
+    server = ServerWithLease(lease_id=LEASE)
+
+    result = set_completed(server)
+
+    assert result == "accepted"
+    assert server.states == ["COMPLETED"]
+
+
+@pytest.mark.parametrize(
+    ("lease_id", "status"),
+    [(None, HTTPStatus.INTERNAL_SERVER_ERROR), (LEASE, HTTPStatus.NOT_FOUND)],
+    ids=["no lease", "another error"],
+)
+def test_state_that_is_refused_for_another_reason_releases_no_lease(
+    lease_id: UUID | None, status: HTTPStatus
+) -> None:
+    server = ServerWithLease(lease_id=lease_id, status=status)
+
+    with pytest.raises(httpx.HTTPStatusError):
+        set_completed(server)
+
+    assert not server.is_released
