@@ -45,7 +45,7 @@ class Home:
 
     def entries(self) -> list[str]:
         """Return the names of the registry entries, after all changes were written."""
-        assert self.registry.disk.flush(DEADLINE_S)
+        assert self.registry.entry_disk.flush(DEADLINE_S)
         prefix = ProcessEntry.file_of("")[: -len(".json")]
         return sorted(
             path.stem.removeprefix(prefix) for path in self.directory.glob(f"{prefix}*.json")

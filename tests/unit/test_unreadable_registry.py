@@ -33,7 +33,7 @@ from tasks.processes.registry import (
     registered_runs,
     teardown_s,
 )
-from tasks.record.places import RunPlace
+from tasks.record.places import RunPlace, read_own_file
 from tasks.record.run_json import RunJson, SubmissionJson
 from tasks.record.states import RunState
 from tasks.upkeep.lost_run import complete_owner, finish_predecessor
@@ -58,7 +58,10 @@ Damage = Callable[[Path], None]
 
 
 def damage_by_content(content: bytes) -> Damage:
-    return lambda path: path.write_bytes(content) and None
+    def write(path: Path) -> None:
+        path.write_bytes(content)
+
+    return write
 
 
 def damage_by_link(path: Path) -> None:
@@ -360,7 +363,7 @@ def test_entries_count_as_unknown_if_the_kernel_cannot_read_them(
 ) -> None:
     directory = register_lost_run(muster_home, run_id)
     enter(directory, make_entry(run_id))
-    read_file = registry.read_own_file
+    read_file = read_own_file
 
     def refuse(path: Path) -> bytes:
         if path.name.startswith(("owner", "component")):
