@@ -78,7 +78,7 @@ def pids_cgroup() -> Iterator[Path]:
     cgroup.rmdir()
 
 
-def test_run_goes_on_while_no_thread_can_be_started(
+def test_run_continues_while_no_thread_can_be_started(
     harness: ComponentHarness, pids_cgroup: Path
 ) -> None:
     verdict = harness.run(
@@ -159,7 +159,7 @@ def supervise_as_nobody(directory: Path, *arguments: str) -> str:
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     interpreter = shutil.which(version, path="/usr/local/bin:/usr/bin")
     if interpreter is None:
-        pytest.skip(f"this machine has no {version} that the user nobody may execute")
+        pytest.skip(f"this machine has no {version} that the user {NOBODY} may execute")
     used = 0
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -192,7 +192,7 @@ def folder_of_nobody() -> Iterator[Path]:
 
 @pytest.mark.thorough
 @needs_another_user
-def test_run_of_another_user_goes_on_at_its_limit_of_processes(folder_of_nobody: Path) -> None:
+def test_run_of_another_user_continues_at_its_limit_of_processes(folder_of_nobody: Path) -> None:
     output = supervise_as_nobody(folder_of_nobody, GREEDY, "1.5")
 
     assert output.startswith("completed"), output
@@ -221,7 +221,7 @@ def test_failure_names_the_limit_of_open_files(harness: ComponentHarness) -> Non
     assert "ulimit -n" in failure.hint
 
 
-def test_run_goes_on_while_muster_can_open_no_file(harness: ComponentHarness) -> None:
+def test_run_continues_while_muster_can_open_no_file(harness: ComponentHarness) -> None:
     supervisor = harness.start_all(
         harness.component("trainer", sh("sleep 2"), on_exit_zero="complete")
     )

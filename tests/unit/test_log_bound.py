@@ -79,7 +79,7 @@ def test_reader_that_follows_a_bounded_log_gets_no_line_twice(log: int, tmp_path
     assert numbers == [*range(60_000)]
 
 
-def test_slow_reader_of_a_bounded_log_goes_on_after_the_gap(log: int, tmp_path: Path) -> None:
+def test_slow_reader_of_a_bounded_log_continues_after_the_gap(log: int, tmp_path: Path) -> None:
     path = tmp_path / "trainer.log"
     write_lines(log, 0, 1000)
     reader = LogFile(path)
