@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,12 +45,12 @@ GPUS = 16
 #: may need two minutes; a busy machine needs longer.
 SETTLED_WITHIN_S = 240.0
 #: Time that a stopping component needs to save its state, in seconds.
-SAVING_S = 12.0
+SAVING_S = 45.0
 #: Code of the component of each run. Its arguments are `FILE SECONDS SAVING_S IS_READY GPUS_FILE`.
 #:
-#: The component prints `ready` if IS_READY is 1. After SIGTERM, it saves for SAVING_S seconds. If
-#: GPUS_FILE does not exist, the attempt ends with the error that it has no GPUs. Each line in FILE
-#: has one action.
+#: The component prints `ready` if IS_READY is 1. After SIGTERM, it saves for SAVING_S seconds. Each
+#: line in FILE has one action. The component waits until GPUS_FILE or GPUS_FILE.none exists. In the
+#: second case, it ends with the error that it has no GPUs.
 PROGRAM = """
 import json, os, signal, sys, time
 file, lasts_s, saving_s, is_ready, gpus_file = sys.argv[1:]
@@ -71,6 +70,8 @@ def stop(*_):
     os._exit(0)
 signal.signal(signal.SIGTERM, stop)
 note("start")
+while not os.path.exists(gpus_file) and not os.path.exists(gpus_file + ".none"):
+    time.sleep(0.1)
 if not os.path.exists(gpus_file):
     print("Total available GPUs 0 is less than total desired GPUs 16", flush=True)
     os._exit(1)
@@ -207,7 +208,7 @@ class Matrix:
         trainer = {
             "command": [sys.executable, "-I", "-S", "-c", PROGRAM, *arguments],
             "ready": {"log": "^ready", "within_s": 3000},
-            "stop": {"grace_s": 40},
+            "stop": {"grace_s": 120},
         }
         components: dict[str, Any] = {"trainer": trainer}
         if phase == "failing":
@@ -218,13 +219,18 @@ class Matrix:
             "workload": "sft",
             "gang": {"gpus_per_node": GPUS if is_waiting else 1},
             "components": components,
-            "retry": {"INSUFFICIENT_RESOURCES": {"delay_s": 20, "max_delay_s": 40}},
+            "retry": {"INSUFFICIENT_RESOURCES": {"delay_s": 1800, "max_delay_s": 1800}},
         }
 
     @property
     def gpus_file(self) -> Path:
-        """File without which the attempts of the runs in the phase `requeued` find no GPUs."""
+        """File whose creation lets the attempts of the runs in the phase `requeued` complete."""
         return self.pool.host_env.home / "gpus"
+
+    @property
+    def no_gpus_file(self) -> Path:
+        """File whose creation makes the attempts of these runs fail, because they find no GPUs."""
+        return self.pool.host_env.home / "gpus.none"
 
     def trigger(self, number: int) -> Path:
         """Return the file whose creation makes the run with this number fail."""
@@ -240,7 +246,7 @@ class Matrix:
     def reach_phases(self) -> None:
         """Wait until each run is in the phase of its row."""
         for row in self.rows:
-            if row.phase not in ("waiting", "requeued"):
+            if row.phase != "waiting":
                 reached = partial(self._has_begun, row)
                 wait_for(reached, f"{row.phase} begins", SETTLED_WITHIN_S)
         for number, row in enumerate(self.rows):
@@ -248,6 +254,8 @@ class Matrix:
                 self.pool.cancel(row.run)
             elif row.phase == "failing":
                 self.trigger(number).touch()
+        # A requeued run delays the start of later runs, so all of these runs fail at the same time.
+        self.no_gpus_file.touch()
         for row in self.rows:
             wait_for(partial(self._is_in_phase, row), f"{row} is in its phase", SETTLED_WITHIN_S)
             row.before = self.observe(row)
@@ -260,7 +268,7 @@ class Matrix:
         if "start" not in self.observe(row).actions:
             return False
         is_ready = str(flow_run["state"]["message"] or "").startswith("running:")
-        return is_ready or row.phase == "starting"
+        return is_ready or row.phase in ("starting", "requeued")
 
     def _is_in_phase(self, row: Row) -> bool:
         """Return True if the run is in the phase of its row."""
@@ -278,20 +286,9 @@ class Matrix:
                 return "saving" in facts.actions
         return True
 
-    def _waits_for_some_seconds(self, row: Row) -> bool:
-        """Return True if the next attempt of the run does not start within the next seconds."""
-        state = row.run.flow_run()["state"]
-        due = state["state_details"]["scheduled_time"]
-        if state["type"] != "SCHEDULED" or due is None or not self._is_in_phase(row):
-            return False
-        return datetime.fromisoformat(due).timestamp() > time.time() + 5.0
-
     def change(self, row: Row) -> None:
         """Make the change of a row to its run."""
         time.sleep(self.random.uniform(0.0, 0.2))
-        if row.phase == "requeued":
-            wait_for(partial(self._waits_for_some_seconds, row), f"{row} waits", SETTLED_WITHIN_S)
-            row.before = self.observe(row)
         address = f"{self.pool.host_env.api}/flow_runs/{row.run.flow_run_id}"
         if row.change == DELETE:
             send_request("DELETE", address)
@@ -350,7 +347,7 @@ class Matrix:
         Runs that still work are cancelled by `muster cancel`. Runs that wait must then start.
         """
         faults = []
-        self.gpus_file.touch()
+        self.start_requeued_runs()
         for row in self.rows:
             if self.observe(row).works:
                 self.muster("cancel", row.run.flow_run_id)
@@ -369,6 +366,14 @@ class Matrix:
         except AssertionError:
             faults.append(f"a later run of all GPUs does not start: {last.state()}")
         return faults
+
+    def start_requeued_runs(self) -> None:
+        """Let the next attempts of all requeued runs find GPUs, and start them now."""
+        self.gpus_file.touch()
+        for row in self.rows:
+            if row.phase == "requeued" and self.observe(row).state == "SCHEDULED":
+                path = f"/flow_runs/{row.run.flow_run_id}/set_state"
+                self.pool.host_env.post(path, force=True, state={"type": "SCHEDULED"})
 
     def resume_paused_runs(self) -> None:
         """Schedule all paused runs again, and wait until they have ended."""
@@ -408,6 +413,7 @@ def matrix(shared_pool: GangPool) -> Iterator[Matrix]:
     yield matrix
     shared_pool.cancel_all()
     matrix.gpus_file.unlink(missing_ok=True)
+    matrix.no_gpus_file.unlink(missing_ok=True)
 
 
 def is_as_expected_while_working(row: Row, facts: Fact) -> bool:
@@ -615,7 +621,7 @@ def test_each_change_of_deployment_queue_or_pool_leaves_true_records_and_no_orph
     for row in matrix.rows:
         if row.phase in ("starting", "running") and matrix.observe(row).works:
             matrix.muster("cancel", row.run.flow_run_id)
-    matrix.gpus_file.touch()
+    matrix.start_requeued_runs()
     if change.holds_pool:
         change.undo(pool)
     later = pool.submit(matrix.spec("waiting", -1), deployment="other")

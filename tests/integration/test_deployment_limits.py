@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ import pytest
 
 from tests.support.gang_pool import POOL, GangPool, host
 from tests.support.host_environment import Run, Server, wait_for
+from tests.support.postgres import explain_missing_postgres, postgres
 from tests.support.prefect_api import send_request
+from tests.support.production import migrate
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(600)]
 
@@ -21,6 +25,10 @@ WITHIN_S = 60.0
 LEASES_IN_MEMORY = {
     "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.memory"
 }
+#: Name of the setting with the address of the database. The fixture sets the address itself.
+DATABASE = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
+#: Settings of a server with PostgreSQL that keeps its leases in memory.
+WITH_POSTGRESQL = {**LEASES_IN_MEMORY, DATABASE: "postgresql"}
 
 
 def read_deployment(pool: GangPool) -> dict[str, Any]:
@@ -43,16 +51,22 @@ def limit_deployment(pool: GangPool, strategy: str = "ENQUEUE") -> None:
 @pytest.fixture
 def pool(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[GangPool]:
     """Yield a pool without a worker, on a server with the settings of the parameter."""
-    settings = getattr(request, "param", None)
-    server = Server(tmp_path / "server", settings=settings)
-    pool = GangPool(host_env=host("n1", tmp_path / "n1", server.api), server=server)
-    try:
-        server.start()
-        pool.set_up()
-        yield pool
-    finally:
-        pool.host_env.clear()
-        server.kill()
+    settings = dict(getattr(request, "param", {}))
+    with ExitStack() as stack:
+        if DATABASE in settings:
+            if reason := explain_missing_postgres():
+                pytest.skip(reason)
+            settings[DATABASE] = stack.enter_context(postgres()).url
+            migrate(settings, tmp_path / "server")
+        server = Server(tmp_path / "server", settings=settings)
+        pool = GangPool(host_env=host("n1", tmp_path / "n1", server.api), server=server)
+        try:
+            server.start()
+            pool.set_up()
+            yield pool
+        finally:
+            pool.host_env.clear()
+            server.kill()
 
 
 def restart_server(pool: GangPool) -> None:
@@ -66,7 +80,9 @@ def find_waiting_message(run: Run) -> str:
     return state["message"] or "" if state["name"] == "PendingResources" else ""
 
 
-@pytest.mark.parametrize("pool", [LEASES_IN_MEMORY], indirect=True)
+@pytest.mark.parametrize(
+    "pool", [LEASES_IN_MEMORY, WITH_POSTGRESQL], ids=["sqlite", "postgresql"], indirect=True
+)
 def test_run_completes_after_its_deployments_lease_is_lost(pool: GangPool) -> None:
     limit_deployment(pool)
     pool.start_worker()
@@ -87,6 +103,27 @@ def test_run_completes_after_its_deployments_lease_is_lost(pool: GangPool) -> No
     ends = [line["at"] for line in pool.read_lines_of(run) if line["what"] == "end"]
     starts = [line["at"] for line in pool.read_lines_of(next_run) if line["what"] == "start"]
     assert max(ends) <= min(starts)
+
+
+@pytest.mark.parametrize("pool", [LEASES_IN_MEMORY], indirect=True)
+def test_run_is_cancelled_in_order_after_its_deployments_lease_is_lost(pool: GangPool) -> None:
+    limit_deployment(pool)
+    pool.start_worker()
+    # Prefect's own engine would end the run 225 s after its start.
+    run = pool.submit(pool.spec(lasts_s=900.0))
+    wait_for(lambda: run.state()[0] == "RUNNING", "the run is running", WITHIN_S)
+    [start] = [line["at"] for line in wait_for(lambda: pool.read_lines_of(run), "it starts")][:1]
+    restart_server(pool)
+    wait_for(lambda: time.time() - start > 240.0, "Prefect's renewal would fail", 300.0)
+    state_after_renewal = run.state()[0]
+
+    pool.cancel(run)
+
+    wait_for(lambda: run.state()[0] == "CANCELLED", "the run is cancelled", WITHIN_S)
+    assert state_after_renewal == "RUNNING"
+    assert run.record()["state"] == "cancelled"
+    assert run.pids() == []
+    assert read_active_slots(pool) == 0
 
 
 def test_run_that_is_starting_survives_a_restart_of_the_server(pool: GangPool) -> None:
@@ -117,3 +154,17 @@ def test_overlapping_run_is_skipped_while_the_last_run_is_going(pool: GangPool) 
     assert message.startswith("skipped: the deployment allows 1 run at a time, and gang-grpo-")
     assert state_of_first != "COMPLETED"
     assert pool.read_lines_of(overlapping_run) == []
+
+
+def test_run_ends_after_the_limit_of_its_deployment_was_removed(pool: GangPool) -> None:
+    limit_deployment(pool)
+    pool.start_worker()
+    pool.host_env.start_upkeep()
+    run = pool.submit(pool.spec(lasts_s=20.0))
+    wait_for(lambda: pool.read_lines_of(run), "the run works", WITHIN_S)
+
+    address = f"{pool.host_env.api}/deployments/{read_deployment(pool)['id']}"
+    send_request("PATCH", address, {"concurrency_limit": None})
+
+    wait_for(lambda: run.state()[0] == "COMPLETED", "the run is completed", 240.0)
+    assert run.record()["state"] == "completed"
