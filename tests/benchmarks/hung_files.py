@@ -45,7 +45,7 @@ def measure(*, quick: bool) -> Result:
     """Measure the times of attempts with and without a file that does not answer."""
     if not has_fuse():
         raise NotHere("a FUSE file system can be mounted only by root, with /dev/fuse")
-    rounds = 1 if quick else 5
+    rounds = 1 if quick else 7
     ways: dict[str, Sample] = {
         f"{name}, {title}": partial(_measure, name, place)
         for name in _TIMES

@@ -16,6 +16,7 @@ import stat
 import struct
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 # Operation codes of the protocol.
@@ -23,7 +24,7 @@ LOOKUP, FORGET, GETATTR, SETATTR = 1, 2, 3, 4
 MKDIR, UNLINK, RMDIR, RENAME = 9, 10, 11, 12
 OPEN, READ, WRITE, STATFS, RELEASE, FSYNC = 14, 15, 16, 17, 18, 20
 FLUSH, INIT, OPENDIR, READDIR, RELEASEDIR = 25, 26, 27, 28, 29
-ACCESS, CREATE, BATCH_FORGET, RENAME2 = 34, 35, 42, 45
+ACCESS, CREATE, INTERRUPT, BATCH_FORGET, RENAME2 = 34, 35, 36, 42, 45
 
 _IN_HEADER = struct.Struct("<IIQQIIII")
 #: Flag of OPEN: the kernel keeps no copy of the content, so that each read reaches this program.
@@ -69,18 +70,24 @@ class Server:
             try:
                 request = os.read(self._device, 1 << 20)
             except OSError as error:
-                if error.errno in (errno.ENODEV, errno.EINTR):
+                if error.errno == errno.ENODEV:
                     return
+                if error.errno in (errno.EINTR, errno.ENOENT, errno.EAGAIN):
+                    # The program that sent the request has been killed.
+                    continue
                 raise
             _, code, unique, node, *_ = _IN_HEADER.unpack_from(request)
-            if code in (FORGET, BATCH_FORGET):
+            if code in (FORGET, BATCH_FORGET, INTERRUPT):
                 continue
             number, answer = 0, b""
             try:
                 answer = self._answer(code, node, request[_IN_HEADER.size :])
             except Refused as refusal:
                 number = -refusal.args[0]
-            os.write(self._device, struct.pack("<IiQ", 16 + len(answer), number, unique) + answer)
+            head = struct.pack("<IiQ", 16 + len(answer), number, unique)
+            # ENOENT: the program that sent the request has been killed meanwhile.
+            with suppress(FileNotFoundError):
+                os.write(self._device, head + answer)
 
     def _answer(self, code: int, number: int, body: bytes) -> bytes:
         if code == INIT:

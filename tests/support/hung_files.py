@@ -28,6 +28,7 @@ class HangingFolder:
 
     def hang(self) -> None:
         """Let all calls to the file system block."""
+        assert self._server.poll() is None, "the server of the file system has ended"
         self._server.send_signal(signal.SIGSTOP)
 
     def answer(self) -> None:
