@@ -1,4 +1,4 @@
-"""The flow `pipeline`: a graph of runs and steps, each of which can use earlier results."""
+"""The flow `pipeline`: a graph of runs and steps. Each can use the results of earlier ones."""
 
 from __future__ import annotations
 

@@ -498,7 +498,7 @@ class Scheduler:
         return new_state is not None
 
 
-def _label_typed_name(entry: QueueEntry) -> dict[str, str]:
+def _label_typed_name(entry: QueueEntry) -> dict[str, bool | int | float | str]:
     """Return the label that keeps the name of a flow run before it is named after its run id.
 
     Empty if the flow run has its final name already, or if a schedule has made its name.

@@ -1,4 +1,4 @@
-"""The points of a stage's matrix: each combination of values becomes a run or step of its own."""
+"""The points of a stage's matrix: each combination of values becomes one run or step."""
 
 from __future__ import annotations
 

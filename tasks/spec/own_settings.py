@@ -4,7 +4,7 @@
 sets for the programs of a run. `INTERNAL_VARIABLES` are the variables that Muster's processes set
 for each other.
 
-A value that Muster does not understand is an error, because a setting may limit what Muster may do.
+A value that Muster does not understand is an error, because a setting may be a safety limit.
 A variable `MUSTER_*` that Muster does not know causes a warning, because it may be a misspelled
 setting.
 """

@@ -872,7 +872,7 @@ def _explain_needs(
 
 
 def _names_checkpoint(stage: Mapping[str, Any]) -> bool:
-    """Return True if a stage says where its checkpoints are.
+    """Return True if a stage names the folder of its checkpoints.
 
     The path is in the key `checkpoint` of the stage, or in the key `checkpoints` of a component.
     """

@@ -27,8 +27,8 @@ from tasks.spec.values import (
     shorten,
 )
 
-#: Spec keys that say what a probe checks. A probe has exactly one of these keys. Only a liveness
-#: probe with the key `processes` may have none of them. A readiness probe may have the key `exit`
+#: Spec keys for the check of a probe, such as an HTTP request. A probe has exactly one of these keys. Only a liveness
+#: probe with the key `processes` may omit these keys. A readiness probe may have the key `exit`
 #: instead.
 QUESTIONS = ("http", "tcp", "log", "file", "notify", "alive_s")
 
@@ -139,7 +139,7 @@ Address = Annotated[Text, BeforeValidator(_check_address)]
 class Probe(Model):
     """Check of a component, which succeeds or fails."""
 
-    #: Keys of this kind of probe that say what the probe checks.
+    #: Keys for the check of this kind of probe, such as an HTTP request.
     questions: ClassVar[tuple[str, ...]] = QUESTIONS
 
     http: Url | None = Field(

@@ -520,7 +520,7 @@ class RunSpec(Document):
         return component.engines * component.sizes.gpus or None
 
     def on_exit_zero(self, name: str) -> OnExitZero:
-        """Return what Muster does if a component ends with exit code 0.
+        """Return Muster's reaction to the end of a component with exit code 0.
 
         If the user omitted the key `on_exit_zero`, the result depends on the component's name. The
         exit of a preparation step, with `ready: {exit: 0}`, never ends the run.
