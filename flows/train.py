@@ -80,7 +80,8 @@ def retry(
     """Start another attempt of a run that has ended, with the same spec and code.
 
     The attempt starts from the newest complete checkpoint of the run. A run of `muster train`
-    continues in this terminal, with the present files of its project. Every other run is queued again.
+    continues in this terminal, with the present files of its project. Every other run is queued
+    again.
 
     Exit: 0 queued, or completed; 1 failed; 2 the run cannot be retried, and nothing was changed; 3
     it can never fit; 130 interrupted.

@@ -27,9 +27,9 @@ from tasks.spec.values import (
     shorten,
 )
 
-#: Spec keys for the check of a probe, such as an HTTP request. A probe has exactly one of these keys. Only a liveness
-#: probe with the key `processes` may omit these keys. A readiness probe may have the key `exit`
-#: instead.
+#: Spec keys for the check of a probe, such as an HTTP request. A probe has exactly one of these
+#: keys. Only a liveness probe with the key `processes` may omit these keys. A readiness probe may
+#: have the key `exit` instead.
 QUESTIONS = ("http", "tcp", "log", "file", "notify", "alive_s")
 
 #: Result of a search for a value in JSON if the value is missing. It differs from every JSON value.
