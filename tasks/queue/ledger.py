@@ -432,13 +432,12 @@ class LedgerReader:
             self._workers.clear()
         at = datetime.now(UTC)
         pools = await self._read_pools()
-        train_flow = {"name": {"any_": [FLOW]}}
-        of_gang_pools = {"type": {"any_": [TYPE]}}
         if earlier is not None:
             scheduled = [entry.flow_run for entry in earlier.waiting if entry.is_scheduled]
             waiting = [flow_run for flow_run in scheduled if flow_run.id not in changed]
             is_cut = earlier.is_cut
             recently_due = _make_due_filter(since=earlier.at - _CLOCK_TOLERANCE)
+            of_gang_pools = {"type": {"any_": [TYPE]}}
             waiting += await self.pages(flow_runs=recently_due, work_pools=of_gang_pools)
         else:
             if not self._rows:
@@ -454,11 +453,14 @@ class LedgerReader:
         missing = [str(id) for id in {*map(UUID, self._rows), *changed} if id not in flow_runs]
         for start in range(0, len(missing), _PAGE):
             page_filter = {"id": {"any_": missing[start : start + _PAGE]}, **_make_due_filter()}
-            # The events also name flow runs of other flows in other work pools, such as pipelines.
-            # These flow runs are not runs of the queue, so they are not read.
-            for owner in ({"flows": train_flow}, {"work_pools": of_gang_pools}):
-                page = await self._read_flow_runs(flow_runs=page_filter, **owner)
-                flow_runs |= {flow_run.id: flow_run for flow_run in page}
+            page = await self._read_flow_runs(flow_runs=page_filter)
+            # The events also name flow runs of other work pools, such as pipelines. These flow runs
+            # are not runs of the queue.
+            flow_runs |= {
+                flow_run.id: flow_run
+                for flow_run in page
+                if flow_run.work_pool_name in pools or has_lost_queue(flow_run)
+            }
         self._rows = {id: row for id, row in self._rows.items() if UUID(id) in flow_runs}
 
         entries = sorted(

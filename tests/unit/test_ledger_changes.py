@@ -6,7 +6,9 @@ import asyncio
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
-from uuid import uuid4
+from uuid import UUID, uuid4
+
+from prefect.client.schemas.objects import WorkPool
 
 from tasks.queue.ledger import Ledger, LedgerReader
 
@@ -21,47 +23,47 @@ class FakeResponse:
 
 @dataclass
 class FakeClient:
-    """Prefect client of a server with flow runs, which applies the filters of the requests."""
+    """Prefect client of a server with a work pool `gang`, and with flow runs."""
 
-    #: Each flow run as JSON, with the name of its flow and the type of its work pool.
-    flow_runs: list[tuple[dict[str, Any], str, str]] = field(default_factory=list)
+    flow_runs: list[dict[str, Any]] = field(default_factory=list)
 
-    def add(self, flow: str, pool_type: str) -> Any:
-        """Add a scheduled flow run, and return its id."""
+    def add(self, pool: str) -> UUID:
+        """Add a scheduled flow run of a work pool, and return its id."""
         id = uuid4()
         state = {"type": "SCHEDULED", "name": "Scheduled", "timestamp": datetime.now(UTC)}
-        content = {"id": str(id), "name": "x", "flow_id": str(uuid4()), "state": state}
-        self.flow_runs.append((content, flow, pool_type))
+        content = {
+            "id": str(id),
+            "name": "x",
+            "flow_id": str(uuid4()),
+            "state": state,
+            "work_pool_name": pool,
+            "work_queue_id": str(uuid4()),
+        }
+        self.flow_runs.append(content)
         return id
 
-    async def read_work_pools(self, **_: Any) -> list[Any]:
+    async def read_work_pools(self, **_: Any) -> list[WorkPool]:
+        return [WorkPool(name="gang", type="gang", default_queue_id=uuid4())]
+
+    async def read_work_queues(self, **_: Any) -> list[Any]:
+        return []
+
+    async def read_workers_for_work_pool(self, _pool: str) -> list[Any]:
         return []
 
     async def request(self, _method: str, path: str, json: dict[str, Any]) -> FakeResponse:
         assert path == "/flow_runs/filter"
-        ids = json.get("flow_runs", {}).get("id", {}).get("any_")
-        flows = json.get("flows", {}).get("name", {}).get("any_")
-        types = json.get("work_pools", {}).get("type", {}).get("any_")
-        return FakeResponse(
-            [
-                content
-                for content, flow, pool_type in self.flow_runs
-                if ids is not None
-                and content["id"] in ids
-                and (flows is None or flow in flows)
-                and (types is None or pool_type in types)
-            ]
-        )
+        ids = json.get("flow_runs", {}).get("id", {}).get("any_", [])
+        return FakeResponse([content for content in self.flow_runs if content["id"] in ids])
 
 
 def test_flow_runs_of_other_work_pools_are_no_runs_of_the_queue() -> None:
     client = FakeClient()
-    run = client.add("train", "gang")
-    preflight = client.add("preflight", "gang")
-    pipeline = client.add("pipeline", "process")
+    run = client.add("gang")
+    pipeline = client.add("pipelines")
     earlier = Ledger(at=datetime.now(UTC), pools={}, waiting=(), holding=(), is_cut=False)
     reader = LedgerReader(client)  # type: ignore[arg-type]
 
-    ledger = asyncio.run(reader.read(earlier=earlier, changed={run, preflight, pipeline}))
+    ledger = asyncio.run(reader.read(earlier=earlier, changed={run, pipeline}))
 
-    assert {entry.id for entry in ledger.waiting} == {run, preflight}
+    assert [entry.id for entry in ledger.waiting] == [run]
