@@ -95,7 +95,17 @@ class ComponentStop(Stop):
 class Component(Model):
     """A program of the run, with all processes that the program starts."""
 
-    keys_outside_form = ("launcher", "cwd", "ports", "ready", "live", "on_exit_zero", "stop")
+    keys_outside_form = (
+        "launcher",
+        "cwd",
+        "memory_gib",
+        "ports",
+        "ready",
+        "live",
+        "on_exit_zero",
+        "stop",
+        "log_max_bytes",
+    )
 
     launcher: Launcher = Field(
         "process",

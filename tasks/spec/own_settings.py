@@ -30,6 +30,7 @@ _PREFIX = "MUSTER_"
 _TEST_PREFIXES = ("MUSTER_TEST_", "MUSTER_BENCH_")
 #: Further variables that only Muster's tests use.
 _TEST_VARIABLES = (
+    "MUSTER_DATABASE",
     "MUSTER_FAULTS_TABLE",
     "MUSTER_KILLS",
     "MUSTER_MUTANTS_FAILED",

@@ -296,7 +296,7 @@ def test_full_disk_causes_only_a_warning(
 ) -> None:
     record = make_record(path)
 
-    def full(path: Path, text: str) -> None:
+    def full(path: Path, text: str, **_: bool) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("tasks.record.run_json.replace_file", full)

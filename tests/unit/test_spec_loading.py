@@ -581,9 +581,8 @@ scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False)
 finite_scalars = scalars.filter(lambda value: value not in (float("inf"), float("-inf")))
 conditions = finite_scalars | st.fixed_dictionaries({"not": finite_scalars})
 variables = st.dictionaries(texts.filter(lambda name: "=" not in name), texts, max_size=3)
-probes = st.one_of(
+live_probes = st.one_of(
     st.fixed_dictionaries({"tcp": st.integers(1, 65535)}, optional={"every_s": numbers}),
-    st.fixed_dictionaries({"alive_s": numbers}),
     st.fixed_dictionaries({"file": texts}),
     st.fixed_dictionaries(
         {
@@ -592,14 +591,15 @@ probes = st.one_of(
         }
     ),
 )
+ready_probes = live_probes | st.fixed_dictionaries({"alive_s": numbers})
 components = st.fixed_dictionaries(
     {"command": st.lists(texts, min_size=1, max_size=5)},
     optional={
         "env": variables,
         "cwd": texts,
         "ports": st.lists(names, unique=True, max_size=2),
-        "ready": probes,
-        "live": probes,
+        "ready": ready_probes,
+        "live": live_probes,
         "on_exit_zero": st.sampled_from(["complete", "drain", "fail"]),
         "stop": st.fixed_dictionaries({}, optional={"grace_s": numbers}),
     },

@@ -575,7 +575,7 @@ def test_unknown_key_gets_a_suggestion_and_the_known_keys() -> None:
         "components.trainer.redy",
         "unknown key",
         "did you mean `ready`? known keys: launcher, command, env, cwd, gpus, memory_gib, ports, "
-        "ready, live, on_exit_zero, stop, checkpoints, keep",
+        "ready, live, on_exit_zero, stop, checkpoints, log_max_bytes, keep",
     )
 
 

@@ -73,7 +73,9 @@ def test_longest_socket_of_ray_can_be_bound_in_the_longest_home(short_home: Path
 
 
 def test_ray_directory_that_other_users_may_enter_is_refused(short_home: Path) -> None:
-    (short_home / "ray").mkdir(mode=0o755)
+    directory = short_home / "ray"
+    directory.mkdir()
+    directory.chmod(0o755)
 
     with pytest.raises(PermissionError, match=r"drwxr-xr-x.*Delete it"):
         create_ray_directory(short_home)

