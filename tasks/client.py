@@ -25,9 +25,9 @@ from tasks.spec.pipeline import STAGE_DEPLOYMENT  # noqa: E402
 from tasks.train.deploying import connect_to_configured_server, queue_run, wait_until_ended  # noqa: E402
 from tasks.train.finding_runs import ENDED_STATES, Run, find_run  # noqa: E402
 from tasks.train.run_cancellation import cancel_run  # noqa: E402
-from tasks.train.run_logs import find_last_attempt, select_logs  # noqa: E402
+from tasks.train.run_logs import select_logs  # noqa: E402
 from tasks.train.run_metrics import read_metrics  # noqa: E402
-from tasks.train.run_records import require_record  # noqa: E402
+from tasks.train.run_records import find_last_attempt, require_record  # noqa: E402
 from tasks.train.run_story import tell_story  # noqa: E402
 
 
@@ -89,7 +89,7 @@ class RunHandle:
         """
         run = self.seen
         number = attempt or find_last_attempt(run)
-        names = select_logs(run, number, component)
+        names = select_logs(run.place, number, component)
         place = run.place.attempt(number)
         return {name: [*LogFile(place.log(name)).read_new(is_last=True)] for name in names}
 

@@ -166,7 +166,7 @@ VERBS = {
         ),
         Verb(
             name="logs",
-            function="tasks.train.run_verbs:logs",
+            function="tasks.train.logs_command:logs",
             summary="print the logs of a run's components",
             example="muster logs latest trainer -f",
             guide="failed-runs.md",

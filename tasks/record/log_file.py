@@ -38,7 +38,13 @@ class _OpenLog:
         self.pending = b""
 
     def read_more(self) -> bool:
-        """Append the next bytes of the file to `pending`. Return False if there are none yet.
+        """Append the next bytes of the file to `pending`. Return False if there are none yet."""
+        content = self._read_content()
+        self.pending += content or b""
+        return content is not None
+
+    def _read_content(self) -> bytes | None:
+        """Return the next bytes of the file without the zeros of holes, or None at its end.
 
         If log rotation has copied and truncated the file, the unread end of the old content is read
         from the copy.
@@ -46,17 +52,18 @@ class _OpenLog:
         if self._copy is None:
             content = self._tail.read(self.file.fileno())
             if content is not None:
-                return self._append(content)
+                return self._advance(content)
             self._copy = self._find_copy()
         if self._copy is not None:
-            if self._append(self._tail.read(self._copy.fileno()) or b""):
-                return True
+            content = self._advance(self._tail.read(self._copy.fileno()) or b"")
+            if content is not None:
+                return content
             self._copy.close()
             self._copy = None
         # The content before the truncation was read, or is lost. Read the new content of the file
         # from its beginning.
         self._tail.restart()
-        return self._append(self._tail.read(self.file.fileno()) or b"")
+        return self._advance(self._tail.read(self.file.fileno()) or b"")
 
     def read_blocks(self, *, is_last: bool) -> Iterator[bytes]:
         """Yield the complete lines that were added to the file since the last call, in blocks.
@@ -67,20 +74,43 @@ class _OpenLog:
             is_last: True if the file will not grow any more. An incomplete last line is then
                 yielded as well, and the file is closed.
         """
-        has_more = True
-        while has_more:
-            has_more = self.read_more()
-            end = self.pending.rfind(b"\n") + 1
-            if not end and len(self.pending) > _LONGEST_LINE_BYTES:
-                end = len(self.pending)
+        content: bytes | None = self.pending
+        self.pending = b""
+        while content is not None:
+            end = content.rfind(b"\n") + 1
             if end:
-                block = self.pending[:end]
-                self.pending = self.pending[end:]
+                block = b"".join((self.pending, memoryview(content)[:end]))
+                self.pending = content[end:]
                 yield block
+            else:
+                self.pending += content
+            if len(self.pending) > _LONGEST_LINE_BYTES:
+                block = self.pending
+                self.pending = b""
+                yield block
+            content = self._read_content()
         if is_last:
             self.file.close()
             if self.pending:
                 yield self.pending
+
+    def read_rest(self) -> Iterator[bytes]:
+        """Yield all bytes of the file that were not read yet, and close the file.
+
+        A block may end within a line, so no byte is copied. If the last line of the file has no
+        newline, a newline is added.
+        """
+        content: bytes | None = self.pending
+        self.pending = b""
+        last_byte = b"\n"
+        while content is not None:
+            if content:
+                last_byte = content[-1:]
+                yield content
+            content = self._read_content()
+        if last_byte != b"\n":
+            yield b"\n"
+        self.file.close()
 
     def skip_to_last_lines(self, count: int) -> bool:
         """Set the read position to the beginning of the last lines of the file.
@@ -124,11 +154,21 @@ class _OpenLog:
             offset += len(block)
         return True
 
-    def _append(self, content: bytes) -> bool:
+    def _advance(self, content: bytes) -> bytes | None:
+        """Move the read position behind bytes that were read, and return the bytes.
+
+        The zeros of a hole are omitted, see `log_bound`.
+
+        Args:
+            content: The bytes that were read.
+
+        Returns:
+            The bytes without zeros, or None if no bytes were read.
+        """
         self._tail.advance(content)
-        # Omit the zeros of a hole, see `log_bound`.
-        self.pending += ZEROS.sub(b"", content) if b"\0" in content else content
-        return bool(content)
+        if not content:
+            return None
+        return ZEROS.sub(b"", content) if b"\0" in content else content
 
     def _find_copy(self) -> FileIO | None:
         """Return the copy that log rotation made before it truncated the log file.
@@ -268,13 +308,29 @@ class LogFile:
             is_last: True if the log will not grow any more. An incomplete last line is then
                 yielded as well.
         """
+        self._open_all()
+        for log in self._open_logs.values():
+            yield from log.read_blocks(is_last=is_last)
+
+    def read_rest(self) -> Iterator[bytes]:
+        """Yield all bytes that were not read yet. The log must not grow any more.
+
+        This method is faster than `read_blocks`, because a block may end within a line. Only the
+        last line of each file gets a newline if the line has none.
+        """
+        self._open_all()
+        for log in self._open_logs.values():
+            yield from log.read_rest()
+
+    def _open_all(self) -> None:
+        """Open the log file, and before the first read also the older files of the log.
+
+        After a rename, the program may continue to write to the old file. Therefore old files stay
+        open, and are read at each later read, too.
+        """
         if not self._was_read:
             self._open_rotated_files()
         self._open(self._path)
-        # After a rename, the program may continue to write to the old file. Therefore old files
-        # stay open and are read, too.
-        for log in self._open_logs.values():
-            yield from log.read_blocks(is_last=is_last)
 
     def _open_rotated_files(self) -> None:
         """Open the older files of the log before the first read, so that their lines come first.

@@ -9,7 +9,7 @@ import os
 #: at the next read, it was truncated or rewritten.
 _REMEMBERED_BYTES = 64
 #: Largest number of bytes that one read returns. A file may be larger than the memory.
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 18
 #: A block that begins with so many zero bytes may begin in a hole of the file.
 _SMALLEST_HOLE_BYTES = 4096
 
@@ -43,17 +43,17 @@ class Tail:
         """
         if self.position > os.fstat(fd).st_size:
             return None
-        start = self.position - len(self._last_bytes)
-        length = len(self._last_bytes) + BLOCK_BYTES
-        data = os.pread(fd, length, start)
+        data = os.pread(fd, BLOCK_BYTES, self.position)
 
-        # Read the first bytes again. If they differ, the file was truncated during the first read.
-        compared_bytes = len(self._last_bytes) + _REMEMBERED_BYTES
-        is_stable = os.pread(fd, compared_bytes, start).startswith(data[:compared_bytes])
-        before = data[: len(self._last_bytes)]
+        # Check the file after the read. If the file was truncated before or during the read, its
+        # bytes around the position differ now.
+        start = self.position - len(self._last_bytes)
+        around = os.pread(fd, len(self._last_bytes) + _REMEMBERED_BYTES, start)
+        before = around[: len(self._last_bytes)]
+        after = around[len(self._last_bytes) :]
+        is_stable = after.startswith(data[:_REMEMBERED_BYTES])
         if not is_stable or not _is_same_except_hole(self._last_bytes, before):
             return None
-        data = data[len(self._last_bytes) :]
         if not data or any(data[:_SMALLEST_HOLE_BYTES]):
             return data
         next_data = _find_data(fd, self.position)

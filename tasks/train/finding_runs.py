@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from prefect.settings import PREFECT_API_URL
 
 from tasks.processes.identity import host_name
 from tasks.queue.ledger import parse_request
-from tasks.record.places import RunPlace, muster_home
+from tasks.record.places import RunPlace
 from tasks.record.run_json import RunJson
 from tasks.server.flow_runs import (
     TYPED_NAME_LABEL,
@@ -30,6 +29,7 @@ from tasks.server.flow_runs import (
 from tasks.server.server import hide_prefect_logs
 from tasks.spec.errors import BadArgument
 from tasks.spec.formatting import join_commas
+from tasks.train.local_runs import list_local_run_ids, read_local_record
 
 #: Largest number of runs, newest first, among which `find_run` searches.
 _SEARCHED_RUNS = 1000
@@ -203,11 +203,8 @@ def list_runs(at_most: int = _SEARCHED_RUNS) -> list[Run]:
 
 def _read_local_records(at_most: int) -> dict[str, RunJson]:
     """Return the content of the newest `run.json` files on this machine, by run id."""
-    names: list[str] = []
-    with suppress(FileNotFoundError):
-        names = os.listdir(muster_home() / "runs")
     # A run id contains the time at which the run was made.
-    newest = sorted(names, key=_RUN_ID_END.findall, reverse=True)[:at_most]
+    newest = sorted(list_local_run_ids(), key=_RUN_ID_END.findall, reverse=True)[:at_most]
     records = [read_local_record(name) for name in newest]
     return {record.run_id: record for record in records if record is not None}
 
@@ -229,13 +226,6 @@ def _read_flow_runs(at_most: int) -> Iterator[FlowRun]:
         # Omit flow runs that a schedule will start in the future.
         begun = (run for run in flow_runs if run.start_time or not run.auto_scheduled)
         yield from islice(begun, at_most)
-
-
-def read_local_record(run_id: str) -> RunJson | None:
-    """Return the content of a run's `run.json` on this machine, or None if it cannot be read."""
-    with suppress(OSError, ValueError):
-        return RunJson.read(RunPlace.of(run_id).record)
-    return None
 
 
 def parse_since(text: str, now: float) -> float:

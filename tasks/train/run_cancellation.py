@@ -15,7 +15,8 @@ from tasks.processes.registry import Owner, find_living_owner, send_to_owner
 from tasks.server.flow_runs import cancel as cancel_flow_run
 from tasks.server.flow_runs import connect_to_server
 from tasks.spec.errors import BadArgument, MusterError
-from tasks.train.finding_runs import ENDED_STATES, Run, read_local_record
+from tasks.train.finding_runs import ENDED_STATES, Run
+from tasks.train.local_runs import read_local_record
 
 #: Seconds between two SIGINTs. The process of a run then counts them as two presses of Ctrl-C.
 _SECOND_CTRL_C_S = 0.5

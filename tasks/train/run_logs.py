@@ -14,13 +14,10 @@ from tasks.record.places import AttemptPlace, RunPlace
 from tasks.show.output import coloured_line, console_of, is_on_terminal, line_of, raw_stdout
 from tasks.spec.errors import BadArgument
 from tasks.spec.formatting import join_commas
-from tasks.train.finding_runs import ENDED_STATES, Run, find_run, read_local_record
-from tasks.train.run_records import explain_missing_files, list_attempts
+from tasks.train.local_runs import read_local_record
 
 #: Seconds between two reads of the log files.
 _READ_EVERY_S = 0.2
-#: Seconds between two requests to the server for the state of a run that has not begun.
-_ASK_EVERY_S = 5.0
 #: Colours of the component names on a terminal, in turn.
 _COLORS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
@@ -37,30 +34,29 @@ class Selection:
     last_lines: int | None = None
 
 
-def print_logs(run: Run, selection: Selection, *, follow: bool, attempt: int | None) -> None:
+def print_logs(run: RunPlace, number: int, selection: Selection, *, follow: bool) -> None:
     """Print the logs of an attempt. If `follow`, also print new lines until the run has ended.
 
     Args:
-        run: The run.
+        run: Paths of the run's files.
+        number: Number of the first attempt to print.
         selection: The lines that are printed.
         follow: True to wait for new lines, and to continue with the logs of later attempts.
-        attempt: Number of the first attempt to print, or None for the last attempt.
 
     Raises:
         BadArgument: The attempt or the log does not exist on this machine.
     """
-    number = attempt or find_last_attempt(run, wait=follow)
     if not follow:
         select_logs(run, number, selection.component)
     while True:
-        place = run.place.attempt(number)
+        place = run.attempt(number)
         open_logs: dict[str, LogFile] = {}
-        while follow and not _is_attempt_over(run.place, number):
+        while follow and not _is_attempt_over(run, number):
             _print_new_lines(place, selection, open_logs)
             time.sleep(_READ_EVERY_S)
         _print_new_lines(place, selection, open_logs, is_last=True)
         number += 1
-        if not follow or not run.place.attempt(number).directory.exists():
+        if not follow or not run.attempt(number).directory.exists():
             return
         print(f"attempt {number}", file=sys.stderr)
 
@@ -70,11 +66,11 @@ def list_logs(place: AttemptPlace) -> list[str]:
     return sorted({path.name.partition(".log")[0] for path in place.directory.glob("*.log*")})
 
 
-def select_logs(run: Run, number: int, component: str) -> list[str]:
+def select_logs(run: RunPlace, number: int, component: str) -> list[str]:
     """Return the names of the components whose logs are shown.
 
     Args:
-        run: The run.
+        run: Paths of the run's files.
         number: Number of the attempt.
         component: Name of the component that the user selected, or an empty string to return all
             components with a log.
@@ -82,7 +78,7 @@ def select_logs(run: Run, number: int, component: str) -> list[str]:
     Raises:
         BadArgument: This machine has no such log.
     """
-    names = list_logs(run.place.attempt(number))
+    names = list_logs(run.attempt(number))
     if not names or (component and component not in names):
         of_component = f" of {component}" if component else ""
         existing = join_commas(names) or "none"
@@ -91,31 +87,6 @@ def select_logs(run: Run, number: int, component: str) -> list[str]:
             f"existing logs: {existing}"
         )
     return [component] if component else names
-
-
-def find_last_attempt(run: Run, *, wait: bool = False) -> int:
-    """Return the number of the last attempt that has a directory on this machine.
-
-    Args:
-        run: The run.
-        wait: True to wait for the first attempt if the run has no attempt yet.
-
-    Raises:
-        BadArgument: This machine has no attempt of the run. If `wait` is True, the run has ended or
-            runs on another host.
-    """
-    last_shown_state = ""
-    while True:
-        numbers = list_attempts(run.place)
-        if numbers:
-            return numbers[-1]
-        if run.is_on_another_host or not wait or run.state in ENDED_STATES:
-            raise BadArgument(explain_missing_files(run))
-        if run.state != last_shown_state:
-            print(f"{run.run_id} has not started: {run.state} {run.message}", file=sys.stderr)
-            last_shown_state = run.state
-        time.sleep(_ASK_EVERY_S)
-        run = find_run(run.run_id)
 
 
 def _print_new_lines(
@@ -144,10 +115,26 @@ def _print_new_lines(
         if name in new_names and selection.last_lines is not None:
             blocks = _read_last_lines(log, selection, selection.last_lines, is_last=is_last)
         else:
-            blocks = _select_lines(log.read_blocks(is_last=is_last), selection.text)
+            blocks = _read_log(log, selection, prefix, is_last=is_last)
         for block in blocks:
             _print_block(block, prefix, color)
     sys.stdout.flush()
+
+
+def _read_log(log: LogFile, selection: Selection, prefix: str, *, is_last: bool) -> Iterator[bytes]:
+    """Yield the lines that were added to a log since the last call, in blocks.
+
+    Args:
+        log: The log.
+        selection: The lines that are printed.
+        prefix: Text that is printed before each line.
+        is_last: True if the log will not grow any more.
+    """
+    needs_lines = bool(prefix or selection.text) or is_on_terminal()
+    if is_last and not needs_lines:
+        # A log may have many gigabytes, so pass its bytes on without a search for lines.
+        return log.read_rest()
+    return _select_lines(log.read_blocks(is_last=is_last), selection.text)
 
 
 def _read_last_lines(
@@ -162,7 +149,7 @@ def _read_last_lines(
         is_last: True if the log will not grow any more.
     """
     if not selection.text and log.skip_to_last_lines(count):
-        yield from log.read_blocks(is_last=is_last)
+        yield from _select_lines(log.read_blocks(is_last=is_last), "")
         return
     last_lines: deque[bytes] = deque(maxlen=count)
     for block in _select_lines(log.read_blocks(is_last=is_last), selection.text):
@@ -174,14 +161,16 @@ def _read_last_lines(
 def _select_lines(blocks: Iterable[bytes], text: str) -> Iterator[bytes]:
     """Yield blocks of lines with only those lines that contain a text.
 
+    Each block that is yielded ends with a newline.
+
     Args:
-        blocks: Blocks of complete lines.
+        blocks: Blocks of lines, in which only the last line may lack a newline.
         text: The text, or an empty string to keep all lines.
     """
     searched = text.encode("utf-8", errors="surrogateescape")
     for block in blocks:
         if not searched:
-            yield block
+            yield block if block.endswith(b"\n") else block + b"\n"
         elif searched in block:
             lines = block.split(b"\n")
             yield b"".join(line + b"\n" for line in lines if searched in line)
@@ -192,6 +181,11 @@ def _print_block(block: bytes, prefix: str, color: str) -> None:
 
     A file or a pipe gets the bytes of the log unchanged. On a terminal, control characters are
     removed.
+
+    Args:
+        block: Complete lines. Without a prefix and without a terminal, any part of the log.
+        prefix: Text that is printed before each line.
+        color: Rich style of the prefix.
     """
     if not block:
         return
@@ -203,9 +197,9 @@ def _print_block(block: bytes, prefix: str, color: str) -> None:
         return
     start = prefix.encode()
     if start:
-        block = start + block.removesuffix(b"\n").replace(b"\n", b"\n" + start)
-    if not block.endswith(b"\n"):
-        block += b"\n"
+        # The block ends with a newline. Omit the prefix that `replace` adds behind this newline.
+        prefixed = memoryview(block.replace(b"\n", b"\n" + start))
+        block = b"".join((start, prefixed[: -len(start)]))
     stream = raw_stdout()
     stream.flush()
     stream.buffer.write(block)

@@ -13,8 +13,9 @@ from tasks.record.run_json import AttemptRecord
 from tasks.record.states import RunState
 from tasks.spec.errors import BadArgument
 from tasks.spec.placeholders import mapping_or_empty
-from tasks.train.finding_runs import Run, read_local_record
-from tasks.train.run_records import explain_missing_files, list_attempts
+from tasks.train.finding_runs import Run
+from tasks.train.local_runs import list_attempts, read_local_record
+from tasks.train.run_records import explain_missing_files
 
 #: Longest time in seconds until a file system must answer.
 _ANSWERS_WITHIN_S = 5.0

@@ -24,8 +24,8 @@ from tasks.show.pictures import list_curve_metrics
 from tasks.spec.placeholders import mapping_or_empty
 from tasks.spec.values import is_number
 from tasks.spec.watch import find_metric
-from tasks.train.finding_runs import Run, read_local_record
-from tasks.train.run_records import list_attempts
+from tasks.train.finding_runs import Run
+from tasks.train.local_runs import list_attempts, read_local_record
 
 #: Number of bytes at the end of a file that are searched for the last step or metric.
 _TAIL_BYTES = 65_536

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from contextlib import suppress
 from uuid import UUID
 
 from prefect.settings import PREFECT_API_URL
 
-from tasks.record.places import RunPlace
 from tasks.record.run_json import RunJson
 from tasks.server.artifacts import find_artifacts
 from tasks.server.flow_runs import ServerAway, connect_to_server
 from tasks.show.page import RECORD, parse_record
 from tasks.spec.errors import BadArgument
-from tasks.train.finding_runs import Run, read_local_record
+from tasks.train.finding_runs import ENDED_STATES, Run, find_run
+from tasks.train.local_runs import list_attempts, read_local_record
+
+#: Seconds between two requests to the server for the state of a run that has not begun.
+_ASK_EVERY_S = 5.0
 
 
 def require_record(run: Run) -> RunJson:
@@ -59,10 +64,29 @@ def read_artifacts(run: Run, *keys: str) -> list[str]:
     return []
 
 
-def list_attempts(place: RunPlace) -> list[int]:
-    """Return the numbers of the attempts that have a directory on this machine, in order."""
-    names = (path.name.removeprefix("attempt-") for path in place.directory.glob("attempt-*"))
-    return sorted(int(name) for name in names if name.isdecimal())
+def find_last_attempt(run: Run, *, wait: bool = False) -> int:
+    """Return the number of the last attempt that has a directory on this machine.
+
+    Args:
+        run: The run.
+        wait: True to wait for the first attempt if the run has no attempt yet.
+
+    Raises:
+        BadArgument: This machine has no attempt of the run. If `wait` is True, the run has ended or
+            runs on another host.
+    """
+    last_shown_state = ""
+    while True:
+        numbers = list_attempts(run.place)
+        if numbers:
+            return numbers[-1]
+        if run.is_on_another_host or not wait or run.state in ENDED_STATES:
+            raise BadArgument(explain_missing_files(run))
+        if run.state != last_shown_state:
+            print(f"{run.run_id} has not started: {run.state} {run.message}", file=sys.stderr)
+            last_shown_state = run.state
+        time.sleep(_ASK_EVERY_S)
+        run = find_run(run.run_id)
 
 
 def explain_missing_files(run: Run) -> str:

@@ -1,7 +1,7 @@
 """The commands that show a recorded run or cancel it, and the overview of all runs.
 
-The commands are `muster ls`, `show`, `explain`, `why`, `metrics`, `logs`, `checkpoints` and
-`cancel`. `muster` without a command prints the overview.
+The commands are `muster ls`, `show`, `explain`, `why`, `metrics`, `checkpoints` and `cancel`. The
+command `muster logs` is in `logs_command.py`. `muster` without a command prints the overview.
 """
 
 from __future__ import annotations
@@ -9,14 +9,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from json import dumps, loads
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
-from cyclopts.validators import Number
 from prefect.settings import PREFECT_API_URL
 from rich.markdown import Markdown
 
@@ -49,7 +47,6 @@ from tasks.train.run_checkpoints import (
     list_run_checkpoints,
 )
 from tasks.train.run_differences import compare_attempts, describe_differences
-from tasks.train.run_logs import Selection, print_logs
 from tasks.train.run_metrics import read_metrics
 from tasks.train.run_progress import RunProgress, read_progress
 from tasks.train.run_records import find_record, read_artifacts, require_record
@@ -282,34 +279,6 @@ def cancel(run: RunName, /, *, now: bool = False, json: AsJson = False) -> None:
     how = "cancelled without grace periods" if now else "cancelled"
     run_id = found_run.run_id
     print(f"{run_id} is being {how}. To see the result: muster show {run_id}")
-
-
-def logs(
-    run: RunName = "latest",
-    component: str = "",
-    /,
-    *,
-    follow: Annotated[bool, Parameter(alias="-f")] = False,
-    attempt: int | None = None,
-    tail: Annotated[int | None, Parameter(validator=Number(gte=0))] = None,
-    grep: str = "",
-) -> None:
-    """Show the logs of a run's components.
-
-    Exit: 0 shown; 2 there is no such run, or this machine has no such log.
-
-    Args:
-        component: Show only the log of this component.
-        follow: Continue with new lines and with later attempts, until the run has ended.
-        attempt: Number of the attempt. Default: the last attempt.
-        tail: Number of last lines of each log to show. Default: all lines.
-        grep: Show only lines that contain this text. It is no regular expression.
-    """
-    found_run = find_run(run)
-    selection = Selection(component=component, text=grep, last_lines=tail)
-    # Ctrl-C is the usual way to end `muster logs --follow`, so it is not a failure.
-    with suppress(KeyboardInterrupt):
-        print_logs(found_run, selection, follow=follow, attempt=attempt)
 
 
 def checkpoints(run: RunName = "latest", /, *, json: AsJson = False) -> None:

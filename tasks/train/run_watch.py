@@ -16,8 +16,7 @@ from tasks.server.artifacts import find_artifacts
 from tasks.show.facts_of_run import format_step
 from tasks.show.page import SUMMARY, find_step
 from tasks.show.terminal import Terminal
-from tasks.train.finding_runs import read_local_record
-from tasks.train.run_records import list_attempts
+from tasks.train.local_runs import list_attempts, read_local_record
 
 #: Seconds between two requests for the step of a run on another host.
 _ASK_STEP_EVERY_S = 5.0

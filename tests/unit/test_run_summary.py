@@ -12,10 +12,11 @@ from tasks.record.metrics_file import FileFingerprint
 from tasks.record.places import RunPlace
 from tasks.spec.errors import BadArgument
 from tasks.train.finding_runs import find_run
+from tasks.train.logs_command import logs
 from tasks.train.run_metrics import read_metrics
 from tasks.train.run_records import require_record
 from tasks.train.run_story import tell_story
-from tasks.train.run_verbs import logs, metrics
+from tasks.train.run_verbs import metrics
 
 RUN = "trial-grpo-20260102-000000-bbbbbbbb"
 

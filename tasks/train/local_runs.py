@@ -1,0 +1,59 @@
+"""Find the runs of this machine by their directories, without Prefect and without its server."""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+
+from tasks.record.places import RunPlace, muster_home
+from tasks.record.run_json import RunJson
+
+#: Matches the time in a run id, and at least one character of the random part behind the time.
+_TIME_OF_RUN_ID = re.compile(r"-\d{8}-\d{6}-[0-9a-f]")
+
+
+def find_local_run(name: str) -> RunPlace | None:
+    """Return the place of a run that has an attempt on this machine, or None.
+
+    The Prefect server may know other runs. So the beginning of a run id counts only if it contains
+    the time of the run. The name `latest` never counts, because the newest run may be on another
+    host.
+
+    Args:
+        name: Id of the run, or the beginning of a run id.
+    """
+    run_ids = list_local_run_ids()
+    if name not in run_ids:
+        if not _TIME_OF_RUN_ID.search(name):
+            return None
+        run_ids = [run_id for run_id in run_ids if run_id.startswith(name)]
+        if len(run_ids) != 1:
+            return None
+        name = run_ids[0]
+    place = RunPlace.of(name)
+    return place if list_attempts(place) else None
+
+
+def list_local_run_ids() -> list[str]:
+    """Return the ids of the runs that have a directory on this machine, in any order.
+
+    Raises:
+        PermissionError: The directory of the runs belongs to another user.
+    """
+    with suppress(FileNotFoundError):
+        return os.listdir(muster_home() / "runs")
+    return []
+
+
+def list_attempts(place: RunPlace) -> list[int]:
+    """Return the numbers of the attempts that have a directory on this machine, in order."""
+    names = (path.name.removeprefix("attempt-") for path in place.directory.glob("attempt-*"))
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def read_local_record(run_id: str) -> RunJson | None:
+    """Return the content of a run's `run.json` on this machine, or None if it cannot be read."""
+    with suppress(OSError, ValueError):
+        return RunJson.read(RunPlace.of(run_id).record)
+    return None

@@ -1,0 +1,163 @@
+"""Tests of `muster logs`: which modules and which bytes of the logs the command reads."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tasks.record import tail
+from tasks.record.log_file import LogFile
+from tasks.record.places import RunPlace
+from tasks.spec.errors import BadArgument
+from tasks.train.local_runs import find_local_run
+from tasks.train.logs_command import logs
+from tests.support.documents import ROOT
+
+RUN = "trial-sft-20260102-000000-bbbbbbbb"
+#: Packages whose import takes longer than the output of a log.
+SLOW_PACKAGES = ("prefect", "ray", "httpx", "fastapi", "sqlalchemy", "plotext")
+
+
+@pytest.fixture
+def log(muster_home: Path) -> Path:
+    """Create the first attempt of a run, and return the path of its trainer's log."""
+    place = RunPlace.of(RUN).attempt(1)
+    place.directory.mkdir(parents=True)
+    return place.log("trainer")
+
+
+class CountedReads:
+    """Counts the bytes that `os.pread` returns."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.bytes_read = 0
+        self._pread = os.pread
+        monkeypatch.setattr(os, "pread", self._read)
+
+    def _read(self, fd: int, length: int, offset: int) -> bytes:
+        content = self._pread(fd, length, offset)
+        self.bytes_read += len(content)
+        return content
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        (RUN, []),
+        (RUN[:-5], ["trainer"]),
+        (RUN, ["--tail", "2"]),
+    ],
+)
+def test_log_of_a_local_run_is_printed_without_slow_imports_and_without_server(
+    log: Path, name: str, options: list[str]
+) -> None:
+    log.write_text("step 1\nstep 2\n")
+    program = (
+        "import sys\n"
+        "from tasks.command import main\n"
+        "code = main(sys.argv[1:])\n"
+        f"print([name for name in {SLOW_PACKAGES} if name in sys.modules], file=sys.stderr)\n"
+        "sys.exit(code)"
+    )
+    # Nothing listens at this address. A request would end with a warning on standard error.
+    server = {"PREFECT_API_URL": "http://127.0.0.1:9/api"}
+
+    done = subprocess.run(
+        [sys.executable, "-c", program, "logs", name, *options],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | server,
+    )
+
+    assert (done.returncode, done.stderr) == (0, "[]\n")
+    prefix = "" if "trainer" in options else "trainer | "
+    assert done.stdout == f"{prefix}step 1\n{prefix}step 2\n"
+
+
+def test_last_lines_are_read_from_the_end_of_the_log(
+    log: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    with log.open("wb") as file:
+        file.truncate(100 << 20)
+        file.seek(0, os.SEEK_END)
+        file.write(b"\nlast but one\nlast\n")
+    reads = CountedReads(monkeypatch)
+
+    logs(RUN, "trainer", tail=2)
+
+    assert capfdbinary.readouterr().out == b"last but one\nlast\n"
+    assert reads.bytes_read < 4 * tail.BLOCK_BYTES
+
+
+@pytest.mark.parametrize("end", [b"", b"\n"])
+@pytest.mark.parametrize("block_bytes", [7, 64, 1 << 18])
+def test_whole_log_is_printed_unchanged_with_a_newline_at_its_end(
+    log: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfdbinary: pytest.CaptureFixture[bytes],
+    block_bytes: int,
+    end: bytes,
+) -> None:
+    content = b"".join(b"step %d\tloss \xff\r\n" % step for step in range(200)) + b"end"
+    log.write_bytes(content + end)
+    monkeypatch.setattr(tail, "BLOCK_BYTES", block_bytes)
+
+    logs(RUN, "trainer")
+
+    assert capfdbinary.readouterr().out == content + b"\n"
+
+
+def test_rest_of_rotated_logs_is_read_in_order(log: Path) -> None:
+    log.with_name("trainer.log.1").write_bytes(b"first\nsecond")
+    log.write_bytes(b"third\nfourth")
+
+    rest = b"".join(LogFile(log).read_rest())
+
+    assert rest == b"first\nsecond\nthird\nfourth\n"
+
+
+def test_whole_log_is_read_in_blocks_of_limited_size(log: Path) -> None:
+    size = 5 * tail.BLOCK_BYTES
+    log.write_bytes(b"x" * size)
+
+    blocks = [len(block) for block in LogFile(log).read_rest()]
+
+    assert sum(blocks) == size + 1
+    # The first read also contains the bytes that the search for rotated files has read.
+    assert max(blocks) <= 2 * tail.BLOCK_BYTES
+
+
+@pytest.mark.parametrize(
+    ("name", "is_found"),
+    [
+        (RUN, True),
+        (RUN[:-1], True),
+        # Without the complete time, another run on the server may have the same beginning.
+        ("trial", False),
+        ("trial-sft-20260102-0000", False),
+        ("latest", False),
+        ("../runs/" + RUN, False),
+        ("", False),
+    ],
+)
+def test_local_run_is_found_by_its_id(log: Path, name: str, is_found: bool) -> None:
+    place = find_local_run(name)
+
+    assert (place is not None) == is_found
+
+
+def test_two_local_runs_with_the_same_beginning_are_ambiguous(log: Path) -> None:
+    RunPlace.of(RUN[:-1] + "c").attempt(1).directory.mkdir(parents=True)
+
+    assert find_local_run(RUN[:-1]) is None
+    assert find_local_run(RUN) is not None
+
+
+def test_unknown_run_is_rejected(log: Path) -> None:
+    with pytest.raises(BadArgument):
+        logs("other-sft-20260102-000000-bbbbbbbb")
