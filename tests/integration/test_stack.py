@@ -248,7 +248,7 @@ def test_status_lists_the_parts_of_the_stack_and_their_addresses(home: Home) -> 
     result = home.muster("status")
 
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count("  answers") == 6
+    assert result.stdout.count("  answers") == 7
     assert "ray-node-2      8 logical GPUs, 32 CPUs  answers" in result.stdout
     assert f"http://127.0.0.1:{home.port}" in result.stdout
 
