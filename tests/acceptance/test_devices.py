@@ -92,7 +92,8 @@ def test_invalid_list_of_devices_is_reported_before_the_start(
     )
 
     assert result.returncode == 2, result.stdout + result.stderr
-    assert "MUSTER_GPUS=0;1 is not valid: '0;1' is not a device. Write MUSTER_GPUS=0,1,4-7" in result.stderr
+    fault = "MUSTER_GPUS=0;1 is not valid: '0;1' is not a device. Write MUSTER_GPUS=0,1,4-7"
+    assert fault in result.stderr
     assert not home.exists()
 
 
