@@ -33,6 +33,7 @@ NAMES = (
     "watching",
     "many",
     "hung_files",
+    "logs",
     "starting",
     "nodes",
     "jobs",
