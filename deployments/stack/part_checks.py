@@ -15,6 +15,7 @@ from deployments.stack.ray_session import find_session_problem
 from deployments.stack.state import Stack, StackError
 from tasks.processes.identity import host_name
 from tasks.processes.trusted_server import check_listeners
+from tasks.queue.worker_names import name_variable, read_other_worker
 from tasks.server.flow_runs import read_pool_settings
 from tasks.spec.formatting import format_count
 
@@ -159,7 +160,19 @@ def _check_worker(client: httpx.Client, stack: Stack) -> PartCheck:
                 problem = "" if heartbeat_at > stack.started_at else problem
     except _NoAnswer as error:
         problem = str(error)
-    return PartCheck(part="worker", description=stack.worker, problem=problem)
+    other = _find_other_worker(client, stack)
+    description = f"{stack.worker} (also the name of {other})" if other else stack.worker
+    return PartCheck(part="worker", description=description, problem=problem)
+
+
+def _find_other_worker(client: httpx.Client, stack: Stack) -> str:
+    """Return the host and process of another live worker with the same name, or an empty string."""
+    variable_url = f"{stack.api_url}/variables/name/{name_variable(POOL, stack.worker)}"
+    try:
+        return read_other_worker(_request_json(client, "GET", variable_url)["value"])
+    except _NoAnswer:
+        # The worker has not written the variable yet, or the server does not answer.
+        return ""
 
 
 class _NoAnswer(Exception):

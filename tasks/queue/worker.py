@@ -13,6 +13,8 @@ import asyncio
 import contextlib
 import logging
 import math
+import os
+import socket
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
@@ -57,6 +59,7 @@ from tasks.queue.scheduler import Scheduler
 from tasks.queue.scheduling_pass import make_queue_view
 from tasks.queue.settings import PoolSettings
 from tasks.queue.tables import QueueArtifacts
+from tasks.queue.worker_names import WorkerName
 from tasks.server.events import Announcer
 from tasks.server.flow_process import share_ssl_contexts
 from tasks.server.flow_runs import UPKEEP_FLOWS, ServerAway
@@ -395,6 +398,9 @@ class GangWorker(ProcessWorker):
         # By default, a worker is named after its host. Other programs read from this name which
         # hosts have a worker, and on which host a run is running.
         super().__init__(work_pool_name, name=name or host_name(), **options)
+        started_at = datetime.now(UTC).isoformat(timespec="seconds")
+        process = f"process {os.getpid()} on {socket.gethostname()}, started at {started_at}"
+        self._worker_name = WorkerName(work_pool_name, self.name, process)
 
     async def run(
         self, flow_run: FlowRun, configuration: ProcessJobConfiguration, task_status: Any = None
@@ -491,6 +497,25 @@ class GangWorker(ProcessWorker):
             if error.response.status_code < httpx.codes.INTERNAL_SERVER_ERROR:
                 raise
             self._logger.warning("Heartbeat failed: the server answered with an error: %s", error)
+        else:
+            await self._warn_of_same_name()
+
+    async def _warn_of_same_name(self) -> None:
+        """Log a warning if another live worker of the work pool has the name of this worker."""
+        try:
+            other = await self._worker_name.find_other(self.client)
+        except (httpx.HTTPError, PrefectException) as error:
+            self._logger.debug("The name of this worker was not compared: %r", error)
+            return
+        if other:
+            self._logger.warning(
+                "Another worker of the work pool %s is also named %s: %s. Muster and Prefect "
+                "cannot tell the two workers apart. Stop one of them, or start it with another "
+                "--name or MUSTER_HOST.",
+                self._work_pool_name,
+                self.name,
+                other,
+            )
 
     async def _get_scheduled_flow_runs(self) -> list[WorkerFlowRunResponse]:
         """Return a list with the next flow run that this worker must start, or an empty list.

@@ -1,0 +1,93 @@
+"""Detect two live workers of one work pool that have the same name.
+
+The Prefect server identifies a worker by its work pool and its name, so it counts both workers as
+one. Muster reads the host of a run from the name of its worker. With two workers of one name, a run
+would be attributed to the wrong host.
+
+Each worker writes its process into a Prefect variable of its name, at each synchronisation with the
+server. If the variable later contains another process, that process has written it in the meantime,
+and so that process is a live worker of the same name. Clocks are not compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from prefect.client.orchestration import PrefectClient
+from prefect.client.schemas.actions import VariableCreate, VariableUpdate
+
+#: Number of synchronisations without a sign of the other worker, after which it counts as ended.
+_SYNCS_UNTIL_FORGOTTEN = 3
+#: Text in the Prefect variable that explains its purpose to people who see it in the Prefect UI.
+_NOTE = "Muster: process of this worker. It shows if two workers have the same name."
+
+
+def name_variable(pool: str, worker: str) -> str:
+    """Return the name of the Prefect variable for the workers with a name.
+
+    Args:
+        pool: Name of the work pool.
+        worker: Name of the worker. It may contain characters that a variable's name may not have.
+    """
+    digest = hashlib.sha256(f"{pool}/{worker}".encode()).hexdigest()
+    return f"muster_worker_{digest[:24]}"
+
+
+def read_other_worker(value: object) -> str:
+    """Return the host and process of the other worker with the same name, or an empty string.
+
+    Args:
+        value: Value of the Prefect variable of the worker's name.
+    """
+    other = value.get("other") if isinstance(value, dict) else ""
+    return other if isinstance(other, str) else ""
+
+
+class WorkerName:
+    """The name of a worker, and the last sign of another worker with the same name."""
+
+    def __init__(self, pool: str, worker: str, process: str) -> None:
+        """
+        Args:
+            pool: Name of the work pool.
+            worker: Name of the worker.
+            process: Host and process id of this worker. Another worker has another text.
+        """
+        self._variable = name_variable(pool, worker)
+        self._fixed = {"note": _NOTE, "pool": pool, "worker": worker, "process": process}
+        self._process = process
+        self._other = ""
+        self._has_written = False
+        #: Number of synchronisations since the last sign of the other worker.
+        self._quiet_syncs = 0
+
+    async def find_other(self, client: PrefectClient) -> str:
+        """Write this process into the variable, and return the other worker with the same name.
+
+        Returns:
+            Host and process id of the other worker. Empty if there is no sign of another worker.
+
+        Raises:
+            httpx.HTTPError: The server did not answer, or rejected a request.
+        """
+        variable = await client.read_variable_by_name(self._variable)
+        value: Any = variable.value if variable is not None else None
+        writer = value.get("process") if isinstance(value, dict) else None
+
+        # Before the first write, the variable may contain an earlier process that has ended.
+        if self._has_written and isinstance(writer, str) and writer != self._process:
+            self._other = writer
+            self._quiet_syncs = 0
+        else:
+            self._quiet_syncs += 1
+        if self._quiet_syncs >= _SYNCS_UNTIL_FORGOTTEN:
+            self._other = ""
+
+        content = {**self._fixed, "other": self._other}
+        if variable is None:
+            await client.create_variable(VariableCreate(name=self._variable, value=content))
+        elif value != content:
+            await client.update_variable(VariableUpdate(name=self._variable, value=content))
+        self._has_written = True
+        return self._other

@@ -1,0 +1,92 @@
+"""Tests of the detection of two live workers with the same name."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tasks.queue.worker_names import WorkerName, name_variable, read_other_worker
+
+
+class Variables:
+    """A fake Prefect client that keeps variables."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+
+    async def read_variable_by_name(self, name: str) -> SimpleNamespace | None:
+        return SimpleNamespace(value=self.values[name]) if name in self.values else None
+
+    async def create_variable(self, variable: Any) -> None:
+        assert variable.name not in self.values
+        self.values[variable.name] = variable.value
+
+    async def update_variable(self, variable: Any) -> None:
+        assert variable.name in self.values
+        self.values[variable.name] = variable.value
+
+
+class Cluster:
+    """Workers of one server, each named by its letter in a script."""
+
+    def __init__(self, names: dict[str, tuple[str, str]]) -> None:
+        """
+        Args:
+            names: Work pool and name of each worker, by its letter.
+        """
+        self.client = Variables()
+        self._workers = {
+            letter: WorkerName(pool, name, f"process {letter}")
+            for letter, (pool, name) in names.items()
+        }
+
+    def synchronise(self, script: str) -> list[str]:
+        """Let workers synchronise in the order of the script; return what each one detects."""
+        return [
+            asyncio.run(self._workers[letter].find_other(self.client))  # type: ignore[arg-type]
+            for letter in script
+        ]
+
+
+SAME = {"a": ("gang", "node"), "b": ("gang", "node")}
+
+
+def test_two_live_workers_of_one_name_detect_each_other() -> None:
+    cluster = Cluster(SAME)
+
+    others = cluster.synchronise("abab")
+
+    assert others == ["", "", "process b", "process a"]
+    assert read_other_worker(cluster.client.values[name_variable("gang", "node")]) == "process a"
+
+
+def test_restarted_worker_is_no_second_worker() -> None:
+    cluster = Cluster(SAME)
+
+    others = cluster.synchronise("aaabbb")
+
+    assert others == [""] * 6
+
+
+def test_other_worker_is_forgotten_after_it_has_ended() -> None:
+    cluster = Cluster(SAME)
+
+    others = cluster.synchronise("abaaaa")
+
+    assert others == ["", "", "process b", "process b", "process b", ""]
+    assert read_other_worker(cluster.client.values[name_variable("gang", "node")]) == ""
+
+
+@pytest.mark.parametrize("other", [("gang", "node-2"), ("other", "node")])
+def test_workers_of_other_names_or_pools_are_not_compared(other: tuple[str, str]) -> None:
+    cluster = Cluster({"a": ("gang", "node"), "b": other})
+
+    assert cluster.synchronise("ababab") == [""] * 6
+
+
+@pytest.mark.parametrize("value", [None, "text", {}, {"other": 1}, {"process": "process a"}])
+def test_foreign_value_of_the_variable_names_no_other_worker(value: object) -> None:
+    assert read_other_worker(value) == ""
