@@ -6,8 +6,11 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
+from deployments.stack import part_checks
+from deployments.stack.env import POOL
 from tasks.queue.worker_names import WorkerName, name_variable, read_other_worker
 
 
@@ -90,3 +93,28 @@ def test_workers_of_other_names_or_pools_are_not_compared(other: tuple[str, str]
 @pytest.mark.parametrize("value", [None, "text", {}, {"other": 1}, {"process": "process a"}])
 def test_foreign_value_of_the_variable_names_no_other_worker(value: object) -> None:
     assert read_other_worker(value) == ""
+
+
+@pytest.mark.parametrize("other", ["", "process 7 on node"])
+def test_status_names_the_other_worker_of_the_same_name(other: str) -> None:
+    heartbeat = {"name": "node", "status": "ONLINE", "last_heartbeat_time": "2026-01-02T00:00:00Z"}
+    contents = {
+        "/health": {},
+        f"/api/work_pools/{POOL}/workers/filter": [heartbeat],
+        f"/api/variables/name/{name_variable(POOL, 'node')}": {"value": {"other": other}},
+    }
+    stack: Any = SimpleNamespace(
+        api_url="http://server/api",
+        worker="node",
+        worker_health="http://worker/health",
+        started_at=0.0,
+    )
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, json=contents[request.url.path])
+
+    with httpx.Client(transport=httpx.MockTransport(answer)) as client:
+        check = part_checks._check_worker(client, stack)
+
+    assert check.problem == ""
+    assert check.description == (f"node (also the name of {other})" if other else "node")
