@@ -50,15 +50,18 @@ _COPY_TRIES = 5
 class LogCopy:
     """Copies the log of a Ray job's driver to a local file.
 
-    Ray can send a log only from the log's beginning. This class skips the bytes that the local file
-    already contains. Copying can therefore continue after a lost connection, and also in another
-    process.
+    Ray can send a log only from the log's beginning. This class skips the bytes that were copied
+    before. Copying can therefore continue after a lost connection, and after log rotation has
+    moved, truncated or removed the local file. In another process, copying continues after the
+    bytes that the local file contains.
     """
 
     _dashboard: Dashboard
     _submission_id: str
     _path: Path
     _is_writing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    #: Number of bytes of the log that were copied. None before the local file was opened.
+    _copied_bytes: int | None = None
 
     async def follow(self, node_id: str) -> None:
         """Copy the log while it grows, until this call is cancelled.
@@ -106,19 +109,27 @@ class LogCopy:
         """
         async with self._is_writing:
             with await asyncio.to_thread(self._path.open, "ab", buffering=0) as log:
-                bytes_to_skip = log.tell()
+                if self._copied_bytes is None:
+                    self._copied_bytes = log.tell()
+                bytes_to_skip = self._copied_bytes
                 chunks = self._dashboard.log(self._submission_id, node_id, follow=follow)
                 async with contextlib.aclosing(chunks):
                     async for chunk in chunks:
                         if new_bytes := chunk[bytes_to_skip:]:
-                            await finish_thread_work(asyncio.to_thread(_write, log, new_bytes))
+                            await finish_thread_work(asyncio.to_thread(self._write, log, new_bytes))
                         bytes_to_skip = max(0, bytes_to_skip - len(chunk))
 
+    def _write(self, log: io.FileIO, data: bytes) -> None:
+        """Write all bytes to an unbuffered file. One `write` call may accept only a part of them.
 
-def _write(log: io.FileIO, data: bytes) -> None:
-    """Write all bytes to an unbuffered file. One `write` call may accept only a part of them."""
-    while data:
-        data = data[log.write(data) :]
+        Raises:
+            OSError: The disk is full, for example. The bytes before the failure are counted.
+        """
+        assert self._copied_bytes is not None
+        while data:
+            written_bytes = log.write(data)
+            self._copied_bytes += written_bytes
+            data = data[written_bytes:]
 
 
 _log = logging.getLogger(__name__)

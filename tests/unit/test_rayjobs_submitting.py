@@ -158,6 +158,34 @@ async def test_only_missing_bytes_of_a_log_are_copied(
     assert (path.read_bytes(), problem) == (log, "")
 
 
+@pytest.mark.parametrize("rotation", ["move", "truncate", "remove"])
+@pytest.mark.asyncio
+async def test_copy_continues_after_the_local_log_was_rotated(
+    tmp_path: Path, rotation: str
+) -> None:
+    remote_log = b"first\n"
+
+    async def read_log(*_: object, **__: object) -> AsyncIterator[bytes]:
+        yield remote_log
+
+    dashboard: Any = SimpleNamespace(log=read_log)
+    path = tmp_path / "trainer.log"
+    log_copy = LogCopy(dashboard, "r--a01", path)
+    await log_copy.complete("node")
+    match rotation:
+        case "move":
+            path.rename(tmp_path / "trainer.log.1")
+        case "truncate":
+            path.write_bytes(b"")
+        case "remove":
+            path.unlink()
+    remote_log += b"second\n"
+
+    problem = await log_copy.complete("node")
+
+    assert (path.read_bytes(), problem) == (b"second\n", "")
+
+
 def test_submission_file_of_an_earlier_process_is_continued(plan: JobPlan) -> None:
     SubmissionFile.begin(plan).note(submitted_at=12.0)
 
