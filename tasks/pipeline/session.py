@@ -109,7 +109,7 @@ FindUnfitStages = Callable[[PipelineSpec], Sequence[Fault]]
 class PipelineSession:
     """One pipeline that runs in this process.
 
-    `interrupt`, `hurry` and `let_go` may be called by any thread.
+    `interrupt`, `hurry` and `hand_over` may be called by any thread.
     """
 
     def __init__(self, spec: PipelineSpec, *, flow_run_id: UUID, api_url: str) -> None:
@@ -170,7 +170,7 @@ class PipelineSession:
         """Request that cancelled runs skip their grace periods, and return at once."""
         self._is_hurried = True
 
-    def let_go(self, why: str) -> None:
+    def hand_over(self, why: str) -> None:
         """Request that the next flow process continues the pipeline, and return at once."""
         self.hand_over_reason = self.hand_over_reason or why
         self._ending.set()

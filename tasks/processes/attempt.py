@@ -57,7 +57,7 @@ from tasks.processes.progress import (
     growing_intervals,
     make_step_reader,
 )
-from tasks.processes.registry import RunRegister
+from tasks.processes.registry import RunRegistration
 from tasks.processes.start_errors import describe_start_error
 from tasks.processes.time_to_save import TimeToSave
 from tasks.record.causes import Cause, Role, find_cause, last_lines
@@ -408,7 +408,7 @@ class SupervisedAttempt:
         plan: AttemptPlan,
         ports: PortsReserved,
         emit: Emit,
-        register: RunRegister | None = None,
+        register: RunRegistration | None = None,
         template: GuardianTemplate | None = None,
         replan: Callable[[str], AttemptPlan] | None = None,
     ) -> None:

@@ -179,7 +179,7 @@ class AttemptContext:
     ports: PortsReserved
     emit: Emit
     #: Registry of the run on disk; None if the run is not registered.
-    register: registry.RunRegister | None
+    register: registry.RunRegistration | None
     #: Helper process that forks the guardians, the processes that own the components. If None,
     #: `begin` starts the helper process when it is needed.
     template: InitVar[GuardianTemplate | None] = None

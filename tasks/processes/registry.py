@@ -261,7 +261,7 @@ class EntryWriter:
         self.entry_disk.do(partial(leave, self.directory, component))
 
 
-class RunRegister(EntryWriter):
+class RunRegistration(EntryWriter):
     """The registry directory of one run, locked by the process that supervises the run.
 
     `close` removes the directory.
@@ -331,7 +331,7 @@ class RunRegister(EntryWriter):
                 raise
 
     @staticmethod
-    def opened(run_id: str, **about: object) -> RunRegister:
+    def opened(run_id: str, **about: object) -> RunRegistration:
         """Register a run with this process as its owner.
 
         Args:
@@ -339,14 +339,14 @@ class RunRegister(EntryWriter):
             about: Further fields of `Owner`.
 
         Raises:
-            OSError: See `RunRegister`.
+            OSError: See `RunRegistration`.
         """
         keep_private()
         me = ProcessId.of(os.getpid())
         owner = Owner.model_validate(
             {"run_id": run_id, "host": host_name(), "process": me, **about}
         )
-        return RunRegister(owner)
+        return RunRegistration(owner)
 
     def note_leftovers(self, made: set[Path], removed: set[Path]) -> None:
         """Update the list of files that must be removed when the run has ended.
@@ -717,7 +717,7 @@ class _Lock:
     #: Pid of the process that took the lock. A forked child does not have the lock.
     pid: int
     #: The run's register if this process owns the run. None if it has claimed a lost run.
-    register: RunRegister | None
+    register: RunRegistration | None
 
 
 #: Registry directories that this process has locked. The kernel releases a POSIX lock as soon as

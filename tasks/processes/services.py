@@ -25,7 +25,7 @@ from tasks.processes.loop_thread import LoopThread
 from tasks.processes.owned_tasks import cancel_tasks
 from tasks.processes.ports import PortsReserved
 from tasks.processes.process_component import ProcessComponent
-from tasks.processes.registry import RunRegister
+from tasks.processes.registry import RunRegistration
 from tasks.record.events import Emit
 from tasks.record.outcome import ComponentFailed, Exit, Failure
 from tasks.spec.errors import RunEnded
@@ -396,7 +396,7 @@ class Services:
         ports: PortsReserved,
         emit: Emit,
         *,
-        register: RunRegister | None = None,
+        register: RunRegistration | None = None,
         needs: Mapping[str, str] | None = None,
         policy: RestartPolicy | None = None,
         on_change: Callable[[ServiceReport], None] = lambda report: None,

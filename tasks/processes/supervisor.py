@@ -11,7 +11,7 @@ from tasks.processes.component import AttemptPlan
 from tasks.processes.guarded import GuardianTemplate
 from tasks.processes.loop_thread import LoopThread
 from tasks.processes.ports import PortsReserved
-from tasks.processes.registry import RunRegister
+from tasks.processes.registry import RunRegistration
 from tasks.record.events import Emit
 from tasks.record.outcome import Failure, Verdict
 from tasks.record.states import RunState
@@ -35,7 +35,7 @@ class Supervisor:
         plan: AttemptPlan,
         ports: PortsReserved,
         emit: Emit,
-        register: RunRegister | None = None,
+        register: RunRegistration | None = None,
         template: GuardianTemplate | None = None,
         replan: Callable[[str], AttemptPlan] | None = None,
     ) -> None:

@@ -36,7 +36,7 @@ from tasks.queue.settings import (
     CLUSTER_OF_POOL,
     DEFAULT_POOL,
     FaultyNode,
-    NotThere,
+    MissingFromServer,
     PoolSettings,
     settings_in,
     write_settings,
@@ -262,7 +262,8 @@ def find_cluster(flow_run_id: UUID) -> str:
     returns the only cluster in the settings of the run's work pool.
 
     Raises:
-        NotThere: The run has no grant, and its work pool does not list exactly one cluster.
+        MissingFromServer: The run has no grant, and its work pool does not list exactly one
+            cluster.
     """
 
     async def find_address() -> str:
@@ -274,7 +275,7 @@ def find_cluster(flow_run_id: UUID) -> str:
             pool = await _find_gang_pool(client, flow_run)
         settings = settings_in(pool) if pool is not None else PoolSettings()
         if not settings.cluster_of_pool:
-            raise NotThere(settings.explain_missing_cluster())
+            raise MissingFromServer(settings.explain_missing_cluster())
         return settings.cluster_of_pool[CLUSTER_OF_POOL]
 
     return asyncio.run(find_address())
@@ -302,7 +303,7 @@ async def note_failure(flow_run_id: UUID, run_id: str, failure: Failure) -> None
 
     Raises:
         httpx.HTTPError, PrefectException: The server did not answer.
-        NotThere: The settings of the pool cannot be read or changed.
+        MissingFromServer: The settings of the pool cannot be read or changed.
     """
     async with get_client() as client:
         flow_run = await client.read_flow_run(flow_run_id)

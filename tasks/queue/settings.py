@@ -201,7 +201,7 @@ def with_settings(base_job_template: Mapping[str, Any], settings: PoolSettings) 
     return template
 
 
-class NotThere(MusterError):
+class MissingFromServer(MusterError):
     """The Prefect server does not have a named object, or the content of the object is invalid."""
 
 
@@ -215,13 +215,13 @@ async def read_pool(client: PrefectClient, name: str) -> WorkPool:
     """Read the work pool with the given name from the server.
 
     Raises:
-        NotThere: The server has no work pool of this name.
+        MissingFromServer: The server has no work pool of this name.
     """
     try:
         return await client.read_work_pool(name)
     except ObjectNotFound:
         existing = _join_names(pool.name for pool in await client.read_work_pools())
-        raise NotThere(
+        raise MissingFromServer(
             f"the Prefect server has no work pool {name}; it has: {existing}. "
             f"Name one of them with --pool, or create it: "
             f"`prefect work-pool create {name} --type gang`. `muster up` creates the pool gang"
@@ -232,12 +232,12 @@ def settings_in(pool: WorkPool) -> PoolSettings:
     """Return the settings of a work pool.
 
     Raises:
-        NotThere: The settings are invalid. The message says how to correct them.
+        MissingFromServer: The settings are invalid. The message says how to correct them.
     """
     try:
         return settings_of(pool.base_job_template)
     except ValidationError as error:
-        raise NotThere(
+        raise MissingFromServer(
             f"the settings of the work pool {pool.name} can't be read: {_describe(error)}. Correct "
             "them in the UI (the pool, Edit, Advanced: variables.properties.gang.default)"
         ) from None
@@ -259,10 +259,10 @@ async def write_settings(client: PrefectClient, pool: WorkPool, settings: PoolSe
         settings: The new settings.
 
     Raises:
-        NotThere: The pool has no base job template yet, so it cannot store settings.
+        MissingFromServer: The pool has no base job template yet, so it cannot store settings.
     """
     if not pool.base_job_template.get("job_configuration"):
-        raise NotThere(
+        raise MissingFromServer(
             f"the work pool {pool.name} has no job template yet, so it can store no settings. "
             "Start its worker once, which creates the template: prefect worker start --pool "
             f"{pool.name}"
@@ -300,12 +300,12 @@ def with_drained(
         is_drained: True to drain the nodes, False to undrain them.
 
     Raises:
-        NotThere: A name is neither a present node nor a node in the settings.
+        MissingFromServer: A name is neither a present node nor a node in the settings.
     """
     known = {node.name for node in settings.nodes} | {*present, *settings.drained}
     known |= {faulty.node for faulty in settings.faulty}
     if unknown := [name for name in names if name not in known]:
-        raise NotThere(
+        raise MissingFromServer(
             f"there is no node {join_commas(unknown)}; the nodes are: {_join_names(known)}. "
             "The settings are unchanged. "
             "To drain an absent node, write its name into the pool's settings in the UI"

@@ -24,7 +24,7 @@ from tasks.queue.grants import state_of
 from tasks.queue.ledger import parse_request
 from tasks.queue.reasons import describe_gang
 from tasks.queue.scheduling_pass import QueuedRun, QueueView
-from tasks.queue.settings import NotThere
+from tasks.queue.settings import MissingFromServer
 from tasks.ray.usage import ClusterNode
 from tasks.server.artifacts import Artifacts
 from tasks.server.flow_runs import HELD, SILENT_AFTER_S, connect_to_server, find_worker
@@ -374,12 +374,14 @@ async def explain(
         read_view: Function that reads the queue and the nodes of the work pool with the given name.
 
     Raises:
-        NotThere: The server has no such flow run.
+        MissingFromServer: The server has no such flow run.
     """
     try:
         flow_run = await client.read_flow_run(UUID(flow_run_id))
     except ObjectNotFound:
-        raise NotThere(f"the Prefect server has no flow run with the id {flow_run_id}") from None
+        raise MissingFromServer(
+            f"the Prefect server has no flow run with the id {flow_run_id}"
+        ) from None
     view = await read_view(flow_run.work_pool_name or pool)
     lines = describe_run(flow_run, view)
     if warning := await _warn_of_silent_worker(client, flow_run, view.at):

@@ -160,7 +160,7 @@ def job_exit(
     return Exit.from_return_code(None, at_monotonic_s, note)
 
 
-def job_last_words(log_end: str, job: JobState | None) -> str:
+def read_last_job_lines(log_end: str, job: JobState | None) -> str:
     """Return the last lines of a job's output, in which Muster searches the cause of a failure.
 
     Args:

@@ -30,8 +30,8 @@ from tasks.ray.end import (
     count_held_gpus,
     earliest_end,
     job_exit,
-    job_last_words,
     list_actors_and_groups,
+    read_last_job_lines,
 )
 from tasks.ray.nodes import examine, warn
 from tasks.ray.submission import JobPlan, SubmissionFile
@@ -228,7 +228,7 @@ class RayJob(RunningComponent):
         Lines that Ray has written to the log are removed.
         """
         log_end = super().read_log_end(since, until)
-        return job_last_words(log_end, self._state if self._is_final else None)
+        return read_last_job_lines(log_end, self._state if self._is_final else None)
 
     @property
     def _is_final(self) -> bool:

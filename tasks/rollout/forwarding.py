@@ -383,7 +383,7 @@ class _ForwardedRequest:
         ):
             return request.send(make_error(404, "not_found", f"{path} {_NOT_PASSED_ON}"))
         try:
-            self._body, is_whole = await request.upto(_LONGEST_BODY)
+            self._body, is_whole = await request.read_up_to(_LONGEST_BODY)
         except Malformed as error:
             return request.send(make_unreadable_body_error(error))
         if not is_whole:
@@ -547,7 +547,7 @@ class _ForwardedRequest:
         is_generated = self._is_generation and server.status < 400
         length = server.content_length
         if length is not None and length <= _WHOLE_BYTES:
-            body, _ = await content.upto(_WHOLE_BYTES)
+            body, _ = await content.read_up_to(_WHOLE_BYTES)
             if body and is_generated:
                 self._shared.note_generated_piece(entrypoint)
             return request.send(Answer(server.status, body, headers, server.reason))

@@ -541,7 +541,7 @@ class Gateway:
         """
         _method, model, carry_out = _ORDERS[path]
         try:
-            body, is_whole = await request.upto(_LONGEST_ORDER)
+            body, is_whole = await request.read_up_to(_LONGEST_ORDER)
             if not is_whole:
                 return make_bad_request_error(f"an order has at most {_LONGEST_ORDER} bytes")
             order = model.model_validate_json(body.strip() or b"{}")

@@ -164,7 +164,9 @@ class Body:
             self._wire.release_reading()
         return unread
 
-    async def upto(self, most: int, *, piece_within_s: float | None = None) -> tuple[bytes, bool]:
+    async def read_up_to(
+        self, most: int, *, piece_within_s: float | None = None
+    ) -> tuple[bytes, bool]:
         """Read the body to its end, or until more than `most` bytes were read.
 
         Args:
@@ -402,7 +404,7 @@ class HttpRequest:
     #: Encoded head of the response until the head is sent, then empty.
     _unsent_head: bytes = b""
 
-    async def upto(self, most: int) -> tuple[bytes, bool]:
+    async def read_up_to(self, most: int) -> tuple[bytes, bool]:
         """Read the request body to its end, or until more than `most` bytes were read.
 
         If the client waits for the interim response 100 before it sends the body, send it.
@@ -422,7 +424,7 @@ class HttpRequest:
         if expected == "100-continue" and not self.is_http_1_0 and self.content.is_waiting:
             self.wire.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         try:
-            return await self.content.upto(most, piece_within_s=BODY_PIECE_WITHIN_S)
+            return await self.content.read_up_to(most, piece_within_s=BODY_PIECE_WITHIN_S)
         except TimeoutError:
             why = f"no more of it came within {BODY_PIECE_WITHIN_S:g} s"
             raise Malformed(why, 408) from None

@@ -170,7 +170,7 @@ class HttpProber:
                 ask.method, url, target, headers=headers, body=body, is_last_try=True
             )
             try:
-                content, _ = await server.content.upto(_MAX_BODY_BYTES)
+                content, _ = await server.content.read_up_to(_MAX_BODY_BYTES)
             except BrokenOff as error:
                 raise Malformed(str(error)) from error
             finally:

@@ -157,7 +157,7 @@ class Interruptible(Protocol):
     def hurry(self) -> None:
         """Skip the remaining grace periods. `interrupt` must have been called before."""
 
-    def let_go(self, why: str) -> None:
+    def hand_over(self, why: str) -> None:
         """Start to end this process, so that the next flow process continues the run or pipeline.
 
         Args:
@@ -241,7 +241,7 @@ class ForwardedRequests:
         if observed.change is Change.DELETED:
             self._session.interrupt(_DELETED)
         elif observed.change in (Change.NONE, Change.SET_BACK):
-            self._session.let_go("its flow process was ended by SIGTERM")
+            self._session.hand_over("its flow process was ended by SIGTERM")
         else:
             self.take_observation(observed)
 

@@ -29,7 +29,7 @@ from tasks.processes.containment import probe
 from tasks.processes.guarded import Command
 from tasks.processes.own_modules import make_own_command
 from tasks.processes.ports import PortsReserved
-from tasks.processes.registry import RunRegister
+from tasks.processes.registry import RunRegistration
 from tasks.processes.services import Services
 from tasks.record.causes import read_tail
 from tasks.record.places import make_server_password, muster_home, read_own_file
@@ -90,7 +90,7 @@ def prefect_server(password: str | None = None) -> Iterator[str]:
         if password is None:
             password = make_server_password()
         plan = _make_plan(Path(home), ports.numbers[port_name], url, password)
-        register = RunRegister.opened(plan.run_id, leftovers=(Path(home),))
+        register = RunRegistration.opened(plan.run_id, leftovers=(Path(home),))
         with (
             closing(register),
             # `Services` restarts the server if the server dies. Meanwhile, the run continues, and

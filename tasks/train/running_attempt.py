@@ -10,7 +10,7 @@ from tasks.processes.component import AttemptPlan
 from tasks.processes.containment import Containment, Level
 from tasks.processes.guarded import GuardianTemplate
 from tasks.processes.guards import tag_of
-from tasks.processes.registry import RunRegister
+from tasks.processes.registry import RunRegistration
 from tasks.processes.supervisor import Supervisor
 from tasks.record.events import Emit
 from tasks.record.outcome import Verdict
@@ -57,7 +57,7 @@ class RunningAttempt:
         spec: AttemptSpec,
         *,
         emit: Emit,
-        register: RunRegister,
+        register: RunRegistration,
         note_ports: Callable[[Mapping[str, int]], None],
         template: GuardianTemplate | None = None,
     ) -> None:

@@ -19,7 +19,7 @@ from tasks.processes.guarded import GuardianTemplate
 from tasks.processes.identity import host_name
 from tasks.processes.place_reader import PlaceReader, PlaceTimeout
 from tasks.processes.ports import PortsReserved
-from tasks.processes.registry import RunRegister
+from tasks.processes.registry import RunRegistration
 from tasks.processes.shared_memory import remove_unused
 from tasks.processes.supervisor import Supervisor
 from tasks.record import code_store
@@ -106,7 +106,7 @@ class CheckpointsUnreadable(MusterError):
 class RunSession:
     """One run, from its first attempt to its final state.
 
-    `interrupt`, `hurry` and `let_go` may be called from any thread.
+    `interrupt`, `hurry` and `hand_over` may be called from any thread.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class RunSession:
         #: the run then takes over the jobs.
         self.adopts_jobs = spec.on_lost_flow == "adopt"
         finish_predecessor(run_id, adopts=self.adopts_jobs)
-        self._register = RunRegister.opened(
+        self._register = RunRegistration.opened(
             run_id,
             flow_run_id=str(flow_run_id),
             api_url=api_url,
@@ -277,7 +277,7 @@ class RunSession:
         """Skip the remaining grace periods of an interrupted run. Return at once."""
         self._end_request.hurry()
 
-    def let_go(self, why: str) -> None:
+    def hand_over(self, why: str) -> None:
         """End the run's work in this process, but let its Ray jobs run. Return at once.
 
         Another process of the run will continue the Ray jobs.

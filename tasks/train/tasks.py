@@ -157,13 +157,13 @@ def admit(run: RunSession) -> State[None]:
     # Import these modules only now: the import takes 0.1 s, which other runs need not wait for.
     from tasks.queue.admission import Admitted, find_cluster, wait_for_gang
     from tasks.queue.decision import Refused
-    from tasks.queue.settings import NotThere
+    from tasks.queue.settings import MissingFromServer
     from tasks.upkeep.reconcile import reconcile_while_waiting
 
     if reason:
         try:
             run.ray_address = find_cluster(run.flow_run_id)
-        except NotThere as error:
+        except MissingFromServer as error:
             return Failed(message=run.fail(FailureKind.USER_ERROR, str(error)).message)
         return Completed(message=f"admitted: {reason}")
 

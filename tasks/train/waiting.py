@@ -179,11 +179,11 @@ def _report_bad_nodes(run: RunSession, failure: Failure) -> None:
     """Report the nodes that caused a failure to the scheduler, which then avoids these nodes."""
     # Import these modules only now: the import takes 0.1 s, which other runs need not wait for.
     from tasks.queue.admission import note_failure
-    from tasks.queue.settings import NotThere
+    from tasks.queue.settings import MissingFromServer
 
     try:
         asyncio.run(note_failure(run.flow_run_id, run.run_id, failure))
-    except (httpx.HTTPError, PrefectException, NotThere) as error:
+    except (httpx.HTTPError, PrefectException, MissingFromServer) as error:
         _log.warning(
             "%s may get the same nodes again, because the scheduler was not notified: %r",
             run.run_id,

@@ -20,7 +20,7 @@ import yaml
 from tasks.processes.component import AttemptPlan, ComponentPlan
 from tasks.processes.guarded import Command
 from tasks.processes.ports import PortsReserved
-from tasks.processes.registry import RunRegister
+from tasks.processes.registry import RunRegistration
 from tasks.processes.supervisor import Supervisor
 from tasks.record.events import EventLog
 from tasks.spec.probes import LiveProbe, ReadyProbe
@@ -145,7 +145,7 @@ def supervisor_of(
     ready: Mapping[str, ReadyProbe | None],
     ports: PortsReserved | None = None,
     live: Mapping[str, LiveProbe] | None = None,
-    register: RunRegister | None = None,
+    register: RunRegistration | None = None,
     stall_after_s: float | None = None,
 ) -> Supervisor:
     """Return a Supervisor for components, with an event log and without Prefect.

@@ -153,7 +153,7 @@ def _cpu_of_watching(windows: int, window_s: float) -> tuple[list[float], list[f
     """
     with folder() as place, ExitStack() as stack:
         other_threads = _watch_threads()
-        register = registry.RunRegister.opened("benchmark")
+        register = registry.RunRegistration.opened("benchmark")
         stack.callback(register.close)
         commands = {name: part("wait", name, place) for name in NAMES}
         ready = {name: ReadyProbe(file=f"{name}.ready") for name in NAMES}

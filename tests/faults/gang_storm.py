@@ -46,7 +46,7 @@ from typing import Any
 import httpx
 
 from tests.support.gang_hosts import OtherHost, other_host
-from tests.support.gang_networks import HERE, Cable, cables, explain_missing_networks
+from tests.support.gang_networks import HERE, NetworkLink, cables, explain_missing_networks
 from tests.support.gang_pool import GangPool, Host, gang_pool, list_leftovers
 from tests.support.gang_referee import FINAL, judge
 from tests.support.help import HelpFormatter
@@ -104,7 +104,7 @@ _NODES = {"host-a": 8, "host-b": 8, "host-c": 8}
 
 
 @dataclass(kw_only=True)
-class Storm:
+class StormVariant:
     """One running variant of the test; the module's docstring lists the variants."""
 
     #: Work pool with its Prefect server.
@@ -189,11 +189,11 @@ class Storm:
         return list(flow_runs)
 
 
-def nothing(storm: Storm) -> None:
+def nothing(storm: StormVariant) -> None:
     """Inject no fault."""
 
 
-def kill_worker(storm: Storm) -> None:
+def kill_worker(storm: StormVariant) -> None:
     """Kill a random worker three times, and start it again each time."""
     # Runs whose GPUs are on this host wait until the host has a worker again. Runs that were
     # submitted later may start on other hosts before them.
@@ -206,7 +206,9 @@ def kill_worker(storm: Storm) -> None:
         host.start_worker()
 
 
-def kill_at(storm: Storm, host: WorkingHost, moment: Callable[[Storm], str] | None) -> None:
+def kill_at(
+    storm: StormVariant, host: WorkingHost, moment: Callable[[StormVariant], str] | None
+) -> None:
     """Kill the worker of a host, either in a chosen moment or at a random time.
 
     Args:
@@ -228,7 +230,7 @@ def kill_at(storm: Storm, host: WorkingHost, moment: Callable[[Storm], str] | No
     storm.done.append(f"the worker of {host.name} killed: {description or 'not met'}")
 
 
-def _granted(storm: Storm) -> str:
+def _granted(storm: StormVariant) -> str:
     """Return the name of a run whose GPUs are granted and that is not PENDING yet.
 
     Return an empty string if there is no such run.
@@ -237,7 +239,7 @@ def _granted(storm: Storm) -> str:
     return f"{runs[0]['name']} granted" if runs else ""
 
 
-def _pending(storm: Storm) -> str:
+def _pending(storm: StormVariant) -> str:
     """Return the name of a run that is PENDING and has no process yet.
 
     Return an empty string if there is no such run.
@@ -246,13 +248,13 @@ def _pending(storm: Storm) -> str:
     return f"{runs[0]['name']} pending" if runs else ""
 
 
-def two_workers(storm: Storm) -> None:
+def two_workers(storm: StormVariant) -> None:
     """Start a second worker on each host."""
     for host in storm.hosts:
         host.start_worker("second")
 
 
-def restart_server(storm: Storm) -> None:
+def restart_server(storm: StormVariant) -> None:
     """Kill the Prefect server twice, and start it again each time after up to 5 s."""
     for number in range(_RESTARTS):
         storm.until_ended((number + 1) / (_RESTARTS + 1))
@@ -263,7 +265,7 @@ def restart_server(storm: Storm) -> None:
         storm.done.append(f"server killed for {away_s:.1f} s and its start")
 
 
-def cancel_some(storm: Storm) -> None:
+def cancel_some(storm: StormVariant) -> None:
     """Cancel up to a quarter of the runs, in different states."""
     cancel_count = storm.runs // 4
     kinds = ("SCHEDULED", "PENDING", "RUNNING")
@@ -275,7 +277,7 @@ def cancel_some(storm: Storm) -> None:
             cancel(storm, storm.random.choice(runs), kind)
 
 
-def cancel(storm: Storm, run: dict[str, Any], kind: str) -> None:
+def cancel(storm: StormVariant, run: dict[str, Any], kind: str) -> None:
     """Cancel a run, unless it was cancelled before, and store its allowed final states.
 
     Args:
@@ -336,7 +338,7 @@ class WorkingHost:
 @contextlib.contextmanager
 def _hosts(
     pool: GangPool,
-    network_cables: Sequence[Cable | None] = (),
+    network_cables: Sequence[NetworkLink | None] = (),
     settings: Mapping[str, str] | None = None,
     *,
     is_shared: bool = False,
@@ -366,7 +368,7 @@ def _hosts(
         yield hosts
 
 
-def lose_host(storm: Storm) -> None:
+def lose_host(storm: StormVariant) -> None:
     """Kill a worker that has just received a run, and do not start it again."""
     # The run returns to the queue, and the host is removed from the pool, only after the worker
     # has sent no heartbeats for a while. Runs that were submitted later may start in this time.
@@ -377,13 +379,13 @@ def lose_host(storm: Storm) -> None:
     storm.done.append(f"the worker of {name} killed")
 
 
-def _counts_by_host(storm: Storm) -> list[str]:
+def _counts_by_host(storm: StormVariant) -> list[str]:
     """Return the number of runs of each host as text."""
     counts = Counter(_host_of(run) for run in storm.pool.flow_runs().values())
     return [f"{count} runs on {name or 'no host'}" for name, count in sorted(counts.items())]
 
 
-def _starting_host(storm: Storm) -> str:
+def _starting_host(storm: StormVariant) -> str:
     """Return the host of a run that is PENDING and has no process yet.
 
     Return an empty string if there is no such run.
@@ -399,7 +401,7 @@ def _host_of(run: Mapping[str, Any]) -> str:
 
 
 #: Function that injects the faults of each variant.
-_VARIANTS: dict[str, Callable[[Storm], None]] = {
+_VARIANTS: dict[str, Callable[[StormVariant], None]] = {
     "plain": nothing,
     "worker-killed": kill_worker,
     "two-workers": two_workers,
@@ -415,7 +417,7 @@ def run_variant(name: str, runs: int, seed: int, directory: Path) -> list[str]:
     """Run one variant, print its result, and return a message for each violated requirement."""
     began = time.monotonic()
     with gang_pool(directory, nodes=_NODES) as pool, _hosts(pool) as hosts:
-        storm = Storm(pool=pool, hosts=hosts, random=Random(f"{seed} {name}"), runs=runs)
+        storm = StormVariant(pool=pool, hosts=hosts, random=Random(f"{seed} {name}"), runs=runs)
         # All specs are drawn first, because the seed cannot repeat draws that depend on timing.
         specs = list(storm.specs(failing_share=0.3 if name == "requeues" else 0.0))
         with storm.submitting(iter(specs)):
@@ -426,7 +428,9 @@ def run_variant(name: str, runs: int, seed: int, directory: Path) -> list[str]:
     return faults
 
 
-def verdict_of(storm: Storm, nodes: Mapping[str, int], *, by_states: bool = True) -> list[str]:
+def verdict_of(
+    storm: StormVariant, nodes: Mapping[str, int], *, by_states: bool = True
+) -> list[str]:
     """Wait until all runs have ended, and check their histories.
 
     Returns:
@@ -475,7 +479,9 @@ def run_on_postgres(runs: int, seed: int, directory: Path) -> list[str]:
         hosts = stack.enter_context(
             _hosts(pool, network_cables, read_settings("muster.env"), is_shared=True)
         )
-        storm = Storm(pool=pool, hosts=hosts, random=Random(f"{seed} {_POSTGRES}"), runs=runs)
+        storm = StormVariant(
+            pool=pool, hosts=hosts, random=Random(f"{seed} {_POSTGRES}"), runs=runs
+        )
         # Runs of a killed worker return to the queue only after it has sent no heartbeats for a
         # while. Runs that were submitted later may start in this time.
         storm.late_s = 60.0
@@ -489,7 +495,9 @@ def run_on_postgres(runs: int, seed: int, directory: Path) -> list[str]:
     return faults
 
 
-def _restart_each_part(storm: Storm, hosts: Sequence[WorkingHost], database: Postgres) -> None:
+def _restart_each_part(
+    storm: StormVariant, hosts: Sequence[WorkingHost], database: Postgres
+) -> None:
     """Kill and restart each worker, the server and the database, one after the other."""
 
     def restart_worker(host: WorkingHost, away_s: float) -> str:
@@ -548,7 +556,7 @@ def run_on_ray(runs: int, seed: int, directory: Path) -> list[str]:
     began = time.monotonic()
     os.environ.update(RAY_ENV)
     with RayCluster.run() as cluster, gang_pool(directory, nodes={}) as pool:
-        storm = Storm(pool=pool, random=Random(f"{seed} {_RAY}"), runs=runs)
+        storm = StormVariant(pool=pool, random=Random(f"{seed} {_RAY}"), runs=runs)
         pool.start_worker()
         with storm.submitting(_ray_specs(storm, cluster, directory)):
             nothing(storm)
@@ -562,7 +570,9 @@ def run_on_ray(runs: int, seed: int, directory: Path) -> list[str]:
     return faults
 
 
-def _ray_specs(storm: Storm, cluster: RayCluster, directory: Path) -> Iterator[dict[str, Any]]:
+def _ray_specs(
+    storm: StormVariant, cluster: RayCluster, directory: Path
+) -> Iterator[dict[str, Any]]:
     """Yield random run specs for the test on Ray, and write the program of their Ray jobs."""
     code = directory / "code"
     code.mkdir()

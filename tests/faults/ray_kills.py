@@ -233,7 +233,7 @@ def run_trial(trial: Trial) -> Trial:
     begin(trial)
     kill_at_its_moment(trial)
     deadline = time.monotonic() + _TRUE_WITHIN_S
-    while (faults := untruths(trial)) and time.monotonic() < deadline:
+    while (faults := find_record_errors(trial)) and time.monotonic() < deadline:
         time.sleep(1.0)
     trial.faults += faults
     return trial
@@ -290,7 +290,7 @@ def started_ticks(pid: int) -> int:
     return int((text_of(Path(f"/proc/{pid}/stat")).rpartition(") ")[2].split() or ["0"] * 20)[19])
 
 
-def untruths(trial: Trial) -> list[str]:
+def find_record_errors(trial: Trial) -> list[str]:
     """Return the errors in the final state of the run. Empty if the state is correct."""
     try:
         flow_run, record, jobs = trial.flow_run(), trial.record(), trial.jobs()
@@ -456,7 +456,9 @@ def summary(trials: Sequence[Trial], seed: int, took_s: float) -> bool:
             lambda: host_env.reconcile_without_flow() == "nothing to do", "nothing to reconcile"
         )
     for trial in trials:
-        trial.faults += [f"later: {fault}" for fault in untruths(trial) if not trial.faults]
+        trial.faults += [
+            f"later: {fault}" for fault in find_record_errors(trial) if not trial.faults
+        ]
     faulty = [trial for trial in trials if trial.faults]
     for (way, outcome), count in sorted(
         Counter((trial.way, trial.outcome.split(", {")[0]) for trial in trials).items()

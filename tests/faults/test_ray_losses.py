@@ -130,9 +130,9 @@ def patient_cluster() -> Iterator[RayCluster]:
 
 
 @pytest_asyncio.fixture
-async def wire(ray_cluster: RayCluster) -> AsyncIterator[BreakableProxy]:
-    async with run_proxy(ray_cluster.address) as wire:
-        yield wire
+async def dashboard_proxy(ray_cluster: RayCluster) -> AsyncIterator[BreakableProxy]:
+    async with run_proxy(ray_cluster.address) as dashboard_proxy:
+        yield dashboard_proxy
 
 
 def spec_of(address: str, directory: Path, code: str, *arguments: str, **fields: Any) -> dict:
@@ -409,18 +409,21 @@ def test_run_with_a_killed_job_supervisor_fails_with_the_reason_of_ray(
 
 @pytest.mark.asyncio
 async def test_run_survives_a_temporary_loss_of_the_dashboard(
-    host_env: HostEnvironment, ray_cluster: RayCluster, wire: BreakableProxy, tmp_path: Path
+    host_env: HostEnvironment,
+    ray_cluster: RayCluster,
+    dashboard_proxy: BreakableProxy,
+    tmp_path: Path,
 ) -> None:
     finished = tmp_path / "finished"
-    spec = spec_of(wire.address, tmp_path, COUNTING, str(finished))
+    spec = spec_of(dashboard_proxy.address, tmp_path, COUNTING, str(finished))
     run = await asyncio.to_thread(host_env.start_run, spec)
     await asyncio.to_thread(run.wait_until_running)
 
-    await wire.stop()
+    await dashboard_proxy.stop()
     await until_holds(lambda: "contact.lost" in event_names_of(run), "the cut is noticed")
     steps_before = len(steps_of(run))
     await asyncio.sleep(3.0)  # The network to the Ray dashboard is cut for 3 s.
-    await wire.start()
+    await dashboard_proxy.start()
     await until_holds(lambda: "contact.back" in event_names_of(run), "the contact is back")
     await until_holds(lambda: len(steps_of(run)) > steps_before + 20, "the log grows")
     finished.touch()
@@ -435,24 +438,27 @@ async def test_run_survives_a_temporary_loss_of_the_dashboard(
 
 @pytest.mark.asyncio
 async def test_loss_of_the_dashboard_during_the_submit_creates_only_one_job(
-    host_env: HostEnvironment, ray_cluster: RayCluster, wire: BreakableProxy, tmp_path: Path
+    host_env: HostEnvironment,
+    ray_cluster: RayCluster,
+    dashboard_proxy: BreakableProxy,
+    tmp_path: Path,
 ) -> None:
     finished = tmp_path / "finished"
-    wire.swallows = b"POST /api/jobs/"
-    spec = spec_of(wire.address, tmp_path, COUNTING, str(finished))
+    dashboard_proxy.swallows = b"POST /api/jobs/"
+    spec = spec_of(dashboard_proxy.address, tmp_path, COUNTING, str(finished))
     run = await asyncio.to_thread(host_env.start_run, spec)
 
-    await until_holds(lambda: b"POST /api/jobs/" in wire.passed, "the submit is sent")
-    await wire.stop()
+    await until_holds(lambda: b"POST /api/jobs/" in dashboard_proxy.passed, "the submit is sent")
+    await dashboard_proxy.stop()
     await asyncio.sleep(3.0)  # The network to the Ray dashboard is cut for 3 s.
-    await wire.start()
+    await dashboard_proxy.start()
     await asyncio.to_thread(run.wait_until_running)
     finished.touch()
     await asyncio.to_thread(run.wait_for_state, "COMPLETED")
 
     steps = steps_of(run)
     assert steps == list(range(len(steps)))
-    assert wire.passed[b"POST /api/jobs/"] == 1
+    assert dashboard_proxy.passed[b"POST /api/jobs/"] == 1
     submission_ids = [job for job in jobs_of(ray_cluster) if job.startswith(run.name)]
     assert submission_ids == [f"{run.name}--a01"]
     assert [a["number"] for a in run.record()["attempts"]] == [1]

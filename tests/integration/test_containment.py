@@ -17,7 +17,7 @@ import pytest
 
 from tasks.processes import cgroup, shared_memory_scan, tree
 from tasks.processes.containment import Containment, Level, probe
-from tasks.processes.registry import RunRegister, claim_lost_run
+from tasks.processes.registry import RunRegistration, claim_lost_run
 from tasks.processes.shared_memory import remove_unused
 from tasks.spec.probes import ReadyProbe
 from tests.support.process_trees import SHAPES
@@ -35,8 +35,8 @@ needs_namespace = pytest.mark.skipif(
 
 
 @pytest.fixture
-def register(muster_home: Path) -> Iterator[RunRegister]:
-    register = RunRegister.opened(RUN_ID)
+def register(muster_home: Path) -> Iterator[RunRegistration]:
+    register = RunRegistration.opened(RUN_ID)
     yield register
     register.close()
 
@@ -242,7 +242,10 @@ def test_shared_memory_in_use_is_not_removed(segment: Path) -> None:
 
 
 def test_shared_memory_is_registered_before_processes_are_stopped(
-    harness: ComponentHarness, register: RunRegister, segment: Path, monkeypatch: pytest.MonkeyPatch
+    harness: ComponentHarness,
+    register: RunRegistration,
+    segment: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The supervisor searches for shared memory at intervals, and before it stops processes."""
     monkeypatch.setattr(shared_memory_scan, "_CPU_SHARE", 1e-6)
@@ -274,7 +277,7 @@ def test_shared_memory_is_registered_before_processes_are_stopped(
 
 
 def test_registry_is_written_before_the_program_runs(
-    harness: ComponentHarness, register: RunRegister, muster_home: Path
+    harness: ComponentHarness, register: RunRegistration, muster_home: Path
 ) -> None:
     """The program prints its own entry in the registry, so the entry existed before it ran."""
     entry = muster_home / "live" / RUN_ID / "component-trainer.json"
@@ -289,7 +292,7 @@ def test_registry_is_written_before_the_program_runs(
 
 
 def test_process_cannot_claim_its_own_living_run_as_lost(
-    harness: ComponentHarness, register: RunRegister, muster_home: Path
+    harness: ComponentHarness, register: RunRegistration, muster_home: Path
 ) -> None:
     supervisor = harness.supervise(harness.component("trainer"), register=register)
     supervisor.start("trainer")

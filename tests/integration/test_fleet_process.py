@@ -41,8 +41,8 @@ WITH_A_DAEMON = ["sh", "-c", f"setsid sleep 600 & exec {' '.join(COMMAND)}"]
 #: run does.
 OWNER = f"""
 import sys
-from tasks.processes.registry import RunRegister
-print(RunRegister.opened("{RUN_ID}").directory, flush=True)
+from tasks.processes.registry import RunRegistration
+print(RunRegistration.opened("{RUN_ID}").directory, flush=True)
 sys.stdin.read()
 """
 

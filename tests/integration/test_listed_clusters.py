@@ -45,7 +45,7 @@ def listed(ray_cluster: RayCluster, certificate: tuple[Path, Path]) -> Iterator[
 
 
 @pytest.fixture
-def unlisted(ray_cluster: RayCluster) -> Iterator[GuardedDashboard]:
+def unlisted_cluster(ray_cluster: RayCluster) -> Iterator[GuardedDashboard]:
     """Yield another proxy of the same cluster, which the pool does not list."""
     with run_guarded_dashboard(ray_cluster.address) as dashboard:
         yield dashboard
@@ -104,9 +104,9 @@ def test_run_without_ray_address_uses_the_only_listed_cluster(
 
 
 def test_queue_command_sends_no_secret_to_an_unlisted_cluster(
-    pool: GangPool, listed: GuardedDashboard, unlisted: GuardedDashboard, tmp_path: Path
+    pool: GangPool, listed: GuardedDashboard, unlisted_cluster: GuardedDashboard, tmp_path: Path
 ) -> None:
-    pool.submit(build_spec(tmp_path, address=unlisted.address))
+    pool.submit(build_spec(tmp_path, address=unlisted_cluster.address))
 
     with pool.host_env.start("-m", "tasks.command", "queue", "--json", log="queue") as process:
         assert process.wait() == 0, pool.host_env.log("queue")
@@ -115,6 +115,6 @@ def test_queue_command_sends_no_secret_to_an_unlisted_cluster(
     # The cluster id of Ray shows that both addresses belong to one cluster.
     assert {node["cluster"] for node in view["nodes"]} == {listed.address}
     assert [trouble for trouble in view["troubles"] if "http" in trouble] == []
-    assert (listed.values("x-key"), unlisted.values("x-key")) == ({KEY}, {""})
+    assert (listed.values("x-key"), unlisted_cluster.values("x-key")) == ({KEY}, {""})
     assert listed.values("authorization") == {f"Bearer {TOKEN}"}
-    assert unlisted.values("authorization") == {""}
+    assert unlisted_cluster.values("authorization") == {""}

@@ -167,7 +167,7 @@ class Pipelines:
         """Return the content of the checkpoint that the stage has read, or "none"."""
         return (self.host_env.home / "runs" / run["name"] / "given.txt").read_text()
 
-    def let_go(self) -> None:
+    def hand_over(self) -> None:
         """Create the file `go`, so that the waiting stages end."""
         self.go.touch()
 
@@ -337,7 +337,7 @@ def test_resumed_pipeline_continues_with_the_run_of_a_killed_pipeline(pipelines:
         lambda: "attached to run" in pipelines.host_env.log("pipeline"),
         "the resumed pipeline has found the run",
     )
-    pipelines.let_go()
+    pipelines.hand_over()
 
     assert run_survived
     assert resumed_process.wait(WITHIN_S) == 0, pipelines.host_env.log("pipeline")
@@ -354,7 +354,7 @@ def test_pipeline_with_a_living_process_cannot_be_resumed(pipelines: Pipelines) 
 
     assert code == 1
     assert "its process may still run. Cancel it first" in pipelines.host_env.log("pipeline")
-    pipelines.let_go()
+    pipelines.hand_over()
     assert process.wait(WITHIN_S) == 0
 
 
@@ -424,7 +424,7 @@ def test_retry_in_the_ui_starts_at_the_failed_stage(
     flow_run_id = pipelines.submit(pipelines.stage("first"), second)
     pipelines.until_state(flow_run_id, "FAILED")
 
-    pipelines.let_go()
+    pipelines.hand_over()
     path = f"/flow_runs/{flow_run_id}/set_state"
     pipelines.host_env.post(path, state={"type": "SCHEDULED", "name": "AwaitingRetry"}, force=True)
 
@@ -449,7 +449,7 @@ def test_pipeline_continues_after_its_process_was_killed(
         until(lambda: reconcile_host().changed_runs, "the lost pipeline is found")
     state_type, message = pipelines.state(flow_run_id)
     pipelines.start_worker()
-    pipelines.let_go()
+    pipelines.hand_over()
 
     assert state_type == "SCHEDULED" and "its next process resumes at the present stage" in message
     pipelines.until_state(flow_run_id, "COMPLETED")
@@ -565,7 +565,7 @@ def test_each_step_runs_once_although_the_pipeline_is_killed(
         lambda: pipelines.host_env.log("pipeline").count("attached to run") == 2,
         "the resumed pipeline has found both steps",
     )
-    pipelines.let_go()
+    pipelines.hand_over()
 
     assert resumed_process.wait(WITHIN_S) == 0, pipelines.host_env.log("pipeline")
     assert sorted(trace.read_text().splitlines()) == [
@@ -618,7 +618,7 @@ def test_each_point_of_a_matrix_runs_once_although_the_pipeline_is_killed(
     resumed_process = pipelines.host_env.start(
         "-m", "flows.pipeline", "--resume", flow_run_id, log="pipeline"
     )
-    pipelines.let_go()
+    pipelines.hand_over()
 
     assert resumed_process.wait(WITHIN_S) == 0, pipelines.host_env.log("pipeline")
     assert sorted(trace.read_text().splitlines()) == ["1", "2", "3", "4", "5", "best 5"]

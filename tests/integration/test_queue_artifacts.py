@@ -244,7 +244,7 @@ def test_operator_commands_change_only_the_settings_of_the_queue(
 
 
 @pytest.fixture
-def unserved(api: str) -> Iterator[str]:
+def pool_without_worker(api: str) -> Iterator[str]:
     """Yield a pool without a worker; two of its runs each request all 8 GPUs of its only node."""
     nodes = {"nodes": [{"name": "gpu-1", "gpus": 8}]}
     variables = {"properties": {"gang": {"default": nodes}}}
@@ -266,16 +266,16 @@ def unserved(api: str) -> Iterator[str]:
 
 
 def test_queue_command_shows_the_next_decision_without_making_it(
-    api: str, unserved: str, capsys: pytest.CaptureFixture[str]
+    api: str, pool_without_worker: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = send_request(
-        "POST", f"{api}/flow_runs/filter", {"work_pools": {"name": {"any_": [unserved]}}}
+        "POST", f"{api}/flow_runs/filter", {"work_pools": {"name": {"any_": [pool_without_worker]}}}
     )
 
-    code = run(command.app, ["--pool", unserved])
+    code = run(command.app, ["--pool", pool_without_worker])
 
     after = send_request(
-        "POST", f"{api}/flow_runs/filter", {"work_pools": {"name": {"any_": [unserved]}}}
+        "POST", f"{api}/flow_runs/filter", {"work_pools": {"name": {"any_": [pool_without_worker]}}}
     )
     output = capsys.readouterr().out
     assert code == 0

@@ -20,16 +20,18 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.slow]
 
 
 @pytest_asyncio.fixture
-async def wire(ray_cluster: RayCluster) -> AsyncIterator[BreakableProxy]:
+async def dashboard_proxy(ray_cluster: RayCluster) -> AsyncIterator[BreakableProxy]:
     """Yield a proxy before the Ray dashboard. A test can stop the proxy and start it again."""
-    async with run_proxy(ray_cluster.address) as wire:
-        yield wire
+    async with run_proxy(ray_cluster.address) as dashboard_proxy:
+        yield dashboard_proxy
 
 
 @pytest_asyncio.fixture
-async def jobs(wire: BreakableProxy, tmp_path: Path, muster_home: Path) -> AsyncIterator[Jobs]:
+async def jobs(
+    dashboard_proxy: BreakableProxy, tmp_path: Path, muster_home: Path
+) -> AsyncIterator[Jobs]:
     """Yield an object that starts Ray jobs through the proxy; no process of a job may remain."""
-    jobs = Jobs(wire.address, tmp_path)
+    jobs = Jobs(dashboard_proxy.address, tmp_path)
     yield jobs
     await jobs.clear()
     assert jobs.list_processes() == []
@@ -37,7 +39,7 @@ async def jobs(wire: BreakableProxy, tmp_path: Path, muster_home: Path) -> Async
 
 @pytest.mark.thorough
 async def test_short_loss_of_the_connection_harms_neither_job_nor_log(
-    jobs: Jobs, wire: BreakableProxy
+    jobs: Jobs, dashboard_proxy: BreakableProxy
 ) -> None:
     program = "import time\nfor i in range(80): print(i, flush=True); time.sleep(0.1)"
     plan, job = await jobs.launch("python", "-c", program)
@@ -46,9 +48,9 @@ async def test_short_loss_of_the_connection_harms_neither_job_nor_log(
         lambda: plan.command.log.exists() and b"\n3\n" in plan.command.log.read_bytes()
     )
 
-    await wire.stop()
+    await dashboard_proxy.stop()
     await wait_until(lambda: "contact.lost" in jobs.told.names)
-    await wire.start()
+    await dashboard_proxy.start()
     job_exit = await asyncio.wait_for(job.exited, WITHIN_S)
     leftovers = await job.end()
 
@@ -61,16 +63,16 @@ async def test_short_loss_of_the_connection_harms_neither_job_nor_log(
 
 
 async def test_long_loss_of_the_connection_is_lost_contact_and_the_job_is_ended_later(
-    jobs: Jobs, wire: BreakableProxy, monkeypatch: pytest.MonkeyPatch
+    jobs: Jobs, dashboard_proxy: BreakableProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, job = await jobs.launch("sleep", "3600", lost_after_s=1.0)
     monkeypatch.setattr(job._take_down, "unknown_after_s", 1.0)
 
-    await wire.stop()
+    await dashboard_proxy.stop()
     loss = await asyncio.wait_for(job.until_job_lost(), WITHIN_S)
     unknown_jobs = await job.end()
     status = json.loads(plan.submission_file.read_text())["status"]
-    await wire.start()
+    await dashboard_proxy.start()
     leftovers = await job.end()
 
     assert (loss.kind, loss.rule) == (FailureKind.LOST_CONTACT, "contact-lost")
@@ -81,25 +83,27 @@ async def test_long_loss_of_the_connection_is_lost_contact_and_the_job_is_ended_
 
 
 async def test_submission_with_a_lost_response_is_not_repeated(
-    jobs: Jobs, wire: BreakableProxy
+    jobs: Jobs, dashboard_proxy: BreakableProxy
 ) -> None:
-    wire.swallows = b"POST /api/jobs/"
+    dashboard_proxy.swallows = b"POST /api/jobs/"
 
     _, job = await jobs.launch("sleep", "3600")
 
-    assert wire.passed[b"POST /api/jobs/"] == 1
-    wire.swallows = b""
+    assert dashboard_proxy.passed[b"POST /api/jobs/"] == 1
+    dashboard_proxy.swallows = b""
     assert jobs.told.names[:1] == ["job.submitted"]
     assert await job.end() == ()
 
 
 async def test_launch_cancelled_during_the_submission_leaves_no_process(
-    jobs: Jobs, wire: BreakableProxy
+    jobs: Jobs, dashboard_proxy: BreakableProxy
 ) -> None:
     job = jobs.job(jobs.plan("sleep", "3600"))
     await job.launch()
     launch = asyncio.create_task(job.until_running())
-    await wait_until(lambda: any(line.startswith(b"POST /api/jobs/") for line in wire.passed))
+    await wait_until(
+        lambda: any(line.startswith(b"POST /api/jobs/") for line in dashboard_proxy.passed)
+    )
 
     launch.cancel()
     leftovers = await job.end()

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.support import keeper
-from tests.support.gang_networks import Cable
+from tests.support.gang_networks import NetworkLink
 from tests.support.host_environment import ROOT, wait_for
 
 #: Command that starts a process in new namespaces for the host name and the process ids.
@@ -31,7 +31,7 @@ _FIRST_SCRIPT = 'hostname "$0" && exec "$@"'
 class OtherHost:
     """A simulated host, on which tests start programs. Use `other_host` to create it."""
 
-    def __init__(self, name: str, directory: Path, cable: Cable | None = None) -> None:
+    def __init__(self, name: str, directory: Path, cable: NetworkLink | None = None) -> None:
         """
         Args:
             name: Host name of the simulated host.
@@ -58,7 +58,9 @@ class OtherHost:
         if cable is not None:
             # Only the child process of the program `unshare` is in the new namespaces. The process
             # of `unshare` itself is not.
-            cable.plug_into(wait_for(lambda: _children(self._keeper.pid), f"host {name}")[0])
+            cable.move_into_namespace(
+                wait_for(lambda: _children(self._keeper.pid), f"host {name}")[0]
+            )
 
     def start(self, *arguments: str, env: Mapping[str, str], log: Path) -> int:
         """Start a Python program of the project on the host, and return its process id.
@@ -120,7 +122,7 @@ def _children(pid: int) -> list[int]:
 
 
 @contextmanager
-def other_host(name: str, directory: Path, cable: Cable | None = None) -> Iterator[OtherHost]:
+def other_host(name: str, directory: Path, cable: NetworkLink | None = None) -> Iterator[OtherHost]:
     """Simulate a host while the context is open; then kill all of its processes."""
     host = OtherHost(name, directory, cable)
     try:

@@ -22,7 +22,7 @@ _COMMAND_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cable:
+class NetworkLink:
     """A pair of virtual network devices that connects this machine to one simulated host."""
 
     #: Name of the network device on this machine.
@@ -32,7 +32,7 @@ class Cable:
     #: Address of the host.
     address: str
 
-    def plug_into(self, pid: int) -> None:
+    def move_into_namespace(self, pid: int) -> None:
         """Move the device `far` into the network namespace of a process, and configure it.
 
         In the namespace, the device `far` gets the host's address, and the loopback device `lo` is
@@ -74,17 +74,17 @@ def explain_missing_networks() -> str:
 
 
 @contextmanager
-def cables(count: int) -> Iterator[list[Cable]]:
+def cables(count: int) -> Iterator[list[NetworkLink]]:
     """Create pairs of virtual network devices (veth) while the context is open, one per host.
 
     In each pair, the device on this machine has the address `HERE`.
     """
-    created: list[Cable] = []
+    created: list[NetworkLink] = []
     try:
         for number in range(count):
             # The kernel allows at most 15 characters in the name of a network device.
             name = f"mu{os.getpid()}{'abcdefgh'[number]}"
-            cable = Cable(near=name, far=f"{name}f", address=f"{_NET}.{number + 2}")
+            cable = NetworkLink(near=name, far=f"{name}f", address=f"{_NET}.{number + 2}")
             _run_command("ip", "link", "add", cable.near, "type", "veth", "peer", "name", cable.far)
             created.append(cable)
             peer = f"{cable.address}/32"

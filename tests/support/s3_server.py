@@ -84,7 +84,7 @@ class S3Server:
 
     def delay(self, delay_s: float) -> None:
         """From now on, answer each request only after `delay_s` seconds."""
-        self.before_request = lambda method, path: void(self._is_stopping.wait(delay_s))
+        self.before_request = lambda method, path: ignore_message(self._is_stopping.wait(delay_s))
 
     def client(self) -> Any:
         """Return a boto3 client of the server, with its address and its credentials."""
@@ -103,7 +103,7 @@ class S3Server:
         return answer
 
 
-def void(_: object) -> None:
+def ignore_message(_: object) -> None:
     """Accept any value and return None."""
 
 

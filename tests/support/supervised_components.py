@@ -22,7 +22,7 @@ from tasks.processes import tree
 from tasks.processes.component import AttemptPlan, ComponentPlan
 from tasks.processes.guarded import Command
 from tasks.processes.ports import PortsReserved
-from tasks.processes.registry import RunRegister
+from tasks.processes.registry import RunRegistration
 from tasks.processes.supervisor import Supervisor
 from tasks.record.events import Event
 from tasks.record.outcome import Verdict
@@ -175,7 +175,7 @@ class ComponentHarness:
         progress: Progress | None = None,
         success_step: float | None = None,
         stall_after_s: float | None = None,
-        register: RunRegister | None = None,
+        register: RunRegistration | None = None,
         replan: Callable[[str], AttemptPlan] | None = None,
         **fields: Any,
     ) -> Supervisor:

@@ -17,7 +17,7 @@ from prefect.client.schemas.objects import FlowRun, State, StateType, WorkPool
 from tasks.queue import admission
 from tasks.queue.admission import _Admission
 from tasks.queue.grants import Grant
-from tasks.queue.settings import NotThere, PoolSettings, with_settings
+from tasks.queue.settings import MissingFromServer, PoolSettings, with_settings
 from tasks.ray.dashboard import ListedCluster
 
 
@@ -145,7 +145,7 @@ def test_pool_without_exactly_one_cluster_is_explained(
 ) -> None:
     monkeypatch.setattr(admission, "get_client", lambda: Pools(pools, "", {}))
 
-    with pytest.raises(NotThere, match=re.escape(message)):
+    with pytest.raises(MissingFromServer, match=re.escape(message)):
         admission.find_cluster(uuid4())
 
 

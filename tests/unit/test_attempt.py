@@ -505,11 +505,11 @@ async def test_pending_component_is_not_silent(begin: MakeAttempt) -> None:
     may_go = asyncio.Event()
     launched = process("api").launch
 
-    async def slowly(command: Command, **more: object) -> int:
+    async def launch_slowly(command: Command, **more: object) -> int:
         await may_go.wait()
         return await launched(command, **more)
 
-    process("api").launch = slowly  # type: ignore[method-assign]
+    process("api").launch = launch_slowly  # type: ignore[method-assign]
     starting = asyncio.create_task(attempt.start("api"))
     await reports_arrive()
 

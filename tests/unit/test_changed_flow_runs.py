@@ -62,7 +62,7 @@ class RecordingSession:
     def hurry(self) -> None:
         self.is_hurried = True
 
-    def let_go(self, why: str) -> None:
+    def hand_over(self, why: str) -> None:
         raise AssertionError("the run must not be handed over")
 
 

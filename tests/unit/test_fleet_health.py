@@ -78,7 +78,7 @@ class Answer:
     async def read_available(self) -> bytes:
         return await anext(self._unread_pieces, b"")
 
-    async def upto(self, most: int) -> tuple[bytes, bool]:
+    async def read_up_to(self, most: int) -> tuple[bytes, bool]:
         return b"".join([piece async for piece in self._unread_pieces]), True
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class Answer:
 class DiscardingRequest(HttpRequest):
     """A request without a body, whose response is discarded."""
 
-    async def upto(self, most: int) -> tuple[bytes, bool]:
+    async def read_up_to(self, most: int) -> tuple[bytes, bool]:
         return b"", True
 
     def _prepare_head(self, *_: Any) -> None:

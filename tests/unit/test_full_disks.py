@@ -15,7 +15,7 @@ from tasks.processes.full_disks import (
     measure,
     name_full_disk,
 )
-from tasks.processes.registry import RunRegister, registered_runs
+from tasks.processes.registry import RunRegistration, registered_runs
 from tasks.record.outcome import Failure
 from tasks.spec.failure_kinds import FailureKind
 
@@ -99,7 +99,7 @@ def test_run_that_finds_a_full_disk_is_not_registered(
     monkeypatch.setattr(reserved_space, "reserve", refuse)
 
     with pytest.raises(OSError, match="No space left"):
-        RunRegister.opened("a-run", flow_run_id="a-flow-run")
+        RunRegistration.opened("a-run", flow_run_id="a-flow-run")
 
     assert [*registered_runs()] == []
 

@@ -24,7 +24,7 @@ def spec(**fields: Any) -> RunSpec:
     return RunSpec.model_validate(content | fields)
 
 
-def viewed(*events: Event, of: RunSpec | None = None) -> ObservedRun:
+def observe_run(*events: Event, of: RunSpec | None = None) -> ObservedRun:
     """Return the displayed state of a run after the start of its attempt and the given events."""
     seen = ObservedRun(of or spec())
     for event in (BEGUN, *events):
@@ -56,7 +56,7 @@ def test_region_is_empty_before_the_first_event() -> None:
 
 
 def test_starting_component_shows_the_reason_of_its_failed_probe() -> None:
-    view = viewed(
+    view = observe_run(
         event("component.starting", "api"),
         event("component.spawned", "api", pid=7, argv=[]),
         event("probe.failed", "api", reason="GET http://127.0.0.1:1/: connection refused"),
@@ -74,7 +74,7 @@ def test_starting_component_shows_the_reason_of_its_failed_probe() -> None:
 
 
 def test_ready_component_shows_no_failed_probe() -> None:
-    view = viewed(
+    view = observe_run(
         event("component.spawned", "api", pid=7, argv=[]),
         event("probe.failed", "api", reason="refused"),
         event("component.ready", "api", pid=7, after_s=0.5),
@@ -87,7 +87,7 @@ def test_ready_component_shows_no_failed_probe() -> None:
 
 
 def test_last_status_of_a_component_is_shown() -> None:
-    view = viewed(
+    view = observe_run(
         event("component.spawned", "api", pid=7, argv=[]),
         event("component.status", "api", message="loading"),
         event("component.ready", "api", pid=7, after_s=0.5),
@@ -100,7 +100,7 @@ def test_last_status_of_a_component_is_shown() -> None:
 
 
 def test_ended_component_shows_exit_code_or_signal_and_its_final_age() -> None:
-    view = viewed(
+    view = observe_run(
         event("component.spawned", "api", pid=7, argv=[]),
         event("component.exited", "api", at=T + 3, pid=7, exit_code=None, signal="SIGKILL"),
         event("component.spawned", "trainer", pid=8, argv=[]),
@@ -113,7 +113,7 @@ def test_ended_component_shows_exit_code_or_signal_and_its_final_age() -> None:
 
 
 def test_running_component_is_stopping_during_a_teardown() -> None:
-    view = viewed(
+    view = observe_run(
         event("component.spawned", "api", pid=7, argv=[]),
         event("component.ready", "api", pid=7, after_s=0.5),
         event("teardown.begun", reason="trainer killed by SIGSEGV", cause="trainer"),
@@ -125,7 +125,7 @@ def test_running_component_is_stopping_during_a_teardown() -> None:
 
 
 def test_ready_ray_job_shows_its_node() -> None:
-    view = viewed(
+    view = observe_run(
         event("component.spawned", "trainer", pid=None, submission_id="x--a01"),
         event("job.state", "trainer", status="RUNNING", place="node 10.0.0.2"),
         event("component.ready", "trainer", pid=None, after_s=0.5),
@@ -143,8 +143,8 @@ def test_fleet_shows_the_number_of_serving_engines() -> None:
     ready = event("component.ready", "rollout", pid=7, after_s=1.0)
     spawned = event("component.spawned", "rollout", pid=7, argv=[])
 
-    before = viewed(spawned, *states, ready, of=of)
-    after = viewed(spawned, *states, ready, lost, of=of)
+    before = observe_run(spawned, *states, ready, of=of)
+    after = observe_run(spawned, *states, ready, lost, of=of)
 
     assert rows(before)["rollout"] == (Standing.READY, "3 of 3 engines serve")
     assert rows(after)["rollout"] == (Standing.READY, "2 of 3 engines serve")
@@ -168,7 +168,7 @@ def test_queued_run_shows_its_position_and_the_reason() -> None:
 
 def test_new_attempt_shows_nothing_of_the_previous_attempt() -> None:
     of = spec(progress={"jsonl": "f", "step": "step", "total": 60})
-    view = viewed(
+    view = observe_run(
         event("component.spawned", "api", pid=7, argv=[]),
         event("run.progress", step=12.0),
         event("teardown.begun", reason="gone", cause="api"),
@@ -185,7 +185,7 @@ def test_step_bar_shows_progress_speed_and_remaining_time() -> None:
     of = spec(progress={"jsonl": "f", "step": "step", "total": 60})
     steps = [event("run.progress", at=T + n, step=10.0 + n) for n in range(11)]
 
-    view = viewed(*steps, of=of)
+    view = observe_run(*steps, of=of)
 
     expected = "step 20 of 60  BAR  33%  1.0 s/step  40 s left"
     for columns, width in ((100, 40), (60, 17)):
@@ -197,14 +197,14 @@ def test_step_bar_shows_progress_speed_and_remaining_time() -> None:
 def test_step_without_a_total_is_shown_without_a_bar() -> None:
     of = spec(progress={"jsonl": "f", "step": "step"})
 
-    view = viewed(event("run.progress", step=12.0), of=of)
+    view = observe_run(event("run.progress", step=12.0), of=of)
 
     assert lines(view)[-1] == "step 12"
 
 
 @pytest.mark.parametrize("columns", [40, 80, 200])
 def test_state_of_a_component_is_shown_even_if_its_name_is_long(columns: int) -> None:
-    seen = viewed(event("run.progress", step=12.0))
+    seen = observe_run(event("run.progress", step=12.0))
     note = "GET http://127.0.0.1:40001/health: HTTP 503 'loading the\nmodel \x1b[31mnow'" * 3
     names = [f"component-{number}-with-a-long-name" for number in range(12)]
     seen.rows = {
@@ -269,7 +269,7 @@ def test_old_steps_do_not_count(pace: Callable[..., Pace]) -> None:
 
 
 def test_snapshot_does_not_change_with_later_events() -> None:
-    seen = viewed(
+    seen = observe_run(
         event("component.starting", "api"),
         event("rollout.server.started", "rollout", rank=0, url="http://h:1"),
         event("run.progress", step=1.0),

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from deployments.stack.state import StackError, StackPlace
-from tasks.processes.registry import RunRegister
+from tasks.processes.registry import RunRegistration
 from tasks.queue.lease import HostLock
 
 
@@ -66,9 +66,9 @@ def test_of_the_gate_that_is_replaced_while_it_is_held(tmp_path: Path) -> None:
 
 
 def test_of_a_run(muster_home: Path, replaced: Callable[[Path], None]) -> None:
-    other = "from tasks.processes.registry import RunRegister; RunRegister.opened('a-run')"
+    other = "from tasks.processes.registry import RunRegistration; RunRegistration.opened('a-run')"
     replaced(muster_home / "live" / "a-run" / "lock")
-    register = RunRegister.opened("a-run")
+    register = RunRegistration.opened("a-run")
 
     refused = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True)
 

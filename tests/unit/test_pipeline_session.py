@@ -317,7 +317,7 @@ def test_process_hands_over_a_pipeline_with_active_runs(
     )
     session = start(step("a"), step("b", needs=[]), step("c"))
     session.advance()
-    session.let_go("its worker stops")
+    session.hand_over("its worker stops")
 
     with pytest.raises(Pause):
         session.advance()

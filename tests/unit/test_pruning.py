@@ -16,7 +16,7 @@ import pytest
 from cyclopts import App
 
 from flows.prune import prune
-from tasks.processes.registry import RunRegister
+from tasks.processes.registry import RunRegistration
 from tasks.record.code_store import check_out, read_code, store_project
 from tasks.server.flow_runs import ServerAway
 from tasks.show.arguments import run as run_verb
@@ -174,7 +174,7 @@ def test_run_without_a_readable_record_is_never_touched(muster_home: Path, recor
 def test_a_registered_run_is_never_touched(muster_home: Path) -> None:
     run = make(muster_home, OLD)
     before = files(run)
-    register = RunRegister.opened(OLD)
+    register = RunRegistration.opened(OLD)
 
     prune_host(ALL)
 

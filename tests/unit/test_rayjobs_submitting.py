@@ -145,11 +145,11 @@ def test_muster_home_inside_the_working_directory_is_not_shipped(
 async def test_only_missing_bytes_of_a_log_are_copied(
     tmp_path: Path, known: bytes, chunks: list[bytes], log: bytes
 ) -> None:
-    async def told(*_: object, **__: object) -> AsyncIterator[bytes]:
+    async def log_chunks(*_: object, **__: object) -> AsyncIterator[bytes]:
         for chunk in chunks:
             yield chunk
 
-    dashboard: Any = SimpleNamespace(log=told)
+    dashboard: Any = SimpleNamespace(log=log_chunks)
     path = tmp_path / "trainer.log"
     path.write_bytes(known)
 

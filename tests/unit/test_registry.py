@@ -17,7 +17,7 @@ from tasks.processes.registry import (
     LostRun,
     Owner,
     ProcessEntry,
-    RunRegister,
+    RunRegistration,
     claim_lost_run,
     enter,
     leave,
@@ -34,8 +34,8 @@ from tests.support.supervised_components import wait_until
 #: Program that opens a registry, prints "open", and runs until its stdin ends.
 OWNER = """
 import sys
-from tasks.processes.registry import RunRegister
-RunRegister.opened("a-run")
+from tasks.processes.registry import RunRegistration
+RunRegistration.opened("a-run")
 print("open", flush=True)
 sys.stdin.read()
 """
@@ -107,7 +107,7 @@ def test_run_whose_owner_died_can_be_claimed(owner: subprocess.Popen[str], home:
 
 def test_second_process_cannot_own_the_same_run(owner: subprocess.Popen[str], home: Path) -> None:
     with pytest.raises(OSError, match="another process of this machine runs a-run"):
-        RunRegister.opened("a-run")
+        RunRegistration.opened("a-run")
 
 
 def test_locked_run_cannot_be_claimed_even_if_its_owner_seems_dead(
@@ -144,7 +144,7 @@ def test_run_from_before_a_reboot_has_no_processes(home: Path) -> None:
 
 
 def test_close_removes_a_run_without_entries(home: Path) -> None:
-    register = RunRegister.opened("a-run")
+    register = RunRegistration.opened("a-run")
     enter(register.directory, entry())
     leave(register.directory, "trainer")
 
@@ -155,7 +155,7 @@ def test_close_removes_a_run_without_entries(home: Path) -> None:
 
 
 def test_close_keeps_a_run_with_an_entry(home: Path) -> None:
-    register = RunRegister.opened("a-run")
+    register = RunRegistration.opened("a-run")
     enter(register.directory, entry(mark=7))
 
     register.close()
@@ -209,7 +209,7 @@ def test_claimed_run_has_the_remaining_parts_of_its_components(
 
 
 def test_parts_are_removed_with_their_own_component_only(home: Path) -> None:
-    register = RunRegister.opened("a-run")
+    register = RunRegistration.opened("a-run")
     enter(register.directory, entry(component="rollout"))
     enter(register.directory, entry(component="rollout2"))
     enter(register.directory, entry(component="rollout.r0"))
@@ -224,7 +224,7 @@ def test_parts_are_removed_with_their_own_component_only(home: Path) -> None:
 
 
 def test_part_of_a_removed_run_cannot_be_entered(home: Path) -> None:
-    register = RunRegister.opened("a-run")
+    register = RunRegistration.opened("a-run")
     register.close()
 
     with pytest.raises(OSError):
@@ -232,7 +232,7 @@ def test_part_of_a_removed_run_cannot_be_entered(home: Path) -> None:
 
 
 def test_segment_is_registered_until_it_is_removed(home: Path, tmp_path: Path) -> None:
-    register = RunRegister.opened("a-run", leftovers=(home / "muster-x",))
+    register = RunRegistration.opened("a-run", leftovers=(home / "muster-x",))
     scan = SharedMemoryScan(lambda: {os.getpid()}, register.note_leftovers, directory=tmp_path)
     mine, removed, others = (tmp_path / name for name in ("mine", "removed", "others"))
 
@@ -253,7 +253,7 @@ def test_segment_is_registered_until_it_is_removed(home: Path, tmp_path: Path) -
 
 
 def test_segment_made_just_before_close_is_registered(home: Path, tmp_path: Path) -> None:
-    register = RunRegister.opened("a-run")
+    register = RunRegistration.opened("a-run")
     scan = SharedMemoryScan(lambda: {os.getpid()}, register.note_leftovers, directory=tmp_path)
     segment = tmp_path / "segment"
 
@@ -268,7 +268,7 @@ def test_run_with_an_unwritten_record_stays_with_its_final_state(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tasks.processes.registry._WRITTEN_WITHIN_S", 0.1)
-    register = RunRegister.opened("a-run", directory=home / "gone")
+    register = RunRegistration.opened("a-run", directory=home / "gone")
     record = RunRecord(
         home / "gone" / "run.json", run_id="a-run", flow_run_id="f", disk=register.disk
     )
@@ -288,7 +288,7 @@ def test_run_with_an_unwritten_record_stays_with_its_final_state(
 
 
 def test_run_with_a_written_record_is_removed(home: Path) -> None:
-    register = RunRegister.opened("a-run", directory=home)
+    register = RunRegistration.opened("a-run", directory=home)
     record = RunRecord(home / "run.json", run_id="a-run", flow_run_id="f", disk=register.disk)
     record.move(RunState.CANCELLED)
 

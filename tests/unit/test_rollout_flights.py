@@ -30,7 +30,7 @@ class FakeRequest(HttpRequest):
 
     sent: Answer
 
-    async def upto(self, most: int) -> tuple[bytes, bool]:
+    async def read_up_to(self, most: int) -> tuple[bytes, bool]:
         return b"", True
 
     def send(self, answer: Answer) -> int:
@@ -79,7 +79,7 @@ class RequestSetup:
                 reason="OK",
                 headers=CIMultiDict(),
                 content_length=8,
-                content=SimpleNamespace(upto=body),
+                content=SimpleNamespace(read_up_to=body),
                 close=lambda: None,
             )
         )

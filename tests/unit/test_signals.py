@@ -50,7 +50,7 @@ class RecordingSession:
     def hurry(self) -> None:
         self.calls.put("hurry")
 
-    def let_go(self, why: str) -> None:
+    def hand_over(self, why: str) -> None:
         self.calls.put("let go")
 
     @property
@@ -68,7 +68,7 @@ def dispositions() -> Iterator[None]:
         signal.signal(signum, handler)
 
 
-def wishes_of(
+def requests_of_session(
     session: RecordingSession,
     monkeypatch: pytest.MonkeyPatch,
     *,
@@ -105,7 +105,7 @@ def test_request_that_arrives_several_times_keeps_the_grace_period(
     monkeypatch: pytest.MonkeyPatch, has_worker: bool, arrivals: list[Any]
 ) -> None:
     session = RecordingSession()
-    wishes = wishes_of(session, monkeypatch, has_worker=has_worker)
+    wishes = requests_of_session(session, monkeypatch, has_worker=has_worker)
 
     for arrival in arrivals:
         if isinstance(arrival, Change):
@@ -120,7 +120,7 @@ def test_second_ctrl_c_ends_the_grace_period(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     session = RecordingSession()
-    wishes = wishes_of(session, monkeypatch, has_worker=False)
+    wishes = requests_of_session(session, monkeypatch, has_worker=False)
 
     wishes.take_signal(INT, 10.0)
     calls_after_first = session.verbs
@@ -136,7 +136,7 @@ def test_immediate_cancel_ends_the_grace_period(
     monkeypatch: pytest.MonkeyPatch, has_worker: bool
 ) -> None:
     session = RecordingSession()
-    wishes = wishes_of(session, monkeypatch, has_worker=has_worker)
+    wishes = requests_of_session(session, monkeypatch, has_worker=has_worker)
 
     wishes.take_observation(ObservedFlowRun(change=Change.CANCELLED))
     calls_after_first = session.verbs
@@ -162,7 +162,7 @@ def test_stopped_worker_leaves_a_resumable_run_and_cancel_ends_it(
     session = RecordingSession()
     observed = ObservedFlowRun(change=change)
     monkeypatch.setattr(interruption, "observe_flow_run", lambda flow_run_id: observed)
-    wishes = wishes_of(session, monkeypatch, has_worker=True, may_be_left=True)
+    wishes = requests_of_session(session, monkeypatch, has_worker=True, may_be_left=True)
 
     wishes.take_signal(TERM, 0.0)
 
@@ -174,7 +174,7 @@ def test_message_after_a_hangup_explains_runs_without_a_terminal(
 ) -> None:
     session = RecordingSession()
 
-    wishes_of(session, monkeypatch, has_worker=False).take_signal(HUP, 0.0)
+    requests_of_session(session, monkeypatch, has_worker=False).take_signal(HUP, 0.0)
 
     message = session.calls.get()
     assert message.startswith("interrupt: interrupted by SIGHUP")

@@ -53,7 +53,7 @@ def family() -> Iterator[tuple[int, set[int]]]:
 
 
 @pytest.fixture
-def unlisted(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_process_listing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the test fail if it lists all processes of the machine, which may be too many."""
 
     def refuse(proc: str = "/proc") -> list[int]:
@@ -62,7 +62,7 @@ def unlisted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree, "all_pids", refuse)
 
 
-@pytest.mark.usefixtures("unlisted")
+@pytest.mark.usefixtures("no_process_listing")
 def test_descendants_are_listed_without_reading_other_processes(
     family: tuple[int, set[int]],
 ) -> None:
@@ -72,7 +72,7 @@ def test_descendants_are_listed_without_reading_other_processes(
     assert set(tree.children(pid)) < below
 
 
-@pytest.mark.usefixtures("unlisted")
+@pytest.mark.usefixtures("no_process_listing")
 def test_descendants_are_ended_without_reading_other_processes(
     family: tuple[int, set[int]],
 ) -> None:

@@ -23,7 +23,7 @@ from tasks.processes.registry import (
     JobEntry,
     Owner,
     ProcessEntry,
-    RunRegister,
+    RunRegistration,
     claim_lost_run,
     enter,
     find_living_owner,
@@ -243,7 +243,7 @@ def test_entry_of_an_earlier_boot_needs_no_search(
 def test_close_keeps_a_run_with_an_unreadable_entry(
     muster_home: Path, run_id: str, damage: Damage, name: str
 ) -> None:
-    register = RunRegister.opened(run_id)
+    register = RunRegistration.opened(run_id)
     damage(register.directory / name)
 
     register.close()
@@ -288,8 +288,8 @@ def test_living_owner_with_an_unreadable_file_is_known_by_its_lock(
 ) -> None:
     program = (
         "import sys\n"
-        "from tasks.processes.registry import RunRegister\n"
-        f"RunRegister.opened({run_id!r})\n"
+        "from tasks.processes.registry import RunRegistration\n"
+        f"RunRegistration.opened({run_id!r})\n"
         "print('open', flush=True)\n"
         "sys.stdin.read()\n"
     )
@@ -310,7 +310,7 @@ def test_living_owner_with_an_unreadable_file_is_known_by_its_lock(
 
 
 def test_process_does_not_lose_the_lock_of_its_own_run(muster_home: Path, run_id: str) -> None:
-    register = RunRegister.opened(run_id, flow_run_id="a-flow-run")
+    register = RunRegistration.opened(run_id, flow_run_id="a-flow-run")
     (register.directory / "owner.json").write_text("")
 
     owner = read_owner(run_id)
@@ -344,7 +344,7 @@ def test_run_of_an_unknown_machine_is_kept(muster_home: Path, run_id: str) -> No
 
 
 def test_machine_of_a_run_is_known_without_its_owner_file(muster_home: Path, run_id: str) -> None:
-    register = RunRegister.opened(run_id)
+    register = RunRegistration.opened(run_id)
     directory = register.directory
     enter(directory, make_entry(run_id))
     register.close()
@@ -447,7 +447,7 @@ def test_entries_are_written_while_the_disk_forces_a_record(
     muster_home: Path, run_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The start of a component must not wait until a record is safe from a power failure."""
-    register = RunRegister.opened(run_id)
+    register = RunRegistration.opened(run_id)
     is_released = threading.Event()
     is_forcing = threading.Event()
 
@@ -483,7 +483,7 @@ def test_owner_and_jobs_are_forced_to_the_disk(
 
     monkeypatch.setattr("tasks.record.disk.os.fsync", note)
 
-    register = RunRegister.opened(run_id)
+    register = RunRegistration.opened(run_id)
     directory = register.directory
     job = {"submission_id": "job", "log": tmp_path / "trainer.log", "grace_s": 1.0}
     about = {"run_id": run_id, "attempt": 1, "component": "rollout"}
@@ -547,7 +547,7 @@ def test_reconcile_ends_the_run_of_an_unreadable_owner_and_entry(
 def test_reconcile_reports_the_unreadable_entry_of_a_living_run(
     muster_home: Path, run_id: str, start: Callable[..., Any]
 ) -> None:
-    register = RunRegister.opened(run_id)
+    register = RunRegistration.opened(run_id)
     (register.directory / "component-trainer.json").touch()
     trainer = start(MUSTER_RUN_ID=run_id, MUSTER_COMPONENT="trainer")
 
