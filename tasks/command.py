@@ -90,7 +90,7 @@ VERBS = {
             summary="check a spec, and show where its run would fit",
             example="muster check muster.yaml",
             guide="your-training.md",
-            checks=("tasks.spec.loading:load_spec",),
+            checks=("tasks.spec.pipeline:load_any_spec",),
         ),
         Verb(
             name="retry",

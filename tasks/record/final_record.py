@@ -28,8 +28,9 @@ _WAITING = (RunState.QUEUED, RunState.PENDING_RESOURCES)
 _NO_RETRY_AFTER_LOSS = "the flow process was lost, and Muster does not start it again"
 #: Advice to the user after the loss of the flow process.
 _ADVICE_AFTER_LOSS = (
-    "Choose Retry on the run's page in the Prefect UI. If the spec has `checkpoints`, the next "
-    "attempt resumes from the last complete checkpoint. A new run starts from the beginning."
+    "To continue the run, run `muster retry RUN` with its id, or choose Retry on its page in the "
+    "Prefect UI. If the spec has `checkpoints`, the next attempt resumes from the last complete "
+    "checkpoint."
 )
 
 

@@ -23,6 +23,7 @@ from tasks.spec.loading import (
     collect_faults,
     copy_as_dict,
     find_project_root,
+    load_spec,
     locate_spec,
     name_source,
     parse_spec,
@@ -530,6 +531,20 @@ def is_pipeline_file(path: Path) -> bool:
     except InvalidSpec:
         return False
     return isinstance(written, Mapping) and "stages" in written and "components" not in written
+
+
+def load_any_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec | PipelineSpec:
+    """Load the spec of a run or of a pipeline from a YAML file.
+
+    Args:
+        path: The file.
+        overrides: Changes of the form `a.b=c`. They are applied in order.
+
+    Raises:
+        InvalidSpec: The file or an override has faults.
+    """
+    load = load_pipeline if is_pipeline_file(path) else load_spec
+    return load(path, overrides)
 
 
 def load_pipeline(

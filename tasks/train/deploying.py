@@ -224,7 +224,7 @@ def _submit_matrix(
             print(dumps(content, indent=2), flush=True)
         else:
             print(f"{pipeline.name} is queued with {count} points\n  page    {page}")
-            print(f"  end     prefect flow-run cancel {flow_run.id}")
+            print(f"  end     {format_prefect_command('flow-run', 'cancel', str(flow_run.id))}")
         if not watch:
             return EXIT_DONE
         try:
@@ -471,17 +471,22 @@ def _check_schedule_options(cron: str | None, timezone: str | None, no_cron: boo
 
 
 def _print_deployment(deployment: DeploymentResponse, *, is_new: bool) -> None:
-    """Print the URL of a deployment, its schedules, and the command that starts a run of it.
-
-    The command works in any directory. It uses the `prefect` of Muster's environment, because only
-    there Prefect finds Muster's plugin, which knows the password of the stack of this machine.
-    """
+    """Print the URL of a deployment, its schedules, and the command that starts a run of it."""
     full_name = f"{TRAIN_FLOW}/{deployment.name}"
     print(f"The deployment {full_name} was {'created' if is_new else 'updated'}.")
     print(f"  page      {url_for('deployment', obj_id=deployment.id)}")
     for line in describe_schedules(deployment, datetime.now(UTC)):
         print(f"  schedule  {line}")
     print(f"  overlap   {describe_overlap(deployment)}")
+    print(f"  run       {format_prefect_command('deployment', 'run', full_name)}")
+
+
+def format_prefect_command(*arguments: str) -> str:
+    """Return a shell command that runs `prefect` with the configured server, in any directory.
+
+    The command uses the `prefect` of Muster's environment, because only there Prefect finds
+    Muster's plugin, which knows the password of the stack of this machine.
+    """
     variables = {
         "PREFECT_API_URL": str(PREFECT_API_URL.value()),
         "PREFECT_PLUGINS_ENABLED": "true",
@@ -489,9 +494,9 @@ def _print_deployment(deployment: DeploymentResponse, *, is_new: bool) -> None:
     }
     if "MUSTER_HOME" in os.environ:
         variables["MUSTER_HOME"] = str(muster_home())
-    settings = " ".join(f"{name}={quote(value)}" for name, value in variables.items())
-    prefect = quote(str(Path(sys.executable).parent / "prefect"))
-    print(f"  run       {settings} {prefect} deployment run {quote(full_name)}")
+    settings = [f"{name}={quote(value)}" for name, value in variables.items()]
+    prefect = str(Path(sys.executable).parent / "prefect")
+    return " ".join([*settings, *map(quote, (prefect, *arguments))])
 
 
 @contextmanager

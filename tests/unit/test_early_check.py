@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from tasks.show.early_check import SpecArguments, find_spec_arguments
+from tasks.command import VERBS
+from tasks.show.early_check import SpecArguments, find_spec_arguments, report_spec_faults
 from tests.support.documents import ROOT
 
 pytestmark = pytest.mark.usefixtures("muster_home")
@@ -35,6 +37,7 @@ PRINT_SLOW_PACKAGES = (
     ("verb", "text", "fault"),
     [
         ("check", FAULTY, "components.trainer.command: must be a list"),
+        ("check", PIPELINE, "stages: must be a list"),
         ("train", FAULTY, "components.trainer.command: must be a list"),
         ("submit", FAULTY, "components.trainer.command: must be a list"),
         ("deploy", FAULTY, "components.trainer.command: must be a list"),
@@ -123,3 +126,12 @@ def test_uncertain_arguments_are_left_to_the_command(
     monkeypatch.chdir(tmp_path)
 
     assert find_spec_arguments(words) is None
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "deployments" / "pipelines").glob("*.yaml")))
+def test_early_check_of_muster_check_accepts_the_example_pipelines(path: Path) -> None:
+    check = next(verb for verbs in VERBS.values() for verb in verbs if verb.name == "check")
+    module, _, function = check.checks[0].partition(":")
+    load = getattr(import_module(module), function)
+
+    assert report_spec_faults(load, [str(path)]) == 0
