@@ -74,6 +74,13 @@ def retry_run(
         MusterError: The Prefect server did not accept the retry.
     """
     if run.state not in ENDED_STATES:
+        owner = read_owner(run.run_id)
+        if owner is not None and owner.host == host_name() and not owner.process.is_alive():
+            raise BadArgument(
+                f"{run.run_id} is still recorded as {run.state}, but its process has ended. "
+                "Muster's upkeep completes the record within a minute. Retry the run then, or "
+                "complete the record now: muster reconcile"
+            )
         raise BadArgument(
             f"{run.run_id} is {run.state}: only a run that has ended can be retried. To end it: "
             f"muster cancel {run.run_id}"

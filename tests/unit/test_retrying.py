@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from cyclopts import App
 
 from flows.train import retry
+from tasks.processes.identity import host_name
 from tasks.record.places import RunPlace
 from tasks.show.arguments import run as run_verb
 from tasks.spec.errors import InvalidSpec
@@ -149,6 +151,19 @@ def test_impossible_retry_is_refused(
     assert run_verb(RETRY, [RUN, *words]) == 2
 
     assert message in capsys.readouterr().err
+    assert not recorded.retried
+
+
+def test_refusal_names_reconcile_if_the_process_of_the_run_was_killed(
+    recorded: Recorded, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded.write(state="running")
+    killed = SimpleNamespace(host=host_name(), process=SimpleNamespace(is_alive=lambda: False))
+    monkeypatch.setattr(retrying, "read_owner", lambda run_id: killed)
+
+    assert run_verb(RETRY, [RUN]) == 2
+
+    assert "complete the record now: muster reconcile" in capsys.readouterr().err
     assert not recorded.retried
 
 
