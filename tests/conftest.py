@@ -187,6 +187,16 @@ def pytest_terminal_summary(
         terminalreporter.line(str(leftover))
 
 
+@pytest.fixture(autouse=True)
+def restored_environment() -> Iterator[None]:
+    """Restore the environment variables that the test, or code of Muster in it, has changed."""
+    before = dict(os.environ)
+    yield
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def quiet_environment() -> None:
     """Check that the import of the test modules has not changed the environment variables."""

@@ -15,10 +15,13 @@ import pytest
 from deployments import worker
 from tasks.command import NAMES, main
 from tasks.queue.command import app as queue
+from tasks.train.secret_command import app as secret
 
 ROOT = Path(__file__).parents[2]
-#: Help text of `muster queue`, read at import: a test that lists all commands replaces it later.
+#: Help texts of the verbs with subcommands. They are read at import, because a test that lists all
+#: commands replaces them later.
 HELP_OF_QUEUE = queue.help
+HELP_OF_SECRET = secret.help
 #: Programs that people start with `python -m`. `python -m deployments.worker` is missing, because
 #: its options come from Prefect; it has its own test below.
 COMMANDS = (
@@ -41,7 +44,7 @@ COMMANDS = (
     "tests.faults.gateway_fuzz",
     "tests.faults.llm",
 )
-#: Subcommands of `muster queue`. The help of `muster queue` gives their exit codes.
+#: Subcommands of `muster queue` and `muster secret`. The help of the verb gives their exit codes.
 SUBCOMMANDS = (
     *("queue drain", "queue undrain", "queue set", "queue unset"),
     *("secret set", "secret ls"),
@@ -117,6 +120,7 @@ def test_verb_help_explains_purpose_options_and_exit_codes(
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("PYTHONSAFEPATH", "")
     monkeypatch.setattr(queue, "help", HELP_OF_QUEUE)
+    monkeypatch.setattr(secret, "help", HELP_OF_SECRET)
 
     code = main([*verb.split(), "--help"])
 
