@@ -115,8 +115,8 @@ class ServiceReport:
     state: ServiceState = ServiceState.WAITING
     #: Pid of the service's process; None if the process does not run.
     pid: int | None = None
-    #: Guardian processes, which own the service's process and earlier processes whose children
-    #: still run.
+    #: Guardian processes. One owns the service's current process. The others own earlier
+    #: processes of the service, whose children still run.
     guardians: tuple[ProcessId, ...] = ()
     #: Number of times that the service has died.
     deaths: int = 0

@@ -97,8 +97,8 @@ class _OpenLog:
     def read_rest(self) -> Iterator[bytes]:
         """Yield all bytes of the file that were not read yet, and close the file.
 
-        A block may end within a line, so no byte is copied. If the last line of the file has no
-        newline, a newline is added.
+        The bytes are yielded in blocks as they are read, and not split into lines. If the last line
+        of the file has no newline, a newline is added.
         """
         content: bytes | None = self.pending
         self.pending = b""

@@ -135,7 +135,10 @@ class Failure(Recorded):
 
     @property
     def has_ended(self) -> bool:
-        """True if the component ended, False if Muster stopped it while it was alive."""
+        """True if the component had ended by itself when it failed.
+
+        False if it was alive, for example if it hung. Muster then stops it after the failure.
+        """
         return self.exit_code is not None or self.signal is not None
 
     def __str__(self) -> str:

@@ -141,7 +141,7 @@ def check_device_use(
 
 
 def _find_device_variable_faults(place: tuple[str, ...], env: object) -> Iterator[Refusal]:
-    """Yield a fault for each variable in a mapping `env` that Muster itself sets.
+    """Yield a fault for each variable of a mapping `env` whose value Muster sets itself.
 
     Args:
         place: Keys that lead to `env` in the spec.
