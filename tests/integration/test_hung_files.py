@@ -176,6 +176,7 @@ def test_death_is_decided_while_the_metrics_file_is_a_pipe(
 
 
 @needs_fuse
+@pytest.mark.thorough
 def test_failure_names_the_log_that_does_not_answer(
     harness: ComponentHarness, data: HangingFolder
 ) -> None:
@@ -185,6 +186,7 @@ def test_failure_names_the_log_that_does_not_answer(
     assert f"{data.path}/trainer.log has not answered for" in verdict.failure.message
 
 
+@pytest.mark.thorough
 def test_success_without_an_answer_of_the_metrics_file_names_the_file(
     harness: ComponentHarness, pipe: Path
 ) -> None:
@@ -202,6 +204,7 @@ def test_success_without_an_answer_of_the_metrics_file_names_the_file(
 
 
 @needs_fuse
+@pytest.mark.thorough
 def test_component_is_not_ready_if_its_file_does_not_answer(
     harness: ComponentHarness, data: HangingFolder
 ) -> None:

@@ -557,6 +557,7 @@ def test_run_of_the_users_project_can_be_submitted_watched_and_shown(home: Home)
     assert results[-1][0] == 2
 
 
+@pytest.mark.thorough
 def test_training_survives_the_death_of_server_and_worker(home: Home) -> None:
     result = home.muster("submit", "own.yaml", "--set", "progress.total=100000")
     assert result.returncode == 0, result.stdout + result.stderr
