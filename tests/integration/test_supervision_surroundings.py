@@ -115,7 +115,9 @@ def test_run_whose_guardians_cannot_start_fails_and_leaves_no_process(
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
     assert verdict.failure is not None
-    assert verdict.failure.message == "no process can be started: Too many open files"
+    reason, _, limit = verdict.failure.message.partition("; ")
+    assert reason == "no process can be started: Too many open files"
+    assert limit.startswith("RLIMIT_NOFILE (ulimit -n) of pid ")
     assert harness.list_survivors() == {}
 
 
