@@ -171,7 +171,7 @@ def restart_ray(place: StackPlace, stack: Stack) -> None:
 
 
 def _has_died_within(place: StackPlace, deaths: int, limit_s: float) -> bool:
-    """Return True if the Ray head has died this number of times before the time limit is over."""
+    """Wait until the Ray head has died a number of times; return False after `limit_s` seconds."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         stack = place.load()

@@ -30,7 +30,8 @@ _NAME_IN_HOME = "ray"
 _RAY_OWN_NAME = "r"
 #: Longest path of a UNIX socket, in bytes.
 _LONGEST_SOCKET_PATH = 107
-#: Longest path of a socket below the directory for Ray. The last number is that of a Ray node.
+#: Longest path of a socket below the directory for Ray. The suffix `.99` stands for the number of
+#: a Ray node.
 _LONGEST_SOCKET = (
     f"{_RAY_OWN_NAME}/session_2026-12-31_23-59-59_999999_4194304/sockets/plasma_store.99"
 )

@@ -23,7 +23,7 @@ class StageRun:
 
     #: Name of the unit: the name of the stage, or `NAME.N` for the point N of its matrix.
     stage: str
-    #: Number of the run among the runs of the unit, from 1.
+    #: Number of the run among the runs of the same stage or point of a matrix, from 1.
     number: int
     #: Prefect id of the run's flow run.
     flow_run_id: str
@@ -79,7 +79,7 @@ class StageState(Enum):
     ACTIVE = "active"
     #: All units of the stage are complete.
     COMPLETED = "completed"
-    #: All units have ended, and one of them has failed or was cancelled.
+    #: All runs of the stage have ended, and one of them has failed or was cancelled.
     FAILED = "failed"
     #: The condition of the stage is false, or the stage uses a value that does not exist.
     SKIPPED = "skipped"

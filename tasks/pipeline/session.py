@@ -133,7 +133,8 @@ class PipelineSession:
         self._skipped: Mapping[str, str] = {}
         #: Result of each completed step, or the fault of the result, by the id of the flow run.
         self._results: dict[str, Any] = {}
-        #: Figure of each completed point of a matrix, by the id of the flow run.
+        #: Value by which `best` compares the completed points of a matrix, by the id of the flow
+        #: run.
         self._figures: dict[str, float | None] = {}
         #: Earlier runs that replace runs of this pipeline, by the name of the unit.
         self._reused: dict[str, StageRun] = {}
@@ -394,7 +395,7 @@ class PipelineSession:
         """Use the result of an earlier run of a step, if there is one.
 
         Args:
-            step: The run that the earlier run replaces.
+            step: The step that would begin now. A found earlier run takes its place.
             tag: Tag of the runs with the same inputs.
 
         Returns:
@@ -439,7 +440,7 @@ class PipelineSession:
         return run
 
     def _is_step(self, unit: str) -> bool:
-        """Return True if a unit belongs to a step that the spec still contains."""
+        """Return True if a unit (`STAGE` or `STAGE.N`) belongs to a step that the spec still has."""
         name = unit.partition(".")[0]
         return name in self.spec.stage_names and self.spec.stage(name).is_step
 

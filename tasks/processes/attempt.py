@@ -452,7 +452,7 @@ class SupervisedAttempt:
             self._context.readers,
             self._context.log_reader,
         )
-        #: Places that were reported because they do not answer, and the reader of each place.
+        #: Files and folders that were reported because they do not answer, with their readers.
         self._reported: dict[str, PlaceReader] = {}
         #: Size in bytes that the log of a hung component had before the component was examined, by
         #: the name of the component.
@@ -1180,9 +1180,10 @@ class SupervisedAttempt:
         self.decided.set()
 
     def _may_be_saving(self, component: RunningComponent) -> bool:
-        """Return True if it must be checked whether a component is writing a checkpoint.
+        """Return True if Muster must check whether a component is writing a checkpoint.
 
-        Nothing can be checked in a folder that does not answer.
+        The result is False if the folder of the checkpoints does not answer, because its files
+        cannot be checked then.
         """
         is_saving = component.plan.is_saving
         reader = self._context.readers.of(component.plan.checkpoints)

@@ -119,7 +119,8 @@ class DescendantWatch:
 
     async def watch(self) -> None:
         """Search for new descendants repeatedly, with growing pauses, until cancelled."""
-        # The component may have a cgroup of its own, and may reach its memory limit at once.
+        # Read the component's cgroup before the first search: the component may reach the memory
+        # limit of this cgroup within the pause.
         self._follow_groups(_read_memory_groups(str(self.process.pid), _read_mounts()))
         await asyncio.sleep(_FIRST_SEARCH_S)
         while not self._is_over:
@@ -267,7 +268,7 @@ class DescendantWatch:
         if kill.limiting_group is None:
             return _describe_machine_limit()
         if not kill.limiting_group:
-            # An old kernel does not name the cgroup.
+            # The log of an old kernel does not name the cgroup.
             return self._describe_reached_limit(chain) or "its cgroup reached its memory limit"
         path = oom_killer.find_directory(kill.limiting_group, _read_mounts())
         if path is None:

@@ -84,7 +84,7 @@ class HttpProgress:
 
     @property
     def unanswered(self) -> str:
-        """See `StepSource`. A server that does not answer fails the request after five seconds."""
+        """Return an empty text. A request fails if the server does not answer for five seconds."""
         return ""
 
     async def step(self) -> float | None:
@@ -143,8 +143,8 @@ class JsonlProgress:
         self._before = before
         #: The open file; None until the fingerprint is known. Only the reader's thread uses it.
         self._file: MetricsFile | None = None
-        #: New lines that the reader's thread has read, oldest first. True in front of the lines
-        #: means that the file was rewritten from its beginning.
+        #: Pairs of a flag and new lines that the reader's thread has read, oldest first. The flag
+        #: is True if the file was rewritten from its beginning.
         self._added: deque[tuple[bool, list[dict[str, Any]]]] = deque()
         self._key = key
         self._step: float | None = None
@@ -173,7 +173,7 @@ class JsonlProgress:
         return self._step
 
     def _open(self) -> MetricsFile:
-        """Return the open file, in the reader's thread."""
+        """Open the file at the first call, and return it. Call this only in the reader's thread."""
         if self._file is None:
             since = self._before or FileFingerprint.of(self._path)
             self._file = MetricsFile(self._path, since=since)
@@ -522,7 +522,7 @@ class ProgressWatch:
     emit: Emit
     #: Returns True while no progress is expected, for example before a component was started.
     is_quiet: Callable[[], bool]
-    #: The readers of the attempt.
+    #: Readers of the attempt's files and folders, which may not answer.
     readers: PlaceReaders = field(default_factory=PlaceReaders)
     #: Reader of the logs of all components.
     log_reader: PlaceReader = field(default_factory=lambda: PlaceReader("the logs"))
@@ -657,7 +657,7 @@ class ProgressWatch:
         return False
 
     def _describe_silence(self, silent_s: float) -> str:
-        """Return the reason for a stall, with the places that do not answer.
+        """Return the reason for a stall, with the files and folders that do not answer.
 
         Args:
             silent_s: Seconds since the last progress.

@@ -26,7 +26,7 @@ _PUNCH_HOLE = 0x02 | 0x01
 #: Line at the beginning of the hole. The number has a fixed width, so that it can be rewritten.
 _MARKER = "[muster: {:15d} bytes of this log were left out here, see log_max_bytes]\n"
 _MARKER_PATTERN = re.compile(rb"\[muster: +(\d+) bytes of this log were left out here, [^\n]*\n")
-#: A hole in a log, as it is read.
+#: Matches the zero bytes that the kernel returns for a hole in a log.
 ZEROS = re.compile(rb"\0{16,}")
 
 

@@ -10,7 +10,7 @@ import os
 _REMEMBERED_BYTES = 64
 #: Largest number of bytes that one read returns. A file may be larger than the memory.
 BLOCK_BYTES = 1 << 18
-#: A block that begins with so many zero bytes may begin in a hole of the file.
+#: A block that begins with this number of zero bytes may begin in a hole of the file.
 _SMALLEST_HOLE_BYTES = 4096
 
 
