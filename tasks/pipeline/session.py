@@ -440,7 +440,7 @@ class PipelineSession:
         return run
 
     def _is_step(self, unit: str) -> bool:
-        """Return True if a unit (`STAGE` or `STAGE.N`) belongs to a step that the spec still has."""
+        """Return True if a unit (`STAGE` or `STAGE.N`) belongs to a step of the present spec."""
         name = unit.partition(".")[0]
         return name in self.spec.stage_names and self.spec.stage(name).is_step
 
