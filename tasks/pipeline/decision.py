@@ -47,7 +47,7 @@ class StageRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begin:
-    """Request to create a new run of a unit."""
+    """Request to create a new run of a unit: of a stage, or of a point of its matrix."""
 
     #: Name of the unit.
     stage: str
@@ -57,7 +57,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """The facts about a stage that a decision needs."""
+    """The facts about a stage that decide whether Muster starts a run of the stage."""
 
     name: str
     #: Names of the stages that must have ended before this stage begins.
@@ -237,7 +237,7 @@ def _must_begin(tries: Sequence[StageRun], requested_at: datetime) -> bool:
 
 
 def completed_run(stage: str, runs: Iterable[StageRun]) -> StageRun | None:
-    """Return the last completed run of a unit. Later stages use the results of this run.
+    """Return the last completed run of a stage or of a matrix point. Later stages use the results of this run.
 
     Returns:
         The run, or None if no run of the unit has completed.

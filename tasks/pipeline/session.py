@@ -368,7 +368,7 @@ class PipelineSession:
         return decision
 
     def _begin(self, step: Begin) -> None:
-        """Create a new run of a unit. If that is not possible, store the reason in `failure`."""
+        """Create a new run of a stage. If that is not possible, store the reason in `failure`."""
         stage = self.spec.unit_stage(step.stage)
         try:
             spec = self.spec.fill_run_spec(step.stage, self._placeholder_value)

@@ -635,7 +635,7 @@ class SupervisedAttempt:
             await asyncio.sleep(_PLACES_EVERY_S)
 
     def _report_places(self) -> None:
-        """Publish an event for each place that has begun or ceased not to answer."""
+        """Publish an event for each file or folder that no longer answers, or answers again."""
         unanswered = {
             reader.place: reader
             for reader in self._context.readers.list_unanswered(_REPORT_PLACE_AFTER_S)

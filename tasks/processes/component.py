@@ -267,8 +267,8 @@ class AttemptContext:
         if self.register is None:
             log.hold()
         else:
-            # The thread for registry entries opens the log. The thread for records may be busy with an
-            # fsync.
+            # Use the thread for registry entries, because the thread for records may be busy with
+            # an fsync.
             await asyncio.wrap_future(self.register.entry_disk.do(log.hold))
 
     def read_first_bytes_of_logs(self) -> None:

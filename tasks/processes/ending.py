@@ -205,7 +205,7 @@ def end_carriers(wanted: Mapping[str, str]) -> dict[str, Any]:
         return " ".join(read_command_line(pid).split())[:_SHOWN_CHARACTERS]
 
     def note_carrier(pid: int) -> None:
-        """Note a carrier, and its descendants that this user may not signal.
+        """Note a process with the mark of the run, and its descendants that may not be signalled.
 
         The descendants have to be noted before the end of the carrier, because they then get
         another parent.

@@ -548,7 +548,8 @@ class Order(types.SimpleNamespace):
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.chdir(self.cwd)
-        # The umask is set after the log was created, which only its user may read.
+        # Set the umask of the program only now: the log above was created with Muster's own umask,
+        # so that only its user may read it.
         if self.umask is not None:
             os.umask(self.umask)
 

@@ -24,8 +24,8 @@ from tasks.record.outcome import Failure
 PROCESS_RULE = "process-limit"
 #: Rule name of a failure whose cause is a limit of open files.
 FILE_RULE = "file-limit"
-#: A limit counts as reached if this share of it is in use. A component that has just ended no
-#: longer counts.
+#: A limit counts as reached if this share of it is in use. The share is below 1, because the use
+#: is measured after the component has ended and no longer counts.
 _REACHED_SHARE = 0.95
 #: Messages which mean that no process or thread could be started.
 _NO_PROCESS = re.compile(

@@ -29,7 +29,7 @@ _CHECK_STOP_EVERY_S = 0.1
 
 
 class PlaceTimeout(TimeoutError):
-    """A place has not answered within the time limit of a read."""
+    """A file, folder or server has not answered within the time limit of a read."""
 
 
 class _Read(Generic[T]):
@@ -77,7 +77,7 @@ class PlaceReader:
 
     @property
     def unanswered_s(self) -> float:
-        """Seconds for which the place has not answered the current call; 0 if no call runs."""
+        """Seconds for which the file or folder has not answered; 0 if no call waits for it."""
         read = self._running
         if read is None or read.began_s is None:
             return 0.0
@@ -105,7 +105,7 @@ class PlaceReader:
 
         Args:
             work: The function.
-            within_s: Time in seconds after which the place counts as a place that does not answer.
+            within_s: Time in seconds after which the file or folder counts as not answering.
 
         Returns:
             A future with the result or the error of the function.

@@ -313,7 +313,8 @@ class FileChangeProbe(ComponentProbe):
         self.question = f"file {path}"
         self._path = path
         self._reader = reader
-        #: Identity of the file at the last check; None before the first check.
+        #: Device, inode, size and times of the file at the last check; None before the first
+        #: check.
         self._seen: object = None
 
     async def why_not(self, timeout_s: float) -> str:

@@ -526,7 +526,7 @@ class ProgressWatch:
     readers: PlaceReaders = field(default_factory=PlaceReaders)
     #: Reader of the logs of all components.
     log_reader: PlaceReader = field(default_factory=lambda: PlaceReader("the logs"))
-    #: Last known step; None if no step is known.
+    #: Last known training step; None if no step is known.
     step: float | None = None
     #: Highest step that is known; None if no step is known.
     highest_step: float | None = None
@@ -728,7 +728,7 @@ class ProgressWatch:
         return compare_first_step(self.plan.resume, first_line, step)
 
     async def explain_missing_step(self) -> str:
-        """Return why no step is known at the end of the attempt, or why the last one is not.
+        """Return the reason why no training step, or not the last one, is known at the end.
 
         Returns:
             An empty string if the last step is known.

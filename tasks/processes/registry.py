@@ -782,9 +782,10 @@ def _rebuild_owner(directory: Path, fault: str) -> Owner:
 
 
 def _find_boot(directory: Path) -> str:
-    """Return the boot in which the processes of a run were started, from the run's entries.
+    """Return the id of the boot of this machine in which a run's processes were started.
 
-    If no entry can be read, this boot is returned. The processes of the run are then searched,
+    The id comes from the run's entries. If no entry can be read, the id of the current boot is
+    returned. The processes of the run are then searched,
     although they may have ended with an earlier boot.
     """
     entries, _ = _read_entries(directory, ProcessEntry)

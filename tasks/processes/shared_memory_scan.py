@@ -86,10 +86,10 @@ class SharedMemoryScan:
         self._thread.start()
 
     def hurry(self) -> None:
-        """Request a scan at once. Returns at once.
+        """Request a scan for new files in shared memory. Does not wait for the scan.
 
-        Call this before processes of the run are stopped. After their end, the files that they had
-        open are unknown.
+        Call this before processes of the run are stopped. After their end, nobody can determine
+        which files they had open.
         """
         self._wake.set()
 
@@ -137,7 +137,7 @@ class SharedMemoryScan:
             return {(entry.name, entry.inode()) for entry in entries}
 
     def _scan(self, now: float) -> None:
-        """Find new files that processes of this run have made, and report them.
+        """Find new files in shared memory that processes of this run have made, and report them.
 
         Args:
             now: The current time in CLOCK_MONOTONIC seconds.

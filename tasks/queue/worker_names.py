@@ -38,14 +38,14 @@ def read_other_worker(value: object) -> str:
     """Return the host and process of the other worker with the same name, or an empty string.
 
     Args:
-        value: Value of the Prefect variable of the worker's name.
+        value: Value of the Prefect variable in which workers with this name store their process.
     """
     other = value.get("other") if isinstance(value, dict) else ""
     return other if isinstance(other, str) else ""
 
 
 class WorkerName:
-    """The name of a worker, and the last sign of another worker with the same name."""
+    """The name of a worker, and the last observation of another worker with the same name."""
 
     def __init__(self, pool: str, worker: str, process: str) -> None:
         """

@@ -557,7 +557,7 @@ def _write(path: str, data: bytes, mode: int) -> None:
 
 
 def _is_same_file(path: str, data: bytes, mode: int) -> bool:
-    """Return True if `_write` wrote the file at a path, with this content and this mode.
+    """Return True if the file at a path has this content and mode, and was written by `_write`.
 
     The content is compared, because all files that Muster writes have the same modification time.
     A file of another tree can therefore have the same time, size and mode.

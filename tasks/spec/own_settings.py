@@ -45,7 +45,8 @@ _SERVICE_VARIABLE = re.compile(
 )
 #: Matches the value of the variable NAME_PORT that Kubernetes sets for a service.
 _SERVICE_URL = re.compile(r"(?:tcp|udp|sctp)://\S+:\d+")
-#: Levels of containment; see `tasks.processes.containment.Level`.
+#: Levels of containment, from the weakest to the strongest. They decide by which means Muster ends
+#: all processes of a run. See `tasks.processes.containment.Level`.
 _LEVELS = ("L1", "L2", "L3", "L4")
 #: Example of a list of devices.
 _DEVICE_EXAMPLE = "MUSTER_GPUS=0,1,4-7"

@@ -93,7 +93,7 @@ def _check_condition(text: str) -> str:
 
 
 def _check_json(value: Any) -> Any:
-    """Return a value of a step's argument. Raises: an error for the user if it is no JSON data."""
+    """Return the value of a step's argument, or raise an error if the value is no JSON data."""
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError):

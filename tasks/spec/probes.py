@@ -239,7 +239,7 @@ class ReadyProbe(Probe):
         return self.within_s
 
 
-#: Keys that a liveness probe must not have: problem and remedy.
+#: Problem and remedy for each key that a liveness probe must not have.
 _NOT_LIVENESS = {
     "log": (
         "cannot show that a component still works: an old line stays in the log",

@@ -64,7 +64,7 @@ class Deployed:
 
     @staticmethod
     def of_deployment(name: str, deployment: DeploymentResponse, now: datetime) -> Deployed:
-        """Convert a deployment of the Prefect server.
+        """Return the row of `muster deployments` for a deployment of the Prefect server.
 
         Args:
             name: Name of the deployment with its flow.
