@@ -237,7 +237,9 @@ def _must_begin(tries: Sequence[StageRun], requested_at: datetime) -> bool:
 
 
 def completed_run(stage: str, runs: Iterable[StageRun]) -> StageRun | None:
-    """Return the last completed run of a stage or of a matrix point. Later stages use the results of this run.
+    """Return the last completed run of a stage or of a matrix point.
+
+    Later stages use the results of this run.
 
     Returns:
         The run, or None if no run of the unit has completed.
