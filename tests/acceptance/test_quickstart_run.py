@@ -54,9 +54,8 @@ def test_two_simultaneous_runs_both_learn_on_different_ports(
     assert not ports[0] & ports[1]
 
 
-@pytest.mark.parametrize(
-    "component", ["api", pytest.param("environment", marks=pytest.mark.thorough)]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("component", ["api", "environment"])
 def test_killed_component_is_the_cause_of_the_failure(
     start_run: Callable, quickstart: dict, component: str
 ) -> None:

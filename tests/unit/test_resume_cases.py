@@ -100,6 +100,7 @@ def test_run_killed_after_its_last_checkpoint_is_completed(run_case: RunCase) ->
     assert len(record.attempts) == 1
 
 
+@pytest.mark.thorough
 def test_run_steps_back_from_a_checkpoint_on_which_it_hangs(run_case: RunCase) -> None:
     record = run_case("hangs_on_a_checkpoint.py", stall_after_s=2)
 
