@@ -250,7 +250,8 @@ class PipelineSession:
         if not self.cancel_reason:
             return
         try:
-            # Read the runs again: a run may have been created just before the cancellation.
+            # Read the list of runs again, because this process may have created a run just before
+            # it was cancelled.
             self._runs, _ = self._ask(self._read_progress)
         except ServerAway as error:
             _log.warning("The runs of the pipeline could not be read again: %s", error)

@@ -393,10 +393,12 @@ class RunningComponent(ABC):
             self._emit("component.ready", self.name, pid=self.pid, after_s=self.seconds_alive())
 
     async def _note_start(self) -> None:
-        """Record the start time, and the identity of the file that the readiness probe checks.
+        """Record the start time, and the state of the file for the readiness probe `file`.
+
+        The probe succeeds only if the file changes after this call.
 
         Raises:
-            PlaceTimeout: The file system of this file does not answer.
+            PlaceTimeout: The file system of the file does not answer.
         """
         ready = self.plan.ready
         if ready is not None and ready.file is not None:

@@ -20,9 +20,9 @@ from pathlib import Path
 from tasks.processes import tree
 from tasks.record.outcome import Failure
 
-#: Rule name of a failure whose cause is a limit of processes and threads.
+#: Value of `Failure.rule` if a limit of processes and threads has caused the failure.
 PROCESS_RULE = "process-limit"
-#: Rule name of a failure whose cause is a limit of open files.
+#: Value of `Failure.rule` if a limit of open files has caused the failure.
 FILE_RULE = "file-limit"
 #: A limit counts as reached if this share of it is in use. The share is below 1, because the use
 #: is measured after the component has ended and no longer counts.

@@ -143,8 +143,8 @@ class JsonlProgress:
         self._before = before
         #: The open file; None until the fingerprint is known. Only the reader's thread uses it.
         self._file: MetricsFile | None = None
-        #: Pairs of a flag and new lines that the reader's thread has read, oldest first. The flag
-        #: is True if the file was rewritten from its beginning.
+        #: Groups of new lines that the reader's thread has read, oldest group first. Each group has
+        #: a flag: True if the file was rewritten, so that the group begins at its first line.
         self._added: deque[tuple[bool, list[dict[str, Any]]]] = deque()
         self._key = key
         self._step: float | None = None
@@ -188,7 +188,7 @@ class JsonlProgress:
         return file.has_more
 
     def _take_added(self) -> None:
-        """Find the last step in the lines that the reader's thread has read."""
+        """Set `_step` to the last training step in the lines that the reader's thread has read."""
         while self._added:
             was_rewritten, added = self._added.popleft()
             if was_rewritten:

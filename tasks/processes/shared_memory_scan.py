@@ -70,8 +70,8 @@ class SharedMemoryScan:
         self._known: set[_File] = set()
         #: Files that the processes of the run have made, and that exist.
         self._made: set[_File] = set()
-        #: Time at which each new file was found, in CLOCK_MONOTONIC seconds. A file is removed from
-        #: this dictionary when a process of the run uses it, or after `_MAPPED_WITHIN_S`.
+        #: Time at which each new file was found, in CLOCK_MONOTONIC seconds. The scan drops the
+        #: entry when a process of the run uses the file, or after `_MAPPED_WITHIN_S` seconds.
         self._found_at: dict[_File, float] = {}
         #: Time of the last change of the directory before the last scan, in nanoseconds.
         self._changed_at_ns = 0

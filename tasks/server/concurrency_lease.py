@@ -129,7 +129,7 @@ def set_state_and_release_lease(
 
     If a person removes the concurrency limit of a deployment, the server keeps the leases of its
     runs. For each state that ends or requeues such a run, the server then answers with status 500.
-    In this case, release the lease by its id, and set the state again.
+    After such an answer, this function releases the lease by its id and sets the state again.
 
     Args:
         client: client of the Prefect server.

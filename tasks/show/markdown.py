@@ -31,8 +31,8 @@ _CELL_MARKS = re.compile(
 _TICKS = re.compile("`+")
 #: Matches the line of backquotes that begins or ends a code block.
 _FENCE = re.compile(r"^ {0,3}(`{3,})", re.MULTILINE)
-#: Characters of a link's URL that stay unchanged. All others are percent-encoded: a `)` or an HTML
-#: tag, for example, would end the link.
+#: Characters that are not percent-encoded in the URL of a link. All other characters are encoded,
+#: because some of them, such as `)`, would end the link.
 _IN_URL = ":/?#[]@!$&*+,;=%~"
 #: Matches a vertical bar that is not escaped. In a Markdown table, the bar would begin a new cell.
 _BAR = re.compile(r"(?<!\\)\|")

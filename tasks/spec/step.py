@@ -147,7 +147,7 @@ def find_call_faults(stage: Mapping[str, Any], path: str, root: Path) -> Iterato
     """
     call = stage.get("call")
     if not isinstance(call, str) or call.count(":") != 1:
-        # The validation of the stage reports a malformed value.
+        # Ignore a value of the wrong form here: the validation of the stage reports it.
         return
     module, _, name = call.partition(":")
     file = _find_module(module, root)

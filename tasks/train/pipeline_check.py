@@ -108,7 +108,7 @@ async def _read_clusters() -> dict[str, KnownCluster]:
 
 
 def _parse_first_unit(pipeline: PipelineSpec, stage: Stage) -> RunSpec:
-    """Return the run spec of a stage, or of the first point of its matrix."""
+    """Return the run spec of a stage. If the stage has a matrix, the first point is used."""
     spec = pipeline.fill_run_spec(stage.units[0], lambda _stage, _key: "stage")
     return RunSpec.model_validate(spec)
 

@@ -417,7 +417,7 @@ def matrix(shared_pool: GangPool) -> Iterator[Matrix]:
 
 
 def is_as_expected_while_working(row: Row, facts: Fact) -> bool:
-    """Return True if a working run has reacted to its change as the documents say."""
+    """Return True if the change had the documented effect on a run that was working."""
     if row.change in ENDING:
         is_cancelled = facts.state in ("CANCELLED", "") and facts.record == "cancelled"
         return facts.has_ended and is_cancelled and "saved" in facts.actions
@@ -486,13 +486,13 @@ class WiderChange:
 
     apply: Callable[[GangPool], object]
     undo: Callable[[GangPool], object]
-    #: True if no run of the queue `idle` starts until the change is undone.
+    #: True if the change prevents new runs of the queue `idle` from starting.
     holds_queue: bool = False
-    #: True if no run of the deployment starts until the change is undone.
+    #: True if the change prevents new runs of the deployment from starting.
     holds_deployment: bool = False
-    #: True if no run of the pool starts until the change is undone.
+    #: True if the change prevents new runs of the pool from starting.
     holds_pool: bool = False
-    #: True if the Prefect server deletes the waiting runs.
+    #: True if the change makes the Prefect server delete the waiting runs.
     deletes_waiting_runs: bool = False
 
 

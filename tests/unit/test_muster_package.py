@@ -1,4 +1,4 @@
-"""Tests of `import muster` in a project that has packages with the names of Muster's packages."""
+"""Tests of `import muster` in a project with its own packages `tasks`, `flows`, `deployments`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def project(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """A folder with the package `muster`, as the wheel installs it."""
+    """Return a folder that contains only the package `muster`, with the content of the wheel."""
     folder = tmp_path / "site-packages"
     (folder / "muster").mkdir(parents=True)
     shutil.copy(ROOT / "deployments" / "muster_package.py", folder / "muster" / "__init__.py")

@@ -116,7 +116,7 @@ def can_lock(directory: Path) -> bool:
 
 @pytest.fixture
 def session(short_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Yield the directory of a Ray session whose sockets accept connections."""
+    """Yield the directory of a simulated Ray session, with two sockets that accept connections."""
     directory = short_home / "session_x"
     for name in ("sockets", "logs", "runtime_resources"):
         (directory / name).mkdir(parents=True)

@@ -81,7 +81,8 @@ DAMAGES: Mapping[str, Damage] = {
 }
 
 
-#: Damages for tests that start processes. `DAMAGES` has further ones, which end in the same way.
+#: Three kinds of damage for the slow tests, which start processes. The other kinds in `DAMAGES`
+#: take the same path through the code.
 QUICK_DAMAGES = {name: DAMAGES[name] for name in ("empty", "newer schema", "a link")}
 
 
