@@ -21,8 +21,7 @@ from tasks.spec.formatting import format_count
 
 #: Longest time, in seconds, that one HTTP request to a part of the `muster up` stack may take.
 _REQUEST_WITHIN_S = 10.0
-#: Default for the longest time, in seconds, that `wait_until_answering` waits for all parts of the
-#: `muster up` stack.
+#: Default time limit, in seconds, of `wait_until_answering` for all parts of the `muster up` stack.
 _ALL_WITHIN_S = 60.0
 #: Time, in seconds, between two rounds of checks of `wait_until_answering`.
 _CHECK_EVERY_S = 0.2

@@ -230,7 +230,11 @@ def _find_failure(tries: Sequence[StageRun], requested_at: datetime) -> StageRun
 
 
 def _must_begin(tries: Sequence[StageRun], requested_at: datetime) -> bool:
-    """Return True if a new run of a unit must be created."""
+    """Return True if a new run of a stage or matrix point must be created.
+
+    A new run is needed if no run is active or completed. If runs have failed, the last of them must
+    have ended before the user's last request to start or retry the pipeline.
+    """
     if any(run.ending in (None, RunState.COMPLETED) for run in tries):
         return False
     return _find_failure(tries, requested_at) is None

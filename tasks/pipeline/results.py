@@ -24,7 +24,7 @@ MAX_RESULT_BYTES = 16 << 20
 #: Largest size of a value that is inserted into a run spec, in bytes of JSON. The run spec is
 #: stored on the Prefect server, and Linux limits the size of arguments and environment variables.
 MAX_INLINE_BYTES = 32 << 10
-#: Marks a missing key of a result.
+#: Value for a key that the JSON result of a step does not have.
 _MISSING = object()
 
 

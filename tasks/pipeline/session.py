@@ -140,7 +140,7 @@ class PipelineSession:
         self._reused: dict[str, StageRun] = {}
         #: Last reported state of each run, by the id of the flow run.
         self._reported: dict[str, StageRun] = {}
-        #: Names of the skipped stages that are shown on the page.
+        #: Names of the skipped stages that the pipeline's page in the Prefect UI shows.
         self._shown_skips: set[str] = set()
         #: Last shown rows of each matrix, by the name of the stage.
         self._tables: dict[str, list[dict[str, str]]] = {}
@@ -479,7 +479,7 @@ class PipelineSession:
         return "" if holds else f"its condition is false: {text}"
 
     def _list_used_values(self, name: str) -> Iterator[tuple[str, str]]:
-        """Yield the name of the earlier stage and the key of each value that a stage uses."""
+        """Yield, for each value that a stage uses, the earlier stage and the key of its result."""
         used: list[tuple[str, str]] = []
 
         def collect(other: str, key: str) -> str:

@@ -1144,8 +1144,8 @@ class SupervisedAttempt:
         """
         reader = self._context.log_reader
         try:
-            # A short read shows soon whether the log answers. The search in a long log may take
-            # longer.
+            # First read one byte with a short time limit, to notice a file system that does not
+            # answer. The search in a long log has a longer limit.
             await reader.ask(partial(self._context.read_first_byte, component.log))
             read = partial(component.read_log_end, since, until)
             return await reader.ask(read, _READ_LOG_WITHIN_S), ""

@@ -191,7 +191,7 @@ class AttemptContext:
     #: Logs of the components, by the name of the component. A log is held from the start of its
     #: component until `release_logs`.
     logs: Mapping[str, HeldLog] = field(init=False)
-    #: Readers of the files and folders of the attempt, which may not answer.
+    #: Readers of the attempt's files and folders, whose file systems may not answer.
     readers: PlaceReaders = field(default_factory=PlaceReaders)
     #: Reader of the logs of all components. The logs are in one directory.
     log_reader: PlaceReader = field(init=False)

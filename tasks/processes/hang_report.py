@@ -500,7 +500,7 @@ T = TypeVar("T")
 #: Noun phrase that names the work of this module in the log.
 _EXAMINATION = "the examination of a component that hangs"
 #: Time limit in seconds for gathering facts about the processes. The teardown of the run waits for
-#: this work, and for the work with the next three limits.
+#: this work, so each part of the report has its own time limit.
 _EXAMINED_WITHIN_S = 15.0
 #: Time limit in seconds for writing the report on a component that hangs.
 _REPORTED_WITHIN_S = 1.0

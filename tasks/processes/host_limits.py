@@ -174,7 +174,7 @@ def name_reached_limit(failure: Failure, limits_at_exit: Sequence[HostLimit] = (
 
 
 def _join(limits: Iterable[HostLimit]) -> str:
-    """Return the texts of the reached limits, or of all limits if none is reached any more."""
+    """Return descriptions of the reached limits, or of all limits if none is reached now."""
     limits = tuple(limits)
     reached = [limit for limit in limits if limit.is_reached]
     return "; ".join(map(str, reached or limits))

@@ -46,7 +46,7 @@ class MemoryParent:
         limit_file = "memory.max" if self.is_version_2 else "memory.limit_in_bytes"
         swap = ("memory.swap.max", 0)
         if not self.is_version_2:
-            # In version 1, this limit counts memory and swap space together.
+            # In version 1, the limit `memsw` counts memory and swap space together.
             swap = ("memory.memsw.limit_in_bytes", limit_bytes)
         try:
             cgroup.write(os.path.join(path, limit_file), str(limit_bytes))

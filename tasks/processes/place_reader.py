@@ -66,7 +66,8 @@ class PlaceReader:
             place: Path or URL that is read.
             clock: Returns the current time in seconds.
         """
-        #: Path or URL that is read. A function that reads several files sets it to the current one.
+        #: Path or URL that is read. A function that reads several files sets this attribute to the
+        #: path of the current file.
         self.place = str(place)
         self._clock = clock
         self._lock = threading.Lock()
@@ -221,14 +222,14 @@ class PlaceReader:
 
 
 class PlaceReaders:
-    """The readers of one attempt, one for each place."""
+    """The readers of one attempt: one for each file or folder that is read."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._readers: dict[str, PlaceReader] = {}
 
     def of(self, place: object) -> PlaceReader:
-        """Return the reader of a place. The first call for a place creates its reader."""
+        """Return the reader of a file, folder or URL. The first call for it creates the reader."""
         with self._lock:
             return self._readers.setdefault(str(place), PlaceReader(place))
 

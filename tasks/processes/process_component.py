@@ -73,7 +73,8 @@ class ProcessComponent(RunningComponent):
         self._diagnosis: Diagnosis | None = None
         #: True after it was checked that no other process listens on the component's ports.
         self._may_listen = False
-        #: Task that opens the log, during and after `launch`.
+        #: Task that opens the log of the component. `launch` starts it, and it may still run after
+        #: `launch` if the file system of the log does not answer.
         self._holding_log: asyncio.Task[int] | None = None
         self._descendants: DescendantWatch | None = None
         self._error_file = ErrorFile(plan.command)
@@ -166,7 +167,7 @@ class ProcessComponent(RunningComponent):
         return await self._context.log_reader.ask(self.log.size, _HOLD_LOG_WITHIN_S)
 
     async def _finish_holding_log(self) -> int:
-        """Wait until the log is open. `end` ends this wait.
+        """Wait until the log is open. A call of `end` interrupts the wait.
 
         Raises:
             OSError: The log cannot be opened, or its file system does not answer.

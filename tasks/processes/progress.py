@@ -460,8 +460,8 @@ class Silence:
 
         Args:
             step: Step that the trainer has reached; None if it is unknown now.
-            has_output: Result of the method `has_output`. None to call this method if no step is
-                known.
+            has_output: True if a component has written new output. If None, this method reads the
+                logs itself, but only if no step is known.
         """
         # An unknown step does not count as progress. Neither does the first known step if it is the
         # step of the loaded checkpoint.
@@ -522,7 +522,7 @@ class ProgressWatch:
     emit: Emit
     #: Returns True while no progress is expected, for example before a component was started.
     is_quiet: Callable[[], bool]
-    #: Readers of the attempt's files and folders, which may not answer.
+    #: Readers of the attempt's files and folders, whose file systems may not answer.
     readers: PlaceReaders = field(default_factory=PlaceReaders)
     #: Reader of the logs of all components.
     log_reader: PlaceReader = field(default_factory=lambda: PlaceReader("the logs"))

@@ -26,9 +26,9 @@ _SCAN_EVERY_S = 1.0
 #: change, so it is much cheaper than a scan.
 _CHECK_EVERY_S = 0.1
 #: Seconds in which each scan checks a new file again, until a process of the run has it open or
-#: mapped. A process may close a segment and map it a moment later.
+#: mapped. A process may close a file and map it into its memory a moment later.
 _MAPPED_WITHIN_S = 0.25
-#: Largest share of one CPU core that the scans use. If there are many files, the scans become less
+#: Largest share of one CPU core for scans. If there are many files, the scans become less
 #: frequent.
 _CPU_SHARE = 0.02
 #: Seconds that `close` waits for the last scan, which may hang on a broken disk.

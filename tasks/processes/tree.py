@@ -42,7 +42,8 @@ _CHILDREN = "/proc/thread-self/children"
 _CHASE_S = 0.005
 #: Smallest pause between two rounds of SIGKILL, in seconds.
 _ROUND_PAUSE_AT_LEAST_S = 0.02
-#: Largest pause between two rounds of SIGKILL, in seconds.
+#: Largest pause in seconds between two rounds of SIGKILL. In one round, each living process gets
+#: the signal once.
 _ROUND_PAUSE_AT_MOST_S = 5.0
 #: Pause between two rounds of SIGKILL, as a share of the time since the first round.
 _ROUND_PAUSE_PART = 0.05
@@ -500,11 +501,15 @@ class KillRounds:
 
     @property
     def pause_s(self) -> float:
-        """Seconds until the next round is due at the latest."""
+        """Longest wait in seconds before the next round of SIGKILL."""
         return max(0.0, self._next_at - self._clock())
 
     def is_due(self) -> bool:
-        """Return True if the next round may begin, because it is due or the first is recent."""
+        """Return True if the next round of SIGKILL may begin now.
+
+        Soon after the first round, further rounds follow without a pause. Later rounds wait until
+        `pause_s` is 0.
+        """
         return self.lasts_s <= _ROUNDS_AT_ONCE_S or self.pause_s == 0.0
 
     def note_round(self) -> None:

@@ -52,7 +52,7 @@ class WorkerName:
         Args:
             pool: Name of the work pool.
             worker: Name of the worker.
-            process: Host and process id of this worker. Another worker has another text.
+            process: Text with host and process id of this worker. It differs for each worker.
         """
         self._variable = name_variable(pool, worker)
         self._fixed = {"note": _NOTE, "pool": pool, "worker": worker, "process": process}
@@ -75,7 +75,8 @@ class WorkerName:
         value: Any = variable.value if variable is not None else None
         writer = value.get("process") if isinstance(value, dict) else None
 
-        # Before the first write, the variable may contain an earlier process that has ended.
+        # Before this worker has written to the variable, the variable may name an earlier process
+        # of this worker that has ended.
         if self._has_written and isinstance(writer, str) and writer != self._process:
             self._other = writer
             self._quiet_syncs = 0

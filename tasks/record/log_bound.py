@@ -15,15 +15,17 @@ from pathlib import Path
 
 #: Smallest allowed value of the key `log_max_bytes`.
 SMALLEST_BOUND_BYTES = 1 << 16
-#: Share of the bound that the beginning of the log keeps.
-_HEAD_SHARE = 4
-#: Share of the bound that the newest lines keep after each cut. The log then grows up to the bound.
-_TAIL_SHARE = 2
-#: Number of bytes that are searched for the end of a line, at the place of a cut.
+#: The first lines that are kept take up to 1/4 of the bound.
+_HEAD_DIVISOR = 4
+#: After each call of `apply`, the newest lines take 1/2 of the bound. The log can then grow up to
+#: the bound before the next call.
+_TAIL_DIVISOR = 2
+#: Number of bytes that are searched for the end of a line, so that the hole begins and ends there.
 _LINE_BYTES = 1 << 16
 #: Flags of fallocate(2): FALLOC_FL_PUNCH_HOLE and FALLOC_FL_KEEP_SIZE.
 _PUNCH_HOLE = 0x02 | 0x01
-#: Line at the beginning of the hole. The number has a fixed width, so that it can be rewritten.
+#: Line that replaces the removed bytes. It stands at the beginning of the hole, which reads as zero
+#: bytes. The number has a fixed width, so that a later call can overwrite the line.
 _MARKER = "[muster: {:15d} bytes of this log were left out here, see log_max_bytes]\n"
 _MARKER_PATTERN = re.compile(rb"\[muster: +(\d+) bytes of this log were left out here, [^\n]*\n")
 #: Matches the zero bytes that the kernel returns for a hole in a log.
@@ -64,7 +66,7 @@ class LogBound:
         head_end, hole_end = self._find_hole(fd)
         if head_end + size - hole_end <= self.limit_bytes:
             return hole_end - head_end
-        tail_start = size - self.limit_bytes // _TAIL_SHARE
+        tail_start = size - self.limit_bytes // _TAIL_DIVISOR
         newline = os.pread(fd, _LINE_BYTES, tail_start).find(b"\n")
         new_hole_end = tail_start + newline + 1
         left_out = new_hole_end - head_end
@@ -78,10 +80,10 @@ class LogBound:
 
         If the log has no hole yet, both values are the offset at which the hole will begin.
         """
-        head = os.pread(fd, self.limit_bytes // _HEAD_SHARE + len(_MARKER) + _LINE_BYTES, 0)
+        head = os.pread(fd, self.limit_bytes // _HEAD_DIVISOR + len(_MARKER) + _LINE_BYTES, 0)
         if marker := _MARKER_PATTERN.search(head):
             return marker.start(), marker.start() + int(marker[1])
-        quarter = self.limit_bytes // _HEAD_SHARE
+        quarter = self.limit_bytes // _HEAD_DIVISOR
         newline = head.rfind(b"\n", 0, quarter)
         head_end = newline + 1 if newline >= 0 else quarter
         return head_end, head_end

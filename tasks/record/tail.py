@@ -28,11 +28,13 @@ class Tail:
             position: Number of bytes at the beginning of the file that are not read.
         """
         self.position = position
-        #: Last bytes before the position. Empty if nothing was read yet.
+        #: Last bytes that were read before the position. Empty if nothing was read yet.
         self._last_bytes = b""
 
     def read(self, fd: int) -> bytes | None:
-        """Return the next bytes of a file. Call `advance` next. A hole at the position is skipped.
+        """Return the next bytes of a file. The caller then passes them to `advance`.
+
+        If the position is in a hole of the file, the bytes after the hole are returned.
 
         Args:
             fd: File descriptor of the file.
@@ -68,11 +70,11 @@ class Tail:
         self._last_bytes = (self._last_bytes + data)[-_REMEMBERED_BYTES:]
 
     def restart(self, position: int = 0, last_bytes: bytes = b"") -> None:
-        """Move the position to another place.
+        """Set the position from which the next `read` reads.
 
         Args:
             position: Number of bytes at the beginning of the file that are not read.
-            last_bytes: Last bytes before the position, or an empty text if they are unknown.
+            last_bytes: Last bytes before the position. Empty if they are unknown.
         """
         self.position = position
         self._last_bytes = last_bytes[-_REMEMBERED_BYTES:]

@@ -4,8 +4,8 @@ A command that runs or queues a spec imports Prefect, which takes about two seco
 finds the spec in the arguments of the command, and loads the spec first. A user then sees the
 faults of the spec at once.
 
-The command itself loads the spec again, and decides. So this module skips every argument whose
-meaning is uncertain.
+The command itself loads the spec again, and its check counts. So this module may skip every
+argument whose meaning is uncertain.
 """
 
 from __future__ import annotations

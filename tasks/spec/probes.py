@@ -139,7 +139,7 @@ Address = Annotated[Text, BeforeValidator(_check_address)]
 class Probe(Model):
     """Check of a component, which succeeds or fails."""
 
-    #: Keys for the check of this kind of probe, such as an HTTP request.
+    #: Keys that this class of probes may have for its check, such as `http`.
     questions: ClassVar[tuple[str, ...]] = QUESTIONS
 
     http: Url | None = Field(

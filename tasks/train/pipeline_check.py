@@ -97,7 +97,7 @@ async def _read_clusters() -> dict[str, KnownCluster]:
                 try:
                     nodes = await dashboard.nodes()
                 except (NoAnswer, Denied):
-                    # The nodes are unknown, so no stage is refused because of them.
+                    # The nodes are unknown, so the stages are not compared with them.
                     nodes = None
         known[address] = KnownCluster(
             cluster=cluster,

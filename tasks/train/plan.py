@@ -232,8 +232,8 @@ class PlanInputs:
         is_only_job = launchers.count("ray_job") == 1
         # The job's number of GPUs is known only if the job uses all GPUs of the run. The number is
         # unknown if another job or inference servers also use GPUs of the run.
-        # If the driver itself takes GPUs, the job is pending until it has them, and its actors take
-        # none.
+        # If Ray gives GPUs to the driver process (`entrypoint_gpus`), the job is pending until the
+        # driver has them. The number for the actors is then 0.
         takes_all_gpus = is_only_job and self.spec.fleet is None and not ray.entrypoint_gpus
         gpus = gang.nodes * gang.gpus_per_node if gang and takes_all_gpus else 0
         # Symbolic links of a checked-out project lead to data outside of the code. Do not upload

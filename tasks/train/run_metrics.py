@@ -17,7 +17,7 @@ from tasks.train.finding_runs import Run
 from tasks.train.local_runs import list_attempts, read_local_record
 from tasks.train.run_records import explain_missing_files
 
-#: Longest time in seconds until a file system must answer.
+#: Time limit in seconds for an answer of the file system of a metrics file.
 _ANSWERS_WITHIN_S = 5.0
 
 

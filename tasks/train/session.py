@@ -69,7 +69,7 @@ T = TypeVar("T")
 #: Pauses, in seconds, before the folder of checkpoints is read again after an error. The pauses are
 #: short, because the run already holds its GPUs.
 _READ_CHECKPOINTS_PAUSES_S = (2.0, 8.0)
-#: Time limit, in seconds, of one of these reads.
+#: Time limit, in seconds, of one read of the folder of checkpoints before an attempt.
 _READ_CHECKPOINTS_WITHIN_S = 120.0
 #: Time limit, in seconds, of the search for a checkpoint that an ended attempt has saved.
 _FIND_SAVED_WITHIN_S = 5.0

@@ -74,11 +74,11 @@ CHANGED = "the state of its flow run has just changed on the Prefect server"
 
 
 def complete_owner(lost: LostRun) -> None:
-    """Add facts to the owner of a lost run whose `owner.json` cannot be read.
+    """Complete the record about the owner of a lost run whose `owner.json` cannot be read.
 
-    The facts are the Prefect server of this process, and the key `on_lost_flow` of the run's spec.
-    Without them, the flow run would not get its final state, and Ray jobs that may continue would
-    be ended.
+    The added facts are the Prefect server of this process, and the key `on_lost_flow` of the run's
+    spec. Without them, the flow run would not get its final state, and Ray jobs that may continue
+    would be ended.
     """
     owner = lost.owner
     if not owner.fault or owner.directory is None or owner.flow_run_id is None:

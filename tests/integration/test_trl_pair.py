@@ -11,8 +11,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,9 @@ import pytest
 from tasks.spec.draft import read_hook
 from tests.support.host_environment import wait_for
 from tests.support.own_stack import OwnStack
+from tests.support.trl_python import find_trl_python
 
-PROGRAM = Path(__file__).parents[1] / "data" / "trl" / "tiny_trl.py"
+PROGRAMS = Path(__file__).parents[1] / "data" / "trl"
 STEPS = 20
 #: Time limit for a training of `STEPS` steps on a slow machine, in seconds.
 ENDS_WITHIN_S = 900
@@ -34,14 +33,7 @@ pytestmark = [pytest.mark.thorough, pytest.mark.timeout(3600)]
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return the path of a Python interpreter that can import TRL."""
-    if interpreter := os.environ.get("MUSTER_TEST_TORCH_PYTHON", ""):
-        return interpreter
-    environment = tmp_path_factory.mktemp("trl") / "environment"
-    subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
-    program = str(environment / "bin" / "python")
-    if subprocess.run([program, "-m", "pip", "install", "-q", "torch", "trl"]).returncode:
-        pytest.skip("TRL cannot be installed here")
-    return program
+    return find_trl_python(tmp_path_factory.mktemp("trl") / "environment")
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +41,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnStack]:
     stack = OwnStack(place=tmp_path_factory.mktemp("stack"))
     try:
         stack.up()
-        shutil.copy(PROGRAM, stack.project)
+        for name in ("tiny_trl.py", "tiny_llama.py"):
+            shutil.copy(PROGRAMS / name, stack.project)
         (stack.project / "muster_metrics.py").write_text(read_hook())
         yield stack
     finally:
@@ -75,13 +68,7 @@ def submit(stack: OwnStack, python: str, method: str) -> str:
         "success": {"step": STEPS},
         "retry": {"UNKNOWN": {"attempts": 3, "delay_s": 1}},
     }
-    path = stack.project / f"{method}.yaml"
-    path.write_text(json.dumps(spec))
-    code, output = stack.muster("submit", str(path))
-    assert code == 0, output
-    match = re.search(rf"tiny-{method}-{method}-\S+", output)
-    assert match is not None, output
-    return match[0]
+    return stack.submit_spec(spec)
 
 
 def read_record(stack: OwnStack, run_id: str) -> dict[str, Any]:

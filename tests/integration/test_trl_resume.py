@@ -13,8 +13,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -27,9 +25,10 @@ from tasks.record.states import RunState
 from tasks.spec.loading import parse_spec
 from tasks.train.session import RunSession
 from tasks.train.waiting import next_attempt
+from tests.support.trl_python import find_trl_python
 from tests.support.wandb_files import WandbRun, read_offline_runs
 
-CASES = Path(__file__).parents[1] / "data" / "resume"
+PROGRAMS = Path(__file__).parents[1] / "data" / "trl"
 RUN_ID = "trl-sft-20260101-000000-abcd91c2"
 KILLS = int(os.environ.get("TRL_KILLS", "20"))
 SAVE_EVERY = 5
@@ -41,14 +40,7 @@ pytestmark = [pytest.mark.thorough, pytest.mark.timeout(3600)]
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return the path of a Python interpreter that can import TRL."""
-    if given := os.environ.get("MUSTER_TEST_TORCH_PYTHON", ""):
-        return given
-    environment = tmp_path_factory.mktemp("trl") / "environment"
-    subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
-    program = str(environment / "bin" / "python")
-    if subprocess.run([program, "-m", "pip", "install", "-q", "torch", "trl", "wandb"]).returncode:
-        pytest.skip("TRL cannot be installed here")
-    return program
+    return find_trl_python(tmp_path_factory.mktemp("trl") / "environment", "wandb")
 
 
 def steps_of(attempt: Path) -> list[int]:
@@ -88,7 +80,7 @@ def test_no_more_than_one_save_interval_is_trained_again(
         {
             "name": "trl",
             "workload": "sft",
-            "cwd": str(CASES),
+            "cwd": str(PROGRAMS),
             "env": {
                 "METRICS": "${attempt.dir}/m.jsonl",
                 "STEPS": str(STEPS),

@@ -155,11 +155,17 @@ class OwnStack:
         stop = {"signal": "SIGTERM", "grace_s": 10}
         trainer = {"command": command, "stop": stop}
         content = {"name": name, "workload": "sft", "components": {"trainer": trainer}, **spec}
+        return self.submit_spec(content)
+
+    def submit_spec(self, spec: Mapping[str, Any]) -> str:
+        """Write a run spec into the project, submit it, and return the id of its run."""
+        name = spec["name"]
         path = self.project / f"{name}.yaml"
-        path.write_text(json.dumps(content))
+        path.write_text(json.dumps(spec))
         code, output = self.muster("submit", str(path))
         assert code == 0, output
-        match = re.search(rf"\b{name}-sft-\d{{8}}-\d{{6}}-[0-9a-f]{{8}}\b", output)
+        pattern = rf"\b{name}-{spec['workload']}-\d{{8}}-\d{{6}}-[0-9a-f]{{8}}\b"
+        match = re.search(pattern, output)
         assert match is not None, output
         return match[0]
 

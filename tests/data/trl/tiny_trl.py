@@ -1,8 +1,7 @@
 """Trains a tiny Llama on the CPU with TRL, by SFT or GRPO, and resumes from a checkpoint.
 
 Usage: tiny_trl.py METHOD FOLDER RESUME_FROM STEPS. The program needs `torch`, `transformers`,
-`datasets`, `trl`, and the module that `muster init` writes. It makes the model and its tokenizer
-itself, so it downloads nothing.
+`datasets`, `trl`, and the module that `muster init` writes. It downloads nothing.
 """
 
 from __future__ import annotations
@@ -13,11 +12,10 @@ from typing import Any
 
 import muster_metrics
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from tiny_llama import make_model, make_tokenizer
+from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-WORDS = ["<pad>", "<eos>", "one", "two", "three", "four"]
 SAVE_EVERY = 5
 
 
@@ -26,30 +24,6 @@ class Pause(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         time.sleep(0.2)
-
-
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    vocabulary = {word: number for number, word in enumerate(WORDS)}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", padding_side="left"
-    )
-
-
-def make_model() -> LlamaForCausalLM:
-    config = LlamaConfig(
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        vocab_size=len(WORDS),
-        max_position_embeddings=32,
-        pad_token_id=0,
-        eos_token_id=1,
-    )
-    return LlamaForCausalLM(config)
 
 
 def count_twos(completions: list[str], **columns: Any) -> list[float]:
