@@ -123,6 +123,8 @@ def end_while_hanging(
             progress=progress,
             time_limit_s=1.5 if how is wait_for_time_limit else None,
         )
+        log = data.path / "trainer.log" if "log" in places else harness.log_path("trainer")
+        wait_until(lambda: "begun" in log.read_text(), "the trainer has begun")
         data.hang()
         how(harness, supervisor)
         harness.wait_for_event("teardown.begun")

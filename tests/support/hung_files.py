@@ -57,6 +57,11 @@ def hanging_folder(path: Path) -> Iterator[HangingFolder]:
         if server.stdout.readline() != "mounted\n":
             assert server.stderr is not None
             raise OSError(server.stderr.read())
+        # Close a file once while the server answers. The kernel then learns that the server has no
+        # FLUSH, and sends none later: a FLUSH of a stopped server can't be ended with SIGKILL.
+        first = path / "first"
+        first.touch()
+        first.unlink()
         yield HangingFolder(path, server)
     finally:
         server.kill()
