@@ -89,7 +89,7 @@ class LockedRayDirectory:
         self._lock_fd: int | None = None
 
     def restore(self) -> None:
-        """Create the directory again if it was deleted, and lock it.
+        """Create the directory for Ray's files again if it was deleted, and lock the directory.
 
         Call this before each start of the Ray head.
 

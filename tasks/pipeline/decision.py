@@ -49,9 +49,9 @@ class StageRun:
 class Begin:
     """Request to create a new run of a unit: of a stage, or of a point of its matrix."""
 
-    #: Name of the unit.
+    #: Name of the stage, or `NAME.N` for the point N of its matrix.
     stage: str
-    #: Number of the new run among the runs of the unit, from 1.
+    #: Number of the new run among the runs of this stage or matrix point, from 1.
     number: int
 
 
@@ -62,7 +62,7 @@ class StagePlan:
     name: str
     #: Names of the stages that must have ended before this stage begins.
     needs: tuple[str, ...]
-    #: Names of the units of the stage.
+    #: Name of the stage, or the names `NAME.N` of all points of its matrix.
     units: tuple[str, ...]
     #: Largest number of active runs of the stage, or None if there is no limit.
     at_most: int | None = None
@@ -77,7 +77,7 @@ class StageState(Enum):
     WAITING = "waiting"
     #: The stage has begun and has not ended.
     ACTIVE = "active"
-    #: All units of the stage are complete.
+    #: All runs of the stage, one for each matrix point, have completed.
     COMPLETED = "completed"
     #: All runs of the stage have ended, and one of them has failed or was cancelled.
     FAILED = "failed"
@@ -97,7 +97,7 @@ class PipelineDecision:
     begins: tuple[Begin, ...]
     #: Runs that have not ended, in the order of the stages.
     active: tuple[StageRun, ...]
-    #: State of each stage, by name, before the runs of `begins` are created.
+    #: State of each stage, by name. The runs that `begins` asks for are not created yet.
     states: Mapping[str, StageState]
     #: Reason for skipping each skipped stage, by name.
     skipped: Mapping[str, str]
@@ -118,10 +118,11 @@ def decide(
 ) -> PipelineDecision:
     """Return the next actions of a pipeline.
 
-    A unit never has two active runs. If the last run of a unit failed or was cancelled, there are
-    two cases. If a user has started the pipeline again after the end of that run, the unit is run
-    again. Otherwise, the failure is final: the pipeline creates no further run, unless the stage
-    says that the pipeline continues.
+    A unit is a stage without a matrix, or one point of a stage's matrix. A unit never has two
+    active runs. If the last run of a unit failed or was cancelled, there are two cases. If a user
+    has started the pipeline again after the end of that run, the unit is run again. Otherwise, the
+    failure is final: the pipeline creates no further run, unless the stage says that the pipeline
+    continues.
 
     Args:
         stages: All stages, in the order of the file.
@@ -206,21 +207,25 @@ def _end_order(run: StageRun) -> tuple[bool, float]:
 
 
 def _next_number(tries: Sequence[StageRun]) -> int:
-    """Return the number of the next run of a unit."""
+    """Return the number of the next run of a stage or matrix point, from 1."""
     return tries[-1].number + 1 if tries else 1
 
 
 def _find_active(tries: Sequence[StageRun]) -> StageRun | None:
-    """Return the last run of a unit that has not ended, or None."""
+    """Return the last run of a stage or matrix point that has not ended, or None."""
     return next((run for run in reversed(tries) if run.ending is None), None)
 
 
 def _find_failure(tries: Sequence[StageRun], requested_at: datetime) -> StageRun | None:
-    """Return the run that made a unit fail.
+    """Return the run that made a stage or a matrix point fail.
+
+    Args:
+        tries: All runs of the stage or the matrix point, in their order.
+        requested_at: Time at which a user last started or retried the pipeline.
 
     Returns:
-        The last run of the unit. None if the unit has an active or completed run, if the unit has
-        no run, or if a user has started the pipeline again after the end of the last run.
+        The last run. None if there are no runs, if one of them is active or has completed, or if a
+        user has started the pipeline again after the end of the last run.
     """
     if not tries or any(run.ending in (None, RunState.COMPLETED) for run in tries):
         return None
@@ -246,7 +251,7 @@ def completed_run(stage: str, runs: Iterable[StageRun]) -> StageRun | None:
     Later stages use the results of this run.
 
     Returns:
-        The run, or None if no run of the unit has completed.
+        The run, or None if no run has completed.
     """
     completed = [run for run in runs if run.stage == stage and run.ending is RunState.COMPLETED]
     return max(completed, key=lambda run: run.number, default=None)

@@ -165,8 +165,9 @@ def format_points(
     """Return the rows of a table with the points of a matrix.
 
     Args:
-        rows: Name of the unit, values of the point, state of its run, and figure of each point.
-        best: Name of the unit with the best figure, or None.
+        rows: Four values for each point: its name `STAGE.N`, its values, the state of its run, and
+            the number by which the best point is chosen.
+        best: Name of the best point, or None.
     """
     return [
         {

@@ -300,7 +300,10 @@ class PipelineSession:
         return max(spec.teardown_s for spec in specs)
 
     def _plain_run_spec(self, unit: str) -> object:
-        """Return the run spec of a unit with a fixed text for each `${stage.NAME.KEY}`."""
+        """Return the run spec of a stage or matrix point.
+
+        A fixed text replaces each placeholder `${stage.NAME.KEY}`.
+        """
         return self.spec.fill_run_spec(unit, lambda _stage, _key: "stage")
 
     def conclude(self) -> State[Any]:
@@ -560,7 +563,7 @@ class PipelineSession:
         )
 
     def _describe_active_run(self, run: StageRun) -> str:
-        """Return the stage, the position and the state of a run, for the pipeline's state."""
+        """Return a text such as `stage eval (2 of 3): Running` for the pipeline's state."""
         name = run.stage_name
         state_text = f"{run.state}: {run.message}" if run.message else run.state
         if name not in self.spec.stage_names:
@@ -598,12 +601,23 @@ class PipelineSession:
             self._try(partial(artifacts.show, key=key, shown=shown))
 
     def _completed_points(self, name: str) -> dict[str, StageRun]:
-        """Return the completed run of each completed point of a matrix, by unit."""
+        """Return the completed runs of a stage's matrix points, by their names `STAGE.N`.
+
+        Args:
+            name: Name of the stage.
+        """
         runs = {unit: completed_run(unit, self._runs) for unit in self.spec.stage(name).units}
         return {unit: run for unit, run in runs.items() if run is not None}
 
     def _read_figures(self, name: str) -> dict[str, float | None]:
-        """Return the figure by which the best point is chosen, of each completed point, by unit."""
+        """Return the number by which `best` compares the completed points of a stage's matrix.
+
+        Args:
+            name: Name of the stage.
+
+        Returns:
+            The number of each completed point, by the point's name `STAGE.N`. None if unknown.
+        """
         stage = self.spec.stage(name)
         assert stage.best is not None
         figures: dict[str, float | None] = {}
@@ -804,7 +818,7 @@ class PipelineSession:
 
 
 def _describe_handover(decision: PipelineDecision) -> str:
-    """Return a phrase about the stages that the pipeline's next process continues with."""
+    """Return a clause that names the stages with which the pipeline's next process continues."""
     if decision.active:
         names = join_commas([run.stage for run in decision.active])
         return f"stage {names} continues, and the pipeline's next process attaches to it"

@@ -49,7 +49,8 @@ _ENDINGS = {
 
 #: Start of the tags that mark runs of steps with the same inputs.
 _CACHE_TAG = "cache:"
-#: Start of the tag of a task run that names the earlier flow run whose result is used.
+#: Start of the tag of a task run that reuses the result of an earlier flow run. The rest of the
+#: tag is the id of that flow run.
 _REUSED_TAG = "muster-cached:"
 #: Number of task runs that are read with one request.
 _PAGE = 200
@@ -225,7 +226,7 @@ def make_cache_tag(spec: Mapping[str, Any], *, with_code: bool) -> str:
         with_code: True if the files of the project are an input, too.
     """
     inputs = {key: spec.get(key) for key in ("components", "env", "cwd")}
-    # The place of the step does not change its result.
+    # Leave out `launcher`, because the machine on which a step runs does not change its result.
     inputs["components"] = {
         name: {key: value for key, value in component.items() if key != "launcher"}
         for name, component in spec["components"].items()
@@ -237,7 +238,7 @@ def make_cache_tag(spec: Mapping[str, Any], *, with_code: bool) -> str:
 
 
 def find_cached_runs(client: SyncPrefectClient, tag: str) -> Iterator[FlowRun]:
-    """Yield the completed flow runs of steps with a cache tag, newest first."""
+    """Yield the completed flow runs of steps that have a given cache tag, newest first."""
     which = {"tags": {"all_": [tag]}, "state": {"type": {"any_": [StateType.COMPLETED]}}}
     yield from read_flow_runs(client, which, ["train"], FlowRunSort.END_TIME_DESC)
 

@@ -452,12 +452,13 @@ class SupervisedAttempt:
             self._context.readers,
             self._context.log_reader,
         )
-        #: Files and folders that were reported because they do not answer, with their readers.
+        #: Readers of the files and folders that were reported because they do not answer, by path.
         self._reported: dict[str, PlaceReader] = {}
         #: Size in bytes that the log of a hung component had before the component was examined, by
         #: the name of the component.
         self._sizes_before_examination: dict[str, int] = {}
-        #: Decision by the earliest event that can end the attempt.
+        #: Keeps the decision about the earliest event that ends the attempt, such as the first
+        #: failure of a component.
         self.earliest = EarliestDecision()
         self._teardown: asyncio.Task[Verdict] | None = None
         self._time_to_save = TimeToSave(
@@ -1197,7 +1198,8 @@ class SupervisedAttempt:
         # it waits for another component. After the end of that other component, the call stacks of
         # the waiting component would no longer show this.
         for component in self._hung_components().values():
-            # The examination writes call stacks into the log. They are no cause of the hang.
+            # The examination appends call stacks to the log. Note the size of the log before that,
+            # so that the search for the cause of the hang skips the call stacks.
             with contextlib.suppress(PlaceTimeout):
                 size = await self._context.log_reader.ask(component.log.size)
                 self._sizes_before_examination[component.name] = max(0, size)

@@ -222,9 +222,9 @@ class AttemptContext:
         self.guards.begin(sum(part.make_component is None for part in self.plan.components))
 
     def settle(self) -> None:
-        """End the preparation, and begin to scan for the shared memory segments of the run.
+        """Begin to scan for the shared memory segments of the run.
 
-        Call this method after the `RunningComponent` of each component was created.
+        Call this method once, after the `RunningComponent` of each component was created.
         """
         self.guards.settle()
         if self.register is not None:
@@ -470,8 +470,9 @@ class RunningComponent(ABC):
             await self._refuse_foreign([probe.local_port])
         await self.refuse_foreign_ports()
         if self.exited.done():
-            # The component has already ended. Wait for the cancellation and do not report it as
-            # ready: the caller decides whether the component was ready before its end.
+            # The component has already ended, so do not report the component as ready. Wait until
+            # the caller cancels this task. The caller decides whether the component was ready
+            # before its end.
             await forever()
         self.mark_ready()
 
@@ -491,7 +492,7 @@ class RunningComponent(ABC):
             raise ComponentFailed(GiveUpReason(kind=kind, rule="not-ready", message=message))
 
     async def until_empty(self) -> None:
-        """Wait until no process of a component that has ended remains on this machine."""
+        """Wait until all processes of this component on this machine have ended."""
         return
 
     async def was_ready_before_end(self) -> bool:

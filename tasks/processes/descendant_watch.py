@@ -328,7 +328,8 @@ class DescendantWatch:
             )
         if oom_killer.read_kernel_log():
             return "The kernel log shows no kill of this process by the kernel's OOM killer."
-        # A component that no search has found may have died in a cgroup that is unknown.
+        # Return this sentence only if the component's cgroup is known. If a component ended before
+        # the first search for its processes, its cgroup is unknown.
         is_known = self.process.pid in self._pids
         if is_known and self._last_groups and not self._kill_times:
             return "The kernel's OOM killer has killed no process in the cgroup of the component."

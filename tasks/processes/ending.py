@@ -205,10 +205,10 @@ def end_carriers(wanted: Mapping[str, str]) -> dict[str, Any]:
         return " ".join(read_command_line(pid).split())[:_SHOWN_CHARACTERS]
 
     def note_carrier(pid: int) -> None:
-        """Note a process with the mark of the run, and its descendants that may not be signalled.
+        """Store the command lines of a process of the run and of its unkillable descendants.
 
-        The descendants have to be noted before the end of the carrier, because they then get
-        another parent.
+        An unkillable descendant is a process that this user may not signal. It must be found
+        before its parent ends, because the kernel then gives it another parent.
         """
         commands[pid] = read_command(pid)
         for child in descendants(pid):

@@ -381,8 +381,8 @@ class GuardedProcess:
         if self._spawned.done():
             await self._spawned
         order = {field.name: getattr(command, field.name) for field in fields(command)}
-        # A program may take its working directory from the variable PWD instead of the kernel. The
-        # inherited value is the working directory of this process.
+        # A program may read its working directory from the variable PWD instead of asking the
+        # kernel. So set PWD, because the inherited value is the working directory of this process.
         env = {**command.env, "PWD": str(command.cwd)}
         env.pop("OLDPWD", None)
         order |= {"env": env, "cwd": str(command.cwd), "log": str(command.log)}

@@ -343,7 +343,7 @@ class Guardian:
             self._kill_rounds = tree.KillRounds()
 
     def _kill_once(self, rounds: tree.KillRounds) -> None:
-        """Send SIGKILL to every remaining descendant, and report the descendants that survive."""
+        """Send SIGKILL to all remaining descendants of this process, and report the survivors."""
         # The kernel kills all processes of a cgroup at once, including new ones. Search for new
         # processes only if the remaining processes are in no cgroup.
         is_cgroup_killed = self._cgroup is not None and cgroup.kill_all(self._cgroup)

@@ -104,7 +104,8 @@ def measure_file_limits() -> tuple[HostLimit, ...]:
     for pid in tree.all_pids():
         with suppress(OSError):
             counts[pid] = len(os.listdir(f"/proc/{pid}/fd"))
-    # If this process has no free descriptor, it cannot list a directory. Its own limit is known.
+    # If this process has no free file descriptor, it cannot list `/proc/PID/fd` of any process, and
+    # `counts` is empty. In that case, report the limit of this process.
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     pid = max(counts, key=lambda pid: counts[pid], default=os.getpid())
     with suppress(OSError, ValueError):
@@ -240,7 +241,11 @@ def _list_pids_cgroups() -> Iterator[Path]:
 
 
 def _name_largest(counts: dict[int, int]) -> str:
-    """Return a text that names the process with the largest number, or an empty string."""
+    """Return a text that names the process that uses most of a limit, or an empty string.
+
+    Args:
+        counts: Number of threads of each process, by pid.
+    """
     if not counts:
         return ""
     [(pid, count)] = Counter(counts).most_common(1)

@@ -19,7 +19,8 @@ T = TypeVar("T")
 class LoopThread:
     """Runs an asyncio loop in a daemon thread until `close`. Safe to use from any other thread.
 
-    `asyncio.to_thread` in this loop starts no thread, because its threads are started at once.
+    The threads for `asyncio.to_thread` are started together with the loop. So `asyncio.to_thread`
+    does not fail later if the machine allows no further thread.
     """
 
     def __init__(self, name: str, on_error: Callable[[BaseException], None]) -> None:

@@ -33,7 +33,7 @@ class PlaceTimeout(TimeoutError):
 
 
 class _Read(Generic[T]):
-    """One call of a function that reads a place."""
+    """One call of a function that reads a file, a folder or a URL."""
 
     def __init__(self, work: Callable[[], T], within_s: float) -> None:
         self.work = work
@@ -43,7 +43,7 @@ class _Read(Generic[T]):
         self.began_s: float | None = None
 
     def run(self) -> None:
-        """Call the function, unless all callers have stopped waiting before its turn."""
+        """Call the function and store its result, unless the call was cancelled in the queue."""
         if not self.result.set_running_or_notify_cancel():
             return
         try:
@@ -53,7 +53,7 @@ class _Read(Generic[T]):
 
 
 class PlaceReader:
-    """Calls functions that read one place, one at a time, in a daemon thread.
+    """Calls functions that read a file, a folder or a URL, one at a time, in a daemon thread.
 
     The thread starts with the first call. While a call does not return, no further thread starts.
     As soon as the time limit of that call is over, later calls fail at once with `PlaceTimeout`.

@@ -216,7 +216,7 @@ class LogProbe(ComponentProbe):
             reader: Reader of the log. None to create a reader.
         """
         self._reader = reader or PlaceReader(log.path)
-        #: Size of the log in bytes at the last glance.
+        #: Size of the log in bytes at the last call of `glance`.
         self._size = -1
         self._has_matched = False
         self.question = f"/{pattern}/ in {log.path.name}"
@@ -232,7 +232,11 @@ class LogProbe(ComponentProbe):
         return "" if self._has_matched else "no such line yet"
 
     def _search_part(self) -> bool:
-        """Search the next part of the log, in the reader's thread. Return True if there is more."""
+        """Search the next part of the log for a line that matches. Runs in the reader's thread.
+
+        Returns:
+            True if no line has matched yet and the log has further parts.
+        """
         self._reader.place = str(self._log.path)
         if self._has_matched:
             return False

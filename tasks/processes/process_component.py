@@ -288,7 +288,8 @@ class ProcessComponent(RunningComponent):
         return super()._probe(spec)
 
     async def _refuse_foreign(self, ports: Sequence[int | None]) -> None:
-        # The kernel answers no question about the command line of a process that is wedged.
+        # Read /proc in another thread. A read of the command line of a process blocks while the
+        # process holds a lock in the kernel.
         reader = self._context.readers.of("/proc")
         for port in dict.fromkeys(ports):
             if port is None:

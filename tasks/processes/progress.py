@@ -106,17 +106,20 @@ class HttpProgress:
         return step
 
     async def explain_missing_step(self, *, is_over: bool) -> str:
-        """Return why no step is known, see `StepSource`."""
+        """Return the reason why the training step is unknown, or an empty string.
+
+        See `StepSource.explain_missing_step`.
+        """
         # A server may omit the step until the training has begun. So report a missing step only
         # after the end of the training.
         return self._problem if is_over and not self._has_step else ""
 
 
 class JsonlProgress:
-    """Reads the step from a JSON lines file, such as `progress.jsonl`.
+    """Reads the training step from a JSON lines file, such as `progress.jsonl`.
 
     The last line that contains a step counts. The file is read in another thread, because its file
-    system may not answer. Without an answer, the last known step counts.
+    system may not answer. While the file system does not answer, the last known step counts.
     """
 
     def __init__(
@@ -203,7 +206,10 @@ class JsonlProgress:
                     self._last_without_step = figures
 
     async def explain_missing_step(self, *, is_over: bool) -> str:
-        """Return why no step is known, see `StepSource`."""
+        """Return the reason why the training step is unknown, or an empty string.
+
+        See `StepSource.explain_missing_step`.
+        """
         if self._has_step:
             return ""
         if self._last_without_step is not None:
@@ -284,7 +290,7 @@ class StepSource(Protocol):
         """Return the step; None if it is unknown now. Raise no errors."""
 
     async def explain_missing_step(self, *, is_over: bool) -> str:
-        """Return a sentence that says why no step was ever known.
+        """Return the reason, as a sentence, why the training step was never known.
 
         Args:
             is_over: True if the training is over. Before that, a missing step is a fault only if
@@ -740,7 +746,7 @@ class ProgressWatch:
         return await self.source.explain_missing_step(is_over=True)
 
     async def _warn_of_missing_step(self) -> None:
-        """Publish a warning if the source of the step probably never contains a step."""
+        """Publish a warning if the file or URL probably never contains the training step."""
         if self.source is None:
             return
         problem = await self.source.explain_missing_step(is_over=False)

@@ -60,10 +60,10 @@ _log = logging.getLogger(__name__)
 _OWNER = "owner.json"
 #: Name of the file whose lock the owner of a run, the process that supervises it, holds.
 _LOCK = "lock"
-#: Name of the file with the name of the owner's machine. It is needed if `owner.json` cannot be
-#: read.
+#: Name of the file with the host name of the machine on which a run's supervising process runs.
+#: The file is needed if `owner.json` cannot be read.
 _HOST = "host"
-#: Name of the file with the description of an owner whose `owner.json` cannot be read.
+#: Name of the file that describes the supervising process of a run if `owner.json` cannot be read.
 _REBUILT = "owner-rebuilt.json"
 #: Beginning of the name of a run's directory in the registry while the directory is removed.
 _REMOVED = ".removed."
@@ -78,7 +78,7 @@ _WRITTEN_AFTER_ALL_WITHIN_S = 0.5
 _WRITTEN_INTO_ROOM_WITHIN_S = 2.0
 #: Seconds to wait for another process that is ending the leftover processes of the same run.
 _CLAIM_WITHIN_S = 60.0
-#: Seconds between two attempts to lock the run's directory.
+#: Seconds between two attempts to lock the registry directory of a run.
 _LOOK_EVERY_S = 0.1
 #: Grace period in seconds of a component whose registry entry cannot be read. A living guardian of
 #: the component knows the real grace period, and has this time to end the component.
@@ -408,7 +408,11 @@ class RunRegistration(EntryWriter):
         self._unlock()
 
     def _flush(self, within_s: float) -> bool:
-        """Wait until both disk threads have done their work. Return False if the time is over."""
+        """Wait until both disk threads have written all files of the run.
+
+        Returns:
+            False if this takes longer than `within_s` seconds.
+        """
         deadline = time.monotonic() + within_s
         is_written = self.entry_disk.flush(within_s)
         return self.disk.flush(max(0.0, deadline - time.monotonic())) and is_written
@@ -449,7 +453,8 @@ class LostRun:
         #: Those of `unreadable_jobs` for which the submission files cannot be read, either. Their
         #: Ray jobs may still run.
         self.unknown_jobs = tuple(file for file, found in rebuilt_jobs.items() if found is None)
-        #: Final state of the run from the reserved disk space; None if nothing was written there.
+        #: Final record of the run in the disk space that the run has reserved for the case of a
+        #: full disk. None if no record was written there.
         self.end = reserved_space.read_final_record(directory)
 
     @property
@@ -784,9 +789,9 @@ def _rebuild_owner(directory: Path, fault: str) -> Owner:
 def _find_boot(directory: Path) -> str:
     """Return the id of the boot of this machine in which a run's processes were started.
 
-    The id comes from the run's entries. If no entry can be read, the id of the current boot is
-    returned. The processes of the run are then searched,
-    although they may have ended with an earlier boot.
+    The id comes from the run's registry entries. If no entry can be read, the id of the current
+    boot is returned. Muster then searches for processes of the run, although the machine may have
+    been rebooted since the run started.
     """
     entries, _ = _read_entries(directory, ProcessEntry)
     boots = {entry.guardian.boot_id for entry in entries}
@@ -817,8 +822,8 @@ def _find_lock_holder(directory: Path) -> int | None:
     """Return the pid of the process that has locked a run's registry directory.
 
     Returns:
-        None if no process has the lock, or if this process has claimed the run. 0 if the pid is
-        unknown, because the process is in another PID namespace or belongs to another user.
+        None if no process has the lock, or if this process has it. 0 if the pid is unknown,
+        because the process is in another PID namespace or belongs to another user.
 
     Raises:
         OSError: The lock file cannot be opened.
@@ -879,7 +884,7 @@ def _rebuild_jobs(owner: Owner, file: UnreadableFile) -> list[JobEntry] | None:
 
 
 def _entry_files(directory: Path) -> list[Path]:
-    """Return the paths of all component files of a run, readable or not."""
+    """Return the paths of the entry files of a run's components and Ray jobs, readable or not."""
     kinds = (ProcessEntry, JobEntry)
     return [path for kind in kinds for path in sorted(directory.glob(kind.file_of("*")))]
 
@@ -1080,7 +1085,8 @@ def _end_unregistered(run_id: str, file: UnreadableFile) -> tuple[set[int], set[
     """End all processes of a component whose registry entry cannot be read.
 
     The processes are found by their environment variables. A process that has cleared its
-    environment is found by the mark of the other processes, see `tree.mark_own`.
+    environment is found by a number that it shares with the other processes. This number is stored
+    in the resource limit on file locks, see `tree.mark_own`.
 
     Args:
         run_id: The run.

@@ -19,17 +19,17 @@ from tasks.processes.shared_memory import DIRECTORY, find_used_files
 
 _log = logging.getLogger(__name__)
 
-#: Longest time in seconds between two scans.
+#: Longest time in seconds between two scans of /dev/shm.
 _SCAN_EVERY_S = 1.0
-#: Seconds between two checks whether the directory has changed. A change causes a scan at once, so
+#: Seconds between two checks whether /dev/shm has changed. A change causes a scan at once, so
 #: that the files of a process that ends soon are found. A check reads only the time of the last
 #: change, so it is much cheaper than a scan.
 _CHECK_EVERY_S = 0.1
 #: Seconds in which each scan checks a new file again, until a process of the run has it open or
 #: mapped. A process may close a file and map it into its memory a moment later.
 _MAPPED_WITHIN_S = 0.25
-#: Largest share of one CPU core for scans. If there are many files, the scans become less
-#: frequent.
+#: Largest share of one CPU core for scans of /dev/shm. If there are many files, the scans become
+#: less frequent.
 _CPU_SHARE = 0.02
 #: Seconds that `close` waits for the last scan, which may hang on a broken disk.
 _LAST_SCAN_WITHIN_S = 5.0
@@ -39,7 +39,7 @@ _File = tuple[str, int]
 
 
 def choose_pause_s(cpu_s: float) -> float:
-    """Return the pause in seconds after a scan that took this CPU time in seconds."""
+    """Return the pause in seconds after a scan of /dev/shm that took `cpu_s` of CPU time."""
     return max(_CHECK_EVERY_S, cpu_s / _CPU_SHARE)
 
 
@@ -174,7 +174,7 @@ class SharedMemoryScan:
                 )
 
     def _is_own_segment(self, file: _File) -> bool:
-        """Return True if a file of the directory is a regular file of this user."""
+        """Return True if a file in /dev/shm is a regular file of this user."""
         try:
             status = os.lstat(os.path.join(self._directory, file[0]))
         except OSError:

@@ -83,7 +83,7 @@ def _read_tracer(pid: int) -> int:
 
 
 def _read_proc(pid: int, name: str) -> str:
-    """Return a file of /proc about a process; empty if it cannot be read."""
+    """Return the content of the file `/proc/PID/NAME`, or an empty string if it cannot be read."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/{name}").read_text(encoding="utf-8", errors="replace").strip()
     return ""

@@ -499,9 +499,13 @@ class Scheduler:
 
 
 def _label_typed_name(entry: QueueEntry) -> dict[str, bool | int | float | str]:
-    """Return the label that keeps the name of a flow run before it is named after its run id.
+    """Return a Prefect label with the present name of a flow run that Muster will rename.
 
-    Empty if the flow run has its final name already, or if a schedule has made its name.
+    Muster renames the flow run to its run id.
+
+    Returns:
+        An empty dict if the flow run has its final name already, or if a schedule has chosen the
+        present name.
     """
     flow_run = entry.flow_run
     if flow_run.auto_scheduled or flow_run.name == entry.request.name:

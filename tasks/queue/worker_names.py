@@ -17,7 +17,8 @@ from typing import Any
 from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.actions import VariableCreate, VariableUpdate
 
-#: Number of synchronisations without a sign of the other worker, after which it counts as ended.
+#: Number of consecutive synchronisations with the Prefect server in which another worker of the
+#: same name left no trace, after which that worker counts as ended.
 _SYNCS_UNTIL_FORGOTTEN = 3
 #: Text in the Prefect variable that explains its purpose to people who see it in the Prefect UI.
 _NOTE = "Muster: process of this worker. It shows if two workers have the same name."
@@ -59,14 +60,18 @@ class WorkerName:
         self._process = process
         self._other = ""
         self._has_written = False
-        #: Number of synchronisations since the last sign of the other worker.
+        #: Number of synchronisations with the Prefect server since the other worker of this name
+        #: last wrote to the Prefect variable.
         self._quiet_syncs = 0
 
     async def find_other(self, client: PrefectClient) -> str:
-        """Write this process into the variable, and return the other worker with the same name.
+        """Return another live worker with the same name, if there is one.
+
+        The process id of this worker is written into the Prefect variable that all workers of this
+        name share. Another live worker finds it there.
 
         Returns:
-            Host and process id of the other worker. Empty if there is no sign of another worker.
+            Host and process id of the other worker, or an empty string.
 
         Raises:
             httpx.HTTPError: The server did not answer, or rejected a request.

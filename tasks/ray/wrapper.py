@@ -197,8 +197,8 @@ class Keeper:
         self._signals = Signals()
         #: Wait status of the command, or None while it runs.
         self._status: int | None = None
-        #: Time in CLOCK_MONOTONIC seconds at which the keeper begins to kill the process tree. None
-        #: if the process tree is not being ended.
+        #: Time in CLOCK_MONOTONIC seconds at which this process begins to kill the process tree of
+        #: the command. None if the process tree is not being ended.
         self._kill_at: float | None = None
         #: Rounds of SIGKILL for the process tree; None before the first round.
         self._kill_rounds: tree.KillRounds | None = None

@@ -15,12 +15,13 @@ from pathlib import Path
 
 #: Smallest allowed value of the key `log_max_bytes`.
 SMALLEST_BOUND_BYTES = 1 << 16
-#: The first lines that are kept take up to 1/4 of the bound.
+#: The first lines of a log, which are always kept, take up to 1/4 of `log_max_bytes`.
 _HEAD_DIVISOR = 4
-#: After each call of `apply`, the newest lines take 1/2 of the bound. The log can then grow up to
-#: the bound before the next call.
+#: After each call of `LogBound.apply`, the newest lines of a log take 1/2 of `log_max_bytes`. The
+#: log can then grow up to `log_max_bytes` before the next call.
 _TAIL_DIVISOR = 2
-#: Number of bytes that are searched for the end of a line, so that the hole begins and ends there.
+#: Number of bytes that are searched for the end of a line. The removed part of a log begins and
+#: ends at the end of a line.
 _LINE_BYTES = 1 << 16
 #: Flags of fallocate(2): FALLOC_FL_PUNCH_HOLE and FALLOC_FL_KEEP_SIZE.
 _PUNCH_HOLE = 0x02 | 0x01
@@ -93,7 +94,7 @@ def _punch_hole(fd: int, offset: int, length: int) -> None:
     """Release the disk space of a part of a file.
 
     Raises:
-        OSError: The file system does not support it.
+        OSError: The file system cannot release a part of a file.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     result = libc.fallocate(fd, _PUNCH_HOLE, ctypes.c_int64(offset), ctypes.c_int64(length))

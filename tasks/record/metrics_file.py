@@ -116,10 +116,10 @@ class MetricsFile:
         return [parsed for parsed in objects if parsed]
 
     def _read_moved_file(self) -> bytes:
-        """Return the next bytes of the last file, if another file or no file is at the path now.
+        """Return the next bytes of a metrics file that was moved or removed since the last read.
 
         Returns:
-            An empty text if the last file is still at the path, or was read to its end.
+            The bytes. Empty if the file was not moved or removed, or was read to its end.
         """
         if self._last_file is None:
             return b""

@@ -166,7 +166,7 @@ class AttemptRecord(Recorded):
     host: str | None = None
     #: Checkpoint that was passed to the components as `${attempt.resume_from}`.
     resume_from: str | None = None
-    #: Reasons for the choice of the checkpoint, or None if they were not recorded.
+    #: Reasons for the choice of the checkpoint `resume_from`, or None if they were not recorded.
     resume: ResumeRecord | None = None
     #: Warnings for the user, for example that the trainer did not load the checkpoint.
     warnings: tuple[str, ...] = ()

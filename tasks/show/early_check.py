@@ -56,7 +56,7 @@ def find_spec_arguments(words: Sequence[str]) -> SpecArguments | None:
     for word in words:
         if previous == _SET_OPTION:
             overrides.append(word)
-            # The word after this value is no value of the option.
+            # This word is the value of `--set`. The next word does not belong to `--set` any more.
             previous = ""
             continue
         if word.startswith(f"{_SET_OPTION}="):
@@ -69,7 +69,7 @@ def find_spec_arguments(words: Sequence[str]) -> SpecArguments | None:
     if len(candidates) != 1:
         return None
     path = Path(candidates[0])
-    # A pipe can be read only once, so leave it to the command.
+    # A pipe can be read only once, so do not read the pipe here: the command itself reads it later.
     if path.exists() and not path.is_file():
         return None
     return SpecArguments(path=path, overrides=tuple(overrides))

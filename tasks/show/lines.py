@@ -149,7 +149,8 @@ _STYLES = {"completed": "bold green", "failed": "bold red", "crashed": "bold red
 _LABEL_COLUMNS = 19
 
 
-#: Final states of a run. A run whose flow run has crashed may still go on.
+#: Final states of a run. `crashed` is missing, because the processes of a run may still work when
+#: its flow run has crashed.
 _FINAL_STATES = ("completed", "failed", "cancelled")
 
 

@@ -84,7 +84,7 @@ _STEP_KEYS = ("args", "env", "on", "resources", "retries", "timeout_s", "cache",
 
 
 def _check_condition(text: str) -> str:
-    """Return the text of a condition. Raises: an error for the user if it is no condition."""
+    """Return the text of a condition unchanged, or raise an error if the text is no condition."""
     try:
         parse_condition(text)
     except InvalidCondition as error:
@@ -456,7 +456,11 @@ class PipelineSpec(Document):
         return parse_spec(filled).written()
 
     def _written_point(self, unit: str) -> dict[str, Any]:
-        """Return a stage as plain data, with the values of one point of its matrix."""
+        """Return a stage as plain data, with the values of one matrix point filled in.
+
+        Args:
+            unit: Name of the stage, or `NAME.N` for the point N of its matrix.
+        """
         stage = self.unit_stage(unit)
         written: dict[str, Any] = stage.model_dump(mode="json", exclude_unset=True)
         number = unit.partition(".")[2]
@@ -506,7 +510,10 @@ def _fill_args(node: Any, value_of: Callable[[str, str], object]) -> Any:
 
 
 def _escape_nested(value: Any) -> Any:
-    """Return JSON data in which no text has a placeholder of the run: `${` becomes `$${`."""
+    """Return JSON data in which each `${` of a text is replaced by `$${`.
+
+    The run spec into which the data is inserted then keeps `${` instead of reading a placeholder.
+    """
     if isinstance(value, Mapping):
         return {_escape_nested(key): _escape_nested(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

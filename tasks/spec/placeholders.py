@@ -345,7 +345,7 @@ def check_stage_names(written: object, known_names: Mapping[str, bool]) -> None:
 
 
 def check_stage_uses(uses: Iterable[Use], known_names: Mapping[str, bool]) -> None:
-    """Check that each placeholder `${stage.NAME.KEY}` among placeholders will have a value.
+    """Check that each placeholder `${stage.NAME.KEY}` in `uses` will have a value.
 
     Args:
         uses: The placeholders. Placeholders with other names are not checked.

@@ -106,7 +106,12 @@ def build_run_spec(stage: Mapping[str, Any], *, ray_address: str | None = None) 
 
 
 def _build_ray(resources: Mapping[str, Any], address: str | None) -> dict[str, Any]:
-    """Return the key `ray` of a step's run spec: the resources that the step takes on its node."""
+    """Return the value of the key `ray` in the run spec of a step on Ray.
+
+    Args:
+        resources: Resources that the step takes on its node.
+        address: Address of the Ray dashboard. None for the only cluster of the queue.
+    """
     ray: dict[str, Any] = {"entrypoint_cpus": resources.get("cpus") or 1}
     if address is not None:
         ray["address"] = address

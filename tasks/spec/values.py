@@ -51,14 +51,15 @@ LEFT_OUT = "Left out"
 #: Value of `position` in the JSON schema for a field that the form shows last, because the field
 #: takes much space.
 LAST = 1000
-#: Key of a mapping's JSON schema: names of all keys of the mapping, in the order of the model.
+#: Key that Muster adds to the JSON schema of a spec's mapping. Its value is a list of the names of
+#: all keys of the mapping, in the order of the pydantic model.
 _ALL_KEYS = "x-keys"
 
 
 def list_key_schemas(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return the JSON schema of each key of a mapping, including the keys outside the form.
 
-    All schemas are adapted to the form.
+    All schemas are adapted to the form in the Prefect UI.
 
     Args:
         schema: JSON schema of a mapping of a spec.

@@ -223,7 +223,10 @@ def _get_type(run: FlowRun) -> str:
 
 
 def _read_runs(client: SyncPrefectClient, deployment: DeploymentResponse) -> Iterator[FlowRun]:
-    """Yield the runs of a deployment that wait or run, without starts that a schedule plans."""
+    """Yield the waiting and running flow runs of a deployment.
+
+    Flow runs that Prefect has created for future starts of a schedule are left out.
+    """
     criteria: dict[str, Any] = {
         "deployment_id": {"any_": [str(deployment.id)]},
         "state": {"type": {"any_": [*_WAITING_TYPES, *_RUNNING_TYPES]}},

@@ -76,9 +76,9 @@ class PlanInputs:
     fleet: FleetPlan | None = None
     #: The nodes and GPUs that the queue granted to the run. None if the run needs no GPUs.
     grant: GpuGrant | None = None
-    #: Fingerprint of the metrics file at the start of the attempt. None if the fingerprint is
-    #: unknown. If an earlier process of the run began the attempt, the whole file then counts as
-    #: written by the attempt. Otherwise the supervisor takes the fingerprint.
+    #: Fingerprint of the metrics file at the start of the attempt. None for a new attempt: the
+    #: supervisor then takes the fingerprint. None is also possible if an earlier process of the run
+    #: began the attempt. The attempt then counts as the writer of the whole file.
     metrics: FileFingerprint | None = None
     #: True if the attempt starts from a checkpoint.
     resumes: bool = False
@@ -262,7 +262,15 @@ class PlanInputs:
 
 
 def _locate_checkpoints(written: str, root: Path) -> str:
-    """Return the absolute path or the URL of a folder of checkpoints; empty if there is none."""
+    """Return the absolute path or the URL of a folder of checkpoints.
+
+    Args:
+        written: The path or URL as the user wrote it. Empty if the component has no checkpoints.
+        root: Directory from which a relative path starts.
+
+    Returns:
+        The path or URL, or an empty string if `written` is empty.
+    """
     return written if not written or is_url(written) else str(root / written)
 
 

@@ -300,7 +300,10 @@ def make_report(
 
 
 def _describe_loss(lost: LostRun, loss: FlowLoss) -> str:
-    """Return a phrase about a lost run, with the files of the registry that cannot be read."""
+    """Return a text that says that the supervising process of a lost run has ended unexpectedly.
+
+    The text also names the registry files of the run that cannot be read.
+    """
     process = f"its process (pid {loss.pid})" if loss.pid else "its process"
     parts = [f"{process} was gone", *lost.faults]
     if lost.unreadable_entries:
