@@ -71,7 +71,7 @@ class StagePlan:
 
 
 class StageState(Enum):
-    """State of a stage in the present process of the pipeline."""
+    """State of a stage, as the present flow process of the pipeline sees it."""
 
     #: A stage that this stage needs has not ended, or the pipeline stops before this stage.
     WAITING = "waiting"

@@ -146,12 +146,13 @@ def read_last_metric(place: RunPlace, key: str) -> float | None:
 
 
 def choose_best(figures: Mapping[str, float | None], mode: str) -> str | None:
-    """Return the name of the unit with the best figure, or None if no unit has a figure.
+    """Return the name of the best point of a matrix, or None if no point has a figure.
 
-    If several units have the best figure, the first of them is returned.
+    If several points have the best figure, the first of them is returned.
 
     Args:
-        figures: Figure of each completed unit, in the order of the units.
+        figures: Number by which the points are compared, by the name of each completed point. The
+            points have the order of the matrix.
         mode: `max` if a larger figure is better, or `min`.
     """
     known = {unit: figure for unit, figure in figures.items() if figure is not None}

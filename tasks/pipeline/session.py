@@ -125,7 +125,7 @@ class PipelineSession:
         self.failure = ""
         #: The failed or cancelled stage run that ended the pipeline, or None.
         self.final_run: StageRun | None = None
-        #: All runs of the stages at the last reading of the progress, in any order.
+        #: All runs of the pipeline's stages when the Prefect server was last asked, in any order.
         self._runs: list[StageRun] = []
         #: State of each stage at the last decision, by name.
         self._states: Mapping[str, StageState] = {}
@@ -136,7 +136,8 @@ class PipelineSession:
         #: Value by which `best` compares the completed points of a matrix, by the id of the flow
         #: run.
         self._figures: dict[str, float | None] = {}
-        #: Earlier runs that replace runs of this pipeline, by the name of the unit.
+        #: Earlier runs whose results are used instead of new runs. The keys are the names of the
+        #: stages, or `STAGE.N` for the point N of a matrix.
         self._reused: dict[str, StageRun] = {}
         #: Last reported state of each run, by the id of the flow run.
         self._reported: dict[str, StageRun] = {}
@@ -444,7 +445,11 @@ class PipelineSession:
         return run
 
     def _is_step(self, unit: str) -> bool:
-        """Return True if a unit (`STAGE` or `STAGE.N`) belongs to a step of the present spec."""
+        """Return True if a stage of the spec is a step.
+
+        Args:
+            unit: Name of the stage, or `STAGE.N` for the point N of its matrix.
+        """
         name = unit.partition(".")[0]
         return name in self.spec.stage_names and self.spec.stage(name).is_step
 

@@ -47,7 +47,8 @@ _ENDINGS = {
     StateType.CRASHED: RunState.FAILED,
 }
 
-#: Start of the tags that mark runs of steps with the same inputs.
+#: Start of the Prefect tag that is equal for all runs of a step with the same inputs. The rest of
+#: the tag is a hash of the inputs.
 _CACHE_TAG = "cache:"
 #: Start of the tag of a task run that reuses the result of an earlier flow run. The rest of the
 #: tag is the id of that flow run.

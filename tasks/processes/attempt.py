@@ -97,7 +97,8 @@ _REPORT_PLACE_AFTER_S = 5.0
 #: Smallest number of seconds between two checks whether a component is writing a checkpoint. The
 #: checks show whether the folder of the checkpoints answers.
 _CHECK_CHECKPOINTS_EVERY_S = 5.0
-#: Smallest pause between two of these checks, as a multiple of the duration of a check.
+#: Smallest pause between two checks whether a component is writing a checkpoint, as a multiple of
+#: the duration of a check.
 _CHECK_CHECKPOINTS_PAUSE = 50.0
 #: Pattern of a log line in which a trainer reports that it has received SIGTERM.
 _SIGTERM_HEARD = re.compile(
@@ -105,7 +106,7 @@ _SIGTERM_HEARD = re.compile(
     r"|SIGTERM[^\n]{0,30}?(?:receiv|caught|:)",
     re.IGNORECASE,
 )
-#: Number of lines at the end of a log that are searched for `_SIGTERM_HEARD`.
+#: Number of lines at the end of a log in which Muster searches for a message about SIGTERM.
 _LAST_LINES = 40
 #: Largest number of times that components of one attempt are started again on another port.
 _MOVES_AT_MOST = 5

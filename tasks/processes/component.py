@@ -155,7 +155,8 @@ class AttemptPlan:
 #: Time limit in seconds for the last check of a probe, after the end of a component or at the
 #: readiness deadline.
 _LAST_ASK_S = 1.0
-#: Time limit in seconds of the check of a file before the start of a component.
+#: Time limit in seconds for reading the state of the readiness probe's file before a component is
+#: started.
 _FILE_WITHIN_S = 5.0
 #: Rule name of the failure in which a process outside the run listens on a port of the run.
 PORT_TAKEN = "port-taken"

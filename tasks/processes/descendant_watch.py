@@ -259,10 +259,10 @@ class DescendantWatch:
         return clause
 
     def _describe_logged_limit(self, kill: LoggedKill, chain: tuple[Path, ...]) -> str:
-        """Return a clause about the memory limit for which the kernel log reports a kill.
+        """Return a clause about the memory limit that caused a kill by the kernel's OOM killer.
 
         Args:
-            kill: The kill.
+            kill: The kill, as the kernel log reports it.
             chain: The cgroups of the killed process, if they are known.
         """
         if kill.limiting_group is None:

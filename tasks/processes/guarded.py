@@ -459,9 +459,9 @@ class GuardedProcess:
             Pids that cannot be ended; empty if the whole process tree and the guardian have ended.
         """
         await self._wait_for_report(within_s)
-        # By now, a guardian process that works has reported either an empty tree or stuck
-        # processes. If it has reported neither, SIGSTOP has stopped it. Kill the guardian, so that
-        # this process adopts and ends its descendants.
+        # By now, a working guardian process has reported either that the process tree is empty or
+        # that processes cannot be killed. A guardian without a report was stopped by SIGSTOP. Kill
+        # that guardian, so that this process adopts and ends the descendants of the guardian.
         if not self.empty.done() and not self.stuck:
             self.abandon_guardian()
             await self._wait_for_report(KILL_WITHIN_S)

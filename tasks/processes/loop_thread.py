@@ -20,7 +20,7 @@ class LoopThread:
     """Runs an asyncio loop in a daemon thread until `close`. Safe to use from any other thread.
 
     The threads for `asyncio.to_thread` are started together with the loop. So `asyncio.to_thread`
-    does not fail later if the machine allows no further thread.
+    also works if the machine later allows no further thread.
     """
 
     def __init__(self, name: str, on_error: Callable[[BaseException], None]) -> None:

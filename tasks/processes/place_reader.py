@@ -1,8 +1,8 @@
 """Read files and folders that may not answer, each in a daemon thread of its own.
 
 A read blocks for as long as its file system does not answer, for example a network file system
-whose server is down. No time limit can end such a read. So the supervisor never reads such a place
-itself: a `PlaceReader` reads it in a thread, and the supervisor waits a limited time.
+whose server is down. No time limit can end such a read. So the supervisor never reads such a file
+itself: a `PlaceReader` reads the file in a thread, and the supervisor waits a limited time.
 """
 
 from __future__ import annotations
@@ -122,7 +122,8 @@ class PlaceReader:
     def poll(self, work: Callable[[], object], within_s: float = ANSWERS_WITHIN_S) -> None:
         """Let the thread call a function, unless another call runs. Return at once.
 
-        The function itself must store its result. Its errors of type OSError are ignored.
+        The function itself must store its result. If the function raises OSError, the error is
+        ignored.
         """
         if self.is_idle:
             self.submit(work, within_s).add_done_callback(_log_unexpected_error)

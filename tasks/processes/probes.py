@@ -286,7 +286,7 @@ class FileProbe(ComponentProbe):
         self._path = path
         self._before = before
         self._reader = reader or PlaceReader(path)
-        #: Result of `identity_of` at the last glance.
+        #: Result of `identity_of` at the last call of `glance`.
         self._seen: object = None
 
     async def why_not(self, timeout_s: float) -> str:
@@ -446,7 +446,7 @@ class WatchdogProbe(ComponentProbe):
     def __init__(self, notify: NotifyProbe) -> None:
         """
         Args:
-            notify: Probe that receives the messages of the component.
+            notify: Probe that receives the messages that the component sends to NOTIFY_SOCKET.
         """
         self._notify = notify
         #: Number of WATCHDOG messages at the last check.

@@ -721,7 +721,8 @@ class _Lock:
 
     #: Pid of the process that took the lock. A forked child does not have the lock.
     pid: int
-    #: The run's register if this process owns the run. None if it has claimed a lost run.
+    #: The run's registration if this process supervises the run. None if this process cleans up
+    #: after a run whose supervising process is dead.
     register: RunRegistration | None
 
 
@@ -738,7 +739,9 @@ def _is_locked_here(directory: Path) -> bool:
 
 
 def _read_owner(directory: Path) -> Owner | None:
-    """Return the owner of a run, from `owner.json` or else from other files; see `read_owner`.
+    """Return the owner of a run, which is the process that supervises the run.
+
+    If `owner.json` cannot be read, other files of the run describe the owner; see `read_owner`.
 
     Raises:
         OSError: The lock or another file of the run cannot be read.

@@ -65,7 +65,7 @@ class Tail:
         return os.pread(fd, BLOCK_BYTES, next_data)
 
     def advance(self, data: bytes) -> None:
-        """Move the position behind the bytes that `read` has returned."""
+        """Move the position past the bytes that `read` has returned."""
         self.position += len(data)
         self._last_bytes = (self._last_bytes + data)[-_REMEMBERED_BYTES:]
 

@@ -593,7 +593,15 @@ class Fleet:
 
 
 async def _try_to_end(part: str, end: Callable[[], Awaitable[None]]) -> str:
-    """End a part of the fleet. Return a description of its error, or an empty string."""
+    """Call a function that ends a part of the fleet of inference servers.
+
+    Args:
+        part: Name of the part, for messages.
+        end: The function.
+
+    Returns:
+        Description of the error that the function has raised, or an empty string.
+    """
     try:
         await end()
     except Exception as error:

@@ -83,7 +83,8 @@ class Setting(Generic[_ValueT]):
     default_text: str
     #: Value if the variable is not set or empty.
     default: _ValueT
-    #: Returns the value of a text. Raises ValueError with the right form if the text is not valid.
+    #: Converts the text of the variable into the value of the setting. Raises ValueError with a
+    #: description of a valid text if the text is not valid.
     parse: Callable[[str], _ValueT]
 
     def read(self, environment: Mapping[str, str] | None = None) -> _ValueT:

@@ -522,7 +522,10 @@ def _escape_nested(value: Any) -> Any:
 
 
 def _to_text(value: object) -> str:
-    """Return a value for a text of a spec: a text unchanged, and other values as JSON."""
+    """Return a value as a string for insertion into a spec.
+
+    A string stays unchanged. Any other value becomes JSON.
+    """
     return value if isinstance(value, str) else json.dumps(value)
 
 

@@ -14,7 +14,7 @@ _TIME_OF_RUN_ID = re.compile(r"-\d{8}-\d{6}-[0-9a-f]")
 
 
 def find_local_run(name: str) -> RunPlace | None:
-    """Return the place of a run that has an attempt on this machine, or None.
+    """Return the directory of a run that has an attempt on this machine, or None.
 
     The Prefect server may know other runs. So the beginning of a run id counts only if it contains
     the time of the run. The name `latest` never counts, because the newest run may be on another

@@ -430,7 +430,7 @@ class RunSession:
                 pause_s = min(pause_s * 2, _ASK_STORE_EVERY_S)
 
     def _check_checkpoints(self, urls: Sequence[str]) -> None:
-        """Read the checkpoints of the run. The call may block.
+        """Check that the checkpoints of the run can be read. The call may block.
 
         Args:
             urls: URLs and folders of the checkpoints.
