@@ -58,8 +58,8 @@ async def growing_intervals() -> AsyncIterator[None]:
 #: Number of JSON objects without the configured key of the training step, after which Muster
 #: reports that the key is probably wrong.
 _PROBABLY_WRONG_AFTER = 20
-#: Time limit in seconds for one read of the metrics file. After this time, the file counts as one
-#: that does not answer.
+#: Time limit in seconds for one read of the metrics file. If a read takes longer, Muster assumes
+#: that the file system does not answer.
 _READ_WITHIN_S = 1.0
 #: Largest number of keys and files that a message lists.
 _LISTED_AT_MOST = 8

@@ -119,8 +119,9 @@ class Owner(_Model):
     #: Time at which the supervising process was first found dead, in CLOCK_BOOTTIME seconds. None
     #: if it was never found dead.
     lost_at_boot_s: float | None = None
-    #: Reason why `owner.json` could not be read, with its path. Other files of the run, and the
-    #: lock, then describe the owner. Empty if `owner.json` could be read.
+    #: Reason why `owner.json` could not be read, with the path of the file. The description of the
+    #: supervising process then comes from the lock and from other files of the run. Empty if
+    #: `owner.json` could be read.
     fault: str = Field(default="", exclude=True)
 
 
@@ -332,7 +333,7 @@ class RunRegistration(EntryWriter):
 
     @staticmethod
     def opened(run_id: str, **about: object) -> RunRegistration:
-        """Register a run with this process as its owner.
+        """Register a run, with this process as the process that supervises the run.
 
         Args:
             run_id: The run.
@@ -790,7 +791,7 @@ def _rebuild_owner(directory: Path, fault: str) -> Owner:
 
 
 def _find_boot(directory: Path) -> str:
-    """Return the id of the boot of this machine in which a run's processes were started.
+    """Return the boot id of this machine at the start of a run's processes.
 
     The id comes from the run's registry entries. If no entry can be read, the id of the current
     boot is returned. Muster then searches for processes of the run, although the machine may have
@@ -807,7 +808,7 @@ def _find_host(directory: Path, record: RunJson | None, process: ProcessId) -> s
     Args:
         directory: Directory of the run in the registry.
         record: Record of the run, or None if it cannot be read.
-        process: Identity of the owner, as far as it is known.
+        process: Identity of the run's supervising process, as far as it is known.
 
     Returns:
         An empty string if the machine is unknown. Several machines may share a registry, so the run
@@ -855,7 +856,7 @@ def _rebuild_jobs(owner: Owner, file: UnreadableFile) -> list[JobEntry] | None:
     submitted.
 
     Args:
-        owner: Owner of the run.
+        owner: The process that supervises the run.
         file: The unreadable entry file.
 
     Returns:

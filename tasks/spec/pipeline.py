@@ -309,7 +309,7 @@ class Stage(Model):
 
     @property
     def is_step(self) -> bool:
-        """True if the stage is a step, and False if it is a run."""
+        """True if the stage runs a function or a command, False if the stage trains a run spec."""
         return self.call is not None or self.command is not None
 
     @property
@@ -400,7 +400,7 @@ class PipelineSpec(Document):
 
     @property
     def needs(self) -> dict[str, tuple[str, ...]]:
-        """Names of the stages that each stage waits for, by the name of the stage."""
+        """`needs[stage]`: names of the stages that must have ended before the stage begins."""
         return list_needs([stage.model_dump(exclude_none=True) for stage in self.stages])
 
     def stage(self, name: str) -> Stage:

@@ -52,7 +52,11 @@ os.replace(path + ".new", path)
 
 
 def is_step(stage: Mapping[str, Any]) -> bool:
-    """Return True if a stage, as plain data, is a step and not a run."""
+    """Return True if a stage is a step: a function or a command, and not a run with a run spec.
+
+    Args:
+        stage: The stage as plain data.
+    """
     return stage.get("call") is not None or stage.get("command") is not None
 
 
