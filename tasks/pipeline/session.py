@@ -461,7 +461,7 @@ class PipelineSession:
             states: State of each stage that the stage needs, and of further stages.
 
         Raises:
-            CannotBegin: The condition of the stage has no value.
+            CannotBegin: The condition of the stage cannot be evaluated.
         """
         self._states = states
         for other, key in self._list_used_values(name):
@@ -568,7 +568,7 @@ class PipelineSession:
         )
 
     def _describe_active_run(self, run: StageRun) -> str:
-        """Return a text such as `stage eval (2 of 3): Running` for the pipeline's state."""
+        """Return a text about an active run, such as `stage eval (2 of 3): Running`."""
         name = run.stage_name
         state_text = f"{run.state}: {run.message}" if run.message else run.state
         if name not in self.spec.stage_names:

@@ -153,7 +153,8 @@ class LoggedKill:
     #: Memory of the killed process in bytes, without files and shared memory.
     memory_bytes: int
     #: Path of the cgroup whose memory limit was reached, from the root of the hierarchy. Empty if
-    #: the kernel log does not name the cgroup. None if the machine had no free memory.
+    #: the kernel log does not name the cgroup. None if no limit of a cgroup was reached, but the
+    #: whole machine had no free memory.
     limiting_group: str | None
 
 

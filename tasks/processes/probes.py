@@ -279,7 +279,8 @@ class FileProbe(ComponentProbe):
         """
         Args:
             path: The file.
-            before: Result of `identity_of` before the component's start.
+            before: Result of `identity_of(path)` before the component's start. It differs from a
+                later result if the file was created or changed in the meantime.
             reader: Reader of the file. None to create a reader.
         """
         self.question = f"file {path}"

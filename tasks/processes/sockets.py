@@ -135,11 +135,14 @@ class SocketTable:
     def find_connection(
         self, local: tuple[str, int], remote: tuple[str, int]
     ) -> ConnectedSocket | None:
-        """Return the socket of one end of a connection within this machine; None if it is gone.
+        """Return the socket at one end of a TCP connection whose both ends are on this machine.
 
         Args:
             local: Address and port of this end.
             remote: Address and port of the other end.
+
+        Returns:
+            The socket at the address `local`, or None if the connection does not exist any more.
 
         Raises:
             OSError: The kernel's table of TCP sockets cannot be read.

@@ -309,7 +309,7 @@ class Stage(Model):
 
     @property
     def is_step(self) -> bool:
-        """True if the stage runs a function or a command, False if the stage trains a run spec."""
+        """True if the stage runs a function or a command, False if the stage is a training run."""
         return self.call is not None or self.command is not None
 
     @property

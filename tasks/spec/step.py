@@ -52,7 +52,7 @@ os.replace(path + ".new", path)
 
 
 def is_step(stage: Mapping[str, Any]) -> bool:
-    """Return True if a stage is a step: a function or a command, and not a run with a run spec.
+    """Return True if a stage is a step (a function or a command), and not a training run.
 
     Args:
         stage: The stage as plain data.

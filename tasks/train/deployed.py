@@ -88,7 +88,7 @@ class Deployed:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The texts about this deployment, in the order of the columns of the list."""
+        """Texts of the table row that `muster deployments` prints for this deployment."""
         if self.paused:
             start = "paused"
         elif self.next_start is None:

@@ -76,9 +76,9 @@ class PlanInputs:
     fleet: FleetPlan | None = None
     #: The nodes and GPUs that the queue granted to the run. None if the run needs no GPUs.
     grant: GpuGrant | None = None
-    #: Fingerprint of the metrics file at the start of the attempt. None for a new attempt: the
-    #: supervisor then takes the fingerprint. None is also possible if an earlier process of the run
-    #: began the attempt. The attempt then counts as the writer of the whole file.
+    #: Fingerprint of the metrics file at the start of the attempt. None if it is unknown. For a new
+    #: attempt, the supervisor then takes the fingerprint itself. If an earlier process of the run
+    #: began the attempt, the whole file then counts as written by the attempt.
     metrics: FileFingerprint | None = None
     #: True if the attempt starts from a checkpoint.
     resumes: bool = False
