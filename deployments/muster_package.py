@@ -28,7 +28,8 @@ __all__ = ["BadArgument", "InvalidSpec", "MusterError", "RunHandle", "find", "su
 
 #: Names of Muster's packages.
 _PACKAGES = ("tasks", "flows", "deployments")
-#: File that only Muster's package `tasks` contains.
+#: File by which the folder of Muster's packages is recognised. A project may also have a package
+#: with the name `tasks`, but not with this file.
 _MARKER = Path("tasks", "processes", "own_modules.py")
 
 

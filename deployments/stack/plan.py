@@ -289,7 +289,8 @@ def _plan_ray_node(place: StackPlace, stack: Stack, node: StackNode) -> Componen
             "--min-worker-port=0",
             "--max-worker-port=0",
             f"--object-store-memory={_NODE_OBJECT_STORE_BYTES}",
-            # The log monitor of the Ray head reads the logs of all nodes of this machine.
+            # Start no log monitor here. The Ray head's log monitor reads the logs of all nodes,
+            # because all nodes run on this machine.
             "--include-log-monitor=false",
             make_temp_dir_option(stack.ray_temp),
             "--disable-usage-stats",

@@ -75,9 +75,9 @@ def make_temp_dir_option(directory: Path) -> str:
 
 
 class LockedRayDirectory:
-    """A directory for Ray with a lock that systemd-tmpfiles respects.
+    """A directory for Ray's files, with a lock on it until this process ends.
 
-    The lock lasts until this process ends.
+    systemd-tmpfiles deletes old files in `/tmp`, but skips a directory with such a lock (flock).
     """
 
     def __init__(self, path: Path) -> None:

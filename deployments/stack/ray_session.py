@@ -29,12 +29,14 @@ class BrokenSession(Exception):
 
 
 def check_session(stack: Stack) -> None:
-    """Ask the control store for the nodes of the cluster, and check the files of their session.
+    """Check the directories and sockets of the Ray session of each living node.
+
+    The nodes are read from Ray's Global Control Store (GCS).
 
     Raises:
-        BrokenSession: A directory or socket of the session is missing.
-        NoAnswer: The control store does not answer.
-        Denied: The control store refuses the request.
+        BrokenSession: A directory or socket is missing, or a socket accepts no connection.
+        NoAnswer: The GCS does not answer, or knows no living node.
+        Denied: The GCS refuses the request.
     """
     # Ray's client reads the access token from these variables.
     for name, value in stack.ray_auth.items():

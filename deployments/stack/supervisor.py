@@ -137,7 +137,9 @@ class Supervisor:
         return self._save(state="up")
 
     def _make_process(self, plan: ComponentPlan, context: AttemptContext) -> ProcessComponent:
-        """Return the object for one process of a part, and prepare the directory of the Ray head.
+        """Return a new `ProcessComponent` for a program of the `muster up` stack.
+
+        For the Ray head, also create and lock the directory for Ray.
 
         Raises:
             OSError: The directory for Ray cannot be created or locked.

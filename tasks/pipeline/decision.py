@@ -99,7 +99,7 @@ class PipelineDecision:
     active: tuple[StageRun, ...]
     #: State of each stage, by name. The runs that `begins` asks for are not created yet.
     states: Mapping[str, StageState]
-    #: Reason for skipping each skipped stage, by name.
+    #: Reason why a stage is skipped, by the name of the stage. Contains only skipped stages.
     skipped: Mapping[str, str]
     #: Failed or cancelled run after which no further run begins, or None.
     ended_by: StageRun | None

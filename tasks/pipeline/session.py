@@ -102,7 +102,7 @@ _SERVER_TIMEOUT_S = 30.0
 _DUE_AFTER_S = 5.0
 
 T = TypeVar("T")
-#: Function that returns a fault for each stage that needs resources that no node has.
+#: Function that returns a fault for each stage whose resources do not fit on any node.
 FindUnfitStages = Callable[[PipelineSpec], Sequence[Fault]]
 
 
@@ -129,12 +129,12 @@ class PipelineSession:
         self._runs: list[StageRun] = []
         #: State of each stage at the last decision, by name.
         self._states: Mapping[str, StageState] = {}
-        #: Reason for skipping each skipped stage, by name.
+        #: Reason why a stage is skipped, by the name of the stage. Contains only skipped stages.
         self._skipped: Mapping[str, str] = {}
         #: Result of each completed step, or the fault of the result, by the id of the flow run.
         self._results: dict[str, Any] = {}
-        #: Value by which `best` compares the completed points of a matrix, by the id of the flow
-        #: run.
+        #: Value that the key `best` compares to find the best point of a matrix. The keys are the
+        #: flow run ids of the completed points.
         self._figures: dict[str, float | None] = {}
         #: Earlier runs whose results are used instead of new runs. The keys are the names of the
         #: stages, or `STAGE.N` for the point N of a matrix.
@@ -237,7 +237,7 @@ class PipelineSession:
         return True
 
     def wait(self) -> None:
-        """Wait until the states of the runs should be read again, or until the pipeline ends."""
+        """Wait until the next read of the runs' states is due, or until the pipeline ends."""
         self._wait(_POLL_INTERVAL_S)
 
     def cancel_runs(self) -> None:
@@ -633,7 +633,16 @@ class PipelineSession:
         return figures
 
     def _read_figure(self, run: StageRun, key: str) -> float | None:
-        """Return a number of a completed run: from a step's result, or the last metric of a run."""
+        """Return the number by which the key `best` compares a completed run.
+
+        Args:
+            run: The completed run.
+            key: Dotted key in the result of a step, or the name of a metric of a training.
+
+        Returns:
+            The number in the step's result, or the last value of the training's metric. None if
+            there is no such number.
+        """
         if self._is_step(run.stage):
             return get_number(self._results[run.flow_run_id], key)
         try:

@@ -247,7 +247,7 @@ def find_cached_runs(client: SyncPrefectClient, tag: str) -> Iterator[FlowRun]:
 def use_cached_run(
     client: SyncPrefectClient, pipeline: UUID, unit: str, number: int, flow_run: FlowRun
 ) -> StageRun:
-    """Record that an earlier run of a step replaces a new run, and return that earlier run.
+    """Record that the result of an earlier run of a step is used instead of a new run.
 
     Args:
         client: Client of the Prefect server.

@@ -500,7 +500,8 @@ class SupervisedAttempt:
             self._watchers.start(self._keep_log_bounded(name, bound))
         self._watchers.start(self._follow_places())
         for component_plan in self._plan.components:
-            # A store has its own time limits, and each request to it costs money.
+            # Do not check checkpoints in an object store. Requests to a store have their own time
+            # limits, and each request costs money.
             if component_plan.is_saving is not None and not is_url(component_plan.checkpoints):
                 self._watchers.start(self._follow_checkpoints(component_plan))
         if any(component.warning is not None for component in self._plan.components):
@@ -651,9 +652,10 @@ class SupervisedAttempt:
         self._reported = unanswered
 
     async def _follow_checkpoints(self, plan: ComponentPlan) -> None:
-        """Check repeatedly that the folder of a component's checkpoints answers.
+        """Check repeatedly that the file system of a component's checkpoints responds.
 
-        The end of the attempt then need not wait for a folder that does not answer.
+        When the attempt ends, Muster then already knows whether the file system responds, and does
+        not wait for one that hangs.
         """
         assert plan.is_saving is not None
         reader = self._context.readers.of(plan.checkpoints)

@@ -61,8 +61,8 @@ class ComponentPlan:
     live: LiveProbe | None
     #: Effect on the run if the component ends with exit code 0.
     on_exit_zero: OnExitZero
-    #: True if the component starts a server on each of its other ports and watches these servers
-    #: itself. Muster then checks only the port `NAME.port`.
+    #: True if Muster checks only one port of the component, `NAME.port`. The component itself then
+    #: starts and watches the servers on all other ports.
     manages_ports: bool = False
     #: Folder or URL of the checkpoints that the component writes. Empty if it is unknown.
     checkpoints: str = ""

@@ -277,9 +277,12 @@ class DescendantWatch:
         return self._describe_limit(path, group)
 
     def _describe_reached_limit(self, chain: tuple[Path, ...]) -> str:
-        """Return a clause about the lowest memory limit of these cgroups that was reached.
+        """Return a clause that names the cgroup whose memory limit was reached, or an empty string.
 
-        The clause is empty if no limit was reached.
+        If several limits were reached, the clause names the lowest limit.
+
+        Args:
+            chain: Directories of a cgroup and of the cgroups that contain it.
         """
         groups = [self._last_groups[path] for path in chain if path in self._last_groups]
         limiting = oom_killer.select_reached_limit(groups)

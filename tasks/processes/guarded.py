@@ -468,7 +468,11 @@ class GuardedProcess:
         return self.leftover_pids
 
     async def _wait_for_report(self, within_s: float) -> None:
-        """Wait until the process tree is empty, or until survivors of SIGKILL are reported."""
+        """Wait until the guardian reports an empty process tree, or survivors of SIGKILL.
+
+        Args:
+            within_s: Time limit in seconds. No error is raised when it has passed.
+        """
         reports = [self.empty, self.has_survivors]
         await asyncio.wait(reports, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
 

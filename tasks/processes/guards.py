@@ -299,8 +299,9 @@ class Guards:
         namespace = self._namespace
         self._namespace = None
         if namespace is not None and not await asyncio.to_thread(namespace.close) and not left:
-            # The first process of the namespace ends last, so a process in the namespace remains.
-            # Report the first process in place of that unknown process.
+            # The first process of the PID namespace ends after all other processes in it.
+            # It has not ended in time, so an unknown process remains. Report the first process
+            # instead, because its pid is known.
             names = [process.name for process in self._processes] or ["run"]
             left[names[-1]] = await describe_survivors([namespace.init_pid])
         return left
@@ -365,7 +366,8 @@ class Guards:
         path = parent.create(self._make_cgroup_name(name), command.memory_limit_bytes)
         self._memory_cgroups[name] = path
         if parent.is_version_2:
-            # In version 2, a process is in one cgroup only.
+            # With cgroup version 2, a process is in one cgroup only. So the same cgroup limits the
+            # memory and contains the processes.
             self._cgroups[name] = path
         return path
 

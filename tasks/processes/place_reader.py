@@ -100,9 +100,9 @@ class PlaceReader:
         return f"{self.place} has not answered for {format_duration(self.unanswered_s)}"
 
     def submit(self, work: Callable[[], T], within_s: float = ANSWERS_WITHIN_S) -> Future[T]:
-        """Let the thread call a function. Return at once.
+        """Let the reader's thread call a function, and return at once.
 
-        If this machine allows no further thread, the function is called before the return.
+        If no thread can be started, this method calls the function itself before it returns.
 
         Args:
             work: The function.
@@ -120,7 +120,7 @@ class PlaceReader:
         return read.result
 
     def poll(self, work: Callable[[], object], within_s: float = ANSWERS_WITHIN_S) -> None:
-        """Let the thread call a function, unless another call runs. Return at once.
+        """Let the reader's thread call a function, unless another call runs. Return at once.
 
         The function itself must store its result. If the function raises OSError, the error is
         ignored.
@@ -129,7 +129,7 @@ class PlaceReader:
             self.submit(work, within_s).add_done_callback(_log_unexpected_error)
 
     async def ask(self, work: Callable[[], T], within_s: float = ANSWERS_WITHIN_S) -> T:
-        """Let the thread call a function, and wait for its result.
+        """Let the reader's thread call a function, and wait for its result.
 
         Args:
             work: The function.
@@ -173,12 +173,13 @@ class PlaceReader:
         within_s: float = ANSWERS_WITHIN_S,
         must_stop: Callable[[], bool] = lambda: False,
     ) -> T:
-        """Let the thread call a function, and block the caller's thread until its result.
+        """Let the reader's thread call a function, and block the caller until it has the result.
 
         Args:
             work: The function.
             within_s: Time limit in seconds.
-            must_stop: Called several times in a second. The wait ends if it returns True.
+            must_stop: Function that is called several times per second. The wait ends if it returns
+                True.
 
         Raises:
             PlaceTimeout: The function has not returned in time, an earlier call is overdue, or

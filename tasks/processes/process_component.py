@@ -167,7 +167,9 @@ class ProcessComponent(RunningComponent):
         return await self._context.log_reader.ask(self.log.size, _HOLD_LOG_WITHIN_S)
 
     async def _finish_holding_log(self) -> int:
-        """Wait until the log is open. A call of `end` interrupts the wait.
+        """Wait until the log is open, and return its size in bytes before the launch.
+
+        A call of `end` interrupts the wait.
 
         Raises:
             OSError: The log cannot be opened, or its file system does not answer.
@@ -300,7 +302,8 @@ class ProcessComponent(RunningComponent):
                 try:
                     await reader.ask(check, _LISTENERS_WITHIN_S)
                 except ComponentFailed:
-                    # The listener may be a process that the run has started during the check.
+                    # Check again with a new list of the run's pids. The run may have started the
+                    # listening process after the first list was made.
                     check = partial(self._check_listeners, port, self._context.guards.own_pids())
                     await reader.ask(check, _LISTENERS_WITHIN_S)
             except PlaceTimeout as error:

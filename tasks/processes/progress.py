@@ -643,9 +643,9 @@ class ProgressWatch:
             return False
 
     async def _is_at_work(self) -> bool:
-        """Return True if the training may continue although its last step was reported.
+        """Return True if the trainer may still be training after the last step was reported.
 
-        The training may continue if a server reports the step and a log has new lines. A server may
+        The result is True if a server reports the step and a log has new lines. Such a server may
         count a batch before the trainer has trained on that batch.
         """
         is_server = self.plan.progress is not None and self.plan.progress.http is not None

@@ -184,7 +184,7 @@ class JobEntry(_Entry):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnreadableFile:
-    """A file of the registry that exists, but whose content is unknown."""
+    """A file in the registry of active runs that exists, but cannot be read."""
 
     path: Path
     #: Reason why the file cannot be read, for example `the file is empty`.
@@ -311,8 +311,9 @@ class RunRegistration(EntryWriter):
             sync_directory(self.directory.parent)
             self._reserve_space()
         except OSError:
-            # This process has started nothing of the run yet, so leave nothing for `muster
-            # reconcile`, except entries of an earlier owner.
+            # This process has started no component of the run yet. So remove the run from the
+            # registry, unless an earlier process of the run has left entries of its components.
+            # `muster reconcile` needs these entries.
             if not _entry_files(self.directory):
                 _remove_run(self.directory)
             self._unlock()
@@ -441,18 +442,18 @@ class LostRun:
         self.owner = owner
         #: Entries of the components that ran on this machine.
         self.entries, unreadable_entries = _read_entries(directory, ProcessEntry)
-        #: Entry files of components whose content is unknown. The processes of these components
-        #: are found by their environment variables.
+        #: Registry files of components that cannot be read. The processes of these components are
+        #: found by their environment variables MUSTER_RUN_ID and MUSTER_COMPONENT.
         self.unreadable_entries = tuple(unreadable_entries)
         jobs, unreadable_jobs = _read_entries(directory, JobEntry)
         rebuilt_jobs = {file: _rebuild_jobs(owner, file) for file in unreadable_jobs}
-        #: Entries of the components that ran as Ray jobs. If the file of an entry cannot be read,
-        #: the entry comes from the submission files of the run.
+        #: Entries of the components that ran as Ray jobs. If the registry file of a job cannot be
+        #: read, the entry is made from the submission files of the run.
         self.jobs = [*jobs, *(job for found in rebuilt_jobs.values() for job in found or ())]
-        #: Entry files of Ray jobs whose content is unknown.
+        #: Registry files of Ray jobs that cannot be read.
         self.unreadable_jobs = tuple(unreadable_jobs)
-        #: Those of `unreadable_jobs` for which the submission files cannot be read, either. Their
-        #: Ray jobs may still run.
+        #: Registry files in `unreadable_jobs` whose Ray jobs have no readable submission file
+        #: either. These Ray jobs may still run.
         self.unknown_jobs = tuple(file for file, found in rebuilt_jobs.items() if found is None)
         #: Final record of the run in the disk space that the run has reserved for the case of a
         #: full disk. None if no record was written there.
@@ -480,7 +481,8 @@ class LostRun:
         now = time.clock_gettime(time.CLOCK_BOOTTIME)
         if self.owner.lost_at_boot_s is None or self.owner.lost_at_boot_s > now:
             self.owner = self.owner.model_copy(update={"lost_at_boot_s": now})
-            # Keep an owner.json that could not be read, because a later process may be able to.
+            # Write to another file if owner.json could not be read. A later process may be able to
+            # read owner.json, so do not overwrite it.
             name = _REBUILT if self.owner.fault else _OWNER
             write_json(self._directory / name, self.owner.model_dump(mode="json"), durable=True)
         return now - (self.owner.lost_at_boot_s or now)
@@ -593,7 +595,7 @@ def list_unreadable_files() -> list[UnreadableFile]:
 
 
 def describe_unreadable_files() -> list[str]:
-    """Return a line for a person about each file of the registry that cannot be read."""
+    """Return a sentence for the user about each file of the registry that cannot be read."""
     try:
         files = list_unreadable_files()
     except OSError as error:
@@ -1006,8 +1008,8 @@ class LeftoverCleanup:
     waiting: Mapping[str, int]
     #: Files, directories and cgroups that were removed.
     removed: tuple[Path, ...]
-    #: Entry files that could not be read. The processes of their components were found by their
-    #: environment variables.
+    #: Registry files of components that could not be read. The processes of these components were
+    #: found by their environment variables MUSTER_RUN_ID and MUSTER_COMPONENT.
     unreadable: tuple[UnreadableFile, ...] = ()
 
     @property
@@ -1068,11 +1070,11 @@ def finish(lost: LostRun) -> LeftoverCleanup:
 
 
 def _variables_of(run_id: str, file: UnreadableFile) -> dict[str, str]:
-    """Return the environment variables of all processes of a component.
+    """Return the environment variables by which the processes of a component can be found.
 
     Args:
         run_id: The run.
-        file: Entry file of the component, or of one of its parts (`COMPONENT.PART`).
+        file: Registry file of the component, or of one process of it (`COMPONENT.PART`).
     """
     component = file.component.partition(".")[0]
     return {"MUSTER_RUN_ID": run_id, "MUSTER_COMPONENT": component}

@@ -131,7 +131,7 @@ class SharedMemoryScan:
             return False
 
     def _list_files(self) -> set[_File]:
-        """Return all files of the directory. Raises: OSError."""
+        """Return all files of the directory. Raise OSError if the directory cannot be read."""
         self._changed_at_ns = os.stat(self._directory).st_mtime_ns
         with os.scandir(self._directory) as entries:
             return {(entry.name, entry.inode()) for entry in entries}

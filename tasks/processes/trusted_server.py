@@ -24,8 +24,8 @@ import httpx
 from tasks.processes.ports import ListeningSocket, listening_sockets
 from tasks.spec import own_settings
 
-#: Environment variable with further users whose servers are trusted. It contains user names or
-#: uids, separated by commas.
+#: Environment variable with further users whose Prefect server on this machine is trusted. It
+#: contains user names or uids, separated by commas.
 SERVER_USERS = own_settings.SERVER_USERS.name
 
 _Address = IPv4Address | IPv6Address

@@ -120,10 +120,12 @@ class LogCopy:
                         bytes_to_skip = max(0, bytes_to_skip - len(chunk))
 
     def _write(self, log: io.FileIO, data: bytes) -> None:
-        """Write all bytes to an unbuffered file. One `write` call may accept only a part of them.
+        """Write all bytes to an unbuffered file, with several `write` calls if necessary.
+
+        The number of written bytes is added to `_copied_bytes`, even if a later call fails.
 
         Raises:
-            OSError: The disk is full, for example. The bytes before the failure are counted.
+            OSError: The file cannot be written, for example because the disk is full.
         """
         assert self._copied_bytes is not None
         while data:

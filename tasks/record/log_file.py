@@ -12,7 +12,8 @@ from tasks.record import tail
 from tasks.record.log_bound import ZEROS
 from tasks.record.tail import Tail
 
-#: Number of bytes before a read position that are read again, to recognise the file later.
+#: Number of bytes before a start position that are remembered. If the bytes there differ later, the
+#: file was truncated or rewritten.
 _COMPARED_BYTES = 64
 #: A line with more bytes is returned in several parts.
 _LONGEST_LINE_BYTES = 8 << 20
@@ -155,9 +156,9 @@ class _OpenLog:
         return True
 
     def _advance(self, content: bytes) -> bytes | None:
-        """Move the read position behind bytes that were read, and return the bytes.
+        """Move the read position behind bytes that were read, and return these bytes.
 
-        The zeros of a hole are omitted, see `log_bound`.
+        The zero bytes of a hole are left out. `log_bound` makes such a hole to limit a log's size.
 
         Args:
             content: The bytes that were read.

@@ -10,7 +10,8 @@ import os
 _REMEMBERED_BYTES = 64
 #: Largest number of bytes that one read returns. A file may be larger than the memory.
 BLOCK_BYTES = 1 << 18
-#: A block that begins with this number of zero bytes may begin in a hole of the file.
+#: If a block begins with this number of zero bytes, lseek(2) is asked whether the block begins in a
+#: hole of the file.
 _SMALLEST_HOLE_BYTES = 4096
 
 
@@ -23,7 +24,8 @@ class Tail:
     """
 
     def __init__(self, position: int = 0) -> None:
-        """
+        """Create a position from which the first call of `read` reads.
+
         Args:
             position: Number of bytes at the beginning of the file that are not read.
         """
@@ -94,11 +96,11 @@ def _find_data(fd: int, position: int) -> int:
 
 
 def _is_same_except_hole(read_before: bytes, now: bytes) -> bool:
-    """Return True if bytes of a log are those that were read before, except for a hole.
+    """Return True if a part of a log is unchanged, except for a hole at the beginning of the part.
 
     Args:
-        read_before: The bytes that were read before.
-        now: The bytes that the file has at the same place now.
+        read_before: Bytes of the part when it was read before.
+        now: Bytes of the same part of the file now. A hole reads as zero bytes.
     """
     if now == read_before:
         return True

@@ -61,7 +61,8 @@ def list_deployments(
 
     Args:
         client: Client of the Prefect server.
-        flows: Names of the flows. The result has the same order, and then the order of the names.
+        flows: Names of the flows. The result is sorted in the order of these flows. The deployments
+            of one flow are sorted by name.
     """
     named = []
     for flow in flows:

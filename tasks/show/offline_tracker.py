@@ -33,7 +33,7 @@ def make_sync_command(run_id: str, spec: RunSpec) -> str:
 
 
 def _list_parents(spec: RunSpec) -> Iterator[Path]:
-    """Yield the folders in which the components of a run let W&B create its folder."""
+    """Yield the folders in which W&B creates its folder `wandb` for the components of a run."""
     for component in spec.processes.values():
         if component.launcher != "process":
             continue

@@ -45,7 +45,7 @@ _WORKLOADS = {
 }
 #: Name of the TRL command of a workload, if it differs from the workload.
 _TRL_METHODS = {"ppo": "grpo", "rm": "reward"}
-#: Matches a variable in the text for a run spec, such as COMMAND.
+#: Matches a variable in the template of a run spec, such as COMMAND.
 _VARIABLE = re.compile(r"\b[A-Z]{4,}\b")
 #: Words that are likely in the name of a training's main file, the likeliest first. If several
 #: files use a framework, these words decide which of them is the main file.

@@ -78,7 +78,8 @@ from tasks.spec.values import (
 
 #: Name of the deployment that creates the run of a stage, if the stage names no other deployment.
 STAGE_DEPLOYMENT = "train/any"
-#: Keys of a stage that only a run may have, and keys that only a step may have.
+#: Keys that are allowed only in a stage with a run spec, and keys that are allowed only in a stage
+#: that is a step.
 _RUN_KEYS = ("deployment", "spec", "set", "checkpoint")
 _STEP_KEYS = ("args", "env", "on", "resources", "retries", "timeout_s", "cache", "code")
 
@@ -319,7 +320,11 @@ class Stage(Model):
 
     @property
     def units(self) -> tuple[str, ...]:
-        """Names of the runs of the stage: the stage's name, or `NAME.N` for each point from 1."""
+        """Names of the units of the stage, each of which is run once.
+
+        Without a matrix, the only unit has the name of the stage. With a matrix, the units are
+        `NAME.1`, `NAME.2` and so on, one for each point.
+        """
         if self.matrix is None:
             return (self.name,)
         return tuple(f"{self.name}.{number}" for number in range(1, len(self.points) + 1))
@@ -631,8 +636,8 @@ def parse_pipeline(
     for index, stage in stages.items():
         path = f"stages.{index}"
         faults += find_unknown_names(stage.get("checkpoint"), f"{path}.checkpoint")
-        #: Placeholder names of the earlier stages, such as `stage.sft.run_id`. The value is False
-        #: if such a placeholder will never have a value.
+        #: Maps each placeholder name of an earlier stage, such as `stage.sft.run_id`, to True. A
+        #: name maps to False if its placeholder will never get a value.
         known_names: dict[str, bool] = {}
         for ancestor in list_ancestors(str(stage.get("name")), needs):
             known_names |= _list_placeholder_names(names_of_stages[ancestor])
@@ -715,8 +720,8 @@ def _list_placeholder_names(stage: Mapping[str, Any]) -> dict[str, bool]:
         stage: The stage as plain data.
 
     Returns:
-        The names, such as `stage.sft.run_id`. A name that ends with a dot stands for all names that
-        begin with it. The value is False if such a placeholder will never have a value.
+        Maps each name, such as `stage.sft.run_id`, to True, or to False if its placeholder will
+        never get a value. A name that ends with a dot stands for all names that begin with it.
     """
     name = f"{STAGE}{stage.get('name')}"
     if is_step(stage):

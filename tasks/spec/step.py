@@ -129,7 +129,11 @@ def _build_ray(resources: Mapping[str, Any], address: str | None) -> dict[str, A
 
 
 def rename_path(path: str) -> str:
-    """Return the path of a fault in a step's run spec as a path in the step itself."""
+    """Return the key of a pipeline step that a path in the step's generated run spec stands for.
+
+    Messages then name the key that the user wrote. Example: `ray.entrypoint_cpus` becomes
+    `resources.cpus`. Other paths are returned unchanged.
+    """
     component = f"components.{STEP}."
     for start, replacement in (
         (f"{component}env.{ARGS_VARIABLE}", "args"),

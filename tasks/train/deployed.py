@@ -31,7 +31,8 @@ from tasks.spec.formatting import join_commas, suggest_name
 from tasks.spec.pipeline import STAGE_DEPLOYMENT
 from tasks.train.deploying import TRAIN_FLOW, connect_to_configured_server
 
-#: Names of the flows whose deployments a user creates, in the order of the list.
+#: Names of the flows whose deployments a user creates, in the order in which `muster deployments`
+#: shows them.
 _FLOWS = (TRAIN_FLOW, "pipeline")
 _HEAD = ("deployment", "spec", "schedule", "next start", "pool/queue")
 #: Prefect state types of flow runs that have no process yet. Prefect deletes or crashes such a flow

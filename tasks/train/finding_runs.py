@@ -252,9 +252,10 @@ def parse_since(text: str, now: float) -> float:
 
 
 def _find_typed_name(name: str) -> set[str]:
-    """Return the ids of the flow runs to which somebody gave a name, for example in *Custom run*.
+    """Return the ids of the flow runs that have, or had, a name that a user chose.
 
-    The scheduler names a flow run after its run id, and keeps the other name in a label.
+    A user chooses a name for example in *Custom run* of the Prefect UI. The scheduler later names
+    the flow run after its run id, and keeps the user's name in a label.
     """
     with suppress(ServerAway):
         return {

@@ -237,7 +237,8 @@ class RunPage:
         run = self._run
         record = run.record.content
         if run.attempt is not None:
-            # Without an answer of the metrics file, the page shows the last known metrics.
+            # If the file system of the metrics file does not respond in time, the page in the
+            # Prefect UI shows the last known metrics.
             with suppress(PlaceTimeout):
                 self._metrics_reader.ask_blocking(
                     partial(self._read_metrics, run.attempt), _READ_METRICS_WITHIN_S

@@ -30,7 +30,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownCluster:
-    """A cluster of the queue, as far as its nodes are known."""
+    """The known facts about a cluster of the queue and its nodes."""
 
     #: The nodes as the queue counts them. None if the cluster does not answer.
     cluster: Cluster | None
@@ -46,7 +46,7 @@ def check_pipeline(pipeline: PipelineSpec) -> tuple[Fault, ...]:
     The run specs of deployments and the Prefect Secret blocks are checked, too.
 
     Returns:
-        A fault for each stage that needs resources that no node has.
+        A fault for each stage whose resources do not fit on any node.
 
     Raises:
         InvalidSpec: A stage is invalid.
@@ -64,7 +64,7 @@ def check_pipeline(pipeline: PipelineSpec) -> tuple[Fault, ...]:
 
 
 def find_unfit_stages(pipeline: PipelineSpec) -> tuple[Fault, ...]:
-    """Return a fault for each stage that needs resources that no node of the queue has.
+    """Return a fault for each stage whose resources do not fit on any node of the queue.
 
     Args:
         pipeline: A valid pipeline, in which each stage has a run spec or is a step.
@@ -82,7 +82,10 @@ def find_unfit_stages(pipeline: PipelineSpec) -> tuple[Fault, ...]:
 
 
 async def _read_clusters() -> dict[str, KnownCluster]:
-    """Return the clusters of the queue by address. Nodes without Ray have an empty address."""
+    """Return the clusters of the queue by their Ray address.
+
+    The nodes without Ray form one cluster, whose key is an empty string.
+    """
     async with connected() as client:
         reader = QueueReader(client, Capacity(), SchedulerProcess.current(), LedgerReader(client))
         scheduling_pass = await reader.run_pass()
@@ -97,7 +100,8 @@ async def _read_clusters() -> dict[str, KnownCluster]:
                 try:
                     nodes = await dashboard.nodes()
                 except (NoAnswer, Denied):
-                    # The nodes are unknown, so the stages are not compared with them.
+                    # Without a list of nodes, `compare_stages` does not check the CPUs, the memory
+                    # and the labels that steps need.
                     nodes = None
         known[address] = KnownCluster(
             cluster=cluster,
@@ -114,11 +118,12 @@ def _parse_first_unit(pipeline: PipelineSpec, stage: Stage) -> RunSpec:
 
 
 def compare_stages(pipeline: PipelineSpec, clusters: Mapping[str, KnownCluster]) -> Iterator[Fault]:
-    """Yield a fault for each stage that needs resources that no node of its cluster has.
+    """Yield a fault for each stage whose resources do not fit on any node of the stage's cluster.
 
     Args:
         pipeline: The pipeline, in which each stage has a run spec or is a step.
-        clusters: The clusters of the queue by address. Nodes without Ray have an empty address.
+        clusters: The clusters of the queue by their Ray address. The nodes without Ray form one
+            cluster, whose key is an empty string.
     """
     addresses = [address for address in clusters if address]
     for index, stage in enumerate(pipeline.stages):
@@ -179,7 +184,8 @@ def _compare_nodes(
         problem = f"the step needs {memory_gib:g} GiB, but no node has more than {most_gib:.1f} GiB"
         yield Fault(path=f"{path}.resources.memory_gib", problem=problem, remedy="ask for less")
     for label, value in stage.resources.labels.items():
-        # An expression such as `!head` or `in(a,b)` selects by other rules than equality.
+        # Check only a plain value, which a node's label must equal. Ray also accepts expressions
+        # such as `!head` or `in(a,b)`, which are not checked here.
         values = {node.labels.get(label) for node in nodes}
         if value not in values and not value.startswith(("!", "in(")):
             listed = join_commas(sorted(filter(None, values))) or "no node has the label"

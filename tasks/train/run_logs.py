@@ -18,7 +18,7 @@ from tasks.train.local_runs import read_local_record
 
 #: Seconds between two reads of the log files.
 _READ_EVERY_S = 0.2
-#: Colours of the component names on a terminal, in turn.
+#: Colours of the component names on a terminal. Each log gets the next colour of this list.
 _COLORS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 

@@ -110,11 +110,14 @@ def _find_last_step(events: Path) -> float | None:
 
 
 def _find_last_metric(path: Path, names: Sequence[str]) -> tuple[str, float | None]:
-    """Return the name and the last finite value of a metric in a metrics file.
+    """Return the name and the last value of the first of some metrics that a metrics file has.
 
     Args:
-        path: The metrics file.
-        names: Names of metrics, best first.
+        path: The metrics file. Only its last lines are read.
+        names: Names of the metrics, in the order of preference.
+
+    Returns:
+        The value is None if it is not finite. The name is empty if none of the metrics was found.
     """
     rows = list(_read_last_objects(path))
     for name in names:

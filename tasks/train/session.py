@@ -373,9 +373,9 @@ class RunSession:
         raise AssertionError
 
     def _ask_checkpoints(self, read: Callable[[], T], within_s: float) -> T:
-        """Call a function that reads checkpoints, in the thread of their reader.
+        """Call a function that reads checkpoints in another thread, and return its result.
 
-        If the run must end, the wait is shorter.
+        The file system of the checkpoints may hang. If the run must end, the wait is shorter.
 
         Args:
             read: The function.

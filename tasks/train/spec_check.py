@@ -100,7 +100,7 @@ def _find_containment_faults(spec: RunSpec) -> Iterator[Fault]:
 
 
 def _find_memory_faults(spec: RunSpec) -> Iterator[Fault]:
-    """Yield a fault for each memory limit of a component, if this machine can limit no memory."""
+    """Yield a fault for each key `memory_gib` if this machine cannot limit memory."""
     for name, component in spec.processes.items():
         if component.memory_gib is None:
             continue

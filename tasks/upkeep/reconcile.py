@@ -158,10 +158,10 @@ def _finish_lost_runs(host: str) -> Iterator[RunReport]:
 
 
 def _report_unreadable_files(reported: Collection[str]) -> Iterator[RunReport]:
-    """Yield a report for each run that stays registered and has a file that cannot be read.
+    """Yield a report for each run that has a file in the registry that cannot be read.
 
     Args:
-        reported: Ids of runs that other reports describe.
+        reported: Ids of runs that already have another report. These runs are skipped.
     """
     files_by_run: dict[str, list[str]] = {}
     for file in list_unreadable_files():
