@@ -133,8 +133,8 @@ class PipelineSession:
         self._skipped: Mapping[str, str] = {}
         #: Result of each completed step, or the fault of the result, by the id of the flow run.
         self._results: dict[str, Any] = {}
-        #: Value that the key `best` compares to find the best point of a matrix. The keys are the
-        #: flow run ids of the completed points.
+        #: Numbers that the key `best` compares to find the best point of a matrix. The keys are the
+        #: flow run ids of the completed points. None if a point has no such number.
         self._figures: dict[str, float | None] = {}
         #: Earlier runs whose results are used instead of new runs. The keys are the names of the
         #: stages, or `STAGE.N` for the point N of a matrix.
@@ -633,7 +633,7 @@ class PipelineSession:
         return figures
 
     def _read_figure(self, run: StageRun, key: str) -> float | None:
-        """Return the number by which the key `best` compares a completed run.
+        """Return the number of a completed run that the key `best` of a stage compares.
 
         Args:
             run: The completed run.

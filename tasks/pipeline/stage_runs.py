@@ -220,7 +220,9 @@ def show_skipped_stage(client: SyncPrefectClient, pipeline: UUID, stage: str, re
 
 
 def make_cache_tag(spec: Mapping[str, Any], *, with_code: bool) -> str:
-    """Return the tag that marks the runs of steps with the same inputs.
+    """Return a tag for the flow run of a step, made from a hash of the step's inputs.
+
+    Runs of steps with the same inputs have the same tag, so cached results are found by the tag.
 
     Args:
         spec: The run spec of the step, in which the values of earlier stages are filled in.

@@ -322,7 +322,7 @@ class Decision:
     #: State of the run after the attempt: COMPLETED, FAILED or CANCELLED; RUNNING if the Ray jobs
     #: of the run continue without this process.
     state: RunState
-    #: Reason for the end of the attempt, in one line for people.
+    #: Reason for the end of the attempt, in one line for the user.
     reason: str
     #: Returns the verdict, which contains the final state, a message and the failure. Called after
     #: the end of all components, when their logs are complete.
@@ -654,8 +654,8 @@ class SupervisedAttempt:
     async def _follow_checkpoints(self, plan: ComponentPlan) -> None:
         """Check repeatedly that the file system of a component's checkpoints responds.
 
-        When the attempt ends, Muster then already knows whether the file system responds, and does
-        not wait for one that hangs.
+        When the attempt ends, Muster already knows whether the file system responds. So the end of
+        the attempt is not delayed by a file system that hangs.
         """
         assert plan.is_saving is not None
         reader = self._context.readers.of(plan.checkpoints)
@@ -734,7 +734,7 @@ class SupervisedAttempt:
         """End the attempt for a reason outside the attempt, such as a cancel by the user.
 
         Args:
-            why: Reason for the end, in one line for people.
+            why: Reason for the end, in one line for the user.
             state: State of the run. With RUNNING, the Ray jobs of the attempt continue until
                 another process resumes the run.
         """
@@ -809,7 +809,7 @@ class SupervisedAttempt:
             )
 
     async def _explain_start_error(self, component: RunningComponent, error: OSError) -> str:
-        """Return the reason why a component could not be started, in one line for people."""
+        """Return the reason why a component could not be started, in one line for the user."""
         command = component.plan.command
         if isinstance(error, PlaceTimeout):
             return str(error)
@@ -1144,7 +1144,8 @@ class SupervisedAttempt:
             until: See `RunningComponent.read_log_end`.
 
         Returns:
-            The text, and a sentence that says that the log does not answer. One of them is empty.
+            The end of the log, and an empty string. If the file system of the log does not respond
+            in time, an empty string, and a sentence that says so.
         """
         reader = self._context.log_reader
         try:

@@ -18,7 +18,7 @@ class PlannedEnd:
 
     #: Time at which the processes will be ended, in UTC epoch seconds.
     at: float
-    #: Reason for this end, in one line for people, such as a shutdown of the machine.
+    #: Reason for this end, in one line for the user, such as a shutdown of the machine.
     reason: str
 
 

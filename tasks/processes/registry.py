@@ -56,9 +56,9 @@ from tasks.record.run_json import RunJson, SubmissionJson
 
 _log = logging.getLogger(__name__)
 
-#: Name of the file that describes the owner of a run, the process that supervises it.
+#: Name of the file that describes the owner of a run: the process that supervises the run.
 _OWNER = "owner.json"
-#: Name of the file whose lock the owner of a run, the process that supervises it, holds.
+#: Name of the lock file of a run. The owner of the run, its supervising process, holds the lock.
 _LOCK = "lock"
 #: Name of the file with the host name of the machine on which a run's supervising process runs.
 #: The file is needed if `owner.json` cannot be read.
@@ -1014,10 +1014,7 @@ class LeftoverCleanup:
 
     @property
     def is_clean(self) -> bool:
-        """True if no process of the run remains.
-
-        The guardian processes count, too: none still waits for the end of its component.
-        """
+        """True if no process of the run remains. A guardian that still waits counts as a process."""
         return not self.left and not self.waiting
 
 
@@ -1070,7 +1067,7 @@ def finish(lost: LostRun) -> LeftoverCleanup:
 
 
 def _variables_of(run_id: str, file: UnreadableFile) -> dict[str, str]:
-    """Return the environment variables by which the processes of a component can be found.
+    """Return the environment variables that identify the processes of a component.
 
     Args:
         run_id: The run.

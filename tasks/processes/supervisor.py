@@ -90,7 +90,7 @@ class Supervisor:
         """Request the end of the attempt. Returns at once.
 
         Args:
-            why: Reason for the end, in one line for people.
+            why: Reason for the end, in one line for the user.
             state: State of the run after the attempt. With RUNNING, the Ray jobs of the attempt
                 continue until another process resumes the run.
         """

@@ -90,7 +90,7 @@ class TimeToSave:
 
         Args:
             end_at: Time at which the attempt will end, in UTC epoch seconds.
-            reason: Reason for the end, in one line for people.
+            reason: Reason for the end, in one line for the user.
         """
         while (left_s := end_at - self.clock()) > 0:
             for component in self.components():

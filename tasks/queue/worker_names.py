@@ -80,8 +80,9 @@ class WorkerName:
         value: Any = variable.value if variable is not None else None
         writer = value.get("process") if isinstance(value, dict) else None
 
-        # Before this worker has written to the variable, the variable may name an earlier process
-        # of this worker that has ended.
+        # If the Prefect variable names another process, another worker has the same name. Before
+        # this process has written to the variable, the variable may also name an earlier process
+        # of this worker. So the name is ignored then.
         if self._has_written and isinstance(writer, str) and writer != self._process:
             self._other = writer
             self._quiet_syncs = 0

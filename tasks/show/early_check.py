@@ -50,7 +50,8 @@ def find_spec_arguments(words: Sequence[str]) -> SpecArguments | None:
         return None
     overrides: list[str] = []
     paths: list[str] = []
-    # Words after an option. Each word is either the value of this option, or the spec.
+    # Words that follow an option. Such a word may be the value of the option, or the path of the
+    # spec: this function does not know which options have a value.
     uncertain_words: list[str] = []
     previous = ""
     for word in words:

@@ -149,7 +149,7 @@ def summarize_failure(message: str, place: RunPlace, attempt: AttemptRecord | No
 
 
 def add_unwritten_files(message: str, unwritten_files: str) -> str:
-    """Return the message of an ended run, with the files that could not be written.
+    """Return the message of an ended run, extended by the files that could not be written.
 
     Args:
         message: Message of the run.

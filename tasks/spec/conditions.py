@@ -20,7 +20,7 @@ from tasks.spec.values import describe_value, is_number, shorten
 MAX_LENGTH = 500
 #: Start of the names that replace placeholders before the condition is parsed.
 _VARIABLE = "stage_value_"
-#: Literals in the spelling of YAML and JSON, by their names.
+#: Values of the words `true`, `false` and `null`, which a condition may contain.
 _CONSTANTS: Mapping[str, object] = {"true": True, "false": False, "null": None}
 
 _ARITHMETIC: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -81,7 +81,10 @@ class Condition:
 
 
 def parse_condition(text: str) -> Condition:
-    """Parse a condition.
+    """Return the parsed condition of a pipeline stage.
+
+    Args:
+        text: Value of the stage's key `when`, such as `${stage.eval.result.score} > 0.6`.
 
     Raises:
         InvalidCondition: The text is not a condition.
@@ -206,7 +209,7 @@ def _compare(operation: ast.cmpop, first: Any, second: Any) -> bool:
 
 
 def _require_number(value: object) -> float:
-    """Return the value if it is a number. Raises: InvalidCondition for other values."""
+    """Return the value if it is a number, otherwise raise InvalidCondition."""
     if not is_number(value):
         raise InvalidCondition(f"arithmetic needs numbers, found {describe_value(value)}")
     return value
