@@ -1014,7 +1014,7 @@ class LeftoverCleanup:
 
     @property
     def is_clean(self) -> bool:
-        """True if no process of the run remains. A guardian that still waits counts as a process."""
+        """True if no process of the run remains, including guardian processes that still wait."""
         return not self.left and not self.waiting
 
 
