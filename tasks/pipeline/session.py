@@ -102,7 +102,7 @@ _SERVER_TIMEOUT_S = 30.0
 _DUE_AFTER_S = 5.0
 
 T = TypeVar("T")
-#: Function that returns a fault for each stage whose resources do not fit on any node.
+#: Function that returns a fault for each stage that can never fit on its cluster.
 FindUnfitStages = Callable[[PipelineSpec], Sequence[Fault]]
 
 

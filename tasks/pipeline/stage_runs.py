@@ -257,6 +257,9 @@ def use_cached_run(
         unit: Name of the stage, or `NAME.N` for the point N of its matrix.
         number: Number of the replaced run among the runs of the unit, from 1.
         flow_run: The earlier, completed flow run.
+
+    Returns:
+        The earlier run with the state Cached.
     """
     state: State[Any] = Completed(
         name="Cached", message=f"the result is that of the run {flow_run.name}"
@@ -267,7 +270,9 @@ def use_cached_run(
 
 
 def list_cached_runs(client: SyncPrefectClient, pipeline: UUID) -> list[StageRun]:
-    """Return the earlier runs that replace runs of a pipeline's steps, as `use_cached_run` records.
+    """Return the earlier runs whose results the steps of a pipeline use instead of new runs.
+
+    `use_cached_run` has recorded these runs.
 
     Args:
         client: Client of the Prefect server.

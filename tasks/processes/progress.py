@@ -293,11 +293,11 @@ class StepSource(Protocol):
         """Return the reason, as a sentence, why the training step was never known.
 
         Args:
-            is_over: True if the training is over. Before that, a missing step is a fault only if
-                the source has answered several times without a step.
+            is_over: True if the training is over. Before the end, a missing step is a fault only if
+                the source was read several times and contained no step.
 
         Returns:
-            An empty string if a step was known, or if no fault is likely yet.
+            An empty string if a step was ever known, or if no fault is likely yet.
         """
 
 

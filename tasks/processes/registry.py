@@ -1014,7 +1014,7 @@ class LeftoverCleanup:
 
     @property
     def is_clean(self) -> bool:
-        """True if no process of the run remains, including guardian processes that still wait."""
+        """True if neither processes of the run nor waiting guardian processes remain."""
         return not self.left and not self.waiting
 
 

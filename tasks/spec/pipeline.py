@@ -320,10 +320,9 @@ class Stage(Model):
 
     @property
     def units(self) -> tuple[str, ...]:
-        """Names of the units of the stage, each of which is run once.
+        """Name of the stage, or the names of the points of its matrix: `NAME.1`, `NAME.2` etc.
 
-        Without a matrix, the only unit has the name of the stage. With a matrix, the units are
-        `NAME.1`, `NAME.2` and so on, one for each point.
+        A separate run is created for each of these units.
         """
         if self.matrix is None:
             return (self.name,)

@@ -252,10 +252,13 @@ def parse_since(text: str, now: float) -> float:
 
 
 def _find_typed_name(name: str) -> set[str]:
-    """Return the ids of the flow runs that have, or had, a name that a user chose.
+    """Return the ids of the flow runs to which a user gave a name.
 
-    A user chooses a name for example in *Custom run* of the Prefect UI. The scheduler later names
-    the flow run after its run id, and keeps the user's name in a label.
+    A user can name a flow run in *Custom run* of the Prefect UI. The scheduler later names the flow
+    run after its run id, and keeps the user's name in a label. Both names are compared.
+
+    Args:
+        name: The name.
     """
     with suppress(ServerAway):
         return {

@@ -32,7 +32,7 @@ _GIB = 1 << 30
 class KnownCluster:
     """The known facts about a cluster of the queue and its nodes."""
 
-    #: The nodes as the queue counts them. None if the cluster does not answer.
+    #: The nodes and GPUs that the queue knows. None if the cluster does not respond.
     cluster: Cluster | None
     #: The nodes as the Ray dashboard lists them. None if unknown, or if the cluster has no Ray.
     ray_nodes: Sequence[LiveNode] | None = None
@@ -46,7 +46,7 @@ def check_pipeline(pipeline: PipelineSpec) -> tuple[Fault, ...]:
     The run specs of deployments and the Prefect Secret blocks are checked, too.
 
     Returns:
-        A fault for each stage whose resources do not fit on any node.
+        A fault for each stage that can never fit on its cluster.
 
     Raises:
         InvalidSpec: A stage is invalid.
@@ -64,7 +64,7 @@ def check_pipeline(pipeline: PipelineSpec) -> tuple[Fault, ...]:
 
 
 def find_unfit_stages(pipeline: PipelineSpec) -> tuple[Fault, ...]:
-    """Return a fault for each stage whose resources do not fit on any node of the queue.
+    """Return a fault for each stage that can never fit on its cluster.
 
     Args:
         pipeline: A valid pipeline, in which each stage has a run spec or is a step.
@@ -118,7 +118,10 @@ def _parse_first_unit(pipeline: PipelineSpec, stage: Stage) -> RunSpec:
 
 
 def compare_stages(pipeline: PipelineSpec, clusters: Mapping[str, KnownCluster]) -> Iterator[Fault]:
-    """Yield a fault for each stage whose resources do not fit on any node of the stage's cluster.
+    """Yield a fault for each stage that can never fit on its cluster.
+
+    Such a stage needs more GPUs, CPUs or memory than the nodes have, or a label that no node
+    has.
 
     Args:
         pipeline: The pipeline, in which each stage has a run spec or is a step.
