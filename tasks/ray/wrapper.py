@@ -244,7 +244,7 @@ class Keeper:
         return max(0.0, self._kill_at - time.monotonic()) * 1000 + 1
 
     def _kill_once(self) -> None:
-        """Send SIGKILL to the whole process tree, but not during the pause after the last SIGKILL."""
+        """Send SIGKILL to the whole process tree, but not in the pause after the last SIGKILL."""
         self._kill_rounds = self._kill_rounds or tree.KillRounds()
         if self._kill_rounds.is_due():
             tree.kill_below_once(self._reap)
