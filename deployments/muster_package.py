@@ -65,7 +65,9 @@ def _find_folder() -> Path:
 
 
 def _pop_modules() -> dict[str, ModuleType]:
-    """Remove the modules below the names of Muster's packages from `sys.modules`.
+    """Remove all modules of the packages `tasks`, `flows` and `deployments` from `sys.modules`.
+
+    The project of the user may have packages with these names, too.
 
     Returns:
         The removed modules by name.

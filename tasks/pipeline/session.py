@@ -425,7 +425,10 @@ class PipelineSession:
         return False
 
     def _check_result(self, run: StageRun) -> StageRun:
-        """Return a run with the state Failed if it is a completed step without a usable result."""
+        """Return a run, with the state Failed if the run is a step without a valid result.
+
+        The state changes only if the run is completed.
+        """
         if run.ending is not RunState.COMPLETED or not self._is_step(run.stage):
             return run
         if run.flow_run_id not in self._results:
@@ -523,7 +526,7 @@ class PipelineSession:
             client.update_flow_run(self.flow_run_id, tags=sorted(new_tags))
 
     def _refresh(self, run: StageRun) -> StageRun:
-        """Return a run with its current state."""
+        """Return a run with its current state on the Prefect server."""
         flow_run = self._ask(lambda client: client.read_flow_run(UUID(run.flow_run_id)))
         return describe_stage_run(run.stage, run.number, flow_run)
 

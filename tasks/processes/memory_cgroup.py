@@ -50,7 +50,7 @@ class MemoryParent:
             swap = ("memory.memsw.limit_in_bytes", limit_bytes)
         try:
             cgroup.write(os.path.join(path, limit_file), str(limit_bytes))
-            # A kernel without support for swap space has no such file.
+            # A kernel without support for swap space has no file for a limit of the swap space.
             with contextlib.suppress(FileNotFoundError):
                 cgroup.write(os.path.join(path, swap[0]), str(swap[1]))
         except OSError:
@@ -86,7 +86,7 @@ def find_memory_parent() -> MemoryParent:
 
 
 def _passes_controller_on(directory: Path) -> bool:
-    """Return True if cgroups below a cgroup of version 2 have the memory controller."""
+    """Return True if the children of a cgroup (version 2) have the memory controller."""
     with contextlib.suppress(OSError):
         controllers = (directory / "cgroup.subtree_control").read_text(encoding="ascii")
         return _CONTROLLER in controllers.split()

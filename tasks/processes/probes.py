@@ -450,7 +450,7 @@ class WatchdogProbe(ComponentProbe):
             notify: Probe that receives the messages that the component sends to NOTIFY_SOCKET.
         """
         self._notify = notify
-        #: Number of WATCHDOG messages at the last check.
+        #: Number of WATCHDOG=1 messages that had arrived at the last check.
         self._seen = 0
 
     async def why_not(self, timeout_s: float) -> str:

@@ -61,14 +61,14 @@ class SharedMemoryScan:
                 most once for each scan.
             note: Called in the scanning thread with the segments that the run has made, and with
                 segments of the run that were removed.
-            directory: Directory to scan. Its present files do not belong to the run.
+            directory: Directory to scan. Files that it contains now do not belong to the run.
         """
         self._own_pids = own_pids
         self._note = note
         self._directory = directory
         #: Files that the last scan has found.
         self._known: set[_File] = set()
-        #: Files that the processes of the run have made, and that exist.
+        #: Existing files that processes of the run have made.
         self._made: set[_File] = set()
         #: Time at which each new file was found, in CLOCK_MONOTONIC seconds. The scan drops the
         #: entry when a process of the run uses the file, or after `_MAPPED_WITHIN_S` seconds.

@@ -20,7 +20,7 @@ from prefect.client.schemas.actions import VariableCreate, VariableUpdate
 #: Number of consecutive synchronisations with the Prefect server in which another worker of the
 #: same name left no trace, after which that worker counts as ended.
 _SYNCS_UNTIL_FORGOTTEN = 3
-#: Text in the Prefect variable that explains its purpose to people who see it in the Prefect UI.
+#: Description in the Prefect variable, for users who see the variable in the Prefect UI.
 _NOTE = "Muster: process of this worker. It shows if two workers have the same name."
 
 

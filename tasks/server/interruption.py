@@ -158,7 +158,7 @@ class Interruptible(Protocol):
         """Skip the remaining grace periods. `interrupt` must have been called before."""
 
     def hand_over(self, why: str) -> None:
-        """Start to end this process, so that the next flow process continues the run or pipeline.
+        """Request that this process ends and the next flow process continues the run or pipeline.
 
         Args:
             why: reason of the handover, for the run's record.

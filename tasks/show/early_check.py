@@ -44,7 +44,8 @@ def find_spec_arguments(words: Sequence[str]) -> SpecArguments | None:
         words: Arguments of the command, without the name of the command.
 
     Returns:
-        The arguments. None if they ask for the help, name no file, or may name several specs.
+        The path of the spec and its changes. None if `words` ask for the help, name no file, or may
+        name several specs.
     """
     if any(word in _HELP_OPTIONS for word in words):
         return None

@@ -43,7 +43,14 @@ def _list_parents(spec: RunSpec) -> Iterator[Path]:
 
 
 def _find(parent: Path, run_id: str) -> Iterator[Path]:
-    """Yield the folders of a run below a folder. A folder that cannot be read is skipped."""
+    """Yield the W&B folders of a run that are not uploaded yet.
+
+    A W&B folder that cannot be read is skipped.
+
+    Args:
+        parent: Folder that contains the folder `wandb`.
+        run_id: Id of the run.
+    """
     # The names contain the time at which W&B created the folders.
     folders = sorted(parent.glob("wandb/offline-run-*"), reverse=True)[:_MAX_FOLDERS]
     for folder in folders:

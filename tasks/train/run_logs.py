@@ -30,7 +30,7 @@ class Selection:
     component: str = ""
     #: Text that each printed line contains. Empty to print all lines.
     text: str = ""
-    #: Number of last lines that are printed of each log before new lines. None to print all lines.
+    #: Number of last lines of each log that are printed at first. None to print all lines.
     last_lines: int | None = None
 
 
