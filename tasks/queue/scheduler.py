@@ -487,7 +487,7 @@ class Scheduler:
             )
 
     async def _write_message(self, entry: QueueEntry, message: Message) -> bool:
-        """Write a message into the state of a waiting run. Return True if the server accepted it."""
+        """Write a message into the state of a waiting run. Return True if it was accepted."""
         state = grants.waiting_state(entry.flow_run, message.text)
         await self._rename(entry, entry.request.name)
         self._rewritten.add(entry.id)
