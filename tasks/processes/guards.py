@@ -33,7 +33,7 @@ _UNUSED_WITHIN_S = 2.0
 def tag_of(run_id: str, attempt: int) -> dict[str, str]:
     """Return the environment variables that identify an attempt.
 
-    The guardians, the processes that own the attempt's components, are started with them.
+    The guardians, the processes that own the attempt's components, get these variables.
     """
     return {"MUSTER_RUN_ID": run_id, "MUSTER_ATTEMPT": str(attempt)}
 

@@ -269,7 +269,7 @@ def _describe_file(path: Path) -> str:
 
 
 def _list_some(names: Sequence[str]) -> str:
-    """Return the first names as a list in words, with the number of the names left out."""
+    """Return a text with the first of some names, and the number of names that are left out."""
     left_out = len(names) - _LISTED_AT_MOST
     if left_out <= 0:
         return join_words(names)

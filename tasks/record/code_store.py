@@ -264,7 +264,11 @@ def list_import_folders(project: Path, place: Path, environment: Path | None) ->
 
 
 def store_content(data: bytes) -> str:
-    """Write content to the code store, and return the name of the new entry. Raises: OSError."""
+    """Write content to the code store, and return the name of the new entry.
+
+    Raises:
+        OSError: The entry could not be written.
+    """
     name = sha256(data).hexdigest()
     if _here(name) is None:
         _replace(name, gzip.compress(data, 3, mtime=0))
@@ -302,7 +306,11 @@ def read_content(name: str, fetch: Fetch = lambda _: None) -> bytes:
 
 
 def read_compressed(name: str) -> bytes:
-    """Return the gzip-compressed content of an entry of the code store. Raises: OSError."""
+    """Return the gzip-compressed content of an entry of the code store.
+
+    Raises:
+        OSError: The entry could not be read.
+    """
     return read_own_file(_path(name))
 
 

@@ -148,7 +148,7 @@ class Interruptible(Protocol):
         """
 
     def interrupt(self, why: str) -> None:
-        """Start to end the run or pipeline as cancelled, with all grace periods.
+        """Request that the run or pipeline ends as cancelled, with all grace periods.
 
         Args:
             why: reason of the cancellation, for the run's record.

@@ -408,7 +408,7 @@ class PipelineSpec(Document):
         return list_needs([stage.model_dump(exclude_none=True) for stage in self.stages])
 
     def stage(self, name: str) -> Stage:
-        """Return the stage with this name. Raises: KeyError, if the pipeline has no such stage."""
+        """Return the stage with this name. Raise KeyError if the pipeline has no such stage."""
         return {stage.name: stage for stage in self.stages}[name]
 
     def unit_stage(self, unit: str) -> Stage:
