@@ -270,9 +270,9 @@ def use_cached_run(
 
 
 def list_cached_runs(client: SyncPrefectClient, pipeline: UUID) -> list[StageRun]:
-    """Return the earlier runs whose results the steps of a pipeline use instead of new runs.
+    """Return the earlier runs whose results a pipeline uses instead of new runs of its steps.
 
-    `use_cached_run` has recorded these runs.
+    `use_cached_run` has recorded these runs on the Prefect server. Deleted runs are omitted.
 
     Args:
         client: Client of the Prefect server.

@@ -68,7 +68,7 @@ class SharedMemoryScan:
         self._directory = directory
         #: Files that the last scan has found.
         self._known: set[_File] = set()
-        #: Existing files that processes of the run have made.
+        #: Existing files of the directory that processes of the run have made.
         self._made: set[_File] = set()
         #: Time at which each new file was found, in CLOCK_MONOTONIC seconds. The scan drops the
         #: entry when a process of the run uses the file, or after `_MAPPED_WITHIN_S` seconds.

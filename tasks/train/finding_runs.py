@@ -252,13 +252,9 @@ def parse_since(text: str, now: float) -> float:
 
 
 def _find_typed_name(name: str) -> set[str]:
-    """Return the ids of the flow runs to which a user gave a name.
+    """Return the ids of the flow runs to which somebody gave a name, for example in *Custom run*.
 
-    A user can name a flow run in *Custom run* of the Prefect UI. The scheduler later names the flow
-    run after its run id, and keeps the user's name in a label. Both names are compared.
-
-    Args:
-        name: The name.
+    The scheduler names a flow run after its run id, and keeps the other name in a label.
     """
     with suppress(ServerAway):
         return {
