@@ -88,14 +88,14 @@ _MEASURE_WITHIN_S = 2.0
 _RESULT_WITHIN_S = 60.0
 #: Time limit in seconds for the explanation of a program that could not be started.
 _EXPLAIN_START_WITHIN_S = 5.0
-#: Seconds between two checks for files and folders that do not answer.
+#: Seconds between two checks for files and folders whose reads hang, for example on NFS.
 _PLACES_EVERY_S = 1.0
-#: Seconds between two checks whether the file system of the logs answers.
+#: Seconds between two checks whether reads from the file system of the logs hang.
 _CHECK_LOGS_EVERY_S = 5.0
-#: A file or folder that has not answered for this number of seconds is reported.
+#: A file or folder is reported to the user if a read from it hangs for this number of seconds.
 _REPORT_PLACE_AFTER_S = 5.0
-#: Smallest number of seconds between two checks whether a component is writing a checkpoint. The
-#: checks show whether the folder of the checkpoints answers.
+#: Smallest number of seconds between two checks whether a component is writing a checkpoint. Such a
+#: check also shows whether the file system of the checkpoints hangs.
 _CHECK_CHECKPOINTS_EVERY_S = 5.0
 #: Smallest pause between two checks whether a component is writing a checkpoint, as a multiple of
 #: the duration of a check.
@@ -1187,7 +1187,7 @@ class SupervisedAttempt:
     def _may_be_saving(self, component: RunningComponent) -> bool:
         """Return True if Muster must check whether a component is writing a checkpoint.
 
-        The result is False if the folder of the checkpoints does not answer, because its files
+        The result is False if the file system of the checkpoints hangs, because the checkpoints
         cannot be checked then.
         """
         is_saving = component.plan.is_saving

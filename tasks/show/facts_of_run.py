@@ -86,7 +86,7 @@ def facts_of_run(
 
 
 def describe_unanswered(attempt: AttemptRecord, now: float) -> Iterator[str]:
-    """Yield a sentence about each file or folder that does not answer.
+    """Yield a sentence about each file or folder whose file system does not respond.
 
     Example: `/data/metrics.jsonl has not answered for 40 s`.
 

@@ -393,10 +393,10 @@ class RunSession:
         return self._checkpoint_reader.ask_blocking(read, within_s, must_stop)
 
     def await_checkpoint_store(self) -> None:
-        """Wait until the store or the folder of the run's checkpoints answers.
+        """Wait until the store or the folder of the run's checkpoints can be read.
 
         Call this before the run gets its GPUs, so that no GPU is idle during the wait. A store that
-        does not answer never counts as a folder without checkpoints.
+        cannot be reached never counts as a store without checkpoints.
 
         Raises:
             CheckpointsUnreadable: The store did not answer in time, still refuses access, or the
