@@ -273,12 +273,12 @@ class AttemptContext:
             await asyncio.wrap_future(self.register.entry_disk.do(log.hold))
 
     def read_first_bytes_of_logs(self) -> None:
-        """Read a byte of each log, to notice if its file system hangs. The call may block."""
+        """Read a byte of each log, to notice a file system that does not answer. May block."""
         for log in self.logs.values():
             self.read_first_byte(log)
 
     def read_first_byte(self, log: HeldLog) -> None:
-        """Read a byte of a log, to notice if its file system hangs. The call may block."""
+        """Read a byte of a log, to notice a file system that does not answer. May block."""
         self.log_reader.place = str(log.path)
         with contextlib.suppress(OSError), log.source.open("rb") as file:
             file.read(1)
