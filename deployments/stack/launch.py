@@ -171,7 +171,7 @@ def restart_ray(place: StackPlace, stack: Stack) -> None:
 
 
 def _has_died_within(place: StackPlace, deaths: int, limit_s: float) -> bool:
-    """Wait until the Ray head has died a number of times; return False after `limit_s` seconds."""
+    """Wait until the Ray head has died `deaths` times; return False after `limit_s` seconds."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         stack = place.load()

@@ -106,7 +106,7 @@ class PipelineDecision:
 
     @property
     def is_over(self) -> bool:
-        """True if no run is active and no run must be created."""
+        """True if the pipeline has ended: no run is active, and no further run must be created."""
         return not self.begins and not self.active
 
 

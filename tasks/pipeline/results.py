@@ -52,8 +52,8 @@ def read_result(place: RunPlace, *, is_required: bool, mask: Callable[[str], str
 
     Args:
         place: Directory of the step's run.
-        is_required: True if the step must have written a result. A missing result is None
-            otherwise.
+        is_required: True if a missing result is an error. If False, None is returned for a missing
+            result.
         mask: Function that returns a text with its secrets masked.
 
     Raises:

@@ -324,7 +324,11 @@ class PipelineSession:
         return Failed(message=f"stage {run.stage}: {reason} ({format_link(run)})")
 
     def _describe_completion(self) -> str:
-        """Return the message of a completed pipeline, with the stages that are not complete."""
+        """Return the final message of a pipeline that has completed.
+
+        The message also lists the stages that were skipped, and the stages whose failure did not
+        stop the pipeline.
+        """
         others = {
             name: state
             for name, state in self._states.items()

@@ -189,12 +189,12 @@ class AttemptContext:
     client: httpx.AsyncClient = field(default_factory=make_client)
     #: Object that starts and ends all processes of the attempt on this machine.
     guards: Guards = field(init=False)
-    #: Logs of the components, by the name of the component. A log is held from the start of its
-    #: component until `release_logs`.
+    #: Logs of the components, by the name of the component. Each log file stays open from the start
+    #: of its component until `release_logs` closes it.
     logs: Mapping[str, HeldLog] = field(init=False)
-    #: Readers of the attempt's files and folders, whose file systems may not answer.
+    #: Objects that read the attempt's files and folders in threads, because a read may block.
     readers: PlaceReaders = field(default_factory=PlaceReaders)
-    #: Reader of the logs of all components. The logs are in one directory.
+    #: Object that reads the logs of all components in one thread. All logs are in one directory.
     log_reader: PlaceReader = field(init=False)
     _shared_memory: SharedMemoryScan | None = None
 

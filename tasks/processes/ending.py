@@ -155,8 +155,8 @@ def end_marked(mark: int) -> set[PidAndStart]:
 def can_be_of_own_run(pid: int) -> bool:
     """Return True if a run of this user may have started the process.
 
-    Any user can copy the mark of a run (see `tree.mark_own`), so the process must belong to this
-    user. There are two exceptions:
+    Any user can copy the mark that `tree.mark_own` gives the processes of a run. So the process
+    must also belong to this user. There are two exceptions:
 
     - A run of root may have processes of other users. These processes have a log of the run open
       for writing, which they can only have inherited from the run.

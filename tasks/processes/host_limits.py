@@ -27,7 +27,7 @@ FILE_RULE = "file-limit"
 #: A limit counts as reached if this share of it is in use. The share is below 1, because the use
 #: is measured after the component has ended and no longer counts.
 _REACHED_SHARE = 0.95
-#: Messages which mean that no process or thread could be started.
+#: Matches messages of programs that could not start a process or thread.
 _NO_PROCESS = re.compile(
     r"can't start new thread|unable to create (?:new )?(?:native )?thread|pthread_create.{0,20}fail"
     r"|cannot fork|can't fork|fork: (?:retry|Resource)|failed to spawn thread|clone3? failed"
@@ -35,7 +35,7 @@ _NO_PROCESS = re.compile(
     r"|thread.{0,60}Resource temporarily unavailable",
     re.IGNORECASE | re.MULTILINE,
 )
-#: Messages which mean that no file could be opened.
+#: Matches messages of programs that could not open a file, because too many files were open.
 _NO_FILE = re.compile(r"too many open files|\[Errno 2[34]\]|\bE[MN]FILE\b", re.IGNORECASE)
 
 
@@ -186,7 +186,8 @@ def _count_threads() -> Iterator[tuple[int, int]]:
     """Yield `(pid, number of threads)` of each process."""
     for pid in tree.all_pids():
         with suppress(OSError, ValueError, IndexError):
-            # Field 20 of /proc/PID/stat. Source: proc_pid_stat(5).
+            # The number of threads is field 20 of /proc/PID/stat (source: proc_pid_stat(5)).
+            # `stat_fields` begins with field 3.
             yield pid, int(tree.stat_fields(pid)[17])
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from tasks.processes import cgroup
 from tasks.processes.oom_killer import find_memory_groups
 
-#: Memory limit of the trial cgroup, in bytes.
+#: Memory limit, in bytes, of the cgroup that `_try_out` creates and removes again.
 _TRIAL_LIMIT_BYTES = 64 << 20
 _CONTROLLER = "memory"
 
@@ -46,7 +46,7 @@ class MemoryParent:
         limit_file = "memory.max" if self.is_version_2 else "memory.limit_in_bytes"
         swap = ("memory.swap.max", 0)
         if not self.is_version_2:
-            # In version 1, the limit `memsw` counts memory and swap space together.
+            # In version 1 of cgroups, the limit `memsw` counts memory and swap space together.
             swap = ("memory.memsw.limit_in_bytes", limit_bytes)
         try:
             cgroup.write(os.path.join(path, limit_file), str(limit_bytes))
@@ -61,9 +61,10 @@ class MemoryParent:
 
 @functools.cache
 def find_memory_parent() -> MemoryParent:
-    """Return the nearest cgroup of this process below which memory cgroups can be created.
+    """Return the cgroup below which this process can create cgroups with a memory limit.
 
-    Each candidate is tried with a process.
+    The candidates are the cgroup of this process and its ancestors, the nearest first. Each is
+    tested: a cgroup is created below it, and a process is moved into the new cgroup.
 
     Raises:
         OSError: This process cannot create such a cgroup. The message names the reason.

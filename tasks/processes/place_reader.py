@@ -163,7 +163,8 @@ class PlaceReader:
             if waiting.done():
                 return waiting.result()
         finally:
-            # The function may return after the loop is closed.
+            # The function may return after the event loop is closed. Without the cancellation, its
+            # result would then be passed to the closed loop, which raises an error.
             waiting.cancel()
         raise PlaceTimeout(str(self))
 
@@ -224,7 +225,7 @@ class PlaceReader:
 
 
 class PlaceReaders:
-    """The readers of one attempt: one for each file or folder that is read."""
+    """The readers of one attempt: one `PlaceReader` for each file, folder or URL."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

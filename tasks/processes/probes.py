@@ -303,10 +303,10 @@ class FileProbe(ComponentProbe):
 
 
 class FileChangeProbe(ComponentProbe):
-    """Succeeds if a file was changed or replaced since the last check. A liveness probe.
+    """Liveness probe that succeeds if a file was changed or replaced since the last check.
 
-    The identity of the file is compared with the identity at the last check. The time of the file
-    is not compared with the present time, because a network file system may have another clock.
+    The inode, size and times of the file are compared with those at the last check. The times are
+    not compared with the present time, because a network file system may have another clock.
     """
 
     def __init__(self, path: Path, reader: PlaceReader) -> None:

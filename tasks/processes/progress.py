@@ -84,7 +84,7 @@ class HttpProgress:
 
     @property
     def unanswered(self) -> str:
-        """Return an empty text. A request fails if the server does not answer for five seconds."""
+        """An empty text, because no request to the server lasts longer than 5 seconds."""
         return ""
 
     async def step(self) -> float | None:
@@ -161,7 +161,7 @@ class JsonlProgress:
 
     @property
     def unanswered(self) -> str:
-        """See `StepSource`."""
+        """A text that says for how long the file has not answered; empty if the file answers."""
         return str(self._reader) if self._reader.is_overdue else ""
 
     async def step(self) -> float | None:
@@ -528,9 +528,9 @@ class ProgressWatch:
     emit: Emit
     #: Returns True while no progress is expected, for example before a component was started.
     is_quiet: Callable[[], bool]
-    #: Readers of the attempt's files and folders, whose file systems may not answer.
+    #: Objects that read the attempt's files and folders in threads, because a read may block.
     readers: PlaceReaders = field(default_factory=PlaceReaders)
-    #: Reader of the logs of all components.
+    #: Object that reads the logs of all components in a thread.
     log_reader: PlaceReader = field(default_factory=lambda: PlaceReader("the logs"))
     #: Last known training step; None if no step is known.
     step: float | None = None
@@ -734,7 +734,7 @@ class ProgressWatch:
         return compare_first_step(self.plan.resume, first_line, step)
 
     async def explain_missing_step(self) -> str:
-        """Return the reason why no training step, or not the last one, is known at the end.
+        """Return the reason why the last training step is unknown after the end of the training.
 
         Returns:
             An empty string if the last step is known.

@@ -213,7 +213,8 @@ def enter(directory: Path, entry: ProcessEntry | JobEntry) -> None:
     Raises:
         OSError: The entry was not written. The component must not be started.
     """
-    # A power failure ends all processes of this machine, but not a Ray job on another machine.
+    # Only a Ray job on another machine survives a power failure of this machine. So only its entry
+    # must be safe on the disk before the job starts.
     is_durable = isinstance(entry, JobEntry)
     path = directory / entry.file_of(entry.component)
     write_json(path, entry.model_dump(mode="json"), durable=is_durable)
@@ -368,8 +369,8 @@ class RunRegistration(EntryWriter):
         """Wait until the final record of the run is on disk.
 
         If the disk does not accept the record in time, free the disk space that is reserved for the
-        record. If the record is larger than that space, write a short form of the record into the
-        other part of the reserved space. A later `muster reconcile` then writes `run.json` from it.
+        record. If the record is larger than that space, write a short form of the record into a
+        second reserved file. A later `muster reconcile` then writes `run.json` from this file.
 
         Args:
             record: The final record.

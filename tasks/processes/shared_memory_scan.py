@@ -104,7 +104,7 @@ class SharedMemoryScan:
             _log.warning("no last scan of %s: it took over %g s", self._directory, limit_s)
 
     def _run(self) -> None:
-        """Scan every second, after each change of the directory, and after each call of `hurry`."""
+        """Scan the directory every second, after each change of it, and after a call of `hurry`."""
         pause_s = _CHECK_EVERY_S
         scanned_at = time.monotonic()
         is_closing = False

@@ -65,7 +65,7 @@ class SteadyThreads(ThreadPoolExecutor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End each thread when it has finished the earlier work. Never waits for the threads."""
+        """Let the threads end after all work that was submitted before. Return at once."""
         for _ in self._started:
             self._work.put(None)
 

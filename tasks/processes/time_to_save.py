@@ -71,11 +71,11 @@ class TimeToSave:
     #: Returns the current time in CLOCK_MONOTONIC seconds.
     monotonic: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
-    #: Readers of the files and folders of the attempt.
+    #: Objects that read the attempt's files and folders in threads, because a read may block.
     readers: PlaceReaders = field(default_factory=PlaceReaders)
-    #: True if the components must be ended without any further wait.
+    #: True if the components must be ended at once, even if they have not saved a checkpoint.
     is_hurried: bool = False
-    #: The components that got their warning signal, by name.
+    #: Facts about each component that was warned by a signal before its end, by component name.
     _warned: dict[str, _Warned] = field(default_factory=dict)
     #: Remaining seconds for which the end of a component may be delayed, by the name of the
     #: component.

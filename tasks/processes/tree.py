@@ -496,7 +496,7 @@ class KillRounds:
 
     @property
     def lasts_s(self) -> float:
-        """Seconds since the first round."""
+        """Seconds since the creation of this object, just before the first round of SIGKILL."""
         return self._clock() - self._began_at
 
     @property

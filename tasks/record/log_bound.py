@@ -77,9 +77,9 @@ class LogBound:
         return left_out
 
     def _find_hole(self, fd: int) -> tuple[int, int]:
-        """Return the offsets of the beginning and end of the hole that an earlier `apply` has made.
+        """Return the offsets of the beginning and end of the part that `apply` has removed.
 
-        If the log has no hole yet, both values are the offset at which the hole will begin.
+        If nothing was removed yet, both values are the offset at which the removed part will begin.
         """
         head = os.pread(fd, self.limit_bytes // _HEAD_DIVISOR + len(_MARKER) + _LINE_BYTES, 0)
         if marker := _MARKER_PATTERN.search(head):

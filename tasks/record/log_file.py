@@ -316,8 +316,8 @@ class LogFile:
     def read_rest(self) -> Iterator[bytes]:
         """Yield all bytes that were not read yet. The log must not grow any more.
 
-        This method is faster than `read_blocks`, because a block may end within a line. Only the
-        last line of each file gets a newline if the line has none.
+        This method is faster than `read_blocks`, because it does not search for the ends of lines.
+        If the last line of a file has no newline, a newline is added.
         """
         self._open_all()
         for log in self._open_logs.values():

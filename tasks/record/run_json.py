@@ -171,7 +171,8 @@ class AttemptRecord(Recorded):
     #: Warnings for the user, for example that the trainer did not load the checkpoint.
     warnings: tuple[str, ...] = ()
     #: Files and folders that do not answer, for example on a network file system whose server is
-    #: down. The values are the times since which they do not answer.
+    #: down. The keys are the paths. Each value is the time of the first unanswered read, in UTC
+    #: epoch seconds.
     unanswered: Mapping[str, float] = {}
     #: Fingerprint of the metrics file at the start of the attempt.
     metrics: FileFingerprint | None = None

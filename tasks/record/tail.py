@@ -36,14 +36,14 @@ class Tail:
     def read(self, fd: int) -> bytes | None:
         """Return the next bytes of a file. The caller then passes them to `advance`.
 
-        If the position is in a hole of the file, the bytes after the hole are returned.
+        If the read position is in a hole of the file, the bytes after the hole are returned.
 
         Args:
             fd: File descriptor of the file.
 
         Returns:
-            An empty text at the end of the file. None if the bytes before the position differ from
-            the bytes that were read last, because the file is then not the file that was read.
+            Empty bytes at the end of the file. None if the file was truncated or rewritten: then
+            the bytes before the read position differ from the bytes that were read last.
         """
         if self.position > os.fstat(fd).st_size:
             return None

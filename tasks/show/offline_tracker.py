@@ -11,18 +11,19 @@ from shlex import quote
 from tasks.spec.run import RunSpec
 from tasks.spec.values import select_literals
 
-#: Largest number of W&B folders, newest first, that are searched for folders of a run.
+#: Largest number of W&B folders that are searched for folders of a run. Older folders are ignored.
 _MAX_FOLDERS = 200
 #: Number of bytes at the beginning of a W&B file that contain the group and the name of the run.
 _HEAD_BYTES = 65_536
-#: Variable of W&B with the folder in which W&B creates its folder `wandb`.
+#: Environment variable with the folder in which W&B creates its folder `wandb`.
 _DIRECTORY = "WANDB_DIR"
 
 
 def make_sync_command(run_id: str, spec: RunSpec) -> str:
-    """Return the command that uploads the offline W&B runs of a run, or an empty string.
+    """Return the command that uploads the offline W&B runs of a run.
 
-    A folder that `wandb sync` has uploaded already is omitted.
+    A folder that `wandb sync` has uploaded already is omitted. If no folder is left, the result is
+    an empty string.
 
     Args:
         run_id: Id of the run. It is the W&B group, or a part of the W&B name.

@@ -41,7 +41,8 @@ from tasks.spec.values import (
 FLEET = "rollout"
 
 _GIB = 1 << 30
-#: Size of a bounded log in bytes. A smaller log would have too few lines to find a cause.
+#: Largest size of a log in bytes. Limits below 64 KiB are rejected, because so short a log may not
+#: show the cause of a failure.
 LogBytes = Annotated[Count, Field(ge=65_536)]
 OnExitZero = Literal["complete", "drain", "fail"]
 Launcher = Literal["process", "ray_job"]

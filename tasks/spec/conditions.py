@@ -151,7 +151,7 @@ def _evaluate(node: ast.expr, values: Mapping[str, object]) -> Any:
 
     Args:
         node: Part of the syntax tree.
-        values: Value of each variable and each named literal, by name.
+        values: Value of each variable, and of each constant such as `true`, by name.
     """
     match node:
         case ast.Constant(value=value):

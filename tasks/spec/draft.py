@@ -34,8 +34,8 @@ _IGNORED = re.compile(
     r"(^|/)(\.|__pycache__|node_modules|site-packages|wandb/|outputs/"
     rf"|(?:setup|conftest|__init__|{Path(HOOK_NAME).stem})\.py$|muster\.yaml$)"
 )
-#: Pattern of the words, in lower case, with which a training's main file mentions its workload. The
-#: first workload that the file mentions is chosen. `endpoint` does not mention dpo.
+#: Matches words for each workload in the training's main file, in lower case. The file's workload
+#: is the first one whose pattern matches. The word `endpoint` contains dpo, but must not match.
 _WORKLOADS = {
     "grpo": re.compile("grpo"),
     "ppo": re.compile("ppo"),

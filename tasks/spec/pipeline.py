@@ -880,7 +880,7 @@ def _explain_needs(
     faults: Sequence[Fault],
     stages: Mapping[str, Mapping[str, Any]],
 ) -> Iterator[Fault]:
-    """Yield the faults of a stage, with a better remedy for a stage that is missing in `needs`.
+    """Yield the faults of a stage, with better advice if `needs` lacks a stage that is used.
 
     Args:
         stage: The stage as plain data.

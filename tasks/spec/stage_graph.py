@@ -33,7 +33,9 @@ def list_needs(stages: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]
 
 
 def list_ancestors(name: str, needs: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """Return the names of all stages that have ended when a stage begins.
+    """Return the names of all stages that must end before a stage begins.
+
+    These are the stages that the stage waits for, and all stages for which those wait.
 
     Args:
         name: Name of the stage.

@@ -21,7 +21,9 @@ def find_local_run(name: str) -> RunPlace | None:
     host.
 
     Args:
-        name: Id of the run, or the beginning of a run id.
+        name: Id of the run, or the beginning of a run id. The beginning must contain the time of
+            the run. A shorter one is not searched, because it may also fit a run of another
+            machine. The name `latest` is not searched, either.
     """
     run_ids = list_local_run_ids()
     if name not in run_ids:

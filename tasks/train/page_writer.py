@@ -49,12 +49,12 @@ _MAX_INTERVAL_S = 60.0
 _TIMED_ARTIFACTS = (pages.SUMMARY, pages.TIMELINE, pages.REWARD)
 #: Minimum number of seconds between two updates of an artifact without an event.
 _TIMED_INTERVAL_S = 30.0
-#: Ratio of two minimum intervals: the interval between updates without an event, and the interval
-#: between updates after events.
+#: Smallest interval between two updates of an artifact without an event, as a multiple of the
+#: smallest interval between two updates after events.
 _TIMED_INTERVAL_FACTOR = 10
 #: Longest wait in seconds for the metrics file.
 _READ_METRICS_WITHIN_S = 5.0
-#: Seconds without an update after the server did not accept an artifact.
+#: Seconds to wait before the next update after the server has rejected an artifact.
 _PAUSE_S = 5.0
 #: Longest wait that `due_in_s` returns, in seconds.
 _MAX_WAIT_S = 3600.0

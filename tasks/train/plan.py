@@ -145,7 +145,11 @@ class PlanInputs:
         )
 
     def _describe_time_limit(self) -> str:
-        """Return the key that sets the time limit with its value, or "" for `gang.max_hours`."""
+        """Return the key `timeout_s` of the spec and its value, if this key sets the time limit.
+
+        Returns:
+            An empty string if another key, such as `gang.max_hours`, sets the time limit.
+        """
         limit_s = self.spec.timeout_s
         return f"timeout_s, {limit_s:g}" if limit_s and limit_s == self.time_limit_s else ""
 

@@ -26,7 +26,7 @@ from tasks.spec.run import LIVE_CODE, RunSpec
 
 #: Deployment that runs a submitted pipeline.
 PIPELINE_DEPLOYMENT = "pipeline/any-pipeline"
-#: Name of the only stage of a pipeline for a matrix.
+#: Name of the only stage of the pipeline that `--matrix` creates. The stage runs each point.
 _STAGE = "points"
 #: Matches a range of whole numbers, such as `1..4`.
 _RANGE = re.compile(r"(-?\d{1,9})\.\.(-?\d{1,9})")

@@ -228,9 +228,8 @@ def _close_record(
     except (OSError, ValueError):
         return None
 
-    # Another host may have resumed the attempt that ran on this host, and may have written
-    # `page_record`. In that case, `page_record` is newer than `local_record`, although both records
-    # have the same number of attempts.
+    # If another host has resumed the attempt of this host, that host has written `page_record`. So
+    # `page_record` can be newer than `local_record` although both have the same number of attempts.
     is_newer = page_record is not None and len(page_record.attempts) >= len(local_record.attempts)
     if page_record is not None and page_record.state.is_final and is_newer:
         write_json(place.record, page_record.as_json(), durable=True)
