@@ -123,7 +123,7 @@ class Fact:
     message: str
     #: Value of `state` in `run.json`, or an empty string if there is no `run.json`.
     record: str
-    #: Actions that the program of the run has written.
+    #: Actions that the program of the run has written to its file, such as `start` and `saved`.
     actions: tuple[str, ...]
 
     @property
@@ -163,14 +163,17 @@ class Row:
 
 @dataclass(kw_only=True)
 class Matrix:
-    """A pool with a worker and an upkeep process, and the rows of one test."""
+    """The runs of one test with the changes made to them, and the work pool in which they run.
+
+    The pool has a worker and an upkeep process.
+    """
 
     pool: GangPool
     random: random.Random
     rows: list[Row] = field(default_factory=list)
 
     def observe(self, row: Row) -> Fact:
-        """Return the facts about the run of a row."""
+        """Return the present processes, states and actions of the run of a row."""
         try:
             state = row.run.flow_run()["state"]
         except httpx.HTTPStatusError as error:
@@ -192,11 +195,17 @@ class Matrix:
         )
 
     def observe_all(self) -> str:
-        """Return the facts about all rows, as the text of a failed assertion."""
+        """Return a text that describes the present state of all runs, one run per line."""
         return "\n".join(f"{row}: {self.observe(row)}" for row in self.rows)
 
     def spec(self, phase: str, number: int) -> dict[str, Any]:
-        """Return the spec of a run that can reach a phase."""
+        """Return the spec of a run that can reach a phase.
+
+        Args:
+            phase: Key in `EXPECTED`, such as `starting`.
+            number: Number of the run in this test, from 0. A run of the phase `failing` fails as
+                soon as the file `trigger(number)` exists.
+        """
         is_waiting = phase == "waiting"
         arguments = [
             str(self.pool.lines),
@@ -229,7 +238,7 @@ class Matrix:
 
     @property
     def no_gpus_file(self) -> Path:
-        """File whose creation makes the attempts of these runs fail, because they find no GPUs."""
+        """File whose creation makes the runs of the phase `requeued` fail for lack of GPUs."""
         return self.pool.host_env.home / "gpus.none"
 
     def trigger(self, number: int) -> Path:
@@ -237,14 +246,23 @@ class Matrix:
         return self.pool.host_env.home / f"fail-{number}"
 
     def submit(self, phase: str, change: str, **options: Any) -> Row:
-        """Submit a run, and return its row."""
+        """Submit a run, and return a row with the run and the change that will be made to it.
+
+        Args:
+            phase: Phase that the run must reach before the change.
+            change: Name of the change.
+            options: Further arguments of `GangPool.submit`.
+        """
         spec = self.spec(phase, len(self.rows))
         row = Row(run=self.pool.submit(spec, **options), phase=phase, change=change)
         self.rows.append(row)
         return row
 
     def reach_phases(self) -> None:
-        """Wait until each run is in the phase of its row."""
+        """Bring each run into the phase of its row, such as `stopping`, and wait until it is there.
+
+        Then store the facts about each run in its row.
+        """
         for row in self.rows:
             if row.phase != "waiting":
                 reached = partial(self._has_begun, row)
@@ -254,14 +272,18 @@ class Matrix:
                 self.pool.cancel(row.run)
             elif row.phase == "failing":
                 self.trigger(number).touch()
-        # A requeued run delays the start of later runs, so all of these runs fail at the same time.
+        # A run that was requeued early would delay the start of the other runs. So all runs of the
+        # phase `requeued` fail now, after all runs have started.
         self.no_gpus_file.touch()
         for row in self.rows:
             wait_for(partial(self._is_in_phase, row), f"{row} is in its phase", SETTLED_WITHIN_S)
             row.before = self.observe(row)
 
     def _has_begun(self, row: Row) -> bool:
-        """Return True if the run's component has begun and, except while starting, is ready."""
+        """Return True if the run's component has started and, where its phase needs it, is ready.
+
+        The component of a run in the phase `starting` or `requeued` need not be ready.
+        """
         flow_run = row.run.flow_run()
         assert flow_run["state"]["type"] not in FINAL, flow_run["state"]
         row.name = flow_run["name"]
@@ -271,7 +293,7 @@ class Matrix:
         return is_ready or row.phase in ("starting", "requeued")
 
     def _is_in_phase(self, row: Row) -> bool:
-        """Return True if the run is in the phase of its row."""
+        """Return True if the run has reached the phase that its row names."""
         flow_run = row.run.flow_run()
         row.name = flow_run["name"]
         facts = self.observe(row)
@@ -287,7 +309,7 @@ class Matrix:
         return True
 
     def change(self, row: Row) -> None:
-        """Make the change of a row to its run."""
+        """Set the state of a run, or delete its flow run, as the row's `change` says."""
         time.sleep(self.random.uniform(0.0, 0.2))
         address = f"{self.pool.host_env.api}/flow_runs/{row.run.flow_run_id}"
         if row.change == DELETE:
@@ -317,7 +339,10 @@ class Matrix:
         return done.stdout
 
     def find_unnamed_holders(self) -> list[str]:
-        """Return the runs whose component lives, but which `muster queue` does not name."""
+        """Return the runs whose component lives, but which `muster queue` does not list as holders.
+
+        A holder is a program that holds GPUs.
+        """
         before = {row.name for row in self.rows if self._has_component(row)}
         holders = self.read_holders()
         after = {row.name for row in self.rows if self._has_component(row)}
@@ -330,7 +355,14 @@ class Matrix:
         return not pids.isdisjoint(processes_with("MUSTER_RUN_ID", row.name))
 
     def wait_until_settled(self, expected: Callable[[Row, Fact], bool]) -> list[str]:
-        """Wait until the facts about all rows are as expected, and return all faults."""
+        """Wait until all runs are as expected, and return a text for each fault.
+
+        Faults are runs that do not become as expected in time, and living runs that `muster queue`
+        does not list.
+
+        Args:
+            expected: Returns True if the facts about the run of a row are as expected.
+        """
         faults: set[str] = set()
         deadline = time.monotonic() + SETTLED_WITHIN_S
         open_rows = list(self.rows)
@@ -342,9 +374,10 @@ class Matrix:
         return [*sorted(faults), *(f"{row}: {self.observe(row)}" for row in open_rows)]
 
     def finish(self) -> list[str]:
-        """End or complete all runs, and return the faults of the records and of the queue.
+        """Wait until all runs have ended, and return a text for each run that does not end.
 
-        Runs that still work are cancelled by `muster cancel`. Runs that wait must then start.
+        Running runs are first cancelled by `muster cancel`. Their GPUs are then free, so waiting
+        runs must start. Paused runs are skipped. A last run, which needs all GPUs, must complete.
         """
         faults = []
         self.start_requeued_runs()
@@ -426,10 +459,10 @@ def is_as_expected_while_working(row: Row, facts: Fact) -> bool:
 
 
 def is_as_expected_while_stopping(row: Row, facts: Fact) -> bool:
-    """Return True if a run that was stopping has ended with its grace period.
+    """Return True if a run that was stopping has saved its state, and has then ended correctly.
 
-    The record and the server must agree. A run that was cancelled is cancelled. A run that failed
-    may also be cancelled, if the person has cancelled it.
+    `run.json` and the Prefect server must show the same final state: cancelled for a run that was
+    being cancelled, failed or cancelled for a run that was failing.
     """
     ends = {"cancelled": "CANCELLED", "failed": "FAILED"}
     is_same = facts.state in (ends.get(facts.record), "")
@@ -438,7 +471,11 @@ def is_as_expected_while_stopping(row: Row, facts: Fact) -> bool:
 
 
 def is_as_expected_while_waiting(row: Row, facts: Fact) -> bool:
-    """Return True if a run without a process has ended without a start, or waits again."""
+    """Return True if the change had the documented effect on a run that was waiting.
+
+    After a change in `ENDING`, the run has ended, and has not started again before. After every
+    other change, the run still waits.
+    """
     assert row.before is not None
     if row.change in ENDING:
         return facts.has_ended and facts.actions == row.before.actions
@@ -461,7 +498,7 @@ def test_each_state_set_by_hand_leaves_true_records_and_no_orphan(
 ) -> None:
     changes = matrix.random.sample(CHANGES, len(CHANGES))
     if phase == "waiting":
-        # This run holds one GPU, so no run that needs all GPUs can start.
+        # This run holds one GPU. The waiting runs need all GPUs, so they cannot start.
         matrix.submit("running", "Running")
         matrix.reach_phases()
     for change in changes:
@@ -520,7 +557,10 @@ def change_deployment(pool: GangPool, **content: Any) -> None:
 
 
 def limit_deployment_to_nothing(pool: GangPool) -> None:
-    """Let no run of the deployment start. The API accepts 0 only for the global limit below it."""
+    """Let no run of the deployment start, by setting its concurrency limit to 0.
+
+    The API accepts 0 only for the global concurrency limit that belongs to the deployment.
+    """
     change_deployment(pool, concurrency_limit=1)
     limit = pool.host_env.get(f"/deployments/name/train/{pool.name}")["global_concurrency_limit"]
     send_request("PATCH", f"{pool.host_env.api}/v2/concurrency_limits/{limit['id']}", {"limit": 0})
@@ -660,7 +700,11 @@ def test_each_change_of_deployment_queue_or_pool_leaves_true_records_and_no_orph
 
 
 def is_as_expected_after_wider_change(change: WiderChange, row: Row, facts: Fact) -> bool:
-    """Return True if a run works, waits or ends as before the change of its surroundings."""
+    """Return True if a change of a deployment, queue or pool had no wrong effect on a run.
+
+    A working run works on, a stopping run ends, and a waiting run waits or was deleted, as `change`
+    says.
+    """
     assert row.before is not None
     if row.phase == "stopping":
         return is_as_expected_while_stopping(row, facts)

@@ -109,7 +109,8 @@ def test_run_completes_after_its_deployments_lease_is_lost(pool: GangPool) -> No
 def test_run_is_cancelled_in_order_after_its_deployments_lease_is_lost(pool: GangPool) -> None:
     limit_deployment(pool)
     pool.start_worker()
-    # Prefect's own engine would end the run 225 s after its start.
+    # The restart of the server loses the run's lease. Prefect's own engine would then end the run
+    # 225 s after its start, when it cannot renew the lease.
     run = pool.submit(pool.spec(lasts_s=900.0))
     wait_for(lambda: run.state()[0] == "RUNNING", "the run is running", WITHIN_S)
     [start] = [line["at"] for line in wait_for(lambda: pool.read_lines_of(run), "it starts")][:1]

@@ -39,7 +39,10 @@ for step in range(1, 21):
 
 @pytest.fixture
 def host_env(tmp_path: Path) -> Iterator[HostEnvironment]:
-    """Yield a host whose MUSTER_HOME is on a file system of 3 MB, and whose server is elsewhere."""
+    """Yield a host whose MUSTER_HOME is on a file system of only 3 MB.
+
+    The files of its Prefect server are on another file system.
+    """
     server = Server(tmp_path / "server")
     with mounted(tmp_path / "home", "-t", "tmpfs", "-o", "size=3m,mode=700", "none"):
         host_env = HostEnvironment(home=tmp_path / "home", api=server.api)

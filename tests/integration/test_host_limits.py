@@ -58,7 +58,10 @@ def greedy(lasts_s: float) -> tuple[str, ...]:
 
 @pytest.fixture
 def pids_cgroup() -> Iterator[Path]:
-    """A cgroup with this process, whose limit is 60 processes and threads more than now."""
+    """Move this process into a new cgroup, and yield the cgroup's directory.
+
+    The cgroup allows 60 more processes and threads than now.
+    """
     cgroup = PIDS / f"muster-test-{os.getpid()}"
     line = next(
         (line for line in Path("/proc/self/cgroup").read_text().splitlines() if ":pids:" in line),
@@ -121,7 +124,8 @@ def test_failure_names_the_cgroup_whose_limit_was_reached(
 def test_component_that_cannot_be_started_names_the_limit(
     harness: ComponentHarness, pids_cgroup: Path
 ) -> None:
-    # The first component keeps all processes, so the guardian process cannot fork the second one.
+    # The first component uses up the limit of processes and threads. So no process can be forked
+    # for the second component.
     first = harness.component("hoarder", greedy(600), ready=None)
     supervisor = harness.supervise(first, harness.component("trainer", sh("touch started")))
     supervisor.start("hoarder")

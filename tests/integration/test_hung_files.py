@@ -38,7 +38,7 @@ needs_fuse = pytest.mark.skipif(not has_fuse(), reason="needs root and /dev/fuse
 
 @pytest.fixture
 def data(tmp_path: Path, harness: ComponentHarness) -> Iterator[HangingFolder]:
-    """Yield a mounted file system that the test can stop."""
+    """Yield a mounted file system. The test can block all calls to it."""
     with hanging_folder(tmp_path / "data") as folder:
         harness.others.add(folder.server_pid)
         yield folder
@@ -50,12 +50,12 @@ def pipe(tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "metrics.jsonl"
     os.mkfifo(path)
     yield path
-    # Let threads return that still try to open the pipe.
+    # Opening the pipe for writing unblocks the threads that still try to open it for reading.
     os.close(os.open(path, os.O_RDWR))
 
 
 def end(harness: ComponentHarness, supervisor: Supervisor) -> Verdict:
-    """End an attempt as `ComponentHarness.end` does, within the time limit of a wait."""
+    """End an attempt, and return its verdict. Fail if this takes longer than `DEADLINE_S`."""
     verdicts: list[Verdict] = []
     thread = threading.Thread(target=lambda: verdicts.append(harness.end(supervisor)), daemon=True)
     thread.start()

@@ -39,8 +39,9 @@ tree.last_pid = lambda: pid
 tree.kill_below_once(lambda: tree.reap_all()[1])
 """
 
-#: Program that gives a process of root the mark of a run, and ends the processes with this mark. It
-#: prints the pid of the process of root, and then the pids of the processes with the mark.
+#: Program that starts a process which becomes root and has the mark of `tree.mark_own`. It then
+#: ends all processes with this mark. It prints the pid of the process of root, and then the pids
+#: that `ending.end_marked` returned.
 _END_MARKED = """
 import subprocess, sys, time
 from tasks.processes import ending, tree
@@ -54,8 +55,9 @@ while tree.read_real_user(child.pid) != 0:
 print(child.pid, flush=True)
 print(*[pid for pid, _ in ending.end_marked(mark)], flush=True)
 """
-#: Program that ends a process with variables of a run, which has a child of root. It prints the pid
-#: of the process of root, and then the leftover processes as JSON.
+#: Program that starts a shell with the environment variable MUSTER_RUN_ID. A child of the shell
+#: becomes root. The program ends all processes with this variable. It prints the pid of the child,
+#: and then the leftover processes as JSON.
 _END_CARRIERS = """
 import json, os, subprocess, sys, time
 from tasks.processes import ending, tree

@@ -38,7 +38,7 @@ def set_secret(
 
 
 def read_block(prefect_url: str, name: str) -> str:
-    """Return the value that a run with the variable TOKEN gets."""
+    """Return the value of a secret that a run gets in its environment variable TOKEN."""
     spec = RunSpec.model_validate(
         {
             "name": "a",

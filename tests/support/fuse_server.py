@@ -19,7 +19,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-# Operation codes of the protocol.
+# Operation codes of the FUSE protocol.
 LOOKUP, FORGET, GETATTR, SETATTR = 1, 2, 3, 4
 MKDIR, UNLINK, RMDIR, RENAME = 9, 10, 11, 12
 OPEN, READ, WRITE, STATFS, RELEASE, FSYNC = 14, 15, 16, 17, 18, 20
@@ -27,19 +27,20 @@ FLUSH, INIT, OPENDIR, READDIR, RELEASEDIR = 25, 26, 27, 28, 29
 ACCESS, CREATE, INTERRUPT, BATCH_FORGET, RENAME2 = 34, 35, 36, 42, 45
 
 _IN_HEADER = struct.Struct("<IIQQIIII")
-#: Flag of OPEN: the kernel keeps no copy of the content, so that each read reaches this program.
+#: Flag in the answer to OPEN, so that the kernel caches no content of the file. Each read then
+#: reaches this program.
 _DIRECT_IO = 1
-#: Bit of SETATTR that means that the size changes.
+#: Bit in a SETATTR request which says that the request changes the size of the file.
 _SIZE_CHANGES = 1 << 3
 
 
 class Refused(Exception):
-    """An operation fails. The argument is the error number."""
+    """An operation on the file system fails. The argument is the errno value for the caller."""
 
 
 @dataclass
 class Node:
-    """A file or a folder."""
+    """A file or folder of the file system in memory."""
 
     number: int
     mode: int
@@ -58,7 +59,7 @@ class Node:
 
 
 class Server:
-    """Answers the requests of the kernel."""
+    """Answers the requests that the kernel sends for the mounted FUSE file system."""
 
     def __init__(self, device: int) -> None:
         self._device = device

@@ -11,7 +11,10 @@ T = TypeVar("T")
 
 
 class InlineReader(PlaceReader):
-    """Reads a place in the caller's thread. An event loop with a virtual clock awaits no thread."""
+    """Reads a file or folder in the thread of the caller, not in a thread of its own.
+
+    An event loop with a virtual clock cannot wait for another thread.
+    """
 
     async def ask(self, work: Callable[[], T], within_s: float = 0.0) -> T:
         return work()

@@ -63,7 +63,13 @@ def find_child_of_root(guardian: int) -> int:
 
 
 def main(directory: Path, helper: str, kills_guardian: bool) -> None:
-    """Start the component, end it, and print the result."""
+    """Start a component with a child of root, end the component, and print the result as JSON.
+
+    Args:
+        directory: Directory for the files of the component.
+        helper: Path of the program that becomes root.
+        kills_guardian: True to kill the guardian process of the component before the end.
+    """
     harness = ComponentHarness(directory)
     command = sh(f"{helper} & exec sleep 600")
     supervisor = harness.start_all(harness.component("trainer", command))

@@ -142,11 +142,11 @@ def test_engine_of_prefect_uses_the_replacement(monkeypatch: pytest.MonkeyPatch)
 
 @dataclass
 class ServerWithLease:
-    """A Prefect server that refuses each state while it cannot release the lease of a run."""
+    """A fake Prefect server that rejects new states of a flow run until its lease is released."""
 
     #: Id of the lease in the state of the flow run, or None if the run has no lease.
     lease_id: UUID | None
-    #: Status of the answer to a state while the lease is not released.
+    #: HTTP status of the answer to a new state while the lease is not released.
     status: HTTPStatus = HTTPStatus.INTERNAL_SERVER_ERROR
     is_released: bool = False
     states: list[str] = field(default_factory=list)

@@ -19,7 +19,7 @@ LIMIT_BYTES = 1 << 20
 
 @pytest.fixture
 def log(tmp_path: Path) -> Iterator[int]:
-    """The descriptor with which a program appends to `trainer.log` in the test's directory."""
+    """Yield a file descriptor that appends to `trainer.log` in the test's directory."""
     fd = os.open(tmp_path / "trainer.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     yield fd
     os.close(fd)

@@ -350,7 +350,8 @@ def test_hole_at_the_read_position_of_a_log_is_skipped(
     _punch_hole(path, 0, 1 << 20)
     lines += log.read_new()
 
-    # The first line has as many bytes as the part of the long line that is behind the hole.
+    # The hole is as long as the long line, but begins with the line `first`. So the last six bytes
+    # of the long line remain.
     assert lines == ["first"] * is_read_before + ["x" * len("first\n"), "last"]
 
 

@@ -137,7 +137,7 @@ def test_whole_log_is_read_in_blocks_of_limited_size(log: Path) -> None:
     [
         (RUN, True),
         (RUN[:-1], True),
-        # Without the complete time, another run on the server may have the same beginning.
+        # A beginning without the complete time may also fit another run on the server.
         ("trial", False),
         ("trial-sft-20260102-0000", False),
         ("latest", False),

@@ -103,7 +103,7 @@ def test_next_step_follows_from_the_runs(
 
 
 def only_step(decision: PipelineDecision) -> Begin | StageRun | None:
-    """Return the only next action of a sequence: a new run, or the run that is active or failed."""
+    """Return the only new run, active run or failed run of a decision, or None if there is none."""
     steps = [*decision.begins, *decision.active]
     if decision.ended_by is not None:
         steps.append(decision.ended_by)

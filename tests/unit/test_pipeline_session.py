@@ -26,18 +26,21 @@ START = datetime(2026, 1, 1, tzinfo=UTC)
 
 @dataclass
 class FakeRuns:
-    """The runs of a pipeline on a fake Prefect server, which survive a process of the pipeline."""
+    """The runs of a pipeline on a fake Prefect server.
+
+    The runs stay when a test replaces the process of the pipeline by a new `PipelineSession`.
+    """
 
     runs: list[StageRun] = field(default_factory=list)
-    #: Run spec of each created run, by unit.
+    #: Run spec of each created run, by the name of its stage or matrix point.
     specs: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    #: Tags of each created run, by unit.
+    #: Tags of each created run, by the name of its stage or matrix point.
     tags: dict[str, list[str]] = field(default_factory=dict)
-    #: Units whose results were taken from an earlier run.
+    #: Earlier runs whose results replace runs of stages or matrix points.
     cached: list[StageRun] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     artifacts: dict[str, Any] = field(default_factory=dict)
-    #: Completed flow runs by cache tag.
+    #: Completed flow runs by the tag that marks steps with the same inputs.
     cache: dict[str, FlowRun] = field(default_factory=dict)
 
     def create(
@@ -91,7 +94,7 @@ class FakeClient:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch, muster_home: object) -> FakeRuns:
-    """Replace the Prefect server of pipelines by a fake."""
+    """Replace the Prefect server, on which pipelines create their runs, by a fake."""
     fake = FakeRuns()
 
     @contextmanager
@@ -133,7 +136,7 @@ def step(name: str, **more: Any) -> dict[str, Any]:
 
 
 def start(*stages: dict[str, Any]) -> PipelineSession:
-    """Return the session of a new process of a pipeline."""
+    """Return the `PipelineSession` that a new process of a pipeline with these stages creates."""
     spec = parse_pipeline({"name": "steps", "stages": list(stages)})
     return PipelineSession(spec, flow_run_id=uuid4(), api_url="http://127.0.0.1:9/api")
 

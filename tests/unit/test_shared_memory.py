@@ -15,7 +15,7 @@ from tests.support.supervised_components import wait_until
 
 
 class Notes:
-    """The segments that a scan has reported."""
+    """The shared-memory files that a scan has reported."""
 
     def __init__(self) -> None:
         self.made: set[Path] = set()
@@ -33,7 +33,10 @@ def notes() -> Notes:
 
 @pytest.fixture
 def scan(tmp_path: Path, notes: Notes) -> Iterator[SharedMemoryScan]:
-    """A scan of a directory for the files of this process. The file `earlier` exists before."""
+    """Yield a running scan that reports the files of a directory that this process makes.
+
+    The file `earlier` exists before the scan starts.
+    """
     (tmp_path / "earlier").touch()
     scan = SharedMemoryScan(lambda: {os.getpid()}, notes, directory=tmp_path)
     yield scan

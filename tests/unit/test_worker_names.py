@@ -33,12 +33,12 @@ class Variables:
 
 
 class Cluster:
-    """Workers of one server, each named by its letter in a script."""
+    """Workers of one Prefect server. A test refers to each worker by a letter."""
 
     def __init__(self, names: dict[str, tuple[str, str]]) -> None:
         """
         Args:
-            names: Work pool and name of each worker, by its letter.
+            names: Work pool and name of each worker, by the letter of the worker.
         """
         self.client = Variables()
         self._workers = {
@@ -47,7 +47,14 @@ class Cluster:
         }
 
     def synchronise(self, script: str) -> list[str]:
-        """Let workers synchronise in the order of the script; return what each one detects."""
+        """Let workers synchronise with the server, and return which other worker each one detects.
+
+        Args:
+            script: Letters of the workers, in the order in which they synchronise.
+
+        Returns:
+            For each letter, the process of the detected worker, or an empty string.
+        """
         return [
             asyncio.run(self._workers[letter].find_other(self.client))  # type: ignore[arg-type]
             for letter in script
