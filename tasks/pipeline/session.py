@@ -261,7 +261,7 @@ class PipelineSession:
             self._cancel(runs)
 
     def _cancel(self, runs: Sequence[StageRun]) -> None:
-        """Cancel runs and wait until they have ended. See `cancel_runs`."""
+        """Cancel runs, and wait for their ends for the limited time that `cancel_runs` explains."""
         names = join_commas([run.stage for run in runs])
         self.say(f"cancelling stage {names}: {self.cancel_reason}")
         current = {run.flow_run_id: run for run in runs}

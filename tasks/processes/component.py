@@ -569,8 +569,9 @@ class RunningComponent(ABC):
         The call may block. Call it in the thread of `AttemptContext.log_reader`.
 
         Args:
-            since: Size that the log had at one of the last training steps, in bytes; 0 if unknown.
-            until: Number of bytes of the log to read. If None, the whole log is read.
+            since: Offset in bytes at which reading begins: the size of the log at one of the last
+                training steps, or 0 if unknown.
+            until: Offset in bytes at which reading ends. If None, it ends at the end of the log.
         """
         since = max(since, self._log_since)
         self._context.log_reader.place = str(self.log.path)

@@ -100,7 +100,7 @@ def measure_process_limits() -> tuple[HostLimit, ...]:
 
 
 def measure_file_limits() -> tuple[HostLimit, ...]:
-    """Return the limit of open files of each process, for the process that has most open files."""
+    """Return the limit of open files, RLIMIT_NOFILE, of the process that has most open files."""
     counts: dict[int, int] = {}
     for pid in tree.all_pids():
         with suppress(OSError):

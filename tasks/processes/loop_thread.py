@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from tasks.processes.steady_threads import SteadyThreads
 
-#: Number of threads in which a loop executes functions that may block.
+#: Number of threads in which an asyncio event loop executes functions that may block.
 _THREADS = 4
 
 T = TypeVar("T")

@@ -136,7 +136,7 @@ class MetricsFile:
         return data
 
     def _read_file(self) -> bytes:
-        """Return the next bytes of the file at the path. Raises: OSError."""
+        """Open the metrics file anew, and return the bytes after the last read. Raises: OSError."""
         file = self.path.open("rb", buffering=0)
         self.close()
         self._last_file = file

@@ -78,7 +78,8 @@ def _values_or_range(value: object, _handler: ValidatorFunctionWrapHandler) -> A
     return tuple(value)
 
 
-#: Values of a matrix by key.
+#: Values of a matrix by key. A key is a dotted path in the run spec, or the name of an argument of
+#: the step.
 Matrix = Mapping[
     DottedKey,
     Annotated[tuple[Any, ...] | Range, WrapValidator(_values_or_range)],

@@ -820,7 +820,7 @@ def _check_condition_names(
     try:
         names = parse_condition(condition).names
     except InvalidCondition:
-        # The validation of the stage reports an invalid condition.
+        # Ignore an invalid condition here, because the validation of the stage reports it.
         return
     place = f"{path}.when"
     uses = [Use(path=place, name=name, kind=Kind.TEXT) for name in names]

@@ -61,7 +61,7 @@ def _read_value(name: str) -> str:
     """Read the value of a secret from the terminal or from standard input.
 
     Raises:
-        BadArgument: The value was not typed, or standard input is not text.
+        BadArgument: No value was typed, or standard input is closed or contains no text.
     """
     if sys.stdin is None:
         raise BadArgument(f"standard input is closed: pass the value of {name} through it")

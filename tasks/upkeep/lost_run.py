@@ -68,8 +68,8 @@ _PREDECESSOR_TIMEOUT_S = 120.0
 #: Seconds between two checks whether the guardian processes of a lost run have ended. A guardian
 #: process owns the processes of one component, and ends them when the flow process dies.
 _CHECK_INTERVAL_S = 0.2
-#: Text in a report about a lost run. The Prefect server has then rejected a new state for the run's
-#: flow run, because the state of the flow run had just changed.
+#: Text in the report about a lost run if the Prefect server has rejected the new state of its flow
+#: run, because another process had just changed that state.
 CHANGED = "the state of its flow run has just changed on the Prefect server"
 
 

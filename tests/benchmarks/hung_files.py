@@ -42,7 +42,7 @@ _TIMES = {
 
 
 def measure(*, quick: bool) -> Result:
-    """Measure the times of attempts with and without a file that does not answer."""
+    """Measure how fast attempts react and end, with and without a file that does not answer."""
     if not has_fuse():
         raise NotHere("a FUSE file system can be mounted only by root, with /dev/fuse")
     rounds = 1 if quick else 7

@@ -439,8 +439,8 @@ def verdict_of(
     Args:
         storm: The running test.
         nodes: Number of GPUs by node.
-        by_states: True if a run holds its GPUs according to its states on the Prefect server,
-            False if only the records of its components count.
+        by_states: True to determine from the states on the Prefect server when a run held its
+            GPUs. False to determine it only from the records of its components.
     """
     faults = []
     try:

@@ -113,7 +113,7 @@ ENDING = frozenset({"Completed", "Failed", "Crashed", "Cancelling", "Cancelled",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """What the machine and the records show about a run at one moment."""
+    """Processes, recorded states and actions of a run at one moment."""
 
     #: Ids of the living processes of the run, from /proc.
     pids: tuple[int, ...]
@@ -154,7 +154,7 @@ class Row:
     change: str
     #: Name of the run before the change. The name stays known after a deletion of the flow run.
     name: str = ""
-    #: Facts just before the change.
+    #: Facts about the run just before the change. None until the run has reached its phase.
     before: Fact | None = None
 
     def __str__(self) -> str:
@@ -519,7 +519,7 @@ def test_each_state_set_by_hand_leaves_true_records_and_no_orphan(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WiderChange:
-    """A change of a deployment, queue or pool that concerns all of its runs."""
+    """A change of a deployment, work queue or work pool, which affects all runs in it."""
 
     apply: Callable[[GangPool], object]
     undo: Callable[[GangPool], object]

@@ -77,7 +77,8 @@ def test_component_that_exceeds_its_memory_limit_is_host_oom(
     assert "largest process" in verdict.failure.message
 
 
-#: Python code that uses more memory than the limit before the supervisor has searched its cgroup.
+#: Python code that exceeds the memory limit of a cgroup before the supervisor has found the process
+#: in the cgroup.
 FAST_HOG = "data = [bytearray(8 << 20) for _ in range(40)]; import time; time.sleep(60)"
 
 
@@ -92,7 +93,8 @@ def test_kill_in_an_unknown_cgroup_is_neither_guessed_nor_denied(
         monkeypatch.setattr(oom_killer, "read_kernel_log", str)
     elif not oom_killer.read_kernel_log():
         pytest.skip("the kernel log cannot be read")
-    # The component enters the cgroup and dies before the first search for its processes.
+    # Delay the first search for the component's processes. So the component enters the cgroup and
+    # dies before the search.
     monkeypatch.setattr(descendant_watch, "_FIRST_SEARCH_S", 60.0)
     hog = f"exec {python('')[0]} -I -S -c '{FAST_HOG}'"
 

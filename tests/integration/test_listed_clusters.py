@@ -112,7 +112,7 @@ def test_queue_command_sends_no_secret_to_an_unlisted_cluster(
         assert process.wait() == 0, pool.host_env.log("queue")
 
     view = json.loads(pool.host_env.log("queue"))
-    # The cluster id of Ray shows that both addresses belong to one cluster.
+    # Ray returns the same cluster id at both addresses. So Muster treats them as one cluster.
     assert {node["cluster"] for node in view["nodes"]} == {listed.address}
     assert [trouble for trouble in view["troubles"] if "http" in trouble] == []
     assert (listed.values("x-key"), unlisted_cluster.values("x-key")) == ({KEY}, {""})

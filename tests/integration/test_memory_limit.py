@@ -13,7 +13,7 @@ from tasks.spec.failure_kinds import FailureKind
 from tests.support.supervised_components import ComponentHarness, python, sh
 
 LIMIT_BYTES = 64 << 20
-#: Python code that uses 40 MiB and then waits, and code that uses 160 MiB.
+#: Python code of two programs that allocate memory and then wait: PART 40 MiB, and WHOLE 160 MiB.
 PART = "import time; data = bytearray(40 << 20); time.sleep(60)"
 WHOLE = "import time; time.sleep(0.5); data = bytearray(160 << 20); time.sleep(60)"
 

@@ -766,7 +766,7 @@ def test_step_that_fits_no_node_is_refused_before_any_step_starts(
 
 
 def find_sleepers() -> list[str]:
-    """Return the processes that `hang` has started."""
+    """Return the command lines of the processes that the step function `hang` has started."""
     lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
     return [line.decode() for line in lines if b"4711.5" in line]
 

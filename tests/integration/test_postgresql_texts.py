@@ -25,7 +25,7 @@ pytestmark = [
 
 #: Code of a training whose error contains two NUL characters.
 FAILING = "raise ValueError('bad header \\0\\0 in shard 3')"
-#: The error as the server stores it.
+#: The error as the server stores it, with U+FFFD in place of each NUL character.
 STORED_ERROR = "bad header \ufffd\ufffd in shard 3"
 
 

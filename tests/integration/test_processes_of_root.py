@@ -83,7 +83,7 @@ pytestmark = [
 
 @dataclass
 class Teardown:
-    """A finished teardown of a run of the user `nobody`."""
+    """Result of the teardown of a run of the user `nobody`."""
 
     #: Pid of the process of root that the component has started.
     child: int

@@ -88,8 +88,8 @@ class GangPool:
         pool = {"name": self.name, "type": self.type, "concurrency_limit": limit}
         template = self._template(settings)
         self.host_env.post("/work_pools/", **pool, base_job_template=template)
-        # The queue `default` has priority 1 until another queue gets this priority. The server then
-        # moves the queue `default` to the next priority.
+        # Each work pool has a queue `default` from the beginning, with priority 1. If another queue
+        # gets this priority, the server moves the queue `default` to the next priority.
         for queue, rank in sorted(self.ranks.items(), key=lambda item: item[1]):
             if queue != "default":
                 self.host_env.post(f"/work_pools/{self.name}/queues", name=queue, priority=rank)

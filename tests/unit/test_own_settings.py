@@ -167,7 +167,7 @@ def test_unknown_variable_is_reported_with_the_most_similar_setting(
 
 
 def test_variables_that_muster_sets_are_not_reported() -> None:
-    """A component may run Muster, and has these variables in its environment."""
+    """A component has these variables in its environment, and may itself run Muster."""
     variables = dict.fromkeys((*COMPONENT_VARIABLES, *INTERNAL_VARIABLES), "x")
 
     assert find_unknown_variables(variables) == ()

@@ -103,7 +103,7 @@ def test_deleted_ray_directory_is_private_and_locked_after_its_restore(short_hom
 
 
 def can_lock(directory: Path) -> bool:
-    """Return True if a clean-up program, such as systemd-tmpfiles, can lock the directory."""
+    """Return True if a clean-up program such as systemd-tmpfiles can lock the directory now."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -94,7 +94,7 @@ def run_id() -> str:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Function that starts a process with additional environment variables."""
+    """Yield a function that starts a process with additional environment variables."""
     with ExitStack() as stack:
 
         def start_process(**variables: str) -> subprocess.Popen[bytes]:

@@ -27,7 +27,7 @@ class Pause(TrainerCallback):
 
 
 def count_twos(completions: list[str], **columns: Any) -> list[float]:
-    """Return the reward of each answer: the share of the word `two`."""
+    """Return the reward of each answer: the share of its words that are `two`, from 0 to 1."""
     return [text.split().count("two") / max(1, len(text.split())) for text in completions]
 
 
