@@ -14,7 +14,7 @@ from prefect.exceptions import TerminationSignal
 from prefect.flow_engine import run_flow
 from prefect.settings import PREFECT_API_URL
 
-from tasks.pipeline.session import on_message
+from tasks.pipeline.progress_report import on_message
 from tasks.pipeline.stage_specs import add_code, read_specs_of_deployments
 from tasks.processes.signals import expect_one_run, ignore_until_exit, interrupt_on_signals
 from tasks.server import flow_process, flow_runs

@@ -11,8 +11,9 @@ from uuid import UUID, uuid4
 import pytest
 from prefect.client.schemas.objects import FlowRun, State, StateType
 
-from tasks.pipeline import session as session_module
+from tasks.pipeline import progress_report, run_cancellation, server_requests
 from tasks.pipeline.decision import StageRun
+from tasks.pipeline.progress_report import ProgressReport
 from tasks.pipeline.session import PipelineSession
 from tasks.server.flow_runs import CANCELLING_NOW
 from tasks.spec.pipeline import parse_pipeline
@@ -42,9 +43,9 @@ class FakeServer:
 
 @pytest.fixture
 def session(monkeypatch: pytest.MonkeyPatch) -> PipelineSession:
-    monkeypatch.setattr(session_module, "_POLL_INTERVAL_S", 0.001)
-    monkeypatch.setattr(PipelineSession, "say", lambda *_: None)
-    monkeypatch.setattr(session_module.flow_runs, "set_running_message", lambda *_: None)
+    monkeypatch.setattr(run_cancellation, "POLL_INTERVAL_S", 0.001)
+    monkeypatch.setattr(ProgressReport, "say", lambda *_: None)
+    monkeypatch.setattr(progress_report.flow_runs, "set_running_message", lambda *_: None)
     spec = {"name": "x", "workload": "sft", "components": {"trainer": {"command": ["true"]}}}
     stages = [{"name": "only", "spec": spec}]
     pipeline = parse_pipeline({"name": "line", "stages": stages})
@@ -68,7 +69,7 @@ def cancel_stage(
     def connect_to_server(_api_url: str) -> Iterator[FakeServer]:
         yield server
 
-    monkeypatch.setattr(session_module, "connect_to_server", connect_to_server)
+    monkeypatch.setattr(server_requests, "connect_to_server", connect_to_server)
     run = StageRun(
         stage="only",
         number=1,

@@ -14,8 +14,11 @@ import pytest
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.exceptions import Pause
 
+from tasks.pipeline import progress_report, server_requests
 from tasks.pipeline import session as session_module
 from tasks.pipeline.decision import StageRun
+from tasks.pipeline.matrix_tables import Artifacts
+from tasks.pipeline.progress_report import ProgressReport
 from tasks.pipeline.session import PipelineSession
 from tasks.record.places import RunPlace
 from tasks.record.states import RunState
@@ -115,19 +118,19 @@ def server(monkeypatch: pytest.MonkeyPatch, muster_home: object) -> FakeRuns:
         fake.artifacts[key] = shown
 
     replaced = {
-        "connect_to_server": connect,
         "create_stage_run": fake.create,
         "list_stage_runs": lambda *_: list(fake.runs),
         "list_cached_runs": lambda *_: list(fake.cached),
         "find_cached_runs": find_cached,
         "use_cached_run": use_cached,
-        "show_skipped_stage": show_skipped,
     }
     for name, value in replaced.items():
         monkeypatch.setattr(session_module, name, value)
-    monkeypatch.setattr(session_module.Artifacts, "show", show)
-    monkeypatch.setattr(PipelineSession, "say", lambda *_: None)
-    monkeypatch.setattr(session_module.flow_runs, "set_running_message", lambda *_: None)
+    monkeypatch.setattr(server_requests, "connect_to_server", connect)
+    monkeypatch.setattr(progress_report, "show_skipped_stage", show_skipped)
+    monkeypatch.setattr(progress_report.flow_runs, "set_running_message", lambda *_: None)
+    monkeypatch.setattr(ProgressReport, "say", lambda *_: None)
+    monkeypatch.setattr(Artifacts, "show", show)
     return fake
 
 

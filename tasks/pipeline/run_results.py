@@ -1,0 +1,135 @@
+"""Read the results, figures and checkpoints of the runs that have completed.
+
+Each result and each figure is read only once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from uuid import UUID
+
+from prefect.client.orchestration import SyncPrefectClient
+
+from tasks.pipeline.decision import StageRun
+from tasks.pipeline.results import InvalidResult, read_last_metric, read_result
+from tasks.pipeline.server_requests import ServerRequests
+from tasks.pipeline.stage_specs import CannotBegin
+from tasks.record.checkpoint_paths import CheckpointPath
+from tasks.record.checkpoints import find_stage_checkpoint
+from tasks.record.places import RunPlace
+from tasks.record.states import RunState
+from tasks.spec.pipeline import Stage
+from tasks.spec.probes import get_number
+from tasks.spec.run import RunSpec
+from tasks.spec.secrets import mask_text
+
+_log = logging.getLogger(__name__)
+
+
+class RunResults:
+    """The results, figures and checkpoints of the completed runs of a pipeline."""
+
+    def __init__(self, requests: ServerRequests, secrets: Collection[str]) -> None:
+        """
+        Args:
+            requests: Connection to the Prefect server.
+            secrets: Secret values that are masked in results.
+        """
+        self._requests = requests
+        self._secrets = frozenset(secrets)
+        #: Result of each completed step, or the fault of the result, by the id of the flow run.
+        self._results: dict[str, Any] = {}
+        #: Numbers that the key `best` compares to find the best point of a matrix. The keys are the
+        #: flow run ids of the completed points. None if a point has no such number.
+        self._figures: dict[str, float | None] = {}
+
+    def add_secrets(self, secrets: Collection[str]) -> None:
+        """Mask further secret values in the results that are read from now on."""
+        self._secrets |= frozenset(secrets)
+
+    def check_result(self, stage: Stage, run: StageRun) -> StageRun:
+        """Return a run with the state Failed if it is a completed step without a usable result.
+
+        Args:
+            stage: The stage of the run.
+            run: The run.
+        """
+        if run.ending is not RunState.COMPLETED or not stage.is_step:
+            return run
+        if run.flow_run_id not in self._results:
+            try:
+                self._results[run.flow_run_id] = read_result(
+                    RunPlace.of(run.name),
+                    is_required=stage.call is not None,
+                    mask=partial(mask_text, secret_values=self._secrets),
+                )
+            except InvalidResult as error:
+                self._results[run.flow_run_id] = error
+        result = self._results[run.flow_run_id]
+        if isinstance(result, InvalidResult):
+            message = f"USER_ERROR: {result}"
+            return replace(run, state="Failed", message=message, ending=RunState.FAILED)
+        return run
+
+    def result(self, run: StageRun) -> Any:
+        """Return the result of a completed step, which `check_result` has read."""
+        return self._results[run.flow_run_id]
+
+    def figure(self, stage: Stage, run: StageRun, key: str) -> float | None:
+        """Return a number of a completed run: from a step's result, or the last metric of a run.
+
+        Args:
+            stage: The stage of the run.
+            run: The completed run.
+            key: Key of the number, which is the same at each call for the run.
+        """
+        if run.flow_run_id not in self._figures:
+            self._figures[run.flow_run_id] = self._read_figure(stage, run, key)
+        return self._figures[run.flow_run_id]
+
+    def _read_figure(self, stage: Stage, run: StageRun, key: str) -> float | None:
+        if stage.is_step:
+            return get_number(self.result(run), key)
+        try:
+            return read_last_metric(RunPlace.of(run.name), key)
+        except (OSError, ValueError) as error:
+            _log.warning("The metrics of the run %s cannot be read: %s", run.name, error)
+            return None
+
+    def checkpoint(self, stage: Stage, run: StageRun) -> str:
+        """Return the path of the checkpoint of a completed run.
+
+        Raises:
+            CannotBegin: No checkpoint was found on this host, or the folder of the checkpoints
+                cannot be read.
+        """
+        try:
+            checkpoint = self._requests.ask(lambda client: _find_checkpoint(client, stage, run))
+        except OSError as error:
+            raise CannotBegin(
+                f"Stage {run.stage} has completed, but its checkpoints cannot be read: {error}"
+            ) from error
+        if checkpoint is not None:
+            return str(checkpoint)
+        raise CannotBegin(
+            f"Stage {run.stage} has completed, but no checkpoint of it was found for its run "
+            f"directory {RunPlace.of(run.name).directory}. Make sure that this host can read that "
+            "directory, and that `checkpoints` or `checkpoint` in the spec names the place of the "
+            "checkpoints."
+        )
+
+
+def _find_checkpoint(
+    client: SyncPrefectClient, stage: Stage, run: StageRun
+) -> CheckpointPath | None:
+    """Return the path of a completed run's checkpoint, or None if the run has no checkpoint."""
+    # The pipeline's spec may have changed after the start of the run. So read the spec with which
+    # the run was started.
+    spec = RunSpec.model_validate(
+        client.read_flow_run(UUID(run.flow_run_id)).parameters.get("spec")
+    )
+    return find_stage_checkpoint(stage.checkpoint, spec, RunPlace.of(run.name))

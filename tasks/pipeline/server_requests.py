@@ -1,0 +1,93 @@
+"""Send the requests of a pipeline to the Prefect server, which may be away for a while."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from prefect.client.orchestration import SyncPrefectClient
+
+from tasks.server.flow_runs import ServerAway, connect_to_server
+
+_log = logging.getLogger(__name__)
+
+#: Seconds between two requests for the state of a stage's run, and between two tries of a request.
+POLL_INTERVAL_S = 2.0
+#: Seconds to wait for a Prefect server that does not answer, once the pipeline must end.
+_SERVER_TIMEOUT_S = 30.0
+
+T = TypeVar("T")
+
+
+class ServerRequests:
+    """Sends requests to the Prefect server, and waits less once the pipeline must end.
+
+    `end_soon` and `hurry` may be called by any thread.
+    """
+
+    def __init__(self, api_url: str) -> None:
+        """
+        Args:
+            api_url: Address of the Prefect server's API.
+        """
+        self._api_url = api_url
+        #: Event that is set when the pipeline must end, or when the next flow process of the
+        #: pipeline must continue it.
+        self.ending = threading.Event()
+        #: True if the active runs must be cancelled without their grace periods.
+        self.is_hurried = False
+
+    def end_soon(self) -> None:
+        """Shorten all waits, because this process of the pipeline must end."""
+        self.ending.set()
+
+    def hurry(self) -> None:
+        """Stop waiting for a server that does not answer. `end_soon` must have been called."""
+        self.is_hurried = True
+
+    def ask(self, request: Callable[[SyncPrefectClient], T]) -> T:
+        """Send a request to the Prefect server, and repeat it while the server does not answer.
+
+        Args:
+            request: Function that sends the request. Its argument is a client of the server.
+
+        Returns:
+            The result of the function.
+
+        Raises:
+            ServerAway: The server did not answer, and the pipeline must end.
+        """
+        ending_since_s: float | None = None
+        while True:
+            try:
+                with connect_to_server(self._api_url) as client:
+                    return request(client)
+            except ServerAway as error:
+                if self.ending.is_set():
+                    ending_since_s = ending_since_s or time.monotonic()
+                    waited_s = time.monotonic() - ending_since_s
+                    if self.is_hurried or waited_s > _SERVER_TIMEOUT_S:
+                        raise
+                _log.warning("Repeating the request to the Prefect server: %s", error)
+            self.wait(POLL_INTERVAL_S)
+
+    def try_once(self, request: Callable[[SyncPrefectClient], object]) -> None:
+        """Send a request to the Prefect server once. A failure is only logged."""
+        try:
+            with connect_to_server(self._api_url) as client:
+                request(client)
+        except Exception as error:
+            _log.warning("The Prefect server was not updated: %r", error)
+
+    def wait(self, delay_s: float) -> None:
+        """Wait `delay_s` seconds, or less if the pipeline must end.
+
+        If the pipeline must already end at the call, the wait lasts a quarter of `delay_s`.
+        """
+        if self.ending.is_set():
+            time.sleep(delay_s / 4)
+        else:
+            self.ending.wait(delay_s)

@@ -1,0 +1,180 @@
+"""The values that the stages of a pipeline have for later stages, for placeholders and conditions.
+
+`StageValues` is a snapshot: it has the runs and the states of the stages at one decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from uuid import UUID
+
+from tasks.pipeline.decision import StageRun, StageState, completed_run
+from tasks.pipeline.results import InvalidResult, choose_best, keep_large_value, select_value
+from tasks.pipeline.run_results import RunResults
+from tasks.pipeline.stage_specs import CannotBegin
+from tasks.record.places import RunPlace
+from tasks.spec.conditions import InvalidCondition, parse_condition
+from tasks.spec.pipeline import PipelineSpec
+from tasks.spec.placeholders import BEST, POINT, RESULT, RESULTS, RUN_DIR, RUN_ID, STAGE, STATE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageValues:
+    """The values of the stages at one decision of the pipeline."""
+
+    spec: PipelineSpec
+    #: Id of the pipeline's flow run, whose directory receives large values.
+    flow_run_id: UUID
+    #: All runs of the stages, in any order.
+    runs: Sequence[StageRun]
+    #: State of each stage, by name. Stages that come later in the order may be missing.
+    states: Mapping[str, StageState]
+    results: RunResults
+
+    def find_skip_reason(self, name: str) -> str:
+        """Return the reason for skipping a stage, or an empty string.
+
+        Args:
+            name: Name of the stage. The stages that it needs have ended.
+
+        Raises:
+            CannotBegin: The condition of the stage cannot be evaluated.
+        """
+        for other, key in self._list_used_values(name):
+            state = self.states[other]
+            has_value = state is StageState.COMPLETED or key == STATE
+            if self.spec.stage(other).matrix is not None and self.completed_points(other):
+                has_value = True
+            if not has_value:
+                verb = "was skipped" if state is StageState.SKIPPED else "failed"
+                return f"it uses a value of stage {other}, which {verb}"
+        text = self.spec.stage(name).when
+        if text is None:
+            return ""
+
+        def value_of(placeholder: str) -> object:
+            other, _, key = placeholder.removeprefix(STAGE).partition(".")
+            return self._stage_value(other, key)
+
+        try:
+            holds = parse_condition(text).evaluate(value_of)
+        except (InvalidCondition, InvalidResult) as error:
+            raise CannotBegin(f"stage {name}: USER_ERROR: when: {error}") from error
+        return "" if holds else f"its condition is false: {text}"
+
+    def _list_used_values(self, name: str) -> Iterator[tuple[str, str]]:
+        """Yield, for each value that a stage uses, the earlier stage and the key of its result."""
+        used: list[tuple[str, str]] = []
+
+        def collect(other: str, key: str) -> str:
+            used.append((other, key))
+            return "stage"
+
+        stage = self.spec.stage(name)
+        self.spec.fill_run_spec(stage.units[0], collect)
+        if stage.when is not None:
+            for placeholder in parse_condition(stage.when).names:
+                other, _, key = placeholder.removeprefix(STAGE).partition(".")
+                used.append((other, key))
+        yield from used
+
+    def completed_points(self, name: str) -> dict[str, StageRun]:
+        """Return the completed runs of a stage's matrix points, by their names `STAGE.N`.
+
+        Args:
+            name: Name of the stage.
+        """
+        runs = {unit: completed_run(unit, self.runs) for unit in self.spec.stage(name).units}
+        return {unit: run for unit, run in runs.items() if run is not None}
+
+    def read_figures(self, name: str) -> dict[str, float | None]:
+        """Return the number by which `best` compares the completed points of a stage's matrix.
+
+        Args:
+            name: Name of the stage.
+
+        Returns:
+            The number of each completed point, by the point's name `STAGE.N`. None if unknown.
+        """
+        stage = self.spec.stage(name)
+        assert stage.best is not None
+        return {
+            unit: self.results.figure(stage, run, stage.best.by)
+            for unit, run in self.completed_points(name).items()
+        }
+
+    def placeholder_value(self, stage: str, key: str) -> object:
+        """Return the value of a spec placeholder that refers to an earlier stage.
+
+        A large value is written to a file of the pipeline's directory. The result is then the path
+        of the file.
+
+        Raises:
+            CannotBegin, InvalidResult: The earlier stage has no such value.
+        """
+        try:
+            return keep_large_value(
+                self.flow_run_id, f"{stage}.{key}", self._stage_value(stage, key)
+            )
+        except OSError as error:
+            raise CannotBegin(
+                f"the value {stage}.{key} is too large for a run spec, and the file for it cannot "
+                f"be written: {error}"
+            ) from error
+
+    def _stage_value(self, stage: str, key: str) -> object:
+        """Return a value of an earlier stage, as JSON data.
+
+        Args:
+            stage: Name of the earlier stage.
+            key: Part of the placeholder after the stage's name.
+
+        Raises:
+            CannotBegin, InvalidResult: The earlier stage has no such value.
+        """
+        if key == STATE:
+            return self.states[stage].value
+        if key == RESULTS:
+            points = self.spec.stage(stage).points
+            units = self.spec.stage(stage).units
+            return [
+                {"point": points[units.index(unit)], "result": self._run_value(run, RESULT)}
+                for unit, run in self.completed_points(stage).items()
+            ]
+        first, _, rest = key.partition(".")
+        if first != BEST or self.spec.stage(stage).matrix is None:
+            run = completed_run(stage, self.runs)
+            assert run is not None, f"stage {stage} has not completed"
+            return self._run_value(run, key)
+
+        choice = self.spec.stage(stage).best
+        assert choice is not None, f"stage {stage} has no key best"
+        unit = choose_best(self.read_figures(stage), choice.mode)
+        if unit is None:
+            raise CannotBegin(f"no completed point of stage {stage} has the figure {choice.by!r}")
+        if rest.startswith(f"{POINT}."):
+            point = self.spec.stage(stage).points[self.spec.stage(stage).units.index(unit)]
+            return select_value(point, rest.removeprefix(f"{POINT}."))
+        return self._run_value(self.completed_points(stage)[unit], rest)
+
+    def _run_value(self, run: StageRun, key: str) -> object:
+        """Return a value of a completed run, as JSON data.
+
+        Args:
+            run: The completed run.
+            key: Part of the placeholder, such as `checkpoint` or `result.score`.
+
+        Raises:
+            CannotBegin: The key stands for a checkpoint, and no checkpoint was found on this host,
+                or the folder of the checkpoints cannot be read.
+            InvalidResult: The result has no such key.
+        """
+        if key == RESULT or key.startswith(f"{RESULT}."):
+            result = self.results.result(run)
+            return select_value(result, key.removeprefix(RESULT).removeprefix("."))
+        if key == RUN_ID:
+            return run.name
+        if key == RUN_DIR:
+            return str(RunPlace.of(run.name).directory)
+        return self.results.checkpoint(self.spec.unit_stage(run.stage), run)
