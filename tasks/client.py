@@ -122,7 +122,8 @@ def find(name: str = "latest") -> RunHandle:
     """Find a run by its name, and return a handle on the run.
 
     Args:
-        name: Id of the run or of its flow run, a unique beginning of the run id, or `latest`.
+        name: Id of the run or of its flow run, any part of the run id that no other run has, or
+            `latest`.
 
     Raises:
         BadArgument: No run has this name, or several runs have a name with this beginning.

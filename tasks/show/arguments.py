@@ -59,7 +59,8 @@ PipelineFile = Annotated[
 RunName = Annotated[
     str,
     Parameter(
-        name="RUN", help="Run id, the first characters of a run id if they are unique, or `latest`."
+        name="RUN",
+        help="Run id, name in the spec, or any part of them that no other run has; or `latest`.",
     ),
 ]
 AsJson = Annotated[

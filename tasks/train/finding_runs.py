@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -28,11 +28,12 @@ from tasks.server.flow_runs import (
 )
 from tasks.server.server import hide_prefect_logs
 from tasks.spec.errors import BadArgument
-from tasks.spec.formatting import join_commas
 from tasks.train.local_runs import list_local_run_ids, read_local_record
 
 #: Largest number of runs, newest first, among which `find_run` searches.
 _SEARCHED_RUNS = 1000
+#: Largest number of runs that the message about an ambiguous name lists.
+_LISTED_MATCHES = 10
 #: Matches the end of a run id. The group of the pattern is the time at which the run id was made.
 _RUN_ID_END = re.compile(r"-(\d{8}-\d{6})-[0-9a-f]+$")
 #: Matches a run id. The group of the pattern is the name in the spec of the run.
@@ -251,46 +252,79 @@ def parse_since(text: str, now: float) -> float:
     return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
 
 
-def _find_typed_name(name: str) -> set[str]:
-    """Return the ids of the flow runs to which somebody gave a name, for example in *Custom run*.
+def _read_typed_names() -> dict[str, str]:
+    """Return the names that people gave to flow runs, for example in *Custom run*, by flow run id.
 
     The scheduler names a flow run after its run id, and keeps the other name in a label.
     """
     with suppress(ServerAway):
         return {
-            str(flow_run.id)
+            str(flow_run.id): str(flow_run.labels.get(TYPED_NAME_LABEL) or flow_run.name)
             for flow_run in _read_flow_runs(_SEARCHED_RUNS)
-            if name in (flow_run.name, flow_run.labels.get(TYPED_NAME_LABEL))
         }
-    return set()
+    return {}
+
+
+def _match_runs(runs: Sequence[Run], text: str) -> list[Run]:
+    """Return the runs that a text stands for, according to the first rule that matches a run.
+
+    The rules are in this order: the text is the run id or the id of the flow run; it is the name in
+    the spec; it is the beginning of an id; it is the end of an id; it is any part of the run id.
+    The run id contains the name in the spec.
+    """
+    rules: tuple[Callable[[Run], bool], ...] = (
+        lambda run: text in (run.run_id, run.flow_run_id),
+        lambda run: text == run.name,
+        lambda run: run.run_id.startswith(text) or run.flow_run_id.startswith(text),
+        lambda run: run.run_id.endswith(text) or run.flow_run_id.endswith(text),
+        lambda run: text in run.run_id,
+    )
+    for matches_rule in rules:
+        matching_runs = [run for run in runs if matches_rule(run)]
+        if matching_runs:
+            return matching_runs
+    return []
+
+
+def _match_typed_names(runs: Sequence[Run], text: str) -> list[Run]:
+    """Return the runs to which a person gave a name that is the text, or that contains the text."""
+    typed_names = _read_typed_names()
+    exact = [run for run in runs if typed_names.get(run.flow_run_id) == text]
+    return exact or [run for run in runs if text in typed_names.get(run.flow_run_id, "")]
 
 
 def find_run(name: str) -> Run:
-    """Find a run by its name, and return it.
+    """Find a run by its name or id, or by a part of them, and return the run.
 
     Args:
-        name: Id of the run or of its flow run, a unique beginning of either id, `latest`, or the
-            name that somebody gave to the flow run in the Prefect UI.
+        name: `latest`; the id of the run or of its flow run; the first or last characters of either
+            id; the name in the spec; the name that somebody gave to the flow run in the Prefect UI;
+            or any part of a run id or name that no other run has.
 
     Raises:
-        BadArgument: No run has the name, or the name is the beginning of several ids.
+        BadArgument: No run matches the name, or several runs match.
     """
     runs = list_runs()
     if not runs:
         raise BadArgument("there is no run yet: muster train SPEC starts a run")
     if name == "latest":
         return runs[0]
-    candidates = [run for run in runs if name in (run.run_id, run.flow_run_id)]
-    if not candidates:
-        candidates = [
-            run for run in runs if run.run_id.startswith(name) or run.flow_run_id.startswith(name)
-        ]
-    if not candidates:
-        typed_ids = _find_typed_name(name)
-        candidates = [run for run in runs if run.flow_run_id in typed_ids]
-    if len(candidates) == 1:
-        return candidates[0]
-    if not candidates:
+    if not name:
+        raise BadArgument("the name of the run is empty: list the runs with `muster ls`")
+    matching_runs = _match_runs(runs, name) or _match_typed_names(runs, name)
+    if not matching_runs:
         raise BadArgument(f"there is no run {name}: list the runs with `muster ls`")
-    run_ids = join_commas(run.run_id for run in candidates[:5])
-    raise BadArgument(f"{name} matches several runs: write more of the id. Runs: {run_ids}")
+    if len(matching_runs) == 1:
+        return matching_runs[0]
+    raise BadArgument(_describe_ambiguity(name, matching_runs))
+
+
+def _describe_ambiguity(name: str, matching_runs: Sequence[Run]) -> str:
+    """Return the message for a name that matches several runs, with one line per run."""
+    listed_runs = matching_runs[:_LISTED_MATCHES]
+    width = max(len(run.run_id) for run in listed_runs)
+    lines = [f"{name} matches {len(matching_runs)} runs. Write more of one of these ids:"]
+    lines += [f"  {run.run_id:<{width}}  {run.state}" for run in listed_runs]
+    if len(matching_runs) > len(listed_runs):
+        lines.append(f"  and {len(matching_runs) - len(listed_runs)} more, which `muster ls` lists")
+    return "\n".join(lines)

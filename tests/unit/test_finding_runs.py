@@ -94,12 +94,15 @@ def records(muster_home: Path) -> Path:
         (FLOW_RUNS[LIVE], LIVE),
         ("1", OLD),
         ("223", LIVE),
+        # the name is the end of only one id
+        ("bbbb91c2", FAILED),
+        # only one run id contains the name
+        ("bbcc", LIVE),
+        ("20260101", OLD),
         ("latest", LIVE),
     ],
 )
-def test_run_is_found_by_id_unique_beginning_or_latest(
-    records: Path, name: str, run_id: str
-) -> None:
+def test_run_is_found_by_id_unique_part_or_latest(records: Path, name: str, run_id: str) -> None:
     run = find_run(name)
 
     assert (run.run_id, run.flow_run_id) == (run_id, FLOW_RUNS[run_id])
@@ -114,9 +117,35 @@ def test_complete_id_wins_over_longer_ids_with_the_same_beginning(muster_home: P
     assert find_run(OLD).run_id == OLD
 
 
-@pytest.mark.parametrize("name", ["trial", "trial-grpo-20260102-000000-bb", "22"])
-def test_ambiguous_beginning_is_rejected_with_all_candidates(records: Path, name: str) -> None:
-    with pytest.raises(BadArgument, match=f"^{name} matches several runs") as error_info:
+@pytest.mark.parametrize(
+    ("name", "run_id"),
+    [
+        # the name in the spec wins over longer names
+        ("trainer", "trainer-sft-20260101-000000-aaaaaaaa"),
+        # the first characters win over a part in the middle
+        ("b", "big-trainer-sft-20260102-000000-cccccccc"),
+        ("big", "big-trainer-sft-20260102-000000-cccccccc"),
+        # the beginning, the middle and the end of a name
+        ("second", "trainer-second-sft-20260103-000000-bbbbbbbb"),
+        ("er-sec", "trainer-second-sft-20260103-000000-bbbbbbbb"),
+        # the last characters of an id, and the first characters of its last part
+        ("cc", "big-trainer-sft-20260102-000000-cccccccc"),
+        ("-bbb", "trainer-second-sft-20260103-000000-bbbbbbbb"),
+    ],
+)
+def test_unique_part_of_name_or_id_finds_the_run(muster_home: Path, name: str, run_id: str) -> None:
+    write_record(OLD, run_id="trainer-sft-20260101-000000-aaaaaaaa")
+    write_record(FAILED, run_id="big-trainer-sft-20260102-000000-cccccccc")
+    write_record(LIVE, run_id="trainer-second-sft-20260103-000000-bbbbbbbb")
+
+    assert find_run(name).run_id == run_id
+
+
+@pytest.mark.parametrize(
+    "name", ["trial", "trial-grpo-20260102-000000-bb", "22", "grpo", "0102-000000"]
+)
+def test_ambiguous_part_is_rejected_with_all_matches(records: Path, name: str) -> None:
+    with pytest.raises(BadArgument, match=f"^{name} matches 2 runs") as error_info:
         find_run(name)
 
     assert FAILED in str(error_info.value) and LIVE in str(error_info.value)
@@ -124,7 +153,7 @@ def test_ambiguous_beginning_is_rejected_with_all_candidates(records: Path, name
     assert error_info.value.exit_code == 2
 
 
-@pytest.mark.parametrize("name", ["nobody", "bbbb", "last", OLD + "x", "no-record", "torn"])
+@pytest.mark.parametrize("name", ["nobody", "dddd", "last", OLD + "x", "no-record", "torn"])
 def test_unknown_name_is_rejected_with_a_hint_to_the_list(records: Path, name: str) -> None:
     with pytest.raises(
         BadArgument, match=f"there is no run {name}: list the runs with `muster ls`"
@@ -267,7 +296,7 @@ def test_empty_list_exits_with_zero(muster_home: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [(OLD, "has ended: it is completed"), ("trial", "matches several runs"), (LIVE, "Ctrl-C")],
+    [(OLD, "has ended: it is completed"), ("trial", "matches 2 runs"), (LIVE, "Ctrl-C")],
 )
 def test_impossible_cancellation_is_rejected_with_a_reason(
     records: Path, name: str, message: str, capsys: pytest.CaptureFixture[str]
@@ -605,5 +634,6 @@ def test_run_is_found_by_the_name_that_somebody_typed(
     monkeypatch.setattr(finding_runs, "_read_flow_runs", lambda at_most: iter([flow_run]))
 
     assert find_run("my first try").run_id == FAILED
+    assert find_run("first").run_id == FAILED
     with pytest.raises(BadArgument, match="there is no run my second try"):
         find_run("my second try")
