@@ -16,7 +16,6 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 from prefect.settings import PREFECT_API_URL
-from rich.markdown import Markdown
 
 from tasks.queue.command import why as explain_waiting
 from tasks.show.arguments import EXIT_DONE, AsJson, Pool, RunName
@@ -25,6 +24,7 @@ from tasks.show.failure import format_failure
 from tasks.show.lines import end_block
 from tasks.show.listing import ListedRun
 from tasks.show.listing import list_runs as format_runs
+from tasks.show.markdown_output import print_markdown
 from tasks.show.output import console_of, is_on_terminal, line_of
 from tasks.show.page import COMPONENTS, SUMMARY, TIME
 from tasks.spec.errors import BadArgument, MusterError
@@ -157,7 +157,7 @@ def show(
     # The files of this machine are newer than the artifacts on the server.
     texts = [*describe_locally(found_run)] or read_artifacts(found_run, SUMMARY, COMPONENTS)
     if texts:
-        _print_markdown(texts)
+        print_markdown(texts)
     elif found_run.place.record.exists():
         for line in end_block(found_run.state, found_run.message, found_run.place.record):
             print(line.plain)
@@ -172,17 +172,6 @@ def _print_differences(first_name: str, second_name: str, *, json: bool) -> None
         return
     lines = describe_differences(first_name, second_name)
     print("\n".join(lines) or "The records do not differ.")
-
-
-def _print_markdown(texts: Sequence[str]) -> None:
-    """Print Markdown texts: rendered on a terminal, unchanged into a file or a pipe."""
-    console = console_of(sys.stdout)
-    for markdown in texts:
-        if is_on_terminal():
-            # Print the addresses of links. A person can then check and copy an address.
-            console.print(Markdown(markdown, hyperlinks=False))
-        else:
-            print(markdown, end="\n\n")
 
 
 def metrics(run: RunName = "latest", /) -> None:

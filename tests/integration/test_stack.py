@@ -551,7 +551,7 @@ def test_run_of_the_users_project_can_be_submitted_watched_and_shown(home: Home)
     logs = outputs["logs", "latest", "trainer"].splitlines()
     code_directory = home.directory / "runs" / run["run_id"] / "code"
     assert logs == [f"python {python} in {code_directory}", *(f"step {n}" for n in range(1, 21))]
-    assert outputs["show",].startswith("### Completed")
+    assert outputs["show",].startswith("Completed")
     assert json.loads(outputs["show", "latest", "--json"])["run_id"] == run["run_id"]
     assert "Completed" in outputs["why", "own-sft"]
     assert results[-1][0] == 2
