@@ -123,8 +123,8 @@ def deployments(*, json: AsJson = False) -> None:
         for line in _format_table(rows):
             print(line)
     else:
-        for row in rows:
-            print("\t".join(row.cells))
+        for cells in (_HEAD, *(row.cells for row in rows)):
+            print("\t".join(cells))
 
 
 def _format_table(rows: list[Deployed]) -> Iterator[str]:
