@@ -285,6 +285,18 @@ def no_answer_message(demand: Demand | None, address: str, error: object) -> Mes
     return Message(demand=demand, reason=text, waits_for_no_end=True)
 
 
+def is_part_of_reason(problem: str, reason: str) -> bool:
+    """Return True if the reason of a waiting run already contains the cause of a problem.
+
+    Args:
+        problem: Text about a problem of the queue, such as `http://10.0.0.1:8265: timed out`.
+        reason: Reason of the waiting run, which `explain_wait` or another function of this module
+            returned.
+    """
+    _, _, cause = problem.partition(": ")
+    return bool(cause) and one_line(cause) in reason
+
+
 def describe_gang(demand: Demand | None) -> str:
     """Return a text with the nodes and GPUs of a demand, such as `2 nodes with 8 GPUs each`."""
     if demand is None:

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from tasks.queue.grants import state_of
 from tasks.queue.ledger import parse_request
-from tasks.queue.reasons import describe_gang
+from tasks.queue.reasons import describe_gang, is_part_of_reason
 from tasks.queue.scheduling_pass import QueuedRun, QueueView
 from tasks.queue.settings import MissingFromServer
 from tasks.ray.usage import ClusterNode
@@ -426,8 +426,10 @@ def describe_run(flow_run: FlowRun, view: QueueView) -> list[str]:
         flow_run: The flow run.
         view: The queue and the nodes of the run's work pool.
     """
+    problems = [*view.troubles]
     queued = next((run for run in view.line if run.flow_run_id == str(flow_run.id)), None)
     if queued is not None:
+        problems = [text for text in problems if not is_part_of_reason(text, queued.reason)]
         lines = [f"{queued.name} waits at position {queued.number} of {len(view.line)}."]
         fields = {name: str(cell) for name, cell in _make_queue_row(queued).items() if cell != "-"}
         del fields["position"]
@@ -439,7 +441,7 @@ def describe_run(flow_run: FlowRun, view: QueueView) -> list[str]:
             "message": (state_of(flow_run).message or "").replace("\n", f"\n{_FIELD_INDENT}"),
         }
     lines += [_format_field(name, text) for name, text in fields.items() if text]
-    return lines + [_format_field("problem", trouble) for trouble in view.troubles]
+    return lines + [_format_field("problem", problem) for problem in problems]
 
 
 def _describe_state(flow_run: FlowRun, now: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import Cancelling, Completed, Running, Scheduled
 
-from tasks.queue.scheduling_pass import QueueView
+from tasks.queue.reasons import no_answer_message
+from tasks.queue.scheduling_pass import QueuedRun, QueueView
 from tasks.queue.tables import explain
 
 NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
@@ -79,3 +81,33 @@ def test_silent_host_of_a_run_is_reported(
     output = asyncio.run(explain(server, str(server.run.id), "gang", read_view))
 
     assert (SILENT in output.splitlines()) == is_warned
+
+
+@pytest.mark.parametrize(
+    "error",
+    ["the work pool lists no nodes: muster queue set node.NAME=GPUS", "timed out " + "x" * 300],
+)
+@pytest.mark.parametrize("address", ["", "http://10.0.0.1:8265"])
+def test_reason_of_a_waiting_run_is_printed_once(address: str, error: str) -> None:
+    state = Scheduled()
+    server: Any = Server(state, [])
+    message = no_answer_message(None, address, error)
+    queued = QueuedRun(
+        number=1,
+        name="a-run",
+        flow_run_id=str(server.run.id),
+        demand=None,
+        cluster=address,
+        queue="default",
+        reason=message.reason,
+        waiting_since=NOW.timestamp(),
+    )
+    troubles = (f"{address or 'the nodes'}: {error}", "http://10.0.0.2:8265: timed out after 5 s")
+
+    async def read_view_with_run(pool: str) -> QueueView:
+        return replace(await read_view(pool), line=(queued,), troubles=troubles)
+
+    output = asyncio.run(explain(server, str(server.run.id), "gang", read_view_with_run))
+
+    assert output.count(error[:40]) == 1
+    assert "10.0.0.2:8265: timed out after 5 s" in output
