@@ -14,6 +14,8 @@ from tasks.spec.formatting import format_duration, format_time
 
 #: Number of last log lines of the failed component that the user sees.
 _TAIL_LINES = 12
+#: Text in the advice for a kind of failure that stands for the path of the hang report.
+_HANG_REPORT = "COMPONENT.hang.txt next to the component's log"
 
 
 class Fact(NamedTuple):
@@ -46,15 +48,17 @@ def list_facts(place: RunPlace, attempt: AttemptRecord, failure: Failure) -> Ite
     # failure, such as "start the run again", would be wrong then.
     general_remedy = failure.kind.properties.remedy if attempt.is_last else ""
     remedy = failure.hint or general_remedy
-    if remedy:
-        yield Fact("what to do", remedy)
-
-    if failure.component:
+    if not failure.component:
+        if remedy:
+            yield Fact("what to do", remedy)
+    else:
         log = place.attempt(attempt.number).log(failure.component)
+        hang_report = log.with_suffix(".hang.txt")
+        if remedy:
+            yield Fact("what to do", remedy.replace(_HANG_REPORT, str(hang_report)))
         yield Fact("log", str(log), is_code=True)
-        hang = log.with_suffix(".hang.txt")
-        if hang.exists():
-            yield Fact("hang report", str(hang), is_code=True)
+        if hang_report.exists():
+            yield Fact("hang report", str(hang_report), is_code=True)
     yield Fact("what happens next", describe_next_step(attempt))
 
 

@@ -91,7 +91,7 @@ def test_an_exit_code_is_told_as_one(tmp_path: Path) -> None:
 
 def test_what_never_ended_by_itself_has_neither(tmp_path: Path) -> None:
     stalled = FAILURE | {"kind": "STALLED", "signal": None, "hint": "", "log_tail": ""}
-    record = written(tmp_path, attempt(1, stalled))
+    record = written(tmp_path, attempt(1, stalled) | {"decision": "final: no retry"})
     hang = tmp_path / "attempt-01" / "trainer.hang.txt"
     hang.parent.mkdir()
     hang.touch()
@@ -100,6 +100,8 @@ def test_what_never_ended_by_itself_has_neither(tmp_path: Path) -> None:
 
     assert "  first failure      trainer: never started" in shown
     assert f"  hang report        {hang}" in shown
+    [remedy] = [line for line in shown if line.startswith("  what to do")]
+    assert remedy.startswith(f"  what to do         Read the file {hang}. It shows the code")
     assert not any("last log lines" in line for line in shown)
 
 
