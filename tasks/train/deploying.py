@@ -61,9 +61,9 @@ from tasks.spec.loading import (
     name_source,
 )
 from tasks.spec.pipeline import STAGE_DEPLOYMENT, load_pipeline
-from tasks.spec.programs import add_active_environment, find_missing_programs
+from tasks.spec.programs import add_active_environment
 from tasks.spec.run import LIVE_CODE, RunSpec
-from tasks.train.interpreters import component_interpreter, component_search_path
+from tasks.train.interpreters import print_project
 from tasks.train.run_checkpoints import with_start
 from tasks.train.run_watch import RunWatch
 from tasks.train.submit_matrix import MatrixOptions, make_matrix_pipeline, queue_matrix
@@ -314,7 +314,7 @@ def queue_run(
     found_deployment = require_deployment(client, deployment)
     read_secrets(client, spec)
     spec = _add_run_code(client, spec, root)
-    _print_project(spec, root)
+    print_project(spec, root)
     flow_run = client.create_flow_run_from_deployment(
         found_deployment.id,
         parameters={"spec": spec.to_server_data()},
@@ -401,7 +401,7 @@ def deploy(
         model = require_deployment(client, STAGE_DEPLOYMENT)
         read_secrets(client, run_spec)
         run_spec = _add_run_code(client, run_spec, root)
-        _print_project(run_spec, root)
+        print_project(run_spec, root)
         deployment_name = name or run_spec.name
         full_name = f"{TRAIN_FLOW}/{deployment_name}"
         # The deployment contains a spec. If no parameter is required, *Quick run* in the Prefect UI
@@ -519,20 +519,6 @@ def connect_to_configured_server() -> Iterator[SyncPrefectClient]:
                 raise
             reason = read_refusal(error.response)
             raise MusterError(f"the Prefect server rejected the request: {reason}") from error
-
-
-def _print_project(spec: RunSpec, root: Path) -> None:
-    """Print the project and code of a run on stderr, and the programs that this machine lacks."""
-    code = "files used in place" if spec.code == LIVE_CODE else f"copied as {str(spec.code)[:12]}"
-    print(
-        f"  project {root}, {code}, python {component_interpreter(spec.env, root)}", file=sys.stderr
-    )
-    # A missing program is no fault: the run may start on another host, which has the program.
-    for fault in find_missing_programs(spec, root=root, path=component_search_path(spec.env, root)):
-        print(
-            f"  missing on this machine, so the worker's host must have it: {fault}",
-            file=sys.stderr,
-        )
 
 
 def init(path: Path = Path(), /, *, force: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Python interpreter and PATH of a run's components.
+"""Python interpreter and PATH of a run's components, and a summary of both for the user.
 
 The check of a spec uses this module before Prefect is imported, so the module must not import
 Prefect.
@@ -7,10 +7,17 @@ Prefect.
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from tasks.record.code_store import PROJECT
-from tasks.spec.programs import Interpreter, build_component_path, find_interpreter
+from tasks.spec.programs import (
+    Interpreter,
+    build_component_path,
+    find_interpreter,
+    find_missing_programs,
+)
+from tasks.spec.run import LIVE_CODE, RunSpec
 from tasks.spec.values import Env, select_literals
 
 
@@ -35,3 +42,22 @@ def component_search_path(env: Env, root: Path | None = None) -> str:
     """
     interpreter = component_interpreter(env, root)
     return build_component_path(interpreter.path, os.environ.get("PATH", os.defpath))
+
+
+def print_project(spec: RunSpec, root: Path) -> None:
+    """Print the project and code of a run on stderr, and the programs that this machine lacks.
+
+    Args:
+        spec: The run spec, with the version of the submitted code.
+        root: Root folder of the project.
+    """
+    code = "files used in place" if spec.code == LIVE_CODE else f"copied as {str(spec.code)[:12]}"
+    interpreter = component_interpreter(spec.env, root)
+    print(f"  project {root}, {code}, python {interpreter}", file=sys.stderr)
+    # A missing program is no fault: the run may start on another host, which has the program.
+    search_path = component_search_path(spec.env, root)
+    for fault in find_missing_programs(spec, root=root, path=search_path):
+        print(
+            f"  missing on this machine, so the worker's host must have it: {fault}",
+            file=sys.stderr,
+        )

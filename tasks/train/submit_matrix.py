@@ -22,7 +22,9 @@ from tasks.spec.formatting import suggest_name
 from tasks.spec.loading import parse_yaml
 from tasks.spec.matrix import MAX_POINTS
 from tasks.spec.pipeline import PipelineSpec, parse_pipeline
+from tasks.spec.programs import add_active_environment
 from tasks.spec.run import LIVE_CODE, RunSpec
+from tasks.train.interpreters import print_project
 
 #: Deployment that runs a submitted pipeline.
 PIPELINE_DEPLOYMENT = "pipeline/any-pipeline"
@@ -132,6 +134,8 @@ def queue_matrix(
 ) -> FlowRun:
     """Create the flow run of a pipeline for a matrix, and return it.
 
+    The project, the code and the Python interpreter of the points are printed on stderr.
+
     Args:
         client: Client of the Prefect server.
         spec: The run spec, whose Secret blocks are checked.
@@ -146,6 +150,7 @@ def queue_matrix(
     read_secrets(client, spec)
     pipeline = add_code(client, pipeline, root)
     code = pipeline.run_spec(f"{_STAGE}.1").get("code")
+    print_project(add_active_environment(spec, root).model_copy(update={"code": code}), root)
     return client.create_flow_run_from_deployment(
         deployment.id,
         parameters={"spec": pipeline.written()},

@@ -24,7 +24,7 @@ from tasks.server.server import read_configured_secrets
 from tasks.show.arguments import run
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import load_spec, parse_spec
-from tasks.train import deploying
+from tasks.train import deploying, submit_matrix
 from tests.support.submitting import SubmitServer
 from tests.support.web import serving
 
@@ -132,6 +132,25 @@ def test_submitted_run_has_the_complete_spec_and_a_snapshot_of_the_project(
     assert "is queued" in out and "muster logs trial-sft-" in out and "muster cancel trial" in out
     assert f"project {spec.parents[1]}, copied as {kept[:12]}, python " in err
     # A missing program is only a hint, because the worker's host may have the program.
+    assert "the worker's host must have it: components.trainer.command.1: there is no such" in err
+
+
+def test_submitted_matrix_names_the_project_code_and_python_of_its_points(
+    server: SubmitServer,
+    spec: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(submit_matrix, "require_deployment", lambda client, name: server.any)
+
+    exit_code = run(MUSTER, ["submit", str(spec), "--matrix", "env.SEED=1..3"])
+
+    [created] = server.created
+    kept = created["parameters"]["spec"]["stages"][0]["spec"]["code"]
+    out, err = capsys.readouterr()
+    assert exit_code == 0
+    assert "is queued with 3 points" in out
+    assert f"project {spec.parents[1]}, copied as {kept[:12]}, python " in err
     assert "the worker's host must have it: components.trainer.command.1: there is no such" in err
 
 
