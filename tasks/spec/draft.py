@@ -277,6 +277,8 @@ class _SpecWriter:
             # Indented like the key `command`.
             names = ", ".join(self.missing_arguments)
             command += f"\n    # The script also requires: {names}"
+        if "PROCESSES" in command and not self._gpus:
+            command += f"\n{self._templates['processes_without_gang'].rstrip()}"
         text = "".join(parts).replace("COMMAND", command)
         text = text.replace("OVERRIDES", self._templates["overrides"])
         if not self._find_total():

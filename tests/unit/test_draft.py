@@ -335,6 +335,24 @@ def test_draft_requests_the_gpus_of_the_machine(
         assert f"--nproc-per-node={gpus or 1}" in spec.processes["trainer"].command
 
 
+def test_draft_says_how_torchrun_starts_one_process_per_gpu(tmp_path: Path) -> None:
+    folder = project(tmp_path, {"train.py": TORCHRUN})
+
+    without_gpus = draft_spec(folder, gpus=0).text
+    with_gpus = draft_spec(folder, gpus=4).text
+
+    assert '# "--nproc-per-node=${gang.gpus_per_node}"' in without_gpus
+    assert "${gang.gpus_per_node}" not in with_gpus
+    (folder / "muster.yaml").write_text(
+        without_gpus.replace("# gang:", "gang:").replace(
+            "--nproc-per-node=1", '"--nproc-per-node=${gang.gpus_per_node}"'
+        )
+    )
+    spec = load_spec(folder / "muster.yaml")
+    assert "--nproc-per-node=${gang.gpus_per_node}" in spec.processes["trainer"].command
+    assert spec.gang is not None
+
+
 def test_init_requests_the_gpus_that_muster_gpus_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
