@@ -48,6 +48,7 @@ from pydantic import Field, PrivateAttr
 from tasks.processes.identity import host_name
 from tasks.processes.registry import teardown_s
 from tasks.processes.temporary import use_own_temporary_folder
+from tasks.queue.crash_messages import CrashReporter
 from tasks.queue.decision import SchedulingPass
 from tasks.queue.fork_server import ENGINE, ForkServer, find_own_flow
 from tasks.queue.grants import state_of
@@ -432,6 +433,8 @@ class GangWorker(ProcessWorker):
             )
             context = await stack.enter_async_context(FlowRunExecutorContext())
             _keep_grace_periods(context.process_manager)
+            # Prefect's class has no parameter for the object that proposes states to the server.
+            context._state_proposer = CrashReporter(client=context.client, entrypoint=entrypoint)
             starter = EngineCommandStarter(
                 command=command or default_command,
                 entrypoint=entrypoint,

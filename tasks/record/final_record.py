@@ -88,6 +88,26 @@ class FlowLoss:
         )
 
 
+def describe_cleanup_after_loss(run_id: str, *, is_adopted: bool = False) -> str:
+    """Return a text about the next steps after the loss of a flow process.
+
+    Args:
+        run_id: Id of the run.
+        is_adopted: True if the Ray jobs of the run continue, and a new flow process attaches to
+            them.
+    """
+    if is_adopted:
+        return (
+            "Within a minute, Muster starts the next flow process of the run, which attaches to "
+            "the Ray jobs of the run. To start it at once: muster reconcile"
+        )
+    return (
+        "Within a minute, Muster ends the remaining processes of the run and completes the record "
+        "of the run. To do this at once: muster reconcile. To continue the run after that: "
+        f"muster retry {run_id}"
+    )
+
+
 def has_failed_by_loss(record: RunJson) -> bool:
     """Return True if a run failed only because its flow process was killed."""
     failure = record.attempt.failure if record.attempt else None

@@ -499,7 +499,8 @@ def decide_closed_state(
         # After the state Cancelling, the server's rules allow only the state Cancelled.
         return Cancelled(message=f"cancelled; {cause}")
     if run is None or has_failed_by_loss(run) or not run.state.is_final:
-        return Crashed(message=cause)
+        advice = f". To continue the run: muster retry {run.run_id}" if run is not None else ""
+        return Crashed(message=f"{cause}{advice}")
     return STATE_OF.get(run.state, Failed)(message=run.message)
 
 

@@ -45,7 +45,7 @@ from tasks.train.deploying import connect_to_configured_server, follow_run
 from tasks.train.finding_runs import ENDED_STATES, Run
 from tasks.train.local_runs import list_attempts
 from tasks.train.run_checkpoints import choose_step
-from tasks.train.run_records import find_record
+from tasks.train.run_records import describe_lost_process, find_record
 
 
 def retry_run(
@@ -74,13 +74,8 @@ def retry_run(
         MusterError: The Prefect server did not accept the retry.
     """
     if run.state not in ENDED_STATES:
-        owner = read_owner(run.run_id)
-        if owner is not None and owner.host == host_name() and not owner.process.is_alive():
-            raise BadArgument(
-                f"{run.run_id} is still recorded as {run.state}, but its process has ended. "
-                "Muster's upkeep completes the record within a minute. Retry the run then, or "
-                "complete the record now: muster reconcile"
-            )
+        if sentence := describe_lost_process(run):
+            raise BadArgument(f"{run.run_id} is still recorded as {run.state}. {sentence}")
         raise BadArgument(
             f"{run.run_id} is {run.state}: only a run that has ended can be retried. To end it: "
             f"muster cancel {run.run_id}"

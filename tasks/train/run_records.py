@@ -9,12 +9,15 @@ from uuid import UUID
 
 from prefect.settings import PREFECT_API_URL
 
+from tasks.processes.identity import host_name
+from tasks.processes.registry import read_owner
+from tasks.record.final_record import describe_cleanup_after_loss
 from tasks.record.run_json import RunJson
 from tasks.server.artifacts import find_artifacts
 from tasks.server.flow_runs import ServerAway, connect_to_server
 from tasks.show.page import RECORD, parse_record
 from tasks.spec.errors import BadArgument
-from tasks.train.finding_runs import ENDED_STATES, Run, find_run
+from tasks.train.finding_runs import ENDED_STATES, WAITING_STATES, Run, find_run
 from tasks.train.local_runs import list_attempts, read_local_record
 
 #: Seconds between two requests to the server for the state of a run that has not begun.
@@ -45,6 +48,28 @@ def find_record(run: Run) -> RunJson | None:
     copies = [parse_record(content) for content in read_artifacts(run, RECORD)]
     records = [record for record in (local_record, *copies[:1]) if record is not None]
     return max(records, key=lambda record: len(record.attempts), default=None)
+
+
+def describe_lost_process(run: Run) -> str:
+    """Return a text about the flow process of a run if it has died and the run has no end yet.
+
+    The text comes from the files of this machine. The Prefect server and the record of the run show
+    the death later, after a worker or `muster reconcile` has reported it.
+
+    Returns:
+        The text. Empty if the process lives or ran on another host, if the run has ended, or if the
+        state of the run already has the text.
+    """
+    owner = read_owner(run.run_id)
+    record = read_local_record(run.run_id)
+    if owner is None or record is None or record.state.is_final or run.state in WAITING_STATES:
+        return ""
+    if owner.host != host_name() or owner.process.is_alive():
+        return ""
+    next_steps = describe_cleanup_after_loss(run.run_id, is_adopted=owner.adopts)
+    if next_steps in run.message:
+        return ""
+    return f"The flow process of this run (pid {owner.process.pid}) was killed. {next_steps}"
 
 
 def read_artifacts(run: Run, *keys: str) -> list[str]:

@@ -49,7 +49,12 @@ from tasks.train.run_checkpoints import (
 from tasks.train.run_differences import compare_attempts, describe_differences
 from tasks.train.run_metrics import read_metrics
 from tasks.train.run_progress import RunProgress, read_progress
-from tasks.train.run_records import find_record, read_artifacts, require_record
+from tasks.train.run_records import (
+    describe_lost_process,
+    find_record,
+    read_artifacts,
+    require_record,
+)
 from tasks.train.run_story import measure_time_use, tell_story
 
 #: Number of runs that `muster ls` shows by default.
@@ -154,6 +159,8 @@ def show(
     if json:
         print(dumps(require_record(found_run).as_json(), indent=2))
         return
+    if sentence := describe_lost_process(found_run):
+        print(f"{sentence}\n")
     # The files of this machine are newer than the artifacts on the server.
     texts = [*describe_locally(found_run)] or read_artifacts(found_run, SUMMARY, COMPONENTS)
     if texts:
@@ -243,6 +250,8 @@ def why(run: RunName = "latest", /, *, pool: Pool = "gang", json: AsJson = False
     if attempt is not None and found_run.state not in WAITING_STATES:
         for sentence in describe_unanswered(attempt, time.time()):
             print(sentence)
+    if sentence := describe_lost_process(found_run):
+        print(sentence)
     # If the files are on another host, print the artifact that this host has written.
     for text in time_use.sentences() if time_use else read_artifacts(found_run, TIME):
         print(text)

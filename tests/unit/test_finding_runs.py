@@ -35,6 +35,7 @@ from tasks.show.arguments import run as run_verb
 from tasks.spec.errors import BadArgument, MusterError
 from tasks.train import finding_runs, run_cancellation
 from tasks.train.finding_runs import Run, find_run, list_runs
+from tasks.train.run_records import describe_lost_process
 from tasks.train.run_verbs import cancel, explain, ls, show, why
 from tests.support.web import serving
 
@@ -638,3 +639,39 @@ def test_run_is_found_by_the_name_that_somebody_typed(
     assert find_run("first").run_id == FAILED
     with pytest.raises(BadArgument, match="there is no run my second try"):
         find_run("my second try")
+
+
+@pytest.mark.parametrize("verb", [show, why])
+def test_killed_flow_process_is_reported_from_the_files_of_this_machine(
+    working_run: tuple[Run, subprocess.Popen[bytes]],
+    verb: Any,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, process = working_run
+    app = App(name="verb", default_command=verb)
+    run_verb(app, [LIVE])
+    text_before = capsys.readouterr().out
+
+    process.kill()
+    process.wait()
+    run_verb(app, [LIVE])
+
+    text = capsys.readouterr().out
+    sentence = f"The flow process of this run (pid {process.pid}) was killed. Within a minute,"
+    assert "was killed" not in text_before
+    assert text.count(sentence) == 1
+    assert f"muster retry {LIVE}" in text
+
+
+def test_killed_flow_process_is_not_reported_twice(
+    working_run: tuple[Run, subprocess.Popen[bytes]],
+) -> None:
+    run, process = working_run
+    process.kill()
+    process.wait()
+    text = describe_lost_process(run)
+
+    crashed_run = replace(run, state="crashed", message=f"killed by SIGKILL. {text}")
+
+    assert describe_lost_process(crashed_run) == ""
+    assert describe_lost_process(replace(run, state="queued")) == ""

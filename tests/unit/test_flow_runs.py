@@ -236,13 +236,18 @@ def closed(state: RunState, by_loss: bool = False) -> RunJson:
     rule = FLOW_LOST if by_loss else "of its own"
     failure = Failure(kind=FailureKind.UNKNOWN, message="m", rule=rule)
     attempt = AttemptRecord(number=1, state=state, failure=failure)
-    return RunJson(state=state, message="the run's own", attempts=(attempt,))
+    return RunJson(run_id="a-run", state=state, message="the run's own", attempts=(attempt,))
 
 
 @pytest.mark.parametrize(
     ("judged_state", "record", "name", "message"),
     [
-        (RUNNING, closed(RunState.FAILED, by_loss=True), "Crashed", "the cause"),
+        (
+            RUNNING,
+            closed(RunState.FAILED, by_loss=True),
+            "Crashed",
+            "the cause. To continue the run: muster retry a-run",
+        ),
         # the record has a final state, but the process was killed before it sent the state to the
         # server
         (RUNNING, closed(RunState.COMPLETED), "Completed", "the run's own"),

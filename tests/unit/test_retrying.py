@@ -17,7 +17,7 @@ from tasks.show.arguments import run as run_verb
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.loading import dump_spec, load_spec, parse_spec
 from tasks.spec.run import RunSpec
-from tasks.train import retrying
+from tasks.train import retrying, run_records
 from tasks.train.run_checkpoints import with_start
 from tasks.train.run_verbs import checkpoints
 from tests.support import checkpoint_files as files
@@ -158,12 +158,15 @@ def test_refusal_names_reconcile_if_the_process_of_the_run_was_killed(
     recorded: Recorded, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded.write(state="running")
-    killed = SimpleNamespace(host=host_name(), process=SimpleNamespace(is_alive=lambda: False))
-    monkeypatch.setattr(retrying, "read_owner", lambda run_id: killed)
+    process = SimpleNamespace(pid=812, is_alive=lambda: False)
+    killed = SimpleNamespace(host=host_name(), process=process, adopts=False)
+    monkeypatch.setattr(run_records, "read_owner", lambda run_id: killed)
 
     assert run_verb(RETRY, [RUN]) == 2
 
-    assert "complete the record now: muster reconcile" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "is still recorded as running" in error
+    assert "To do this at once: muster reconcile" in error
     assert not recorded.retried
 
 
