@@ -24,7 +24,7 @@ from pydantic import ValidationError
 
 from tasks.queue.forked_commands import run_in_fork
 from tasks.record.places import muster_home
-from tasks.show.arguments import DEFAULT, EXIT_DONE, EXIT_INVALID, run
+from tasks.show.arguments import DEFAULT, EXIT_DONE, EXIT_INTERRUPTED, EXIT_INVALID, run
 from tasks.show.early_check import report_spec_faults
 from tasks.spec.formatting import suggest_name
 from tasks.spec.own_settings import InvalidVariable
@@ -49,6 +49,9 @@ class Verb:
     #: reported before the verb's function is imported. The function with the fastest import is
     #: first.
     checks: tuple[str, ...] = ()
+    #: True if the verb waits while `muster up` starts the stack, because the verb needs the Prefect
+    #: server of the stack.
+    waits_for_stack: bool = False
     #: Former names of the verb. They work, but the help does not list them.
     former_names: tuple[str, ...] = ()
 
@@ -75,6 +78,7 @@ VERBS = {
             example="muster train muster.yaml --set progress.total=100",
             guide="your-training.md",
             checks=("tasks.spec.loading:load_spec", "tasks.train.spec_check:load_checked_spec"),
+            waits_for_stack=True,
         ),
         Verb(
             name="submit",
@@ -83,6 +87,7 @@ VERBS = {
             example="muster submit muster.yaml --watch",
             guide="queue-runs.md",
             checks=("tasks.spec.loading:load_spec",),
+            waits_for_stack=True,
         ),
         Verb(
             name="check",
@@ -98,6 +103,7 @@ VERBS = {
             summary="start another attempt of a run that has ended",
             example="muster retry latest --from-step 20",
             guide="resume.md",
+            waits_for_stack=True,
         ),
         Verb(
             name="deploy",
@@ -106,6 +112,7 @@ VERBS = {
             example="muster deploy muster.yaml --cron '0 3 * * *'",
             guide="schedules.md",
             checks=("tasks.spec.loading:load_spec",),
+            waits_for_stack=True,
         ),
         Verb(
             name="deployments",
@@ -113,6 +120,7 @@ VERBS = {
             summary="list deployments with their schedules",
             example="muster deployments",
             guide="schedules.md",
+            waits_for_stack=True,
         ),
         Verb(
             name="undeploy",
@@ -120,6 +128,7 @@ VERBS = {
             summary="remove a deployment with its schedules",
             example="muster undeploy NAME",
             guide="schedules.md",
+            waits_for_stack=True,
         ),
         Verb(
             name="pipeline",
@@ -128,6 +137,7 @@ VERBS = {
             example="muster pipeline deployments/pipelines/quickstart-sft-then-grpo.yaml",
             guide="pipelines.md",
             checks=("tasks.spec.pipeline:load_pipeline",),
+            waits_for_stack=True,
         ),
         Verb(
             name="ls",
@@ -193,6 +203,7 @@ VERBS = {
             summary="show the queue; drain nodes, set limits",
             example="muster queue drain NODE",
             guide="queue.md",
+            waits_for_stack=True,
         ),
         Verb(
             name="plan",
@@ -207,6 +218,7 @@ VERBS = {
             summary="store a secret on the Prefect server",
             example="muster secret set hf-token",
             guide="security.md",
+            waits_for_stack=True,
         ),
         Verb(
             name="cleanup",
@@ -417,7 +429,25 @@ def do(words: Sequence[str]) -> int:
             code = report_spec_faults(_import_function(check), words[1:])
             if code != EXIT_DONE:
                 return code
+        if verb.waits_for_stack and not {"--help", "-h"} & {*words}:
+            try:
+                wait_for_stack()
+            except KeyboardInterrupt:
+                print("Interrupted.", file=sys.stderr)
+                return EXIT_INTERRUPTED
     return run(_build_app(called), words or [_DEFAULT_VERB])
+
+
+def wait_for_stack() -> None:
+    """Wait while `muster up` starts the stack of this MUSTER_HOME, and then use its server."""
+    with suppress(OSError):
+        if (muster_home() / "stack" / "starting.json").exists():
+            from deployments.stack.state import wait_while_starting
+
+            wait_while_starting(
+                _configured_server(), lambda text: print(text, file=sys.stderr, flush=True)
+            )
+            find_server()
 
 
 def find_server() -> None:

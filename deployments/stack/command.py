@@ -113,7 +113,8 @@ def up(
             if ray_dashboard:
                 _refuse_taken_port(ray_dashboard)
             place.begin_logs()
-            stack = launch(place, server_port, ray_dashboard, gpus, lock_fd, _say)
+            with place.announce_start(server_port):
+                stack = launch(place, server_port, ray_dashboard, gpus, lock_fd, _say)
         _say(_summarize(place, stack))
     return EXIT_DONE
 

@@ -38,6 +38,9 @@ RAYLET_HEALTH = "/api/local_raylet_healthz"
 #: Longest time, in seconds, that a stop of the `muster up` stack takes after the grace periods of
 #: its runs. It covers the grace period of each part and the cleanup that follows.
 STOP_WITHIN_S = 180.0
+#: Longest time, in seconds, that a command waits for a stack that `muster up` is starting. A usual
+#: start takes less than a minute.
+_START_WITHIN_S = 300.0
 #: Time, in seconds, between two checks in a loop that waits.
 _POLL_EVERY_S = 0.1
 #: Errors of flock(2) on a file system without locks, for example some network file systems.
@@ -164,11 +167,29 @@ class Stack(_Model):
 
     def is_reached_at(self, api_url: str) -> bool:
         """Return True if the URL leads to the Prefect server of this `muster up` stack."""
-        try:
-            url = urlsplit(api_url)
-            return url.hostname in LOOPBACK and url.port == self.port
-        except ValueError:
-            return False
+        return _is_on_loopback(api_url, self.port)
+
+
+class StackStart(_Model):
+    """Content of `starting.json`: a `muster up` command that is starting the stack."""
+
+    #: Process of the command.
+    process: ProcessId
+    #: Port of the Prefect server that the command starts.
+    port: int
+
+    def is_start_of(self, api_url: str) -> bool:
+        """Return True if the URL leads to the Prefect server that the command starts."""
+        return _is_on_loopback(api_url, self.port)
+
+
+def _is_on_loopback(api_url: str, port: int) -> bool:
+    """Return True if a URL leads to a port of this machine."""
+    try:
+        url = urlsplit(api_url)
+        return url.hostname in LOOPBACK and url.port == port
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,6 +239,29 @@ class StackPlace:
     def save(self, stack: Stack) -> None:
         """Write `stack.json`."""
         write_json(self._state_file, stack.model_dump(mode="json"))
+
+    @contextmanager
+    def announce_start(self, port: int) -> Iterator[None]:
+        """Let other commands see that this process starts the stack, in the `with` block.
+
+        Args:
+            port: Port of the Prefect server that this process starts.
+        """
+        start = StackStart(process=ProcessId.of(os.getpid()), port=port)
+        write_json(self._start_file, start.model_dump(mode="json"))
+        try:
+            yield
+        finally:
+            self._start_file.unlink(missing_ok=True)
+
+    def load_start(self) -> StackStart | None:
+        """Return the `muster up` command that is starting the stack now, or None."""
+        try:
+            start = StackStart.model_validate_json(read_own_file(self._start_file))
+        except (OSError, ValidationError):
+            return None
+        # If `muster up` was killed, its file remains.
+        return start if start.process.is_alive() else None
 
     def begin_logs(self) -> None:
         """Create an empty log directory. The previous logs are kept in `logs-before`."""
@@ -336,6 +380,39 @@ class StackPlace:
     @property
     def _state_file(self) -> Path:
         return self.directory / "stack.json"
+
+    @property
+    def _start_file(self) -> Path:
+        return self.directory / "starting.json"
+
+
+def wait_while_starting(
+    api_url: str | None, say: Callable[[str], None], limit_s: float = _START_WITHIN_S
+) -> None:
+    """Wait while a `muster up` command starts the stack, and return when the stack is up.
+
+    If no command is starting the stack, or if this program uses another Prefect server, return at
+    once. Also return when the start has failed, or at the time limit.
+
+    Args:
+        api_url: Address of the Prefect server that this program uses. None if no address is set.
+        say: Shows the user a line of text.
+        limit_s: Longest time to wait, in seconds.
+    """
+    place = StackPlace.of_home()
+    start = place.load_start()
+    if start is None or (api_url is not None and not start.is_start_of(api_url)):
+        return
+    say(
+        f"`muster up` (pid {start.process.pid}) is starting the stack of this machine. This "
+        f"command waits until the stack is up, at most {limit_s:g} s."
+    )
+    deadline = time.monotonic() + limit_s
+    while place.load_start() is not None:
+        if time.monotonic() > deadline:
+            say(f"The stack is not up after {limit_s:g} s. To see its parts: muster status")
+            return
+        time.sleep(_POLL_EVERY_S)
 
 
 def to_reach_stack(api_url: str | None) -> dict[str, str]:

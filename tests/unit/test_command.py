@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from cyclopts import App
 
-from deployments.stack.state import Stack, StackPlace
+from deployments.stack.state import Stack, StackPlace, wait_while_starting
 from tasks import command
 from tasks.command import NAMES, main
 from tasks.processes.identity import ProcessId
@@ -398,3 +398,68 @@ def test_verbs_use_the_server_of_the_stack(stack: Callable[..., None]) -> None:
     # The state file names this test's process as the supervisor of the stack. So `muster`, which
     # runs in a child process, finds that the stack is running.
     assert done.stdout.splitlines()[-1] == f"asks {STACK_URL}", done.stderr
+
+
+@pytest.mark.parametrize("url", [None, STACK_URL])
+def test_verb_waits_while_muster_up_starts_the_stack(
+    stack: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    url: str | None,
+) -> None:
+    place = StackPlace.of_home()
+    if url is not None:
+        monkeypatch.setenv("PREFECT_API_URL", url)
+    stack()
+    start = place.announce_start(4321)
+    start.__enter__()
+    errors_while_waiting: list[str] = []
+
+    def finish_start(_seconds: float) -> None:
+        errors_while_waiting.append(capsys.readouterr().err)
+        start.__exit__(None, None, None)
+
+    monkeypatch.setattr("deployments.stack.state.time.sleep", finish_start)
+
+    command.wait_for_stack()
+
+    [error] = errors_while_waiting
+    assert f"`muster up` (pid {os.getpid()}) is starting the stack" in error
+    assert os.environ["PREFECT_API_URL"] == STACK_URL
+
+
+@pytest.mark.parametrize("reason", ["another server", "killed", "not starting"])
+def test_verb_does_not_wait_without_a_starting_stack(
+    stack: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    reason: str,
+) -> None:
+    place = StackPlace.of_home()
+    stack()
+    with place.announce_start(4321):
+        content = json.loads((place.directory / "starting.json").read_text())
+        if reason == "another server":
+            monkeypatch.setenv("PREFECT_API_URL", "http://prefect.example:4321/api")
+        elif reason == "killed":
+            content["process"]["start_ticks"] = 1
+            (place.directory / "starting.json").write_text(json.dumps(content))
+        else:
+            (place.directory / "starting.json").unlink()
+
+        command.wait_for_stack()
+
+    assert capsys.readouterr().err == ""
+
+
+def test_wait_for_a_starting_stack_ends_at_its_time_limit(
+    muster_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = StackPlace.of_home()
+    place.directory.mkdir()
+    lines: list[str] = []
+
+    with place.announce_start(4321):
+        wait_while_starting(None, lines.append, limit_s=0.0)
+
+    assert "is not up after 0 s" in lines[-1] and "muster status" in lines[-1]
