@@ -24,12 +24,14 @@ import yaml
 from tasks.spec import placeholders
 from tasks.spec.component import ComponentsByName
 from tasks.spec.errors import Fault, InvalidSpec
+from tasks.spec.evaluations import build_evaluation_spec
 from tasks.spec.formatting import format_count
 from tasks.spec.ownership import find_folder_fault, find_marker_fault, is_present, warn_ignored
 from tasks.spec.placeholders import mapping_or_empty
 from tasks.spec.run import RunSpec
 from tasks.spec.secrets import mask_env, mask_nested, mask_text
 from tasks.spec.start_from import find_start_faults
+from tasks.spec.step import rename_path
 from tasks.spec.values import Document, WrittenFloat, describe_value
 
 #: Matches a number with a decimal point in the notation of YAML 1.1.
@@ -314,9 +316,29 @@ def parse_spec(
         spec.written() if from_form and spec else written
     )
     faults += find_start_faults(written)
+    if spec is not None and not faults:
+        faults += _find_evaluation_faults(written)
     if spec is None or faults:
         raise InvalidSpec(tuple(dict.fromkeys(faults)), source)
     return spec
+
+
+def _find_evaluation_faults(written: Mapping[str, Any]) -> list[Fault]:
+    """Return the faults in the run specs that execute the evaluations of a run.
+
+    Args:
+        written: The run spec as plain data. It has no other faults.
+    """
+    faults: list[Fault] = []
+    # The checkpoint is not known yet. For the validation, any text will do.
+    values = dict.fromkeys(placeholders.CHECKPOINT_NAMES, "checkpoint")
+    for name in mapping_or_empty(written.get("evals")):
+        try:
+            RunSpec.model_validate(build_evaluation_spec(written, name, values))
+        except InvalidSpec as error:
+            for fault in error.faults:
+                faults.append(replace(fault, path=f"evals.{name}.{rename_path(fault.path)}"))
+    return faults
 
 
 def dump_spec(spec: RunSpec, secrets: Collection[str] = ()) -> str:
@@ -378,7 +400,8 @@ def _mask_secrets(written: dict[str, Any], secrets: Collection[str]) -> dict[str
         written: The run spec as plain data. Its mappings `env` are changed.
         secrets: Values to mask in every text of the spec.
     """
-    for section in (written, *written["components"].values()):
+    evaluations = mapping_or_empty(written.get("evals")).values()
+    for section in (written, *written["components"].values(), *evaluations):
         if "env" in section:
             section["env"] = mask_env(section["env"])
     texts: dict[str, Any] = mask_nested(written, lambda text: mask_text(text, secrets))

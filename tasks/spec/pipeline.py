@@ -53,9 +53,9 @@ from tasks.spec.placeholders import (
     mapping_or_empty,
 )
 from tasks.spec.run import Ray, RunSpec
-from tasks.spec.secrets import looks_secret
 from tasks.spec.stage_graph import find_graph_faults, list_ancestors, list_needs
 from tasks.spec.step import build_run_spec, find_call_faults, is_step, rename_path
+from tasks.spec.step_resources import Resources, check_ray_secrets, check_resources
 from tasks.spec.values import (
     Count,
     CountOrZero,
@@ -64,13 +64,10 @@ from tasks.spec.values import (
     Env,
     Model,
     PartName,
-    Positive,
     Refusal,
     Seconds,
-    SecretBlock,
     SpecName,
     Text,
-    Word,
     Words,
     describe_value,
     make_refusal,
@@ -103,28 +100,6 @@ def _check_json(value: Any) -> Any:
             problem, "write a text in quotes, a number, a list or a mapping"
         ) from None
     return value
-
-
-class Resources(Model):
-    """Resources of a Ray node that a step takes while it runs."""
-
-    gpus: CountOrZero = Field(
-        0,
-        description="Number of GPUs. A step with GPUs waits in the queue like a run.",
-        examples=[1],
-    )
-    cpus: Positive | None = Field(
-        None, description="Number of CPUs. If omitted, a step on Ray takes 1 CPU.", examples=[4]
-    )
-    memory_gib: Positive | None = Field(
-        None, description="Memory in GiB that Ray reserves.", examples=[16]
-    )
-    labels: Mapping[Text, Word] = Field(
-        default_factory=dict,
-        description="Ray labels that the node must have, with their values. They are not for a "
-        "step with GPUs, whose node the queue chooses.",
-        examples=[{"ray.io/node-type": "worker"}],
-    )
 
 
 class Stage(Model):
@@ -298,9 +273,9 @@ class Stage(Model):
                 yield (key,), make_refusal(f"is a key of {other}, found in a {kind}", "remove it")
         if written.get("args") and kinds[0] == "command":
             yield ("args",), make_refusal("needs `call`", "write the arguments in `command`")
-        yield from _check_resources(written)
+        yield from check_resources(written, on=written.get("on"))
         if kind == "step" and written.get("on") != "host":
-            yield from _check_secrets(written)
+            yield from check_ray_secrets(mapping_or_empty(written.get("env")))
         yield from check_matrix(written)
         matrix = mapping_or_empty(written.get("matrix"))
         for key in matrix if kinds[0] == "command" else ():
@@ -327,39 +302,6 @@ class Stage(Model):
         if self.matrix is None:
             return (self.name,)
         return tuple(f"{self.name}.{number}" for number in range(1, len(self.points) + 1))
-
-
-def _check_resources(written: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Yield the faults of a step's resources that concern several keys.
-
-    Args:
-        written: The stage as the user wrote it. Its values are not validated yet.
-    """
-    resources = mapping_or_empty(written.get("resources"))
-    if written.get("on") == "host":
-        for key in ("cpus", "memory_gib", "labels"):
-            if resources.get(key):
-                problem = "only Ray counts this resource, and the step is `on: host`"
-                yield ("resources", key), make_refusal(problem, "leave it out, or write on: ray")
-    elif resources.get("gpus") and resources.get("labels"):
-        problem = "the queue chooses the node of a step with GPUs, and labels choose another node"
-        yield ("resources", "labels"), make_refusal(problem, "leave it out")
-
-
-def _check_secrets(written: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Yield a fault for each secret in the environment of a step on Ray.
-
-    Ray shows the variables of a job to every user of its dashboard.
-
-    Args:
-        written: The stage as the user wrote it. Its values are not validated yet.
-    """
-    for name, value in mapping_or_empty(written.get("env")).items():
-        is_block = isinstance(value, Mapping | SecretBlock)
-        if is_block or (value and looks_secret(str(name))):
-            problem = "Ray shows the variables of a step to every user of its dashboard"
-            remedy = "write on: host, or store the secret in a file on the nodes"
-            yield ("env", str(name)), make_refusal(problem, remedy)
 
 
 class PipelineSpec(Document):

@@ -5,6 +5,8 @@ Different programs replace different placeholders:
 - A pipeline replaces `${stage.NAME.KEY}`, before it creates the run of a stage.
 - A run replaces all other placeholders except `${server.NAME}`, at the start of each attempt.
 - The fleet of inference servers replaces `${server.NAME}`, for each of its servers.
+- A training replaces `${checkpoint}` and `${checkpoint.NAME}`, for each evaluation of a checkpoint.
+  The run of the evaluation replaces the other placeholders of the evaluation.
 
 Each of them leaves the placeholders of the others unchanged. `$${` stands for a literal `${`. The
 last program that handles a text replaces it.
@@ -38,6 +40,9 @@ class Kind(Enum):
     #: Text of the component `rollout`. The process of the inference fleet later replaces
     #: `${server.x}` and `$${` in it, for each inference server.
     FLEET = "fleet"
+    #: Text of an evaluation. The training leaves all placeholders in it unchanged at the start of
+    #: an attempt.
+    EVALUATION = "evaluation"
 
 
 #: Function that changes a text of a spec. It receives the dotted path of the text, the text and its
@@ -77,6 +82,9 @@ _FLEET: dict[str, object] = {
     "model": Kind.FLEET,
     "cwd": Kind.TEXT,
 }
+_EVALUATION_TEXTS: dict[str, object] = {"*": Kind.EVALUATION}
+#: Keys of an evaluation whose values may contain placeholders. Used in `_PLACES`.
+_EVALUATION: dict[str, object] = {"command": _EVALUATION_TEXTS, "env": _EVALUATION_TEXTS}
 #: Keys of a run spec whose values may contain placeholders, as a tree. The key "*" stands for any
 #: key or list item, and "" for the text itself. In the values of all other keys, `${` is plain
 #: text.
@@ -85,12 +93,15 @@ _PLACES: dict[str, object] = {
     "cwd": Kind.TEXT,
     "components": {"*": _COMPONENT, "rollout": _FLEET},
     "progress": {"http": Kind.TEXT, "jsonl": Kind.TEXT},
+    "evals": {"*": _EVALUATION},
 }
 
 #: Placeholder names that the key `checkpoint` of a pipeline stage may use.
 _CHECKPOINT_NAMES = ("run.id", "run.dir", "attempt.number", "attempt.dir")
 #: Placeholder names that every run spec may use.
 _RUN_NAMES = (*_CHECKPOINT_NAMES, "attempt.resume_from")
+#: Placeholder names that describe the evaluated checkpoint. Only an evaluation may use them.
+CHECKPOINT_NAMES = ("checkpoint", "checkpoint.step", "checkpoint.run_id", "checkpoint.run_dir")
 _GANG_NODES = "gang.nodes"
 #: Placeholder names for numbers of the spec. Each name is the dotted path of the number.
 _NUMBER_NAMES = ("progress.total", "success.step", _GANG_NODES, "gang.gpus_per_node")
@@ -266,11 +277,12 @@ def find_numbers(data: object) -> dict[str, int]:
 
 
 def fill_in_run(data: object, value_of: Callable[[str], str]) -> object:
-    """Return a run spec with its placeholders replaced, except `${server.NAME}` of the fleet.
+    """Return a run spec with its placeholders replaced.
 
-    If a placeholder is in a regular expression of a probe, its value is escaped. If a whole
-    argument of a command is `${rollout.engines}`, it becomes one argument for each engine, for
-    options with `nargs="+"`.
+    The placeholders of evaluations and `${server.NAME}` of the fleet stay unchanged. If a
+    placeholder is in a regular expression of a probe, its value is escaped. If a whole argument of
+    a command is `${rollout.engines}`, it becomes one argument for each engine, for options with
+    `nargs="+"`.
 
     Args:
         data: The run spec as plain data.
@@ -278,6 +290,8 @@ def fill_in_run(data: object, value_of: Callable[[str], str]) -> object:
     """
 
     def change(_path: str, text: str, kind: Kind) -> str | list[str]:
+        if kind is Kind.EVALUATION:
+            return text
         if kind is Kind.WORD and text == f"${{{ROLLOUT_ENGINES}}}":
             return value_of(ROLLOUT_ENGINES).split(",")
         escape = re.escape if kind is Kind.PATTERN else str
@@ -308,12 +322,35 @@ def fill_in_stages(written: object, value_of: Callable[[str, str], str]) -> obje
     return rewrite_texts(written, change)
 
 
+def fill_in_checkpoint(data: object, values: Mapping[str, str]) -> Any:
+    """Return the run spec of an evaluation with the placeholders of its checkpoint replaced.
+
+    A `${` in a value does not become a placeholder. All other placeholders stay unchanged.
+
+    Args:
+        data: The run spec as plain data.
+        values: Value of each name in `CHECKPOINT_NAMES`.
+    """
+
+    def change(_path: str, text: str, _kind: Kind) -> str:
+        return substitute(
+            text,
+            lambda name: values[name].replace("${", "$${"),
+            is_deferred=lambda name: name not in values,
+        )
+
+    return rewrite_texts(data, change)
+
+
 def find_placeholder_faults(data: object) -> tuple[Fault, ...]:
     """Return a fault for each placeholder of a run spec that has an unknown name or no `}`."""
     run_names = sorted(list_known_names(data))
-    fleet_names = [*run_names, *_SERVER_NAMES]
+    names_by_kind = {
+        Kind.FLEET: [*run_names, *_SERVER_NAMES],
+        Kind.EVALUATION: [*CHECKPOINT_NAMES, *_CHECKPOINT_NAMES],
+    }
     return _find_unknown_name_faults(
-        (use, fleet_names if use.kind is Kind.FLEET else run_names) for use in find_uses(data)
+        (use, names_by_kind.get(use.kind, run_names)) for use in find_uses(data)
     )
 
 

@@ -20,12 +20,13 @@ from pathlib import Path, PurePosixPath
 
 from tasks.spec.component import Component
 from tasks.spec.errors import Fault
+from tasks.spec.evaluations import find_place
 from tasks.spec.formatting import suggest_name
 from tasks.spec.ownership import find_marker_fault, warn_ignored
 from tasks.spec.placeholders import has_placeholders, substitute
 from tasks.spec.rollout import Rollout
 from tasks.spec.run import RunSpec
-from tasks.spec.values import select_literals
+from tasks.spec.values import Env, select_literals
 
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?|pypy3?")
 _SHELL = re.compile(r"sh|bash|dash|ksh|zsh")
@@ -202,16 +203,47 @@ def find_missing_programs(spec: RunSpec, *, root: Path, path: str) -> tuple[Faul
         faults += _find_directory_faults(f"{place}.cwd", component.cwd, root)
 
         cwd = _find_directory(component.cwd or spec.cwd, root)
-        path_in_spec = select_literals({**spec.env, **component.env}).get("PATH")
-        effective_path = path if path_in_spec is None else _resolve_literal(path_in_spec)
+        own_path = _find_path({**spec.env, **component.env}, path)
         command = _get_local_command(component)
-        if not command or effective_path is None:
-            continue
-        if cwd is not None:
-            faults += _find_command_faults(f"{place}.command", command, cwd, effective_path)
-        else:
-            faults += _find_program_faults(f"{place}.command", command[0], effective_path)
+        faults += _find_faults_at(f"{place}.command", command, cwd, own_path)
+    for name, evaluation in spec.evals.items():
+        cwd = _find_directory(spec.cwd, root)
+        own_path = _find_path({**spec.env, **evaluation.env}, path)
+        is_local = find_place(spec.written(), evaluation.model_dump()) == "host"
+        command = [*map(_resolve_literal, evaluation.command)] if is_local else []
+        faults += _find_faults_at(f"evals.{name}.command", command, cwd, own_path)
     return tuple(faults)
+
+
+def _find_path(env: Env, default: str) -> str | None:
+    """Return the PATH of a command, or None if it is unknown because of a placeholder.
+
+    Args:
+        env: Environment variables of the command.
+        default: PATH of a command that sets no PATH in its environment.
+    """
+    path_in_spec = select_literals(env).get("PATH")
+    return default if path_in_spec is None else _resolve_literal(path_in_spec)
+
+
+def _find_faults_at(
+    place: str, command: Sequence[str | None], cwd: Path | None, path: str | None
+) -> Iterator[Fault]:
+    """Yield a fault for each file or program that a command names and that does not exist.
+
+    Args:
+        place: Path of the command in the spec.
+        command: The arguments, beginning with the program. An argument with placeholders is None.
+            The list is empty if the command does not run on this machine.
+        cwd: Working directory of the command, or None if it is unknown.
+        path: PATH of the command, or None if it is unknown.
+    """
+    if not command or path is None:
+        return
+    if cwd is not None:
+        yield from _find_command_faults(place, command, cwd, path)
+    else:
+        yield from _find_program_faults(place, command[0], path)
 
 
 def _get_local_command(component: Component | Rollout) -> list[str | None]:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from tasks.spec.component import FLEET, Component, Components, OnExitZero
+from tasks.spec.evaluations import Evaluation, KeepBest, check_evaluations
 from tasks.spec.failure_kinds import (
     REQUEUED,
     FailureKind,
@@ -231,6 +232,8 @@ class RunSpec(Document):
         "finish_within_s",
         "watch",
         "tracker",
+        "evals",
+        "keep_best",
     )
 
     name: SpecName = Field(
@@ -367,6 +370,20 @@ class RunSpec(Document):
         examples=[{"NODE_LOST": {"attempts": 3}}],
     )
 
+    evals: Mapping[Text, Evaluation] = Field(
+        default_factory=dict,
+        description="Evaluations by name. Muster evaluates each complete checkpoint during the "
+        "training. Each evaluation is a separate run, which waits in the queue. A failed "
+        "evaluation never fails the training.",
+        examples=[{"math": {"command": ["python", "evaluate.py", "${checkpoint}"]}}],
+    )
+    keep_best: KeepBest | None = Field(
+        None,
+        description="Choice of the best checkpoint by a figure of an evaluation. `keep` never "
+        "removes the best checkpoint.",
+        examples=[{"by": "math.accuracy", "mode": "max"}],
+    )
+
     @classmethod
     def rules(cls, written: Mapping[str, Any]) -> Iterator[Refusal]:
         if written.get("success") is not None and written.get("progress") is None:
@@ -396,6 +413,7 @@ class RunSpec(Document):
         }
         yield from check_ray_use(written, components)
         yield from check_device_use(written, components)
+        yield from check_evaluations(written)
 
         kinds_with_limit = set(FailureKind) - REQUEUED
         for kind, policy in mapping_or_empty(written.get("retry")).items():
@@ -440,6 +458,9 @@ class RunSpec(Document):
                 words += component.args or ()
             values |= find_env_secrets(component.env)
             values |= find_argument_secrets(words)
+        for evaluation in self.evals.values():
+            values |= find_env_secrets(evaluation.env)
+            values |= find_argument_secrets(evaluation.command)
         return values
 
     @property
@@ -451,6 +472,8 @@ class RunSpec(Document):
         envs = {"env": self.env}
         for component_name, component in self.components.items():
             envs[f"components.{component_name}.env"] = component.env
+        for evaluation_name, evaluation in self.evals.items():
+            envs[f"evals.{evaluation_name}.env"] = evaluation.env
         return {
             f"{path}.{name}": value.secret
             for path, env in envs.items()

@@ -24,7 +24,7 @@ Schema = Mapping[str, Any]
 ROOT = ""
 #: Placeholder in a path for a key that the user chooses, such as `NAME` in `components.NAME`. The
 #: dictionary has the placeholder by the preceding key of the path.
-_NAME_PLACEHOLDERS = {"components": "NAME", "retry": "KIND", "rules": "NAME"}
+_NAME_PLACEHOLDERS = {"components": "NAME", "retry": "KIND", "rules": "NAME", "evals": "NAME"}
 #: Text that stands for the index of a list item in the path of a spec key.
 _ITEM_PLACEHOLDER = "N"
 #: Unit of a number in the spec, by the ending of the key, such as `_s`.

@@ -174,6 +174,11 @@ def test_documented_faults_of_a_faulty_spec_are_reported(block: Block) -> None:
     assert [str(fault) for fault in error_info.value.faults] == shown.splitlines()
 
 
+#: Parts of a run spec with checkpoints and two evaluations.
+EVALUATED: Mapping[str, Any] = {
+    "components": {"trainer": {"checkpoints": "checkpoints"}},
+    "evals": {"math": {"command": ["true"]}, "trainer": {"command": ["true"]}},
+}
 #: Complete specs for examples of keys that are not valid in BASE, by the part of the spec that
 #: contains the key.
 SPECS: Mapping[str, Mapping[str, Any]] = {
@@ -193,6 +198,13 @@ SPECS: Mapping[str, Mapping[str, Any]] = {
     "gang": {"gang": {"gpus_per_node": 8}},
     "watch": {"progress": {"jsonl": "metrics.jsonl", "step": "step"}},
     "watch.rules.NAME": {"progress": {"jsonl": "metrics.jsonl", "step": "step"}},
+    "": EVALUATED,
+    "keep_best": EVALUATED,
+    "evals.NAME": EVALUATED,
+    "evals.NAME.resources": merged(
+        EVALUATED,
+        {"ray": {"address": "http://10.0.0.1:8265"}, "evals": {"trainer": {"on": "ray"}}},
+    ),
     "components.NAME": {
         "gang": {"gpus_per_node": 8},
         "components": {"trainer": {"checkpoints": "checkpoints"}},
