@@ -6,33 +6,24 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from uuid import UUID
 
 from tasks.record.disk import write_json
 from tasks.record.metrics_of_run import read_rows
-from tasks.record.places import RunPlace, muster_home, read_own_file
+from tasks.record.places import RunPlace, muster_home
+from tasks.record.result_file import InvalidResult, read_result_file
 from tasks.record.run_json import RunJson
-from tasks.spec.errors import MusterError
 from tasks.spec.probes import get_number
 from tasks.spec.secrets import mask_nested
 from tasks.spec.step import RESULT_FILE
 from tasks.spec.values import describe_value, get_value
 
-#: Largest size of a step's result, in bytes.
-MAX_RESULT_BYTES = 16 << 20
 #: Largest size of a value that is inserted into a run spec, in bytes of JSON. The run spec is
 #: stored on the Prefect server, and Linux limits the size of arguments and environment variables.
 MAX_INLINE_BYTES = 32 << 10
 #: Value for a key that the JSON result of a step does not have.
 _MISSING = object()
-
-
-class InvalidResult(MusterError):
-    """A step has completed, but its result is missing or cannot be used.
-
-    The step must be corrected and run again.
-    """
 
 
 def locate_result(place: RunPlace) -> Path | None:
@@ -66,13 +57,7 @@ def read_result(place: RunPlace, *, is_required: bool, mask: Callable[[str], str
             "host of the step share MUSTER_HOME"
         )
     try:
-        size = path.stat().st_size
-        if size > MAX_RESULT_BYTES:
-            raise InvalidResult(
-                f"the result {path} has {size} bytes, but at most {MAX_RESULT_BYTES} are allowed. "
-                "Write the data to a file, and return the path of the file"
-            )
-        content = read_own_file(path)
+        result = read_result_file(path)
     except FileNotFoundError:
         if not is_required:
             return None
@@ -80,12 +65,6 @@ def read_result(place: RunPlace, *, is_required: bool, mask: Callable[[str], str
             f"there is no result {path}. Make sure that this host and the node of the step share "
             "MUSTER_HOME"
         ) from None
-    except OSError as error:
-        raise InvalidResult(f"the result {path} cannot be read: {error}") from error
-    try:
-        result = json.loads(content, parse_constant=_reject_constant)
-    except (ValueError, RecursionError) as error:
-        raise InvalidResult(f"the result {path} is not JSON: {error}") from error
     masked = mask_nested(result, mask)
     if masked != result:
         try:
@@ -95,10 +74,6 @@ def read_result(place: RunPlace, *, is_required: bool, mask: Callable[[str], str
                 f"the result {path} contains a secret, and cannot be replaced: {error}"
             ) from error
     return masked
-
-
-def _reject_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
 
 
 def select_value(result: Any, key: str) -> Any:

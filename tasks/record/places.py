@@ -434,5 +434,10 @@ class RunPlace:
         """Path of the run spec, in which placeholders are not replaced and secrets are masked."""
         return self.directory / "spec.yaml"
 
+    @property
+    def evaluations(self) -> Path:
+        """Path of the record of the evaluations of the run's checkpoints."""
+        return self.directory / "evaluations.json"
+
     def attempt(self, number: int) -> AttemptPlace:
         return AttemptPlace(directory=self.directory / f"attempt-{number:02d}", number=number)

@@ -128,6 +128,7 @@ def _file_names() -> list[str]:
     attempt = run.attempt(1)
     paths = [
         run.record,
+        run.evaluations,
         attempt.spec,
         attempt.events,
         attempt.submission,

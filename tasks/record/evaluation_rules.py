@@ -1,0 +1,151 @@
+"""Decide which checkpoints of a run are evaluated, and which of them must not be removed.
+
+All functions are pure: they depend only on their arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from tasks.record.checkpoint_folder import Checkpoint
+from tasks.record.evaluations import (
+    CheckpointNote,
+    EvaluatedCheckpoint,
+    EvaluationNote,
+    EvaluationsJson,
+    EvaluationState,
+)
+from tasks.spec.evaluations import Evaluation, KeepBest
+
+
+def add_checkpoints(
+    content: EvaluationsJson, checkpoints: Sequence[Checkpoint], attempt: int
+) -> EvaluationsJson:
+    """Return the record with a note for each complete checkpoint that is new.
+
+    A checkpoint at a known path is new if it has another step, or if a later attempt has saved it
+    again. An evaluation may write a file into the folder of a checkpoint. So a change of the files
+    during one attempt does not make the checkpoint a new checkpoint.
+
+    Args:
+        content: The record.
+        checkpoints: The complete checkpoints of the run, oldest first.
+        attempt: Number of the current attempt.
+    """
+    notes = [*content.checkpoints]
+    for checkpoint in checkpoints:
+        path = str(checkpoint.path)
+        known = next((note for note in reversed(notes) if note.path == path), None)
+        note = CheckpointNote(
+            number=len(notes) + 1,
+            path=path,
+            step=checkpoint.step,
+            signature=checkpoint.signature,
+            attempt=attempt,
+        )
+        if known is None or known.step != note.step:
+            notes.append(note)
+        elif known.signature == note.signature:
+            continue
+        elif known.attempt == attempt:
+            changed = known.with_changes(signature=note.signature)
+            notes[notes.index(known)] = changed
+        else:
+            notes.append(note)
+    return content.with_changes(checkpoints=tuple(notes))
+
+
+def choose_evaluations(
+    evaluations: Mapping[str, Evaluation], content: EvaluationsJson, *, is_last: bool = False
+) -> list[EvaluationNote]:
+    """Return the next evaluations, as new notes for the record.
+
+    A note has the state CHOSEN if the evaluation must begin now, and SKIPPED if the checkpoint is
+    not evaluated.
+
+    Args:
+        evaluations: The evaluations of the run spec, by name.
+        content: The record.
+        is_last: True if the training has ended, so that there will be no newer checkpoint.
+    """
+    notes: list[EvaluationNote] = []
+    for name, evaluation in evaluations.items():
+        due = _list_due(name, evaluation, content)
+        begins: Sequence[CheckpointNote] = due
+        if evaluation.late == "skip":
+            if _is_active(name, content) and not is_last:
+                continue
+            begins = due[-1:]
+        for checkpoint in due:
+            note = EvaluationNote(name=name, checkpoint=checkpoint.number)
+            if checkpoint not in begins:
+                message = "a newer checkpoint is evaluated instead"
+                note = note.with_changes(state=EvaluationState.SKIPPED, message=message)
+            notes.append(note)
+    return notes
+
+
+def _list_due(name: str, evaluation: Evaluation, content: EvaluationsJson) -> list[CheckpointNote]:
+    """Return the checkpoints that an evaluation has neither evaluated nor skipped, oldest first.
+
+    A checkpoint at whose path a newer checkpoint was saved is left out.
+    """
+    done = {one.checkpoint for one in content.evaluations if one.name == name}
+    return [
+        checkpoint
+        for checkpoint in content.checkpoints
+        if checkpoint.number % evaluation.every == 0
+        if checkpoint.number not in done
+        if content.is_current(checkpoint)
+    ]
+
+
+def _is_active(name: str, content: EvaluationsJson) -> bool:
+    """Return True if an evaluation of a checkpoint has not ended."""
+    return any(one.name == name and one.state.is_active for one in content.evaluations)
+
+
+def find_best_checkpoint(
+    keep_best: KeepBest, evaluated: Sequence[EvaluatedCheckpoint]
+) -> EvaluatedCheckpoint | None:
+    """Return the evaluation of the best checkpoint, or None if no checkpoint has the figure.
+
+    If several checkpoints have the best figure, the oldest of them is the best.
+
+    Args:
+        keep_best: The key `keep_best` of the run spec.
+        evaluated: The evaluations of the run with their figures, oldest first.
+    """
+    figures = [
+        (figure, one)
+        for one in evaluated
+        if one.is_current and (figure := one.figure(keep_best.by)) is not None
+    ]
+    choose = max if keep_best.mode == "max" else min
+    return choose(figures, key=lambda pair: pair[0], default=(0.0, None))[1]
+
+
+def list_reasons_to_keep(
+    evaluations: Mapping[str, Evaluation],
+    keep_best: KeepBest | None,
+    content: EvaluationsJson,
+    evaluated: Sequence[EvaluatedCheckpoint],
+) -> Iterator[tuple[str, str]]:
+    """Yield the path of each checkpoint that evaluations need, with the reason.
+
+    Args:
+        evaluations: The evaluations of the run spec, by name.
+        keep_best: The key `keep_best` of the run spec, or None.
+        content: The record of the evaluations.
+        evaluated: The same evaluations with their figures.
+    """
+    for one in evaluated:
+        if one.evaluation.state.is_active and one.is_current:
+            yield one.checkpoint.path, f"its evaluation {one.evaluation.name} has not ended"
+    for name, evaluation in evaluations.items():
+        for checkpoint in _list_due(name, evaluation, content)[-1:]:
+            yield checkpoint.path, f"its evaluation {name} has not begun"
+    best = find_best_checkpoint(keep_best, evaluated) if keep_best is not None else None
+    if keep_best is not None and best is not None:
+        figure = best.figure(keep_best.by)
+        yield best.checkpoint.path, f"it is the best by keep_best: {keep_best.by} is {figure:.6g}"

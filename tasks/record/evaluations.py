@@ -1,0 +1,241 @@
+"""The record of a run's evaluations, `evaluations.json`, and the figures that they have written.
+
+The flow process of the training owns the file. Each evaluation is a run of its own, and writes its
+result to a file in the directory of the training's run. So the figures of an evaluation are there
+even if the evaluation ends after the training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from tasks.record.disk import json_text, replace_file
+from tasks.record.outcome import Recorded
+from tasks.record.places import RunPlace, read_own_file
+from tasks.record.result_file import InvalidResult, list_figures, read_result_file
+
+
+class EvaluationState(Enum):
+    """State of the evaluation of one checkpoint."""
+
+    #: The evaluation is chosen, but its run is not created yet.
+    CHOSEN = "chosen"
+    #: The run of the evaluation waits in the queue or starts.
+    WAITING = "waiting"
+    RUNNING = "running"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    #: The checkpoint is not evaluated, because a newer checkpoint is evaluated instead.
+    SKIPPED = "skipped"
+
+    @property
+    def is_active(self) -> bool:
+        """True if the evaluation has not ended, so that it still needs its checkpoint."""
+        return self in (EvaluationState.CHOSEN, EvaluationState.WAITING, EvaluationState.RUNNING)
+
+
+class CheckpointNote(Recorded):
+    """A complete checkpoint of the run."""
+
+    #: Number of the checkpoint among the complete checkpoints of the run, from 1.
+    number: int
+    #: Absolute path or URL of the checkpoint.
+    path: str
+    #: Training step of the checkpoint, or None if unknown.
+    step: int | None = None
+    #: Hash of the checkpoint's files, see `Checkpoint.signature`.
+    signature: str = ""
+    #: Number of the attempt during which the checkpoint became complete.
+    attempt: int = 0
+
+
+class EvaluationNote(Recorded):
+    """One evaluation of one checkpoint."""
+
+    #: Name of the evaluation in the run spec.
+    name: str
+    #: Number of the checkpoint, see `CheckpointNote.number`.
+    checkpoint: int
+    state: EvaluationState = EvaluationState.CHOSEN
+    #: Prefect id of the evaluation's flow run. Empty if no run was created.
+    flow_run_id: str = ""
+    #: Name of the evaluation's flow run. After the evaluation has begun, the name is its run id.
+    run_id: str = ""
+    #: Message about the state, such as the cause of a failure. May be empty.
+    message: str = ""
+
+
+class EvaluationsJson(Recorded):
+    """Content of `evaluations.json`."""
+
+    #: The complete checkpoints in the order in which they became complete.
+    checkpoints: tuple[CheckpointNote, ...] = ()
+    #: The evaluations in the order in which they were chosen.
+    evaluations: tuple[EvaluationNote, ...] = ()
+
+    @staticmethod
+    def read(place: RunPlace) -> EvaluationsJson:
+        """Return the record of a run's evaluations. It is empty if the file does not exist.
+
+        Raises:
+            OSError: The file cannot be read.
+            ValueError: The content of the file is not valid.
+        """
+        try:
+            return EvaluationsJson.model_validate_json(read_own_file(place.evaluations))
+        except FileNotFoundError:
+            return EvaluationsJson()
+
+    def write(self, place: RunPlace) -> None:
+        """Replace the file atomically. Raises: OSError, if the disk does not accept the file."""
+        replace_file(place.evaluations, json_text(self.as_json()))
+
+    def find_checkpoint(self, number: int) -> CheckpointNote | None:
+        """Return the checkpoint with a number, or None if the record has no such checkpoint."""
+        return next((one for one in self.checkpoints if one.number == number), None)
+
+    def is_current(self, checkpoint: CheckpointNote) -> bool:
+        """Return True if no newer checkpoint was saved at the path of a checkpoint."""
+        newest = max(one.number for one in self.checkpoints if one.path == checkpoint.path)
+        return checkpoint.number == newest
+
+    def with_evaluation(self, changed: EvaluationNote) -> EvaluationsJson:
+        """Return the record with an evaluation added, or replaced by its changed version."""
+        key = (changed.name, changed.checkpoint)
+        keys = [(one.name, one.checkpoint) for one in self.evaluations]
+        if key not in keys:
+            return self.with_changes(evaluations=(*self.evaluations, changed))
+        evaluations = [*self.evaluations]
+        evaluations[keys.index(key)] = changed
+        return self.with_changes(evaluations=tuple(evaluations))
+
+
+def locate_evaluation_result(place: RunPlace, name: str, checkpoint: int) -> Path:
+    """Return the path of the file into which an evaluation writes its result.
+
+    Args:
+        place: Directory of the training's run.
+        name: Name of the evaluation.
+        checkpoint: Number of the checkpoint.
+    """
+    return place.evaluations.with_suffix("") / f"{name}-{checkpoint}.json"
+
+
+def read_evaluation_figures(place: RunPlace, name: str, checkpoint: int) -> dict[str, float]:
+    """Return the numbers in the result of an evaluation, by their dotted keys.
+
+    Args:
+        place: Directory of the training's run.
+        name: Name of the evaluation.
+        checkpoint: Number of the checkpoint.
+
+    Raises:
+        InvalidResult: The result cannot be used.
+    """
+    try:
+        return list_figures(read_result_file(locate_evaluation_result(place, name, checkpoint)))
+    except FileNotFoundError:
+        return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluatedCheckpoint:
+    """An evaluation of a checkpoint, together with its figures."""
+
+    evaluation: EvaluationNote
+    checkpoint: CheckpointNote
+    #: Numbers in the result of the evaluation, by their dotted keys. Empty before the evaluation
+    #: has written a result.
+    figures: dict[str, float]
+    #: True if no newer checkpoint was saved at the path of the checkpoint.
+    is_current: bool
+
+    @property
+    def state(self) -> EvaluationState:
+        """State of the evaluation.
+
+        The training records the states only while the training has a process. A waiting or running
+        evaluation with a result has ended since then.
+        """
+        if self.evaluation.state.is_active and self.figures:
+            return EvaluationState.COMPLETED
+        return self.evaluation.state
+
+    def figure(self, by: str) -> float | None:
+        """Return the figure `EVALUATION.KEY`, or None if the evaluation has no such figure."""
+        name, _, key = by.partition(".")
+        return self.figures.get(key) if name == self.evaluation.name else None
+
+    def list_named_figures(self) -> dict[str, float]:
+        """Return the figures by their names, such as `math.accuracy`."""
+        name = self.evaluation.name
+        return {f"{name}.{key}" if key else name: value for key, value in self.figures.items()}
+
+
+def read_evaluated_checkpoints(
+    place: RunPlace, content: EvaluationsJson | None = None
+) -> list[EvaluatedCheckpoint]:
+    """Return the evaluations of a run with their figures, in the order of the record.
+
+    An evaluation whose result cannot be used has no figures.
+
+    Args:
+        place: Directory of the training's run.
+        content: The record of the evaluations. If None, the file is read.
+
+    Raises:
+        OSError: The record of the evaluations cannot be read.
+        ValueError: The record of the evaluations is not valid.
+    """
+    content = content or EvaluationsJson.read(place)
+    return [*_join_figures(place, content)]
+
+
+def _join_figures(place: RunPlace, content: EvaluationsJson) -> Iterator[EvaluatedCheckpoint]:
+    for evaluation in content.evaluations:
+        checkpoint = content.find_checkpoint(evaluation.checkpoint)
+        if checkpoint is None:
+            continue
+        figures: dict[str, float] = {}
+        if evaluation.state not in (EvaluationState.CHOSEN, EvaluationState.SKIPPED):
+            with suppress(InvalidResult):
+                figures = read_evaluation_figures(place, evaluation.name, checkpoint.number)
+        yield EvaluatedCheckpoint(
+            evaluation=evaluation,
+            checkpoint=checkpoint,
+            figures=figures,
+            is_current=content.is_current(checkpoint),
+        )
+
+
+def list_evaluation_rows(place: RunPlace) -> list[dict[str, Any]]:
+    """Return the figures of a run's evaluations as one mapping for each checkpoint with figures.
+
+    A mapping has the step, the number of the attempt that saved the checkpoint, and the figures by
+    names such as `math.accuracy`. If a step was saved again, the newest evaluated checkpoint of the
+    step is used.
+
+    Raises:
+        OSError: The record of the evaluations cannot be read.
+        ValueError: The record of the evaluations is not valid.
+    """
+    rows: dict[int, dict[str, Any]] = {}
+    for one in read_evaluated_checkpoints(place):
+        step = one.checkpoint.step
+        if step is None or not one.figures:
+            continue
+        row = rows.get(step, {})
+        if row.get("checkpoint", 0) < one.checkpoint.number:
+            row = {"attempt": one.checkpoint.attempt, "checkpoint": one.checkpoint.number}
+        if row["checkpoint"] == one.checkpoint.number:
+            rows[step] = {**row, **one.list_named_figures()}
+    return [
+        {"step": step, **{key: value for key, value in row.items() if key != "checkpoint"}}
+        for step, row in sorted(rows.items())
+    ]

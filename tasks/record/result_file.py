@@ -1,0 +1,75 @@
+"""Read the JSON result that a step writes to the file of the variable `MUSTER_RESULT`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tasks.record.places import read_own_file
+from tasks.spec.errors import MusterError
+from tasks.spec.probes import get_number
+
+#: Largest size of a step's result, in bytes.
+MAX_RESULT_BYTES = 16 << 20
+#: Largest number of figures that are used from one result.
+_MAX_FIGURES = 100
+
+
+class InvalidResult(MusterError):
+    """A step has completed, but its result is missing or cannot be used.
+
+    The step must be corrected and run again.
+    """
+
+
+def read_result_file(path: Path) -> Any:
+    """Return the content of a result file as JSON data.
+
+    Raises:
+        FileNotFoundError: The file does not exist.
+        InvalidResult: The file is too large, contains no JSON, or cannot be read.
+    """
+    try:
+        size = path.stat().st_size
+        if size > MAX_RESULT_BYTES:
+            raise InvalidResult(
+                f"the result {path} has {size} bytes, but at most {MAX_RESULT_BYTES} are allowed. "
+                "Write the data to a file, and return the path of the file"
+            )
+        content = read_own_file(path)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise InvalidResult(f"the result {path} cannot be read: {error}") from error
+    try:
+        return json.loads(content, parse_constant=_reject_constant)
+    except (ValueError, RecursionError) as error:
+        raise InvalidResult(f"the result {path} is not JSON: {error}") from error
+
+
+def _reject_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def list_figures(result: Any) -> dict[str, float]:
+    """Return the finite numbers in a result by their dotted keys, at most 100 of them.
+
+    A result that is a single number has the key "".
+    """
+    figures: dict[str, float] = {}
+    for key, value in _walk_values(result, ""):
+        number = get_number({"value": value}, "value")
+        if number is not None and len(figures) < _MAX_FIGURES:
+            figures[key] = number
+    return figures
+
+
+def _walk_values(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Yield the values in nested mappings with their dotted keys. Lists are skipped."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _walk_values(inner, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, value
