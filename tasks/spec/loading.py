@@ -23,6 +23,7 @@ import yaml
 
 from tasks.spec import placeholders
 from tasks.spec.component import ComponentsByName
+from tasks.spec.data_inputs import drop_invalid_inputs
 from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.evaluations import build_evaluation_spec
 from tasks.spec.formatting import format_count
@@ -524,6 +525,7 @@ def resolve(spec: RunSpec, names: Mapping[str, str], root: Path) -> RunSpec:
     values.update(names)
 
     filled: Any = placeholders.fill_in_run(written, values.__getitem__)
+    drop_invalid_inputs(filled)
     filled["cwd"] = str(root / filled.get("cwd", "."))
     for part in filled["components"].values():
         if part.get("cwd") is not None:

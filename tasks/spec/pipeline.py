@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from tasks.spec.conditions import InvalidCondition, parse_condition
+from tasks.spec.data_inputs import drop_invalid_inputs, list_paths, make_result_uri
 from tasks.spec.errors import Fault, InvalidSpec
 from tasks.spec.formatting import suggest_name
 from tasks.spec.loading import (
@@ -54,6 +55,7 @@ from tasks.spec.placeholders import (
 )
 from tasks.spec.run import Ray, RunSpec
 from tasks.spec.stage_graph import find_graph_faults, list_ancestors, list_needs
+from tasks.spec.start_from import is_run_id
 from tasks.spec.step import build_run_spec, find_call_faults, is_step, rename_path
 from tasks.spec.step_resources import Resources, check_ray_secrets, check_resources
 from tasks.spec.values import (
@@ -385,20 +387,35 @@ class PipelineSpec(Document):
     def fill_run_spec(self, unit: str, value_of: Callable[[str, str], object]) -> dict[str, Any]:
         """Return the run spec of a stage with the values of its placeholders `${stage.NAME.KEY}`.
 
+        The key `inputs` of the run spec also lists the data that the stage takes from earlier
+        stages, so that `muster lineage` can show them.
+
         Args:
             unit: Name of the stage, or `NAME.N` for the point N of its matrix.
             value_of: Function that receives the name of a stage and a key, and returns the value as
                 JSON data.
         """
+        stage_inputs: dict[str, None] = {}
+
+        def note_value(name: str, key: str) -> object:
+            value = value_of(name, key)
+            stage_inputs.update(dict.fromkeys(_list_stage_inputs(name, key, value, value_of)))
+            return value
+
         written = self._written_point(unit)
         if written.get("args"):
-            written["args"] = _fill_args(written["args"], value_of)
+            written["args"] = _fill_args(written["args"], note_value)
         if is_step(written):
             address = self.ray.address if self.ray else None
             spec = build_run_spec(written, ray_address=address)
         else:
             spec = written["spec"]
-        filled: Any = fill_in_stages(spec, lambda name, key: _to_text(value_of(name, key)))
+        filled: Any = fill_in_stages(spec, lambda name, key: _to_text(note_value(name, key)))
+        if stage_inputs:
+            present = filled.get("inputs") or ()
+            added = (path.replace("${", "$${") for path in stage_inputs)
+            filled["inputs"] = [*dict.fromkeys((*present, *added))]
+        drop_invalid_inputs(filled)
         return parse_spec(filled).written()
 
     def _written_point(self, unit: str) -> dict[str, Any]:
@@ -413,6 +430,31 @@ class PipelineSpec(Document):
         if number:
             _apply_point(written, stage.points[int(number) - 1])
         return written
+
+
+def _list_stage_inputs(
+    name: str, key: str, value: object, value_of: Callable[[str, str], object]
+) -> list[str]:
+    """Return the paths and URIs of the data that a stage takes from an earlier stage.
+
+    These are the absolute paths and URIs in the value of the placeholder. If a step's result
+    contains none, for example because the value is a number, it is the URI of the result.
+
+    Args:
+        name: Name of the earlier stage.
+        key: Part of the placeholder after the name of the stage.
+        value: Value of the placeholder.
+        value_of: See `PipelineSpec.fill_run_spec`.
+    """
+    if paths := list_paths(value):
+        return paths
+    best = f"{BEST}." if key.startswith(f"{BEST}.") else ""
+    own_key = key.removeprefix(best)
+    if own_key != RESULT and not own_key.startswith(f"{RESULT}."):
+        return []
+    run_id = value_of(name, f"{best}{RUN_ID}")
+    uri = make_result_uri(str(run_id))
+    return [uri] if is_run_id(str(run_id)) else []
 
 
 def _apply_point(written: dict[str, Any], point: Mapping[str, Any]) -> None:

@@ -91,6 +91,7 @@ _EVALUATION: dict[str, object] = {"command": _EVALUATION_TEXTS, "env": _EVALUATI
 _PLACES: dict[str, object] = {
     "env": _TEXTS,
     "cwd": Kind.TEXT,
+    "inputs": _TEXTS,
     "components": {"*": _COMPONENT, "rollout": _FLEET},
     "progress": {"http": Kind.TEXT, "jsonl": Kind.TEXT},
     "evals": {"*": _EVALUATION},

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from tasks.spec.component import FLEET, Component, Components, OnExitZero
+from tasks.spec.data_inputs import DataInput
 from tasks.spec.evaluations import Evaluation, KeepBest, check_evaluations
 from tasks.spec.failure_kinds import (
     REQUEUED,
@@ -223,6 +224,7 @@ class RunSpec(Document):
     keys_outside_form = (
         "cwd",
         "code",
+        "inputs",
         "start_from",
         "run_id",
         "ray",
@@ -269,6 +271,14 @@ class RunSpec(Document):
         "copy when the run is submitted or its deployment is created, and writes the name of the "
         "copy here. live: the files as they are when the run starts.",
         examples=["live"],
+    )
+    inputs: tuple[DataInput, ...] = Field(
+        (),
+        description="Paths or URIs of the data from which the run is made, for `muster lineage` "
+        "and the asset events. A relative path starts at `cwd`. Muster does not read the data, and "
+        "passes nothing to the programs. If omitted, only paths in the options of the commands "
+        "count, such as `--dataset` or `data.train_files=`.",
+        examples=[["data/train.jsonl", "hf://datasets/openai/gsm8k"]],
     )
     start_from: StartFrom | None = Field(
         None,

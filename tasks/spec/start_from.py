@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
@@ -15,6 +16,8 @@ from tasks.spec.values import Count, CountOrZero, Model, Text, make_refusal
 #: Pattern of a run id: `<name>-<workload>-<YYYYMMDD>-<HHMMSS>-<8 hex>`.
 RUN_ID_PATTERN = r"^[a-z][a-z0-9-]{0,31}-[a-z]+-\d{8}-\d{6}-[0-9a-f]{8}$"
 RunId = Annotated[str, Field(strict=True, pattern=RUN_ID_PATTERN)]
+#: Matches a run id that is a whole part of a path or URI. The group of the pattern is the run id.
+_RUN_ID_PART = re.compile(rf"/({RUN_ID_PATTERN[1:-1]})(?:/|$)")
 #: Placeholder that passes the checkpoint to a program of the run.
 _RESUME_FROM = "attempt.resume_from"
 
@@ -26,6 +29,20 @@ def _check_absolute(path: str) -> str:
             "write --from RUN@STEP instead of this key",
         )
     return path
+
+
+def is_run_id(text: str) -> bool:
+    """Return True if a text has the form of a run id."""
+    return re.match(RUN_ID_PATTERN, text) is not None
+
+
+def find_run_id(path: str) -> str | None:
+    """Return the run id in a path or URI, such as that of a checkpoint below the run's directory.
+
+    Returns:
+        The last run id in the path, or None if no part of the path is a run id.
+    """
+    return next(iter(reversed(_RUN_ID_PART.findall(path))), None)
 
 
 class StartFrom(Model):
