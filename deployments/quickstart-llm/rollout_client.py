@@ -73,7 +73,10 @@ class Synced:
 
 
 class RolloutClient:
-    """Client of the gateway of one fleet. `complete` may be called from any thread."""
+    """Client of a fleet: a group of inference servers behind one gateway.
+
+    `complete` may be called from any thread.
+    """
 
     def __init__(
         self,

@@ -38,7 +38,7 @@ class Registration:
     checkpoint_dir: str
     #: Number of steps between two checkpoints.
     save_checkpoint_interval: int
-    #: Number of steps that were trained before this registration.
+    #: Number of steps that were trained before the trainer registered with this server.
     starting_step: int
     #: Number of the last step of the training.
     num_steps: int

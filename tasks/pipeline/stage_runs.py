@@ -262,7 +262,7 @@ def use_cached_run(
         The earlier run with the state Cached.
     """
     state: State[Any] = Completed(
-        name="Cached", message=f"the result is that of the run {flow_run.name}"
+        name="Cached", message=f"uses the cached result of the run {flow_run.name}"
     )
     tags = [f"{_REUSED_TAG}{flow_run.id}"]
     _create_task_run(client, pipeline, unit, number, state, tags)

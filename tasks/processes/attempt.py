@@ -1293,7 +1293,9 @@ class SupervisedAttempt:
         results = await asyncio.gather(*map(work, components), return_exceptions=True)
         for component, error in zip(components, results, strict=True):
             if error is not None:
-                _log.error("%s: a step of the end has failed", component.name, exc_info=error)
+                _log.error(
+                    "%s: an error during the end of the component", component.name, exc_info=error
+                )
 
     async def _make_verdict(self, decision: Decision) -> Verdict:
         """Return the verdict of a decision: the final state of the attempt and its reason.

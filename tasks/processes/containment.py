@@ -148,7 +148,9 @@ def _unshare_command() -> tuple[str, ...]:
         )
         if done.returncode == 0:
             return command
-    raise OSError(f"unshare is refused: {done.stderr.decode(errors='replace').strip()}")
+    raise OSError(
+        f"the kernel refuses a PID namespace: {done.stderr.decode(errors='replace').strip()}"
+    )
 
 
 @functools.cache

@@ -139,7 +139,7 @@ class DescendantWatch:
             await asyncio.sleep(max(pause_s, took_s * _PAUSE_PER_SEARCH))
 
     def note_end(self) -> None:
-        """Record the state of the kernel's counters at the end of the component's first process."""
+        """Record, at the end of the component's first process, which descendants were killed."""
         if self._is_over:
             return
         self._is_over = True

@@ -411,8 +411,8 @@ class GuardedProcess:
     def processes(self) -> list[int]:
         """Return the pids of the command and its descendants, parents before their children.
 
-        Returns an empty list if the guardian process, the parent of the command, has ended. The
-        kernel may then reuse its pid.
+        Returns an empty list if the guardian process, the parent of the command, has ended. After
+        the end of the guardian, its pid may belong to an unrelated process.
         """
         if not self.guardian.is_alive():
             return []

@@ -239,8 +239,8 @@ class _Service:
         left: list[int | str] = []
         for result in results:
             if isinstance(result, BaseException):
-                _log.error("the end of %s has failed", self.plan.name, exc_info=result)
-                left.append(f"the end of {self.plan.name} has failed: {result!r}")
+                _log.error("%s could not be ended", self.plan.name, exc_info=result)
+                left.append(f"{self.plan.name} could not be ended: {result!r}")
             else:
                 left += result
         return tuple(left)

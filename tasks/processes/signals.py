@@ -60,8 +60,8 @@ class _Program:
         self.has_run_ended = False
         #: Signals that were ignored when the program started.
         self.ignored: frozenset[int] = frozenset()
-        #: Object that distinguishes a second press of Ctrl-C from a repeated SIGINT, before and
-        #: after the run.
+        #: Object that tells a second press of Ctrl-C from a SIGINT that arrives twice for one
+        #: press. It is used before and after the run.
         self.ctrl_c = CtrlC()
 
     def on_signal(self, signum: int, frame: FrameType | None) -> None:

@@ -57,10 +57,10 @@ def trusted_users() -> frozenset[int]:
 class ListenerCheck:
     """Checks which user's server has accepted one connection.
 
-    Create the object before the client connects, and call `require_trusted` after that. The check
-    requires that the same socket listens before and after the connection was made. While it
-    listens, the kernel lets no other user listen on its address. So this socket has accepted the
-    connection.
+    Create the object before the client connects, and call `require_trusted` afterwards. The check
+    succeeds only if the same socket listens before and after the connection. While a socket
+    listens on an address, the kernel lets no other user listen there. So a socket that listens all
+    the time has accepted the connection.
     """
 
     def __init__(self) -> None:

@@ -89,8 +89,8 @@ class Waiting:
     #: Sort key of the run in the queue. The run with the smallest key is first. No two runs have
     #: the same key, and this includes runs that already hold GPUs.
     place: tuple[float | int | str, ...]
-    #: Expected time, in seconds, from the start of the run to its end. The time is one of
-    #: CLASSES_S.
+    #: Expected time, in seconds, from the start of the run to its end. Estimates are
+    #: rounded up to a value in CLASSES_S.
     estimate_s: float
     #: True if `estimate_s` is the default, because the spec of the run names no duration.
     is_estimate_assumed: bool = False
@@ -234,7 +234,8 @@ class _Reservation:
     quota: Quota
     #: Ids of the active runs that must end to free enough GPUs for the first run.
     waits_for: tuple[str, ...]
-    #: True if the expected end of one of these runs follows from a default duration.
+    #: True if at least one run in `waits_for` has no duration in its spec, so that its expected
+    #: end is computed from the default duration.
     is_assumed: bool = False
 
 

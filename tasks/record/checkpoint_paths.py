@@ -196,7 +196,9 @@ def find_local_path(path: CheckpointPath) -> Path | None:
 
 
 def path_exists(path: CheckpointPath) -> bool:
-    """Return True if a file, a folder or a link exists now. An object store is listed again.
+    """Return True if a file, a folder or a link exists now.
+
+    An object store is asked each time, without a cached listing.
 
     Raises:
         StoreError: The store did not answer.

@@ -191,7 +191,7 @@ def _alternates_fault(objects: Path, depth: int) -> str:
         if is_present(store):
             fault = find_marker_fault(store) or _alternates_fault(store, depth + 1)
             if fault:
-                return f"it uses the objects of another repository, and {fault}"
+                return f"the repository uses the Git objects of {store}, and {fault}"
     return ""
 
 

@@ -605,6 +605,6 @@ async def _try_to_end(part: str, end: Callable[[], Awaitable[None]]) -> str:
     try:
         await end()
     except Exception as error:
-        _log.exception("the end of %s has failed", part)
-        return f"the end of {part} has failed: {error!r}"
+        _log.exception("%s could not be ended", part)
+        return f"{part} could not be ended: {error!r}"
     return ""

@@ -468,7 +468,7 @@ class Gateway:
         if path.partition("?")[0] == "/health" and request.method in ("GET", "HEAD"):
             # Some clients, such as Atropos, check the health of an inference server by this path.
             # The gateway answers "ok" if any engine serves. The request needs no token, but
-            # requests of web pages are refused.
+            # requests that a web page sends from a browser are refused.
             if (error := self._access.find_page_refusal(request.headers)) is not None:
                 return error
             router = self._forwarder.router

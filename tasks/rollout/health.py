@@ -114,9 +114,9 @@ class _Watch:
     evidence: Evidence = field(default_factory=Evidence)
     #: Number of response pieces that the server has generated for requests since its start.
     tokens: int = 0
-    #: Number of successful probes that each followed a failed request, since the server generated
-    #: its last token. At most one probe in each probe interval is counted. A high number shows that
-    #: the server answers probes but fails requests.
+    #: Number of probes that succeeded although a request had failed before. The count starts again
+    #: from 0 when the server generates a token. At most one probe in each probe interval is
+    #: counted. A high number shows that the server answers probes but fails requests.
     yes_after_failures: int = 0
     #: The later of two times: when the server generated its last token, and when the last probe
     #: that `yes_after_failures` counts succeeded.

@@ -177,8 +177,8 @@ class LocalHost:
         leftovers: list[str] = []
         for server, result in zip(servers, results, strict=True):
             if isinstance(result, BaseException):
-                _log.error("the end of rank %d has failed", server.slot.rank, exc_info=result)
-                leftovers.append(f"the end of rank {server.slot.rank} has failed: {result!r}")
+                _log.error("rank %d could not be ended", server.slot.rank, exc_info=result)
+                leftovers.append(f"rank {server.slot.rank} could not be ended: {result!r}")
             elif result:
                 leftovers.append(result)
         return tuple(leftovers)

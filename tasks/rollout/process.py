@@ -309,7 +309,7 @@ async def _run_until_failure(fleet: Fleet, gateway: Gateway, emit: Emit) -> str:
         emit_load()
         for result in results:
             if isinstance(result, BaseException):
-                _log.error("the end of the fleet has failed", exc_info=result)
+                _log.error("the fleet could not be ended", exc_info=result)
             elif result:
                 _log.warning("processes could not be ended: %s", result)
 

@@ -135,6 +135,9 @@ class ActorListeners:
             server: The server.
             url: URL of the server.
             before: Task of the running check, or None.
+
+        Returns:
+            The sockets that listen there, as inode numbers. All of them belong to the server.
         """
         if before is not None:
             await asyncio.wait([before])
@@ -310,8 +313,8 @@ class RayHost:
         leftovers: list[str] = []
         for server, result in zip(servers, results, strict=True):
             if isinstance(result, BaseException):
-                _log.error("the end of rank %d has failed", server.slot.rank, exc_info=result)
-                leftovers.append(f"the end of rank {server.slot.rank} has failed: {result!r}")
+                _log.error("rank %d could not be ended", server.slot.rank, exc_info=result)
+                leftovers.append(f"rank {server.slot.rank} could not be ended: {result!r}")
             else:
                 leftovers += result
         return tuple(leftovers)

@@ -127,7 +127,7 @@ class TopologyPlan:
 
     @property
     def training_mesh(self) -> tuple[tuple[int, ...], ...]:
-        """`training_mesh[i]` lists the ranks whose weights are updated through one server.
+        """`training_mesh[i]` lists the inference ranks that get new weights through one server.
 
         There is one entry for each server that receives weight updates, in the order of the
         servers' ranks.

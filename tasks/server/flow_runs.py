@@ -622,7 +622,10 @@ def find_process_tags(tags: Iterable[str]) -> set[str]:
 
 
 def has_lost_process(run: FlowRun) -> bool:
-    """Return True if a flow run has lost its process, which ran on this host without a worker."""
+    """Return True if a flow run was started on this host without a worker, and is dead.
+
+    A run is dead if the process that executed it no longer exists.
+    """
     process = _process_of(run, host_name())
     return process is not None and not process.is_alive()
 

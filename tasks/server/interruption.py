@@ -185,7 +185,9 @@ class ForwardedRequests:
         self._ctrl_c = CtrlC()
 
     def take_signal(self, signum: int, at_s: float) -> None:
-        """End the run or pipeline, skip grace periods, or let the next process continue.
+        """End the run or pipeline, skip its grace periods, or end only this process.
+
+        In the last case, a later process of the same flow run continues the run or pipeline.
 
         Args:
             signum: number of the signal.

@@ -42,7 +42,7 @@ class Proxy:
 
     @property
     def address(self) -> str:
-        """URL of the proxy. The scheme is `http` if the variable's value has none."""
+        """URL of the proxy. If the environment variable has no scheme, the scheme is `http`."""
         return self.value if "://" in self.value else f"http://{self.value}"
 
     def __str__(self) -> str:

@@ -70,7 +70,7 @@ def find_url_fault(written: str) -> UrlFault | None:
     if protocol == "file":
         if not path.startswith(("/", "${")):
             return UrlFault(
-                problem=f"{written!r} names no absolute path of this machine",
+                problem=f"{written!r} contains no absolute path",
                 remedy="write file:///FOLDER, with three slashes",
             )
         return None

@@ -87,14 +87,14 @@ Matrix = Mapping[
 
 
 class Best(Model):
-    """Figure by which the best point of a matrix is chosen."""
+    """Number by which the best point of a matrix is chosen."""
 
     by: Text = Field(
-        description="Key of the figure: a metric of a run, or a number in the result of a step.",
+        description="Key of the number: the metric of a run, or the key in a step's result.",
         examples=["reward"],
     )
     mode: Literal["max", "min"] = Field(
-        "max", description="max: a larger figure is better. min: a smaller figure is better."
+        "max", description="max: a larger number is better. min: a smaller number is better."
     )
 
 

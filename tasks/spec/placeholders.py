@@ -37,8 +37,8 @@ class Kind(Enum):
     #: Argument of a command. If the whole argument is `${rollout.engines}`, it is replaced by one
     #: argument for each engine.
     WORD = "word"
-    #: Text of the component `rollout`. The process of the inference fleet later replaces
-    #: `${server.x}` and `$${` in it, for each inference server.
+    #: Text of the component `rollout`. The placeholders `${server.x}` and the escape `$${` stay in
+    #: the text. The process of the inference fleet replaces them for each inference server.
     FLEET = "fleet"
     #: Text of an evaluation. The training leaves all placeholders in it unchanged at the start of
     #: an attempt.

@@ -168,7 +168,7 @@ def _run(
 
 
 def _check_time(deadline: float, limit_s: float, must_end: Callable[[], bool]) -> None:
-    """Raise an error if the program may not continue.
+    """Raise an error if the helper program must stop, because of its time limit or the run's end.
 
     Raises:
         subprocess.SubprocessError: The time is over, or the run must end.

@@ -266,7 +266,7 @@ DROPS = [
         levels=("L4",),
         drops=True,
         prepare=_prepare_user_without_namespaces,
-        inject=partial(_check_reason_of_lower_level, reason="unshare is refused"),
+        inject=partial(_check_reason_of_lower_level, reason="the kernel refuses a PID namespace"),
         expect=CANCELLED,
         obstacle=lambda: why_not(*_WITHOUT_NAMESPACES, "true"),
     ),

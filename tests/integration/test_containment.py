@@ -231,7 +231,7 @@ def test_reason_for_a_refused_namespace_is_named(tmp_path: Path) -> None:
     if "Read-only" in result.stderr or "Permission" in result.stderr or "unshare:" in result.stderr:
         pytest.skip("the limit can't be set here")
 
-    assert "no L4: unshare is refused" in result.stdout, result.stderr
+    assert "no L4: the kernel refuses a PID namespace" in result.stdout, result.stderr
 
 
 def test_shared_memory_in_use_is_not_removed(segment: Path) -> None:

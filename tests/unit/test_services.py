@@ -351,4 +351,4 @@ def test_service_whose_end_raises_an_error_does_not_keep_the_others_alive(
     left = harness.services.teardown()
 
     assert harness.processes["server"][-1].was_ended
-    assert left == {"worker": ("the end of worker has failed: RuntimeError('a bug')",)}
+    assert left == {"worker": ("worker could not be ended: RuntimeError('a bug')",)}
