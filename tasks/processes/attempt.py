@@ -29,12 +29,7 @@ from tasks.processes.component import (
     RunningComponent,
 )
 from tasks.processes.descendant_watch import DeathEvidence
-from tasks.processes.full_disks import (
-    FileSystem,
-    describe_file_system,
-    measure_at_exit,
-    name_full_disk,
-)
+from tasks.processes.full_disks import FileSystem, measure_at_exit, name_full_disk
 from tasks.processes.guarded import GuardianTemplate
 from tasks.processes.hang_report import call_with_time_limit
 from tasks.processes.host_limits import (
@@ -44,6 +39,7 @@ from tasks.processes.host_limits import (
     name_reached_limit,
 )
 from tasks.processes.identity import host_name
+from tasks.processes.log_bounds import keep_log_bounded
 from tasks.processes.machine import read_gpus
 from tasks.processes.owned_tasks import OwnedTasks, cancel_tasks
 from tasks.processes.place_reader import PlaceReader, PlaceTimeout
@@ -110,8 +106,6 @@ _SIGTERM_HEARD = re.compile(
 _LAST_LINES = 40
 #: Largest number of times that components of one attempt are started again on another port.
 _MOVES_AT_MOST = 5
-#: Seconds between two checks whether a log has exceeded its bound.
-_LOG_EVERY_S = 1.0
 #: Smallest number of seconds between two checks of the processes that listen on the run's ports.
 _PORTS_EVERY_S = 1.0
 #: Smallest pause between two checks of the run's ports, as a multiple of the duration of a check.
@@ -491,13 +485,11 @@ class SupervisedAttempt:
         self._watchers.start(self._follow_progress())
         self._watchers.start(self._publish_gpu_use())
         self._watchers.start(self._follow_ports())
-        bounds = {
-            plan.name: LogBound(limit_bytes=plan.log_max_bytes)
-            for plan in self._plan.components
-            if plan.log_max_bytes is not None
-        }
-        for name, bound in bounds.items():
-            self._watchers.start(self._keep_log_bounded(name, bound))
+        for plan in self._plan.components:
+            if plan.log_max_bytes is not None:
+                log = self._context.logs[plan.name]
+                bound = LogBound(limit_bytes=plan.log_max_bytes)
+                self._watchers.start(keep_log_bounded(plan.name, log, bound, self._warn))
         self._watchers.start(self._follow_places())
         for component_plan in self._plan.components:
             # Do not check checkpoints in an object store. Requests to a store have their own time
@@ -674,28 +666,9 @@ class SupervisedAttempt:
             took_s = time.monotonic() - began_s
             await asyncio.sleep(max(_PORTS_EVERY_S, took_s * _PORTS_PAUSE))
 
-    async def _keep_log_bounded(self, name: str, bound: LogBound) -> None:
-        """Release the disk space of the middle of a component's log when the log grows too large.
-
-        If the file system cannot do this, report it once. The log then has no bound.
-        """
-        while True:
-            await asyncio.sleep(_LOG_EVERY_S)
-            log = self._context.logs[name]
-            if log.size() <= bound.limit_bytes:
-                continue
-            try:
-                await asyncio.to_thread(bound.apply, log.source)
-            except OSError as error:
-                place = f"the file system of {log.path}"
-                with contextlib.suppress(OSError):
-                    place = describe_file_system(log.path.parent)
-                message = (
-                    f"the log of {name} exceeds log_max_bytes: {place} cannot release a part of a "
-                    f"file ({error.strerror}), so the log has no bound"
-                )
-                self._emit("run.warning", message=message)
-                return
+    def _warn(self, message: str) -> None:
+        """Add a warning to the events of the run."""
+        self._emit("run.warning", message=message)
 
     async def _check_ports(self) -> None:
         """Check once whether a process of another user listens on a port of a running component.

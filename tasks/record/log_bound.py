@@ -72,7 +72,7 @@ class LogBound:
         new_hole_end = tail_start + newline + 1
         left_out = new_hole_end - head_end
         marker = _MARKER.format(left_out).encode()
-        _punch_hole(fd, head_end + len(marker), left_out - len(marker))
+        punch_hole(fd, head_end + len(marker), left_out - len(marker))
         os.pwrite(fd, marker, head_end)
         return left_out
 
@@ -90,8 +90,13 @@ class LogBound:
         return head_end, head_end
 
 
-def _punch_hole(fd: int, offset: int, length: int) -> None:
-    """Release the disk space of a part of a file.
+def punch_hole(fd: int, offset: int, length: int) -> None:
+    """Release the disk space of a part of a file. The size of the file stays the same.
+
+    Args:
+        fd: File descriptor that may write to the file.
+        offset: Number of bytes before the part.
+        length: Length of the part in bytes.
 
     Raises:
         OSError: The file system cannot release a part of a file.

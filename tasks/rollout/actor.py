@@ -32,9 +32,11 @@ from tasks.processes.ports import PortsReserved
 from tasks.processes.shortage import OWN_SHORTAGES
 from tasks.processes.sockets import verified_listeners
 from tasks.processes.tree import descendants
+from tasks.record import log_bound
+from tasks.record.log_bound import punch_hole
 
 #: The modules of Muster that are pickled by value and sent to the nodes.
-SENT = (sys.modules[__name__], ports, sockets, tree)
+SENT = (sys.modules[__name__], ports, sockets, tree, log_bound)
 #: Seconds that the wrapper process of a server gets, after the grace period, to kill the server and
 #: all descendants of the server.
 _KILL_WITHIN_S = 10.0
@@ -222,13 +224,19 @@ class ServerActor:
     async def read_log(self, offset: int) -> bytes:
         """Return at most 1 MiB of the server's log, or empty bytes at its end.
 
+        The disk space of earlier parts of the log is released, except the last 16 KiB of them. The
+        log on this node would otherwise grow as long as the server runs.
+
         Args:
-            offset: Number of bytes at the start of the log to skip.
+            offset: Number of bytes at the start of the log that the caller has read already.
         """
-        with contextlib.suppress(OSError), open(self._log, "rb") as f:
-            f.seek(offset)
-            return f.read(_LOG_AT_MOST_BYTES)
-        return b""
+        data = b""
+        # Not all file systems can release a part of a file.
+        with contextlib.suppress(OSError), open(self._log, "r+b", buffering=0) as f:
+            data = os.pread(f.fileno(), _LOG_AT_MOST_BYTES, offset)
+            if offset > _TAIL_BYTES:
+                punch_hole(f.fileno(), 0, offset - _TAIL_BYTES)
+        return data
 
     async def remove_files(self) -> None:
         """Remove the actor's temporary directory. Call this after the server has ended."""

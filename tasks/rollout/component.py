@@ -24,6 +24,7 @@ from tasks.processes.guarded import Command
 from tasks.processes.own_modules import make_own_command
 from tasks.ray.dashboard import CLUSTERS_VARIABLE
 from tasks.record.events import Emit, Event
+from tasks.record.log_bound import LogBound
 from tasks.record.log_file import LogFile
 from tasks.record.places import AttemptPlace
 from tasks.rollout.topology import (
@@ -368,6 +369,12 @@ class FleetPlan(BaseModel):
         """Return the path of the log of the server with this rank."""
         return self.place.log(f"{FLEET}-r{rank}")
 
+    @property
+    def log_bound(self) -> LogBound | None:
+        """Largest size of the log of each server, or None for no bound."""
+        limit_bytes = self.fleet.log_max_bytes
+        return LogBound(limit_bytes=limit_bytes) if limit_bytes is not None else None
+
 
 def prepare_fleet(
     spec: RunSpec,
@@ -466,6 +473,7 @@ def fleet_component(
         live=LiveProbe(http=health_url, every_s=_LIVE_EVERY_S),
         on_exit_zero=on_exit_zero,
         manages_ports=True,
+        log_max_bytes=fleet.log_max_bytes,
     )
 
 

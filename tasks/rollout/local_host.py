@@ -6,21 +6,21 @@ import asyncio
 import contextlib
 import errno
 import logging
-import os
 import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from tasks.processes import tree
 from tasks.processes.guarded import KILL_WITHIN_S, Command, GuardedProcess
 from tasks.processes.guards import Guards
+from tasks.processes.log_bounds import keep_log_bounded
 from tasks.processes.ports import PortsReserved, has_listener, listeners
 from tasks.processes.registry import EntryWriter
 from tasks.processes.shortage import OWN_SHORTAGES
 from tasks.processes.survivors import describe_survivors
 from tasks.record.causes import read_tail
 from tasks.record.disk import DiskThread
+from tasks.record.log_file import HeldLog
 from tasks.rollout.backends import Ask
 from tasks.rollout.component import FleetPlan
 from tasks.rollout.ownership import LocalListeners
@@ -42,9 +42,10 @@ class _LocalServer:
     slot: ServerSlot
     epoch: int
     process: GuardedProcess
-    #: File that the server's output is appended to, also after a restart of the server.
-    log: Path
-    #: Size of the log file in bytes when the server was started.
+    #: Log that the server's output is appended to, also after a restart of the server. The log is
+    #: held open, so that it can be read to its end even if its file is moved or removed.
+    log: HeldLog
+    #: Size of the log in bytes when the server was started.
     log_began_at: int
     #: True if the fleet is stopping the server. The server's end is then not reported as a death.
     is_stopping: bool = False
@@ -124,19 +125,28 @@ class LocalHost:
             raise StartFailed(
                 f"{name} can't be started: its earlier process (pid {pid}) has not ended"
             )
-        log = self._plan.log_of(rank)
+        log = HeldLog(self._plan.log_of(rank))
         stop = self._plan.fleet.stop
         if earlier is not None:
             await earlier.running.aclose()
         try:
+            log.hold()
+        except OSError as error:
+            raise _start_error(f"{name} can't be started: {error.strerror}", error) from error
+        try:
             process = self._guards.prepare(FLEET, f"r{rank}")
         except OSError as error:
+            log.release()
             message = f"{name}: its guardian can't be started: {error.strerror or error}"
             raise _start_error(message, error) from error
         server = _LocalServer(
-            slot=slot, epoch=epoch, process=process, log=log, log_began_at=_size_of(log)
+            slot=slot, epoch=epoch, process=process, log=log, log_began_at=max(log.size(), 0)
         )
         self._servers[rank] = server
+        server.running.callback(log.release)
+        if (bound := self._plan.log_bound) is not None:
+            bounding = asyncio.create_task(keep_log_bounded(name, log, bound, _log.warning))
+            server.running.callback(bounding.cancel)
         if (url := slot.url) is not None:
             expected = self.listeners.expect(url, process.processes)
             process.empty.add_done_callback(lambda _: self.listeners.forget(url, expected))
@@ -144,7 +154,7 @@ class LocalHost:
             argv=slot.argv,
             env={**self._env, **slot.env},
             cwd=self._plan.cwd,
-            log=log,
+            log=log.path,
             stop_signal=signal.Signals[stop.signal],
             grace_s=stop.grace_s,
         )
@@ -239,13 +249,16 @@ class LocalHost:
         """Report the death of a server, unless the server was stopped or has been replaced."""
         if server.is_stopping or self._servers.get(server.slot.rank) is not server:
             return
-        written_bytes = max(_size_of(server.log) - server.log_began_at, 0)
+        log_size = max(server.log.size(), 0)
+        # If log rotation has truncated the log, all of its content is from this server.
+        is_truncated = log_size < server.log_began_at
+        written_bytes = log_size if is_truncated else log_size - server.log_began_at
         self.on_death(
             Death(
                 rank=server.slot.rank,
                 epoch=server.epoch,
                 why=str(server.process.exited.result()),
-                log_end=read_tail(server.log, min(written_bytes, _LOOKBACK_BYTES)),
+                log_end=read_tail(server.log.source, min(written_bytes, _LOOKBACK_BYTES)),
             )
         )
 
@@ -268,10 +281,3 @@ def _start_error(message: str, error: OSError) -> StartFailed:
     # EAGAIN means that this user may start no more processes.
     is_shortage = error.errno in OWN_SHORTAGES or error.errno == errno.EAGAIN
     return NoRoomToStart(message) if is_shortage else StartFailed(message)
-
-
-def _size_of(log: Path) -> int:
-    """Return the size of a log file in bytes, or 0 if the file does not exist."""
-    with contextlib.suppress(OSError):
-        return os.stat(log).st_size
-    return 0

@@ -16,6 +16,7 @@ import logging
 import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -35,6 +36,7 @@ from tasks.ray.dashboard import Denied, NoAnswer, prepare_driver
 from tasks.ray.nodes import find_gcs_address
 from tasks.ray.submission import submission_id
 from tasks.ray.submit import wrapper_sources
+from tasks.record.log_bound import LogBound
 from tasks.record.outcome import signal_name
 from tasks.rollout.actor import SENT, PortKeeper, ServerActor
 from tasks.rollout.backends import Ask
@@ -178,6 +180,8 @@ class RayHost:
         self.listeners = ActorListeners(self._server_at)
         #: Ray handle of the `PortKeeper` on each node, by the node's index in the plan.
         self._keepers: dict[int, Any] = {}
+        #: Largest size of each copied log, or None for no bound.
+        self._log_bound = plan.log_bound
 
     @classmethod
     async def open(
@@ -503,6 +507,21 @@ class RayHost:
             with target.open("ab") as f:
                 f.write(data)
             server.log_offset += len(data)
+            if self._log_bound is not None:
+                self._bound_log(target, self._log_bound)
+
+    def _bound_log(self, target: Path, bound: LogBound) -> None:
+        """Keep the copy of a server's log below its bound. If that is impossible, warn once."""
+        try:
+            bound.apply(target)
+        except OSError as error:
+            self._log_bound = None
+            _log.warning(
+                "%s exceeds log_max_bytes: its file system cannot release a part of a file (%s). "
+                "The logs of the servers have no bound.",
+                target,
+                error.strerror,
+            )
 
 
 def _as_future(ref: Any) -> asyncio.Future[Any]:

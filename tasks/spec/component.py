@@ -21,6 +21,7 @@ from tasks.spec.values import (
     Count,
     CountOrZero,
     Env,
+    LogBytes,
     Model,
     PartName,
     Positive,
@@ -41,9 +42,6 @@ from tasks.spec.values import (
 FLEET = "rollout"
 
 _GIB = 1 << 30
-#: Largest size of a log in bytes. Limits below 64 KiB are rejected, because so short a log may not
-#: show the cause of a failure.
-LogBytes = Annotated[Count, Field(ge=65_536)]
 OnExitZero = Literal["complete", "drain", "fail"]
 Launcher = Literal["process", "ray_job"]
 
@@ -182,8 +180,8 @@ class Component(Model):
     )
     log_max_bytes: LogBytes | None = Field(
         None,
-        description="Largest size of the component's log on the disk, in bytes. Of a larger log, "
-        "Muster keeps the first quarter and the newest lines, with a line in between that says how "
+        description="Largest size of the component's log on the disk, in bytes. Muster keeps the "
+        "first quarter and the newest lines of a larger log, with a line in between that says how "
         "many bytes were left out. If omitted, the log has no bound.",
         examples=[1_000_000_000],
     )

@@ -21,6 +21,7 @@ from tasks.spec.values import (
     Count,
     CountOrZero,
     Env,
+    LogBytes,
     Model,
     Refusal,
     Seconds,
@@ -525,6 +526,7 @@ class Rollout(Model):
         "recovery",
         "weights",
         "placement",
+        "log_max_bytes",
     )
 
     backend: Backend | None = Field(
@@ -648,6 +650,14 @@ class Rollout(Model):
         "local",
         description="Place where the servers run. local: on this machine. ray: on the nodes of the "
         "Ray cluster.",
+    )
+    log_max_bytes: LogBytes | None = Field(
+        None,
+        description="Largest size of each log of the fleet on the disk, in bytes: the log of each "
+        "server, and the log of the fleet itself. Muster keeps the first quarter and the newest "
+        "lines of a larger log, with a line in between that says how many bytes were left out. If "
+        "omitted, the logs have no bound.",
+        examples=[1_000_000_000],
     )
 
     @classmethod

@@ -371,6 +371,9 @@ Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 Seconds = Positive
 SecondsOrZero = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(strict=True, ge=1)]
+#: Largest size of a log in bytes. Limits below 64 KiB are rejected, because so short a log may not
+#: show the cause of a failure.
+LogBytes = Annotated[Count, Field(ge=65_536)]
 CountOrZero = Annotated[int, Field(strict=True, ge=0)]
 #: Type of a key, or of several keys joined by dots: `train.step`.
 DottedKey = Annotated[str, Field(strict=True, pattern=r"^[^.\s]+(\.[^.\s]+)*$")]

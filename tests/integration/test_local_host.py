@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -63,14 +64,18 @@ class Hosts:
         self.created_hosts: list[LocalHost] = []
         self.disk = DiskThread("disk")
 
-    def __call__(self, *, grace_s: float = 0.3, register_at: Path | None = None) -> LocalHost:
+    def __call__(
+        self, *, grace_s: float = 0.3, register_at: Path | None = None, **fleet: Any
+    ) -> LocalHost:
         """Return a new host, which runs servers as processes of this machine.
 
-        `register_at` is the run's directory in the registry. None if the servers are not
-        registered.
+        Args:
+            grace_s: Grace period of the servers, in seconds.
+            register_at: Directory of the run in the registry, or None for unregistered servers.
+            **fleet: Further keys of the fleet in the run spec.
         """
         plan = make_fleet_plan(
-            self.directory, run_id=RUN_ID, grace_s=grace_s, register_at=register_at
+            self.directory, run_id=RUN_ID, grace_s=grace_s, fleet=fleet, register_at=register_at
         )
         env = {"PATH": os.environ["PATH"], "FROM": "the run"}
         host = LocalHost(plan, env, self.disk)
@@ -179,6 +184,51 @@ async def test_last_output_contains_no_output_of_an_earlier_epoch(hosts: Hosts) 
 
     words = [death.log_end for death in hosts.deaths]
     assert words == ["first\n", "second\n"]
+
+
+async def test_last_output_of_a_server_is_read_after_its_log_was_moved(hosts: Hosts) -> None:
+    host = hosts()
+    log = hosts.find_log(0)
+    script = f"echo before; mv {log} {log}.1; echo after; exit 1"
+
+    await host.start(build_slot(0, "sh", "-c", script), 1)
+    await hosts.until_deaths(1)
+
+    [death] = hosts.deaths
+    assert death.log_end == "before\nafter\n"
+
+
+async def test_last_output_of_a_server_is_read_after_its_log_was_truncated(hosts: Hosts) -> None:
+    host = hosts()
+    log = hosts.find_log(0)
+    log.write_text("a long line of an earlier server\n")
+    script = f"echo before; : > {log}; echo after; exit 1"
+
+    await host.start(build_slot(0, "sh", "-c", script), 1)
+    await hosts.until_deaths(1)
+
+    [death] = hosts.deaths
+    assert death.log_end == "after\n"
+
+
+async def test_log_of_a_running_server_is_kept_below_its_bound(hosts: Hosts) -> None:
+    host = hosts(log_max_bytes=1 << 20)
+    log = hosts.find_log(0)
+    program = (
+        "import time\n"
+        "for number in range(100_000): print(f'line {number:08d}', 'x' * 40)\n"
+        "print('all written', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+
+    await host.start(build_slot(0, sys.executable, "-I", "-S", "-c", program), 1)
+    await until(lambda: hosts.has_printed(0, "all written"), "all lines are written")
+
+    await until(lambda: log.stat().st_blocks * 512 < 1.1 * (1 << 20), "the log is bounded")
+    content = log.read_bytes()
+    assert content.startswith(b"line 00000000 ")
+    assert b"bytes of this log were left out" in content
+    assert content.endswith(b"all written\n")
 
 
 async def test_server_whose_port_is_taken_dies_of_a_port_conflict(hosts: Hosts) -> None:

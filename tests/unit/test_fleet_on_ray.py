@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import itertools
 import json
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import pytest
 from ray import cloudpickle
 
 from tasks.processes.ports import lock_name
+from tasks.ray.submit import wrapper_sources
 from tasks.rollout.actor import SENT, PortKeeper, ServerActor
 from tasks.rollout.component import FleetPlan
 from tasks.rollout.process import Places
@@ -201,6 +204,28 @@ async def test_actors_need_no_code_of_muster_on_the_node() -> None:
     assert len(set(ports)) == 2
     assert own_inodes == []
     assert "is taken by a process of user" in foreign_listener
+
+
+async def test_copied_part_of_a_log_takes_no_disk_space_on_the_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    actor = ServerActor(0, wrapper_sources())
+    line = b"a line of the log".ljust(63) + b"\n"
+    program = f"import os\nfor _ in range(64): os.write(1, {line!r} * 1024)"
+    argv = [sys.executable, "-I", "-S", "-c", program]
+    await actor.start(argv, {}, str(tmp_path), int(signal.SIGTERM), 1.0)
+    await actor.wait_for_exit()
+
+    copy = b""
+    while data := await actor.read_log(len(copy)):
+        copy += data
+
+    [log] = tmp_path.glob("*/log")
+    assert copy == line * 1024 * 64
+    assert log.stat().st_size == len(copy)
+    assert log.stat().st_blocks * 512 < 128 * 1024
+    assert (await actor.wait_for_exit())[1].encode() == line * (16 * 1024 // 64)
 
 
 async def test_moved_group_gets_its_new_address_and_others_keep_theirs() -> None:

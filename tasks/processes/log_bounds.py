@@ -1,0 +1,44 @@
+"""Keep the logs of running programs below their bounds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+
+from tasks.processes.full_disks import describe_file_system
+from tasks.record.log_bound import LogBound
+from tasks.record.log_file import HeldLog
+
+#: Seconds between two checks whether a log has exceeded its bound.
+_CHECK_EVERY_S = 1.0
+
+
+async def keep_log_bounded(
+    name: str, log: HeldLog, bound: LogBound, warn: Callable[[str], object]
+) -> None:
+    """Release the disk space of the middle of a log each time the log grows too large.
+
+    The function returns only if the file system cannot do this. The log then has no bound.
+
+    Args:
+        name: Name of the program that writes the log, for the warning.
+        log: The log. It may be held later than the call.
+        bound: Largest size of the log on the disk.
+        warn: Function that gets the warning about such a file system.
+    """
+    while True:
+        await asyncio.sleep(_CHECK_EVERY_S)
+        if log.size() <= bound.limit_bytes:
+            continue
+        try:
+            await asyncio.to_thread(bound.apply, log.source)
+        except OSError as error:
+            place = f"the file system of {log.path}"
+            with suppress(OSError):
+                place = describe_file_system(log.path.parent)
+            warn(
+                f"the log of {name} exceeds log_max_bytes: {place} cannot release a part of a "
+                f"file ({error.strerror}), so the log has no bound"
+            )
+            return
