@@ -30,6 +30,7 @@ from prefect.states import Scheduled
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from tasks.processes.identity import ProcessId, boot_id, host_name
+from tasks.server.concurrency_lease import set_state_and_release_lease_async
 from tasks.server.flow_runs import find_process_tags
 
 #: Name of the label that contains the `Grant` of a flow run as JSON. The label is empty if the flow
@@ -240,7 +241,7 @@ async def set_state(
     # So the state is not changed in that case.
     if current.id != state_of(flow_run).id or grant_of(current_run) != grant_of(flow_run):
         return None
-    answer = await client.set_flow_run_state(flow_run.id, state)
+    answer = await set_state_and_release_lease_async(client, flow_run.id, state)
     if answer.status is not SetStateStatus.ACCEPT or answer.state is None:
         return None
 
@@ -333,6 +334,26 @@ async def forget_process(client: PrefectClient, flow_run: FlowRun) -> None:
     path_parameters = {"id": flow_run.id}
     content = {"infrastructure_pid": None}
     await client.request("PATCH", "/flow_runs/{id}", path_params=path_parameters, json=content)
+
+
+async def requeue_unstarted(client: PrefectClient, flow_run: FlowRun, message: str) -> bool:
+    """Return a flow run that has not started to the queue, unless its state has changed.
+
+    Args:
+        client: Client of the Prefect server.
+        flow_run: The flow run as it was read.
+        message: Message of the new state.
+
+    Returns:
+        True if the flow run waits again.
+    """
+    if not await is_unchanged(client, flow_run):
+        return False
+    await forget_process(client, flow_run)
+    if await set_state(client, flow_run, waiting_state(flow_run, message)) is None:
+        return False
+    await client.update_flow_run_labels(flow_run.id, no_grant_labels())
+    return True
 
 
 def waiting_state(flow_run: FlowRun, message: str) -> State[Any]:

@@ -334,17 +334,13 @@ class Scheduler:
             "%s was granted GPUs, but its worker did not start it. It is requeued.",
             entry.request.name,
         )
-        if not entry.is_scheduled:
-            if not await grants.is_unchanged(self._client, entry.flow_run):
-                return
-            await grants.forget_process(self._client, entry.flow_run)
-            message = "its worker was lost before the start of the run"
-            waiting = grants.waiting_state(entry.flow_run, message)
-            if await grants.set_state(self._client, entry.flow_run, waiting) is None:
-                return
+        if entry.is_scheduled:
+            await self._client.update_flow_run_labels(entry.id, grants.no_grant_labels())
+            return
+        message = "its worker was lost before the start of the run"
+        if await grants.requeue_unstarted(self._client, entry.flow_run, message):
             name = entry.request.name
             self._announce("muster.run.requeued", entry.flow_run, name, message=message)
-        await self._client.update_flow_run_labels(entry.id, grants.no_grant_labels())
 
     async def _fail(self, refused: Refused) -> None:
         """Set the state of a run that can never start to Failed, and emit an event."""

@@ -51,9 +51,9 @@ from tasks.processes.temporary import use_own_temporary_folder
 from tasks.queue.crash_messages import CrashReporter
 from tasks.queue.decision import SchedulingPass
 from tasks.queue.fork_server import ENGINE, ForkServer, find_own_flow
-from tasks.queue.grants import state_of
+from tasks.queue.grants import requeue_unstarted, state_of
 from tasks.queue.lease import LeaseLost
-from tasks.queue.ledger import TYPE, QueueEntry
+from tasks.queue.ledger import TYPE, QueueEntry, parse_request
 from tasks.queue.nodes import Capacity
 from tasks.queue.reasons import offered_message
 from tasks.queue.scheduler import Scheduler
@@ -61,6 +61,7 @@ from tasks.queue.scheduling_pass import make_queue_view
 from tasks.queue.settings import PoolSettings
 from tasks.queue.tables import QueueArtifacts
 from tasks.queue.worker_names import WorkerName
+from tasks.server.concurrency_lease import has_lost_lease, set_state_and_release_lease_async
 from tasks.server.events import Announcer
 from tasks.server.flow_process import share_ssl_contexts
 from tasks.server.flow_runs import UPKEEP_FLOWS, ServerAway
@@ -469,14 +470,29 @@ class GangWorker(ProcessWorker):
         if exit_code is None:
             raise RuntimeError("the process of the flow run was not started")
 
-        # If a flow run is cancelled before its process has a pid, Prefect's worker cannot end the
-        # process. The flow run then stays in the state Cancelling. In that case the next lines set
-        # the final state.
         with contextlib.suppress(httpx.HTTPError, PrefectException):
-            if state_of(await self.client.read_flow_run(flow_run.id)).is_cancelling():
-                final_state: State[Any] = Cancelled(message="cancelled; its process has ended")
-                await self.client.set_flow_run_state(flow_run.id, final_state)
+            await self._complete_end(flow_run.id)
         return ProcessWorkerResult(status_code=exit_code, identifier=str(handle.pid))
+
+    async def _complete_end(self, flow_run_id: UUID) -> None:
+        """Set the state of a flow run whose process has ended without a state for this end.
+
+        Raises:
+            httpx.HTTPError, PrefectException: The server did not answer.
+        """
+        flow_run = await self.client.read_flow_run(flow_run_id)
+        state = state_of(flow_run)
+        if state.is_cancelling():
+            # If a flow run is cancelled before its process has a pid, Prefect's worker cannot end
+            # the process. The flow run then stays in the state Cancelling.
+            final_state: State[Any] = Cancelled(message="cancelled; its process has ended")
+            await set_state_and_release_lease_async(self.client, flow_run_id, final_state)
+        elif state.is_pending() and await asyncio.to_thread(has_lost_lease, flow_run_id):
+            # The process of such a flow run exits at once, see `flows/__main__.py`.
+            message = "its place in the limit of its deployment was lost before the run started"
+            if await requeue_unstarted(self.client, flow_run, message):
+                name = parse_request(flow_run).name
+                self._announce("muster.run.requeued", flow_run, name, message=message)
 
     async def __aenter__(self) -> GangWorker:
         # This line must come first. The next line lets Prefect create files in the folder that

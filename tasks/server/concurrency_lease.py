@@ -9,8 +9,12 @@ end every run with a lease, although the server still counts these runs. A train
 for this reason, so `keep_runs_without_lease` replaces this part of the engine.
 
 If the limit of the deployment is removed while a run has a lease, the server cannot release the
-lease, and refuses each state in which the run is over. `set_state_and_release_lease` sets such a
-state.
+lease, and refuses each state in which the run has no process. `set_state_and_release_lease` sets
+such a state.
+
+A run gets its lease with the state Pending. If the lease is lost before the state Running, and no
+slot is free, the server would cancel the run. `has_lost_lease` finds such a run, so that it can
+wait in the queue again.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import contextvars
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -27,7 +31,7 @@ from uuid import UUID
 
 import httpx
 from prefect import flow_engine
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import PrefectClient, SyncPrefectClient, get_client
 from prefect.client.schemas.objects import State
 from prefect.client.schemas.responses import OrchestrationResult
 from prefect.exceptions import PrefectException
@@ -122,6 +126,51 @@ def renew_lease(
         is_over.wait(pause_s)
 
 
+def has_lost_lease(
+    flow_run_id: UUID,
+    connect: Callable[[], SyncPrefectClient] = lambda: get_client(sync_client=True),
+) -> bool:
+    """Return True if a Pending flow run has a concurrency lease that the server no longer knows.
+
+    If the server knows the lease, the lease is renewed. The flow run needs no lease if the limit of
+    its deployment was removed. Its states then still contain the id of the released lease.
+
+    Args:
+        flow_run_id: Id of the flow run.
+        connect: Function that returns a client of the Prefect server.
+
+    Raises:
+        httpx.HTTPError, PrefectException: The server did not answer.
+    """
+    with connect() as client:
+        flow_run = client.read_flow_run(flow_run_id)
+        state = flow_run.state
+        lease_id = _get_lease_id(state)
+        if state is None or not state.is_pending() or lease_id is None:
+            return False
+        try:
+            client.renew_concurrency_lease(lease_id=lease_id, lease_duration=_LEASE_S)
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code != HTTPStatus.GONE:
+                raise
+            if flow_run.deployment_id is None:
+                return False
+            deployment = client.read_deployment(flow_run.deployment_id)
+            return deployment.global_concurrency_limit is not None
+    return False
+
+
+def exit_if_lease_was_lost(flow_run_id: str) -> None:
+    """Exit with code 0 if the server has lost the concurrency lease of a flow run.
+
+    Call this before the process of the flow run sets the state Running. The worker then returns the
+    flow run to the queue. If the server does not answer, return.
+    """
+    with suppress(httpx.HTTPError, PrefectException):
+        if has_lost_lease(UUID(flow_run_id)):
+            raise SystemExit(0)
+
+
 def set_state_and_release_lease(
     client: SyncPrefectClient, flow_run_id: UUID, state: State[Any]
 ) -> OrchestrationResult[Any]:
@@ -146,10 +195,30 @@ def set_state_and_release_lease(
     except httpx.HTTPStatusError as error:
         if error.response.status_code != HTTPStatus.INTERNAL_SERVER_ERROR:
             raise
-        present_state = client.read_flow_run(flow_run_id).state
-        details = present_state.state_details if present_state is not None else None
-        lease_id = details.deployment_concurrency_lease_id if details is not None else None
+        lease_id = _get_lease_id(client.read_flow_run(flow_run_id).state)
         if lease_id is None:
             raise
         client.release_concurrency_slots_with_lease(lease_id)
         return client.set_flow_run_state(flow_run_id, state)
+
+
+async def set_state_and_release_lease_async(
+    client: PrefectClient, flow_run_id: UUID, state: State[Any]
+) -> OrchestrationResult[Any]:
+    """Do the same as `set_state_and_release_lease`, with an asynchronous client."""
+    try:
+        return await client.set_flow_run_state(flow_run_id, state)
+    except httpx.HTTPStatusError as error:
+        if error.response.status_code != HTTPStatus.INTERNAL_SERVER_ERROR:
+            raise
+        lease_id = _get_lease_id((await client.read_flow_run(flow_run_id)).state)
+        if lease_id is None:
+            raise
+        await client.release_concurrency_slots_with_lease(lease_id)
+        return await client.set_flow_run_state(flow_run_id, state)
+
+
+def _get_lease_id(state: State[Any] | None) -> UUID | None:
+    """Return the id of the concurrency lease in a state, or None if the state has no lease."""
+    details = state.state_details if state is not None else None
+    return details.deployment_concurrency_lease_id if details is not None else None

@@ -8,13 +8,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from typing import Any
 from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.objects import State
 from prefect.exceptions import ParameterBindError, PrefectException, SignatureMismatchError
 from prefect.states import Failed
 
+from tasks.server.concurrency_lease import set_state_and_release_lease
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.formatting import join_words
 
@@ -102,4 +105,5 @@ def _fail(client: SyncPrefectClient, flow_run_id: UUID, error: Exception) -> Non
         required=[item.name for item in parameters if item.default is inspect.Parameter.empty],
     )
     kind = FailureKind.USER_ERROR.value
-    client.set_flow_run_state(flow_run_id, Failed(message=f"{kind}: {message or error}"))
+    failed: State[Any] = Failed(message=f"{kind}: {message or error}")
+    set_state_and_release_lease(client, flow_run_id, failed)

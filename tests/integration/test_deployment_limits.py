@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.gang_pool import POOL, GangPool, host
+from tests.support.gang_referee import FINAL
 from tests.support.host_environment import Run, Server, wait_for
 from tests.support.postgres import explain_missing_postgres, postgres
 from tests.support.prefect_api import send_request
@@ -138,6 +141,47 @@ def test_run_that_is_starting_survives_a_restart_of_the_server(pool: GangPool) -
     assert read_active_slots(pool) == 1
     assert pool.set_state(run, "COMPLETED") == "COMPLETED"
     assert read_active_slots(pool) == 0
+
+
+@pytest.mark.parametrize("pool", [LEASES_IN_MEMORY], indirect=True)
+def test_run_whose_lease_is_lost_before_its_start_waits_again_and_completes(
+    pool: GangPool, tmp_path: Path
+) -> None:
+    limit_deployment(pool)
+    begun, may_go_on = tmp_path / "begun", tmp_path / "may-go-on"
+    wait = f"touch {begun}; while [ ! -e {may_go_on} ]; do sleep 0.1; done"
+    start = f"exec {sys.executable} -P -m flows $PREFECT__FLOW_RUN_ID"
+    command = shlex.join(["sh", "-c", f"{wait}; {start}"])
+    address = f"{pool.host_env.api}/deployments/{read_deployment(pool)['id']}"
+    send_request("PATCH", address, {"job_variables": {"command": command}})
+    pool.start_worker()
+    run = pool.submit(pool.spec(lasts_s=0.2))
+    wait_for(begun.exists, "the process of the run begins", WITHIN_S)
+
+    restart_server(pool)
+    state_before = run.state()[0]
+    may_go_on.touch()
+
+    wait_for(lambda: run.state()[0] in FINAL, "the run ends", WITHIN_S)
+    assert (state_before, run.state()[0]) == ("PENDING", "COMPLETED")
+    assert read_active_slots(pool) == 0
+
+
+def test_run_without_worker_blocks_no_other_after_its_deployments_limit_was_removed(
+    pool: GangPool,
+) -> None:
+    limit_deployment(pool)
+    run = pool.submit(pool.spec(lasts_s=0.2))
+    assert pool.set_state(run, "PENDING") == "PENDING"
+    address = f"{pool.host_env.api}/deployments/{read_deployment(pool)['id']}"
+    send_request("PATCH", address, {"concurrency_limit": None})
+
+    pool.start_worker()
+    # The scheduler requeues a run whose worker did not start it within a minute.
+    wait_for(lambda: run.state()[0] == "COMPLETED", "the run is completed", 60.0 + WITHIN_S)
+    next_run = pool.submit(pool.spec(lasts_s=0.2))
+
+    wait_for(lambda: next_run.state()[0] == "COMPLETED", "the next run is completed", WITHIN_S)
 
 
 def test_overlapping_run_is_skipped_while_the_last_run_is_going(pool: GangPool) -> None:

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
+from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
 from uuid import UUID, uuid4
 
+import httpx
 from prefect.client.schemas.actions import LogCreate, WorkPoolUpdate
 from prefect.client.schemas.objects import FlowRun, State, StateType, WorkPool, WorkQueue
 from prefect.client.schemas.responses import OrchestrationResult, SetStateStatus, StateAcceptDetails
@@ -51,6 +53,9 @@ class ScriptedPrefect:
         self.logs: list[tuple[UUID | None, str]] = []
         #: The deployments with the fields that concern their concurrency limit, as JSON objects.
         self.deployments: list[dict[str, Any]] = []
+        #: Ids of the leases of runs whose deployment has lost its concurrency limit. The server
+        #: refuses each state of such a run until its lease is released by its id.
+        self.leases_without_limit: set[UUID] = set()
         #: The events that the scheduler has sent.
         self.events: list[dict[str, Any]] = []
         #: Number of requests up to now.
@@ -182,10 +187,20 @@ class ScriptedPrefect:
         self, id: UUID, state: State[Any], force: bool = False
     ) -> OrchestrationResult[Any]:
         self._begin_request("set_flow_run_state")
+        old_state = self._runs[id].state
+        assert old_state is not None
+        if old_state.state_details.deployment_concurrency_lease_id in self.leases_without_limit:
+            request = httpx.Request("POST", f"{self.api_url}/flow_runs/{id}/set_state")
+            response = httpx.Response(HTTPStatus.INTERNAL_SERVER_ERROR, request=request)
+            raise httpx.HTTPStatusError("refused", request=request, response=response)
         status = self.set(id, state, force=force)
         return OrchestrationResult(
             state=self._runs[id].state, status=status, details=StateAcceptDetails()
         )
+
+    async def release_concurrency_slots_with_lease(self, lease_id: UUID) -> None:
+        self._begin_request("release_concurrency_slots_with_lease")
+        self.leases_without_limit.discard(lease_id)
 
     async def create_logs(self, logs: list[LogCreate]) -> None:
         self._begin_request("create_logs")

@@ -17,10 +17,12 @@ from prefect import flow_engine
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import State
 from prefect.concurrency import _leases
-from prefect.states import Completed, Running
+from prefect.states import Completed, Pending, Running
 
 from tasks.server import concurrency_lease
 from tasks.server.concurrency_lease import (
+    exit_if_lease_was_lost,
+    has_lost_lease,
     keep_lease,
     keep_runs_without_lease,
     renew_in_thread,
@@ -65,6 +67,23 @@ class Server:
         error = self.answers[len(self.renewals) - 1]
         if error is not None:
             raise error
+
+
+@dataclass
+class ServerWithFlowRun(Server):
+    """A Prefect server with one flow run."""
+
+    state: State[Any] = field(default_factory=Pending)
+    lease_id: UUID | None = LEASE
+    #: Concurrency limit of the deployment of the flow run, or None for no limit.
+    limit: int | None = 1
+
+    def read_flow_run(self, flow_run_id: UUID) -> SimpleNamespace:
+        self.state.state_details.deployment_concurrency_lease_id = self.lease_id
+        return SimpleNamespace(state=self.state, deployment_id=uuid4())
+
+    def read_deployment(self, deployment_id: UUID) -> SimpleNamespace:
+        return SimpleNamespace(global_concurrency_limit=self.limit)
 
 
 def renew(server: Server) -> None:
@@ -138,6 +157,35 @@ def test_engine_of_prefect_uses_the_replacement(monkeypatch: pytest.MonkeyPatch)
     assert engine_globals[name] is keep_lease
     expected = inspect.signature(_leases.maintain_concurrency_lease).parameters
     assert [*inspect.signature(concurrency_lease.keep_lease).parameters] == [*expected]
+
+
+@pytest.mark.parametrize(
+    ("server", "is_lost"),
+    [
+        (ServerWithFlowRun([None]), False),
+        (ServerWithFlowRun([answer(HTTPStatus.GONE)]), True),
+        (ServerWithFlowRun([answer(HTTPStatus.GONE)], state=Running()), False),
+        (ServerWithFlowRun([answer(HTTPStatus.GONE)], lease_id=None), False),
+        (ServerWithFlowRun([answer(HTTPStatus.GONE)], limit=None), False),
+    ],
+    ids=["renewed", "lost", "running", "never limited", "no longer limited"],
+)
+def test_lease_is_lost_if_the_server_cannot_renew_it_for_a_pending_run(
+    server: ServerWithFlowRun, is_lost: bool
+) -> None:
+    assert has_lost_lease(uuid4(), server.connect) is is_lost
+
+
+def test_process_of_a_run_continues_if_the_server_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(concurrency_lease, "has_lost_lease", raise_no_answer)
+
+    exit_if_lease_was_lost(str(uuid4()))
+
+
+def raise_no_answer(_flow_run_id: UUID) -> bool:
+    raise httpx.ConnectError("connection refused")
 
 
 @dataclass

@@ -381,6 +381,22 @@ def test_cancelled_run_that_has_begun_is_left_to_its_process(server: ScriptedPre
     assert server.history(run)[-1] == "Cancelling"
 
 
+def test_lost_pending_run_waits_again_although_its_deployments_limit_was_removed(
+    server: ScriptedPrefect,
+) -> None:
+    lost_run = server.submit(spec(), labels=granted(n1=8))
+    pending: State[Any] = State(type=StateType.PENDING)
+    pending.state_details.deployment_concurrency_lease_id = uuid4()
+    server.set(lost_run, pending)
+    server.leases_without_limit.add(pending.state_details.deployment_concurrency_lease_id)
+    next_run = server.submit(spec())
+
+    started = run_passes(server)
+
+    assert server.history(lost_run) == ["Scheduled", "Pending", "PendingResources"]
+    assert [entry.id for entry in started] == [lost_run, next_run]
+
+
 def test_long_queue_at_its_limit_hides_no_run_behind_it() -> None:
     server = ScriptedPrefect(template(8, 8, limits={"red": 8}))
     held = server.submit(spec(tags=["red"]), labels=granted(n1=8), run_count=1)
