@@ -387,6 +387,9 @@ class Host:
     #: Ids and names of the flow runs in the host's registry on disk. `tasks.upkeep.lost_run` cleans
     #: up after the lost flow runs among them.
     registered: frozenset[str]
+    #: Names of the flow runs that wait for their next attempt without a process, according to notes
+    #: on the host's disk.
+    waiting: frozenset[str] = frozenset()
     #: Id of the flow `pipeline`, whose flow runs can continue in another process. None if unknown.
     pipeline_flow: UUID | None = None
 
@@ -433,7 +436,9 @@ def decide_lost_state(run: FlowRun, host: Host, now: datetime) -> State[Any] | N
         return None
     if age < _SETTLED_AFTER and not host.is_lost:
         return None
-    if not host.has_been_given(run) and state.is_running():
+    # A requeued flow run has no recorded process until a worker starts the next one.
+    is_requeued = run.name in host.waiting and run.infrastructure_pid is None
+    if state.is_running() and (is_requeued or not host.has_been_given(run)):
         return Scheduled(message="set to Running by hand, but it has no process; scheduled again")
     spec = mapping_or_empty(run.parameters.get("spec"))
     gone = f"its process is gone {'with' if host.is_lost else 'from'} {host.name}"

@@ -71,7 +71,7 @@ from tasks.upkeep.lost_run import (
 from tasks.upkeep.node_checks import check_nodes_again
 from tasks.upkeep.orphans import end_orphans
 from tasks.upkeep.report import Report, RunReport
-from tasks.upkeep.waiting_runs import close_ended_waiting_runs
+from tasks.upkeep.waiting_runs import close_ended_waiting_runs, list_waiting_runs
 
 _log = logging.getLogger(__name__)
 
@@ -296,6 +296,7 @@ def _describe_host(client: SyncPrefectClient, name: str) -> Host:
         ),
         processes=find_holders(FLOW_RUN_VARIABLE),
         registered=frozenset(registered),
+        waiting=frozenset(list_waiting_runs()),
         pipeline_flow=pipeline_flows[0].id if pipeline_flows else None,
     )
 

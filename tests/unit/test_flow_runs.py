@@ -52,6 +52,7 @@ def host(
     alive: dict[str, tuple[int, ...]] | None = None,
     hidden: dict[int, str] | None = None,
     registered: tuple[str, ...] = (),
+    waiting: tuple[str, ...] = (),
     is_lost: bool = False,
 ) -> Host:
     """Return the host `here` as `muster reconcile` finds it.
@@ -60,6 +61,7 @@ def host(
         alive: Ids of living processes, by the flow run id in their environment.
         hidden: Processes whose environment cannot be read: their programs by process id.
         registered: Ids or names of the flow runs in the process registry.
+        waiting: Names of the flow runs that wait for their next attempt without a process.
         is_lost: True if `here` is another host, which was given up.
     """
     processes = Holders(pids=alive or {}, hidden=hidden or {})
@@ -69,6 +71,7 @@ def host(
         upkeep_deployments=frozenset({DEPLOYMENT}),
         processes=processes,
         registered=frozenset(registered),
+        waiting=frozenset(waiting),
         pipeline_flow=PIPELINE,
     )
 
@@ -135,6 +138,11 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
             None,
         ),
         (flow_run(PENDING, 9000, labels={}, work_pool_name="push"), host(), None),
+        # a user has set the state of a requeued flow run, which has no process
+        (flow_run(RUNNING, 60), host(waiting=("a-run",)), "Scheduled"),
+        (flow_run(RUNNING, 29.9), host(waiting=("a-run",)), None),
+        # the next process of the requeued flow run was killed
+        (flow_run(RUNNING, 60, infrastructure_pid="7"), host(waiting=("a-run",)), "Crashed"),
         # flow runs of a worker of type gang are processes of this host, those of type kubernetes
         # are not
         (flow_run(RUNNING, 60, labels=HERE | {"prefect.worker.type": "gang"}), host(), "Crashed"),
