@@ -27,6 +27,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tasks.queue.grants import requeue_labels
 from tests.support.gang_pool import GangPool, Host, gang_pool, list_leftovers
 from tests.support.gang_referee import FINAL
 from tests.support.host_environment import ROOT, Run, Server, wait_for
@@ -404,14 +405,18 @@ class Matrix:
         """Let the next attempts of all requeued runs find GPUs, and start them now."""
         self.gpus_file.touch()
         for row in self.rows:
-            if row.phase == "requeued" and self.observe(row).state == "SCHEDULED":
-                path = f"/flow_runs/{row.run.flow_run_id}/set_state"
-                self.pool.host_env.post(path, force=True, state={"type": "SCHEDULED"})
+            if row.phase == "requeued" and self.observe(row).waits:
+                address = f"{self.pool.host_env.api}/flow_runs/{row.run.flow_run_id}/labels"
+                send_request("PATCH", address, requeue_labels(not_before=0.0))
 
-    def resume_paused_runs(self) -> None:
-        """Schedule all paused runs again, and wait until they have ended."""
+    def end_paused_runs(self) -> None:
+        """Cancel the suspended runs, schedule the paused runs again, and wait for their ends."""
         for row in self.rows:
-            if self.observe(row).state == "PAUSED":
+            if self.observe(row).state != "PAUSED":
+                continue
+            if row.change == "Suspended":
+                self.muster("cancel", row.run.flow_run_id)
+            else:
                 path = f"/flow_runs/{row.run.flow_run_id}/set_state"
                 self.pool.host_env.post(path, force=True, state={"type": "SCHEDULED"})
         for row in self.rows:
@@ -512,7 +517,7 @@ def test_each_state_set_by_hand_leaves_true_records_and_no_orphan(
     faults += matrix.finish()
     print(f"{phase}: {faults or 'all is well'}", flush=True)
     assert faults == []
-    matrix.resume_paused_runs()
+    matrix.end_paused_runs()
     assert list_leftovers(matrix.pool) == []
     assert matrix.read_holders() == {}
 
