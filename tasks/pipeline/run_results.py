@@ -15,12 +15,13 @@ from uuid import UUID
 from prefect.client.orchestration import SyncPrefectClient
 
 from tasks.pipeline.decision import StageRun
-from tasks.pipeline.results import InvalidResult, read_last_metric, read_result
+from tasks.pipeline.results import read_last_metric, read_result
 from tasks.pipeline.server_requests import ServerRequests
 from tasks.pipeline.stage_specs import CannotBegin
 from tasks.record.checkpoint_paths import CheckpointPath
 from tasks.record.checkpoints import find_stage_checkpoint
 from tasks.record.places import RunPlace
+from tasks.record.result_file import InvalidResult
 from tasks.record.states import RunState
 from tasks.spec.pipeline import Stage
 from tasks.spec.probes import get_number

@@ -34,7 +34,6 @@ from tasks.pipeline.decision import (
 )
 from tasks.pipeline.matrix_tables import MatrixTables
 from tasks.pipeline.progress_report import ProgressReport
-from tasks.pipeline.results import InvalidResult
 from tasks.pipeline.run_cancellation import cancel_and_wait
 from tasks.pipeline.run_results import RunResults
 from tasks.pipeline.server_requests import POLL_INTERVAL_S, ServerRequests
@@ -50,6 +49,7 @@ from tasks.pipeline.stage_runs import (
 )
 from tasks.pipeline.stage_specs import CannotBegin, read_specs_of_deployments
 from tasks.pipeline.stage_values import StageValues
+from tasks.record.result_file import InvalidResult
 from tasks.record.states import RunState
 from tasks.server import flow_process, flow_runs
 from tasks.server.flow_runs import ServerAway

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from uuid import UUID
 
 from tasks.pipeline.decision import StageRun, StageState, completed_run
-from tasks.pipeline.results import InvalidResult, choose_best, keep_large_value, select_value
+from tasks.pipeline.results import choose_best, keep_large_value, select_value
 from tasks.pipeline.run_results import RunResults
 from tasks.pipeline.stage_specs import CannotBegin
 from tasks.record.places import RunPlace
+from tasks.record.result_file import InvalidResult
 from tasks.spec.conditions import InvalidCondition, parse_condition
 from tasks.spec.pipeline import PipelineSpec
 from tasks.spec.placeholders import BEST, POINT, RESULT, RESULTS, RUN_DIR, RUN_ID, STAGE, STATE

@@ -15,18 +15,22 @@ from tests.faults.injections import pids_cgroup, server, why_no_cgroup_v1
 from tests.support.process_trees import SHAPES
 from tests.support.supervised_components import DEADLINE_S, free_port, python, sh, wait_until
 
-#: Program that ignores SIGTERM, and forks until the kernel refuses a further process.
+#: Program that ignores SIGTERM, and forks until the kernel refuses a further process. The program
+#: then tries again all the time, so that a process or thread that ends makes no room for others.
 _FORKS_UP_TO_LIMIT = """
 import os, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-try:
-    while True:
+is_full = False
+while True:
+    try:
         if os.fork() == 0:
             os.setsid()
             time.sleep(600)
-except BlockingIOError:
-    os.write(1, b"up\\n")
-time.sleep(600)
+    except BlockingIOError:
+        if not is_full:
+            os.write(1, b"up\\n")
+            is_full = True
+        time.sleep(0.001)
 """
 #: Limit on the number of processes of the run.
 _MAX_PROCESSES = 150
