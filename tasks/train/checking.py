@@ -29,7 +29,7 @@ from tasks.spec.pipeline import is_pipeline_file, load_pipeline
 from tasks.spec.programs import add_active_environment, find_missing_programs
 from tasks.spec.run import Gang, RunSpec
 from tasks.train.interpreters import component_search_path
-from tasks.train.pipeline_check import check_pipeline
+from tasks.train.pipeline_check import check_pipeline, find_unfit_evaluations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +51,11 @@ def check(spec: SpecFile, /, *, set: Overrides = (), json: AsJson = False) -> in
     compared with the nodes of the queue.
 
     Exit: 0 the spec is valid, and the run fits or its cluster is unknown; 2 the spec is invalid; 3
-    the run or a stage fits on no cluster.
+    the run, one of its evaluations or a stage fits on no cluster.
 
     Args:
-        json: Print the missing programs and the clusters as JSON. For a pipeline, print the stages
-            that fit on no cluster.
+        json: Print the missing programs, the clusters, and the evaluations that fit on no cluster
+            as JSON. For a pipeline, print the stages that fit on no cluster.
     """
     if is_pipeline_file(spec):
         return _check_pipeline(spec, set, json=json)
@@ -74,14 +74,22 @@ def check(spec: SpecFile, /, *, set: Overrides = (), json: AsJson = False) -> in
             fits.append(_check_this_machine(run_spec.gang))
         if api_url:
             fits += asyncio.run(_check_clusters(run_spec, run_spec.gang))
+    unfit = find_unfit_evaluations(run_spec)
 
     if json:
-        print(dumps({"missing_programs": missing, "clusters": [asdict(fit) for fit in fits]}))
+        content = {
+            "missing_programs": missing,
+            "clusters": [asdict(fit) for fit in fits],
+            "unfit_evaluations": [asdict(fault) for fault in unfit],
+        }
+        print(dumps(content))
     else:
         _print_result(run_spec, missing, fits)
+        for fault in unfit:
+            print(f"  {fault}")
     # Without a server, the nodes of the queue are unknown, so the run may fit on these nodes.
     is_too_large = bool(api_url and fits) and all(fit.fits is False for fit in fits)
-    return EXIT_INFEASIBLE if is_too_large else EXIT_DONE
+    return EXIT_INFEASIBLE if is_too_large or unfit else EXIT_DONE
 
 
 def _check_pipeline(path: Path, overrides: Sequence[str], *, json: bool) -> int:

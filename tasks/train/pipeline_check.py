@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prefect.settings import PREFECT_API_URL
 
@@ -21,6 +21,7 @@ from tasks.ray.usage import Cluster
 from tasks.server.flow_runs import connect_to_server
 from tasks.server.server import read_secrets
 from tasks.spec.errors import Fault
+from tasks.spec.evaluations import find_place
 from tasks.spec.formatting import format_count, join_commas
 from tasks.spec.pipeline import PipelineSpec, Stage, add_deployment_specs
 from tasks.spec.run import RunSpec
@@ -79,6 +80,53 @@ def find_unfit_stages(pipeline: PipelineSpec) -> tuple[Fault, ...]:
     if not needs_nodes or not PREFECT_API_URL.value():
         return ()
     return tuple(compare_stages(pipeline, asyncio.run(_read_clusters())))
+
+
+def find_unfit_evaluations(spec: RunSpec) -> tuple[Fault, ...]:
+    """Return a fault for each evaluation that needs resources that no node of the queue has.
+
+    Args:
+        spec: A valid run spec.
+
+    Raises:
+        NoServer: The Prefect server does not answer.
+    """
+    if not spec.evals:
+        return ()
+    faults = find_unfit_stages(build_pipeline_of_evaluations(spec))
+    return tuple(rename_stage_path(fault, [*spec.evals]) for fault in faults)
+
+
+def build_pipeline_of_evaluations(spec: RunSpec) -> PipelineSpec:
+    """Return a pipeline whose steps need the same resources as the evaluations of a run.
+
+    The pipeline is only compared with the nodes of the queue, and never started.
+    """
+    written = spec.written()
+    stages = [
+        {
+            "name": name,
+            # The command has placeholders that only the training can replace.
+            "command": ["true"],
+            "on": find_place(written, evaluation),
+            "resources": evaluation.get("resources", {}),
+        }
+        for name, evaluation in written["evals"].items()
+    ]
+    return PipelineSpec.model_validate(
+        {"name": spec.name, "ray": written.get("ray"), "stages": stages}
+    )
+
+
+def rename_stage_path(fault: Fault, names: Sequence[str]) -> Fault:
+    """Return the fault of a stage as a fault of the evaluation with the same index.
+
+    Args:
+        fault: The fault, with a path such as `stages.0.resources.gpus`.
+        names: Names of the evaluations, in the order of the stages.
+    """
+    _, index, rest = fault.path.split(".", 2)
+    return replace(fault, path=f"evals.{names[int(index)]}.{rest}")
 
 
 async def _read_clusters() -> dict[str, KnownCluster]:

@@ -18,7 +18,12 @@ from tasks.spec.loading import parse_spec
 from tasks.spec.pipeline import parse_pipeline
 from tasks.spec.run import RunSpec
 from tasks.train.checking import check
-from tasks.train.pipeline_check import KnownCluster, compare_stages
+from tasks.train.pipeline_check import (
+    KnownCluster,
+    build_pipeline_of_evaluations,
+    compare_stages,
+    rename_stage_path,
+)
 from tasks.train.submit_matrix import make_matrix_pipeline
 
 RAY = "http://10.0.0.1:8265"
@@ -62,6 +67,35 @@ def test_resources_that_no_node_has_are_reported(resources: dict[str, Any], faul
     faults = compare({RAY: known()}, resources=resources)
 
     assert [found[: len(fault)] for found in faults] == ([fault] if fault else [])
+
+
+@pytest.mark.parametrize(
+    ("resources", "fault"),
+    [
+        ({"gpus": 2}, ""),
+        ({"gpus": 3}, "evals.math.resources.gpus: the run needs"),
+        ({"cpus": 9}, "evals.math.resources.cpus: the step needs 9 CPUs"),
+    ],
+)
+def test_resources_of_evaluations_are_compared_with_the_nodes(
+    resources: dict[str, Any], fault: str
+) -> None:
+    trainer = {"command": ["true"], "checkpoints": "${run.dir}/checkpoints"}
+    evaluation = {"command": ["true", "${checkpoint}"], "resources": resources}
+    spec = parse_spec(
+        {
+            "name": "x",
+            "workload": "sft",
+            "ray": {"address": RAY},
+            "components": {"trainer": trainer},
+            "evals": {"code": {"command": ["true"]}, "math": evaluation},
+        }
+    )
+
+    faults = compare_stages(build_pipeline_of_evaluations(spec), {RAY: known()})
+    renamed = [str(rename_stage_path(one, [*spec.evals])) for one in faults]
+
+    assert [found[: len(fault)] for found in renamed] == ([fault] if fault else [])
 
 
 def test_growing_or_silent_clusters_refuse_nothing() -> None:
