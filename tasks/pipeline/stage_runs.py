@@ -145,25 +145,62 @@ def create_stage_run(
     Raises:
         CannotBegin: The stage's deployment does not exist or rejects the run.
     """
-    deployment_name = stage.deployment or STAGE_DEPLOYMENT
+    flow_run = create_child_run(
+        client,
+        pipeline,
+        unit,
+        number,
+        deployment_name=stage.deployment,
+        spec=spec,
+        tags=tags,
+    )
+    return describe_stage_run(unit, number, flow_run)
+
+
+def create_child_run(
+    client: SyncPrefectClient,
+    parent: UUID,
+    unit: str,
+    number: int,
+    *,
+    deployment_name: str | None = None,
+    spec: Mapping[str, Any],
+    tags: Iterable[str],
+) -> FlowRun:
+    """Create a flow run as a subflow of another flow run. If it already exists, only return it.
+
+    Args:
+        client: Client of the Prefect server.
+        parent: Id of the parent's flow run.
+        unit: Name of the task run that shows the subflow in the parent's flow run.
+        number: Number of the subflow among the subflows of the unit, from 1.
+        deployment_name: Deployment that creates the flow run. If None, Muster's own deployment.
+        spec: The run spec, in which the placeholders of the parent are replaced.
+        tags: Tags of the new flow run.
+
+    Raises:
+        CannotBegin: The deployment does not exist or rejects the run.
+    """
+    has_own_deployment = deployment_name is None
+    deployment_name = deployment_name or STAGE_DEPLOYMENT
     deployment = require_deployment(client, deployment_name)
-    task_run = _create_task_run(client, pipeline, unit, number, Pending())
+    task_run = _create_task_run(client, parent, unit, number, Pending())
 
     # The run needs the present directory as working directory only if it uses Muster's own
     # deployment and no stored code. A user's deployment has its own working directory, and stored
     # code runs in any directory.
     has_stored_code = spec.get("code") not in (None, LIVE_CODE)
     job_variables = None
-    if not stage.deployment and not has_stored_code:
+    if has_own_deployment and not has_stored_code:
         job_variables = {"working_dir": str(Path.cwd())}
     try:
-        flow_run = client.create_flow_run_from_deployment(
+        return client.create_flow_run_from_deployment(
             deployment.id,
             parameters={"spec": dict(spec)},
             state=Scheduled(),
             tags=tags,
             job_variables=job_variables,
-            idempotency_key=idempotency_key(str(pipeline), unit, number),
+            idempotency_key=idempotency_key(str(parent), unit, number),
             parent_task_run_id=task_run.id,
         )
     except httpx.HTTPStatusError as error:
@@ -174,7 +211,6 @@ def create_stage_run(
         )
         client.set_task_run_state(task_run.id, Failed(message=message), force=True)
         raise CannotBegin(message) from error
-    return describe_stage_run(unit, number, flow_run)
 
 
 def _create_task_run(

@@ -33,6 +33,8 @@ from tasks.record.checkpoint_paths import (
 )
 from tasks.record.checkpoint_pins import read_pinned_paths
 from tasks.record.checkpoint_store import StoreStat
+from tasks.record.evaluation_rules import list_reasons_to_keep
+from tasks.record.evaluations import EvaluationsJson, read_evaluated_checkpoints
 from tasks.record.places import RunPlace
 from tasks.record.run_json import AttemptRecord, RefusedCheckpoint, ResumeRecord, RunJson
 from tasks.spec.component import Component
@@ -470,9 +472,9 @@ def judge_checkpoints(
         is_running: True if the trainer may still be writing checkpoints.
 
     Raises:
-        OSError: The folder of the checkpoints, or the list of the checkpoints from which another
-            run was started, cannot be read.
-        ValueError: That list is not valid.
+        OSError: The folder of the checkpoints, the list of the checkpoints from which another run
+            was started, or the record of the evaluations cannot be read.
+        ValueError: That list or record is not valid.
     """
     named = _checkpoint_component(spec)
     if named is None:
@@ -503,6 +505,7 @@ def judge_checkpoints(
         if entry.is_symlink()
     }
     pinned = read_pinned_paths()
+    why_evaluated = _evaluated_checkpoints(spec, place)
 
     def list_reasons(one: JudgedCheckpoint) -> Iterator[str]:
         checkpoint = one.checkpoint
@@ -527,8 +530,27 @@ def judge_checkpoints(
             yield "another run was started from it"
         if paths & linked:
             yield "a link in the folder leads to it"
+        yield from why_evaluated(str(checkpoint.path))
 
     return [replace(one, why_kept=tuple(list_reasons(one))) for one in judged]
+
+
+def _evaluated_checkpoints(spec: RunSpec, place: RunPlace) -> Callable[[str], list[str]]:
+    """Return a function that returns the reasons why evaluations need the checkpoint at a path.
+
+    Raises:
+        OSError, ValueError: The record of the evaluations cannot be read. It is then unknown which
+            checkpoints are needed.
+    """
+    if not spec.evals or not place.evaluations.exists():
+        # No process evaluates the checkpoints of the run.
+        return lambda path: []
+    content = EvaluationsJson.read(place)
+    evaluated = read_evaluated_checkpoints(place, content)
+    reasons: dict[str, list[str]] = {one.path: [] for one in content.checkpoints}
+    for path, why in list_reasons_to_keep(spec.evals, spec.keep_best, content, evaluated):
+        reasons[path].append(why)
+    return lambda path: reasons.get(path, ["its evaluations are not chosen yet"])
 
 
 def find_superfluous_checkpoints(
@@ -547,6 +569,8 @@ def find_superfluous_checkpoints(
     - checkpoints from which another run was started
     - checkpoints that an attempt could not load
     - targets of symbolic links in the same folder
+    - the best checkpoint by the spec key `keep_best`
+    - checkpoints that wait for an evaluation or that are evaluated
 
     Args:
         spec: The spec of the run, in which placeholders are not replaced yet.
@@ -556,9 +580,9 @@ def find_superfluous_checkpoints(
             `find_foreign_checkpoints`.
 
     Raises:
-        OSError: The folder of the checkpoints, or the list of the checkpoints from which another
-            run was started, cannot be read.
-        ValueError: That list is not valid.
+        OSError: The folder of the checkpoints, the list of the checkpoints from which another run
+            was started, or the record of the evaluations cannot be read.
+        ValueError: That list or record is not valid.
     """
     named = _checkpoint_component(spec)
     if named is None or named[1].keep is None:

@@ -7,8 +7,10 @@ even if the evaluation ends after the training.
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -114,6 +116,21 @@ class EvaluationsJson(Recorded):
         evaluations = [*self.evaluations]
         evaluations[keys.index(key)] = changed
         return self.with_changes(evaluations=tuple(evaluations))
+
+
+@contextmanager
+def lock_evaluations(place: RunPlace) -> Iterator[None]:
+    """Wait until no other process changes the record of a run's evaluations, and keep it locked.
+
+    Several evaluations that end after the training change the record with this lock.
+
+    Raises:
+        OSError: The lock file cannot be opened or locked.
+    """
+    path = place.evaluations.with_suffix(".lock")
+    with open(path, "a", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def locate_evaluation_result(place: RunPlace, name: str, checkpoint: int) -> Path:

@@ -15,7 +15,7 @@ from tasks.spec.placeholders import mapping_or_empty
 from tasks.spec.probes import get_number
 
 #: Key of the training step in the lines of a metrics file, if the spec names no other key.
-_DEFAULT_STEP_KEY = "step"
+DEFAULT_STEP_KEY = "step"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +41,9 @@ def find_metrics_file(spec: Mapping[str, Any], attempt: AttemptPlace) -> tuple[P
     progress = mapping_or_empty(spec.get("progress"))
     name = progress.get("jsonl")
     if not name:
-        return attempt.directory / "metrics.jsonl", _DEFAULT_STEP_KEY
+        return attempt.directory / "metrics.jsonl", DEFAULT_STEP_KEY
     path = Path(str(spec.get("cwd", "."))) / str(name)
-    return path, str(progress.get("step", _DEFAULT_STEP_KEY))
+    return path, str(progress.get("step", DEFAULT_STEP_KEY))
 
 
 def read_rows(place: RunPlace, attempts: Sequence[AttemptRecord]) -> Iterator[MetricsRow]:

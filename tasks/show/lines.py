@@ -56,6 +56,8 @@ _TEXTS: Mapping[str, tuple[str, str]] = {
     "run.slow": ("{0.message}", "yellow"),
     "run.alarm": ("alarm: {0.message}", "bold yellow"),
     "run.warning": ("warning: {0.message}", "bold yellow"),
+    "evaluation.queued": ("{0.message}", ""),
+    "evaluation.ended": ("{0.message}", ""),
     "run.waiting": ("waiting: {0.message}", "yellow"),
     "teardown.begun": ("stopping: {0.reason}", ""),
 }

@@ -51,6 +51,7 @@ PROGRESS = "progress"
 ATTEMPTS = "attempts"
 RECORD = "record"
 TIME = "time"
+EVALUATIONS = "evaluations"
 
 _COMPONENT_HEADINGS = ("component", "state", "runs as", "ready after", "ports", "log")
 _SERVER_HEADINGS = ("server", "state", "address", "restarts", "log")

@@ -35,10 +35,10 @@ _CHECKPOINTS_EVERY_S = 30.0
 
 
 class BackgroundWork:
-    """The threads that work in the background of one attempt."""
+    """The threads that work in the background of one attempt or run."""
 
     def __init__(self) -> None:
-        #: Set when the attempt has ended.
+        #: Set when the attempt or run has ended.
         self.is_over = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -56,10 +56,14 @@ class BackgroundWork:
             return
         self._threads.append(thread)
 
-    def end(self) -> None:
-        """Report the end of the attempt to the threads, and wait a limited time for their end."""
+    def end(self, timeout_s: float = _END_TIMEOUT_S) -> None:
+        """Report the end of the work to the threads, and wait for the end of the threads.
+
+        Args:
+            timeout_s: Longest wait in seconds. A thread that has not ended by then is abandoned.
+        """
         self.is_over.set()
-        deadline_s = time.monotonic() + _END_TIMEOUT_S
+        deadline_s = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
 

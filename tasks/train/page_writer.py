@@ -23,6 +23,7 @@ from tasks.record.metrics_of_run import find_metrics_file
 from tasks.record.places import AttemptPlace
 from tasks.server.artifacts import Artifacts
 from tasks.show import page as pages
+from tasks.show.evaluations import show_evaluations
 from tasks.show.pictures import Figures, collect_points, list_curve_metrics, show_timeline
 from tasks.show.run_view import ObservedRun, RunView, Shown
 from tasks.show.slow import TimeSpent
@@ -37,6 +38,10 @@ _ARTIFACTS: Mapping[str, tuple[float, Callable[[RunView], Shown | None] | None]]
     pages.TIMELINE: (2.0, show_timeline),
     pages.REWARD: (10.0, None),
     pages.TIME: (10.0, pages.show_time),
+    pages.EVALUATIONS: (
+        5.0,
+        lambda view: show_evaluations(view.place, view.spec.keep_best, view.at),
+    ),
     pages.PROGRESS: (3.0, pages.show_progress),
     pages.ATTEMPTS: (0.0, pages.show_attempts),
     pages.RECORD: (10.0, pages.show_record),
@@ -65,6 +70,7 @@ _FIRST_UPDATE_AFTER_S = 1.0
 #: match an event, the longest prefix is used.
 _CHANGED_BY_EVENT: Mapping[str, tuple[str, ...]] = {
     "attempt.": (pages.SUMMARY, pages.COMPONENTS, pages.TIMELINE, pages.ATTEMPTS, pages.RECORD),
+    "evaluation.": (pages.EVALUATIONS,),
     "component.": (pages.SUMMARY, pages.COMPONENTS, pages.TIMELINE, pages.RECORD),
     "component.status": (pages.COMPONENTS,),
     "job.": (pages.SUMMARY, pages.COMPONENTS, pages.RECORD),
@@ -179,7 +185,8 @@ class RunPage:
         with self._lock:
             if is_last:
                 # The final content may be newer than the last event. Send everything again.
-                keys = (pages.SUMMARY, pages.REWARD, *self._sent_at_s, *self._due_at_s)
+                always = (pages.SUMMARY, pages.REWARD, pages.EVALUATIONS)
+                keys = (*always, *self._sent_at_s, *self._due_at_s)
                 self._due_at_s = dict.fromkeys(keys, now_s)
             due = [key for key in _ARTIFACTS if self._due_at_s.get(key, float("inf")) <= now_s]
             for key in due:

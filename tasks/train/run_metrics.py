@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from tasks.processes.place_reader import PlaceReader, PlaceTimeout
 from tasks.record.checkpoints import read_attempt_spec
-from tasks.record.metrics_of_run import find_metrics_file, merge_rows, read_rows
+from tasks.record.evaluations import list_evaluation_rows
+from tasks.record.metrics_of_run import DEFAULT_STEP_KEY, find_metrics_file, merge_rows, read_rows
 from tasks.record.run_json import AttemptRecord
 from tasks.record.states import RunState
 from tasks.spec.errors import BadArgument
 from tasks.spec.placeholders import mapping_or_empty
+from tasks.spec.probes import get_number
 from tasks.train.finding_runs import Run
 from tasks.train.local_runs import list_attempts, read_local_record
 from tasks.train.run_records import explain_missing_files
@@ -38,11 +41,12 @@ def read_metrics(run: Run) -> list[dict[str, Any]]:
     """Return the metrics of a run's training, one row per step, in the order of the steps.
 
     A row has the keys that the training wrote, and the key `attempt`: the number of the attempt
-    that wrote the row. If several attempts reached a step, the row is from the last of them.
+    that wrote the row. If several attempts reached a step, the row is from the last of them. The
+    row also has the figures of the evaluations of the step's checkpoint, such as `math.accuracy`.
 
     Raises:
-        BadArgument: The files of the run are on another host, the run writes no metrics file, or
-            the file system of the metrics does not answer.
+        BadArgument: The files of the run are on another host, the run has neither a metrics file
+            nor evaluations, or the file system of the metrics does not answer.
     """
     numbers = list_attempts(run.place)
     if not numbers:
@@ -50,16 +54,44 @@ def read_metrics(run: Run) -> list[dict[str, Any]]:
     record = read_local_record(run.run_id)
     recorded = {attempt.number: attempt for attempt in record.attempts} if record else {}
 
+    try:
+        figures = list_evaluation_rows(run.place)
+    except (OSError, ValueError) as error:
+        raise BadArgument(f"the evaluations of {run.run_id} cannot be read: {error}") from error
     attempts = []
+    step_key = DEFAULT_STEP_KEY
     for number in numbers:
         spec = read_attempt_spec(run.place, number)
         if not spec:
             # The attempt has just begun, and its spec is not written yet.
             continue
         if not mapping_or_empty(spec.get("progress")).get("jsonl"):
+            if spec.get("evals"):
+                continue
             raise BadArgument(f"{run.run_id} has no metrics file: set progress.jsonl in its spec")
         unrecorded = AttemptRecord(number=number, state=RunState.RUNNING)
         attempts.append(recorded.get(number, unrecorded))
-        path, _ = find_metrics_file(spec, run.place.attempt(number))
+        path, step_key = find_metrics_file(spec, run.place.attempt(number))
         require_answer(path)
-    return merge_rows(read_rows(run.place, attempts))
+    rows = merge_rows(read_rows(run.place, attempts))
+    return _add_figures(rows, figures, step_key)
+
+
+def _add_figures(
+    rows: Sequence[dict[str, Any]], figures: Sequence[dict[str, Any]], step_key: str
+) -> list[dict[str, Any]]:
+    """Return the rows of a training with the figures of its evaluations, sorted by step.
+
+    A figure never replaces a metric that the training wrote under the same key.
+
+    Args:
+        rows: The rows that the training wrote, one row per step.
+        figures: The rows of the evaluations, see `list_evaluation_rows`.
+        step_key: Key of the step in the rows of the training.
+    """
+    by_step = {get_number(row, step_key): row for row in rows}
+    for row in figures:
+        step = row["step"]
+        own = {step_key: step, **{key: row[key] for key in row if key != "step"}}
+        by_step[step] = {**own, **by_step.get(step, {})}
+    return [by_step[step] for step in sorted(by_step, key=lambda step: step or 0)]

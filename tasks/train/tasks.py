@@ -49,6 +49,7 @@ from tasks.spec.errors import InvalidSpec, MusterError, RunEnded
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.run import RunSpec
 from tasks.spec.secrets import mask_logs
+from tasks.train.evaluating import evaluate_checkpoints
 from tasks.train.reporter import Reporter
 from tasks.train.run_events import announce_events
 from tasks.train.session import CheckpointsUnreadable, RunSession
@@ -348,6 +349,7 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
         mask_logs(run.mask),
         announce_events(run, flow_run),
         Reporter(run, flow_run),
+        evaluate_checkpoints(run, flow_run.tags, api_url),
     ):
         run.open()
         try:

@@ -17,7 +17,6 @@ from prefect.utilities.schema_tools import validate
 
 from flows.pipeline import pipeline as pipeline_flow
 from tasks.pipeline.results import (
-    InvalidResult,
     choose_best,
     keep_large_value,
     read_result,
@@ -25,7 +24,7 @@ from tasks.pipeline.results import (
 )
 from tasks.pipeline.stage_runs import make_cache_tag
 from tasks.record.places import RunPlace
-from tasks.record.result_file import MAX_RESULT_BYTES
+from tasks.record.result_file import MAX_RESULT_BYTES, InvalidResult
 from tasks.spec.errors import InvalidSpec
 from tasks.spec.pipeline import PipelineSpec, load_pipeline, parse_pipeline
 from tasks.spec.run import RunSpec

@@ -1,0 +1,196 @@
+"""Evaluations beside a training, on a real Prefect server with a real worker."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.gang_pool import GangPool, gang_pool, list_leftovers
+from tests.support.host_environment import Run
+from tests.support.host_environment import wait_for as until_within
+from tests.support.prefect_api import send_request
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.thorough]
+
+#: Time limit of each wait, in seconds. It is long because each evaluation starts a process that
+#: imports Prefect.
+until = partial(until_within, within_s=240.0)
+#: Program of the training. It saves a checkpoint for each number in its arguments, and exits when
+#: the file of its second argument exists.
+TRAINER = """
+import os, pathlib, sys, time
+folder, go, *steps = sys.argv[1:]
+pathlib.Path(folder).mkdir(exist_ok=True)
+for step in steps:
+    (pathlib.Path(folder) / f"step-{int(step):06}.txt").write_text("weights " + step)
+print("up", flush=True)
+while not os.path.exists(go):
+    time.sleep(0.05)
+"""
+#: Program of an evaluation. It writes a line to a trace file, and the accuracy as its result.
+EVALUATION = """
+import json, os, pathlib, sys, time
+trace, checkpoint, step, lasts = sys.argv[1:]
+content = pathlib.Path(checkpoint).read_text()
+line = {"step": int(step), "content": content, "devices": os.environ.get("CUDA_VISIBLE_DEVICES")}
+with open(trace, "a") as file:
+    file.write(json.dumps(line) + "\\n")
+time.sleep(float(lasts))
+pathlib.Path(os.environ["MUSTER_RESULT"]).write_text(json.dumps({"accuracy": int(step) / 100}))
+"""
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GangPool]:
+    """Yield a pool with a worker, and with the deployment that creates the runs of steps."""
+    with gang_pool(tmp_path_factory.mktemp("pool"), nodes={"n1": 2}) as pool:
+        step_deployment = {
+            "name": "any",
+            "flow_id": pool.host_env.post("/flows/", name="train")["id"],
+            "work_pool_name": "gang",
+            "entrypoint": "flows.train.train",
+            "pull_steps": [],
+        }
+        send_request("POST", f"{pool.host_env.api}/deployments/", step_deployment)
+        pool.start_worker()
+        yield pool
+
+
+@pytest.fixture
+def pool(served: GangPool) -> Iterator[GangPool]:
+    """Yield the pool; all runs of the test end after it."""
+    yield served
+    served.cancel_all()
+
+
+def make_spec(files: Path, *steps: int, lasts_s: float = 0, **more: Any) -> dict[str, Any]:
+    """Return the spec of a training that saves checkpoints, and that has the evaluation `math`.
+
+    Args:
+        files: Folder with the trace of the evaluation, and the file `go` that ends the training.
+        steps: Steps of the checkpoints.
+        lasts_s: Duration of each evaluation in seconds.
+        more: Further keys of the evaluation.
+    """
+    folder = "${run.dir}/checkpoints"
+    words = [sys.executable, "-I", "-c", TRAINER, folder, files / "go", *steps]
+    evaluation = [sys.executable, "-I", "-c", EVALUATION, files / "trace"]
+    placeholders = ["${checkpoint}", "${checkpoint.step}", lasts_s]
+    return {
+        "name": "x",
+        "workload": "sft",
+        "gang": {"gpus_per_node": 1},
+        "components": {
+            "trainer": {
+                "command": [str(word) for word in words],
+                "checkpoints": folder,
+                "ready": {"log": "up"},
+                "stop": {"grace_s": 2},
+            }
+        },
+        "evals": {
+            "math": {
+                "command": [str(word) for word in (*evaluation, *placeholders)],
+                "resources": {"gpus": 1},
+                **more,
+            }
+        },
+    }
+
+
+def list_evaluations(pool: GangPool, training: Run) -> list[dict[str, Any]]:
+    """Return the flow runs of the evaluations of a training, and note them for the clean-up."""
+    children = {"parent_flow_run_id": {"any_": [training.flow_run_id]}}
+    flow_runs: list[dict[str, Any]] = pool.host_env.post("/flow_runs/filter", flow_runs=children)
+    for flow_run in flow_runs:
+        if flow_run["id"] not in pool.asked:
+            pool.record_run(flow_run["id"], flow_run["parameters"]["spec"])
+    return flow_runs
+
+
+def read_page(pool: GangPool, training: Run) -> str:
+    """Return the artifact with the evaluations on the page of a training."""
+    flow_run = {"id": {"any_": [training.flow_run_id]}}
+    found = pool.host_env.post(
+        "/artifacts/filter", flow_runs=flow_run, artifacts={"key": {"any_": ["evaluations"]}}
+    )
+    pages = [artifact["data"] for artifact in found]
+    return pages[0] if pages else ""
+
+
+def read_trace(files: Path) -> list[dict[str, Any]]:
+    """Return the lines that the programs of the evaluations have written."""
+    trace = files / "trace"
+    return [json.loads(line) for line in trace.read_text().splitlines()] if trace.exists() else []
+
+
+def all_completed(pool: GangPool, training: Run, count: int) -> bool:
+    types = [flow_run["state"]["type"] for flow_run in list_evaluations(pool, training)]
+    return types == ["COMPLETED"] * count
+
+
+def test_each_checkpoint_is_evaluated_once_and_a_failure_does_not_fail_the_training(
+    pool: GangPool, tmp_path: Path
+) -> None:
+    spec = make_spec(tmp_path, 10, 20, 30, late="all")
+    broken = {"command": [sys.executable, "-c", "raise SystemExit(3)"], "late": "skip"}
+    spec["evals"]["broken"] = broken
+
+    training = pool.submit(spec, tags=["mine"])
+    until(lambda: len(read_trace(tmp_path)) == 2, "the complete checkpoints are evaluated")
+    until(
+        lambda: "FAILED" in {one["state"]["type"] for one in list_evaluations(pool, training)},
+        "the broken evaluation has failed",
+    )
+    (tmp_path / "go").touch()
+    message = training.wait_for_state("COMPLETED", "FAILED", "CRASHED")
+    until(lambda: len(read_trace(tmp_path)) == 3, "the last checkpoint is evaluated")
+    until(
+        lambda: all(
+            one["state"]["type"] in ("COMPLETED", "FAILED")
+            for one in list_evaluations(pool, training)
+        ),
+        "all evaluations have ended",
+    )
+
+    assert training.state()[0] == "COMPLETED", message
+    trace = read_trace(tmp_path)
+    assert Counter(line["step"] for line in trace) == {10: 1, 20: 1, 30: 1}
+    assert all(line["content"] == f"weights {line['step']}" for line in trace)
+    # Each evaluation sees only its own GPU. The training holds the other GPU.
+    assert {line["devices"] for line in trace[:2]} <= {"0", "1"}
+    tags = {tag for one in list_evaluations(pool, training) for tag in one["tags"]}
+    assert {f"evaluation-of:{training.name}"} <= tags
+    output = pool.host_env.run_module("tasks.command", "metrics", training.name)
+    rows = [json.loads(line) for line in output.splitlines()]
+    assert {row["step"]: row["math.accuracy"] for row in rows} == {10: 0.1, 20: 0.2, 30: 0.3}
+    last_row = r"step 30 \| math \| completed \| accuracy 0\.3"
+    # The evaluation of step 30 ended after the training, and has updated the training's page.
+    until(
+        lambda: re.search(last_row, read_page(pool, training)),
+        "the page of the training shows the last evaluation",
+    )
+
+
+def test_cancelled_training_cancels_its_evaluations(pool: GangPool, tmp_path: Path) -> None:
+    training = pool.submit(make_spec(tmp_path, 10, 20, lasts_s=600))
+    until(lambda: len(read_trace(tmp_path)) == 1, "the first checkpoint is evaluated")
+    [evaluation] = list_evaluations(pool, training)
+
+    pool.cancel(training)
+    training.wait_for_state("CANCELLED")
+    until(
+        lambda: pool.host_env.get(f"/flow_runs/{evaluation['id']}")["state"]["type"] == "CANCELLED",
+        "the evaluation is cancelled",
+    )
+
+    until(lambda: not list_leftovers(pool), "no process of the evaluation remains")
+    assert len(list_evaluations(pool, training)) == 1

@@ -1,0 +1,308 @@
+"""Evaluations of a run's checkpoints, on a fake Prefect server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from uuid import UUID, uuid4
+
+import pytest
+
+from tasks.pipeline.decision import StageRun
+from tasks.pipeline.stage_specs import CannotBegin
+from tasks.record.checkpoints import find_superfluous_checkpoints
+from tasks.record.evaluations import EvaluationsJson
+from tasks.record.states import RunState
+from tasks.server.flow_runs import ServerAway
+from tasks.spec.loading import parse_spec
+from tasks.train import evaluating
+from tasks.train.evaluating import Evaluator
+from tasks.train.session import RunSession
+
+RUN_ID = "x-sft-20260101-000000-abcd91c2"
+
+
+@dataclass
+class FakeServer:
+    """The evaluations on a fake Prefect server."""
+
+    runs: list[StageRun] = field(default_factory=list)
+    #: Run spec of each created evaluation, by the name of its task run.
+    specs: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    tags: list[str] = field(default_factory=list)
+    cancelled: list[UUID] = field(default_factory=list)
+    #: Error that the next request raises.
+    error: Exception | None = None
+
+    @contextmanager
+    def connect(self) -> Iterator[Any]:
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        yield SimpleNamespace()
+
+    def create(
+        self,
+        _client: object,
+        _parent: UUID,
+        unit: str,
+        _number: int,
+        *,
+        spec: Mapping[str, Any],
+        tags: list[str],
+    ) -> Any:
+        self.specs[unit] = spec
+        self.tags = tags
+        run = StageRun(
+            stage=unit,
+            number=1,
+            flow_run_id=str(uuid4()),
+            name=unit,
+            state="Scheduled",
+            message="",
+            ending=None,
+            ended_at=None,
+        )
+        self.runs.append(run)
+        return run
+
+    def end(self, unit: str, ending: RunState, result: object = None, message: str = "") -> None:
+        """End an evaluation, after it has written its result to the path in its run spec."""
+        if result is not None:
+            path = Path(self.specs[unit]["components"]["step"]["env"]["MUSTER_RESULT"])
+            path.write_text(json.dumps(result))
+            path.chmod(0o600)
+        index = [run.stage for run in self.runs].index(unit)
+        state = ending.value.title()
+        self.runs[index] = replace(self.runs[index], state=state, ending=ending, message=message)
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
+    fake = FakeServer()
+    monkeypatch.setattr(evaluating, "create_child_run", fake.create)
+    monkeypatch.setattr(evaluating, "describe_stage_run", lambda _name, _number, run: run)
+    monkeypatch.setattr(evaluating, "list_stage_runs", lambda *_: list(fake.runs))
+
+    def cancel(_client: object, flow_run_id: UUID, _message: str) -> None:
+        fake.cancelled.append(flow_run_id)
+
+    monkeypatch.setattr(evaluating.flow_runs, "cancel", cancel)
+    return fake
+
+
+@pytest.fixture
+def run(muster_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunSession]:
+    """Yield a training with the evaluation `math`, whose first attempt has begun."""
+    # Outside of a project, Muster stores no copy of the project's files.
+    monkeypatch.chdir(tmp_path)
+    spec = parse_spec(
+        {
+            "name": "x",
+            "workload": "sft",
+            "tags": ["mine"],
+            "components": {
+                "trainer": {
+                    "command": ["true"],
+                    "checkpoints": "${run.dir}/checkpoints",
+                    "keep": 2,
+                }
+            },
+            "keep_best": {"by": "math.accuracy"},
+            "evals": {"math": {"command": ["true", "${checkpoint}", "${checkpoint.step}"]}},
+        }
+    )
+    run = RunSession(spec, run_id=RUN_ID, flow_run_id=uuid4())
+    run.begin_attempt()
+    (run.place.directory / "checkpoints").mkdir()
+    yield run
+    run.end_attempt()
+    run.close()
+
+
+def save(run: RunSession, *steps: int) -> None:
+    """Write a checkpoint for each step. While a trainer runs, the newest is not known complete."""
+    for step in steps:
+        (run.place.directory / "checkpoints" / f"step-{step:06}.txt").write_text("weights")
+
+
+def states(run: RunSession) -> dict[int | None, str]:
+    """Return the recorded state of each evaluation by the step of its checkpoint."""
+    content = EvaluationsJson.read(run.place)
+    steps = {one.number: one.step for one in content.checkpoints}
+    return {steps[one.checkpoint]: one.state.value for one in content.evaluations}
+
+
+def list_superfluous(run: RunSession) -> list[int]:
+    """Return the steps of the checkpoints that the key `keep` removes now."""
+    record = run.record.content
+    paths = find_superfluous_checkpoints(
+        run.spec, run.place, record.attempts, record.foreign_checkpoints
+    )
+    return [int(path.stem.removeprefix("step-")) for path in paths]
+
+
+def warnings(run: RunSession) -> list[str]:
+    attempt = run.record.content.attempt
+    assert attempt is not None
+    return [*attempt.warnings]
+
+
+def test_complete_checkpoint_is_evaluated(server: FakeServer, run: RunSession) -> None:
+    save(run, 10, 20)
+
+    Evaluator(run, server.connect).advance()
+
+    [(unit, spec)] = server.specs.items()
+    path = str(run.place.directory / "checkpoints" / "step-000010.txt")
+    assert unit == "evaluate-math-1"
+    assert spec["components"]["step"]["command"] == ["true", path, "10"]
+    assert server.tags == ["mine", f"evaluation-of:{RUN_ID}"]
+    assert states(run) == {10: "waiting"}
+
+
+def test_next_checkpoint_waits_for_the_end_of_the_evaluation(
+    server: FakeServer, run: RunSession
+) -> None:
+    evaluator = Evaluator(run, server.connect)
+    save(run, 10, 20)
+    evaluator.advance()
+    save(run, 30, 40)
+    evaluator.advance()
+    created_before = [*server.specs]
+
+    server.end("evaluate-math-1", RunState.COMPLETED, {"accuracy": 0.5})
+    evaluator.advance()
+
+    assert created_before == ["evaluate-math-1"]
+    assert states(run) == {10: "completed", 20: "skipped", 30: "waiting"}
+
+
+def test_failed_evaluation_is_a_warning_of_the_training(
+    server: FakeServer, run: RunSession
+) -> None:
+    evaluator = Evaluator(run, server.connect)
+    save(run, 10, 20)
+    evaluator.advance()
+
+    server.end("evaluate-math-1", RunState.FAILED, message="EXIT_CODE: exit code 3")
+    evaluator.advance()
+
+    assert states(run)[10] == "failed"
+    assert "the evaluation math of step 10 failed: EXIT_CODE: exit code 3" in warnings(run)
+    assert run.supervisor.decision is None
+
+
+def test_result_that_is_not_json_is_a_failed_evaluation(
+    server: FakeServer, run: RunSession
+) -> None:
+    evaluator = Evaluator(run, server.connect)
+    save(run, 10, 20)
+    evaluator.advance()
+
+    server.end("evaluate-math-1", RunState.COMPLETED, {"accuracy": float("nan")})
+    evaluator.advance()
+
+    assert states(run)[10] == "failed"
+    assert any("is not JSON" in warning for warning in warnings(run))
+
+
+def test_missing_deployment_fails_only_the_evaluation(
+    server: FakeServer, run: RunSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise CannotBegin("The Prefect server has no deployment train/any")
+
+    monkeypatch.setattr(evaluating, "create_child_run", refuse)
+    save(run, 10, 20)
+
+    Evaluator(run, server.connect).advance()
+
+    assert states(run) == {10: "failed"}
+    assert any("no deployment train/any" in warning for warning in warnings(run))
+
+
+def test_server_that_does_not_answer_is_asked_again(server: FakeServer, run: RunSession) -> None:
+    evaluator = Evaluator(run, server.connect)
+    save(run, 10, 20)
+    server.error = ServerAway("no answer")
+
+    evaluator.advance()
+    states_before = states(run)
+    evaluator.advance()
+
+    assert states_before == {10: "chosen"}
+    assert states(run) == {10: "waiting"}
+
+
+def test_next_process_creates_no_evaluation_again(server: FakeServer, run: RunSession) -> None:
+    save(run, 10, 20)
+    Evaluator(run, server.connect).advance()
+
+    Evaluator(run, server.connect).advance()
+
+    assert len(server.runs) == 1
+
+
+def test_last_checkpoint_of_a_completed_training_is_evaluated(
+    server: FakeServer, run: RunSession
+) -> None:
+    evaluator = Evaluator(run, server.connect)
+    save(run, 10, 20)
+    evaluator.advance()
+
+    for state in (RunState.RUNNING, RunState.STOPPING, RunState.COMPLETED):
+        run.record.move(state)
+    evaluator.advance()
+
+    assert states(run) == {10: "waiting", 20: "waiting"}
+    assert server.cancelled == []
+
+
+def test_cancelled_training_cancels_its_evaluations(server: FakeServer, run: RunSession) -> None:
+    evaluator = Evaluator(run, server.connect)
+    save(run, 10, 20)
+    evaluator.advance()
+
+    run.interrupt("cancelled by a person")
+    run.end_attempt()
+    run.close()
+    evaluator.advance()
+
+    assert server.cancelled == [UUID(server.runs[0].flow_run_id)]
+    assert states(run) == {10: "waiting"}
+
+
+def test_checkpoints_that_evaluations_need_are_not_removed(
+    server: FakeServer, run: RunSession
+) -> None:
+    evaluator = Evaluator(run, server.connect)
+    save(run, 10, 20)
+    evaluator.advance()
+    server.end("evaluate-math-1", RunState.COMPLETED, {"accuracy": 0.5})
+    save(run, 30, 40)
+    evaluator.advance()
+    save(run, 50, 60, 70, 80)
+
+    before_next_look = list_superfluous(run)
+    evaluator.advance()
+
+    # The evaluation of step 30 has not ended, and step 10 is the best checkpoint.
+    assert before_next_look == [20]
+    assert list_superfluous(run) == [20, 40, 50]
+
+
+def test_damaged_record_does_not_stop_the_training(server: FakeServer, run: RunSession) -> None:
+    save(run, 10, 20)
+    run.place.evaluations.write_text("{")
+    run.place.evaluations.chmod(0o600)
+
+    Evaluator(run, server.connect).advance()
+
+    assert server.runs == []
+    assert run.supervisor.decision is None
