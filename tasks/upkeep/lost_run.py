@@ -51,7 +51,11 @@ from tasks.server.flow_runs import (
 )
 from tasks.spec.formatting import join_commas
 from tasks.upkeep.report import RunReport
-from tasks.upkeep.waiting_runs import note_waiting_run, update_page_of_closed_run
+from tasks.upkeep.waiting_runs import (
+    cancel_evaluations_of_closed_run,
+    note_waiting_run,
+    update_page_of_closed_run,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -364,6 +368,7 @@ def finish_run(lost: LostRun, loss: FlowLoss, *, goes_on_here: bool = False) -> 
                 if server or (state is not None and state.is_final()):
                     # The killed process may have set the final state without an update of the run's
                     # artifacts in the Prefect UI. So update the artifacts.
+                    cancel_evaluations_of_closed_run(client, RunPlace(directory=directory))
                     update_page_of_closed_run(client, flow_run_id, directory)
         except ServerAway as error:
             is_given_up = lost.seconds_lost() > _SERVER_TIMEOUT_S

@@ -22,17 +22,20 @@ from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import State
+from prefect.exceptions import ObjectNotFound
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tasks.processes.registry import read_owner
 from tasks.record.disk import write_json
+from tasks.record.evaluations import EvaluationsJson
 from tasks.record.events import EventLog
 from tasks.record.places import RunPlace, muster_home, read_own_file
 from tasks.record.run_json import RunJson, RunRecord
 from tasks.record.states import RunState
 from tasks.server.artifacts import Artifacts, find_artifacts
-from tasks.server.flow_runs import ServerAway, connect_to_server, read_state
+from tasks.server.flow_runs import ServerAway, cancel, connect_to_server, read_state
 from tasks.show import page
+from tasks.show.evaluations import show_evaluations
 from tasks.show.pictures import show_timeline
 from tasks.show.run_view import ObservedRun, RunView
 from tasks.spec.loading import load_resolved
@@ -75,12 +78,37 @@ def update_page_of_closed_run(client: SyncPrefectClient, flow_run_id: str, direc
             page.ATTEMPTS: page.show_attempts(view),
             page.RECORD: page.show_record(view),
         }
+        evaluations = show_evaluations(place, spec.keep_best, view.at)
+        if evaluations is not None:
+            shown[page.EVALUATIONS] = evaluations
         # `Artifacts` need not mask secrets, because the files of the run contain masked text.
         artifacts = Artifacts(UUID(flow_run_id), shown)
         for key, content in shown.items():
             artifacts.show(client, key, content)
     except Exception as error:
         _log.warning("The page of %s in the UI was not updated: %r", directory.name, error)
+
+
+def cancel_evaluations_of_closed_run(client: SyncPrefectClient, place: RunPlace) -> None:
+    """Cancel the evaluations of a cancelled training that have not ended.
+
+    Call this after the record of the training has its final state. If the training was not
+    cancelled, its evaluations continue. Errors are only logged, because they must not prevent the
+    end of a run.
+
+    Args:
+        client: Client of the Prefect server.
+        place: Directory of the training's run.
+    """
+    try:
+        if RunJson.read(place.record).state is not RunState.CANCELLED:
+            return
+        for evaluation in EvaluationsJson.read(place).evaluations:
+            if evaluation.state.is_active and evaluation.flow_run_id:
+                with suppress(ObjectNotFound):
+                    cancel(client, UUID(evaluation.flow_run_id), "its training was cancelled")
+    except Exception as error:
+        _log.warning("The evaluations of %s were not cancelled: %r", place.run_id, error)
 
 
 def read_page_record(client: SyncPrefectClient, flow_run_id: UUID) -> RunJson | None:
@@ -196,7 +224,9 @@ def _close_if_ended(note: WaitingRunNote) -> RunReport | None:
         return None
     if state is not None:
         with suppress(ServerAway), connect_to_server(note.api_url) as client:
-            update_page_of_closed_run(client, note.flow_run_id, RunPlace.of(note.run_id).directory)
+            place = RunPlace.of(note.run_id)
+            cancel_evaluations_of_closed_run(client, place)
+            update_page_of_closed_run(client, note.flow_run_id, place.directory)
     flow_run_text = f"is {state.name}" if state else "was deleted from the Prefect server"
     return RunReport(
         name=note.run_id,

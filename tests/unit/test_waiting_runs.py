@@ -8,10 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from uuid import UUID, uuid4
 
 import pytest
-from prefect.states import Cancelled, Completed
+from prefect.client.schemas.objects import State
+from prefect.states import Cancelled, Completed, Failed
 
+from tasks.record.evaluations import EvaluationNote, EvaluationsJson, EvaluationState
 from tasks.record.outcome import Failure, Verdict
 from tasks.record.places import RunPlace
 from tasks.record.run_json import RunJson, RunRecord
@@ -137,3 +140,31 @@ def test_record_stays_if_the_run_completed_in_a_later_attempt_on_another_host(
 
     assert [*waiting_runs.close_ended_waiting_runs()] == []
     assert json.loads(local_path.read_text())["state"] == "pending_resources"
+
+
+@pytest.mark.parametrize(("state", "count"), [(Cancelled(), 1), (Failed(), 0)])
+def test_cancel_of_a_waiting_training_cancels_its_evaluations(
+    muster_home: Path,
+    server: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    state: State[Any],
+    count: int,
+) -> None:
+    make_waiting_run()
+    monkeypatch.setattr(waiting_runs, "read_state", lambda _client, _id: state)
+    cancelled: list[UUID] = []
+    monkeypatch.setattr(waiting_runs, "cancel", lambda _client, id_, _why: cancelled.append(id_))
+    running, ended = uuid4(), uuid4()
+    notes = (
+        EvaluationNote(
+            name="math", checkpoint=1, state=EvaluationState.COMPLETED, flow_run_id=str(ended)
+        ),
+        EvaluationNote(
+            name="math", checkpoint=2, state=EvaluationState.RUNNING, flow_run_id=str(running)
+        ),
+    )
+    EvaluationsJson(evaluations=notes).write(RunPlace.of(RUN))
+
+    [_closed] = waiting_runs.close_ended_waiting_runs()
+
+    assert cancelled == [running][:count]
