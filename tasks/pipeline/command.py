@@ -14,6 +14,7 @@ from prefect.exceptions import TerminationSignal
 from prefect.flow_engine import run_flow
 from prefect.settings import PREFECT_API_URL
 
+from tasks.pipeline.early_stopping import require_optuna
 from tasks.pipeline.progress_report import on_message
 from tasks.pipeline.stage_specs import add_code, read_specs_of_deployments
 from tasks.processes.signals import expect_one_run, ignore_until_exit, interrupt_on_signals
@@ -49,6 +50,8 @@ def run_pipeline(
     if path is None and not resume:
         raise BadArgument("give a PIPELINE.yaml, or a flow run with --resume")
     spec = load_pipeline(path, overrides) if path else None
+    if spec is not None:
+        require_optuna(spec)
     api_url = PREFECT_API_URL.value()
     if not api_url:
         raise NoServer(_NO_QUEUE)

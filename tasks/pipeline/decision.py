@@ -38,6 +38,15 @@ class StageRun:
     ending: RunState | None
     #: Time with time zone at which the run ended. None if the run has not ended.
     ended_at: datetime | None
+    #: True if a cancellation was requested, and the run has not ended.
+    is_cancelling: bool = False
+    #: Reason for which the pipeline has stopped the run early, or an empty string.
+    stop_reason: str = ""
+
+    @property
+    def is_stopped_early(self) -> bool:
+        """True if the pipeline has cancelled the run early, and the run has ended."""
+        return bool(self.stop_reason) and self.ending is RunState.CANCELLED
 
     @property
     def stage_name(self) -> str:
@@ -77,7 +86,7 @@ class StageState(Enum):
     WAITING = "waiting"
     #: The stage has begun and has not ended.
     ACTIVE = "active"
-    #: All runs of the stage, one for each matrix point, have completed.
+    #: Each run of the stage, one for each matrix point, has completed or was stopped early.
     COMPLETED = "completed"
     #: All runs of the stage have ended, and one of them has failed or was cancelled.
     FAILED = "failed"
@@ -122,7 +131,8 @@ def decide(
     active runs. If the last run of a unit failed or was cancelled, there are two cases. If a user
     has started the pipeline again after the end of that run, the unit is run again. Otherwise, the
     failure is final: the pipeline creates no further run, unless the stage says that the pipeline
-    continues.
+    continues. A run that the pipeline has stopped early is no failure, and its unit is never run
+    again.
 
     Args:
         stages: All stages, in the order of the file.
@@ -224,10 +234,10 @@ def _find_failure(tries: Sequence[StageRun], requested_at: datetime) -> StageRun
         requested_at: Time at which a user last started or retried the pipeline.
 
     Returns:
-        The last run. None if there are no runs, if one of them is active or has completed, or if a
-        user has started the pipeline again after the end of the last run.
+        The last run. None if there are no runs, if one of them is active, has completed or was
+        stopped early, or if a user has started the pipeline again after the end of the last run.
     """
-    if not tries or any(run.ending in (None, RunState.COMPLETED) for run in tries):
+    if not tries or _needs_no_run(tries):
         return None
     last_try = tries[-1]
     is_outdated = last_try.ended_at is not None and last_try.ended_at < requested_at
@@ -237,12 +247,21 @@ def _find_failure(tries: Sequence[StageRun], requested_at: datetime) -> StageRun
 def _must_begin(tries: Sequence[StageRun], requested_at: datetime) -> bool:
     """Return True if a new run of a stage or matrix point must be created.
 
-    A new run is needed if no run is active or completed. If runs have failed, the last of them must
-    have ended before the user's last request to start or retry the pipeline.
+    A new run is needed if no run is active or completed, or was stopped early. If runs have failed,
+    the last of them must have ended before the user's last request to start or retry the pipeline.
     """
-    if any(run.ending in (None, RunState.COMPLETED) for run in tries):
-        return False
-    return _find_failure(tries, requested_at) is None
+    return not _needs_no_run(tries) and _find_failure(tries, requested_at) is None
+
+
+def _needs_no_run(tries: Sequence[StageRun]) -> bool:
+    """Return True if a run of a unit is active or completed, or was stopped early."""
+    return any(run.ending in (None, RunState.COMPLETED) or run.is_stopped_early for run in tries)
+
+
+def list_last_runs(units: Sequence[str], runs: Iterable[StageRun]) -> dict[str, StageRun]:
+    """Return the last run of each unit that has a run, by unit, in the order of the units."""
+    last_runs = {run.stage: run for run in sorted(runs, key=lambda run: run.number)}
+    return {unit: last_runs[unit] for unit in units if unit in last_runs}
 
 
 def completed_run(stage: str, runs: Iterable[StageRun]) -> StageRun | None:

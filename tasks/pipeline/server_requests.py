@@ -74,13 +74,19 @@ class ServerRequests:
                 _log.warning("Repeating the request to the Prefect server: %s", error)
             self.wait(POLL_INTERVAL_S)
 
-    def try_once(self, request: Callable[[SyncPrefectClient], object]) -> None:
-        """Send a request to the Prefect server once. A failure is only logged."""
+    def try_once(self, request: Callable[[SyncPrefectClient], object]) -> bool:
+        """Send a request to the Prefect server once. A failure is only logged.
+
+        Returns:
+            True if the request succeeded.
+        """
         try:
             with connect_to_server(self._api_url) as client:
                 request(client)
         except Exception as error:
             _log.warning("The Prefect server was not updated: %r", error)
+            return False
+        return True
 
     def wait(self, delay_s: float) -> None:
         """Wait `delay_s` seconds, or less if the pipeline must end.

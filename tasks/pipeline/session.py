@@ -32,7 +32,10 @@ from tasks.pipeline.decision import (
     decide,
     find_last_request,
 )
-from tasks.pipeline.matrix_tables import MatrixTables
+from tasks.pipeline.early_stopping import require_optuna
+from tasks.pipeline.early_stops import EarlyStops
+from tasks.pipeline.matrix_page import MatrixPage
+from tasks.pipeline.point_histories import PointHistories
 from tasks.pipeline.progress_report import ProgressReport
 from tasks.pipeline.run_cancellation import cancel_and_wait
 from tasks.pipeline.run_results import RunResults
@@ -99,7 +102,9 @@ class PipelineSession:
         #: Results of the completed runs. Secrets of the environment are masked in them.
         self._results = RunResults(self._requests, find_env_secrets(os.environ))
         self._report = ProgressReport(flow_run_id, self._requests, spec.stage_names)
-        self._tables = MatrixTables(flow_run_id, self._requests)
+        self._histories = PointHistories()
+        self._early_stops = EarlyStops(self._requests, self._histories)
+        self._matrix_page = MatrixPage(flow_run_id, self._requests, self._histories)
         #: Earlier runs whose results are used instead of new runs. The keys are the names of the
         #: stages, or `STAGE.N` for the point N of a matrix.
         self._reused: dict[str, StageRun] = {}
@@ -145,6 +150,7 @@ class PipelineSession:
                     self._results.add_secrets(
                         run_spec.secrets | drop_common_values(blocks.values())
                     )
+            require_optuna(self.spec)
             runs, _ = self._requests.ask(self._read_progress)
             unfit = () if runs else find_unfit_stages(self.spec)
         except (InvalidSpec, CannotBegin) as error:
@@ -169,17 +175,18 @@ class PipelineSession:
             return False
         decision = self._decide()
         self._report.report(decision, self._runs)
-        self._tables.show(self._values(decision.states))
+        self._matrix_page.show(self._values(decision.states))
         if decision.is_over or self.cancel_reason:
             return False
-        # If a run is being cancelled, the pipeline will end, too. So wait for the end of the run,
-        # and do not hand over the pipeline. For example, `muster down` cancels all runs of this
-        # machine.
-        is_cancelling = any(
-            run.state in ("Cancelling", flow_runs.CANCELLING_NOW) for run in decision.active
-        )
+        # If a run is being cancelled, the pipeline will end, too, unless the pipeline itself stops
+        # the run early. So wait for the end of the run, and do not hand over the pipeline. For
+        # example, `muster down` cancels all runs of this machine.
+        is_cancelling = any(run.is_cancelling and not run.stop_reason for run in decision.active)
         if self.hand_over_reason and not is_cancelling:
             self._hand_over(_describe_handover(decision))
+        if not self._requests.ending.is_set():
+            for run, reason in self._early_stops.stop_points(self.spec, self._runs):
+                self._report.say(f"stage {run.stage}: stopping early: {reason}")
         for step in decision.begins:
             if self.failure or self._requests.ending.is_set():
                 break

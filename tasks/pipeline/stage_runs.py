@@ -53,6 +53,10 @@ _CACHE_TAG = "cache:"
 #: Start of the tag of a task run that reuses the result of an earlier flow run. The rest of the
 #: tag is the id of that flow run.
 _REUSED_TAG = "muster-cached:"
+#: Label of a stage's run that the pipeline stops early. The value is the reason.
+STOP_REASON_LABEL = "muster.stopped_early"
+#: State of a stage's run that was stopped early, as Muster shows it.
+STOPPED_EARLY = "stopped early"
 #: Number of task runs that are read with one request.
 _PAGE = 200
 
@@ -102,6 +106,8 @@ def list_stage_runs(client: SyncPrefectClient, pipeline: UUID) -> list[StageRun]
 def describe_stage_run(stage: str, number: int, flow_run: FlowRun) -> StageRun:
     """Return the `StageRun` that describes a flow run of a stage.
 
+    A run that the pipeline has stopped early has the state `stopped early` instead of Cancelled.
+
     Args:
         stage: Name of the stage.
         number: Number of the run among the runs of the stage, from 1.
@@ -109,7 +115,7 @@ def describe_stage_run(stage: str, number: int, flow_run: FlowRun) -> StageRun:
     """
     state = flow_run.state
     is_final = state is not None and state.is_final()
-    return StageRun(
+    run = StageRun(
         stage=stage,
         number=number,
         flow_run_id=str(flow_run.id),
@@ -118,7 +124,12 @@ def describe_stage_run(stage: str, number: int, flow_run: FlowRun) -> StageRun:
         message=(state.message if state else None) or "",
         ending=_ENDINGS[state.type] if state is not None and is_final else None,
         ended_at=state.timestamp if state is not None and is_final else None,
+        is_cancelling=state is not None and state.is_cancelling(),
+        stop_reason=str(flow_run.labels.get(STOP_REASON_LABEL) or ""),
     )
+    if not run.is_stopped_early:
+        return run
+    return replace(run, state=STOPPED_EARLY, message=run.stop_reason)
 
 
 def create_stage_run(
@@ -340,16 +351,22 @@ def _read_task_runs(client: SyncPrefectClient, pipeline: UUID) -> Iterator[TaskR
             return
 
 
-def cancel_stage_run(client: SyncPrefectClient, run: StageRun, *, is_now: bool = False) -> None:
+def cancel_stage_run(
+    client: SyncPrefectClient,
+    run: StageRun,
+    message: str = "its pipeline was cancelled",
+    *,
+    is_now: bool = False,
+) -> None:
     """Request the cancellation of a stage's run. A run that has ended stays unchanged.
 
     Args:
         client: Client of the Prefect server.
         run: The run.
+        message: Message of the run's new state.
         is_now: If True, the run is cancelled without its grace periods, as by `muster cancel
             --now`.
     """
-    message = "its pipeline was cancelled"
     flow_runs.cancel(client, UUID(run.flow_run_id), message, is_now=is_now)
 
 

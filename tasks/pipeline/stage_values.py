@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from uuid import UUID
 
-from tasks.pipeline.decision import StageRun, StageState, completed_run
+from tasks.pipeline.decision import StageRun, StageState, completed_run, list_last_runs
 from tasks.pipeline.results import choose_best, keep_large_value, select_value
 from tasks.pipeline.run_results import RunResults
 from tasks.pipeline.stage_specs import CannotBegin
@@ -45,7 +45,7 @@ class StageValues:
         for other, key in self._list_used_values(name):
             state = self.states[other]
             has_value = state is StageState.COMPLETED or key == STATE
-            if self.spec.stage(other).matrix is not None and self.completed_points(other):
+            if self.spec.stage(other).matrix is not None and self._usable_points(other):
                 has_value = True
             if not has_value:
                 verb = "was skipped" if state is StageState.SKIPPED else "failed"
@@ -89,21 +89,52 @@ class StageValues:
         runs = {unit: completed_run(unit, self.runs) for unit in self.spec.stage(name).units}
         return {unit: run for unit, run in runs.items() if run is not None}
 
+    def _usable_points(self, name: str) -> dict[str, StageRun]:
+        """Return the run of each point of a matrix that completed or was stopped early, by unit."""
+        stopped = {
+            unit: run
+            for unit, run in list_last_runs(self.spec.stage(name).units, self.runs).items()
+            if run.is_stopped_early
+        }
+        return stopped | self.completed_points(name)
+
     def read_figures(self, name: str) -> dict[str, float | None]:
-        """Return the number by which `best` compares the completed points of a stage's matrix.
+        """Return the number by which `best` compares the points of a stage's matrix.
 
         Args:
             name: Name of the stage.
 
         Returns:
-            The number of each completed point, by the point's name `STAGE.N`. None if unknown.
+            The number of each point that completed or was stopped early, by the point's name
+            `STAGE.N`. None if unknown.
         """
         stage = self.spec.stage(name)
         assert stage.best is not None
         return {
             unit: self.results.figure(stage, run, stage.best.by)
-            for unit, run in self.completed_points(name).items()
+            for unit, run in self._usable_points(name).items()
         }
+
+    def find_best(self, name: str) -> str | None:
+        """Return the unit of the best point of a matrix, or None if no point has a figure.
+
+        A completed point with a figure is better than each point that was stopped early. While a
+        point is active or has no run yet, only completed points are compared.
+        """
+        stage = self.spec.stage(name)
+        assert stage.best is not None
+        figures = self.read_figures(name)
+        completed = self.completed_points(name)
+        best = choose_best(
+            {unit: figure for unit, figure in figures.items() if unit in completed}, stage.best.mode
+        )
+        last_runs = list_last_runs(stage.units, self.runs)
+        is_over = len(last_runs) == len(stage.units) and all(
+            run.ending is not None for run in last_runs.values()
+        )
+        if best is None and is_over:
+            return choose_best(figures, stage.best.mode)
+        return best
 
     def placeholder_value(self, stage: str, key: str) -> object:
         """Return the value of a spec placeholder that refers to an earlier stage.
@@ -151,13 +182,13 @@ class StageValues:
 
         choice = self.spec.stage(stage).best
         assert choice is not None, f"stage {stage} has no key best"
-        unit = choose_best(self.read_figures(stage), choice.mode)
+        unit = self.find_best(stage)
         if unit is None:
             raise CannotBegin(f"no completed point of stage {stage} has a number {choice.by!r}")
         if rest.startswith(f"{POINT}."):
             point = self.spec.stage(stage).points[self.spec.stage(stage).units.index(unit)]
             return select_value(point, rest.removeprefix(f"{POINT}."))
-        return self._run_value(self.completed_points(stage)[unit], rest)
+        return self._run_value(self._usable_points(stage)[unit], rest)
 
     def _run_value(self, run: StageRun, key: str) -> object:
         """Return a value of a completed run, as JSON data.

@@ -10,7 +10,7 @@ from typing import Any
 from tasks.record.checkpoints import read_attempt_spec
 from tasks.record.metrics_file import MetricsFile
 from tasks.record.places import AttemptPlace, RunPlace
-from tasks.record.run_json import AttemptRecord
+from tasks.record.run_json import AttemptRecord, RunJson
 from tasks.spec.placeholders import mapping_or_empty
 from tasks.spec.probes import get_number
 
@@ -65,6 +65,74 @@ def read_rows(place: RunPlace, attempts: Sequence[AttemptRecord]) -> Iterator[Me
                 step = get_number(line, step_key)
                 if step is not None:
                     yield MetricsRow(attempt=attempt.number, step=step, metrics=line)
+        file.close()
+
+
+class MetricReader:
+    """Reads one metric of a run by step, while the attempts of the run append to their files."""
+
+    def __init__(self, place: RunPlace, key: str) -> None:
+        """
+        Args:
+            place: Directory of the run.
+            key: Dotted key of the metric in the lines of the metrics files.
+        """
+        self._place = place
+        self._key = key
+        #: Metrics file, key of the step, and values by step of each attempt, by its number.
+        self._attempts: dict[int, tuple[MetricsFile, str, dict[float, float | None]]] = {}
+
+    @property
+    def values(self) -> dict[float, float]:
+        """Finite values of the metric by step, sorted by step.
+
+        If several attempts reached a step, the value is from the last of them.
+        """
+        merged: dict[float, float] = {}
+        for number in sorted(self._attempts):
+            _, _, values = self._attempts[number]
+            merged |= {step: value for step, value in values.items() if value is not None}
+        return dict(sorted(merged.items()))
+
+    @property
+    def last_step(self) -> float | None:
+        """Last step that the run has reached, with or without the metric. None if unknown."""
+        steps = [step for _, _, values in self._attempts.values() for step in values]
+        return max(steps, default=None)
+
+    def read_new(self) -> None:
+        """Read the lines that were added since the last call. Lines without a step are skipped.
+
+        Raises:
+            OSError, ValueError: The record of the run cannot be read, for example because the run
+                has not begun.
+        """
+        for attempt in RunJson.read(self._place.record).attempts:
+            if attempt.number not in self._attempts:
+                spec = read_attempt_spec(self._place, attempt.number)
+                if not spec:
+                    # The attempt has just begun, and its spec is not written yet.
+                    continue
+                path, step_key = find_metrics_file(spec, self._place.attempt(attempt.number))
+                file = MetricsFile(path, since=attempt.metrics)
+                self._attempts[attempt.number] = (file, step_key, {})
+            self._read_attempt(*self._attempts[attempt.number])
+
+    def _read_attempt(
+        self, file: MetricsFile, step_key: str, values: dict[float, float | None]
+    ) -> None:
+        """Add the new lines of an attempt's metrics file to the values of the attempt."""
+        restarts = file.restarts
+        while (lines := file.read_new()) or file.has_more:
+            if file.restarts != restarts:
+                restarts = file.restarts
+                values.clear()
+            for line in lines:
+                step = get_number(line, step_key)
+                if step is not None:
+                    value = get_number(line, self._key)
+                    values[step] = values.get(step) if value is None else value
+        # A file that is open for each run of a large sweep would exceed the limit of open files.
         file.close()
 
 

@@ -1,4 +1,4 @@
-"""Draw two pictures of a run as SVG: the timeline of its components and the curve of a metric.
+"""Draw pictures as SVG: the timeline and the curve of a run, and the curves of a matrix.
 
 Every picture has a white background. The Prefect UI shows it as an image, which cannot adapt to a
 light or dark page.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -236,16 +237,74 @@ def _axes(xs: _Scale, ys: _Scale, x: str, y: str) -> Iterator[str]:
     yield f'<g transform="translate(16 {middle:g}) rotate(-90)">{y_label}</g>'
 
 
-def _draw_curve(points: Sequence[Point]) -> Iterator[str]:
+def _draw_curve(points: Sequence[Point], color: str = _CURVE_COLOR) -> Iterator[str]:
     """Yield an SVG line through the points, which are in pixels, and a dot at the last point."""
     if len(points) > 1:
         coordinates = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         yield (
             f'<polyline points="{coordinates}" fill="none"'
-            f' stroke="{_CURVE_COLOR}" stroke-width="2" stroke-linejoin="round"/>'
+            f' stroke="{color}" stroke-width="2" stroke-linejoin="round"/>'
         )
     x, y = points[-1]
-    yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{_CURVE_COLOR}"/>'
+    yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"/>'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatrixCurve:
+    """Figures of one point of a matrix, for the picture of the matrix."""
+
+    #: Number of the point, from 1.
+    number: int
+    #: Pairs of x and y. All values are finite, and the pairs are sorted by x. At least one pair.
+    points: Sequence[Point]
+    #: True if the point is the best of the matrix so far.
+    is_best: bool = False
+    #: True if the point was stopped early.
+    is_stopped: bool = False
+
+
+#: Colours of the curves of a matrix. The legend shows them in this order.
+_MATRIX_COLORS = {"best": _CURVE_COLOR, "other": "#80b4ef", "stopped early": "#afb8c1"}
+#: Largest number of corners of all curves of a matrix together, so that the picture stays small.
+_MAX_MATRIX_CORNERS = 4000
+#: Smallest number of corners of each curve of a matrix.
+_MIN_CORNERS = 8
+#: The curves of a matrix with more curves than this number have no labels, except the best curve.
+_MAX_LABELLED_CURVES = 12
+
+
+def draw_matrix(curves: Sequence[MatrixCurve], *, x: str, y: str, title: str) -> str:
+    """Return the curves of the points of a matrix as an SVG document.
+
+    The best curve is drawn last, so that no other curve covers it. A curve with a single point is
+    drawn as a dot.
+
+    Args:
+        curves: At least one curve.
+        x: Label of the horizontal axis.
+        y: Label of the vertical axis.
+        title: Title of the picture.
+    """
+    pairs = [pair for curve in curves for pair in curve.points]
+    xs = _Scale([x for x, _ in pairs], _LEFT, _RIGHT - 20, margin=0)
+    ys = _Scale([y for _, y in pairs], _BOTTOM, _TOP, margin=0.06)
+    parts = [svg_text(16, 25, title, size=15, bold=True, room=_RIGHT - 16)]
+    for index, (name, color) in enumerate(_MATRIX_COLORS.items()):
+        legend_x = 16.0 + 80 * index
+        parts.append(svg_bar(legend_x, 36, 10, 10, color))
+        parts.append(svg_text(legend_x + 15, 45, name, color=PALE, size=12))
+    parts += _axes(xs, ys, x, y)
+
+    at_most = max(_MIN_CORNERS, _MAX_MATRIX_CORNERS // len(curves))
+    for curve in sorted(curves, key=lambda curve: (curve.is_best, not curve.is_stopped)):
+        kind = "stopped early" if curve.is_stopped else "other"
+        color = _MATRIX_COLORS["best" if curve.is_best else kind]
+        positions = [(xs(x), ys(y)) for x, y in thin_out(curve.points, at_most)]
+        parts += _draw_curve(positions, color)
+        if curve.is_best or len(curves) <= _MAX_LABELLED_CURVES:
+            last_x, last_y = positions[-1]
+            parts.append(svg_text(last_x + 6, last_y + 4, str(curve.number), color=PALE, size=11))
+    return svg(parts, _CURVE_HEIGHT)
 
 
 #: The timeline of a run shows at most this many of the last attempts.

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidatorFunctionWrapHandler, WrapValidator
 
+from tasks.spec.formatting import format_count
 from tasks.spec.values import (
     Count,
     DottedKey,
@@ -98,6 +99,27 @@ class Best(Model):
     )
 
 
+#: A point is stopped early only after a comparison with at least this number of other points.
+MIN_OTHER_POINTS = 3
+
+
+class StopEarly(Best):
+    """Rule that stops a point of a matrix whose metric is worse than that of the other points."""
+
+    by: Text = Field(
+        description="Metric of the runs by which the points are compared.", examples=["reward"]
+    )
+    rule: Literal["median", "halving"] = Field(
+        "median",
+        description="median: a point stops if its best figure is worse than the median of "
+        "all points at the same step. halving: at `after_step`, at twice this step, at four "
+        "times this step and so on, only the better half of the points continues.",
+    )
+    after_step: Count = Field(
+        description="First training step at which points are compared.", examples=[20]
+    )
+
+
 def check_matrix(written: Mapping[str, Any]) -> Iterator[Refusal]:
     """Yield the faults that concern several keys of a stage with a matrix.
 
@@ -106,7 +128,7 @@ def check_matrix(written: Mapping[str, Any]) -> Iterator[Refusal]:
     """
     matrix = written.get("matrix")
     if matrix is None:
-        for key in ("sample", "at_most", "best"):
+        for key in ("sample", "at_most", "best", "stop_early"):
             if written.get(key) is not None:
                 problem = "needs `matrix`: a stage without it has a single run"
                 yield (key,), make_refusal(problem, "write matrix: {KEY: [VALUE, ...]}")
@@ -127,6 +149,12 @@ def check_matrix(written: Mapping[str, Any]) -> Iterator[Refusal]:
             problem = f"the matrix has only {count} points, found sample: {sample}"
             yield ("sample",), make_refusal(problem, f"write at most {count}, or leave it out")
         count = sample
+    if written.get("stop_early") is not None and matrix and count <= MIN_OTHER_POINTS:
+        problem = (
+            f"a point is compared with at least {MIN_OTHER_POINTS} other points, but the matrix "
+            f"has only {format_count(count, 'point')}"
+        )
+        yield ("stop_early",), make_refusal(problem, "leave it out, or write more values")
     if count > MAX_POINTS:
         problem = f"has {count} points, but at most {MAX_POINTS} are possible"
         yield ("matrix",), make_refusal(problem, "write fewer values, or sample: N")

@@ -32,7 +32,7 @@ from tasks.spec.loading import (
     read_override,
     read_text,
 )
-from tasks.spec.matrix import Best, Matrix, check_matrix, list_points
+from tasks.spec.matrix import Best, Matrix, StopEarly, check_matrix, list_points
 from tasks.spec.placeholders import (
     BEST,
     CHECKPOINT,
@@ -79,7 +79,7 @@ from tasks.spec.values import (
 STAGE_DEPLOYMENT = "train/any"
 #: Keys that are allowed only in a stage with a run spec, and keys that are allowed only in a stage
 #: that is a step.
-_RUN_KEYS = ("deployment", "spec", "set", "checkpoint")
+_RUN_KEYS = ("deployment", "spec", "set", "checkpoint", "stop_early")
 _STEP_KEYS = ("args", "env", "on", "resources", "retries", "timeout_s", "cache", "code")
 
 
@@ -239,6 +239,12 @@ class Stage(Model):
         None,
         description="Choice of the best point, for ${stage.NAME.best.checkpoint}.",
         examples=[{"by": "reward", "mode": "max"}],
+    )
+    stop_early: StopEarly | None = Field(
+        None,
+        description="Rule that stops a point whose metric is worse than that of the other points, "
+        "while the points run. It needs the Python package optuna.",
+        examples=[{"by": "reward", "mode": "max", "rule": "median", "after_step": 20}],
     )
 
     @classmethod
@@ -631,6 +637,7 @@ def parse_pipeline(
                 stage_faults += find_call_faults(stage, path, root)
         elif isinstance(stage.get("spec"), dict):
             _check_stage(stage, path, known_names, stage_faults)
+            _check_metrics_file(stage, path, stage_faults)
         with collect_faults(stage_faults):
             _check_condition_names(stage, path, known_names)
         if not any(fault.path.startswith(f"{path}.matrix") for fault in faults):
@@ -747,6 +754,25 @@ def _check_stage(
         # The values of `${stage...}` are not known yet. For the validation, any text will do.
         parse_spec(fill_in_stages(written, lambda _stage, _key: "stage"))
         stage["spec"] = RunSpec.model_validate(written).to_server_data()
+
+
+def _check_metrics_file(stage: Mapping[str, Any], path: str, faults: list[Fault]) -> None:
+    """Check that the run spec names a metrics file if points are stopped early.
+
+    Args:
+        stage: The stage as plain data, with the changes in `set` applied to its run spec.
+        path: Dotted path of the stage in the pipeline spec, for the faults.
+        faults: List to which a fault is added.
+    """
+    progress = mapping_or_empty(stage["spec"].get("progress"))
+    if stage.get("stop_early") is not None and not progress.get("jsonl"):
+        faults.append(
+            Fault(
+                path=f"{path}.stop_early",
+                problem="the run spec names no metrics file, so its points cannot be compared",
+                remedy="write progress: {jsonl: FILE, step: KEY} in the run spec",
+            )
+        )
 
 
 def _check_step(

@@ -11,7 +11,65 @@ import pytest
 
 from tasks.processes.progress import JsonlProgress
 from tasks.record.metrics_file import FileFingerprint, MetricsFile
+from tasks.record.metrics_of_run import MetricReader
+from tasks.record.places import RunPlace
 from tasks.spec.probes import get_number
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPlace:
+    """Return the directory of a run with two attempts that share a metrics file."""
+    place = RunPlace(directory=tmp_path / "run")
+    progress = {"jsonl": str(tmp_path / "metrics.jsonl"), "step": "step"}
+    for number in (1, 2):
+        attempt = place.attempt(number).directory
+        attempt.mkdir(parents=True)
+        (attempt / "spec.yaml").write_text(json.dumps({"progress": progress}))
+    write_record(place, 1)
+    return place
+
+
+def write_record(place: RunPlace, *attempts: int) -> None:
+    """Write the record of a running run with these attempts."""
+    record = {"run_id": "a", "state": "running", "started_at": 1.0}
+    record["attempts"] = [{"number": number, "state": "running"} for number in attempts]
+    place.record.write_text(json.dumps(record))
+
+
+def test_metric_of_a_running_run_is_read_by_step(run: RunPlace, path: Path) -> None:
+    reader = MetricReader(run, "a.reward")
+    reader.read_new()
+    before = (reader.values, reader.last_step)
+    path.write_text('{"step": 2, "a": {"reward": 5}}\n{"step": 1, "a": {"reward": 4}}\n{"x": 1}\n')
+    reader.read_new()
+    first = reader.values
+
+    with path.open("a") as file:
+        file.write('{"step": 2, "loss": 1}\n{"step": 3, "a": {"reward": NaN}}\n')
+    reader.read_new()
+
+    assert before == ({}, None)
+    assert [*first.items()] == [(1, 4), (2, 5)]
+    assert (reader.values, reader.last_step) == ({1: 4, 2: 5}, 3)
+
+
+def test_metric_of_the_last_attempt_counts(run: RunPlace, path: Path) -> None:
+    reader = MetricReader(run, "reward")
+    path.write_text('{"step": 1, "reward": 1}\n{"step": 2, "reward": 2}\n')
+    reader.read_new()
+    path.write_text('{"step": 2, "reward": 7}\n')
+    write_record(run, 1, 2)
+
+    reader.read_new()
+
+    assert reader.values == {2: 7}
+
+
+def test_metric_of_a_run_that_has_not_begun_cannot_be_read(tmp_path: Path) -> None:
+    reader = MetricReader(RunPlace(directory=tmp_path / "none"), "reward")
+
+    with pytest.raises(FileNotFoundError):
+        reader.read_new()
 
 
 @pytest.fixture

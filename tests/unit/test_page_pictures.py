@@ -17,7 +17,9 @@ from tasks.show.markdown import markdown_image
 from tasks.show.page import show_curve
 from tasks.show.pictures import (
     Figures,
+    MatrixCurve,
     draw_curve,
+    draw_matrix,
     draw_timeline,
     list_curve_metrics,
     list_phases,
@@ -159,6 +161,44 @@ def test_curve_is_drawn_within_its_picture(points: list[tuple[float, float]]) ->
         for x, y in points_of(element):
             assert 0 <= x <= pictures.WIDTH and 0 <= y <= float(root.attrib["height"])
     assert "step" in texts(source) and "<reward>" in texts(source)
+
+
+@pytest.mark.parametrize(("count", "length"), [(1, 1), (5, 3), (13, 1), (1000, 300)])
+def test_curves_of_a_matrix_are_drawn_within_their_picture(count: int, length: int) -> None:
+    curves = [
+        MatrixCurve(
+            number=number,
+            points=[(float(step), number + step / 7) for step in range(1, length + 1)],
+            is_best=number == count,
+            is_stopped=number % 2 == 0,
+        )
+        for number in range(1, count + 1)
+    ]
+
+    source = draw_matrix(curves, x="step", y="reward", title="grid: best < 3")
+
+    root = ElementTree.fromstring(source)
+    assert len(source) < 250_000
+    assert source.count("<circle") == count
+    for element in root.iter():
+        for x, y in points_of(element):
+            assert 0 <= x <= pictures.WIDTH and 0 <= y <= float(root.attrib["height"])
+    assert {"grid: best < 3", "stopped early", str(count)} <= set(texts(source))
+
+
+def test_best_curve_of_a_matrix_is_drawn_last_in_its_own_colour() -> None:
+    curves = [
+        MatrixCurve(number=1, points=[(1.0, 3.0)], is_best=True),
+        MatrixCurve(number=2, points=[(1.0, 1.0)], is_stopped=True),
+        MatrixCurve(number=3, points=[(1.0, 2.0)]),
+    ]
+
+    source = draw_matrix(curves, x="step", y="reward", title="grid")
+
+    circles = [e for e in ElementTree.fromstring(source).iter() if e.tag == f"{SVG}circle"]
+    heights = [float(circle.attrib["cy"]) for circle in circles]
+    assert heights[2] < heights[1] < heights[0]
+    assert len({circle.attrib["fill"] for circle in circles}) == 3
 
 
 def points_of(element: ElementTree.Element) -> list[tuple[float, float]]:

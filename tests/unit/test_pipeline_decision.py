@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,31 @@ def test_next_step_follows_from_the_runs(
     runs: list[StageRun], requested_at: float, step: Begin | StageRun | None
 ) -> None:
     assert only_step(decide(STAGES, runs, at(requested_at))) == step
+
+
+def stopped(stage: str) -> StageRun:
+    """Return a run that the pipeline has stopped early."""
+    return replace(run(stage, 1, CANCELLED, 10), stop_reason="reward 0.1 is below the median 0.4")
+
+
+def test_run_that_was_stopped_early_is_no_failure_and_is_not_repeated() -> None:
+    grid = StagePlan(name="a", needs=(), units=("a.1", "a.2"))
+    stages = (grid, STAGES[1])
+    runs = [stopped("a.1"), run("a.2", 1, DONE, 20)]
+
+    active = decide(stages, [stopped("a.1"), run("a.2", 1, None)], at(0))
+    ended = decide(stages, runs, at(0))
+    retried = decide(stages, runs, at(99))
+
+    assert active.states["a"] is StageState.ACTIVE and not active.begins
+    assert ended.states["a"] is StageState.COMPLETED and ended.ended_by is None
+    assert ended.begins == retried.begins == (Begin(stage="b", number=1),)
+
+
+def test_run_that_fails_while_it_is_stopped_early_is_a_failure() -> None:
+    failed = replace(stopped("a"), ending=FAILED)
+
+    assert decide(STAGES, [failed], at(0)).ended_by == failed
 
 
 def only_step(decision: PipelineDecision) -> Begin | StageRun | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,9 +18,10 @@ from prefect.exceptions import Pause
 from tasks.pipeline import progress_report, server_requests
 from tasks.pipeline import session as session_module
 from tasks.pipeline.decision import StageRun
-from tasks.pipeline.matrix_tables import Artifacts
+from tasks.pipeline.matrix_page import Artifacts
 from tasks.pipeline.progress_report import ProgressReport
 from tasks.pipeline.session import PipelineSession
+from tasks.pipeline.stage_runs import describe_stage_run
 from tasks.record.places import RunPlace
 from tasks.record.states import RunState
 from tasks.spec.pipeline import Stage, parse_pipeline
@@ -77,7 +79,7 @@ class FakeRuns:
         [index] = [i for i, run in enumerate(self.runs) if run.stage == unit and not run.ending]
         run = self.runs[index]
         attempt = RunPlace.of(run.name).attempt(1).directory
-        attempt.mkdir(parents=True)
+        attempt.mkdir(parents=True, exist_ok=True)
         (attempt / "result.json").write_text(json.dumps(result))
         state = ending.value.title()
         ended_at = START + timedelta(seconds=len(self.runs))
@@ -85,14 +87,54 @@ class FakeRuns:
             run, state=state, message="UNKNOWN: x", ending=ending, ended_at=ended_at
         )
 
+    def report(self, unit: str, values: Mapping[int, float]) -> None:
+        """Append figures to the metrics file of a run, by step."""
+        run = next(run for run in self.runs if run.stage == unit)
+        place = RunPlace.of(run.name)
+        attempt = place.attempt(1).directory
+        attempt.mkdir(parents=True, exist_ok=True)
+        record = {"run_id": run.name, "state": "running", "started_at": 1.0}
+        record["attempts"] = [{"number": 1, "state": "running"}]
+        place.record.write_text(json.dumps(record))
+        metrics = attempt / "metrics.jsonl"
+        progress = {"jsonl": str(metrics), "step": "step"}
+        (attempt / "spec.yaml").write_text(json.dumps({"progress": progress}))
+        with metrics.open("a") as file:
+            for step, value in values.items():
+                file.write(json.dumps({"step": step, "reward": value}) + "\n")
+
+    def cancel(self, flow_run_id: UUID, labels: Mapping[str, str]) -> None:
+        """Cancel a run that has these labels, as the Prefect server and the worker do."""
+        [index] = [i for i, run in enumerate(self.runs) if run.flow_run_id == str(flow_run_id)]
+        run = self.runs[index]
+        flow_run = FlowRun(
+            id=flow_run_id,
+            flow_id=uuid4(),
+            name=run.name,
+            labels=dict(labels),
+            state=State(type=StateType.CANCELLED, timestamp=START),
+        )
+        self.runs[index] = describe_stage_run(run.stage, run.number, flow_run)
+
     @property
     def active(self) -> list[str]:
         return [run.stage for run in self.runs if run.ending is None]
 
 
+@dataclass
 class FakeClient:
+    server: FakeRuns
+    labels: dict[UUID, Mapping[str, str]] = field(default_factory=dict)
+
     def read_flow_run_states(self, _flow_run_id: UUID) -> list[State[Any]]:
         return [State(type=StateType.RUNNING, timestamp=START)]
+
+    def update_flow_run_labels(self, flow_run_id: UUID, labels: Mapping[str, str]) -> None:
+        self.labels[flow_run_id] = labels
+
+    def set_flow_run_state(self, flow_run_id: UUID, state: State[Any], *, force: bool) -> None:
+        assert state.is_cancelling() and not force
+        self.server.cancel(flow_run_id, self.labels[flow_run_id])
 
 
 @pytest.fixture
@@ -102,7 +144,7 @@ def server(monkeypatch: pytest.MonkeyPatch, muster_home: object) -> FakeRuns:
 
     @contextmanager
     def connect(_api_url: str) -> Iterator[FakeClient]:
-        yield FakeClient()
+        yield FakeClient(fake)
 
     def use_cached(_client: object, flow_run: FlowRun, unit: str, **_: Any) -> None:
         run = next(run for run in fake.runs if run.flow_run_id == str(flow_run.id))
@@ -330,3 +372,117 @@ def test_process_hands_over_a_pipeline_with_active_runs(
 
     assert messages and "stage a, b continues" in str(messages[0])
     assert server.active == ["a", "b"]
+
+
+def reward_grid(**more: Any) -> dict[str, Any]:
+    """Return a stage with five runs, of which those with a low reward are stopped early."""
+    trainer = {"command": ["true"], "checkpoints": "${run.dir}/checkpoints"}
+    spec = {
+        "name": "a",
+        "workload": "sft",
+        "env": {"LR": "0"},
+        "components": {"trainer": trainer},
+        "progress": {"jsonl": "${attempt.dir}/metrics.jsonl", "step": "step"},
+    }
+    return {
+        "name": "grid",
+        "spec": spec,
+        "matrix": {"env.LR": ["1", "2", "3", "4", "5"]},
+        "stop_early": {"by": "reward", "after_step": 2},
+        "best": {"by": "reward"},
+        **more,
+    }
+
+
+def test_point_below_the_median_is_stopped_early_and_shown(server: FakeRuns) -> None:
+    session = start(reward_grid())
+    session.advance()
+    for number in range(1, 6):
+        server.report(f"grid.{number}", {1: number / 10})
+    session.advance()
+    before = server.active
+
+    for number in range(1, 6):
+        server.report(f"grid.{number}", {2: number / 10, 3: number / 10})
+    session.advance()
+    session.advance()
+
+    assert len(before) == 5
+    assert server.active == ["grid.3", "grid.4", "grid.5"]
+    stopped = server.runs[0]
+    assert (stopped.state, stopped.message) == (
+        "stopped early",
+        "reward 0.1, the best until step 3, is below the median 0.3 of 5 points at step 3",
+    )
+    shown = server.artifacts["points-grid"]
+    assert shown.headline == "grid: 2 of 5 points ended, 2 stopped early"
+    rows = json.loads(shown.data)
+    assert [row["state"] for row in rows] == ["stopped early"] * 2 + ["Running"] * 3
+    assert [row["figure"] for row in rows] == ["0.1", "0.2", "0.3", "0.4", "0.5"]
+    assert shown.picture.count("<polyline") == 5
+
+
+def test_completed_point_is_better_than_a_stopped_one_with_a_better_figure(
+    server: FakeRuns,
+) -> None:
+    use = step("use", args={"lr": "${stage.grid.best.point.env.LR}"})
+    session = start(reward_grid(), use)
+    session.advance()
+    for number in range(1, 6):
+        server.report(f"grid.{number}", {3: number / 10})
+    session.advance()
+    server.report("grid.1", {4: 0.9})
+    for number in (3, 4, 5):
+        server.end(f"grid.{number}")
+
+    session.advance()
+    server.end("use")
+
+    assert arguments(server, "use") == {"lr": "5"}
+    assert not session.advance()
+    assert session.conclude().message == "all stages are complete: grid, use"
+
+
+def test_stopped_point_is_the_best_if_no_point_has_completed(server: FakeRuns) -> None:
+    use = step("use", args={"lr": "${stage.grid.best.point.env.LR}"})
+    session = start(reward_grid(on_failure="continue"), use)
+    session.advance()
+    for number in range(1, 6):
+        server.report(f"grid.{number}", {3: number / 10})
+    session.advance()
+    for number in (3, 4, 5):
+        server.end(f"grid.{number}", ending=RunState.FAILED)
+
+    session.advance()
+
+    assert arguments(server, "use") == {"lr": "2"}
+    rows = json.loads(server.artifacts["points-grid"].data)
+    assert [row["best"] for row in rows] == ["", "best", "", "", ""]
+
+
+def test_next_process_stops_a_point_whose_reason_is_recorded(server: FakeRuns) -> None:
+    """The process of the pipeline was killed between the record of the reason and the cancel."""
+    session = start(reward_grid())
+    session.advance()
+    server.runs[1] = replace(server.runs[1], stop_reason="reward 0 is too low")
+
+    start(reward_grid()).advance()
+
+    assert server.runs[1].state == "stopped early"
+    assert server.active == ["grid.1", "grid.3", "grid.4", "grid.5"]
+
+
+def test_missing_optuna_is_reported_before_anything_starts(
+    server: FakeRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "read_specs_of_deployments", lambda *_: {})
+    monkeypatch.setattr(session_module, "read_secrets", lambda *_, **__: {})
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    session = start(reward_grid())
+
+    session.prepare()
+
+    assert not session.advance()
+    assert server.runs == []
+    message = str(session.conclude().message)
+    assert message.startswith("USER_ERROR: ") and "stages.0.stop_early: needs the Python" in message

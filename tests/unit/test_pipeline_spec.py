@@ -76,7 +76,7 @@ A = {"name": "a", "spec": spec()}
                 "stages.0.checkpiont: unknown key (did you mean `checkpoint`? known keys: name, "
                 "needs, when, on_failure, deployment, spec, set, checkpoint, call, args, command, "
                 "env, on, resources, retries, timeout_s, cache, code, matrix, sample, at_most, "
-                "best)"
+                "best, stop_early)"
             ],
         ),
         (

@@ -40,6 +40,10 @@ def not_json(): return {1, 2}
 """
 
 
+#: A matrix with enough points for `stop_early`.
+FOUR_POINTS = {"env.A": ["1", "2", "3", "4"]}
+
+
 def pipeline(*stages: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"name": "steps", "stages": list(stages), **more}
 
@@ -117,6 +121,34 @@ def faults_of(data: object, root: Path | None = None) -> list[str]:
         (call(matrix={"limit": [1, 2]}, sample=3), "stages.0.sample: the matrix has only 2"),
         (call(matrix={"limit": [*range(1001)]}), "stages.0.matrix: has 1001 points"),
         (command(matrix={"A": [1]}), "stages.0.matrix.A: the matrix of a command changes env"),
+        (
+            call(matrix={"limit": [1, 2, 3, 4]}, stop_early={"by": "score", "after_step": 1}),
+            "stages.0.stop_early: is a key of a run, found in a step",
+        ),
+        (
+            run_stage(stop_early={"by": "loss", "after_step": 1}),
+            "stages.0.stop_early: needs `matrix`",
+        ),
+        (
+            run_stage(matrix={"env.A": ["1", "2", "3"]}, stop_early={"by": "x", "after_step": 1}),
+            "stages.0.stop_early: a point is compared with at least 3 other points, but the matrix "
+            "has only 3 points",
+        ),
+        (
+            run_stage(matrix=FOUR_POINTS, stop_early={"by": "loss", "after_step": 1}),
+            "stages.0.stop_early: the run spec names no metrics file",
+        ),
+        (
+            run_stage(matrix=FOUR_POINTS, stop_early={"by": "loss"}),
+            "stages.0.stop_early.after_step: missing",
+        ),
+        (
+            run_stage(
+                matrix=FOUR_POINTS,
+                stop_early={"by": "loss", "after_step": 2.5, "rule": "best", "mode": "up"},
+            ),
+            "stages.0.stop_early.rule: must be median or halving, found the text 'best'",
+        ),
         (run_stage(matrix={"workload": ["sft", "x"]}), "stages.0.matrix.workload.1: workload:"),
     ],
 )

@@ -133,11 +133,15 @@ def test_constraints_satisfy_every_requirement() -> None:
 #: Programs that Muster runs with the Python interpreter of a component. They may import packages
 #: that only the training needs.
 PROGRAMS_OF_COMPONENTS = {"tasks/train/group_mlflow_runs.py"}
+#: Extras whose packages Muster imports only after it has checked that they are installed.
+CHECKED_EXTRAS = ("sweeps",)
 
 
 def test_flows_and_tasks_import_only_what_the_project_depends_on() -> None:
+    project = pyproject()["project"]
+    extras = [text for extra in CHECKED_EXTRAS for text in project["optional-dependencies"][extra]]
     declared = {
-        canonicalize_name(Requirement(r).name) for r in pyproject()["project"]["dependencies"]
+        canonicalize_name(Requirement(text).name) for text in [*project["dependencies"], *extras]
     }
     owners = packages_distributions()
     # The guardian program imports the modules of its own folder without the name of the package.

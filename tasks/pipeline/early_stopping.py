@@ -1,0 +1,170 @@
+"""Decide which points of a matrix are stopped early, with the pruners of Optuna.
+
+The decision depends only on the figures of the points. So every process of the pipeline makes the
+same decision for the same figures. A point that is compared is a trial of Optuna with one figure,
+because Optuna compares figures of the same step only, and the points run at different speeds.
+"""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tasks.spec.errors import Fault, InvalidSpec
+from tasks.spec.matrix import MIN_OTHER_POINTS, StopEarly
+from tasks.spec.pipeline import PipelineSpec
+
+if TYPE_CHECKING:
+    from optuna.pruners import BasePruner
+
+#: Factor between two steps at which the rule `halving` compares points. At each of these steps, one
+#: point in this number of points continues.
+_REDUCTION_FACTOR = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PointHistory:
+    """The figures that a point of a matrix has reported so far."""
+
+    #: Finite figures by training step, sorted by step.
+    figures: Mapping[float, float] = field(default_factory=dict)
+    #: Last step that the point has reached, with or without a figure. 0 if unknown.
+    last_step: float = 0.0
+    #: True if the point has completed or was stopped early. Such a point reports no further figure.
+    has_ended: bool = False
+
+    def figure_at(self, step: float) -> float | None:
+        """Return the last figure that was reported up to a step, or None."""
+        earlier = [figure for reported, figure in self.figures.items() if reported <= step]
+        return earlier[-1] if earlier else None
+
+
+def require_optuna(spec: PipelineSpec) -> None:
+    """Check that the package optuna can be imported if a stage of a pipeline stops points early.
+
+    Raises:
+        InvalidSpec: The package cannot be imported in this Python environment.
+    """
+    places = [
+        f"stages.{index}.stop_early"
+        for index, stage in enumerate(spec.stages)
+        if stage.stop_early is not None
+    ]
+    if not places:
+        return
+    try:
+        importlib.import_module("optuna")
+    except ImportError as error:
+        problem = f"needs the Python package optuna, which cannot be imported ({error})"
+        remedy = 'run pip install "muster[sweeps]" in the Python environment of Muster'
+        faults = [Fault(path=place, problem=problem, remedy=remedy) for place in places]
+        raise InvalidSpec(tuple(faults)) from error
+
+
+def find_reason_to_stop(
+    rule: StopEarly, point: PointHistory, others: Sequence[PointHistory]
+) -> str:
+    """Return the reason for stopping a running point, or an empty string.
+
+    The best figure of the point so far is compared with the figures of the other points at the last
+    step that the point and at least three others have reached.
+
+    For the rule `median`, points that have ended count with their last figure at all later steps.
+    Otherwise, each stopped point would raise the median of the remaining points, and the rule would
+    stop nearly all points.
+
+    Args:
+        rule: The rule of the stage.
+        point: Figures of the running point.
+        others: Figures of all other points that have begun.
+    """
+    if not point.figures:
+        return ""
+    keeps_ended = rule.rule == "median"
+    reached = [
+        float("inf") if keeps_ended and other.has_ended else other.last_step
+        for other in others
+        if other.figures
+    ]
+    if len(reached) < MIN_OTHER_POINTS:
+        return ""
+    common_step = min(point.last_step, sorted(reached, reverse=True)[MIN_OTHER_POINTS - 1])
+    if common_step < rule.after_step:
+        return ""
+    step = common_step if rule.rule == "median" else _find_rung(rule.after_step, common_step)
+    figures = [
+        figure
+        for other in others
+        if other.last_step >= step or (keeps_ended and other.has_ended)
+        if (figure := other.figure_at(step)) is not None
+    ]
+    if len(figures) < MIN_OTHER_POINTS:
+        return ""
+    choose = max if rule.mode == "max" else min
+    best = choose(point.figures.values())
+    if not _is_pruned(rule, int(step), best, figures):
+        return ""
+    all_figures = [*figures, best]
+    text = f"{rule.by} {best:.6g}, the best until step {point.last_step:g}, is "
+    if rule.rule == "median":
+        side = "below" if rule.mode == "max" else "above"
+        text += f"{side} the median {statistics.median(all_figures):.6g}"
+    else:
+        text += "not in the better half"
+    return f"{text} of {len(all_figures)} points at step {step:g}"
+
+
+def _find_rung(after_step: int, step: float) -> int:
+    """Return the last step at which the rule `halving` compares points, up to a step.
+
+    The rule compares points at `after_step`, at twice this step, at four times this step, and so
+    on.
+    """
+    rung = after_step
+    while rung * _REDUCTION_FACTOR <= step:
+        rung *= _REDUCTION_FACTOR
+    return rung
+
+
+def _is_pruned(rule: StopEarly, step: int, best: float, others: Sequence[float]) -> bool:
+    """Return True if Optuna would prune a trial with a figure at a step.
+
+    Args:
+        rule: The rule of the stage.
+        step: The step at which all trials have their figure.
+        best: Figure of the trial.
+        others: Figures of the other trials.
+    """
+    # Import optuna only now: it is an optional package, and most pipelines do not need it.
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    pruner: BasePruner
+    trial_figures = [*others]
+    if rule.rule == "median":
+        # The median of all points includes the point itself. Otherwise, a rounding error could stop
+        # the point in the middle.
+        trial_figures.append(best)
+        pruner = optuna.pruners.MedianPruner(n_startup_trials=MIN_OTHER_POINTS)
+    else:
+        # All trials have a figure at this step only. So it is the only step of the comparison.
+        pruner = optuna.pruners.SuccessiveHalvingPruner(
+            min_resource=step, reduction_factor=_REDUCTION_FACTOR
+        )
+    study = optuna.create_study(
+        direction="maximize" if rule.mode == "max" else "minimize",
+        pruner=pruner,
+        sampler=optuna.samplers.RandomSampler(),
+    )
+    for figure in trial_figures:
+        trial = study.ask()
+        trial.report(figure, step)
+        # The pruner of successive halving records the figure of a trial only in this call.
+        trial.should_prune()
+        study.tell(trial, figure)
+    trial = study.ask()
+    trial.report(best, step)
+    return trial.should_prune()

@@ -1,0 +1,181 @@
+"""Show the points of each matrix on the pipeline's page in the Prefect UI: picture and table."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from uuid import UUID
+
+from tasks.pipeline.decision import StageRun, list_last_runs
+from tasks.pipeline.point_histories import PointHistories
+from tasks.pipeline.results import format_points
+from tasks.pipeline.server_requests import ServerRequests
+from tasks.pipeline.stage_values import StageValues
+from tasks.server.artifacts import Artifacts
+from tasks.show.markdown import escape_markdown
+from tasks.show.pictures import MatrixCurve, draw_matrix
+from tasks.show.run_view import Shown
+from tasks.spec.pipeline import Stage
+
+#: Shortest time in seconds between two updates of a matrix of which only the figures have changed.
+_FIGURES_EVERY_S = 10.0
+
+
+class MatrixPage:
+    """The pictures and tables of the matrices of a pipeline.
+
+    Each matrix has an artifact, which is updated in place.
+    """
+
+    def __init__(
+        self,
+        flow_run_id: UUID,
+        requests: ServerRequests,
+        histories: PointHistories,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            flow_run_id: Id of the pipeline's flow run, which owns the artifacts.
+            requests: Connection to the Prefect server.
+            histories: Figures that the runs report while they run.
+            clock: Returns the current time in seconds.
+        """
+        self._flow_run_id = flow_run_id
+        self._requests = requests
+        self._histories = histories
+        self._clock = clock
+        #: Last content of each matrix, by the name of the stage.
+        self._contents: dict[str, Shown] = {}
+        #: State of each point at the last update of a matrix, by the name of the stage.
+        self._states: dict[str, list[str]] = {}
+        #: Time of the last update of a matrix on the clock, by the name of the stage.
+        self._updated_s: dict[str, float] = {}
+        #: Artifact of each matrix, by the key of the artifact.
+        self._artifacts: dict[str, Artifacts] = {}
+
+    def show(self, values: StageValues) -> None:
+        """Update the artifact of each matrix that has a run, if its content has changed.
+
+        If only figures have changed, the artifact is updated at most every ten seconds.
+
+        Args:
+            values: The runs and the values of the stages.
+        """
+        for stage in values.spec.stages:
+            if stage.matrix is None:
+                continue
+            runs = list_last_runs(stage.units, values.runs)
+            states = [runs[unit].state if unit in runs else "waits" for unit in stage.units]
+            is_due = (
+                states != self._states.get(stage.name)
+                or self._clock() >= self._updated_s.get(stage.name, 0.0) + _FIGURES_EVERY_S
+            )
+            if not runs or not is_due:
+                continue
+            content = self._describe_stage(stage, values, runs, states)
+            self._states[stage.name] = states
+            self._updated_s[stage.name] = self._clock()
+            if self._contents.get(stage.name) == content:
+                continue
+            self._contents[stage.name] = content
+            key = f"points-{stage.name}".replace("_", "-")
+            artifacts = self._artifacts.setdefault(key, Artifacts(self._flow_run_id, [key]))
+            self._requests.try_once(partial(artifacts.show, key=key, shown=content))
+
+    def _describe_stage(
+        self,
+        stage: Stage,
+        values: StageValues,
+        runs: Mapping[str, StageRun],
+        states: list[str],
+    ) -> Shown:
+        """Return the content of the artifact of a matrix.
+
+        Args:
+            stage: The stage with the matrix.
+            values: The runs and the values of the stages.
+            runs: Last run of each point that has a run, by unit.
+            states: State of each point.
+        """
+        best = values.find_best(stage.name) if stage.best is not None else None
+        curves = self._read_curves(stage, values, runs, best)
+        figures: dict[str, float | None] = {
+            unit: curve.points[-1][1] for unit, curve in curves.items()
+        }
+        if stage.best is not None:
+            figures |= values.read_figures(stage.name)
+        rows = [
+            (unit, point, state, figures.get(unit))
+            for unit, point, state in zip(stage.units, stage.points, states, strict=True)
+        ]
+
+        ended = sum(run.ending is not None for run in runs.values())
+        headline = f"{stage.name}: {ended} of {len(rows)} points ended"
+        stopped = sum(run.is_stopped_early for run in runs.values())
+        if stopped:
+            headline += f", {stopped} stopped early"
+        if best is not None and stage.best is not None:
+            headline += f", best {stage.best.by} {figures[best]:.6g} at point "
+            headline += best.partition(".")[2]
+
+        picture = ""
+        if curves:
+            picture = draw_matrix(
+                [*curves.values()],
+                x="point" if stage.is_step else "step",
+                y=_find_figure_key(stage),
+                title=headline,
+            )
+        return Shown(
+            headline=escape_markdown(headline),
+            data=json.dumps(format_points(rows, best)),
+            type="table",
+            picture=picture,
+        )
+
+    def _read_curves(
+        self,
+        stage: Stage,
+        values: StageValues,
+        runs: Mapping[str, StageRun],
+        best: str | None,
+    ) -> dict[str, MatrixCurve]:
+        """Return the curve of each point that has a figure, by unit, in the order of the units.
+
+        The curve of a run has a figure for each training step. The curve of a step of the pipeline
+        has a single figure, at the number of the point.
+
+        Args:
+            stage: The stage with the matrix.
+            values: The runs and the values of the stages.
+            runs: Last run of each point that has a run, by unit.
+            best: Unit of the best point, or None.
+        """
+        key = _find_figure_key(stage)
+        curves: dict[str, MatrixCurve] = {}
+        if not key:
+            return curves
+        results = values.read_figures(stage.name) if stage.is_step else {}
+        for unit, run in runs.items():
+            number = int(unit.partition(".")[2])
+            figure = results.get(unit)
+            points = [(float(number), figure)] if figure is not None else []
+            if not stage.is_step:
+                points = [*self._histories.read(run, key).figures.items()]
+            if points:
+                curves[unit] = MatrixCurve(
+                    number=number,
+                    points=points,
+                    is_best=unit == best,
+                    is_stopped=run.is_stopped_early,
+                )
+        return curves
+
+
+def _find_figure_key(stage: Stage) -> str:
+    """Return the key of the figure that the picture of a matrix shows, or an empty string."""
+    choice = stage.best or stage.stop_early
+    return choice.by if choice is not None else ""

@@ -1,0 +1,76 @@
+"""Read the figures that the points of a matrix report, while the points run."""
+
+from __future__ import annotations
+
+import logging
+
+from tasks.pipeline.decision import StageRun
+from tasks.pipeline.early_stopping import PointHistory
+from tasks.processes.place_reader import PlaceReader
+from tasks.record.metrics_of_run import MetricReader
+from tasks.record.places import RunPlace
+from tasks.record.states import RunState
+
+_log = logging.getLogger(__name__)
+
+#: Time limit in seconds for an answer of the file system of a metrics file.
+_ANSWERS_WITHIN_S = 5.0
+
+
+class PointHistories:
+    """The metrics of the points of all matrices of a pipeline.
+
+    Only the lines that were added since the last call are read from the metrics files.
+    """
+
+    def __init__(self) -> None:
+        #: Reader of each metric, by the name of the run and the key of the metric. A run has
+        #: another name, and no files, before it begins.
+        self._readers: dict[tuple[str, str], MetricReader] = {}
+        #: Last history of each metric, by the name of the run and the key of the metric.
+        self._histories: dict[tuple[str, str], PointHistory] = {}
+        #: Metrics that were read after the end of their run, so that they cannot change.
+        self._complete: set[tuple[str, str]] = set()
+        #: Names of the runs whose metrics could not be read at the last call.
+        self._unreadable: set[str] = set()
+        self._files = PlaceReader("")
+
+    def read(self, run: StageRun, key: str) -> PointHistory:
+        """Return the figures that a run has reported so far.
+
+        If the files cannot be read now, the result has the figures of the last successful call.
+
+        Args:
+            run: The run of the point.
+            key: Key of the metric.
+        """
+        metric = (run.name, key)
+        if metric not in self._complete and self._read_new(run, key):
+            reader = self._readers[metric]
+            self._histories[metric] = PointHistory(
+                figures=reader.values,
+                last_step=reader.last_step or 0.0,
+                has_ended=bool(run.stop_reason) or run.ending is RunState.COMPLETED,
+            )
+            if run.ending is not None:
+                self._complete.add(metric)
+        return self._histories.get(metric, PointHistory())
+
+    def _read_new(self, run: StageRun, key: str) -> bool:
+        """Read the new lines of the metrics of a run. Return False if they cannot be read."""
+        place = RunPlace.of(run.name)
+        reader = self._readers.setdefault((run.name, key), MetricReader(place, key))
+        if self._files.is_idle:
+            self._files.place = str(place.directory)
+        try:
+            self._files.ask_blocking(reader.read_new, _ANSWERS_WITHIN_S)
+        except FileNotFoundError:
+            # The run has not begun, or its directory is on another host.
+            return False
+        except (OSError, ValueError) as error:
+            if run.name not in self._unreadable:
+                _log.warning("The metrics of the run %s cannot be read: %s", run.name, error)
+            self._unreadable.add(run.name)
+            return False
+        self._unreadable.discard(run.name)
+        return True
