@@ -1,4 +1,4 @@
-"""Delete files of ended runs, unused code, old logs of `muster up`, and maintenance flow runs.
+"""Delete files of ended runs and pipelines, unused code, old logs, and maintenance flow runs.
 
 The record `run.json` and the specs of a run's attempts are always kept. They are small, and they
 document the run and its result. Files that the run's own programs wrote, such as checkpoints and
@@ -55,6 +55,7 @@ from tasks.show.arguments import EXIT_DONE, EXIT_FAILED
 from tasks.spec.formatting import format_count, join_commas
 from tasks.spec.own_settings import PRUNE_DAYS, PRUNE_OUTPUTS
 from tasks.spec.workloads import WORKLOADS
+from tasks.upkeep.old_pipelines import delete_pipeline, list_old_pipelines
 from tasks.upkeep.waiting_runs import list_waiting_runs
 
 _log = logging.getLogger(__name__)
@@ -135,6 +136,8 @@ class PruneResult:
     is_dry: bool
     #: Runs whose files were deleted, sorted by the end time of the run.
     runs: tuple[PrunableRun, ...] = ()
+    #: Folders of pipelines that were deleted.
+    pipelines: tuple[Path, ...] = ()
     #: Number of flow runs of Muster's maintenance flows that were deleted from the Prefect server.
     flow_runs: int = 0
     #: Number of unused entries that were deleted from the code store.
@@ -144,7 +147,7 @@ class PruneResult:
 
     @property
     def summary(self) -> str:
-        """One line with the numbers of pruned runs, deleted code entries and deleted flow runs.
+        """One line with the numbers of pruned runs and pipelines, code entries and flow runs.
 
         If problems prevented deletions, the line ends with the problems.
         """
@@ -152,6 +155,8 @@ class PruneResult:
         if self.runs:
             size = decimal(sum(run.size_bytes for run in self.runs))
             parts.append(f"the files of {format_count(len(self.runs), 'run')} ({size})")
+        if self.pipelines:
+            parts.append(f"the files of {format_count(len(self.pipelines), 'pipeline')}")
         if self.codes:
             parts.append(f"{format_count(self.codes, 'file')} of code")
         if self.flow_runs:
@@ -163,8 +168,9 @@ class PruneResult:
         return "; ".join(filter(None, (action, self.open))) or "nothing to do"
 
     def lines(self) -> Iterator[str]:
-        """Yield one line with size and id for each run, and then the summary."""
+        """Yield one line for each run and for each pipeline, and then the summary."""
         yield from (f"{decimal(run.size_bytes):>10}  {run.directory.name}" for run in self.runs)
+        yield from (f"{'':>10}  pipelines/{folder.name}" for folder in self.pipelines)
         yield self.summary
 
 
@@ -184,27 +190,32 @@ def prune_host(keep: Retention | None = None, *, dry_run: bool = False) -> Prune
     """
     keep = keep or Retention.of_environment(os.environ)
     try:
-        server_text = _on_server(_names_and_parameters) or ""
+        server_text = _on_server(_describe_open_work)
     except ServerAway as error:
         is_refused = isinstance(error, ServerRefuses)
         why = str(error) if is_refused else f"the Prefect server does not answer ({error})"
         return PruneResult(is_dry=dry_run, open=f"nothing was deleted: {why}")
 
-    candidates = survey(keep, {*_RUN_ID.findall(server_text)})
+    candidates = survey(keep, {*_RUN_ID.findall(server_text or "")})
     runs = [run for run in candidates if time.time() - run.ended_at > keep.days * _DAY_S]
     kept_directories = [run.directory for run in candidates if run not in runs]
+    pipelines: list[Path] = []
+    if server_text is not None:
+        # Only the server knows which pipelines have not ended.
+        pipelines = list_old_pipelines(keep.days * _DAY_S, server_text, kept_directories)
     problems: list[str] = []
     if not dry_run:
         # A run may have been resumed since `survey` read its record, so check it again.
         ended = (run for run in runs if math.isfinite(_ended_at(run.directory)))
         runs = [run for run in ended if run.directory.name not in registered_runs()]
         problems = [problem for run in runs if (problem := _delete_files(run))]
+        problems += filter(None, map(delete_pipeline, pipelines))
         _cut_stack_logs()
 
     codes = 0
     flow_runs = 0
     try:
-        codes = _on_server(partial(_forget_code, server_text, kept_directories, dry_run)) or 0
+        codes = _on_server(partial(_forget_code, server_text or "", kept_directories, dry_run)) or 0
         flow_runs = 0 if dry_run else _on_server(_delete_upkeep) or 0
     except (ServerAway, OSError) as error:
         _log.warning(
@@ -212,7 +223,12 @@ def prune_host(keep: Retention | None = None, *, dry_run: bool = False) -> Prune
             error,
         )
     return PruneResult(
-        is_dry=dry_run, runs=tuple(runs), codes=codes, flow_runs=flow_runs, open="; ".join(problems)
+        is_dry=dry_run,
+        runs=tuple(runs),
+        pipelines=tuple(pipelines),
+        codes=codes,
+        flow_runs=flow_runs,
+        open="; ".join(problems),
     )
 
 
@@ -356,17 +372,19 @@ def _on_server(ask: Callable[[SyncPrefectClient], _T]) -> _T | None:
         return ask(client)
 
 
-def _names_and_parameters(client: SyncPrefectClient) -> str:
-    """Return one text with the names and parameters of all deployments and unfinished flow runs.
+def _describe_open_work(client: SyncPrefectClient) -> str:
+    """Return the ids, names and parameters of all deployments and unfinished flow runs as one text.
 
-    The text contains the ids of the runs and the code versions that are still used.
+    The text contains the ids of the runs and pipelines, and the code versions, that are still used.
     """
     items: list[FlowRun | DeploymentResponse] = [*read_open_flow_runs(client)]
     offset = 0
     while page := client.read_deployments(limit=_PAGE_SIZE, offset=offset):
         items += page
         offset += len(page)
-    return "\n".join(f"{item.name} {json.dumps(item.parameters, default=str)}" for item in items)
+    return "\n".join(
+        f"{item.id} {item.name} {json.dumps(item.parameters, default=str)}" for item in items
+    )
 
 
 def _forget_code(
@@ -437,7 +455,7 @@ def prune(
     ] = Retention().days,
     outputs: Annotated[bool, Parameter(env_var=PRUNE_OUTPUTS.name)] = Retention().outputs,
 ) -> int:
-    """List old files of ended runs in MUSTER_HOME, and delete them with --yes.
+    """List old files of ended runs and pipelines in MUSTER_HOME, and delete them with --yes.
 
     The copy of a run's code is deleted with its files, and unused code is deleted from the code
     store. run.json and the specs of a run are always kept. Files that the run's own programs wrote
@@ -456,6 +474,6 @@ def prune(
     pruned = prune_host(Retention(days=days, outputs=outputs), dry_run=not yes)
     for line in pruned.lines():
         print(line)
-    if not yes and pruned.runs:
+    if not yes and (pruned.runs or pruned.pipelines):
         print("No file was deleted. To delete these files: muster prune --yes")
     return EXIT_FAILED if pruned.open else EXIT_DONE

@@ -631,6 +631,94 @@ def test_each_point_of_a_matrix_runs_once_although_the_pipeline_is_killed(
     ]
 
 
+#: A training program whose reward is the variable N at each step. It writes its end to a trace.
+#:
+#: The program ends when the file that its third argument names exists, or at SIGTERM.
+REWARDS = """
+import json, os, signal, sys, time
+metrics, trace, go = sys.argv[1:4]
+number = int(os.environ["N"])
+
+def write(text):
+    with open(trace, "a") as file:
+        file.write(f"{number} {text}\\n")
+
+def stop(*_):
+    write("stopped")
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, stop)
+print("up", flush=True)
+step = 0
+while not os.path.exists(go):
+    step += 1
+    with open(metrics, "a") as file:
+        file.write(json.dumps({"step": step, "reward": number}) + "\\n")
+    time.sleep(0.1)
+write("completed")
+"""
+
+
+def test_points_below_the_median_are_stopped_early(pipelines: Pipelines, tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    metrics = "${attempt.dir}/metrics.jsonl"
+    trainer = {
+        "command": [sys.executable, "-I", "-c", REWARDS, metrics, str(trace), str(pipelines.go)],
+        "ready": {"log": "up"},
+        "stop": {"grace_s": 20},
+    }
+    spec = {
+        "name": "rewards",
+        "workload": "sft",
+        "env": {"N": "0"},
+        "components": {"trainer": trainer},
+        "progress": {"jsonl": metrics, "step": "step"},
+    }
+    grid = {
+        "name": "grid",
+        "deployment": "train/gang",
+        "spec": spec,
+        "matrix": {"env.N": ["1", "2", "3", "4"]},
+        "stop_early": {"by": "reward", "rule": "median", "after_step": 3},
+        "best": {"by": "reward"},
+    }
+    best = {
+        "name": "best",
+        "on": "host",
+        "command": ["sh", "-c", f"echo ${{stage.grid.best.point.env.N}} best >>{trace}"],
+    }
+    path = pipelines.write_spec(grid, best)
+    process, flow_run_id = pipelines.start(path)
+    until(
+        lambda: trace.exists() and len(trace.read_text().splitlines()) == 2,
+        "two points were stopped",
+    )
+    pipelines.hand_over()
+
+    code = process.wait(WITHIN_S)
+
+    assert code == 0, pipelines.host_env.log("pipeline")
+    lines = trace.read_text().splitlines()
+    assert sorted(lines[:2]) == ["1 stopped", "2 stopped"]
+    assert sorted(lines[2:4]) == ["3 completed", "4 completed"]
+    assert lines[4:] == ["4 best"]
+    runs = {run["idempotency_key"][-3]: run for run in pipelines.runs(flow_run_id, "grid")}
+    assert [runs[number]["state_type"] for number in "1234"] == ["CANCELLED"] * 2 + [
+        "COMPLETED"
+    ] * 2
+    assert "grid.1: stopped early: reward 1, the best" in pipelines.host_env.log("pipeline")
+    artifact_filter = {"flow_run_id": {"any_": [flow_run_id]}, "key": {"any_": ["points-grid"]}}
+    [artifact] = pipelines.host_env.post("/artifacts/filter", artifacts=artifact_filter)
+    rows = json.loads(artifact["data"])
+    assert [(row["state"], row["figure"], row["best"]) for row in rows] == [
+        ("stopped early", "1", ""),
+        ("stopped early", "2", ""),
+        ("Completed", "3", ""),
+        ("Completed", "4", "best"),
+    ]
+    assert "data:image/svg+xml" in artifact["description"]
+
+
 def test_equal_step_of_an_earlier_pipeline_is_reused(pipelines: Pipelines, tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     step = {

@@ -209,13 +209,100 @@ def test_run_named_by_a_waiting_flow_run_is_never_touched(
     before = files(run)
 
     def asked(ask: object) -> str | None:
-        return OLD if ask is pruning._names_and_parameters else None
+        return OLD if ask is pruning._describe_open_work else None
 
     monkeypatch.setattr(pruning, "_on_server", asked)
 
     prune_host(ALL)
 
     assert files(run) == before
+
+
+PIPELINE = "6b1f4a1e-2f0e-4c55-9d1c-0d6f1c6d3a10"
+
+
+def make_pipeline(home: Path, *, days_ago: float = 100.0, name: str = PIPELINE) -> Path:
+    """Create the folder of a pipeline with a large value."""
+    folder = home / "pipelines" / name
+    folder.mkdir(parents=True)
+    changed_at = time.time() - days_ago * DAY_S
+    for path in (folder / "prepare.result.json", folder):
+        if path != folder:
+            path.write_text("[]")
+        os.utime(path, (changed_at, changed_at))
+    return folder
+
+
+def answer_with(monkeypatch: pytest.MonkeyPatch, server_text: str) -> None:
+    """Let the Prefect server have open flow runs and deployments with this text."""
+
+    def ask_server(ask: object) -> str | None:
+        return server_text if ask is pruning._describe_open_work else None
+
+    monkeypatch.setattr(pruning, "_on_server", ask_server)
+
+
+def test_folder_of_an_old_pipeline_is_deleted(
+    muster_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer_with(monkeypatch, "")
+    old = make_pipeline(muster_home)
+    new = make_pipeline(muster_home, days_ago=59, name=PIPELINE.replace("6b", "7c"))
+    other = make_pipeline(muster_home, name="notes")
+    link = muster_home / "pipelines" / PIPELINE.replace("6b", "8d")
+    link.symlink_to(other)
+
+    listed = prune_host(Retention(), dry_run=True)
+    existed = old.exists()
+    pruned = prune_host(Retention())
+
+    assert existed and not old.exists()
+    assert new.exists() and other.exists() and link.is_symlink()
+    assert listed.pipelines == pruned.pipelines == (old,)
+    assert listed.summary == "would remove the files of 1 pipeline"
+    assert f"pipelines/{PIPELINE}" in "\n".join(pruned.lines())
+
+
+def test_folder_of_an_open_pipeline_is_kept(
+    muster_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer_with(monkeypatch, f"{PIPELINE} sweep-pipeline-1 {{}}")
+    folder = make_pipeline(muster_home)
+
+    assert prune_host(ALL).pipelines == ()
+    assert folder.exists()
+
+
+def test_folder_of_a_pipeline_is_kept_while_a_run_uses_it(
+    muster_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer_with(monkeypatch, "")
+    folder = make_pipeline(muster_home)
+    make(muster_home, NEW, days_ago=1, resume_from=f"{folder}/prepare.result.json")
+
+    assert prune_host(Retention(days=30)).pipelines == ()
+    assert prune_host(Retention(days=0)).pipelines == (folder,)
+
+
+def test_folder_of_a_pipeline_is_kept_without_a_server(muster_home: Path) -> None:
+    folder = make_pipeline(muster_home)
+
+    assert prune_host(ALL).pipelines == ()
+    assert folder.exists()
+
+
+def test_undeletable_pipeline_is_reported(
+    muster_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer_with(monkeypatch, "")
+    make_pipeline(muster_home)
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("shutil.rmtree", refuse)
+
+    assert "of a pipeline could not be deleted" in prune_host(Retention()).open
 
 
 def test_code_copy_is_deleted_but_not_files_written_into_it(
