@@ -189,6 +189,13 @@ VERBS = {
             guide="resume.md",
         ),
         Verb(
+            name="lineage",
+            function="tasks.train.lineage_command:lineage",
+            summary="show the data and the outputs of a run",
+            example="muster lineage latest",
+            guide="lineage.md",
+        ),
+        Verb(
             name="cancel",
             function="tasks.train.run_verbs:cancel",
             summary="stop a run",

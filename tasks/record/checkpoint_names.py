@@ -21,7 +21,7 @@ _OTHER_SUFFIX = re.compile(
     re.IGNORECASE,
 )
 #: Matches names of files and folders that Muster itself creates in the directory of a run.
-_MADE_BY_MUSTER = re.compile(r"attempt-\d+|run\.json|code")
+_MADE_BY_MUSTER = re.compile(r"attempt-\d+|run\.json|lineage\.json|code")
 _SUFFIX = re.compile(r"\.[A-Za-z][A-Za-z0-9]*$")
 #: Matches a metric in a name, such as `loss=0.31`. The number of a metric is not a step.
 _METRIC = re.compile(r"[-_.]*[A-Za-z][A-Za-z_/]*[=_-]\d+\.\d+(?:e-?\d+)?", re.IGNORECASE)

@@ -439,5 +439,10 @@ class RunPlace:
         """Path of the record of the evaluations of the run's checkpoints."""
         return self.directory / "evaluations.json"
 
+    @property
+    def lineage(self) -> Path:
+        """Path of the file that lists the data which the run reads and makes."""
+        return self.directory / "lineage.json"
+
     def attempt(self, number: int) -> AttemptPlace:
         return AttemptPlace(directory=self.directory / f"attempt-{number:02d}", number=number)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -28,6 +28,7 @@ from tasks.server.flow_runs import (
 )
 from tasks.server.server import hide_prefect_logs
 from tasks.spec.errors import BadArgument
+from tasks.spec.placeholders import mapping_or_empty
 from tasks.train.local_runs import list_local_run_ids, read_local_record
 
 #: Largest number of runs, newest first, among which `find_run` searches.
@@ -187,18 +188,34 @@ def list_runs(at_most: int = _SEARCHED_RUNS) -> list[Run]:
     Raises:
         PermissionError: The records belong to another user.
     """
+    return [run for run, _spec in list_runs_with_specs(at_most)]
+
+
+def list_runs_with_specs(
+    at_most: int = _SEARCHED_RUNS,
+) -> list[tuple[Run, Mapping[str, Any]]]:
+    """Return the same runs as `list_runs`, each with its run spec on the Prefect server.
+
+    The spec is empty if the server does not know the run, or if the flow run has no spec.
+
+    Args:
+        at_most: Largest number of runs to return.
+
+    Raises:
+        PermissionError: The records belong to another user.
+    """
     records = _read_local_records(at_most)
-    runs: dict[str, Run] = {}
+    runs: dict[str, tuple[Run, Mapping[str, Any]]] = {}
     try:
         for flow_run in _read_flow_runs(at_most):
             run = Run.of_flow_run(flow_run, records.get(parse_request(flow_run).name))
-            runs[run.run_id] = run
+            runs[run.run_id] = (run, mapping_or_empty(flow_run.parameters.get("spec")))
     except ServerAway as error:
         print(f"{error}\nOnly runs with a record on this machine are shown.", file=sys.stderr)
 
     for run_id, record in records.items():
-        runs.setdefault(run_id, Run.of_record(record))
-    newest_first = sorted(runs.values(), key=lambda run: run.created_at or 0.0, reverse=True)
+        runs.setdefault(run_id, (Run.of_record(record), {}))
+    newest_first = sorted(runs.values(), key=lambda pair: pair[0].created_at or 0.0, reverse=True)
     return newest_first[:at_most]
 
 

@@ -52,6 +52,7 @@ from tasks.spec.secrets import mask_logs
 from tasks.train.evaluating import evaluate_checkpoints
 from tasks.train.reporter import Reporter
 from tasks.train.run_events import announce_events
+from tasks.train.run_lineage import record_lineage
 from tasks.train.session import CheckpointsUnreadable, RunSession
 from tasks.train.spec_check import check_spec
 from tasks.upkeep.waiting_runs import forget_waiting_run, read_earlier_record
@@ -348,6 +349,7 @@ def open_run(spec: RunSpec) -> Iterator[RunSession]:
         end_on_request(run, flow_run_id, may_be_left=run.adopts_jobs),
         mask_logs(run.mask),
         announce_events(run, flow_run),
+        record_lineage(run, flow_run),
         Reporter(run, flow_run),
         evaluate_checkpoints(run, flow_run.tags, api_url),
     ):

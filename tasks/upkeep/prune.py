@@ -1,8 +1,8 @@
 """Delete files of ended runs and pipelines, unused code, old logs, and maintenance flow runs.
 
-The record `run.json` and the specs of a run's attempts are always kept. They are small, and they
-document the run and its result. Files that the run's own programs wrote, such as checkpoints and
-models, are kept unless the rule `outputs` is set.
+The files `run.json` and `lineage.json` and the specs of a run's attempts are always kept. They are
+small, and they document the run and its result. Files that the run's own programs wrote, such as
+checkpoints and models, are kept unless the rule `outputs` is set.
 
 Files may be pruned at any time, even by several processes at once. A run is skipped if it has not
 ended, if it has a registry entry, if it waits for its next attempt, or if another run uses its
@@ -73,7 +73,7 @@ _MAX_DELETED = 50
 _PAGE_SIZE = 200
 
 #: Paths, relative to a run's directory, of files that are never deleted.
-_KEPT_FILES = re.compile(r"run\.json|(attempt-\d+/)?spec\.yaml")
+_KEPT_FILES = re.compile(r"run\.json|lineage\.json|(attempt-\d+/)?spec\.yaml")
 #: Paths, relative to a run's directory, of files that Muster itself writes.
 _OWN_FILES = re.compile(
     r"attempt-\d+/[^/]*(\.log|\.log\.gz|\.hang\.txt)"

@@ -129,6 +129,7 @@ def _file_names() -> list[str]:
     paths = [
         run.record,
         run.evaluations,
+        run.lineage,
         attempt.spec,
         attempt.events,
         attempt.submission,

@@ -377,6 +377,7 @@ def test_command_deletes_only_with_yes(
     muster_home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make(muster_home, OLD)
+    (run / "lineage.json").write_text("{}")
     before = files(run)
 
     assert pruning.prune() == 0
@@ -386,7 +387,7 @@ def test_command_deletes_only_with_yes(
 
     assert pruning.prune(yes=True, outputs=True) == 0
     assert "removed the files of 1 run" in capsys.readouterr().out
-    assert files(run) == {"run.json", "attempt-01/spec.yaml"}
+    assert files(run) == {"run.json", "lineage.json", "attempt-01/spec.yaml"}
 
 
 @pytest.mark.parametrize("option", [["--days", "soon"], ["--days", "-1"], ["--outputs=x"]])

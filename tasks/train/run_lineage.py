@@ -1,0 +1,155 @@
+"""Record the lineage of a run while it runs, and show the lineage on its Prefect server.
+
+A thread writes the file `lineage.json`, sends the events about Prefect assets, and updates the
+artifact `lineage`. The run never waits for this thread, except for a moment at its end.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.objects import FlowRun
+
+from tasks.record.events import Event, listen_to_events
+from tasks.record.lineage import Lineage, describe_lineage, read_lineage, write_lineage
+from tasks.server.artifacts import Artifacts
+from tasks.server.assets import list_asset_events
+from tasks.server.events import current_announcer, override_client_settings
+from tasks.server.flow_runs import make_context_thread
+from tasks.server.server import find_lasting_api_url
+from tasks.show.lineage import LINEAGE, show_lineage
+from tasks.spec.secrets import mask_nested
+from tasks.train.session import RunSession
+
+_log = logging.getLogger(__name__)
+
+#: Seconds between two searches for new checkpoints.
+_CHECKPOINTS_EVERY_S = 30.0
+#: Longest wait in seconds for the last update when the run ends. A slower update is abandoned.
+_END_TIMEOUT_S = 3.0
+#: Timeout of a request to the Prefect server, in seconds.
+_REQUEST_TIMEOUT_S = 5.0
+#: Events after which the lineage may have changed.
+_CHANGING_EVENTS = ("attempt.begun", "attempt.adopted", "component.exited", "attempt.ended")
+
+
+class LineageRecorder:
+    """The thread that records the lineage of one run in this process."""
+
+    def __init__(self, run: RunSession, flow_run: FlowRun) -> None:
+        self._run = run
+        self._flow_run = flow_run
+        #: The lineage as it was last recorded, with its secrets masked.
+        self._recorded = read_lineage(run.place) or Lineage(run_id=run.run_id)
+        #: True if the file contains the recorded lineage.
+        self._is_written = False
+        #: The lineage that the artifact shows. None if this process has not sent the artifact.
+        self._shown: Lineage | None = None
+        existing_keys = (LINEAGE,) if flow_run.run_count > 1 else ()
+        self._artifacts = Artifacts(flow_run.id, existing_keys)
+        has_checkpoints = any(one.checkpoints for one in run.spec.processes.values())
+        #: Seconds between two updates, or None if only events of the run can change the lineage.
+        self._interval_s = _CHECKPOINTS_EVERY_S if has_checkpoints else None
+        self._must_update = threading.Event()
+        self._is_closing = False
+        self._thread = make_context_thread("lineage", self._work)
+
+    def start(self) -> None:
+        """Start the thread. If this machine allows no further thread, no lineage is recorded."""
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            _log.warning("The lineage of run %s is not recorded: %s", self._run.run_id, error)
+
+    def observe(self, event: Event) -> None:
+        """Let the thread update the lineage after an event that may change it. Return at once."""
+        if event.name in _CHANGING_EVENTS:
+            self._must_update.set()
+
+    def close(self) -> None:
+        """Update the lineage a last time, and wait a limited time for that."""
+        self._is_closing = True
+        self._must_update.set()
+        if self._thread.ident is not None:
+            self._thread.join(_END_TIMEOUT_S)
+
+    def _work(self) -> None:
+        with ExitStack() as stack:
+            client: SyncPrefectClient | None = None
+            # A temporary server ends with the run, so nobody could read an artifact there.
+            if find_lasting_api_url():
+                stack.enter_context(override_client_settings(retries=0))
+                # Without HTTP settings, `get_client` would return the flow's client, which the flow
+                # closes.
+                client = stack.enter_context(
+                    get_client(httpx_settings={"timeout": _REQUEST_TIMEOUT_S}, sync_client=True)
+                )
+            is_last = False
+            while not is_last:
+                is_last = self._is_closing
+                try:
+                    self._update(client)
+                except Exception as error:
+                    _log.warning(
+                        "The lineage of run %s could not be recorded: %r", self._run.run_id, error
+                    )
+                if not is_last:
+                    self._must_update.wait(self._interval_s)
+                    self._must_update.clear()
+
+    def _update(self, client: SyncPrefectClient | None) -> None:
+        """Record the present lineage, and show it on the Prefect server if it has changed."""
+        run = self._run
+        if run.attempt is None:
+            return
+        present = describe_lineage(
+            run.spec,
+            run.resolved_spec.written(),
+            run.place,
+            run.record.content,
+            is_running=not self._is_closing,
+        )
+        masked = Lineage.model_validate(mask_nested(present.as_json(), run.mask))
+        lineage = masked.including(self._recorded)
+        if lineage != self._recorded:
+            self._announce(lineage)
+            self._recorded = lineage
+            self._is_written = False
+        if not self._is_written:
+            write_lineage(run.place, lineage.as_json())
+            self._is_written = True
+        if client is not None and lineage != self._shown:
+            self._artifacts.show(client, LINEAGE, show_lineage(lineage))
+            self._shown = lineage
+
+    def _announce(self, lineage: Lineage) -> None:
+        """Send the events about inputs and outputs that the recorded lineage does not have."""
+        announcer = current_announcer.get()
+        if announcer is None:
+            return
+        known = {(output.uri, output.signature) for output in self._recorded.outputs}
+        new_outputs = [one for one in lineage.outputs if (one.uri, one.signature) not in known]
+        events = list_asset_events(
+            self._flow_run,
+            lineage,
+            new_outputs,
+            with_inputs=lineage.inputs != self._recorded.inputs,
+        )
+        for event in events:
+            announcer.announce(event, self._flow_run)
+
+
+@contextmanager
+def record_lineage(run: RunSession, flow_run: FlowRun) -> Iterator[None]:
+    """Record the lineage of a run while the context is open. No error of it reaches the run."""
+    recorder = LineageRecorder(run, flow_run)
+    with listen_to_events(recorder.observe):
+        recorder.start()
+        try:
+            yield
+        finally:
+            recorder.close()
