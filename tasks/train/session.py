@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -727,8 +728,13 @@ class RunSession:
         # to continue a run that is still registered.
         self._register.close()
 
-    def close(self) -> Verdict:
+    def close(self, *, is_cancelled: bool = False) -> Verdict:
         """Record the final state of the run, unless another process will continue the run.
+
+        Args:
+            is_cancelled: True if the flow run was cancelled on the Prefect server. The run is then
+                cancelled even if the result of its last attempt was known before, because the
+                server accepts no other final state.
 
         Returns:
             The result of the run and its cause.
@@ -742,6 +748,10 @@ class RunSession:
 
         if self.interrupt_reason and self.record.state is RunState.PENDING_RESOURCES:
             verdict = Verdict(state=RunState.CANCELLED, message=self.interrupt_reason)
+        elif is_cancelled and verdict.state in (RunState.COMPLETED, RunState.FAILED):
+            message = f"{self.interrupt_reason}, after its last attempt: {verdict.message}"
+            verdict = replace(verdict, state=RunState.CANCELLED, message=message, failure=None)
+        self._verdict = verdict
         if not self.record.state.is_final:
             removed = remove_unused(self._register.owner.leftovers)
             if removed:

@@ -27,7 +27,7 @@ from tasks.record.code_store import NoCode
 from tasks.record.places import muster_home
 from tasks.record.states import RunState
 from tasks.server.artifacts import download_code, make_code_label
-from tasks.server.events import set_client_retries
+from tasks.server.events import override_client_settings, set_client_retries
 from tasks.server.flow_process import (
     find_worker_flow_run,
     get_current_flow_run,
@@ -41,7 +41,7 @@ from tasks.server.flow_runs import (
     find_worker,
     read_listed_clusters,
 )
-from tasks.server.interruption import end_on_request
+from tasks.server.interruption import Change, end_on_request, observe_flow_run
 from tasks.server.server import find_lasting_api_url, read_configured_secrets
 from tasks.show.failure import add_unwritten_files, summarize_failure
 from tasks.show.terminal import outlive_readers
@@ -389,9 +389,21 @@ def _count_final_state_retries(run: RunSession, *, by_worker: bool) -> int:
     return _FINAL_STATE_RETRIES_OF_WORKER if by_worker else _FINAL_STATE_RETRIES_OF_PERSON
 
 
+def _was_cancelled_while_stopping(run: RunSession) -> bool:
+    """Return True if a run was cancelled on the Prefect server after its last attempt had a result.
+
+    If the server does not answer, the result is False.
+    """
+    if not run.interrupt_reason or run.verdict.state is RunState.CANCELLED:
+        return False
+    with override_client_settings(retries=0):
+        change = observe_flow_run(run.flow_run_id).change
+    return change in (Change.CANCELLED, Change.CANCELLED_NOW, Change.ENDED)
+
+
 def conclude(run: RunSession) -> State[Any]:
     """Record the final state of the run, and return the Prefect state of the flow run."""
-    verdict = run.close()
+    verdict = run.close(is_cancelled=_was_cancelled_while_stopping(run))
     make_state = STATE_OF.get(verdict.state)
     if make_state is not None:
         return make_state(message=add_unwritten_files(verdict.message, run.unwritten_files))

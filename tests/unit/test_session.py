@@ -11,10 +11,12 @@ import pytest
 from tasks.processes.component import AttemptPlan
 from tasks.processes.supervisor import Supervisor
 from tasks.record.states import RunState
+from tasks.server.interruption import Change, ObservedFlowRun
 from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.loading import parse_spec
-from tasks.train import running_attempt
+from tasks.train import running_attempt, tasks
 from tasks.train.session import RunSession
+from tasks.train.tasks import conclude
 
 RUN_ID = "x-sft-20260101-000000-abcd91c2"
 
@@ -182,6 +184,30 @@ def test_second_cancellation_keeps_the_grace_periods(
 
     assert counting_supervisor.hurried == 0
     assert (verdict.state, verdict.message) == (RunState.CANCELLED, "interrupted by SIGTERM")
+
+
+@pytest.mark.parametrize(
+    ("change", "state"),
+    [
+        (Change.CANCELLED, RunState.CANCELLED),
+        (Change.CANCELLED_NOW, RunState.CANCELLED),
+        (Change.ENDED, RunState.CANCELLED),
+        (Change.NONE, RunState.FAILED),
+    ],
+)
+def test_failed_run_that_was_cancelled_on_the_server_while_it_stopped_is_cancelled(
+    muster_home: Path, monkeypatch: pytest.MonkeyPatch, change: Change, state: RunState
+) -> None:
+    monkeypatch.setattr(tasks, "observe_flow_run", lambda _: ObservedFlowRun(change=change))
+    run = make_run()
+    run.crash(RuntimeError("the data is broken"))
+    run.interrupt("cancelled from Prefect")
+
+    final_state = conclude(run)
+
+    assert run.record.state is state
+    assert final_state.type.value == state.value.upper()
+    assert "the data is broken" in (final_state.message or "")
 
 
 @pytest.mark.parametrize("is_early", [True, False])
