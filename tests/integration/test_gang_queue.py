@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -380,14 +381,16 @@ def test_runs_of_one_schedule_have_different_ids_and_records(
 
 
 @pytest.mark.thorough
-def test_devices_of_a_killed_direct_run_are_free_within_a_minute(
-    server: Server, tmp_path: Path
-) -> None:
-    # This host has neither a worker nor a maintenance process.
+@pytest.mark.timeout(600)
+def test_devices_of_a_killed_direct_run_are_free_within_a_minute(tmp_path: Path) -> None:
+    # This server has no work pool. The host has neither a worker nor a maintenance process.
+    server = Server(tmp_path / "server")
     variables = {"MUSTER_HOST": "lone", "MUSTER_GPUS": "0,1"}
-    lone_host = Host(home=tmp_path, api=server.api, variables=variables)
+    lone_host = Host(home=tmp_path / "lone", api=server.api, variables=variables)
     pool = GangPool(host_env=lone_host, server=server)
+    lone_host.home.mkdir()
     try:
+        server.start()
         killed, first = pool.start(pool.spec(gpus=2, lasts_s=600.0))
         wait_for(lambda: pool.read_lines_of(first), "the first run holds the GPUs", WITHIN_S)
         killed.kill()
@@ -400,6 +403,7 @@ def test_devices_of_a_killed_direct_run_are_free_within_a_minute(
         assert first.processes() == []
     finally:
         lone_host.clear()
+        server.kill()
 
 
 #: Line of the kernel log in which NVIDIA's driver reports a GPU that is gone.
@@ -464,34 +468,54 @@ def test_failing_node_is_avoided_and_drained_after_a_second_failed_run(
         second_host.clear()
 
 
-#: Code of a fake of NVIDIA's library `pynvml`. The fake reads its number of GPUs from a file.
+#: Code of a fake of NVIDIA's library `libnvidia-ml.so.1`, in C. The fake reads its number of GPUs
+#: from a file. A fake of `pynvml` would have no effect, because Muster's own processes ignore
+#: PYTHONPATH.
 DRIVER = """
-from pathlib import Path
-class NVMLError(Exception): pass
-class NVMLError_LibraryNotFound(NVMLError): pass
-nvmlMemory_v2 = 2
-class Memory: used = 0
-def nvmlInit(): pass
-def nvmlShutdown(): pass
-def nvmlDeviceGetCount(): return int(Path({file!r}).read_text())
-def nvmlDeviceGetHandleByIndex(index): return index
-def nvmlDeviceGetUUID(index): return f"GPU-{tag}-{{index}}"
-def nvmlDeviceGetMemoryInfo(index, version): return Memory
-def nvmlDeviceGetComputeRunningProcesses(index): return []
-def __getattr__(name):
-    raise (AttributeError if name.startswith("__") else NVMLError)(name)
+#include <stdio.h>
+int nvmlInitWithFlags(unsigned flags) { return 0; }
+int nvmlShutdown(void) { return 0; }
+int nvmlDeviceGetCount_v2(unsigned *count) {
+    FILE *file = fopen("COUNT", "r");
+    int fields = file ? fscanf(file, "%u", count) : 0;
+    if (file) fclose(file);
+    return fields == 1 ? 0 : 999;
+}
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **gpu) {
+    *gpu = (void *)(unsigned long)(index + 1);
+    return 0;
+}
+int nvmlDeviceGetUUID(void *gpu, char *uuid, unsigned size) {
+    snprintf(uuid, size, "GPU-TAG-%lu", (unsigned long)gpu - 1);
+    return 0;
+}
+int nvmlDeviceGetMemoryInfo_v2(void *gpu, void *memory) { return 0; }
+int nvmlDeviceGetComputeRunningProcesses_v3(void *gpu, unsigned *count, void *processes) {
+    *count = 0;
+    return 0;
+}
 """
 
 
+def build_driver(directory: Path, gpu_count_file: Path) -> None:
+    """Compile the fake driver library into a directory."""
+    source = directory / "driver.c"
+    source.write_text(DRIVER.replace("COUNT", str(gpu_count_file)).replace("TAG", str(uuid4())))
+    library = directory / "libnvidia-ml.so.1"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True, timeout=60)
+
+
 @pytest.mark.thorough
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_run_is_requeued_before_start_if_its_node_lost_a_gpu(
     server: Server, tmp_path: Path
 ) -> None:
     gpu_count_file = tmp_path / "gpus"
-    (tmp_path / "pynvml.py").write_text(DRIVER.format(file=str(gpu_count_file), tag=uuid4()))
+    build_driver(tmp_path, gpu_count_file)
     gpu_count_file.write_text("8")
     gpu_host = host("b1", tmp_path / "b1", server.api)
-    gpu_host.variables = {**gpu_host.variables, "PYTHONPATH": str(tmp_path)}
+    gpu_host.variables = {**gpu_host.variables, "LD_LIBRARY_PATH": str(tmp_path)}
     pool = GangPool(host_env=gpu_host, server=server, name="driver", nodes={"b1": 8})
     pool.set_up()
     try:
