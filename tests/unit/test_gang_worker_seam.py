@@ -19,7 +19,7 @@ from uuid import UUID, uuid4
 import httpx
 import prefect
 import pytest
-from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.responses import WorkerFlowRunResponse
 from prefect.runner._cancellation_manager import CancellationManager
 from prefect.runner._flow_run_executor import FlowRunExecutorContext
@@ -30,6 +30,7 @@ from prefect.workers.process import ProcessWorker
 
 from tasks.queue import worker as gang
 from tasks.queue.worker import GangWorker
+from tests.support.scripted_prefect import ScriptedPrefect
 
 #: Method of Prefect's worker that the gang worker overrides to decide which runs start.
 METHOD = "_get_scheduled_flow_runs"
@@ -175,6 +176,32 @@ def test_worker_survives_a_server_that_is_away(
 
     with pytest.raises(httpx.HTTPError) if is_raised else nullcontext():
         asyncio.run(worker.sync_with_backend())
+
+
+@pytest.mark.parametrize(
+    ("has_lost_lease", "states", "events"),
+    [
+        (True, ["Scheduled", "Pending", "PendingResources"], ["muster.run.requeued"]),
+        (False, ["Scheduled", "Pending"], []),
+    ],
+)
+def test_run_whose_lease_was_lost_waits_again_after_its_process_has_ended(
+    monkeypatch: pytest.MonkeyPatch, has_lost_lease: bool, states: list[str], events: list[str]
+) -> None:
+    server = ScriptedPrefect({})
+    spec = {"name": "trial", "workload": "sft", "components": {"trainer": {"command": ["true"]}}}
+    flow_run_id = server.submit(spec)
+    server.set(flow_run_id, State(type=StateType.PENDING))
+    monkeypatch.setattr(gang, "has_lost_lease", lambda _: has_lost_lease)
+    worker = GangWorker("gang", "a")
+    monkeypatch.setattr(GangWorker, "client", server)
+    announced: list[str] = []
+    worker._announce = lambda name, *_, **__: announced.append(name)
+
+    asyncio.run(worker._complete_end(flow_run_id))
+
+    assert server.history(flow_run_id) == states
+    assert announced == events
 
 
 def test_worker_type_is_found_by_name() -> None:
