@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -289,3 +290,33 @@ async def test_every_server_ends_if_the_log_of_one_cannot_be_written(
     await host.close()
 
     assert killed == actors
+
+
+class FakeLogActor:
+    """Fake Ray actor of a server that has written a long log."""
+
+    def __init__(self, log: bytes) -> None:
+        self.read_log = SimpleNamespace(remote=lambda offset: log[offset : offset + 100_000])
+
+
+async def test_copied_log_of_a_server_is_kept_below_its_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit_bytes = 1 << 18
+    plan = make_plan(**CPU, log_max_bytes=limit_bytes).model_copy(update={"directory": tmp_path})
+    host = RayHost(plan, {}, group=None)  # type: ignore[arg-type]
+    log = b"".join(b"line %08d\n" % number for number in range(50_000))
+    slot = plan_topology(plan.fleet).servers[0]
+    server = _ActorServer(slot=slot, epoch=1, actor=FakeLogActor(log))
+
+    async def answer(data: bytes, _within_s: float) -> bytes:
+        return data
+
+    monkeypatch.setattr(host, "_wait_for_answer", answer)
+    await host._copy_new_log(server)
+
+    copy = plan.log_of(0)
+    assert copy.stat().st_blocks * 512 < 1.1 * limit_bytes
+    assert copy.read_bytes().startswith(b"line 00000000\n")
+    assert copy.read_bytes().endswith(b"line 00049999\n")
+    assert b"bytes of this log were left out" in copy.read_bytes()
