@@ -249,7 +249,7 @@ def _by_watchdog(source: Path) -> float:
 
 
 def _by_peer(peer: peers.Peer, notice_times_ms: list[float]) -> float:
-    """Measure the reaction of another supervisor.
+    """Return the milliseconds that another supervisor needs to react to a killed component.
 
     Args:
         peer: The supervisor.

@@ -85,7 +85,12 @@ class _Way:
     cpu_us: dict[str, list[float]] = field(default_factory=dict)
 
     def take(self, kind: str, for_s: float) -> None:
-        """Send requests of one kind for some seconds, and append the figures to the lists."""
+        """Send requests of one kind, and append the measured values to this object's lists.
+
+        Args:
+            kind: Kind of request, a key of `_BODIES`.
+            for_s: Duration of the measurement, in seconds.
+        """
         before_s = self._cpu_s()
         result = asyncio.run(
             load(self.addresses, _BODIES[kind], connections=_CONNECTIONS, for_s=for_s)

@@ -66,11 +66,11 @@ def measure(*, quick: bool) -> Result:
 
 
 def _measure(name: str, hanging: str) -> float:
-    """Run one attempt, and return one of its times in milliseconds.
+    """Run one attempt with a file that hangs, and return one of its durations in milliseconds.
 
     Args:
-        name: Key in `_TIMES`.
-        hanging: Key in `_PLACES`.
+        name: Duration to measure: "crash", "cancel" or "teardown". See `_TIMES`.
+        hanging: File or folder that hangs: "metrics", "log" or "checkpoints". Empty for no hang.
     """
     with ExitStack() as stack:
         place = stack.enter_context(folder())

@@ -33,19 +33,19 @@ Records = Mapping[str, Record]
 class Line:
     """Straight line through a series of figures: `base + each * count`."""
 
-    #: Figure at a count of 0, in `unit`.
+    #: Value of the fitted line at load 0, in `unit`. The load is a count, for example of runs.
     base: float
-    #: Increase of the figure per count, in `unit`.
+    #: Increase of the value for each further item of the load, in `unit`.
     each: float
-    #: Unit of the figures, for example "ms".
+    #: Unit of the measured values, for example "ms".
     unit: str
-    #: Smallest measured count.
+    #: Smallest load at which a value was measured.
     least: int
-    #: Largest measured count.
+    #: Largest load at which a value was measured.
     most: int
 
     def reaches(self, bound: float) -> int | None:
-        """Return the count at which the line reaches the bound.
+        """Return the load at which the fitted line reaches the largest acceptable value `bound`.
 
         Returns:
             None if the line does not rise.

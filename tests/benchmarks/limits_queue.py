@@ -32,7 +32,7 @@ from tests.support.postgres import explain_missing_postgres, postgres
 
 _WAITING, _QUICK_WAITING = (200, 1_000, 5_000), (20, 60)
 _RUNNING, _QUICK_RUNNING = (10, 100, 500), (5, 20)
-#: Number of scheduling passes for each figure.
+#: Number of scheduling passes that are timed for each row of the results.
 _PASSES, _QUICK_PASSES = 20, 3
 #: Number of waiting runs that cannot start and that are in the queue before a run that can start.
 _HIDING, _QUICK_HIDING = 1_000, 60

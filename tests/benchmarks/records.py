@@ -54,7 +54,8 @@ class Figure:
     note: str
     #: Name of the group of rows that are compared with each other.
     group: str
-    #: True if the row is a part of another row, or is not compared with any row.
+    #: True if this row of the results measures only a part of another row, or if no other row is
+    #: comparable.
     is_detail: bool
     #: Load at which the row was measured, for example the number of components. None if the row
     #: belongs to no series of loads.

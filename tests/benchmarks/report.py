@@ -21,7 +21,7 @@ Sample = Callable[[], float]
 #: "computed": no program ran.
 How = Literal["measured", "modelled", "computed"]
 
-#: Units of values that are counts. Units that begin with "of", such as "of 5", are also for counts.
+#: Units of whole numbers. A unit such as "of 5", as in "3 of 5", also belongs to a whole number.
 _COUNTED = frozenset({"fds", "threads", "processes"})
 _HEAD = ("benchmark", "way", "median", "p99", "max", "n", "x Muster", "note")
 

@@ -49,7 +49,7 @@ class Source:
 
 @contextmanager
 def source() -> Iterator[Source]:
-    """Download SGLang's wheel, and yield the source file of the class.
+    """Download SGLang's wheel, and yield the source file of its watchdog class.
 
     Raises:
         NotHere: pip cannot download the wheel.

@@ -44,7 +44,10 @@ def _start_processes_with_pids(fault_run: FaultRun, pids: list[int]) -> None:
 
 
 def _registry_entries(fault_run: FaultRun) -> list[Path]:
-    """Return the registry files of the run: one of its flow process, three of its components."""
+    """Return the four files in which the run registers its processes.
+
+    One file names the flow process, and one file names each of the three components.
+    """
     paths = list(fault_run.observed_flow.home.glob("live/*/*.json"))
     assert len(paths) == 4, "the owner and three components are registered"
     return paths

@@ -490,7 +490,10 @@ def _ending_since(fault_run: FaultRun) -> float:
 
 @functools.cache
 def missing_levels() -> dict[str, str]:
-    """Return the reason why this machine lacks a containment level, by the name of the level."""
+    """Return why this machine cannot use each missing containment level, by level.
+
+    A containment level, such as L3, says which kernel features hold the processes of a run.
+    """
     code = (
         "import json; from tasks.processes.containment import probe\n"
         "print(json.dumps({k.value: v for k, v in probe(namespace=True).missing.items()}))"

@@ -577,7 +577,7 @@ def _take_request(world: World, received: Message) -> Script:
 
 
 def _plain(id: bytes, body: bytes) -> Script:
-    """Return the script of a valid answer with this body."""
+    """Return a valid HTTP answer of an engine: a `Script` with this request id and body."""
     raw = b"HTTP/1.1 200 OK\r\nX-Fuzz-Id: %b\r\nContent-Length: %d\r\n\r\n%b" % (
         id,
         len(body),

@@ -93,11 +93,11 @@ class Trial:
     #: worker. With "adopt", the run's next flow process adopts the running Ray job. Otherwise
     #: `muster reconcile` stops the job.
     way: str
-    #: Moment of the kill, a key of `_MOMENTS`.
+    #: Phase of the run in which the flow process is killed, a key of `_MOMENTS`.
     moment: str
-    #: Share of the moment's duration that passes before the kill, from 0 to 1.
+    #: How far the phase `moment` has progressed at the kill, from 0 (its start) to 1 (its end).
     share: float
-    #: Number of steps of the job, 0.1 s each.
+    #: Number of training steps of the Ray job. A step takes 0.1 s.
     steps: int
     #: Id of the flow run, or an empty string if it is not known yet.
     flow_run_id: str = ""

@@ -73,7 +73,7 @@ class AutomationSetup:
     url: str
 
     def message_of(self, text: str) -> dict[str, str]:
-        """Wait until the sink has a message that contains a text, and return the first message."""
+        """Return the first webhook message that contains a text; wait until it has arrived."""
         wait_for(lambda: self.sink.of(text), f"a message with {text}", 60)
         return self.sink.of(text)[0]
 

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(900)]
 WITHIN_S = 60.0
 #: Types of the states that mean the end of a flow run.
 FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
-#: Types of the states in which a flow run has no process, or waits.
+#: Prefect's types of states before a flow run works: it has no process yet, or is paused.
 EARLIER = ("SCHEDULED", "PENDING", "PAUSED")
 
 

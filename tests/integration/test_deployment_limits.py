@@ -89,7 +89,8 @@ def find_waiting_message(run: Run) -> str:
 def test_run_completes_after_its_deployments_lease_is_lost(pool: GangPool) -> None:
     limit_deployment(pool)
     pool.start_worker()
-    # Prefect's own engine renews the lease after 225 s, and would then end the run.
+    # The run is longer than 225 s. At that time, Prefect's own engine renews the lease of the
+    # concurrency limit. It would end the run, because the restarted server has lost the lease.
     run = pool.submit(pool.spec(lasts_s=260.0))
     next_run = pool.submit(pool.spec(lasts_s=0.2))
     wait_for(lambda: run.state()[0] == "RUNNING", "the first run is running", WITHIN_S)

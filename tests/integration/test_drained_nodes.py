@@ -16,7 +16,7 @@ from tests.support.ray_jobs import Jobs
 pytestmark = [pytest.mark.asyncio, pytest.mark.slow, pytest.mark.thorough]
 
 RAY = str(Path(sys.executable).with_name("ray"))
-#: Seconds from the drain to its deadline.
+#: Seconds from the start of the drain of a Ray node to the deadline at which the node may go.
 NOTICE_S = 600
 
 

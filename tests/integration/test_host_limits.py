@@ -155,10 +155,10 @@ print(verdict.state.value, verdict.message, verdict.failure and verdict.failure.
 def supervise_as_nobody(directory: Path, *arguments: str) -> str:
     """Run a Python program as a component of the user nobody, with a limit of processes.
 
-    The limit (`ulimit -u`) is 80 above the present use.
+    The limit (`ulimit -u`) permits 80 more processes than the user has now.
 
     Returns:
-        The state and message of the verdict.
+        Final state and message of the attempt.
     """
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     interpreter = shutil.which(version, path="/usr/local/bin:/usr/bin")

@@ -227,7 +227,12 @@ class DummyServer:
         return fault
 
     async def _show_fault(self, fault: Fault, connection: _Connection) -> bool:
-        """Execute a fault on a connection; return True if the request needs no other answer."""
+        """Let a request fail as the test has requested, for example with HTTP status 503.
+
+        Returns:
+            True if the fault has answered or cut the connection. False if the server must still
+            send the regular answer.
+        """
         if fault.kind == "hang":
             await self._fault_over.wait()
         elif fault.kind == "slow":

@@ -104,8 +104,8 @@ def make_slot(
 class FakeServer:
     """State and behaviour of a fake server.
 
-    A test may change the behaviour at any time. A start of the server sets `answers` and `at_home`
-    to `yes`.
+    A test may change the behaviour at any time. Each start of the server makes all probes succeed
+    again: it sets `answers` and `at_home` to `yes`.
     """
 
     rank: int

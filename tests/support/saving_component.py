@@ -56,7 +56,12 @@ def is_training(file: Path) -> bool:
 
 
 def until_training(*files: Path, within_s: float = 300.0) -> None:
-    """Wait until the component of each file trains."""
+    """Wait until all components have begun to train.
+
+    Args:
+        files: The file that each component writes.
+        within_s: Time limit in seconds.
+    """
     wait_for(lambda: all(map(is_training, files)), f"{len(files)} components train", within_s)
 
 

@@ -70,7 +70,10 @@ class Nursery:
         self._process.communicate(timeout=DEADLINE_S)
 
     def _send(self, request: Any) -> str:
-        """Send a JSON value to the nursery process, and return the line that it answers."""
+        """Send a JSON value to the process that forks the schedulers; return its one-line answer.
+
+        A request with settings forks a scheduler process. A list of process ids ends them.
+        """
         assert self._process.stdin is not None and self._process.stdout is not None
         print(json.dumps(request), file=self._process.stdin, flush=True)
         return self._process.stdout.readline()
@@ -192,8 +195,8 @@ def overlaps(lines: list[tuple[int, str, str]]) -> list[str]:
         lines: Lines of the journal, as `Schedulers.lines` returns them.
     """
     writers = [lease_id for _, lease_id, event in lines if event == "write"]
-    # A lease id occurs twice in `uninterrupted` if lines of another lease are between its own
-    # lines.
+    # Consecutive lines of the same lease count as one block. A lease with two blocks was
+    # interrupted by lines that another lease wrote.
     uninterrupted = [lease_id for lease_id, _ in itertools.groupby(writers)]
     return sorted({lease_id for lease_id in uninterrupted if uninterrupted.count(lease_id) > 1})
 

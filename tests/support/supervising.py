@@ -84,7 +84,10 @@ class FlowInstructions:
             return probe(namespace=self.level == "L4")
 
     def attempt(self, plan_inputs: PlanInputs) -> AttemptPlan:
-        """Return the plan of the attempt from the field `plan`; the spec is not used for it."""
+        """Return the test's own plan of the attempt (the field `plan`), with the run id set.
+
+        Unlike Muster itself, this method does not compute the plan from the run spec.
+        """
         run_id = plan_inputs.run_id
 
         def with_run_id(component: ComponentPlan) -> ComponentPlan:

@@ -164,7 +164,11 @@ class Engine:
             self._cache.clear()
 
     def pause(self, mode: str) -> None:
-        """Begin a pause of the engine core. Except in the mode `keep`, wait until nothing runs."""
+        """Pause the engine core, so that it starts no further requests.
+
+        In the mode `keep`, the running requests stay paused. In other modes, the method waits
+        until no request runs.
+        """
         with self._changed:
             self._pause_mode = mode
             if mode == "abort":

@@ -88,7 +88,8 @@ def test_position_and_reason_are_reported_when_they_change(
 @pytest.mark.parametrize(
     ("state", "messages"),
     [
-        # A user has set a state by hand, and the run's process has set Running.
+        # A user has changed the state of the waiting run, and Prefect has set the state Running.
+        # The waiting process therefore sets its waiting state again.
         (State(type=StateType.RUNNING), ["waits for its gang of GPUs"]),
         (State(type=StateType.RUNNING, name="PendingResources"), []),
         (State(type=StateType.CANCELLING), []),

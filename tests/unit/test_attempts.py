@@ -92,14 +92,15 @@ def test_decision_after_an_attempt(
     [
         ((), 10),
         ((FULL,), 20),
-        ((FULL, LATE), 40),  # both kinds wait for free GPUs
+        ((FULL, LATE), 40),  # both failures mean that too few GPUs were free
         ((FULL, FULL, FULL), 80),
         ((FULL,) * 4, 100),  # the longest delay
-        ((FULL,) * 4 + (NODE,), 10),  # an attempt ran in between, so the delay starts again
+        # the last attempt did run, so the next delay is the shortest again
+        ((FULL,) * 4 + (NODE,), 10),
         ((FULL,) * 4 + (NODE, FULL), 20),
         ((FULL,) * 4 + (None,), 10),
         ((FULL,) * 4 + (FLEET,), 10),
-        ((FULL,) * 5000, 100),  # a month of tries does not overflow
+        ((FULL,) * 5000, 100),  # after a month of attempts, the delay does not overflow
     ],
 )
 def test_back_off_restarts_after_an_attempt_that_ran(

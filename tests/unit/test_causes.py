@@ -322,7 +322,8 @@ def test_survived_errors_are_not_a_cause(path: Path) -> None:
         ("device-assert", "collective-timeout"),
         ("segfault", "collective-error"),
         ("segfault", "actor-died"),
-        # Other processes only report that a process has ended.
+        # One process reports its own error. The others only report that this process has ended, so
+        # the first error is the cause.
         ("cuda-oom", "engine-died"),
         ("host-oom", "sigkill"),
         ("host-oom", "actor-died"),

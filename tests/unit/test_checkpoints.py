@@ -349,7 +349,8 @@ def test_run_resumes_from_before_an_alarm(tmp_path: Path) -> None:
     ("attempts", "count"),
     [
         ([{"step": 5}], 0),
-        ([{"step": 5}, {"step": 5}], 1),  # the second attempt made no new step
+        # the second attempt ended at the same step as the first, so one attempt made no progress
+        ([{"step": 5}, {"step": 5}], 1),
         ([{"step": 5}, {}, {"step": 4}], 2),
         ([{}, {}, {"step": 1}], 0),
         ([{"step": 5}, {}, {"step": 9}, {}], 1),

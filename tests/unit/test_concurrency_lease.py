@@ -41,13 +41,16 @@ def answer(status: HTTPStatus) -> httpx.HTTPStatusError:
 
 @dataclass
 class Server:
-    """A Prefect server that answers each renewal as listed, and then ends the run."""
+    """A fake Prefect server that answers each renewal of a lease from a list.
+
+    After the last answer, the test's run ends.
+    """
 
     #: Error of each renewal, or None for a renewal that succeeds.
     answers: Sequence[Exception | None]
     #: Set after the last answer.
     is_over: threading.Event = field(default_factory=threading.Event)
-    #: Durations of the requested renewals, in seconds.
+    #: Duration of the lease that each renewal requested, in seconds.
     renewals: list[float] = field(default_factory=list)
 
     def __enter__(self) -> Self:

@@ -139,9 +139,9 @@ async def open_clients(harness: FleetHarness) -> AsyncIterator[Clients]:
 @pytest.mark.parametrize(
     ("misses", "timeout_s"),
     [
-        # timeout equal to the interval
+        # the timeout of a probe equals the interval between two probes
         (1, 30.0),
-        # timeout longer than the interval
+        # the timeout of a probe is longer than the interval between two probes
         (2, 45.0),
         (1, 100.0),
         *(

@@ -75,7 +75,11 @@ class HistoryChecker:
             self.damaged.discard(after.index)
 
     def check_rules(self) -> None:
-        """Record violations of the rules that apply at any moment."""
+        """Record each server that gets requests although the rules of the fleet forbid this.
+
+        Only a server in a serving state, with the current epoch and with the committed weights,
+        may get requests.
+        """
         fleet = self.harness.fleet
         for entrypoint in fleet.router.entrypoints:
             group = fleet.registry.view.groups[fleet.registry.group_of(entrypoint.rank)]

@@ -70,7 +70,8 @@ def test_fleet_is_written_unchanged() -> None:
         ({**SGLANG, "tensor_parallel": 16, "nodes_per_engine": 2, "gpus_per_node": 8}, 16, 2, 16),
         ({**VLLM, "tensor_parallel": 4, "args": ["-pp=2"]}, 8, 1, 8),
         ({**VLLM, "tensor_parallel": 2, "data_parallel": 8, "expert_parallel": 16}, 16, 1, 16),
-        # the experts of the model are spread over several replicas
+        # expert parallelism needs several replicas of the server, over which it spreads the
+        # experts of a mixture-of-experts model
         ({**LMDEPLOY, "tensor_parallel": 8}, 8, 1, 8),
         ({**LMDEPLOY, "expert_parallel": 8}, 8, 8, 8),
         ({**LMDEPLOY, "expert_parallel": 8, "data_parallel": 4}, 8, 4, 8),
@@ -353,7 +354,7 @@ def test_reserved_argument_is_rejected(fleet: dict[str, Any], word: str, remedy:
 @pytest.mark.parametrize(
     "fleet",
     [
-        # other arguments are not checked
+        # Muster accepts all arguments that it does not set itself
         {**SGLANG, "args": ["--mem-fraction-static", 0.8, "--no-such-option"]},
         {**COMMAND, "args": ["--port", "1"]},
         # the server gets its port in an environment variable or in an argument

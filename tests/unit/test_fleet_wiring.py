@@ -386,7 +386,8 @@ def test_unreachable_address_is_a_fault_of_the_spec(
         # The trainer runs on this machine.
         ({}, {"command": ["train", "${rollout.url}", "${rollout.engines}"]}),
         ({"placement": "ray"}, {"command": ["train", "${rollout.url}"]}),
-        # Muster sends the probes of a Ray job from this machine.
+        # Muster sends the readiness probe of a Ray job from this machine, so the probe reaches the
+        # gateway on 127.0.0.1.
         ({}, {**JOB, "command": ["train"], "ready": {"http": "${rollout.url}/muster/health"}}),
         # The gateway listens on an address that other machines reach.
         ({"host": "10.0.0.7"}, JOB),
@@ -633,9 +634,9 @@ def test_engine_may_span_nodes_on_ray(layout: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("kind", "of_process", "of_fleet", "devices"),
     [
-        # Without a variable, the fleet uses GPU 0, 1 and so on.
+        # No variable names GPUs, so the fleet uses GPU 0, 1 and so on.
         ("nvidia", {}, {}, ()),
-        # The GPUs of the run, in the order of the variable.
+        # The variable names the GPUs of the run. The fleet uses them in the same order.
         ("nvidia", {"CUDA_VISIBLE_DEVICES": "3, 5"}, {}, ("3", "5")),
         ("amd", {"HIP_VISIBLE_DEVICES": "3,5"}, {}, ("3", "5")),
         ("ascend", {"ASCEND_RT_VISIBLE_DEVICES": "3,5"}, {}, ("3", "5")),

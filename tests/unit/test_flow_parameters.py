@@ -20,7 +20,7 @@ from tasks.server.flow_parameters import describe_wrong_names, fail_on_wrong_nam
 
 @dataclass
 class Server:
-    """A Prefect server with one flow run."""
+    """Fake client of a Prefect server that has one flow run."""
 
     #: Parameters of the flow run.
     parameters: dict[str, Any]

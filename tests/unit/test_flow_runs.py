@@ -173,11 +173,12 @@ GONE_TAG = f"process:here:{os.getpid()}:1"
         # a process with another pid, or of another program, cannot belong to the flow run
         (flow_run(RUNNING, 60, infrastructure_pid="8"), host(hidden={7: ENGINE}), "Crashed"),
         (flow_run(PENDING, 60), host(hidden={7: "sshd"}), "Scheduled"),
-        # the flow run's host is lost: processes of this host do not count, except the flow run's
-        # own
+        # the host of the flow run is lost: an unreadable process of this host cannot belong to the
+        # flow run, so the state becomes Crashed
         (flow_run(RUNNING, 60), host(is_lost=True, hidden={7: ENGINE}), "Crashed"),
         (flow_run(RUNNING, 60, tags=[LIVING_TAG]), host(is_lost=True), "Crashed"),
-        # the flow run's host is lost: the state may be new, because the host was silent for long
+        # the host of the flow run is lost: even a new state is changed, because the host has been
+        # silent for a long time
         (flow_run(CANCELLING, 1), host(is_lost=True), "Cancelled"),
         (flow_run(PENDING, 60), host(is_lost=True), "Scheduled"),
         (flow_run(RUNNING, 60), host(is_lost=True, alive={str(FLOW_RUN): (7,)}), None),

@@ -88,9 +88,10 @@ def attempt(
             "2 attempts of 2 h ended before their first checkpoint; save more often than every 12 "
             "steps",
         ),
-        # One short attempt has lost little.
+        # One short attempt without a checkpoint has lost little, so nothing is reported.
         ([attempt(0.01, 3, False)], ""),
-        # The last attempt has saved a newer checkpoint, or has completed the run.
+        # The last attempt has saved a newer checkpoint, or has completed the run. So nothing is
+        # reported.
         ([attempt(10, 100, False), attempt(10, 100, True)], ""),
         ([attempt(10, 100, False), attempt(10, 100, False, kind=None)], ""),
         ([], ""),

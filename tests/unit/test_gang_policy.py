@@ -208,7 +208,7 @@ def check(case: Case, policy: Policy) -> None:
             {"w1": LIMIT},
             limits={"red": 8},
         ),
-        # a gang with several tags must respect each limit
+        # a gang with several tags must stay within the GPU limit of each of its tags
         Case(
             [waits(1, 4, tags="red blue free"), waits(2, 4, tags="blue")],
             [],

@@ -87,13 +87,19 @@ BOTH = ("n1", "n2")
 
 
 def with_state(at: float, type: str, name: str) -> History:
-    """Return the history `ONE` with one more state."""
+    """Return the history of the correct run `ONE`, with one more state of its flow run.
+
+    Args:
+        at: Time of the state, in seconds.
+        type: Prefect's type of the state.
+        name: Name of the state.
+    """
     states = [*ONE.states, State(at=at, type=type, name=name)]
     return replace(ONE, states=sorted(states, key=lambda state: state.at))
 
 
 def with_part(attempt: int, began: float, ended: float) -> History:
-    """Return the history `ONE` with one more component, whose pid is 7."""
+    """Return the history of the correct run `ONE`, with one more component process (pid 7)."""
     return replace(
         ONE, parts=[*ONE.parts, ComponentProcess(attempt=attempt, pid=7, began=began, ended=ended)]
     )

@@ -235,7 +235,10 @@ ACTS = st.lists(
 @settings(max_examples=150, deadline=None)
 @given(acts=ACTS)
 def test_random_rotations_lose_and_repeat_no_line(folders: Path, acts: list[str]) -> None:
-    """The log is read once before each rotation, because a file that was never seen is unknown."""
+    """Apply random operations to a log file, with a read of the log before each rename.
+
+    Without this read, the reader could not know the file, and could not follow it after a rename.
+    """
     folder = folders / str(len(list(folders.iterdir())))
     folder.mkdir()
     script: Script = []

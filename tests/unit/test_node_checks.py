@@ -32,9 +32,9 @@ FOUND = LeftoverProcess(node="10.0.0.5", pid=812, command="train --token s3cret"
 
 
 class Cluster:
-    """Fake Ray cluster. Each search of its nodes for leftover processes has a fixed result.
+    """Fake Ray cluster. A search for leftover processes on its nodes returns the field `report`.
 
-    The cluster records the requests.
+    The cluster also records which dashboards and nodes were contacted.
     """
 
     def __init__(self) -> None:

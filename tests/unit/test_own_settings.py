@@ -48,7 +48,7 @@ BAD_VALUES = [
     ("MUSTER_RAY_CLUSTERS", "http://127.0.0.1:8265"),
     ("MUSTER_RAY_CLUSTERS", '["http://127.0.0.1:8265"]'),
 ]
-#: Values that Muster understands.
+#: Environment variables of Muster, each with a valid value.
 GOOD_VALUES = [
     ("MUSTER_MAX_CONTAINMENT", "L1"),
     ("MUSTER_MAX_CONTAINMENT", ""),

@@ -352,7 +352,12 @@ def test_result_that_is_no_json_fails_the_step(project: Path) -> None:
 
 
 def write_result(tmp_path: Path, text: str | None, attempt: int = 2) -> RunPlace:
-    """Create the directory of a run, whose last attempt has written a result."""
+    """Create the directory of a run. The program of its last attempt has written `result.json`.
+
+    Args:
+        text: Content of the file. None if the last attempt wrote no file.
+        attempt: Number of attempts.
+    """
     place = RunPlace(directory=tmp_path / "run")
     for number in range(1, attempt + 1):
         folder = place.attempt(number).directory

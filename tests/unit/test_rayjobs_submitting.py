@@ -60,7 +60,8 @@ HEAD = node("head", is_head=True, CPU=4)
         ([HEAD, node("a", worker_node=100)], {"worker_node": 0.001}, {}),
         # the cluster marks no worker nodes, so any node but the head fits
         ([HEAD, node("a", CPU=1)], {}, {"ray.io/node-id": "!head-id"}),
-        # the cluster has only a head node, so the job runs on it, even if it is marked as a worker
+        # the cluster has only a head node, so the job runs on the head, even if the head has the
+        # resource `worker_node`
         ([HEAD], {}, {}),
         ([node("head", is_head=True, worker_node=1)], {}, {}),
     ],

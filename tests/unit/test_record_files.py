@@ -84,7 +84,10 @@ def local_run(path: Path) -> None:
 
 
 def jobs_of_ray(path: Path) -> None:
-    """Write the record of a run with two Ray jobs, whose events alternate, and a fleet."""
+    """Write the record of a run with two Ray jobs and a fleet of inference servers.
+
+    Events of the first job and of the second job alternate.
+    """
     record = record_at(path)
     record.begin_attempt(1)
     record.move(RunState.ADMITTED)

@@ -307,9 +307,10 @@ def find_final_state(
     """Return the type of the final state of a run that is cancelled during a scheduling pass.
 
     Args:
-        scene: Prepares the server, and returns the run.
-        cancelled: Number of the request of the scheduler before which the run is cancelled.
-        killed: Number of the request before which the scheduler is killed. None for no kill.
+        scene: Function that prepares the server, and returns the id of the run.
+        cancelled: The run is cancelled just before the scheduler's request with this number.
+        killed: The scheduler is killed just before its request with this number. None for no
+            kill.
     """
     server = ScriptedPrefect(TWO_NODES)
     run = scene(server)
@@ -806,12 +807,13 @@ def set_time_of_state(server: ScriptedPrefect, id: UUID, age_s: float) -> None:
 @pytest.mark.parametrize(
     ("states", "age_s", "starts"),
     [
-        # A user has set the state while the process was working.
+        # A user has set the state to Scheduled a second ago, while the process of the run worked.
         ([StateType.RUNNING, StateType.SCHEDULED], 1.0, False),
         ([StateType.RUNNING, StateType.SCHEDULED, StateType.SCHEDULED], 1.0, False),
-        # The process of the run has ended, otherwise it would have corrected the state.
+        # A user has set the state a minute ago. The process of the run must have ended since,
+        # because a living process corrects the state.
         ([StateType.RUNNING, StateType.SCHEDULED], 61.0, True),
-        # A user has retried a run that had ended.
+        # A user has retried a failed run, so no process of the run exists.
         ([StateType.RUNNING, StateType.FAILED, StateType.SCHEDULED], 1.0, True),
     ],
 )

@@ -19,7 +19,8 @@ from tests.support.submitting import SubmitServer
 
 pytestmark = pytest.mark.usefixtures("muster_home")
 
-#: Names of components. PostgreSQL returns these keys as judge, sandbox, trainer, environment.
+#: Names of components, in the order of the spec. PostgreSQL sorts the keys of a JSON object, so it
+#: returns these names as judge, sandbox, trainer, environment.
 NAMES = ["environment", "sandbox", "judge", "trainer"]
 
 

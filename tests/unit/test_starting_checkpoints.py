@@ -110,7 +110,7 @@ class Run:
         }
 
     def remove_superfluous(self) -> set[str]:
-        """Remove superfluous checkpoints, and return the names of the others."""
+        """Remove the superfluous checkpoints, and return the names of the remaining checkpoints."""
         for path in find_superfluous_checkpoints(
             self.spec, self.place, self.attempts, self.foreign
         ):

@@ -112,7 +112,9 @@ def make_scene(
     is_saving: Callable[[float], bool] | None = None,
     find_checkpoint: Callable[[float], tuple[int, float] | None] | None = None,
 ) -> Scene:
-    """Return a `TimeToSave` object, with its fake trainer, clock and events.
+    """Return the `TimeToSave` object under test, with its fake trainer, clock and events.
+
+    A `TimeToSave` object gives the trainer time to write a checkpoint before the run ends.
 
     Args:
         warn_s: Seconds from the warning to the end. None for no warning.
@@ -162,7 +164,8 @@ async def announce_end(scene: Scene, in_s: float) -> None:
     [
         (3600.0, 3000.0),
         (600.0, 0.0),
-        # The end is nearer than the warning time of the spec, so the warning is sent at once.
+        # The run ends sooner than the spec wants the trainer to be warned, so the warning is sent
+        # at once.
         (30.0, 0.0),
     ],
 )

@@ -190,7 +190,8 @@ def test_home_made_by_another_user_after_a_first_check_is_rejected(shared: Path)
 def test_home_of_root_writable_by_a_group_without_other_members_is_accepted(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Root's own group has no other member.
+    # The group may write to the directory. Its group is root's group, which has no other member,
+    # so only root can write.
     home.chmod(0o770)
     monkeypatch.setattr(os, "geteuid", lambda: ATTACKER)
 

@@ -86,7 +86,7 @@ def plan_of(written: Mapping[str, Any]) -> TopologyPlan:
 def layout_faults(known: facts.Facts) -> Iterator[str]:
     """Yield a line for each command-line argument that Muster plans but the backend rejects.
 
-    Muster plans the servers of the example fleets in LAYOUTS.
+    The arguments are those of the inference servers in the example fleets of LAYOUTS.
     """
     for name, written in LAYOUTS.items():
         if written["backend"] == known.backend:
