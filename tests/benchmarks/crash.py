@@ -148,7 +148,10 @@ def _by_supervisor() -> float:
 
 
 def _by_process_probe() -> float:
-    """Kill a child process of a component that a liveness probe watches; the component survives."""
+    """Return the milliseconds from the death of a child process to the reaction of the supervisor.
+
+    A liveness probe watches the child process. The component that started it survives.
+    """
     with folder() as place:
         ready = {name: ReadyProbe(file=f"{name}.ready") for name in NAMES}
         commands = {name: part("wait", name, place) for name in NAMES}

@@ -111,7 +111,10 @@ class _Way:
 
 
 def measure(*, quick: bool) -> Result:
-    """Measure requests through each gateway and without one, and the routing decision alone."""
+    """Measure the latency and the rate of requests, and the duration of a routing decision.
+
+    The requests go through each compared gateway, and directly to the servers.
+    """
     rounds, for_s = (_QUICK_ROUNDS, _QUICK_FOR_S) if quick else (_ROUNDS, _FOR_S)
     with _ways() as ways:
         turns = [(name, kind) for name in ways for kind in _BODIES]

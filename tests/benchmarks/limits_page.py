@@ -62,12 +62,15 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """Largest acceptable figure of a series. It limits the count, for example of runs."""
+    """Largest acceptable value in a series of measurements, for example 1 s per scheduling pass.
 
-    #: Text for the table: the counted things and the program that carries them, for example
-    #: "waiting runs of a scheduler".
+    The page derives from this bound the largest load, for example the largest number of runs.
+    """
+
+    #: Load whose limit the table shows, for example "waiting runs of a scheduler": the counted
+    #: things, and the program that handles them.
     what: str
-    #: Group of the figures in the record of the benchmark `limits`.
+    #: Name of the series of values in the results of the benchmark `limits`.
     group: str
     #: Largest acceptable figure, in the unit of the series.
     bound: float
@@ -344,7 +347,7 @@ def _taken(records: Records) -> str:
 
 
 def _series(records: Records, name: str) -> dict[str, list[Figure]]:
-    """Return the figures of a benchmark by their group."""
+    """Return the measured values of a benchmark, by the name of their series."""
     record = records.get(name)
     series: dict[str, list[Figure]] = {}
     for figure in record.figures if record else ():

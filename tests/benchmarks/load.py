@@ -41,7 +41,10 @@ _SEGMENTS_TEXT = f"{_A_SECOND} foreign segments a second in /dev/shm"
 
 
 def measure(*, quick: bool) -> Result:
-    """Measure the reaction to a crash under each load, and the CPU use of the watch on /dev/shm."""
+    """Measure how fast Muster reacts to a crash under each load.
+
+    Also measure the CPU time that Muster spends on watching the shared memory in /dev/shm.
+    """
     rounds, window_s = (1, 2.0) if quick else (6, 10.0)
     missing = []
     with prefect_server(password="") as url:

@@ -103,7 +103,8 @@ def _measure_cpu_ms(command: Sequence[str], env: dict[str, str]) -> float:
 def _measure_memory_mb(command: Sequence[str], env: dict[str, str]) -> float:
     """Run a command, and return its largest resident memory in megabytes.
 
-    The memory in the resource usage would include this process, from which the command was forked.
+    The value comes from /proc/PID/status. `getrusage` would also count the memory of this process,
+    from which the command was forked.
     """
     peak_kb = 0
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE) as process:

@@ -75,7 +75,7 @@ class Row:
 class Missing:
     """A program that was not measured, because this machine lacks something that it needs."""
 
-    #: Title of the row that the program would have.
+    #: Title that the program's row would have in the table of results.
     way: str
     #: The missing thing, and how to install it.
     why: str

@@ -64,10 +64,10 @@ def source() -> Iterator[Source]:
 
 
 def watch(path: Path, place: Path) -> None:
-    """Start the components under the class, and return when all components have ended.
+    """Let SGLang's watchdog class supervise the components; return when all of them have ended.
 
     Args:
-        path: Source file of the class.
+        path: Source file of the watchdog class.
         place: Folder in which the components record their times.
     """
     context = multiprocessing.get_context("spawn")

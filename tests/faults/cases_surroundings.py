@@ -203,8 +203,8 @@ UNKILLABLE = [
     _unkillable(
         "a process that cannot be reaped", _trace, _check_verdict_names_pid, levels=LEVELS[:-1]
     ),
-    # At level L4, the PID namespace itself survives. The reported failure names no component for
-    # this survivor.
+    # At level L4, the run has its own PID namespace. The process that cannot be reaped keeps this
+    # namespace alive, so the reported failure names the namespace and no component.
     _unkillable(
         "a process that cannot be reaped",
         _trace,

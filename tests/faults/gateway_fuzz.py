@@ -882,7 +882,7 @@ def _refusal_of(message: Message) -> str | None:
         return None
     with contextlib.suppress(ValueError, KeyError, TypeError):
         return str(json.loads(message.body)["error"]["type"])
-    # The answer to a HEAD request has no body that names the error type.
+    # The type of the error is in the body. The answer to a HEAD request has no body.
     return "head" if not message.body else None
 
 

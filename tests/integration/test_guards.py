@@ -26,7 +26,8 @@ from tests.support.supervised_components import (
 
 pytestmark = pytest.mark.asyncio
 
-#: A shell script that leaves its session, so that only its guardian can find its child.
+#: A shell script whose child starts a new session. Only the guardian, the process that owns the
+#: script's process tree, can still find this child.
 WITH_DAEMON = sh("setsid sleep 600 & echo $! > child; exec sleep 600")
 
 

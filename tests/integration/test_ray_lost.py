@@ -60,7 +60,13 @@ def finished(tmp_path: Path) -> Path:
 
 
 def build_spec(cluster: RayCluster, finished: Path, on_lost_flow: str) -> dict[str, Any]:
-    """Return the spec of a run whose trainer is a Ray job that counts until the file exists."""
+    """Return the spec of a run whose trainer is a Ray job.
+
+    Args:
+        cluster: Ray cluster of the job.
+        finished: The job ends when this file exists.
+        on_lost_flow: Value of the spec key `on_lost_flow`, for example "adopt".
+    """
     directory = finished.parent / "code"
     directory.mkdir(exist_ok=True)
     (directory / "train.py").write_text(TRAINER)

@@ -43,7 +43,8 @@ def host_env(api: str, tmp_path: Path) -> Iterator[HostEnvironment]:
     host_env = HostEnvironment(home=tmp_path / "home", api=api)
     yield host_env
     host_env.clear()
-    # Processes that were just killed must not be lost runs of the next test.
+    # The killed flow processes leave lost runs. Close their records now, so that the next test does
+    # not find these runs.
     host_env.reconcile_without_flow()
 
 

@@ -19,7 +19,8 @@ from tests.support.supervised_components import RUN_ID, is_alive, wait_until
 
 FLOW_RUN = UUID(int=7)
 
-#: A program that owns the run and runs one component, until the test kills it.
+#: A program that stands for the flow process of the run. It starts one component, and then waits
+#: until the test kills it.
 OWNER = f"""
 import sys, uuid
 from tasks.spec.run import RunSpec

@@ -148,5 +148,5 @@ def check_tracked_steps(tracked: list[WandbRun], session: RunSession) -> None:
         assert shown == trained[: len(shown)]
         # The trainer may be interrupted between the end of a step and its report to W&B.
         complete += len(shown) >= len(trained) - 1
-    # The attempts that were not killed by SIGKILL have a complete history.
+    # Attempts that ended without SIGKILL have reported all their steps to W&B.
     assert complete >= 2

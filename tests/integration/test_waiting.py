@@ -248,7 +248,8 @@ def test_failure_kind_without_retries_ends_the_run(make_failed_run: MakeFailedRu
         ({"type": "CANCELLED"}, "cancelled"),
         ({"type": "FAILED", "message": "set by hand"}, "failed"),
         ({"type": "PENDING"}, "pending_resources"),  # The worker has started its next process.
-        # A person has set the state. No later attempt exists, so no attempt has completed the run.
+        # A person has set the state by hand. No attempt has completed the run, so it counts as
+        # cancelled.
         ({"type": "COMPLETED"}, "cancelled"),
     ],
 )

@@ -62,8 +62,8 @@ _PYTEST = ("pytest", "-q", "-p", "no:cacheprovider")
 _TEST_TIMEOUT_S = 60
 #: Time limit, in seconds, of all tests together that run on one mutant (the code with one change).
 _MUTANT_TIMEOUT_S = 900
-#: Time limit of one test during the measurement with coverage, in seconds. The measurement slows
-#: the tests down. A test that fails in it is not used for any mutant.
+#: Time limit of one test during the measurement with coverage, in seconds. Coverage slows the tests
+#: down. A test that fails during this measurement is not used for any mutant.
 _MEASURED_TEST_TIMEOUT_S = 600
 #: Time limit of the measurement with coverage, in seconds.
 _COVERAGE_TIMEOUT_S = 7200

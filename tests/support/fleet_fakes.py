@@ -489,9 +489,10 @@ def list_fleet_tasks() -> list[str]:
 
 
 def make_rebind(first: int) -> Rebind:
-    """Return a `Rebind` function: it moves a server to the next free port, from `first` on.
+    """Return a `Rebind` function: each call plans the server of a group on another port.
 
-    The function works for lifecycle groups of one server.
+    The first call uses the port `first`, the next call the following port, and so on. The function
+    expects groups of one server.
     """
     ports = itertools.count(first)
 

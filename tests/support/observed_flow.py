@@ -205,10 +205,11 @@ class ObservedFlow:
             self.kill(signal.SIGTERM)
 
     def oracle_result(self) -> OracleResult:
-        """Wait until the oracle process has ended, and return how the flow process ended.
+        """Return how the flow process ended, and which of its descendants survived.
 
-        The oracle ends when the flow process and its descendants have ended, or at its deadline.
-        Further calls return the same result.
+        The oracle is the parent of the flow process and adopts its orphans. The method waits until
+        the flow process and all descendants have ended, or until a deadline. Further calls return
+        the same result.
         """
         if self._testimony is not None:
             return self._testimony

@@ -60,9 +60,9 @@ class ScriptedPrefect:
         self.events: list[dict[str, Any]] = []
         #: Number of requests up to now.
         self.requests = 0
-        #: Function that is called before a request, by the number of the request, from 1.
+        #: Functions by the number of a request, from 1. Each is called before this request.
         self.before: dict[int, Callable[[], None]] = {}
-        #: Function that is called before each request with this name.
+        #: Functions by the name of a request. Each is called before every request of this name.
         self.ahead: dict[str, Callable[[], None]] = {}
         #: Names of the requests up to now, for example `read_flow_run`.
         self.asked: list[str] = []

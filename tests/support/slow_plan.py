@@ -22,7 +22,8 @@ class FreeNode:
     #: Position of the node in the list of nodes.
     index: int
     gpus: int
-    #: Number of free CPUs. None if the node does not count its CPUs.
+    #: Number of free CPUs. None if the number of the node's CPUs is unknown and therefore not
+    #: limited.
     cpus: float | None
 
     def suffices(self, demand: Demand) -> bool:

@@ -181,8 +181,8 @@ class ComponentHarness:
     ) -> Supervisor:
         """Return the supervisor of an attempt with these components, which are not started yet.
 
-        `clear` ends the supervisor. The arguments are fields of `AttemptPlan` and arguments of
-        `Supervisor`.
+        The method `clear` of this object ends the supervisor later. The arguments are fields of
+        `AttemptPlan` and arguments of `Supervisor`.
         """
         plan = AttemptPlan(
             run_id=RUN_ID,

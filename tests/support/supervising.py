@@ -280,8 +280,8 @@ def run_out_of_descriptors(run: Callable[[], None], at: str) -> None:
 
     def with_limit(self: Supervisor, *arguments: Any) -> None:
         if not at or arguments[0] == at:
-            # The list includes the descriptor that `listdir` itself opens. -1 subtracts this
-            # descriptor.
+            # Number of files that can still be opened. `listdir` counts the descriptor that it
+            # opens itself, so -1 leaves no free descriptor.
             spare = -1 if at else 12
             limit = len(os.listdir("/proc/self/fd")) + spare
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))

@@ -177,7 +177,7 @@ class Engine:
             self._wait_while(lambda: mode != "keep" and bool(self._running))
 
     def resume(self) -> None:
-        """End the pause."""
+        """End the pause of the engine core, so that it works on requests again."""
         with self._changed:
             self._pause_mode = ""
             self._changed.notify_all()

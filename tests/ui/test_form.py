@@ -96,7 +96,8 @@ def test_changed_value_in_the_form_reaches_the_run(stack: UiStack, ui: Ui) -> No
 
     trainer = run["parameters"]["spec"]["components"]["trainer"]
     trainer_of_deployment = deployment["parameters"]["spec"]["components"]["trainer"]
-    # `ready` and the other keys without a field keep the values of the deployment
+    # The form has no field for `ready` and some other keys. These keys keep their values from the
+    # deployment.
     assert trainer_of_deployment["ready"]
     assert trainer == {**trainer_of_deployment, "checkpoints": "${run.dir}/from-form"}
     ended = stack.until_state(run["id"], "Completed", "Failed", "Crashed")

@@ -75,7 +75,12 @@ def server(monkeypatch: pytest.MonkeyPatch) -> ScriptedServer:
 
 
 def observe(session: RecordingSession, times: int = 1) -> None:
-    """Let the run's process read its flow run several times."""
+    """Let the process of the run read the state of its flow run from the server.
+
+    Args:
+        session: Session of the run.
+        times: Number of reads.
+    """
     requests = ForwardedRequests(session, FLOW_RUN, may_be_left=False)
     for _ in range(times):
         requests.take_observation(observe_flow_run(FLOW_RUN))

@@ -404,7 +404,8 @@ def test_attempts_blamed_on_a_checkpoint_do_not_count(
     [
         # step 3 is complete, because the pointer file names it; newer checkpoints may be incomplete
         (["step-1.pt", "step-2.pt", "step-3.pt", "step-4.pt"], "step-3.pt", "", ["step-1.pt"]),
-        # without a pointer file, the last checkpoint may be incomplete, so it is kept
+        # no pointer file names the last complete checkpoint, so step 4 may be incomplete: it is
+        # kept in addition to two others
         (["step-1.pt", "step-2.pt", "step-3.pt", "step-4.pt"], "", "", ["step-1.pt"]),
         (
             ["a-1/trainer_state.json", "a-2/trainer_state.json", "a-3/trainer_state.json"],
@@ -491,8 +492,10 @@ def test_interrupted_removal_is_finished_by_the_next_removal(
     ("paths", "says", "grows"),
     [
         (["global_step_10/", "global_step_20/"], "10", True),
-        (["global_step_10/"], "10", False),  # the checkpoint is complete
-        (["global_step_10/"], "", True),  # the first checkpoint
+        # the pointer file says that step 10 is complete, so no checkpoint is being saved
+        (["global_step_10/"], "10", False),
+        # without a pointer file, the first checkpoint is still incomplete
+        (["global_step_10/"], "", True),
         (["checkpoint-10/trainer_state.json", "checkpoint-20/model.pt"], "", True),
         (["step-10.pt", ".step-20.pt.tmp"], "", True),
         (["global_step_10/", "events.tfevents.99"], "10", False),  # not a checkpoint

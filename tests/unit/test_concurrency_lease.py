@@ -126,7 +126,7 @@ def test_lease_survives_an_outage_of_hours() -> None:
 
     renew(server)
 
-    # The server accepts at most one day.
+    # The lease was renewed for one day, the longest duration that Prefect accepts.
     assert server.renewals == [24 * 60 * 60.0]
 
 

@@ -220,7 +220,8 @@ COMMAND = {
 
 def with_example(base: Mapping[str, Any], example: spec_reference.Example) -> dict[str, Any]:
     """Return the spec `base` with the example value of a key, and the other required keys."""
-    # A preset defines the rule `kl`, so none of its keys is required.
+    # A preset already defines the rule `kl` completely, so an example may set any single key of
+    # this rule.
     names = {"NAME": "kl" if "rules" in example.part else "trainer", "KIND": "NODE_LOST"}
     steps = [] if example.part == spec_reference.ROOT else example.part.split(".")
     part: dict[str, Any] = {example.key: example.value}

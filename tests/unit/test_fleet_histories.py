@@ -45,10 +45,11 @@ class HistoryChecker:
     failed: Counter[int] = field(default_factory=Counter)
     #: True between the begin and the end of a weight sync.
     is_syncing: bool = False
-    #: Epoch and number of the broadcast in the last commit, by the index of the lifecycle group.
-    #: None before the first commit.
+    #: Epoch of a lifecycle group and number of its weight broadcast at the last commit, by the
+    #: index of the group. None before the first commit.
     committed: dict[int, tuple[int, int]] | None = None
-    #: Number of the broadcast that each `(engine, epoch)` received last.
+    #: Number of the last weight broadcast that an engine received, by `(engine, epoch)`. The number
+    #: stands for the weight version.
     loaded: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def watch(self) -> None:
@@ -249,7 +250,7 @@ def rebinding(ports: dict[int, int]) -> Callable[[int], Awaitable[list[Any]]]:
     """Return a function that gives new ports to the two servers of an engine at each call.
 
     Args:
-        ports: Last port by the index of the engine. The function updates it.
+        ports: Base port that the last call used, by the index of the engine. Each call updates it.
     """
 
     async def rebind(group: int) -> list[Any]:

@@ -34,8 +34,9 @@ resource.setrlimit(10, (mark, resource.RLIM_INFINITY))
 print("marked", flush=True)
 time.sleep(600)
 """
-#: Program of a run of root. It has the mark of the run, and changes to another user, as some
-#: daemons do.
+#: A component in a run that root started. Like some daemons, it changes to another user. It also
+#: has the mark of the run, a number in a resource limit by which Muster recognizes the run's
+#: processes.
 _DAEMON = f"""
 import os, resource, sys, time
 resource.setrlimit({RLIMIT_LOCKS}, (int(sys.argv[1]), resource.RLIM_INFINITY))

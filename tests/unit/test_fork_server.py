@@ -98,11 +98,12 @@ def test_fingerprint_ignores_caches_and_logs_in_a_checkout(place: Path) -> None:
     ("variables", "is_allowed"),
     [
         ({"WANDB_MODE": "offline", "PREFECT_API_URL": "http://other/api", "TZ": "UTC"}, True),
-        # Python and the dynamic loader read these variables only when a program starts.
+        # Python and the dynamic loader read these variables only at the start of a program, so a
+        # forked process would ignore them.
         ({"PYTHONPATH": "/elsewhere"}, False),
         ({"LD_PRELOAD": "/libjemalloc.so"}, False),
         ({"LANG": "C"}, False),
-        # The environment does not fit into the memory of 4096 bytes.
+        # The forked process has only 4096 bytes for its environment, so this one does not fit.
         ({"HUGE": "x" * 5000}, False),
     ],
 )

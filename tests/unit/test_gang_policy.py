@@ -322,7 +322,8 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {"w3": "a", "w4": "b"},
             {"w1": GPUS, "w2": WOULD_DELAY},
         ),
-        # a gang that does not fit on the free GPUs gets the reason BEHIND
+        # too few GPUs are free for the second gang: its reason is BEHIND, because it waits behind
+        # the first gang
         Case(
             [HEAD, waits(2, 8, 2, for_s=1)], [OTHER], {}, {"w1": GPUS, "w2": reason(BEHIND, "w1")}
         ),

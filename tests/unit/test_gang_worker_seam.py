@@ -88,10 +88,10 @@ def find_changed_internals(base: type[Any]) -> Iterator[str]:
 
 
 async def _check_submission(base: type[Any], class_name: str) -> list[str]:
-    """Check that a poll calls the overridden method, and submits exactly its result.
+    """Return a message for each difference from the expected poll of Prefect's worker class.
 
-    Returns:
-        A message about each problem.
+    In a poll, the worker must call the method that the gang worker overrides, and must submit
+    exactly the flow runs that this method returns.
     """
     run = FlowRun(id=uuid4(), flow_id=uuid4(), name="a-run")
     calls: list[bool] = []
@@ -264,7 +264,8 @@ def test_worker_runs_a_pass_only_if_it_is_offered_a_run_or_the_leader_is_silent(
 
     results = asyncio.run(scenario())
 
-    # At 55 s, the worker finds a granted run about which the leader has not notified it.
+    # At 55 s, the worker finds a run to which GPUs were granted. The leader, which is the worker
+    # that schedules, has sent this worker no event about the run.
     assert results == [
         (1, False),
         (1, False),
@@ -301,7 +302,7 @@ def test_run_not_taken_by_a_worker_is_offered_again() -> None:
 
 
 class Process:
-    """Fake process of a flow run. It ends after some checks of whether it is alive."""
+    """Fake process of a flow run. The process ends after `is_alive` was called five times."""
 
     pid = 4711
 

@@ -218,9 +218,10 @@ def test_run_takes_more_lines_on_a_narrower_terminal(width: int, lines: int) -> 
 
 
 def risky_calls(source: str) -> list[str]:
-    """Return the calls and imports in a source that bypass the safe console.
+    """Return the calls and imports in a Python source that can print a text in an unsafe way.
 
-    They can interpret text as markup, or print it without removing control characters.
+    Muster's own console prints text literally. Other functions can interpret the text as markup, or
+    print it with its control characters.
     """
     risks = []
     for node in ast.walk(ast.parse(source)):

@@ -225,7 +225,7 @@ def test_ticks_are_round_numbers_within_the_range() -> None:
             {"step": 1, "data": {"critic/rewards/mean": 0.5, "actor/pg_loss": 1}},
             "critic/rewards/mean",
         ),
-        # supervised fine-tuning has no reward
+        # supervised fine-tuning has no reward, so the loss is used; without both, the name is empty
         ({"step": 1, "data": {"train/loss": 0.5}}, "train/loss"),
         ({"step": 1, "lr": 0.5}, ""),
         ({"step": 1, "reward": "high"}, ""),

@@ -24,7 +24,7 @@ from tests.support.production import PRODUCTION, read_variables
 ENV_FILES = ("server.env", "muster.env", "secrets.env.example")
 UNITS = sorted((PRODUCTION / "systemd").iterdir())
 CHECKOUT = "/opt/muster"
-#: Muster's own settings.
+#: Muster's own environment variables in the files for production.
 MUSTER_SETTINGS = {
     "MUSTER_HOME",
     "MUSTER_HOME_OWNER",
@@ -32,7 +32,7 @@ MUSTER_SETTINGS = {
     "MUSTER_PRUNE_DAYS",
     "MUSTER_PRUNE_OUTPUTS",
 }
-#: Settings of other programs.
+#: Environment variables in the same files that neither Muster nor Prefect reads as settings.
 OTHER_SETTINGS = {"DO_NOT_TRACK", "PYTHONUNBUFFERED", "POSTGRES_PASSWORD"}
 
 

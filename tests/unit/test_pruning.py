@@ -409,7 +409,8 @@ def test_served_flow_keeps_its_parameters() -> None:
         "print(flow.validate_parameters({'keep': {'days': 3}})['keep'].days)"
     )
 
-    # Prefect's runner serializes the parameters of a served flow in the same way as this program.
+    # Prefect's runner sends a served flow to its new process with cloudpickle. This test does the
+    # same with the flow `prune`.
     done = subprocess.run(
         (sys.executable, "-c", code), input=cloudpickle.dumps(prune), capture_output=True, cwd=ROOT
     )

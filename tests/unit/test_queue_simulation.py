@@ -60,7 +60,16 @@ def write(path: Path, *rows: str, columns: str = "job_id,submit_s,duration_s,gpu
 
 
 def simulate(trace: Path, out: Path, *more: str) -> int:
-    """Run the simulation on two nodes with four GPUs each."""
+    """Simulate the queue for the jobs of a trace, on two nodes with four GPUs each.
+
+    Args:
+        trace: CSV file with the jobs.
+        out: CSV file to which the start time of each job is written.
+        *more: Further command-line arguments.
+
+    Returns:
+        Exit code of the simulation program, 0 for success.
+    """
     nodes = ("--nodes", "2", "--gpus-per-node", "4", "--policy", "fifo")
     return queue.main(["--trace", str(trace), *nodes, "--out", str(out), *more])
 

@@ -19,7 +19,7 @@ from tasks.show.slow import Slow, TimeSpent
 
 
 def slow(rows: Iterable[Mapping[str, float]] = (), events: Iterable[Event] = ()) -> Slow:
-    """Return the analysis of the time of a run.
+    """Return how a run spent its time, for example in rollout or in waiting.
 
     Args:
         rows: Metrics of the run, one row per training step.
@@ -153,7 +153,7 @@ def test_few_or_equal_steps_are_not_compared(count: int) -> None:
 def test_repeated_step_counts_once_and_its_lines_are_merged() -> None:
     spent = TimeSpent()
     rows: list[tuple[int, dict[str, float]]] = [
-        # The first step is left out, because it includes the start of all components.
+        # The first step is not counted, because its duration includes the start of the components.
         (0, SLIME),
         (1, SLIME),
         (1, {"perf/rollout_time": 70.0}),

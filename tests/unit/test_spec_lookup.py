@@ -215,7 +215,8 @@ def test_a_missing_directory_is_a_fault(root: Path, cwd: str, problem: str, reme
         (".", None, "sub/job.py"),
         ("sub", None, "job.py"),  # directory of the run
         (".", "sub", "job.py"),  # directory of the component
-        ("data", "sub", "job.py"),  # relative to the root, not to the directory of the run
+        # the component's directory is relative to the project's root, not to the run's directory
+        ("data", "sub", "job.py"),
         ("${run.dir}", None, "anything.py"),  # does not exist yet
         (".", "${attempt.dir}", "./anything.py"),
     ],

@@ -40,7 +40,8 @@ def test_clients_of_prefect_send_no_nul(how: str) -> None:
 
     message = {"message": "ValueError: \0"}
     body = {"json": message} if how == "json" else {"content": json.dumps(message)}
-    # The listener check replaces the transport of the client when the client is created.
+    # Muster replaces the transport of a new client, to check which user owns the server. So the
+    # test can set its own transport only after the client was created.
     with PrefectHttpxSyncClient(base_url="http://server", enable_csrf_support=False) as client:
         client._transport = httpx.MockTransport(answer)
         client.post("/flow_runs", **body)  # type: ignore[arg-type]

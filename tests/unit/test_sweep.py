@@ -17,8 +17,8 @@ from tasks.processes.ending import end_all, end_carriers, find_holders
 from tasks.processes.tree import is_zombie, read_environment
 from tests.support.supervised_components import wait_until
 
-#: Program that forks and exits again and again. It stops after 30 s, in case the test fails to
-#: end it: the test could not find its last child.
+#: Program that forks a child and exits; the child does the same, and so on. The program stops after
+#: 30 s, because a failed test could not find and end the last child.
 _FORKER = """
 import os, time
 until = time.monotonic() + 30
