@@ -26,14 +26,15 @@ from tests.benchmarks.harness import NAMES, folder, part, recorded_ns, wait_unti
 from tests.benchmarks.report import NotHere, Result, Row, Sample, interleaved
 from tests.support.hung_files import hanging_folder, has_fuse
 
-#: Text for each kind of file or folder that can hang. The empty key means that nothing hangs.
+#: Title in the table of results for each kind of file or folder that can hang. The empty key means
+#: that nothing hangs.
 _PLACES = {
     "": "no file hangs",
     "metrics": "hung metrics file",
     "log": "hung log",
     "checkpoints": "hung checkpoint folder",
 }
-#: Text for each time that is measured in an attempt.
+#: Title in the table of results for each duration that is measured in an attempt.
 _TIMES = {
     "crash": "death of a component to SIGTERM of the others",
     "cancel": "cancel to SIGTERM",

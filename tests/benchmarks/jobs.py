@@ -55,7 +55,7 @@ time.sleep(7000)
 
 
 def measure(*, quick: bool) -> Result:
-    """Measure the time that a short and a long Ray job take through Muster and through Ray's SDK."""
+    """Measure how long a short and a long Ray job take, through Muster and through Ray's SDK."""
     os.environ.update(RAY_ENV)
     values: dict[str, dict[str, list[float]]] = {}
     random_draws = random.Random(0)

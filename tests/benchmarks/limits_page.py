@@ -21,7 +21,7 @@ _BLOCK = re.compile(
 _NOTHING = "Not measured yet: `make bench ARGS='limits --record'`."
 #: Names of the benchmarks whose figures the page docs/limits.md shows.
 _TAKEN_FROM = ("limits", "queue", "capacity", "gateway", "nodes")
-#: Largest factor by which a limit may exceed the largest measured count. Further extrapolation
+#: Largest ratio of a published limit to the largest load that was measured. Further extrapolation
 #: would be unreliable.
 _BEYOND = 10
 _DAY_S = 86_400
@@ -31,7 +31,7 @@ Records = Mapping[str, Record]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """Straight line through a series of figures: `base + each * count`."""
+    """Straight line through the measured values of a series: `base + each * load`."""
 
     #: Value of the fitted line at load 0, in `unit`. The load is a count, for example of runs.
     base: float
@@ -89,8 +89,8 @@ def _on_each_database(what: str, figure: str, bound: float, bound_text: str) -> 
         )
 
 
-#: All limits of the page. They are valid for the measured machine. On a faster machine, limits that
-#: come from a bound on time are higher.
+#: All limits in docs/limits.md. They are valid for the measured machine. On a faster machine,
+#: limits that come from a bound on time are higher.
 LIMITS = (
     *_on_each_database(
         "waiting runs, scheduler",
@@ -257,7 +257,10 @@ def _limits(records: Records) -> str:
 
 
 def _rates(records: Records) -> str:
-    """Return the table of rates and sizes, each with its formula."""
+    """Return a Markdown table of rates and sizes, for example requests per second of a gateway.
+
+    Each row also has the measured value and the formula from which the rate comes.
+    """
     lines = ["| quantity | figure | source |", "| --- | ---: | --- |"]
     lines += [f"| {' | '.join(cells)} |" for cells in _each_rate(records)]
     return "\n".join(lines)
@@ -356,13 +359,17 @@ def _series(records: Records, name: str) -> dict[str, list[Figure]]:
 
 
 def _by_way(records: Records, name: str) -> dict[str, Figure]:
-    """Return the figures of a benchmark by their title."""
+    """Return the measured values of a benchmark, by the title of their row in the results."""
     record = records.get(name)
     return {figure.way: figure for figure in (record.figures if record else ())}
 
 
 def _line_of(figures: Sequence[Figure]) -> Line | None:
-    """Return the straight line through a series, or None if it has fewer than two counts."""
+    """Return the straight line through a series of values.
+
+    Returns:
+        None if the values were measured at fewer than two different loads.
+    """
     points = [(figure.at, figure.median) for figure in figures if figure.at is not None]
     return line_through(points, figures[0].unit) if points else None
 

@@ -107,7 +107,10 @@ def _on(database: str, *, quick: bool) -> Iterator[Row]:
 
 
 def _series(stage: _Stage, runs: WaitingRuns) -> Iterator[Row]:
-    """Measure the queue with different numbers of waiting runs, and then of running runs."""
+    """Measure how much time and memory the queue needs, and yield the rows of the results.
+
+    The load is first a growing number of waiting runs, then a growing number of running runs.
+    """
     runs.hold(_SERVED)
     for count in _QUICK_WAITING if stage.quick else _WAITING:
         say(f"    {count:,} waiting, {stage.database}")

@@ -68,7 +68,10 @@ def _total(recorded: Sequence[Record], names: Sequence[str]) -> str:
 
 
 def _not_run(records: Mapping[str, Record], names: Sequence[str]) -> Iterator[str]:
-    """Yield a line for each benchmark, or compared program, without figures. It has the reason."""
+    """Yield a line for each benchmark or program that was not measured.
+
+    The line names the benchmark and the reason.
+    """
     for name in names:
         record = records.get(name)
         if record is None:

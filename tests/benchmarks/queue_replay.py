@@ -57,7 +57,9 @@ def replay(
     estimate_s: Callable[[Job], float] = lambda job: duration_class_s(job.duration_s),
     plan: Callable[..., Plan] = plan,
 ) -> Replay:
-    """Submit each job at its time, and end it after its duration.
+    """Return what the queue would do with a trace of jobs, in virtual time.
+
+    Each job is submitted at its time in the trace, and ends after its recorded duration.
 
     Args:
         jobs: Jobs in the order of their submission.

@@ -47,10 +47,10 @@ _LASTS_S = 0.3
 _WITHIN_S = 300.0
 #: Number of waiting runs while the CPU use of a worker with a queue is measured.
 _WAITING = 10
-#: Number of polling loops that are measured at the same time. Each checks at another second of the
-#: minute.
+#: Number of polling loops that are measured at the same time. Each loop starts at another second of
+#: the minute.
 _LOOPS = 20
-#: Period of a polling loop, in seconds.
+#: Interval at which the first design of Muster would have polled for free GPUs, in seconds.
 _PLAN_S = 60.0
 _AT_ITS_BEST = "no server, no flow"
 

@@ -23,7 +23,7 @@ from tests.benchmarks.harness import sleepers, supervisor_of
 #: Seconds between two polls of the components, for the ways `psutil` and `poll`.
 _POLL_EVERY_S = 1.0
 
-#: Event that is set when the watch must end.
+#: Type of the event that tells a function that watches components to return.
 Ended = threading.Event
 
 

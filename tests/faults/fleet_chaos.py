@@ -494,7 +494,12 @@ def _listed(counts: Counter[str]) -> str:
 
 
 def plan_in(directory: Path, ledger: Path) -> FleetPlan:
-    """Return the plan of a fleet whose servers record their generations in the file `ledger`."""
+    """Return the plan of a fleet of fake inference servers.
+
+    Args:
+        directory: Directory of the fleet's files.
+        ledger: File to which the servers append a line for each generated answer.
+    """
     command = [sys.executable, "-m", "tests.faults.chaos_server"]
     command += ["--port", "${server.port}", "--rank", "${server.rank}", "--ledger", str(ledger)]
     return FleetPlan(

@@ -103,7 +103,7 @@ _RESULTS = ("ok", "FAILED", "skipped")
 
 
 def write(rows: list[Row]) -> Path:
-    """Write the summary and the table to `FILE`, and return the path of the file."""
+    """Write the results of the fault tests to `FILE`: a summary and a table; return its path."""
     FILE.parent.mkdir(parents=True, exist_ok=True)
     FILE.write_text("\n".join([summary(rows), "", *lines(rows), ""]), encoding="utf-8")
     return FILE

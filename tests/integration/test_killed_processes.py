@@ -155,7 +155,8 @@ def test_kill_of_another_program_in_the_same_cgroup_is_not_that_of_the_component
     assert "The kernel log shows no kill of this process" in verdict.failure.hint
 
 
-#: Program with two worker processes of `multiprocessing`. Worker 1 ends as the code says.
+#: Program with two worker processes of `multiprocessing`. Worker 1 ends by the code that a test
+#: inserts for `{end}`, worker 0 only sleeps.
 WORKERS = """
 import multiprocessing, os, signal, sys, time
 def work(number):

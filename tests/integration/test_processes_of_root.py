@@ -106,9 +106,9 @@ def directory() -> Iterator[Path]:
 
 @pytest.fixture
 def tear_down(directory: Path) -> Iterator[Callable[..., Teardown]]:
-    """Return a function that runs and ends a component with a child of root.
+    """Yield a function that starts and ends a component that has a child process of the user root.
 
-    The supervisor lives until the end of the test. At the end, all processes are killed.
+    The supervisor of the component lives until the end of the test. Then all processes are killed.
     """
     programs: list[subprocess.Popen[str]] = []
     pids: list[int] = []

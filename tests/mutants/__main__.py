@@ -82,9 +82,9 @@ class Mutant:
     #: Index of the changed place, from 0, among all places of the file that the operator could
     #: change.
     occurrence: int
-    #: First line of the changed place.
+    #: Number of the first line that the change concerns, from 1.
     first_line: int
-    #: Last line of the changed place.
+    #: Number of the last line that the change concerns.
     last_line: int
 
     @property

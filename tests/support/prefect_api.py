@@ -10,7 +10,7 @@ import httpx
 
 #: Time limit of one request, in seconds. With SQLite, Prefect 3.8 delays a write by up to 60 s.
 _REQUEST_TIMEOUT_S = 90.0
-#: Time from the first try of a request in which the request may be repeated, in seconds.
+#: A failed request is repeated until this time has passed since its first try, in seconds.
 _RETRY_WITHIN_S = 180.0
 #: Pause before a request is repeated, in seconds.
 _RETRY_DELAY_S = 0.2

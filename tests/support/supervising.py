@@ -49,7 +49,8 @@ from tasks.train.plan import PlanInputs
 from tasks.train.tasks import conclude
 from tests.support import oracle
 
-#: Exit code of a flow process in the condition `own-child`, if its own child did not survive.
+#: Exit code of a flow process that started a child itself (the test condition `own-child`), if
+#: Muster has wrongly ended this child.
 EXIT_CHILD_ENDED = 99
 
 
@@ -315,8 +316,9 @@ def lose_the_template(run: Callable[[], None], at: str) -> None:
             os.kill(template_pid, signal.SIGSTOP if "stopped" in at else signal.SIGKILL)
             return fork(self, name, *arguments)
 
-        # Stop the process that forks the guardians. The replaced `recv` below is called when `fork`
-        # waits for the answer of this process. It lets the process run until it has forked.
+        # Suspend the template process, which forks the guardians. When `fork` waits for the answer
+        # of the template process, it calls the replaced `recv` below. This `recv` lets the template
+        # process run until it has forked.
         os.kill(template_pid, signal.SIGSTOP)
         receive_answer = self._channel.recv
 

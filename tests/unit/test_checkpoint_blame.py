@@ -113,7 +113,8 @@ def blames(spec: RunSpec, *attempts: dict[str, Any]) -> list[str]:
         # the training continued after the checkpoint was loaded
         (attempt_of("STALLED", step=21), Blame.NONE),
         (attempt_of(log_tail=LOADING, step=25), Blame.NONE),
-        (attempt_of("STALLED", step=3), Blame.NONE),  # each attempt counts its steps from zero
+        # step 3 is progress here, because this trainer counts its steps from zero in each attempt
+        (attempt_of("STALLED", step=3), Blame.NONE),
         (attempt_of(checkpoint=None), Blame.NONE),
         (attempt_of(kind=None), Blame.NONE),
     ],
@@ -127,7 +128,8 @@ def test_checkpoint_is_blamed_only_for_a_failed_load(attempt: dict[str, Any], bl
     [
         (attempt_of(log_tail=LOADING), Blame.GIVEN_UP),
         (attempt_of("STALLED"), Blame.GIVEN_UP),
-        (attempt_of("TIME_LIMIT", component=None), Blame.NONE),  # the trainer may have trained
+        # until its time limit, the trainer may have trained after it loaded the checkpoint
+        (attempt_of("TIME_LIMIT", component=None), Blame.NONE),
         (attempt_of(lifetime_s=60.0), Blame.SUSPECTED),
         (attempt_of(lifetime_s=7200.0), Blame.NONE),
     ],

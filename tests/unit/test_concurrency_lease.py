@@ -197,7 +197,7 @@ class ServerWithLease:
 
     #: Id of the lease in the state of the flow run, or None if the run has no lease.
     lease_id: UUID | None
-    #: HTTP status of the answer to a new state while the lease is not released.
+    #: HTTP status with which the server rejects each new state until the lease is released.
     status: HTTPStatus = HTTPStatus.INTERNAL_SERVER_ERROR
     is_released: bool = False
     states: list[str] = field(default_factory=list)

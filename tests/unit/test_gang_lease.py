@@ -493,7 +493,7 @@ async def test_repeated_request_of_the_client_still_takes_the_lease(
 async def test_unconfirmed_lease_of_the_same_process_is_replaced(
     make_lease: MakeLease, server: Server, tmp_path: Path
 ) -> None:
-    # A file at the path of the host's MUSTER_HOME, so that the host cannot create its lock file.
+    # A file at the path of MUSTER_HOME prevents the host from creating its lock file there.
     (tmp_path / "here").touch()
     scheduling_lease = make_lease()
     server.faults["POST"].append("answer lost")
@@ -528,7 +528,7 @@ async def test_failed_return_does_not_fail_the_body(
     caplog: pytest.LogCaptureFixture,
     fault: str,
 ) -> None:
-    # A file at the path of the host's MUSTER_HOME, so that the host cannot create its lock file.
+    # A file at the path of MUSTER_HOME prevents the host from creating its lock file there.
     (tmp_path / "here").touch()
     scheduling_lease = make_lease()
     server.faults["DELETE"].append(fault)
@@ -596,7 +596,7 @@ async def test_cancel_does_not_wait_for_a_silent_server(
 async def test_lease_works_without_a_host_lock(
     make_lease: MakeLease, server: Server, tmp_path: Path
 ) -> None:
-    # A file at the path of the host's MUSTER_HOME, so that the host cannot create its lock file.
+    # A file at the path of MUSTER_HOME prevents the host from creating its lock file there.
     (tmp_path / "here").touch()
     scheduling_lease = make_lease()
 

@@ -259,7 +259,7 @@ def test_rules_of_every_policy(case: Case, policy: Policy) -> None:
             {"w2": "a"},
             {"w1": replace(reason(GPUS), never_fits_now=True)},
         ),
-        # a requeued gang blocks later gangs although it fits
+        # a requeued gang must wait 30 s although enough GPUs are free; later gangs wait behind it
         Case(
             [waits(1, 1, in_s=30), waits(2, 1), waits(3, 1, in_s=60)],
             [],
@@ -373,17 +373,16 @@ HEAD, OTHER = waits(1, 8, 2), held("h", 100, a=8)
             {"w2": "a"},
             {"w1": RETRY, "w3": WOULD_DELAY, "w4": RETRY},
         ),
-        # gangs that end before the reserved time count as ended: if h did not, node b would be
-        # reserved
+        # the first gang starts again in 30 s. The gang h ends before, so the first gang can use
+        # node a. Node b is not reserved for the first gang.
         Case(
             [waits(1, 8, in_s=30), waits(2, 8)],
             [held("h", 20, a=8)],
             {"w2": "b"},
             {"w1": reason(RETRY, in_s=30)},
         ),
-        # the limit of a tag is reserved for the first gang, too: when it starts, w2 may still use
-        # two GPUs of the tag. With w3 as well, the limit would be exceeded, although enough GPUs
-        # would be free
+        # the tag `red` may use 10 GPUs, and the first gang needs 8 of them when it starts at 100 s.
+        # So w2 may use the other 2 until then, and w3 may not start, although GPUs are free
         Case(
             [
                 *(waits(1, 8, tags="red"), waits(2, 2, tags="red"), waits(3, 2, tags="red")),

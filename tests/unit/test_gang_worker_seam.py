@@ -141,9 +141,10 @@ def test_every_private_prefect_name_in_use_is_checked_here() -> None:
 
 
 def test_gang_worker_overrides_only_checked_methods() -> None:
-    """The method `run` and the class's name are public, so every worker class may define them.
+    """Check that the worker overrides no private method of Prefect without another test.
 
-    `__aenter__` only chooses the folder for temporary files, and then calls Prefect's method.
+    The method `run` is public, so every worker class may define it. `__aenter__` only chooses the
+    folder for temporary files, and then calls Prefect's method.
     """
     overridden = {
         name

@@ -68,7 +68,7 @@ def test_memory_groups_of_a_process_are_listed_from_the_innermost(
             67108864,
             67104768,
         ),
-        # memory.peak exists since Linux 5.19.
+        # Before Linux 5.19, cgroups have no file memory.peak.
         ({"memory.events": "oom_kill 0\n", "memory.max": "max\n"}, 0, None, None),
         (
             {

@@ -21,7 +21,10 @@ HOUR_S = 3600.0
 
 
 class CountedSilence(Silence):
-    """`Silence` that uses the clock of the event loop, and counts its checks of the log."""
+    """A `Silence`, which notices that a run makes no progress, with a counter of its checks.
+
+    The clock is the clock of the event loop.
+    """
 
     def __init__(self, *logs: Path) -> None:
         super().__init__(map(HeldLog, logs), clock=lambda: asyncio.get_running_loop().time())

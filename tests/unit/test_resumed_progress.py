@@ -24,11 +24,13 @@ class Clock:
 @pytest.mark.parametrize(
     ("steps", "silent_s"),
     [
-        ([20, 20, 20], 30.0),  # an evaluation at the resumed step
+        # the trainer repeats step 20 of its checkpoint, for example during an evaluation
+        ([20, 20, 20], 30.0),
         ([None, 20, 20], 30.0),
         ([20, 21, 21], 10.0),
         ([20, 21, 22], 0.0),
-        ([1, 2, 3], 0.0),  # the trainer counts from zero
+        # the trainer counts its steps from zero again
+        ([1, 2, 3], 0.0),
         ([30, 31, 32], 0.0),
     ],
 )

@@ -48,11 +48,11 @@ def region(*texts: str) -> Text:
         ("plain, with Umlauts: äöü ━", "plain, with Umlauts: äöü ━"),
         # colours
         ("\x1b[1;31mred\x1b[0m", "red"),
-        # a moved cursor, an erased line
+        # sequences that move the cursor and erase a line are removed
         ("up\x1b[2A\x1b[K", "up"),
-        # a title, a link
+        # sequences that set the title of the window and make a link are removed
         ("\x1b]0;title\x07after \x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\", "after link"),
-        # a charset, a reset
+        # sequences that choose a character set and reset the terminal are removed
         ("\x1b(Bwords\x1bc", "words"),
         # a progress bar
         ("10 %\r50 %\r100 %", "100 %"),

@@ -48,8 +48,8 @@ class Trainer:
     plan: ComponentPlan
     #: Returns the processes that handle the warning signal now.
     handlers: Callable[[], list[str]] = lambda: ["pid 7"]
-    #: Returns the planned end of the trainer by its machine, as known at the given time of the
-    #: clock. None if no end is planned.
+    #: Returns the time at which the machine plans to end the trainer, as known at the given time of
+    #: the clock. None if no end is planned.
     planned_end: Callable[[float], PlannedEnd | None] = lambda now: None
     name: str = "trainer"
     is_hung: bool = False

@@ -474,7 +474,10 @@ def test_entries_are_written_while_the_disk_forces_a_record(
 def test_owner_and_jobs_are_forced_to_the_disk(
     muster_home: Path, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only a Ray job on another machine can outlive a power failure of this machine."""
+    """The files of a Ray job and of its run's owner must survive a power failure (fsync).
+
+    All other components run on this machine, so they end with a power failure.
+    """
     forced: set[str] = set()
     force = os.fsync
 
