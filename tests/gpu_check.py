@@ -51,8 +51,8 @@ time.sleep(600)
 """
 #: GPU memory that the component allocates, in MiB.
 _HELD_MIB = 1024
-#: Largest difference of the used memory that does not count, in MiB. The driver keeps some memory
-#: after a process has ended.
+#: GPU memory that may stay in use after a process has ended, in MiB, because the driver keeps some
+#: memory.
 _SLACK_MIB = 64
 #: Final states of a run, as in `run.json`.
 _FINAL = {state.value for state in RunState if state.is_final}

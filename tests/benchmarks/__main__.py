@@ -160,7 +160,7 @@ def _print(machine: Machine, outcomes: Sequence[_Outcome]) -> None:
 
 
 def _write_pages() -> None:
-    """Write BENCHMARKS.md and the tables of docs/limits.md from the recorded figures."""
+    """Write BENCHMARKS.md and the tables of docs/limits.md from the recorded results."""
     recorded = records.read_all()
     benchmarks = records.ROOT / "BENCHMARKS.md"
     benchmarks.write_text(page.page(recorded, NAMES), encoding="utf-8")

@@ -188,7 +188,7 @@ def _gcs_client(address: str, gcs_address: str, *measured: Any) -> dict[str, Any
 
 
 def _main(way: str, address: str, gcs_address: str, answers: str) -> None:
-    """Measure how fast one client reads a Ray cluster's resources, and print the figures as JSON.
+    """Measure how fast one client reads a Ray cluster's resources, and print the times as JSON.
 
     Args:
         way: Name of the client, for example "GcsClient". See `_WAYS`.

@@ -329,7 +329,7 @@ def _computed(launcher: str) -> Row:
 
 
 def _title_of_poll(launcher: str) -> str:
-    """Return the title of a launcher's row in the table of figures."""
+    """Return the title of a launcher's row in the table of results."""
     return f"poll every {_PERIODS_S[launcher]:g} s ({launcher})"
 
 

@@ -93,7 +93,7 @@ def measure(*, quick: bool) -> Result:
 
 
 def _muster(cluster: RayCluster, directory: Path, short_code: str) -> dict[str, float]:
-    """Run a short and a long Ray job through Muster; return the figures by their name."""
+    """Run a short and a long Ray job through Muster; return the measured values by their name."""
     return asyncio.run(_measure_muster(cluster, directory, short_code))
 
 
@@ -158,7 +158,7 @@ async def _measure_muster(
 
 
 def _sdk(cluster: RayCluster, directory: Path, short_code: str) -> dict[str, float]:
-    """Run a short and a long Ray job through Ray's SDK; return the figures by their name."""
+    """Run a short and a long Ray job through Ray's SDK; return the measured values by name."""
     from ray.job_submission import JobStatus, JobSubmissionClient
 
     client = JobSubmissionClient(cluster.address)

@@ -11,7 +11,10 @@ from tests.benchmarks.report import Result, say
 
 
 def measure(*, quick: bool) -> Result:
-    """Measure the rows of all series. A series has one row for each tested load."""
+    """Measure time, CPU and memory of Muster under growing loads.
+
+    The result has one row for each measured quantity and each load.
+    """
     say("  the queue")
     rows, missing = limits_queue.rows(quick=quick)
     say("  runs")

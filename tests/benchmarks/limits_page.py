@@ -1,4 +1,4 @@
-"""Write the tables of docs/limits.md from the recorded figures.
+"""Write the tables of docs/limits.md from the recorded results of benchmarks.
 
 A table is between the lines `<!-- figures: NAME -->` and `<!-- end of figures -->`. The text around
 the tables is written by hand.
@@ -19,7 +19,7 @@ _BLOCK = re.compile(
     r"(<!-- figures: (?P<name>[a-z-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL
 )
 _NOTHING = "Not measured yet: `make bench ARGS='limits --record'`."
-#: Names of the benchmarks whose figures the page docs/limits.md shows.
+#: Names of the benchmarks whose results the page docs/limits.md shows.
 _TAKEN_FROM = ("limits", "queue", "capacity", "gateway", "nodes")
 #: Largest ratio of a published limit to the largest load that was measured. Further extrapolation
 #: would be unreliable.
@@ -72,14 +72,14 @@ class Limit:
     what: str
     #: Name of the series of values in the results of the benchmark `limits`.
     group: str
-    #: Largest acceptable figure, in the unit of the series.
+    #: Largest acceptable value, in the unit of the series.
     bound: float
     #: The bound as text for the table, for example "a pass takes 1 s".
     bound_text: str
 
 
 def _on_each_database(what: str, figure: str, bound: float, bound_text: str) -> Iterator[Limit]:
-    """Yield a limit twice: for the figures with SQLite, and for the figures with PostgreSQL."""
+    """Yield a limit twice: for the measurement with SQLite, and for that with PostgreSQL."""
     for database in ("SQLite", "PostgreSQL"):
         yield Limit(
             what=f"{what}, {database}",
@@ -229,7 +229,7 @@ def line_through(points: Sequence[tuple[int, float]], unit: str) -> Line | None:
 
 
 def carried(limit: Limit, line: Line) -> str:
-    """Return, as text, the count at which the line of a series reaches the bound of a limit.
+    """Return, as text, the load at which the line of a series reaches the bound of a limit.
 
     The count is rounded down to two digits. The text is "over N" if the count is larger than ten
     times the largest measured count.
@@ -336,7 +336,7 @@ def _queue(records: Records) -> str:
 
 
 def _all(records: Records) -> str:
-    """Return the table of all figures of the benchmark `limits`."""
+    """Return the table of all measured values of the benchmark `limits`."""
     record = records.get("limits")
     return _NOTHING if record is None else "\n".join(table(record.figures))
 

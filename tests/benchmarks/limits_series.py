@@ -24,7 +24,7 @@ class By:
     count: int
 
     def row(self, figure: str, values: float | list[float], unit: str, note: str = "") -> Row:
-        """Return the row with the values of a figure that were measured at this load.
+        """Return the row of the results for a quantity that was measured at this load.
 
         Args:
             figure: Name of the figure, for example "gateway, RSS".

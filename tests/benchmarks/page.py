@@ -1,4 +1,4 @@
-"""Write BENCHMARKS.md from the recorded figures."""
+"""Write BENCHMARKS.md from the recorded results of the benchmarks."""
 
 from __future__ import annotations
 
@@ -144,13 +144,13 @@ def _section(record: Record, records: Sequence[Record]) -> str:
 
 
 def table(figures: Sequence[Figure]) -> list[str]:
-    """Return the lines of a Markdown table, with one row per figure."""
+    """Return the lines of a Markdown table, with one row for each measured program or method."""
     head = "| measured | median | p99 | n | x Muster | note |"
     return [head, "| --- | ---: | ---: | ---: | ---: | --- |", *map(_line, figures)]
 
 
 def _line(figure: Figure) -> str:
-    """Return the Markdown table row of a figure."""
+    """Return the row of a Markdown table for a measured program or method."""
     numbers = [with_unit(value, figure.unit) for value in (figure.median, figure.p99)]
     ratio = "" if figure.times_muster is None else shown_figure(figure.times_muster)
     note = "; ".join(filter(None, ("" if figure.how == "measured" else figure.how, figure.note)))
@@ -160,7 +160,7 @@ def _line(figure: Figure) -> str:
 
 
 def machine_line(record: Record) -> str:
-    """Return one line with the time, the version and the machine of a record's figures."""
+    """Return one line with the time, Muster's version and the machine of a measurement."""
     cpu, cpus, memory, kernel, python = _machine(record)
     quick = ", few samples (`--quick`): the figures say little" if record.quick else ""
     when = f"{record.machine['at'][:10]}, Muster {record.versions['Muster']}"

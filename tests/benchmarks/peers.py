@@ -76,7 +76,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """Another process supervisor."""
+    """A process supervisor with which Muster is compared, for example supervisord."""
 
     #: Name of the supervisor's process.
     name: str

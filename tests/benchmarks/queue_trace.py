@@ -35,7 +35,7 @@ class Job:
     submit_s: float
     #: Duration of the job, in seconds.
     duration_s: float
-    #: Nodes and GPUs of the job.
+    #: Number of nodes and of GPUs that the job requests.
     demand: Demand
 
 
@@ -84,7 +84,7 @@ def _check_columns(path: Path, columns: Sequence[str]) -> None:
 
 
 def _job(row: Mapping[str, str | None], at: str, gpus_per_node: int, compress: float) -> Job:
-    """Return the job of a row.
+    """Return the job that one row of a CSV trace describes.
 
     Args:
         row: Cells of the row by the name of the column.

@@ -1,6 +1,6 @@
-"""Recorded figures: one JSON file per benchmark, from which the pages are written.
+"""Recorded results: one JSON file per benchmark, from which the pages are written.
 
-If a row has many samples, only its quantiles are recorded. The option `--json` writes all samples.
+If there are many samples, only quantiles are recorded. The option `--json` writes all samples.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ FOLDER = Path(__file__).with_name("results")
 #: Files that the benchmarks write. If only these files differ from the commit, the recorded version
 #: of Muster is the commit without ", changed".
 WRITTEN = ("tests/benchmarks/results", "BENCHMARKS.md", "docs/limits.md")
-#: Largest number of samples of a row that are recorded.
+#: If more samples were taken for a row of a result, its samples are not recorded.
 _SAMPLES_KEPT = 100
-#: Number of significant digits of a recorded figure.
+#: Number of significant digits of a recorded value.
 _DIGITS = 6
 #: Packages whose versions are recorded if they are installed.
 _PACKAGES = (
@@ -33,32 +33,32 @@ _PACKAGES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One recorded row of a benchmark."""
+    """One recorded row in the results of a benchmark."""
 
-    #: Title of the row.
+    #: Name of the measured program or method, used as the title of the row.
     way: str
-    #: Unit of the figures.
+    #: Unit of the values.
     unit: str
     median: float
     #: 99th percentile.
     p99: float
     #: Largest value.
     max: float
-    #: Number of samples. 0 if the row was computed and nothing was measured.
+    #: Number of samples. 0 if the values were computed and nothing was measured.
     samples: int
-    #: Median divided by the median of Muster's row. None if the ratio has no meaning.
+    #: Median of this program divided by the median of Muster. None if the two are not comparable.
     times_muster: float | None
-    #: Kind of the row: measured, modelled or computed.
+    #: How the values were obtained: measured, modelled or computed.
     how: How
-    #: Text that a reader needs to understand the figure.
+    #: Explanation that a reader needs to understand the values.
     note: str
     #: Name of the group of rows that are compared with each other.
     group: str
     #: True if this row of the results measures only a part of another row, or if no other row is
     #: comparable.
     is_detail: bool
-    #: Load at which the row was measured, for example the number of components. None if the row
-    #: belongs to no series of loads.
+    #: Load during the measurement, for example the number of components. None if the benchmark did
+    #: not vary the load.
     at: int | None
     #: All samples. Empty if there were too many.
     values: Sequence[float] = ()
@@ -72,13 +72,13 @@ class Record:
     name: str
     #: Description of what is measured, or an empty string if the benchmark did not run.
     question: str = ""
-    #: Recorded rows.
+    #: Measured values, one object for each row of the result.
     figures: Sequence[Figure] = ()
     #: Compared programs that could not be measured, each with the reason.
     missing: Sequence[Missing] = ()
     #: Reason why the benchmark did not run, or an empty string.
     not_run: str = ""
-    #: True if only few samples were taken, so that the figures are imprecise.
+    #: True if only few samples were taken, so that the values are imprecise.
     quick: bool
     #: Duration of the benchmark, in seconds.
     took_s: float
@@ -126,7 +126,7 @@ def record_of(
 
 
 def _figure(row: Mapping[str, Any]) -> Figure:
-    """Return the recorded figure of a row.
+    """Return the part of a result's row that is recorded.
 
     The numbers are rounded. If the row has more than 100 samples, the samples are left out.
 
@@ -139,12 +139,15 @@ def _figure(row: Mapping[str, Any]) -> Figure:
 
 
 def _rounded(figure: float | None) -> float | None:
-    """Round a figure to six significant digits."""
+    """Round a number to six significant digits."""
     return None if figure is None else float(f"{figure:.{_DIGITS}g}")
 
 
 def write(record: Record, folder: Path = FOLDER) -> None:
-    """Write a record to its JSON file, with one line per figure, so that `git diff` is readable."""
+    """Write the result of a benchmark to its JSON file.
+
+    Each row of the result has its own line, so that `git diff` is readable.
+    """
     content = asdict(record)
     figures = ",\n".join(f"    {json.dumps(figure)}" for figure in content.pop("figures"))
     content["took_s"] = round(record.took_s)

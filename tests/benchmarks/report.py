@@ -1,4 +1,4 @@
-"""Results of the benchmarks: rows of figures, printed as an aligned table and written as JSON."""
+"""Results of the benchmarks: measured values, printed as an aligned table and written as JSON."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 #: Function that measures once and returns the measured value.
 Sample = Callable[[], float]
-#: Kind of a row. "measured": a real program ran. "modelled": a small model of another project ran.
-#: "computed": no program ran.
+#: How the values of a row in the results were obtained. "measured": a real program ran. "modelled":
+#: a small model of another project ran. "computed": no program ran.
 How = Literal["measured", "modelled", "computed"]
 
 #: Units of whole numbers. A unit such as "of 5", as in "3 of 5", also belongs to a whole number.
@@ -28,27 +28,28 @@ _HEAD = ("benchmark", "way", "median", "p99", "max", "n", "x Muster", "note")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One row of a table of figures: the samples of one program, or of one way to do the work."""
+    """One row in the results of a benchmark: the samples of one program, or of one method."""
 
-    #: Title of the row.
+    #: Name of the program or method, used as the title of the row.
     way: str
-    #: Samples in the unit `unit`, in the order in which they were taken. The values of a computed
-    #: row are its quantiles.
+    #: Samples in the unit `unit`, in the order in which they were taken. If the values were
+    #: computed and not measured, they are quantiles.
     values: Sequence[float]
     #: Unit of the values.
     unit: str = "ms"
-    #: Text that a reader needs to understand the figure.
+    #: Explanation that a reader needs to understand the values.
     note: str = ""
-    #: Kind of the row.
+    #: How the values were obtained: measured, modelled or computed.
     how: How = "measured"
-    #: Number of samples. None if it is the number of `values`. 0 for a computed row.
+    #: Number of samples. None if it is the number of `values`. 0 if nothing was measured.
     samples: int | None = None
-    #: Name of the group. The rows of a group are compared with its first row.
+    #: Name of the group of rows that are compared with each other. The first row of a group is the
+    #: one for Muster.
     group: str = ""
-    #: True if the row is a part of another row, or is not comparable with the other rows.
+    #: True if this row measures only a part of another row, or if no other row is comparable.
     is_detail: bool = False
-    #: Load at which the row was measured, for example the number of components. None if the row
-    #: belongs to no series of loads.
+    #: Load during the measurement, for example the number of components. None if the benchmark did
+    #: not vary the load.
     at: int | None = None
 
     @property
@@ -97,16 +98,16 @@ class Result:
     name: str
     #: Description of the measurement in one line.
     question: str
-    #: All rows, in the order of the table.
+    #: Rows of the result, in the order in which they are shown.
     rows: Sequence[Row]
     #: Programs that were not measured, each with the reason.
     missing: Sequence[Missing] = ()
 
     def ratio(self, row: Row) -> float | None:
-        """Return the row's median divided by the median of Muster's row.
+        """Return how many times larger the median of a row is than the median of Muster.
 
         Returns:
-            None if the ratio has no meaning.
+            None if the row is not comparable with Muster's row, or if Muster's median is 0.
         """
         base = next(other for other in self.rows if other.group == row.group).median
         return None if row.is_detail or base <= 0 else row.median / base
@@ -128,7 +129,7 @@ class Machine:
         )
     )
     #: Average number of runnable processes in the last minute. If it is higher than `cpus`, the
-    #: figures are not reliable.
+    #: measured values are not reliable.
     load: float = field(default_factory=lambda: round(os.getloadavg()[0], 2))
 
     def __str__(self) -> str:
@@ -167,7 +168,7 @@ def say(text: str) -> None:
 
 
 def table(results: Sequence[Result]) -> str:
-    """Return all rows as an aligned table for a terminal."""
+    """Return the results of all benchmarks as an aligned table for a terminal."""
     lines: list[Sequence[str]] = [_HEAD]
     for result in results:
         for row in result.rows:
@@ -190,7 +191,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def write_json(path: Path, machine: Machine, results: Sequence[Result], *, quick: bool) -> None:
-    """Write all figures, with each sample, to a JSON file."""
+    """Write all measured values, with each sample, to a JSON file."""
     content = {
         "machine": machine_as_json(machine),
         "quick": quick,
@@ -228,7 +229,7 @@ def rows_as_json(result: Result) -> list[dict[str, Any]]:
 
 
 def with_unit(figure: float, unit: str) -> str:
-    """Return a figure with its unit as text.
+    """Return a measured value with its unit as text.
 
     A count is not rounded: it is a whole number. Only a median of counts may end with .5.
     """
@@ -238,7 +239,7 @@ def with_unit(figure: float, unit: str) -> str:
 
 
 def shown_figure(figure: float) -> str:
-    """Return a figure as text with about three digits and without an exponent."""
+    """Return a measured value as text with about three digits and without an exponent."""
     size = abs(figure)
     if size >= 99.95:
         return f"{figure:,.0f}"

@@ -19,7 +19,7 @@ from tests.benchmarks.report import Result, Row, say
 from tests.support.gang_pool import gang_pool
 
 _SERVED, _GPUS, _WORKERS = "n000", 8, 4
-#: Number of time windows in which the CPU use is measured for each figure.
+#: Number of time windows in which the CPU use is measured for each row of the results.
 _WINDOWS = 3
 #: Seconds between two scheduling passes of a worker.
 _PASS_EVERY_S = 2.0

@@ -202,7 +202,7 @@ class _Section:
         return next((part.path for part in all_parts if part.schema.get("title") == title), None)
 
     def _describe_mapping(self, key: str, schema: Schema) -> str:
-        """Return a description of a mapping whose keys the user chooses."""
+        """Return a description of a mapping with free keys, such as names of components."""
         if key in _NAME_PLACEHOLDERS:
             path = ".".join(filter(None, [self.part.path, key, _NAME_PLACEHOLDERS[key]]))
             return f"[mapping by name](#{make_anchor(path)})"
@@ -250,7 +250,11 @@ def _without_null(schema: Schema) -> Schema:
 
 
 def make_anchor(path: str) -> str:
-    """Return the anchor that GitHub makes for the section of a mapping."""
+    """Return the HTML anchor of a section of the spec reference, as GitHub makes it.
+
+    Args:
+        path: Dotted path of the mapping that the section describes. Empty for the whole spec.
+    """
     return path.lower().replace(".", "") if path else "the-top"
 
 

@@ -39,7 +39,7 @@ class Row:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """Texts of the row's cells, in the order of the table's columns."""
+        """Texts of the cells of this table row, in the order of the columns."""
         time = "" if self.empty_after_s is None else f"{self.empty_after_s:.2f}"
         return (self.case, self.phase, self.level, self.verdict, time, self.oracles, self.result)
 

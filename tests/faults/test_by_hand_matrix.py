@@ -148,7 +148,7 @@ class Fact:
 
 @dataclass(kw_only=True)
 class Row:
-    """One run, and the change that a person makes to it."""
+    """One run of the test, the phase in which it is changed, and the change by a person."""
 
     run: Run
     phase: str
@@ -174,7 +174,7 @@ class Matrix:
     rows: list[Row] = field(default_factory=list)
 
     def observe(self, row: Row) -> Fact:
-        """Return the present processes, states and actions of the run of a row."""
+        """Return the present processes, recorded states and actions of a run."""
         try:
             state = row.run.flow_run()["state"]
         except httpx.HTTPStatusError as error:
@@ -260,9 +260,10 @@ class Matrix:
         return row
 
     def reach_phases(self) -> None:
-        """Bring each run into the phase of its row, such as `stopping`, and wait until it is there.
+        """Bring each run into the phase in which it will be changed, such as `stopping`.
 
-        Then store the facts about each run in its row.
+        Wait until all runs have reached their phases. Then store the facts about each run in the
+        field `before` of its `Row`.
         """
         for row in self.rows:
             if row.phase != "waiting":
@@ -294,7 +295,11 @@ class Matrix:
         return is_ready or row.phase in ("starting", "requeued")
 
     def _is_in_phase(self, row: Row) -> bool:
-        """Return True if the run has reached the phase that its row names."""
+        """Return True if a run of the test has reached the phase in which it will be changed.
+
+        Args:
+            row: The run, its phase and the change.
+        """
         flow_run = row.run.flow_run()
         row.name = flow_run["name"]
         facts = self.observe(row)

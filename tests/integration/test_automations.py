@@ -256,8 +256,8 @@ def test_only_the_run_that_still_waits_is_notified(automation_setup: AutomationS
 
     message = automation_setup.message_of(waiting.name)
 
-    # The admitted run was the first in the queue. The message about the other run may still mention
-    # the admitted run.
+    # No message is about the admitted run, because it got its GPUs. The message about the waiting
+    # run may mention the admitted run as the first run in the queue.
     assert automation_setup.sink.of(f"run: {admitted.name}") == []
     assert "still waits" in message["subject"]
     assert "needs 1 node with 8 GPUs" in message["body"]

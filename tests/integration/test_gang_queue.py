@@ -188,8 +188,8 @@ def test_run_of_a_higher_queue_starts_first(pool: GangPool) -> None:
 @pytest.mark.parametrize(
     "has_begun",
     [
-        # True: the worker had already started a process that prepares the flow. The process ended
-        # with the worker.
+        # In this case, the worker had already started a process that prepares the flow. The process
+        # ended together with the worker.
         True,
         pytest.param(False, marks=pytest.mark.thorough),
     ],

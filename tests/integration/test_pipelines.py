@@ -168,7 +168,7 @@ class Pipelines:
         return (self.host_env.home / "runs" / run["name"] / "given.txt").read_text()
 
     def hand_over(self) -> None:
-        """Create the file `go`, so that the waiting stages end."""
+        """Create the file `go`; the stages of the pipelines that wait for this file then end."""
         self.go.touch()
 
     def start_worker(self) -> Popen[bytes]:

@@ -137,7 +137,7 @@ class HostEnvironment:
     home: Path
     #: URL of the Prefect server's API.
     api: str
-    #: Environment variables that the programs of the host have in addition.
+    #: Further environment variables of the host's programs, in addition to those in `env`.
     extra_env: dict[str, str] = field(default_factory=dict)
     #: Programs that the test has started on the host.
     _started: list[subprocess.Popen[bytes]] = field(default_factory=list)

@@ -206,7 +206,7 @@ class Engine:
 
 
 def _load_weights(folder: Path) -> float:
-    """Return the weights of a folder.
+    """Return the fake weights in a checkpoint folder: a single number, the `scale`.
 
     Raises:
         OSError, ValueError, KeyError, TypeError: The weights cannot be read.

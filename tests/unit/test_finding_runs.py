@@ -55,7 +55,7 @@ SHOW = App(name="show", default_command=show)
 
 
 def write_record(run_id: str, /, **changes: Any) -> None:
-    """Write `run.json` of one of the test's runs. The keyword arguments replace keys of the file."""
+    """Write the `run.json` of a run of the test. The keyword arguments replace keys of the file."""
     number = list(FLOW_RUNS).index(run_id)
     record = {
         "run_id": run_id,

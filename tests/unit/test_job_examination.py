@@ -101,7 +101,10 @@ NODE = HangEvidence(
 
 
 class Clusters:
-    """Fake Ray dashboard. It reports the address of its control store, or does not answer."""
+    """Fake Ray dashboard that returns the address of Ray's control store (GCS).
+
+    With `answers=False`, each request fails, as if the dashboard did not respond.
+    """
 
     def __init__(self, *, answers: bool = True) -> None:
         self._answers = answers

@@ -63,9 +63,10 @@ async def read_view(pool: str) -> QueueView:
         (Running(), [("there", 840.0)], True),
         (Cancelling(), [("other", 1.0), ("there", 840.0)], True),
         (Running(), [("there", 119.0)], False),
-        # the worker was started again, and the server still has the record of the earlier worker
+        # the server lists an earlier worker of the same name, but a new worker sends heartbeats, so
+        # there is no warning
         (Running(), [("there", 840.0), ("there", 3.0)], False),
-        # the worker is unknown
+        # the last heartbeat of the run's worker is unknown, so there is no warning
         (Running(), [("there", None)], False),
         (Running(), [("other", 840.0)], False),
         # the run has no process

@@ -56,9 +56,9 @@ HEAD = node("head", is_head=True, CPU=4)
 @pytest.mark.parametrize(
     ("nodes", "resources", "labels"),
     [
-        # the cluster marks its worker nodes
+        # a worker node has the custom resource `worker_node`, so the job requests a little of it
         ([HEAD, node("a", worker_node=100)], {"worker_node": 0.001}, {}),
-        # the cluster marks no worker nodes, so any node but the head fits
+        # no node has this custom resource, so the job requests a node that is not the head
         ([HEAD, node("a", CPU=1)], {}, {"ray.io/node-id": "!head-id"}),
         # the cluster has only a head node, so the job runs on the head, even if the head has the
         # resource `worker_node`

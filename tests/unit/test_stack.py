@@ -170,11 +170,11 @@ def test_deploy_of_an_invalid_run_spec_fails(tmp_path: Path) -> None:
         ("", 4200),
         ("http://127.0.0.1:4300/api", 4300),
         ("http://localhost:4300/api", 4300),
-        # a URL without a port
+        # a URL without a port: the default port of `muster up` is 4200
         ("http://127.0.0.1/api", 4200),
-        # a server on another machine
+        # a server on another machine, so its port does not matter
         ("http://prefect.example:4300/api", 4200),
-        # an invalid URL
+        # an invalid URL is ignored
         ("http://127.0.0.1:many/api", 4200),
     ],
 )

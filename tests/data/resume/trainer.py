@@ -17,7 +17,7 @@ RESUME_FROM = sys.argv[2]
 ATTEMPT = int(os.environ["MUSTER_ATTEMPT"])
 #: Step of the checkpoint, or 0.
 START = int(RESUME_FROM.rpartition("_")[2]) if RESUME_FROM else 0
-#: Seconds of each pause of the programs.
+#: Seconds for which the training programs in this folder sleep in each pause.
 PAUSE_S = float(os.environ.get("PAUSE_S", "0.5"))
 
 
