@@ -114,8 +114,7 @@ def test_run_that_waits_in_its_process_returns_to_the_queue(
     [
         # a run without a grant uses the only cluster of its own pool
         ("other", {}, "http://b:8265"),
-        # the run was started without a worker, or by a worker of another type than gang, so it uses
-        # the cluster that its spec names
+        # no gang worker started the run, so it uses the only cluster of the default pool `gang`
         ("", {}, "http://a:8265"),
         ("process", {}, "http://a:8265"),
         # a run with a grant uses the granted cluster, even if the pool now lists another cluster

@@ -56,7 +56,7 @@ HEAD = node("head", is_head=True, CPU=4)
 @pytest.mark.parametrize(
     ("nodes", "resources", "labels"),
     [
-        # a worker node has the custom resource `worker_node`, so the job requests a little of it
+        # a worker node has the custom resource `worker_node`, so the job requests 0.001 of it
         ([HEAD, node("a", worker_node=100)], {"worker_node": 0.001}, {}),
         # no node has this custom resource, so the job requests a node that is not the head
         ([HEAD, node("a", CPU=1)], {}, {"ray.io/node-id": "!head-id"}),
