@@ -54,7 +54,7 @@ _FOREIGN = (
     "MUSTER_RUN_ID",
     "MUSTER_ATTEMPT",
     "MUSTER_COMPONENT",
-    # Runs would use the activated Python environment of the user.
+    # With these variables, runs would use the activated Python environment of the user.
     "VIRTUAL_ENV",
     "CONDA_PREFIX",
     # With this variable, each process that a test starts would compile all sources again.

@@ -179,7 +179,7 @@ def test_run_completes_despite_random_kills_and_broken_checkpoints(
     for each in tracked:
         number = int(each.name.removeprefix(f"{run_id}--a").removesuffix("-trainer"))
         shown = [row["_step"] for row in each.history]
-        # W&B loses the last values of a process that is killed.
+        # W&B loses the last values of a killed process, so only the first steps are compared.
         assert shown == steps_by_attempt[number - 1][: len(shown)]
     assert tracked[-1].history[-1]["_step"] == total
 

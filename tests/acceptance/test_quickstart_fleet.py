@@ -62,7 +62,7 @@ class RunFleet:
 
 
 class Killer:
-    """A thread that kills a random server every few seconds after the run is ready."""
+    """A thread that kills a random inference server every few seconds, once the run is ready."""
 
     def __init__(self, run: Run, seed: int) -> None:
         self.kills = 0

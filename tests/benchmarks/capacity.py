@@ -26,7 +26,7 @@ from tests.support.ray_cluster import RAY_ENV, ROOT, RayCluster
 
 #: Number of further readings after the first, which is slower because of its imports.
 _ANSWERS, _QUICK_ANSWERS = 200, 5
-#: Numbers of nodes of the Ray clusters on which the readings are measured.
+#: Sizes of the measured Ray clusters, in nodes.
 _SIZES, _QUICK_SIZES = (1, 4), (1,)
 #: Time limit on the process that measures one client, in seconds.
 _LIMIT_S = 120.0

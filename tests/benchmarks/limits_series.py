@@ -12,15 +12,15 @@ from tests.benchmarks.report import Row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class By:
-    """Load at which a benchmark measures figures, for example a run with 100 components.
+    """Load during a measurement, for example a run with 100 components.
 
-    A benchmark measures the same figures at several loads. `row` returns a row of the results table
-    for one figure at this load.
+    A benchmark measures the same quantities at several loads. `row` returns the row of the results
+    for one quantity at this load.
     """
 
-    #: Name of the counted things, for example "components" or "runs waiting".
+    #: Kind of load, for example "components" or "runs waiting".
     what: str
-    #: Number of the counted things.
+    #: Size of the load, for example the number of components.
     count: int
 
     def row(self, figure: str, values: float | list[float], unit: str, note: str = "") -> Row:

@@ -29,7 +29,7 @@ _PEAK = re.compile(r"VmHWM:\s+(\d+) kB")
 
 
 def measure(*, quick: bool) -> Result:
-    """Measure the CPU time, the memory and the first line of `muster logs` and of `cat`."""
+    """Compare `muster logs` with `cat`: CPU time, memory, and time until the first line."""
     with folder() as place:
         log = _write_log(place, _QUICK_LOG_BYTES if quick else _LOG_BYTES)
         env = {**os.environ, "MUSTER_HOME": str(place)}

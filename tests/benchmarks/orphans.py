@@ -151,7 +151,8 @@ def _end(supervisor: subprocess.Popen[bytes], signum: signal.Signals, watch: _Wa
     """Send a signal to the supervisor, wait for the supervisor's end, and watch its components."""
     began = time.monotonic()
     supervisor.send_signal(signum)
-    # honcho does not end while a process of a component keeps the component's output open.
+    # honcho does not end while a process of a component keeps the component's output open, so the
+    # wait may reach its time limit.
     with suppress(subprocess.TimeoutExpired):
         supervisor.wait(_STOPPED_WITHIN_S)
     watch(began)

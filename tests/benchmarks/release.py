@@ -35,7 +35,8 @@ from tests.support.gang_referee import FINAL, History
 from tests.support.host_environment import Server
 
 _ROUNDS, _QUICK_ROUNDS = 2, 1
-#: Number of measured pairs of a run and its successor in each round.
+#: Number of measurements in each round. Each measures how soon a waiting run starts after an
+#: earlier run has ended.
 _LENGTH, _QUICK_LENGTH = 6, 1
 #: Length of the time window in which the CPU use is measured, in seconds.
 _IDLE_S, _QUICK_IDLE_S = 60.0, 2.0

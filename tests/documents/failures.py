@@ -13,7 +13,7 @@ from tasks.spec.failure_kinds import (
     describe_requeues,
 )
 
-#: Sentence about the nodes that the next attempt avoids.
+#: Sentence in the documentation of a failure kind: which nodes the next attempt avoids.
 _BLAMED_NODES = {
     NodeBlame.NEVER: "",
     NodeBlame.ALWAYS: "if other nodes are free, the next attempt avoids the nodes that the failure "
@@ -21,7 +21,7 @@ _BLAMED_NODES = {
     NodeBlame.IF_RANK_IS_NAMED: "if the failure names a rank, the next attempt avoids the nodes of "
     "the failed attempt.",
 }
-#: Sentence that says when the checkpoint of an attempt may be the cause of its failure.
+#: Sentence in the documentation of a failure kind: when the attempt's checkpoint may be the cause.
 _BLAMED_CHECKPOINTS = {
     CheckpointBlame.NEVER: "",
     CheckpointBlame.IF_HUNG: "if the attempt hung before its first step, the checkpoint that it "

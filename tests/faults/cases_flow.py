@@ -286,7 +286,7 @@ def _prepare_oddity(fault_run: FaultRun, oddity: str) -> None:
 
 
 def _kill_trainer(fault_run: FaultRun) -> None:
-    """Check that the trainer started with default signals, then kill it."""
+    """Check that the trainer started without blocked or ignored signals, then kill it."""
     lines = Path(f"/proc/{fault_run.pid('trainer')}/status").read_text().splitlines()
     status = dict(line.split(":\t", 1) for line in lines)
     assert int(status["SigBlk"], 16) == 0

@@ -304,8 +304,8 @@ STARVED = [
         prepare=_starve_flow,
         is_at_once=True,
         expect=Expected(state="failed"),
-        # Without a free file descriptor, the flow process cannot list the directories that must be
-        # removed after the run.
+        # Some directories of the run remain, because the flow process has no free file descriptor
+        # to list them.
         is_tidy=False,
     )
     for phase in STARTING

@@ -79,7 +79,7 @@ class Outcome:
     began: float
     #: Duration of the request, in seconds.
     took_s: float
-    #: Rank of the server that answered, or -1.
+    #: Rank of the server that answered. -1 if no server did.
     rank: int = -1
     #: Weight versions that the server reports in the pieces of the answer.
     versions: frozenset[int] = frozenset()

@@ -195,8 +195,8 @@ def nothing(storm: StormVariant) -> None:
 
 def kill_worker(storm: StormVariant) -> None:
     """Kill a random worker three times, and start it again each time."""
-    # Runs whose GPUs are on this host wait until the host has a worker again. Runs that were
-    # submitted later may start on other hosts before them.
+    # Runs with GPUs on this host must wait until the host has a worker again. Later runs may start
+    # on other hosts in the meantime, so a long delay is allowed.
     storm.late_s = 60.0
     moments = [_granted, _pending, None]
     for number in range(_KILLS):

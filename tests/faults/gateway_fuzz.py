@@ -360,7 +360,7 @@ _HOSTILE = (
     b"X-Long: " + b"a" * 200_000 + b"\r\n",
     b"".join(b"X-%d: a\r\n" % number for number in range(1000)),
 )
-#: First lines that the gateway must refuse.
+#: First lines of HTTP requests that the gateway must refuse.
 _FIRST_LINES = (
     b"GET http://evil/x HTTP/1.1",
     b"GET evil:80 HTTP/1.1",

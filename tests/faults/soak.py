@@ -176,7 +176,7 @@ def nothing(trial: Trial) -> None:
     """Inject no fault."""
 
 
-#: Functions that inject the faults, each with its weight in the draw.
+#: Functions that inject the faults. The number is the weight of the fault in the random choice.
 _INJECTIONS: dict[str, tuple[Callable[[Trial], None], int]] = {
     "nothing": (nothing, 3),
     "SIGKILL of the flow": (kill_flow, 3),

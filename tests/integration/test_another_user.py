@@ -153,7 +153,8 @@ def test_another_user_gets_nothing_of_a_run(home: Path) -> None:
         run_id = logs[0].parents[1].name
         environs = [f"/proc/{pid}/environ" for pid in processes_with("MUSTER_RUN_ID", run_id)]
 
-        # This request also loads Python modules that the other user may not be able to read.
+        # This first request also imports Python modules. The other user, who sends the next
+        # requests, may not be able to read their files.
         assert request_status(f"{api}/health") == 200
         read_paths = call_as_another_user(lambda: filter_readable([*files, *environs]))
         query_status = call_as_another_user(lambda: request_status(f"{api}/flow_runs/filter", {}))

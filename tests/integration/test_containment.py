@@ -206,7 +206,7 @@ def test_processes_of_a_killed_guardian_in_a_namespace_are_ended(harness: Compon
 
 
 def test_reason_for_a_refused_namespace_is_named(tmp_path: Path) -> None:
-    """A container may refuse `unshare`. In this test, a limit on namespaces refuses it."""
+    """A limit on the number of namespaces makes `unshare` fail, as in many containers."""
     script = "from tasks.processes.containment import probe; print(probe(namespace=True))"
     if os.getuid() != 0:
         pytest.skip("only root can set the limit of namespaces")
@@ -279,7 +279,7 @@ def test_shared_memory_is_registered_before_processes_are_stopped(
 def test_registry_is_written_before_the_program_runs(
     harness: ComponentHarness, register: RunRegistration, muster_home: Path
 ) -> None:
-    """The program prints its own entry in the registry, so the entry existed before it ran."""
+    """The program prints its own entry in the registry, so the entry existed before its start."""
     entry = muster_home / "live" / RUN_ID / "component-trainer.json"
 
     harness.run(
@@ -313,6 +313,6 @@ def find_cgroup(pid: int) -> list[str]:
 
 
 def list_run_cgroups() -> set[str]:
-    """Return the names of the cgroups of this test run's components."""
+    """Return the names of the cgroups of all components that these tests have started."""
     assert HERE.cgroup_parent is not None
     return {entry.name for entry in Path(HERE.cgroup_parent).glob(f"{cgroup.PREFIX}{RUN_ID}-*")}

@@ -166,7 +166,7 @@ def test_silent_connections_of_another_user_end_no_engine(fleet: FleetProcess) -
 
 
 def count_requests(port: int) -> int:
-    """Return the number of requests that the engine's server has received, by its own count."""
+    """Return the number of requests that the engine's server has counted so far."""
     url = f"http://127.0.0.1:{port}/counts"
     return int(httpx.get(url, trust_env=False, timeout=DEADLINE_S).json()["total"])
 

@@ -154,7 +154,7 @@ class FleetProcess:
         return content
 
     def push(self, version: int) -> None:
-        """Load a version of the weights into each server, by a request to the server itself."""
+        """Load a weight version into each server, by direct requests that bypass the gateway."""
         for server in self.snapshot()["servers"]:
             self.post(f"{server['url']}/weights", version=version)
 

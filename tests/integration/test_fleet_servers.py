@@ -121,7 +121,11 @@ class RealFleet:
                 await asyncio.sleep(0.01)
 
     async def until_serving(self, epochs: list[int]) -> None:
-        """Wait until all engines are active and have these epochs. Each start is a new epoch."""
+        """Wait until all engines are active and have these epochs.
+
+        Args:
+            epochs: Expected epoch of each engine: the number of its starts.
+        """
         await self.until(
             lambda: (
                 self.epochs() == epochs

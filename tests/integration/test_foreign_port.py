@@ -93,8 +93,8 @@ def test_other_users_cannot_read_which_ports_are_reserved() -> None:
     process = start_as_another_user(READ_REGISTER)
     assert process.wait(30) == 0
 
-    # Other versions of Muster on this machine may use such socket names, so only the ports of this
-    # test count.
+    # Other installations of Muster on this machine may also have reserved ports. So only the ports
+    # of this test are compared.
     read_ports = {int(number) for number in json.loads(end_process(process))}
 
     ports.close()

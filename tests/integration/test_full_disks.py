@@ -59,8 +59,8 @@ def test_log_with_another_cause_is_preferred_to_a_full_disk(
     assert failure.kind is FailureKind.USER_ERROR
 
 
-#: Mounts a small /dev/shm in a mount namespace of its own, runs a component that fills it, and
-#: prints the kind and message of the failure.
+#: Program that mounts a small /dev/shm in its own mount namespace, and runs a component that fills
+#: this file system. The program prints kind and message of the failure.
 FILL_SHARED_MEMORY = """
 import subprocess, sys
 from pathlib import Path

@@ -528,7 +528,8 @@ async def test_session_stays_on_its_server_and_moves_if_the_server_is_gone(
         b'{"nested": {"user": "s"}}',
         b'{"session_id": null}',
         b'{"session_id": ""}',
-        b'{"session_id": broken',  # The server must refuse this body itself.
+        # The gateway passes invalid JSON on, because the server must refuse it.
+        b'{"session_id": broken',
         b'{"user": "one name for all"}',
     ],
 )

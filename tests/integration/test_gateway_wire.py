@@ -225,7 +225,10 @@ async def test_connection_with_surplus_bytes_after_a_response_is_not_reused() ->
 
 
 async def test_request_on_a_connection_that_the_server_closes_is_not_lost() -> None:
-    """The server closes the connection after the first byte of the second request."""
+    """The server closes its kept-alive connection when the second request begins to arrive.
+
+    The gateway must then send the whole second request again, on a new connection.
+    """
     received_lengths = list[int]()
 
     async def answer_one_request(

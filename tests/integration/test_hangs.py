@@ -197,7 +197,8 @@ def test_report_about_a_deadlock_names_the_blocked_function(harness: ComponentHa
     assert "in wait_for_lock" in read_log_end(harness, "trainer")
     diagnosed = harness.wait_for_event("component.diagnosed", "trainer")
     assert diagnosed.fields["path"] == str(harness.directory / "trainer.hang.txt")
-    # The failure must not quote the stacks that Muster made the component print.
+    # Muster has made the hung component print its stack traces. The failure must not quote them as
+    # the component's own log lines.
     assert "wait_for_lock" not in failure.log_tail
 
 

@@ -198,7 +198,10 @@ def test_child_of_root_of_an_ended_process_is_a_leftover(directory: Path) -> Non
 
 
 def run_as_nobody(code: str, directory: Path) -> subprocess.CompletedProcess[str]:
-    """Run Python code as the user `nobody`. Its argument is a program that becomes root."""
+    """Run Python code as the user `nobody`.
+
+    The code gets the path of a set-user-ID program, which becomes root, in `sys.argv[1]`.
+    """
     return subprocess.run(
         [*AS_NOBODY, sys.executable, "-c", code, str(make_helper(directory))],
         cwd=ROOT,

@@ -287,8 +287,8 @@ def test_engine_with_a_dead_core_restarts_stale_and_serves_after_a_commit(
     fleet.sync(2)
     load.until_more()
 
-    # Until its first commit the restarted engine had its initial weights, so it must not have
-    # answered.
+    # Before its first commit, the restarted engine had only its initial weights (version 1). It
+    # must not have answered requests with them.
     assert not [
         answer for answer in load.answers if (answer.epoch, answer.version) == (epoch + 1, 1)
     ]

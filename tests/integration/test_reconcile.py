@@ -199,7 +199,10 @@ def test_lost_run_that_was_being_cancelled_becomes_cancelled(host_env: HostEnvir
 
 @pytest.mark.thorough
 def test_run_that_waits_for_its_next_attempt_keeps_its_state(host_env: HostEnvironment) -> None:
-    """The flow process ended as planned: it left a registry entry, and the flow run waits."""
+    """A flow process has ended, and its flow run waits for the next attempt.
+
+    A registry entry remains. `muster reconcile` must not change the state of the flow run.
+    """
     run = host_env.start_run(make_sleeping_spec()).wait_until_running()
     set_state(host_env, run.flow_run_id, "SCHEDULED", name="PendingResources")
     run.kill_flow()

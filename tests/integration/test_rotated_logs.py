@@ -12,7 +12,8 @@ from tasks.spec.failure_kinds import FailureKind
 from tasks.spec.probes import ReadyProbe
 from tests.support.supervised_components import ComponentHarness, python, wait_until
 
-#: What happens to the log file, as Python code that the component executes.
+#: Ways to replace the log file while a component runs: Python code that the component executes, by
+#: the description of the way.
 ROTATIONS = {
     "removed": "os.unlink('trainer.log')",
     "moved": "os.rename('trainer.log', 'trainer.log.1')",

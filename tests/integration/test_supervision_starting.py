@@ -207,7 +207,8 @@ def test_component_that_exits_at_once_was_ready_if_its_log_shows_it(
 def test_next_component_starts_after_all_processes_of_a_preparation_step(
     harness: ComponentHarness,
 ) -> None:
-    # The child of the step ignores SIGTERM and writes its last file after the step has exited.
+    # The component `prepare` exits at once. Its child process ignores SIGTERM, and writes the file
+    # `prepared` after this exit.
     child = "(trap '' TERM; sleep 0.3; touch prepared) &"
     verdict = harness.run(
         harness.component(

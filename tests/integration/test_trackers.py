@@ -114,7 +114,7 @@ def test_offline_files_of_wandb_show_each_step_once(muster_home: Path, tmp_path:
     assert {run.group for run in runs} == {RUN_ID}
     # The second program of the component has its own runs in W&B.
     assert len([run for run in runs if run.metrics == {"accuracy"}]) == 3
-    # W&B itself loses the last rows of a process that is killed, as attempt 2 was.
+    # Attempt 2 was killed. W&B itself loses the last history rows of a killed process.
     steps = {run.name: [row["_step"] for row in run.history] for run in trainings}
     assert steps.pop(f"{RUN_ID}--a01-trainer") == [*range(1, 14)]
     assert steps.pop(f"{RUN_ID}--a03-trainer") == [*range(16, STEPS + 1)]

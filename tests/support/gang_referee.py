@@ -98,9 +98,9 @@ class Hold:
     since: float
     #: End of the period, in UTC epoch seconds; infinity if the run still holds its GPUs.
     until: float
-    #: Number of GPUs on all nodes.
+    #: Number of held GPUs, on all nodes together.
     gpus: int
-    #: Number of GPUs by node. None if the nodes are unknown.
+    #: Number of held GPUs by node. None if the nodes are unknown.
     nodes: Mapping[str, int] | None
 
 
@@ -141,7 +141,7 @@ def judge(
     in_order: bool = True,
     by_states: bool = True,
 ) -> Judgement:
-    """Check that a gang queue kept its rules in the histories of runs.
+    """Return which rules of the gang queue were broken in the histories of runs.
 
     Args:
         runs: Histories of all runs of the queue.
@@ -285,7 +285,8 @@ class _Usage:
     since: float
     #: End of the period, in UTC epoch seconds.
     until: float
-    #: Amount of each resource, by the name of the resource.
+    #: Used amount of each resource, by the name of the resource: a node for its GPUs, "runs" or
+    #: "GPUs" for all nodes.
     amounts: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from tests.support.host_environment import ROOT
 
 PRODUCTION = ROOT / "deployments" / "production"
-#: Variables with addresses and directories. Tests set their own values.
+#: Environment variables of the production files that tests replace, because they name addresses
+#: and directories.
 _ADDRESSES_AND_DIRECTORIES = frozenset(
     {
         "PREFECT_SERVER_API_HOST",

@@ -278,13 +278,15 @@ class RayCluster:
                 f"--num-cpus={cpus}",
                 f"--num-gpus={gpus}",
                 f"--resources={json.dumps(custom_resources)}",
-                # The log monitor of the head node reads the logs of all nodes of this machine.
+                # This node needs no log monitor. That of the head node reads the logs of all nodes,
+                # because they are on the same machine.
                 "--include-log-monitor=false",
                 *_common_options(agent),
             ),
             {},
         )
-        # For this request, the agent checks that the cluster knows its raylet as alive.
+        # The node's agent answers this request only after the cluster has registered the node's
+        # raylet as alive.
         self._until_answers(f"http://{HOST}:{agent}/api/local_raylet_healthz", starter, name)
         raylet = _find_descendant(starter, "raylet")
         option = "--node_id="

@@ -36,8 +36,8 @@ class JobEvents:
 
     #: Names and fields of the emitted events, in order.
     events: list[tuple[str, dict[str, object]]] = field(default_factory=list)
-    #: Control-store addresses of the clusters whose nodes the job wanted to check for leftover
-    #: processes.
+    #: Address of the cluster's control store (GCS) in each request to search the cluster's nodes for
+    #: leftover processes.
     swept: list[str] = field(default_factory=list)
 
     def emit(self, name: str, **fields: object) -> None:

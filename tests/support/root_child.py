@@ -28,7 +28,8 @@ AS_NOBODY = (
     *("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"),
     *("--inh-caps=-all,+dac_read_search", "--ambient-caps=-all,+dac_read_search"),
 )
-#: Program that becomes root and waits. Root must own it, with the set-user-ID bit.
+#: C program that becomes root and waits. Its executable must belong to root, with the set-user-ID
+#: bit.
 _HELPER = r"""
 #define _GNU_SOURCE
 #include <stdio.h>

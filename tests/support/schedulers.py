@@ -120,7 +120,8 @@ class Schedulers:
         """Start a scheduler process that takes the scheduler lease repeatedly; return its pid.
 
         Args:
-            host: Name of its host. Processes of the same host share a MUSTER_HOME.
+            host: Name of the simulated host of the process. Processes of a host share a
+                MUSTER_HOME.
             hold_s: Time after which the process must give the lease back, in seconds.
             expire_s: Time until the server ends a lease that is not renewed, in seconds.
             writes: Number of lines that the process writes to the journal each time it has the

@@ -48,9 +48,9 @@ class Forecast:
 
     #: Expected start of the first gang, in seconds. None if the gang will never have enough GPUs.
     at: float | None
-    #: Free GPUs and CPUs at that time.
+    #: Free GPUs and CPUs of each node at the expected start of the first gang.
     free: FreeNodes
-    #: Gangs that still run at that time.
+    #: Gangs that still run at the expected start of the first gang.
     running: list[Held]
     #: Ids of the gangs that must end before the first gang has enough GPUs.
     waits_for: tuple[str, ...] = ()
@@ -65,9 +65,9 @@ def slow_plan(
     policy: Policy = "fifo",
     limits: Mapping[str, int] | None = None,
 ) -> Plan:
-    """Return the plan for the waiting gangs.
+    """Return which waiting gangs start now, and why the other gangs wait.
 
-    The arguments are those of `tasks.queue.policy.plan`.
+    This is a simple and slow model of `tasks.queue.policy.plan`, with the same arguments.
     """
     limits = limits or {}
     running = list(held)
@@ -156,7 +156,7 @@ def choose(free: FreeNodes, run: Waiting) -> list[str]:
 
 
 def find_exceeded_limit(run: Waiting, running: Sequence[Held], limits: Mapping[str, int]) -> str:
-    """Return the first tag, by name, whose limit this gang would exceed, or "" if there is none."""
+    """Return the alphabetically first tag whose limit this gang would exceed, or ""."""
     for tag in sorted(run.tags):
         used = sum(sum(gang.gpus.values()) for gang in running if tag in gang.tags)
         if tag in limits and used + run.demand.gpus > limits[tag]:

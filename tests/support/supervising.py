@@ -269,7 +269,7 @@ def die_before_registering(run: Callable[[], None], at: str) -> None:
 
 
 def run_out_of_descriptors(run: Callable[[], None], at: str) -> None:
-    """Call `run`, and lower the limit of open files at a given moment, so that it is exhausted.
+    """Call `run`, and lower the limit of open files at a given moment to the number of open files.
 
     Args:
         run: The function to call.

@@ -60,7 +60,7 @@ def test_form_has_no_fields_for_rarely_used_keys(stack: UiStack, ui: Ui) -> None
     form_text = form.inner_text()
     for key in ("containment", "on_lost_flow", "launcher", "grace_s", "every_s"):
         assert f"{key} (Optional)" not in form_text
-    # height in pixels; the fields of all keys would need about 14000
+    # The height is in pixels. A form with fields for all keys would be about 14,000 pixels high.
     box = form.bounding_box()
     assert box is not None and box["height"] < 7000
 

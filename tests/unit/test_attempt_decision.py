@@ -17,7 +17,12 @@ from tasks.record.states import RunState
 
 
 def decision(at: float, state: RunState = RunState.FAILED) -> Decision:
-    """Return a decision about an attempt that was made at the time `at`, in seconds."""
+    """Return a decision about the end of an attempt.
+
+    Args:
+        at: Monotonic time of the decision, in seconds.
+        state: Final state of the attempt.
+    """
 
     async def make_verdict() -> Verdict:
         return Verdict(state=state, message="")

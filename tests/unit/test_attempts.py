@@ -18,7 +18,7 @@ LATE = FailureKind.START_TIMEOUT
 NODE = FailureKind.NODE_LOST
 DISK = FailureKind.STORAGE
 FLEET = FailureKind.FLEET_LOST
-#: Retry policy with a different delay for each try.
+#: Retry policy with a different delay before each attempt.
 EACH = {"delay_s": 10.0, "max_delay_s": 100.0}
 
 

@@ -23,10 +23,11 @@ def limit(bound: float) -> Limit:
         ((10.0, 55.0, 505.0), 1_000, "1,900"),
         # the result is at most ten times the largest measured number of runs
         ((10.0, 55.0, 505.0), 100_000, "over 10,000"),
-        # the durations are constant, or become shorter with more runs
+        # with more runs, the durations stay constant or become shorter: no number of runs reaches
+        # the bound, so the result is ten times the largest measured number
         ((7.0, 7.0, 7.0), 1_000, "over 10,000"),
         ((9.0, 8.0, 7.0), 1_000, "over 10,000"),
-        # the measured line is above the bound for every number of runs
+        # even without runs, the line through the durations is above the bound
         ((10.0, 55.0, 505.0), 1, "0"),
         # small limits are not rounded
         ((10.0, 55.0, 505.0), 12, "14"),

@@ -438,7 +438,7 @@ def test_progress_bar_counts_as_training_steps() -> None:
     [
         # An asynchronous trainer continues for a few steps with queued batches.
         pytest.param(steps(11, 13), id="few-steps"),
-        # Inference and loading still print progress bars, although the trainer prints nothing.
+        # The progress bars of inference and loading do not show that the trainer still trains.
         pytest.param(
             "".join(f"Rollout generation: {i}%|█  | {i}/99 [0:10<0:20]\r" for i in range(50)),
             id="other-bars",
@@ -474,7 +474,7 @@ def test_caught_error_counts_only_as_a_fallback(before: str) -> None:
         "",
         "step 812 loss 0.31 grad_norm 1.2",
         "INFO: 127.0.0.1 - GET /health HTTP/1.1 200 OK",
-        # Lines with words that also occur in errors.
+        # These lines contain words of error messages, but report no error.
         "inference server ready, nanoseconds per token 31",
         "NVRM: Xid (PCI:0000:4e:00): 31, pid=812",
         "    raise KeyError(key)",

@@ -51,8 +51,8 @@ class Run:
         """Return the checkpoint to resume from, and the checkpoints that must not be used.
 
         Returns:
-            The name of the checkpoint to resume from. The reason against each other checkpoint, by
-            its name.
+            The name of the checkpoint to resume from, and the reason why each other checkpoint is
+            not used, by the name of that checkpoint.
         """
         plan = plan_resume(self.spec, self.place, self.attempts, self.foreign)
         refused = {Path(one.path).name: one.why for one in plan.refused}

@@ -354,7 +354,8 @@ def test_run_resumes_from_before_an_alarm(tmp_path: Path) -> None:
         ([{"step": 5}, {}, {"step": 4}], 2),
         ([{}, {}, {"step": 1}], 0),
         ([{"step": 5}, {}, {"step": 9}, {}], 1),
-        ([{}, {}, {}], 2),  # steps are unknown, so all attempts count
+        # all steps are unknown, so every attempt after the first counts as one without progress
+        ([{}, {}, {}], 2),
         ([{"step": 5}, failed("USER_ERROR", resume_from="step-5"), {}], 1),
     ],
 )
@@ -498,7 +499,8 @@ def test_interrupted_removal_is_finished_by_the_next_removal(
         (["global_step_10/"], "", True),
         (["checkpoint-10/trainer_state.json", "checkpoint-20/model.pt"], "", True),
         (["step-10.pt", ".step-20.pt.tmp"], "", True),
-        (["global_step_10/", "events.tfevents.99"], "10", False),  # not a checkpoint
+        # an events file is not a checkpoint
+        (["global_step_10/", "events.tfevents.99"], "10", False),
         (["step-10.pt", "events.log", ".step-5.pt.muster-old"], "", False),
         ([], "", False),
     ],

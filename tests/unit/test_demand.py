@@ -42,7 +42,7 @@ def test_feasible_gang_is_accepted(requested: Demand, nodes: list[ClusterNode]) 
         (demand(3, 8), [node(8), node(8)]),
         # one CPU too few: verl's placement group would wait forever
         (demand(1, 8), [node(8, cpus=23)]),
-        # the cluster has only a head node without GPUs
+        # the only node of the cluster is a head node without GPUs
         (demand(1, 1), [node(0)]),
         (demand(1, 1), []),
     ],

@@ -129,7 +129,7 @@ def test_complete_id_wins_over_longer_ids_with_the_same_beginning(muster_home: P
         # the beginning, the middle and the end of a name
         ("second", "trainer-second-sft-20260103-000000-bbbbbbbb"),
         ("er-sec", "trainer-second-sft-20260103-000000-bbbbbbbb"),
-        # the last characters of an id, and the first characters of its last part
+        # the name is the end of a run id, or the beginning of the id's random part
         ("cc", "big-trainer-sft-20260102-000000-cccccccc"),
         ("-bbb", "trainer-second-sft-20260103-000000-bbbbbbbb"),
     ],

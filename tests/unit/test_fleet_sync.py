@@ -392,8 +392,8 @@ async def test_placeholders_of_a_broadcast_form_one_process_group() -> None:
     harness.host.die(2)
     await harness.fleet.syncs.broadcast(sync, Ask(method="POST", path="/init", body=body), 5.0)
 
-    # In the process group for the weights, the trainer is rank 0. The two engines that still run
-    # have the next ranks, without a gap.
+    # The trainer is rank 0 in the process group that broadcasts the weights. The two engines that
+    # still run have the next ranks, without a gap.
     assert {url[-4:]: ask.body for url, ask in harness.prober.calls} == {
         "8000": {
             **body,

@@ -346,7 +346,8 @@ def test_ray_job_gets_a_reachable_address_of_the_gateway() -> None:
             "rollout runs on the cluster",
             "",
         ),
-        # The trainer's command contains placeholders for addresses of engines.
+        # The command of the trainer contains the addresses of engines, which are still unknown when
+        # the trainer starts.
         (
             {"placement": "ray"},
             {"command": ["train", "${rollout.engines}"]},

@@ -215,7 +215,7 @@ def test_message_mentions_ray_jobs_left_by_a_lost_host(ray: dict[str, str]) -> N
         # a worker of this host that has another name than the host
         (flow_run(RUNNING, 60, labels=THERE), "there", ""),
         (flow_run(RUNNING, 60, labels={}), None, ""),
-        # the flow run is a Kubernetes job, and no process of a host
+        # the flow run is a Kubernetes job and not a process of a host, so no worker is named
         (flow_run(RUNNING, 60, labels=THERE | {"prefect.worker.type": "kubernetes"}), None, ""),
     ],
 )
@@ -268,7 +268,8 @@ def closed(state: RunState, by_loss: bool = False) -> RunJson:
         (CANCELLING, closed(RunState.CANCELLED), "Cancelled", "cancelled; the cause"),
         (CANCELLING, closed(RunState.COMPLETED), "Cancelled", "cancelled; the cause"),
         (CANCELLING, None, "Cancelled", "cancelled; the cause"),
-        # the server's flow run is scheduled, pending or finished, or the server does not have it
+        # the flow run is scheduled, pending or finished, or the server does not have it: its state
+        # is not changed
         (StateType.SCHEDULED, closed(RunState.PENDING_RESOURCES), None, None),
         (PENDING, closed(RunState.PENDING_RESOURCES), None, None),
         (StateType.CRASHED, closed(RunState.FAILED, by_loss=True), None, None),

@@ -57,7 +57,7 @@ def test_full_file_system_is_named_as_the_cause(
         (make_failure(exit_code=1), FREE_DISK),
         # The log shows another cause.
         (make_failure("value-error", "USER_ERROR", exit_code=1), FULL_DISK),
-        # A signal from outside is not the consequence of a failed write.
+        # SIGKILL, exit code 143 (SIGTERM) and exit code 0 are not consequences of a failed write.
         (make_failure(signal="SIGKILL"), FULL_DISK),
         (make_failure(exit_code=143), FULL_DISK),
         (make_failure(exit_code=0), FULL_DISK),

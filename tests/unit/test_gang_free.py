@@ -174,7 +174,7 @@ FIRST, SECOND = "10.0.0.5/0a1b2c3d", "10.0.0.5/4e5f6071"
         ({"10.0.0.5": 8}, (FIRST, SECOND), {FIRST: 8, SECOND: 8}),
         # the other node has disappeared
         ({FIRST: 8}, ("10.0.0.5",), {"10.0.0.5": 8}),
-        # the granted node has disappeared
+        # the granted node has disappeared: its GPUs still count as held under the granted name
         ({FIRST: 8}, (SECOND, "10.0.0.6"), {FIRST: 8}),
         ({FIRST: 8}, (FIRST, SECOND), {FIRST: 8}),
     ],

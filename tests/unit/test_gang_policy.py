@@ -157,7 +157,7 @@ def check(case: Case, policy: Policy) -> None:
             {"w2": GPUS},
             nodes=cluster(8, cpus=11),
         ),
-        # free fractions of a CPU are added up
+        # three gangs leave 0.7 CPUs free in total, which is enough for the waiting gang
         Case(
             [waits(1, 1, cpus=0.7)],
             [held(f"h{i}", a=1, cpus=0.1) for i in range(3)],

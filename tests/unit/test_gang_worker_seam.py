@@ -65,7 +65,9 @@ def private_names(source: str) -> set[str]:
 
 
 def find_changed_internals(base: type[Any]) -> Iterator[str]:
-    """Yield a message for each internal of a worker class that is missing or has changed.
+    """Yield a message for each private method or attribute of a worker that has changed.
+
+    A missing one also counts as changed.
 
     Args:
         base: Prefect's worker class.

@@ -142,7 +142,8 @@ def test_current_attempt_and_components_get_an_end_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("verdict", "retried", "loss", "state", "message"),
     [
-        # the attempt has its final state, but the run has no final state yet
+        # the attempt has its final state and the run has none yet: the run gets the state of the
+        # attempt
         ("completed", False, FlowLoss(pid=1), "completed", "completed; the flow process"),
         ("failed", False, FlowLoss(pid=1), "failed", "STORAGE: disk full"),
         ("cancelled", False, FlowLoss(pid=1), "cancelled", "cancelled; the flow process"),
@@ -154,7 +155,7 @@ def test_current_attempt_and_components_get_an_end_time(tmp_path: Path) -> None:
         # the flow process was killed while the run waited for its next attempt
         ("failed", True, FlowLoss(pid=1), "failed", "STORAGE: disk full"),
         ("failed", True, FlowLoss(pid=1, is_cancelled=True), "cancelled", "cancelled;"),
-        # the flow run is scheduled again on the server
+        # the flow run is scheduled again on the server, so the run waits for its next attempt
         ("", False, FlowLoss(pid=1, is_waiting=True), "pending_resources", "waiting for its next"),
         ("failed", False, FlowLoss(pid=1, is_waiting=True), "pending_resources", "waiting for"),
     ],

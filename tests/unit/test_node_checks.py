@@ -135,7 +135,8 @@ def end(cluster: Cluster, tmp_path: Path, muster_home: Path) -> Callable[..., Jo
 def read_noted_nodes() -> dict[str, dict[str, str]]:
     """Return the nodes that must still be checked, as recorded in files on this host.
 
-    The result has the node's name by the submission id of the job and by the node id.
+    The result maps the submission id of each Ray job to the job's unchecked nodes: the name of a
+    node by its node id.
     """
     return {note.job.submission_id: dict(note.nodes) for note in read_notes(host_name())}
 

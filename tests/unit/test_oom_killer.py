@@ -43,7 +43,8 @@ CONTAINER_V1 = "34 23 0:27 /docker/ab /sys/fs/cgroup/memory ro - cgroup cgroup r
         ),
         # A container with its own cgroup namespace.
         ("0::/\n", V2, ["/sys/fs/cgroup"]),
-        # The cgroup of the process is outside the part of the hierarchy that is mounted.
+        # The mounted part of the hierarchy does not contain the cgroup of the process, so there are
+        # no paths.
         ("4:memory:/other\n", CONTAINER_V1, []),
         ("0::/job\n", V1, []),
         ("", V2, []),

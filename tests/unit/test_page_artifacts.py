@@ -369,7 +369,7 @@ def test_summary_of_a_lost_run_names_its_failure(
         "```\n{}\n```",
         "```\n[1]\n```",
         "```\n{\n```",
-        # the state is unknown, or missing
+        # the JSON has an unknown state, or no state
         '```\n{"state": "***", "attempts": []}\n```',
         '```\n{"attempts": []}\n```',
         # invalid attempts

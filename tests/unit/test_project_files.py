@@ -79,7 +79,7 @@ def configured_registries() -> list[str]:
 
 
 def forbidden(root: Path) -> re.Pattern[str]:
-    """Return a pattern of the registries and of the checkout's path `root`.
+    """Return a pattern that matches the hosts of registries and the path `root` of the checkout.
 
     The path of a checkout directly under `/` is left out, because it can be a common word.
     """

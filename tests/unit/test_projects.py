@@ -120,7 +120,7 @@ def test_environment_of_the_spec_is_preferred(tmp_path: Path, variable: str) -> 
         ({"VIRTUAL_ENV": "venv", "CONDA_PREFIX": "conda"}, {}, False, {"VIRTUAL_ENV": "venv"}),
         ({"CONDA_PREFIX": "conda"}, {}, False, {"CONDA_PREFIX": "conda"}),
         ({}, {}, False, {}),
-        # The environment was deleted after its activation.
+        # An activated environment that was deleted since is ignored.
         ({"VIRTUAL_ENV": "gone"}, {}, False, {}),
         ({"VIRTUAL_ENV": "gone", "CONDA_PREFIX": "conda"}, {}, False, {"CONDA_PREFIX": "conda"}),
         # Muster's own environment is the default already.

@@ -90,16 +90,16 @@ def test_gradient_agrees_with_finite_differences(name: str) -> None:
 @pytest.mark.parametrize(
     ("ratio", "advantage", "is_cut"),
     [
-        # The probability of a good token may rise by CLIP_RANGE.
+        # The probability of a token with a positive advantage may rise by CLIP_RANGE.
         (1.0, +1.0, False),
         (1.0 + CLIP_RANGE - 0.01, +1.0, False),
         (1.0 + CLIP_RANGE + 0.01, +1.0, True),
-        # If the probability of a good token has fallen, its gradient is never set to 0.
+        # If the probability of such a token has fallen, its gradient is never set to 0.
         (0.1, +1.0, False),
-        # The probability of a bad token may fall by CLIP_RANGE.
+        # The probability of a token with a negative advantage may fall by CLIP_RANGE.
         (1.0 - CLIP_RANGE + 0.01, -1.0, False),
         (1.0 - CLIP_RANGE - 0.01, -1.0, True),
-        # If the probability of a bad token has risen, its gradient is never set to 0.
+        # If the probability of this token has risen, its gradient is never set to 0.
         (3.0, -1.0, False),
     ],
 )

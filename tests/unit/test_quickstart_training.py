@@ -71,7 +71,7 @@ def test_response_without_a_batch_raises_an_error(answer: object) -> None:
         ([7, 0, EOS], 0.4),
         # The answer does not end.
         ([7, 0, 4, 2, 2], 0.8),
-        # All tokens are at the wrong position.
+        # No token is at its right position, so the reward is 0.
         ([0, 4, 2, EOS], 0.0),
         ([], 0.0),
     ],

@@ -214,7 +214,7 @@ def test_repository_with_a_part_of_another_user_is_not_used(
 
     assert code.commit == ""
     assert "is not used: " in caplog.text and caplog.text.count("\n") <= 2
-    # The files are nevertheless copied, without the help of git.
+    # Muster does not use a git directory of another user, but copies the files without git.
     assert {path.name for path in (shared / "out").iterdir()} >= {"train.py", "muster.yaml"}
 
 
@@ -289,7 +289,7 @@ def test_programs_named_by_the_user_s_repository_do_not_run(
     assert not proof.exists()
     assert len(code.commit) == 40
     assert "+name: b\n" in code.diff
-    # train.py is not compared, because git would run the attacker's filter program for that.
+    # train.py is not compared, because git would run the attacker's filter program to compare it.
     assert "train.py: not compared" in code.diff and "print(2)" not in code.diff
 
 

@@ -39,7 +39,7 @@ def run_case(muster_home: Path, monkeypatch: pytest.MonkeyPatch) -> RunCase:
     monkeypatch.setattr("tasks.train.waiting.connect_to_server", refuse)
 
     def run(program: str, *, keep: int | None = None, **changes: Any) -> RunJson:
-        """Run a program.
+        """Run one of the test's training programs to its end, and return the record of the run.
 
         Args:
             program: File in `tests/data/resume`.

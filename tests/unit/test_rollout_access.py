@@ -19,7 +19,7 @@ from tasks.rollout.topology import is_loopback
         ("[::1]", True),  # the form of a URL
         ("LocalHost", True),
         ("0.0.0.0", False),  # all interfaces
-        ("", False),  # all interfaces, for a socket
+        ("", False),  # a socket without an address listens on all interfaces
         ("10.0.0.7", False),
         ("localhost.example.org", False),  # a public host name
         ("node-7", False),

@@ -275,9 +275,9 @@ def test_numbers_are_accepted_as_text_in_commands_and_variables(
         ("trainer.ready", {"file": "${attempt.dir}/ready"}),
         ("trainer.ready", {"notify": True}),
         ("trainer.ready", {"alive_s": 0.5}),
-        # the check of the processes as the only liveness probe
+        # a liveness probe that only checks the processes of the component
         ("trainer.live", {"processes": "scheduler"}),
-        # the check of the processes in addition to an HTTP probe
+        # a liveness probe that checks processes and also sends an HTTP request
         (
             "trainer.live",
             {"http": HTTP, "processes": "scheduler"},
@@ -337,7 +337,8 @@ def test_value_is_valid(path: str, value: object) -> None:
             "must be text that matches the pattern ^[a-z]",
             "",
         ),
-        # the newline is found: in a regular expression, `$` would match before the newline
+        # a name must not end with a newline. In a regular expression, `$` would also match before
+        # this newline
         (
             "name",
             "a\n",

@@ -106,7 +106,7 @@ def test_run_of_a_stage_starts_in_the_order_of_its_deployment(file: Path) -> Non
         ({}, NAMES),
         # a key without a value
         ({"start_order": None}, NAMES),
-        # an empty list, which the form in Prefect's UI sends
+        # an empty list, which the form in Prefect's UI sends, means the order in the spec
         ({"start_order": []}, NAMES),
         ({"start_order": NAMES[::-1]}, NAMES[::-1]),
         # components that were added in the form in Prefect's UI come last

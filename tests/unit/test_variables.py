@@ -53,7 +53,7 @@ def test_process_with_an_unreadable_environment_is_hidden(
 
     monkeypatch.setattr(builtins, "open", refuse_environ)
     add_process(tmp_path, "1", b"RUN=x\0")
-    # A kernel thread has no command line.
+    # Process 2 is like a kernel thread: it has no command line.
     add_process(tmp_path, "2", b"", cmdline=b"")
 
     found = find_holders("RUN", str(tmp_path))

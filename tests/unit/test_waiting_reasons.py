@@ -179,7 +179,8 @@ def test_each_reason_is_one_line_after_the_demand(message: Message, expected: st
         # only the current time is different, so the state is not rewritten
         (first("1", in_s=-60), first("1", in_s=-60, now=NOW + 600)),
         (first("1", in_s=4500), first("1", in_s=4510)),
-        # only the free GPUs or the positions of later runs are different
+        # only the free GPUs or the positions of later runs have changed, so the state is not
+        # rewritten
         (first("1"), first("1", free={"n0": 8, "n1": 1, "n2": 3})),
         (later(Why.BEHIND), later(Why.BEHIND, free={"n0": 1})),
         (later(Why.BEHIND), later(Why.BEHIND, number=3)),

@@ -215,7 +215,11 @@ def _build_option(call: ast.Call, annotation: ast.expr | None = None) -> Option:
 
 
 def _analyze_annotation(annotation: ast.expr) -> tuple[str, str, tuple[Any, ...]]:
-    """Return number of values, type and choices of an argument, from its field's annotation."""
+    """Return how many values a command-line argument takes, their type, and the allowed values.
+
+    Args:
+        annotation: Type annotation of the field that defines the argument.
+    """
     names = [name for name in _split_annotation(annotation) if name != "None"]
     if "bool" in names:
         return ("none", "any", ()) if len(names) == 1 else ("optional", "any", ())
