@@ -36,8 +36,8 @@ class JobEvents:
 
     #: Names and fields of the emitted events, in order.
     events: list[tuple[str, dict[str, object]]] = field(default_factory=list)
-    #: Address of the cluster's control store (GCS) in each request to search the cluster's nodes for
-    #: leftover processes.
+    #: Address of a cluster's control store (GCS), for each request to search the nodes of the
+    #: cluster for leftover processes.
     swept: list[str] = field(default_factory=list)
 
     def emit(self, name: str, **fields: object) -> None:
